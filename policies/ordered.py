@@ -1,0 +1,69 @@
+"""OrderedPolicy: policies whose order is a static key, changed by a touch and by nothing else.
+
+Keeps the evictable entries in a SortedList of (key, entry_id). Every hook is O(log n), `victim` is O(1).
+
+Invariants:
+
+  O1  `_position[id]` is the pair under which an evictable entry is filed, and only evictable entries are filed.
+  O2  An entry's key is computed when it is inserted, touched, or takes over another's history; never when it
+      merely becomes evictable.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sortedcontainers import SortedList
+
+from policies.entry import Entry
+
+Key = tuple[float, ...]
+
+
+class OrderedPolicy:
+    """Base of the static-key policies: subclasses define `key`, smallest goes first."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, Key] = {}
+        self._filed: dict[int, Entry] = {}
+        self._order: Any = SortedList()
+
+    def key(self, entry: Entry) -> Key:
+        """The sort key of an entry; the smallest is evicted first."""
+        raise NotImplementedError(f"{type(self).__name__} must define key(entry).")
+
+    def inserted(self, entry: Entry) -> None:
+        self._keys[entry.entry_id] = self.key(entry)
+
+    def touched(self, entry: Entry) -> None:
+        self._rekey(entry)
+
+    def split(self, upper: Entry, lower: Entry) -> None:
+        for entry in (upper, lower):
+            self._rekey(entry)
+
+    def merged(self, gone: Entry, into: Entry) -> None:
+        self.evicted(gone)
+        self._rekey(into)
+
+    def evicted(self, entry: Entry) -> None:
+        self.evictable_changed(entry, False)
+        self._keys.pop(entry.entry_id, None)
+
+    def evictable_changed(self, entry: Entry, evictable: bool) -> None:
+        if evictable and entry.entry_id not in self._filed:
+            self._filed[entry.entry_id] = entry
+            self._order.add((self._keys[entry.entry_id], entry.entry_id))
+        elif not evictable and self._filed.pop(entry.entry_id, None) is not None:
+            self._order.remove((self._keys[entry.entry_id], entry.entry_id))
+
+    def victim(self) -> Entry | None:
+        return self._filed[self._order[0][1]] if self._order else None
+
+    def _rekey(self, entry: Entry) -> None:
+        filed = entry.entry_id in self._filed
+        if filed:
+            self._order.remove((self._keys[entry.entry_id], entry.entry_id))
+        self._keys[entry.entry_id] = self.key(entry)
+        if filed:
+            self._order.add((self._keys[entry.entry_id], entry.entry_id))

@@ -1,0 +1,41 @@
+"""EvictionPolicy: what the cache layer tells a policy, and the one question it asks.
+
+The cache layer owns the entries and decides what *may* go; a policy only orders what may. Every entry is announced
+once with `inserted`, may then be touched, split and merged, and leaves with `evicted` or as the first argument of
+`merged`. A policy never sees an entry again after that. `victim` is asked as long as bytes are wanted; it must
+answer with an entry that is evictable at that moment, and asking twice without a hook between gives the same answer.
+
+Order of calls: the hooks of one request come deepest node first, so the root side is the newest.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from policies.entry import Entry
+
+
+@runtime_checkable
+class EvictionPolicy(Protocol):
+    """Chooses which evictable entry goes first."""
+
+    def inserted(self, entry: Entry) -> None:
+        """A new entry, not evictable yet."""
+
+    def touched(self, entry: Entry) -> None:
+        """A request used the entry: `last_used`, `uses` and `priority` are already up to date."""
+
+    def split(self, upper: Entry, lower: Entry) -> None:
+        """One entry became two. Exactly one of them is new to the policy; the new one inherits the history of the other."""
+
+    def merged(self, gone: Entry, into: Entry) -> None:
+        """`gone` was joined to `into`, which now covers both edges; `gone` is never mentioned again."""
+
+    def evicted(self, entry: Entry) -> None:
+        """The entry is gone, by eviction or because its node was removed."""
+
+    def evictable_changed(self, entry: Entry, evictable: bool) -> None:
+        """The entry may go from now on, or may not any more."""
+
+    def victim(self) -> Entry | None:
+        """The evictable entry that should go first; None when nothing is evictable."""

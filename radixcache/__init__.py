@@ -1,0 +1,82 @@
+"""radixcache: a token radix-tree prefix cache with snapshot paging for MLX language models.
+
+Names are imported when they are first used, so the parts that need no MLX can be used without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from policies import POLICIES, CostModel, Entry, EvictionPolicy
+    from radixcache.adapters import register_adapter
+    from radixcache.chat import render_chat
+    from radixcache.errors import (
+        CacheBusyError,
+        RadixCacheError,
+        SessionClosedError,
+        SnapshotError,
+        UnsupportedCacheError,
+    )
+    from radixcache.generate import stream_generate
+    from radixcache.ledger import Ledger
+    from radixcache.prefix_cache import PrefixCache
+    from radixcache.resume import ShortReason
+    from radixcache.session import Session
+    from radixcache.stats import CacheStats
+    from radixcache.tree import RadixTree
+
+_MODULES = {
+    "POLICIES": "policies",
+    "CacheBusyError": "radixcache.errors",
+    "CacheStats": "radixcache.stats",
+    "CostModel": "policies",
+    "Entry": "policies",
+    "EvictionPolicy": "policies",
+    "Ledger": "radixcache.ledger",
+    "PrefixCache": "radixcache.prefix_cache",
+    "RadixCacheError": "radixcache.errors",
+    "RadixTree": "radixcache.tree",
+    "Session": "radixcache.session",
+    "SessionClosedError": "radixcache.errors",
+    "ShortReason": "radixcache.resume",
+    "SnapshotError": "radixcache.errors",
+    "UnsupportedCacheError": "radixcache.errors",
+    "register_adapter": "radixcache.adapters",
+    "render_chat": "radixcache.chat",
+    "stream_generate": "radixcache.generate",
+}
+
+__all__ = [
+    "POLICIES",
+    "CacheBusyError",
+    "CacheStats",
+    "CostModel",
+    "Entry",
+    "EvictionPolicy",
+    "Ledger",
+    "PrefixCache",
+    "RadixCacheError",
+    "RadixTree",
+    "Session",
+    "SessionClosedError",
+    "ShortReason",
+    "SnapshotError",
+    "UnsupportedCacheError",
+    "register_adapter",
+    "render_chat",
+    "stream_generate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'radixcache' has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

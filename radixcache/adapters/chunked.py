@@ -1,0 +1,131 @@
+"""Adapter of mlx_lm.models.cache.ChunkedKVCache: the last `chunk_size` tokens and what the present chunk added.
+
+Source: mlx-lm 0.32.2, used by llama4. The model cuts the front before an update; `start_position` is what is gone.
+`is_trimmable` stays True after that and `trim` clips silently, so neither is used. While `start_position` is 0 the
+state can be cut back to any smaller offset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from radixcache.adapters.contract import NEVER
+from radixcache.adapters.owned import owned
+
+
+@dataclass(slots=True)
+class ChunkSnapshot:
+    """Tokens [start_position, end): keys (1, H, T, Dk), values (1, H, T, Dv)."""
+
+    end: int
+    start_position: int
+    keys: mx.array
+    values: mx.array
+
+    @property
+    def start(self) -> int:
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def arrays(self) -> list[mx.array]:
+        return [self.keys, self.values]
+
+
+class ChunkedKVAdapter:
+    """ChunkedKVCache: point state that can be cut back until its front was trimmed."""
+
+    is_point = True
+
+    def is_empty(self, cache: Any) -> bool:
+        return cache.keys is None
+
+    def offset(self, cache: Any) -> int | None:
+        return int(cache.offset)
+
+    def buffers(self, cache: Any) -> list[mx.array]:
+        return [] if cache.keys is None else [cache.keys, cache.values]
+
+    def capacity(self, cache: Any) -> int:
+        return 0 if cache.keys is None else int(cache.start_position + cache.keys.shape[2])
+
+    def spare_nbytes(self, cache: Any) -> int:
+        filled = cache.offset - cache.start_position
+        return sum(b.nbytes * (b.shape[2] - filled) // b.shape[2] for b in self.buffers(cache))
+
+    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
+        return tuple((*b.shape[:2], b.shape[3], b.dtype) for b in self.buffers(cache))
+
+    def snapshot(self, cache: Any, start: int, end: int) -> ChunkSnapshot | None:
+        if cache.keys is None:
+            return None
+        filled = cache.offset - cache.start_position
+        keys, values = (owned(b[..., :filled, :]) for b in self.buffers(cache))
+        return ChunkSnapshot(int(cache.offset), int(cache.start_position), keys, values)
+
+    def restore(self, cache: Any, snapshot: ChunkSnapshot | None, target: int) -> bool:
+        if snapshot is None:
+            if not self.can_rewind(cache, target):
+                return False
+            if cache.keys is not None:
+                cache.offset = target
+            return True
+        if not self.can_cut(snapshot, target):
+            return False
+        if target == 0:
+            self.free(cache)
+            return True
+        length = target - snapshot.start_position
+        cache.keys, cache.values = (owned(a[..., :length, :]) for a in snapshot.arrays())
+        cache.offset, cache.start_position = target, snapshot.start_position
+        return True
+
+    def can_cut(self, snapshot: ChunkSnapshot | None, target: int) -> bool:
+        return snapshot is None or target == snapshot.end or (target < snapshot.end and snapshot.start_position == 0)
+
+    def cut_reach(self, cache: Any) -> int:
+        return NEVER
+
+    def can_rewind(self, cache: Any, target: int) -> bool:
+        return cache.keys is None or target == cache.offset or (target < cache.offset and cache.start_position == 0)
+
+    def split(self, snapshot: ChunkSnapshot | None, at: int) -> tuple[None, ChunkSnapshot | None]:
+        return None, snapshot
+
+    def merge(self, upper: ChunkSnapshot | None, lower: ChunkSnapshot | None) -> ChunkSnapshot | None:
+        return lower
+
+    def free(self, cache: Any) -> None:
+        cache.keys = cache.values = None
+        cache.offset = cache.start_position = 0
+
+    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None) -> None:
+        """Spare room is at most one growth step of the class; a smaller capacity drops it."""
+        if cache.keys is not None and capacity_tokens <= cache.offset and self.spare_nbytes(cache):
+            self.own(cache)
+
+    def own(self, cache: Any) -> list[mx.array]:
+        if cache.keys is None:
+            return []
+        filled = cache.offset - cache.start_position
+        cache.keys, cache.values = (owned(b[..., :filled, :]) for b in self.buffers(cache))
+        return self.buffers(cache)
+
+    def hold(self, cache: Any, tokens: int) -> Any:
+        # A single-token write goes into the buffer in place: holding it would copy the whole chunk for each token.
+        arrays = (cache.keys, cache.values) if tokens > 1 or cache.keys is None else None
+        return arrays, cache.offset, cache.start_position
+
+    def roll_back(self, cache: Any, held: Any) -> bool:
+        arrays, offset, start_position = held
+        if arrays is not None:
+            cache.keys, cache.values = arrays
+        elif cache.start_position != start_position:
+            return False
+        cache.offset, cache.start_position = offset, start_position
+        return True

@@ -1,0 +1,60 @@
+"""Adapter of mlx_lm.models.cache.ConcatenateKVCache: keys and values exactly as long as the sequence.
+
+Source: mlx-lm 0.32.2. An update joins new keys to *all* of the old ones and takes the offset from the result, so a
+rewind has to cut the arrays; a smaller offset alone would bring the cut tokens back. Arrays are never written in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from radixcache.adapters.contract import NEVER
+from radixcache.adapters.owned import owned
+from radixcache.adapters.span import SpanAdapter, SpanSnapshot, segment_bounds
+
+
+class ConcatenateKVAdapter(SpanAdapter):
+    """ConcatenateKVCache: no spare room, nothing in place."""
+
+    def capacity(self, cache: Any) -> int:
+        return NEVER
+
+    def spare_nbytes(self, cache: Any) -> int:
+        return 0
+
+    def reserve(self, cache: Any, capacity_tokens: int, like: SpanSnapshot | None = None) -> None:
+        """Nothing to reserve: the class allocates at every update."""
+
+    def own(self, cache: Any) -> list[mx.array]:
+        if cache.keys is None:
+            return []
+        self.put(cache, [owned(b[..., : cache.offset, :]) for b in self.buffers(cache)])
+        return self.buffers(cache)
+
+    def hold(self, cache: Any, tokens: int) -> Any:
+        return cache.keys, cache.values, cache.offset
+
+    def roll_back(self, cache: Any, held: Any) -> bool:
+        cache.keys, cache.values, cache.offset = held
+        return True
+
+    def _rewind(self, cache: Any, target: int) -> None:
+        if target == 0:
+            self.free(cache)
+        elif target < cache.offset:
+            self.put(cache, [owned(b[..., :target, :]) for b in self.buffers(cache)])
+            cache.offset = target
+
+    def _page_in(self, cache: Any, snapshot: SpanSnapshot, target: int) -> None:
+        begin = cache.offset
+        pieces: list[list[mx.array]] = [[b[..., :begin, :]] if begin else [] for b in self.buffers(cache)]
+        pieces = pieces or [[] for _ in snapshot.segments[0]]
+        for (low, high), segment in zip(segment_bounds(snapshot.start, snapshot.end), snapshot.segments, strict=True):
+            first, last = max(low, begin), min(high, target)
+            if first < last:
+                for piece, array in zip(pieces, segment, strict=True):
+                    piece.append(array[..., first - low : last - low, :])
+        self.put(cache, [owned(mx.concatenate(piece, axis=2)) for piece in pieces])
+        cache.offset = target

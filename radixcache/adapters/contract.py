@@ -1,0 +1,106 @@
+"""Adapter: what the cache layer may do with one mlx-lm cache object (a leaf), and nothing else.
+
+An adapter has no state: every method gets the live object it works on, because generators replace objects and
+models reassign arrays between forward passes. There are two kinds:
+
+    span    the state can be cut at any token; a snapshot covers [start, end)
+    point   the state is valid at one offset; a snapshot is the whole state there, a checkpoint
+
+What every adapter keeps to (`tests/contract/` runs one suite over all of them):
+
+  A1  A snapshot owns its arrays: compact, never a view of a live buffer. It is not evaluated yet.
+  A2  restore(cache, None, target) rewinds the live state to `target`, or returns False and changes nothing.
+  A3  restore(cache, snapshot, target) makes the live state stand at `target`. It returns False and changes nothing
+      for a target beyond the snapshot, a live offset before the snapshot's start, and a cut that would leave a
+      wrapped window incomplete. The snapshot stays as it is and shares nothing with the live state.
+  A4  split(snapshot, at) consumes it and returns (upper, lower); at or outside the edge one side is None and the
+      other the whole; a point snapshot splits into (None, whole).
+  A5  merge(upper, lower) consumes both; with one side None it keeps nothing for spans and the lower for points.
+      Split then merge is the identity.
+  A6  After free(cache) the object holds no array and stands at 0.
+
+Threading: as MLX; the arrays belong to the calling thread until they are evaluated.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+#: An offset that no sequence reaches: "never".
+NEVER = 1 << 62
+
+
+class Snapshot(Protocol):
+    """State taken out of a live cache: of the tokens [start, end), or for a point layer of all up to `end`."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def arrays(self) -> list[mx.array]: ...
+
+
+class Adapter(Protocol):
+    """Operations on one leaf cache object of one class."""
+
+    #: True for point state, False for span state.
+    is_point: bool
+
+    def is_empty(self, cache: Any) -> bool:
+        """Whether the object was never written."""
+
+    def offset(self, cache: Any) -> int | None:
+        """Tokens the state stands for; None when the class does not know."""
+
+    def buffers(self, cache: Any) -> list[mx.array]:
+        """The live arrays. Never keep them across a forward pass."""
+
+    def spare_nbytes(self, cache: Any) -> int:
+        """Bytes of the buffers beyond what the state needs."""
+
+    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
+        """Shape without the time axis, and dtype, of each buffer; for comparing caches of the same layer."""
+
+    def snapshot(self, cache: Any, start: int, end: int) -> Any:
+        """Copy the state of [start, end) (span) or the whole state, which stands at `end` (point)."""
+
+    def restore(self, cache: Any, snapshot: Any, target: int) -> bool:
+        """Make the live state stand at `target`, from the snapshot or, with None, by rewinding."""
+
+    def can_cut(self, snapshot: Any, target: int) -> bool:
+        """Whether restore() from this snapshot can reach `target` (given a live state that is not in the way)."""
+
+    def cut_reach(self, cache: Any) -> int:
+        """Largest offset at which a snapshot can be cut back to a smaller one; 0 when it never can."""
+
+    def can_rewind(self, cache: Any, target: int) -> bool:
+        """Whether restore(cache, None, target) would succeed."""
+
+    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
+        """Cut a snapshot at offset `at` into (upper, lower)."""
+
+    def merge(self, upper: Any, lower: Any) -> Any:
+        """Join two snapshots that touch."""
+
+    def free(self, cache: Any) -> None:
+        """Let go of all arrays and return to offset 0."""
+
+    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None) -> None:
+        """Make room for `capacity_tokens` in all, lazily; an empty cache takes its shapes from the snapshot `like`.
+        A smaller capacity than the present one shrinks. No effect on classes without spare room."""
+
+    def capacity(self, cache: Any) -> int:
+        """Tokens that fit before the class allocates again; NEVER when it does not grow with tokens."""
+
+    def own(self, cache: Any) -> list[mx.array]:
+        """Replace arrays that may be views of activations by owned copies, and return the copies, unevaluated."""
+
+    def hold(self, cache: Any, tokens: int) -> Any:
+        """What roll_back needs to undo a forward pass of `tokens` tokens that has not started yet."""
+
+    def roll_back(self, cache: Any, held: Any) -> bool:
+        """Undo the forward pass; False when that is not possible and the state is not to be used."""

@@ -1,0 +1,168 @@
+"""Adapter of last resort: a class nobody registered, kept as point state if it proves that this is safe.
+
+A class qualifies when it *itself* defines a `state` property with a setter (mlx-lm's base class gives every subclass
+an empty one: that does not count), and when its first state survives a round trip: taken out, copied, put into a
+fresh object made without `__init__`, everything that the object holds is there again. Anything else raises
+UnsupportedCacheError by name, before any state of it was stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from radixcache.adapters.owned import owned
+from radixcache.errors import UnsupportedCacheError
+
+
+@dataclass(slots=True)
+class StateSnapshot:
+    """A copy of what the `state` property gave at offset `end`."""
+
+    end: int
+    state: Any
+
+    @property
+    def start(self) -> int:
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.arrays())
+
+    def arrays(self) -> list[mx.array]:
+        return _arrays(self.state)
+
+
+class ProbedAdapter:
+    """Any class with a `state` of its own: point state, valid at exactly one offset."""
+
+    is_point = True
+
+    def __init__(self) -> None:
+        self._proven: set[type] = set()
+
+    @staticmethod
+    def accepts(cache: Any) -> bool:
+        """Whether the object's own class defines a `state` property with a setter."""
+        state = vars(type(cache)).get("state")
+        return isinstance(state, property) and state.fset is not None
+
+    def is_empty(self, cache: Any) -> bool:
+        return not self.buffers(cache)
+
+    def offset(self, cache: Any) -> int | None:
+        offset = getattr(cache, "offset", None)
+        return offset if isinstance(offset, int) and not isinstance(offset, bool) else None
+
+    def buffers(self, cache: Any) -> list[mx.array]:
+        # Not through `state`: a class may build copies there, or fail while it is empty.
+        return _arrays(vars(cache))
+
+    def capacity(self, cache: Any) -> int:
+        return self.offset(cache) or 0
+
+    def spare_nbytes(self, cache: Any) -> int:
+        return 0
+
+    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
+        return (("state", len(_arrays(vars(cache)))),)
+
+    def snapshot(self, cache: Any, start: int, end: int) -> StateSnapshot | None:
+        if self.is_empty(cache):
+            return None
+        self._prove(cache)
+        return StateSnapshot(end, _copy(cache.state))
+
+    def restore(self, cache: Any, snapshot: StateSnapshot | None, target: int) -> bool:
+        if snapshot is None:
+            return self.can_rewind(cache, target)
+        if target != snapshot.end:
+            return False
+        cache.state = _copy(snapshot.state)
+        return True
+
+    def can_cut(self, snapshot: StateSnapshot | None, target: int) -> bool:
+        return snapshot is None or target == snapshot.end
+
+    def cut_reach(self, cache: Any) -> int:
+        return 0
+
+    def can_rewind(self, cache: Any, target: int) -> bool:
+        return self.is_empty(cache) or target == self.offset(cache)
+
+    def split(self, snapshot: StateSnapshot | None, at: int) -> tuple[None, StateSnapshot | None]:
+        return None, snapshot
+
+    def merge(self, upper: StateSnapshot | None, lower: StateSnapshot | None) -> StateSnapshot | None:
+        return lower
+
+    def free(self, cache: Any) -> None:
+        """Nothing is known of how to empty the class: the layout replaces the object by a fresh one."""
+        raise UnsupportedCacheError(f"{type(cache).__name__} cannot be emptied in place.")
+
+    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None) -> None:
+        """Nothing is known of how the class grows."""
+
+    def own(self, cache: Any) -> list[mx.array]:
+        if self.is_empty(cache):
+            return []
+        self._prove(cache)
+        cache.state = _copy(cache.state)
+        return self.buffers(cache)
+
+    def hold(self, cache: Any, tokens: int) -> Any:
+        if self.is_empty(cache):
+            return None
+        return {name: _copy(value, mx.array) for name, value in vars(cache).items()}
+
+    def roll_back(self, cache: Any, held: Any) -> bool:
+        if held is None:
+            return self.is_empty(cache)
+        vars(cache).clear()
+        vars(cache).update(held)
+        return True
+
+    def _prove(self, cache: Any) -> None:
+        if type(cache) in self._proven:
+            return
+        name = type(cache).__name__
+        fresh = object.__new__(type(cache))
+        try:
+            fresh.state = _copy(cache.state)
+        except Exception as error:
+            raise UnsupportedCacheError(f"{name}: its state cannot be put into a fresh object: {error}.") from error
+        if not _equal(vars(fresh), vars(cache)):
+            lost = [k for k, v in vars(cache).items() if not _equal(vars(fresh).get(k), v)]
+            raise UnsupportedCacheError(f"{name}: its state loses {', '.join(map(str, lost))} on a round trip.")
+        self._proven.add(type(cache))
+
+
+def _arrays(tree: Any) -> list[mx.array]:
+    return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]
+
+
+def _copy(tree: Any, leaf: Any = owned) -> Any:
+    """The same nest of tuples, lists and dictionaries with every array passed through `leaf`."""
+    if isinstance(tree, mx.array):
+        return leaf(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_copy(item, leaf) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _copy(item, leaf) for key, item in tree.items()}
+    return tree
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, mx.array) and isinstance(right, mx.array):
+        if left.shape != right.shape or left.dtype != right.dtype:
+            return False
+        return bool(mx.array_equal(left, right, equal_nan=mx.issubdtype(left.dtype, mx.inexact)).item())
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_equal(left[k], right[k]) for k in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    return type(left) is type(right) and bool(left == right)

@@ -1,0 +1,202 @@
+"""SpanAdapter: span state kept as buffers of shape (1, H, capacity, D) with time on axis 2.
+
+KVCache, QuantizedKVCache and ConcatenateKVCache differ only in which attributes hold the buffers. A snapshot is a
+row of segments on a fixed grid of SEGMENT_TOKENS, so that cutting one, joining two and dropping a tail touch one
+segment, not the whole edge:
+
+    [700, 1600)  ->  [700, 1024) [1024, 1536) [1536, 1600)
+
+Page-in writes the segments into the live buffers in place; page-out copies them out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from radixcache.adapters.contract import NEVER
+from radixcache.adapters.owned import owned
+from radixcache.errors import SnapshotError
+from radixcache.snapshots import SEGMENT_TOKENS
+
+Segment = tuple[mx.array, ...]
+
+
+def segment_bounds(start: int, end: int) -> list[tuple[int, int]]:
+    """The grid segments that cover [start, end)."""
+    bounds = []
+    while start < end:
+        stop = min(end, (start // SEGMENT_TOKENS + 1) * SEGMENT_TOKENS)
+        bounds.append((start, stop))
+        start = stop
+    return bounds
+
+
+@dataclass(slots=True)
+class SpanSnapshot:
+    """The state of tokens [start, end) of one layer.
+
+    Attributes:
+        segments: one tuple of owned arrays, each (1, H, T, D), per segment of `segment_bounds(start, end)`.
+    """
+
+    start: int
+    end: int
+    segments: list[Segment]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
+    def arrays(self) -> list[mx.array]:
+        return [array for segment in self.segments for array in segment]
+
+
+class SpanAdapter:
+    """Adapter of a class whose state is `buffers` plus `offset`. Subclasses say where the buffers are."""
+
+    is_point = False
+
+    def buffers(self, cache: Any) -> list[mx.array]:
+        return [] if cache.keys is None else [cache.keys, cache.values]
+
+    def put(self, cache: Any, buffers: list[mx.array]) -> None:
+        """Store new buffers, in the order of `buffers`."""
+        cache.keys, cache.values = buffers
+
+    def is_empty(self, cache: Any) -> bool:
+        return cache.keys is None
+
+    def offset(self, cache: Any) -> int | None:
+        return int(cache.offset)
+
+    def capacity(self, cache: Any) -> int:
+        return 0 if cache.keys is None else int(self.buffers(cache)[0].shape[2])
+
+    def spare_nbytes(self, cache: Any) -> int:
+        return sum(b.nbytes * (b.shape[2] - cache.offset) // b.shape[2] for b in self.buffers(cache))
+
+    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
+        return tuple((*b.shape[:2], b.shape[3], b.dtype) for b in self.buffers(cache))
+
+    def snapshot(self, cache: Any, start: int, end: int) -> SpanSnapshot | None:
+        if cache.keys is None:
+            return None
+        if not 0 <= start < end <= cache.offset:
+            raise SnapshotError(f"span [{start}, {end}) is not inside the live state [0, {cache.offset}).")
+        buffers = self.buffers(cache)
+        cuts = segment_bounds(start, end)
+        return SpanSnapshot(start, end, [tuple(owned(b[..., low:high, :]) for b in buffers) for low, high in cuts])
+
+    def restore(self, cache: Any, snapshot: SpanSnapshot | None, target: int) -> bool:
+        if target <= cache.offset and (snapshot is None or snapshot.start <= cache.offset):
+            if snapshot is not None and target > snapshot.end:
+                return False
+            self._rewind(cache, target)
+            return True
+        if snapshot is None or target > snapshot.end or cache.offset < snapshot.start:
+            return False
+        self._page_in(cache, snapshot, target)
+        return True
+
+    def can_cut(self, snapshot: SpanSnapshot | None, target: int) -> bool:
+        return snapshot is None or snapshot.start <= target <= snapshot.end
+
+    def cut_reach(self, cache: Any) -> int:
+        return NEVER
+
+    def can_rewind(self, cache: Any, target: int) -> bool:
+        return target <= int(cache.offset) or cache.keys is None
+
+    def split(
+        self, snapshot: SpanSnapshot | None, at: int
+    ) -> tuple[SpanSnapshot | None, SpanSnapshot | None]:
+        if snapshot is None or at <= snapshot.start:
+            return None, snapshot
+        if at >= snapshot.end:
+            return snapshot, None
+        upper: list[Segment] = []
+        lower: list[Segment] = []
+        for (low, high), segment in zip(segment_bounds(snapshot.start, snapshot.end), snapshot.segments, strict=True):
+            if low < at < high:
+                upper.append(tuple(owned(a[..., : at - low, :]) for a in segment))
+                lower.append(tuple(owned(a[..., at - low :, :]) for a in segment))
+            else:
+                (upper if high <= at else lower).append(segment)
+        return SpanSnapshot(snapshot.start, at, upper), SpanSnapshot(at, snapshot.end, lower)
+
+    def merge(self, upper: SpanSnapshot | None, lower: SpanSnapshot | None) -> SpanSnapshot | None:
+        if upper is None or lower is None:
+            return None
+        if upper.end != lower.start:
+            found = f"[{upper.start}, {upper.end}) and [{lower.start}, {lower.end})"
+            raise SnapshotError(f"spans {found} do not touch.")
+        for left, right in zip(upper.segments[-1], lower.segments[0], strict=True):
+            if left.dtype != right.dtype or _without_time(left) != _without_time(right):
+                raise SnapshotError(f"spans differ: {left.shape} {left.dtype} and {right.shape} {right.dtype}.")
+        segments = upper.segments + lower.segments
+        if upper.end % SEGMENT_TOKENS:
+            # The seam lies inside a grid segment: its two parts become one again.
+            seam = len(upper.segments)
+            pairs = zip(segments[seam - 1], segments[seam], strict=True)
+            segments[seam - 1 : seam + 1] = [tuple(mx.concatenate(pair, axis=2) for pair in pairs)]
+        return SpanSnapshot(upper.start, lower.end, segments)
+
+    def free(self, cache: Any) -> None:
+        cache.keys = cache.values = None
+        cache.offset = 0
+
+    def reserve(self, cache: Any, capacity_tokens: int, like: SpanSnapshot | None = None) -> None:
+        if cache.keys is None:
+            if like is not None:
+                self.put(cache, [_zeros_like(a, capacity_tokens) for a in like.segments[0]])
+            return
+        # Never at or below the offset: a buffer that is exactly full may be an alias of what was written to it.
+        capacity = max(capacity_tokens, cache.offset + 1)
+        if capacity != self.capacity(cache):
+            self.put(cache, [_resized(b, cache.offset, capacity) for b in self.buffers(cache)])
+
+    def own(self, cache: Any) -> list[mx.array]:
+        if cache.keys is None or cache.offset < self.capacity(cache):
+            return []
+        self.reserve(cache, cache.offset + 1)
+        return self.buffers(cache)
+
+    def hold(self, cache: Any, tokens: int) -> Any:
+        return -1 if cache.keys is None else cache.offset
+
+    def roll_back(self, cache: Any, held: Any) -> bool:
+        if held < 0:
+            self.free(cache)
+        else:
+            cache.offset = held
+        return True
+
+    def _rewind(self, cache: Any, target: int) -> None:
+        cache.offset = target
+
+    def _page_in(self, cache: Any, snapshot: SpanSnapshot, target: int) -> None:
+        if self.capacity(cache) <= target:
+            self.reserve(cache, target + 1, snapshot)
+        begin = cache.offset
+        buffers = self.buffers(cache)
+        for (low, high), segment in zip(segment_bounds(snapshot.start, snapshot.end), snapshot.segments, strict=True):
+            first, last = max(low, begin), min(high, target)
+            if first < last:
+                for buffer, array in zip(buffers, segment, strict=True):
+                    buffer[..., first:last, :] = array[..., first - low : last - low, :]
+        cache.offset = target
+
+
+def _resized(buffer: mx.array, filled: int, capacity: int) -> mx.array:
+    return mx.concatenate([buffer[..., :filled, :], _zeros_like(buffer, capacity - filled)], axis=2)
+
+
+def _zeros_like(array: mx.array, tokens: int) -> mx.array:
+    return mx.zeros((*array.shape[:2], tokens, array.shape[3]), dtype=array.dtype)
+
+
+def _without_time(array: mx.array) -> tuple[int, ...]:
+    return (*array.shape[:2], array.shape[3])

@@ -1,0 +1,188 @@
+"""Evictor: makes room under the byte budget, in a fixed order and with as little loss as it can.
+
+    1  snapshots of LIVE nodes         duplicates: the buffers hold the same
+    2  spare capacity of live buffers  room for tokens that did not come
+    3  the policy's victims            leaves by their tail, 256 tokens at a time; checkpoints of single-child nodes
+    4  the tail of an idle live path   its nodes are cut, its buffers shrink
+    5  other caches on the same ledger
+
+Never: what an open session stands on, and what is pinned. Nodes that are LEAVING count as if they were paged out
+already, so what would be evicted at once is dropped without the copy.
+
+After `make_room(need)` returned True, `need` more bytes fit the budget; False says that nothing evictable is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from radixcache.snapshots import Checkpoint
+from radixcache.live_path import LivePath
+from radixcache.state_tree import StateNode, StateTree, state_of
+
+#: A leaf of a pure span model loses its tail in steps of this many tokens.
+TRIM_TOKENS = 256
+
+
+class Evictor:
+    """Eviction for one cache: its tree and its live paths."""
+
+    def __init__(self, states: StateTree, checkpoint_budget_bytes: int) -> None:
+        self._states = states
+        self._account = states.account
+        self._layout = states.layout
+        self.checkpoint_budget_bytes = checkpoint_budget_bytes
+        self.idle: list[LivePath] = []
+        self.evictions = 0
+        self.evicted_bytes = 0
+
+    def over_bytes(self, need_bytes: int = 0) -> int:
+        """Bytes that must go before `need_bytes` more, and all that is leaving, fit the budget."""
+        return self._account.ledger.over_bytes(need_bytes + self._states.leaving_bytes)
+
+    def make_room(self, need_bytes: int = 0) -> bool:
+        """Evict until `need_bytes` more fit the budget; False when they do not fit with everything evictable gone."""
+        self._evict_while(lambda: self.over_bytes(need_bytes))
+        if self.over_bytes(need_bytes):
+            self._account.ledger.reclaim_elsewhere(self._account, self.over_bytes(need_bytes))
+        return self.over_bytes(need_bytes) == 0
+
+    def shrink_to(self, target_bytes: int) -> int:
+        """Evict until this cache holds at most `target_bytes`, or nothing evictable is left; returns the bytes freed."""
+        before = self._held_bytes()
+        self._evict_while(lambda: max(0, self._held_bytes() - target_bytes))
+        return before - self._held_bytes()
+
+    def _evict_while(self, over: Callable[[], int]) -> None:
+        if over():
+            self._drop_duplicates(over)
+        if over():
+            self._drop_spare()
+        while over() and self.evict_one(over()):
+            pass
+        while over() and self._cut_idle_tail(over()):
+            pass
+
+    def thin_checkpoints(self) -> None:
+        """Keep checkpoints under their cap: interval ones first; branch points, marks and the newest stay."""
+        while self._account.checkpoint_bytes > self.checkpoint_budget_bytes:
+            node = self._states.thinnable()
+            if node is None:
+                return
+            self._drop_checkpoint(node)
+
+    def evict_one(self, want_bytes: int) -> bool:
+        """Evict the policy's victim, or of a long leaf as much of its tail as `want_bytes` takes."""
+        victim = self._states.victim()
+        if victim is None:
+            return False
+        node, what = victim
+        if what == "checkpoint":
+            self._drop_checkpoint(node)
+        else:
+            self._evict_leaf(node, want_bytes)
+        return True
+
+    def drop_branch(self, leaf: StateNode) -> None:
+        """Remove a leaf, and above it what nothing can resume on any more; join what is left single."""
+        parent = self._states.remove(leaf)
+        while not parent.is_root and self._is_useless(parent):
+            parent = self._states.remove(parent)
+        self._states.coalesce(parent)
+
+    def _is_useless(self, node: StateNode) -> bool:
+        state = state_of(node)
+        idle = node.is_leaf and not state.live and not state.held
+        return idle and self._layout.has_points and state.checkpoint is None
+
+    def _evict_leaf(self, leaf: StateNode, want_bytes: int) -> None:
+        state = state_of(leaf)
+        before = self._held_bytes()
+        spans = state.entry.weight_bytes - (0 if state.checkpoint is None else state.checkpoint.nbytes)
+        length = leaf.end - leaf.start
+        cut = leaf.start
+        if not self._layout.has_points and spans > want_bytes:
+            wanted = -(-want_bytes * length // spans)
+            cut = (leaf.end - wanted) // TRIM_TOKENS * TRIM_TOKENS
+        if cut > leaf.start:
+            self._states.truncate(leaf, cut)
+        else:
+            self.drop_branch(leaf)
+        self._count(before - self._held_bytes())
+
+    def _drop_checkpoint(self, node: StateNode) -> None:
+        before = self._held_bytes()
+        self._states.set_checkpoint(node, None)
+        self._states.coalesce(node)
+        self._count(before - self._held_bytes())
+
+    def _drop_duplicates(self, over: Callable[[], int]) -> None:
+        if not self._states.duplicate_bytes:
+            return
+        nodes = [n for n in self._states.tree.nodes() if state_of(n).live and state_of(n).spans is not None]
+        for node in sorted(nodes, key=lambda n: (state_of(n).entry.last_used, -n.end)):
+            if not over():
+                return
+            self._states.set_spans(node, None)
+
+    def _drop_spare(self) -> None:
+        for path in self.idle:
+            if self._layout.spare_nbytes(path.caches) > self._layout.token_bytes or path.tip is None:
+                path.shrink(path.offset)
+
+    def _cut_idle_tail(self, want_bytes: int) -> bool:
+        """Cut one node, or its tail, off an idle live path; False when none can be cut."""
+        for path in self.idle:
+            cut = self._cut_tail(path, want_bytes)
+            if cut:
+                return True
+        return False
+
+    def _cut_tail(self, path: LivePath, want_bytes: int) -> bool:
+        tip = path.tip
+        if tip is None or not tip.is_leaf or state_of(tip).held:
+            return False
+        before = self._held_bytes()
+        resume, checkpoint = self._cut_target(path, tip, want_bytes)
+        if resume is None:
+            return False
+        for node in reversed(tip.path()):
+            if node.start >= resume:
+                self._states.set_live(node, False)
+                self._states.set_leaving(node, 0)
+                path.tip = node.parent if node.parent is not None and not node.parent.is_root else None
+                self._states.remove(node)
+            elif node.end > resume:
+                self._states.truncate(node, resume)
+        if resume == 0:
+            path.forget()
+        else:
+            self._layout.rewind_spans(path.caches, resume)
+            if checkpoint is not None:
+                path.restore_points(checkpoint, resume)
+            path.shrink(resume)
+        self._count(before - self._held_bytes())
+        return True
+
+    def _cut_target(self, path: LivePath, tip: StateNode, want_bytes: int) -> tuple[int | None, Checkpoint | None]:
+        """Where a live path can be cut back to: with point layers a checkpoint, else anywhere on the tip."""
+        if not self._layout.has_points:
+            tokens = -(-want_bytes // max(1, self._layout.token_bytes))
+            cut = (tip.end - tokens) // TRIM_TOKENS * TRIM_TOKENS
+            return max(cut, tip.start), None
+        node = tip
+        while node.parent is not None and not node.parent.is_root:
+            node = node.parent
+            state = state_of(node)
+            if state.checkpoint is not None:
+                return node.end, state.checkpoint
+            if len(node.children) > 1 or state.held:
+                return None, None
+        return 0, None
+
+    def _held_bytes(self) -> int:
+        return self._account.total_bytes + self._states.leaving_bytes
+
+    def _count(self, freed_bytes: int) -> None:
+        self.evictions += 1
+        self.evicted_bytes += freed_bytes

@@ -1,0 +1,32 @@
+"""render_node: one line of text for a node of the tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixcache.state_tree import StateNode, state_of
+
+#: Tokens of an edge that are decoded to show how it begins.
+SHOWN_TOKENS = 16
+
+
+def render_node(node: StateNode, token_bytes: int, tokenizer: Any = None) -> str:
+    """Span, tokens, bytes, residency, checkpoint, pins and, with a tokenizer, how the edge begins."""
+    state = state_of(node)
+    spans = token_bytes * (node.end - node.start) if state.spans is None else state.spans.nbytes
+    places = [name for name, holds in (("LIVE", state.live), ("PAGED", state.spans is not None)) if holds]
+    parts = [f"[{node.start}, {node.end})", f"{node.end - node.start} tokens", f"{spans} bytes", "+".join(places)]
+    if state.checkpoint is not None:
+        parts.append(f"checkpoint {state.checkpoint.kind} {state.checkpoint.nbytes} bytes")
+    if state.pins:
+        parts.append("pinned")
+    if tokenizer is not None:
+        parts.append(repr(_text(node, tokenizer)))
+    return "  ".join(parts)
+
+
+def _text(node: StateNode, tokenizer: Any) -> str:
+    ids = [int(key) for key in node.edge[:SHOWN_TOKENS]]
+    if any(not 0 <= key < 1 << 31 for key in ids):
+        return f"keys {ids[0]:x} .."
+    return str(tokenizer.decode(ids)) + (" .." if len(node.edge) > SHOWN_TOKENS else "")

@@ -1,0 +1,97 @@
+"""plan_resume: the deepest offset at which a request can take up stored state, and why it is not deeper.
+
+With span layers alone that is the match itself. Point layers need their state at exactly one offset:
+
+    live         the live caches stand on the request's path and can be rewound to where the paths part
+    checkpoint   the deepest checkpoint on the path
+    cut          a checkpoint further down that has lost nothing yet (an unwrapped window) and is cut back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from radixcache.layout import Layout
+from radixcache.snapshots import Checkpoint
+from radixcache.live_path import LivePath
+from radixcache.state_tree import NodeState, StateNode, state_of
+from radixcache.tree import Match
+
+
+class ShortReason(StrEnum):
+    """Why a request resumed short of its match."""
+
+    LAST_TOKEN = "last_token"  # all of the prompt is stored; one token must be evaluated to get logits
+    NO_CHECKPOINT = "no_checkpoint"  # point layers have no state between the resume offset and the match
+    LIVE_ELSEWHERE = "live_elsewhere"  # only in the live buffers of a session that another thread has open
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePlan:
+    """Where a request resumes.
+
+    Attributes:
+        matched: stored prefix of the request, in tokens.
+        resume: offset it resumes at; at most one token less than the request has.
+        path: nodes of the match, root side first; the last may be matched in part.
+        common: how far the live path goes along.
+        checkpoint: where the point layers' state comes from; None: from the live caches, or there are none.
+        source: the node that holds `checkpoint`.
+        reason: why resume < matched; None when they are equal.
+    """
+
+    matched: int
+    resume: int
+    path: list[StateNode]
+    common: int
+    checkpoint: Checkpoint | None
+    source: StateNode | None
+    reason: ShortReason | None
+
+
+def plan_resume(layout: Layout, match: Match[NodeState], limit: int, live: LivePath | None) -> ResumePlan:
+    """Plan for a request of which at most `limit` tokens may be restored, on a live path or (None) on fresh caches."""
+    path = match.node.path()
+    limit = min(match.offset, limit)
+    common = live.common(path, limit) if live is not None else 0
+    resume, checkpoint, source = limit, None, None
+    if layout.has_points:
+        resume, checkpoint, source = _deepest_point_state(layout, match, limit, live, common)
+    reason = None
+    if resume < match.offset:
+        reason = ShortReason.LAST_TOKEN if resume == limit else ShortReason.NO_CHECKPOINT
+    return ResumePlan(match.offset, resume, path, common, checkpoint, source, reason)
+
+
+def _deepest_point_state(
+    layout: Layout, match: Match[NodeState], limit: int, live: LivePath | None, common: int
+) -> tuple[int, Checkpoint | None, StateNode | None]:
+    best: tuple[int, Checkpoint | None, StateNode | None] = (0, None, None)
+    if live is not None and layout.can_rewind(live.caches, live.offset, common):
+        best = (common, None, None)
+    path = match.node.path()
+    for node in reversed(path):
+        checkpoint = state_of(node).checkpoint
+        if node.end <= limit and checkpoint is not None:
+            if node.end > best[0]:
+                best = (node.end, checkpoint, node)
+            break
+    if best[0] < limit < layout.cut_reach:
+        for node in _beyond(match.node, path, limit, layout.cut_reach):
+            checkpoint = state_of(node).checkpoint
+            if checkpoint is not None and layout.can_cut(checkpoint, limit):
+                return limit, checkpoint, node
+    return best
+
+
+def _beyond(node: StateNode, path: list[StateNode], limit: int, reach: int) -> Iterator[StateNode]:
+    """Nodes that end after `limit` and continue the path, as long as one can still lie within `reach`."""
+    yield from (each for each in path if each.end > limit)
+    stack = list(node.children.values())
+    while stack:
+        current = stack.pop()
+        if current.end <= reach:
+            yield current
+            stack.extend(current.children.values())

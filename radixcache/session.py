@@ -1,0 +1,382 @@
+"""Session: one request on the live caches, from what could be restored to what becomes a stored prefix.
+
+    begin          restored [0, cached_tokens)
+    prefill        evaluates the prompt up to its last token, taking checkpoints on the way
+    step           evaluates the prompt's last token, then each sampled one
+    close          what was evaluated, and whose tokens are known, becomes a stored prefix
+
+Two numbers describe where a session is. `position` counts the tokens whose forward pass it ran itself; the layers'
+offsets say how many ran in truth, which is more when the caller's own loop called the model, and unequal when a
+forward pass broke off in the middle. Close brings the two together: it never stores state that was not evaluated, nor
+state whose tokens are not known, and gives up as little else as it can.
+
+Invariants:
+
+  N1  position <= len(prompt) + reported tokens.
+  N2  Every checkpoint held was taken when all layers stood exactly at its offset.
+  N3  After a forward pass that raised, the layers stand at `position` again, or the session fell back to a
+      checkpoint, or it is lost and every further call says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from radixcache.errors import SessionClosedError
+from radixcache.interrupts import uninterrupted
+from radixcache.layout import Layout
+from radixcache.live_path import LivePath
+from radixcache.resume import ResumePlan, ShortReason
+from radixcache.snapshots import Checkpoint
+from radixcache.state_tree import StateNode, Use
+from radixcache.tokens import TokenIds, token_ids
+from radixcache.tree import Keys
+
+if TYPE_CHECKING:
+    from radixcache.prefix_cache import PrefixCache
+
+#: Chat templates rewrite the end of a prompt; a checkpoint this many tokens before it survives that.
+TAIL_TOKENS = 16
+
+
+class Session:
+    """A request in progress; made by PrefixCache.begin(), used as a context manager.
+
+    Attributes:
+        cached_tokens: prompt tokens restored, not prefilled.
+        matched_tokens: prompt tokens that the tree held; more than cached_tokens when `reason` says why.
+        reason: why less than the match was resumed, from ShortReason; None when all of it was.
+        remaining: int32 token ids that were left to evaluate at begin, never empty.
+        caches: the live mlx-lm caches. Read it again after each forward pass and keep no arrays out of it.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        live: LivePath,
+        plan: ResumePlan,
+        prompt: TokenIds,
+        keys: Keys,
+        namespace: str,
+        use: Use,
+        marks: Sequence[int],
+        reserve: int,
+        guarded: StateNode | None,
+    ) -> None:
+        self.cached_tokens = plan.resume
+        self.matched_tokens = plan.matched
+        self.reason: ShortReason | None = plan.reason
+        self.remaining = prompt[plan.resume :].copy()
+        self.caches: list[Any] = list(live.caches)
+        self.namespace = namespace
+        self.prompt = prompt
+        self.prompt_keys = keys
+        self.use = use
+        self.live = live
+        self.guarded = guarded
+        self.reserve_tokens = reserve
+        self.checkpoints: list[Checkpoint] = []
+        self.is_closed = False
+        self.is_lost = False
+        self._cache = cache
+        self._layout: Layout = cache.layout
+        self._marks = tuple(marks)
+        self._position = plan.resume
+        self._reported: list[int | mx.array] = []
+        self._reported_count = 0
+        self._span_capacity = 0
+        self._recheck_at = -1
+        # Layers without an offset: only the array objects themselves tell that somebody else ran the model.
+        self._identities = self._layout.identities(live.caches)
+        self._is_blind = True
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # An interrupt between begin() and the with block leaves nobody to close the session.
+        if not getattr(self, "is_closed", True):
+            self.close()
+
+    @property
+    def position(self) -> int:
+        """Tokens evaluated so far, as far as the session knows."""
+        return self._position
+
+    @property
+    def known_tokens(self) -> int:
+        """Prompt tokens plus the tokens reported by step() and extend()."""
+        return len(self.prompt) + self._reported_count
+
+    def prefill(
+        self, model: Any, step_size: int = 2048, on_progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Evaluate the prompt up to its last token, in chunks, and take checkpoints on the way.
+
+        Args:
+            model: the mlx-lm model; called as model(tokens (1, T), cache=caches).
+            step_size: tokens per forward pass; chunks end at its multiples, counted from offset 0.
+            on_progress: called with (tokens evaluated, prompt tokens) before the first chunk and after each.
+
+        Raises:
+            ValueError: step_size is below 1.
+            SessionClosedError: the session is closed, or its state was lost.
+        """
+        if step_size < 1:
+            raise ValueError(f"step_size is {step_size}; wanted 1 or more tokens.")
+        self._require_open()
+        self._sync()
+        last = len(self.prompt) - 1
+        stops = self._checkpoint_stops(last)
+        if on_progress is not None:
+            on_progress(min(self._position, last), len(self.prompt))
+        while self._position < last:
+            end = min(last, (self._position // step_size + 1) * step_size, *(s for s in stops if s > self._position))
+            self._evaluate(model, self.prompt[self._position : end])
+            if end in stops:
+                self._take_checkpoint(stops[end])
+            if on_progress is not None:
+                on_progress(end, len(self.prompt))
+            self._layout.release()
+
+    def step(self, model: Any, tokens: Any) -> mx.array:
+        """Run the forward pass of the next tokens: the rest of the prompt first, then sampled ones.
+
+        Args:
+            tokens: token ids, a sequence or an mx.array of shape (T,) or (1, T), which need not be evaluated once
+                the prompt is through: nothing here waits for it.
+
+        Returns:
+            Logits (1, T, V), unevaluated.
+
+        Raises:
+            ValueError: tokens that contradict the rest of the prompt, or what was reported by extend().
+            SessionClosedError: the session is closed, or its state was lost.
+        """
+        self._require_open()
+        self._sync()
+        array, count = self._next_tokens(tokens)
+        if self._span_capacity and self._position + count >= self._span_capacity:
+            self._grow(self._position + count)
+        logits: mx.array = self._forward(model, array, count)
+        if self._position > self.known_tokens:
+            fresh = self._position - self.known_tokens
+            self._reported.append(array.reshape(-1)[count - fresh :])
+            self._reported_count += fresh
+        if self._position > self._recheck_at or count > 1:
+            self._measure(wait=False)
+        return logits
+
+    def extend(self, tokens: Any) -> None:
+        """Report tokens that follow the prompt and that the caller's own loop feeds to the model, in order.
+
+        Raises:
+            ValueError: not integers in the vocabulary.
+        """
+        self._require_open()
+        ids = token_ids(tokens, self._cache.vocab_size)
+        self._reported.extend(int(t) for t in ids)
+        self._reported_count += len(ids)
+
+    def close(self) -> None:
+        """Store what was evaluated and free the live slot. Closing twice is fine."""
+        if self.is_closed:
+            return
+        with uninterrupted(), self._cache.lock:
+            self.is_closed = True
+            self._cache.finish(self)
+
+    # What PrefixCache asks at close
+
+    def settle(self) -> int:
+        """Make the live caches stand at the end of what was evaluated and is known; returns that offset.
+
+        A conversion of the caches during the session (late kv_bits) leaves the objects it replaced where they were.
+        """
+        caches = self.live.caches
+        if not self.is_lost:
+            try:
+                self._layout.evaluate(caches)
+            except Exception:  # whatever MLX raised: the state behind it is gone, and that is what counts here
+                self.is_lost = True
+        if self.is_lost:
+            return 0
+        known = len(self.known_ids())
+        target = self._evaluated(caches, known)
+        if target is None:
+            low = (self._layout.offsets(caches) or (known, known))[0]
+            return self._fall_back(min(known, low, self._position))
+        self._layout.own(caches)
+        return target
+
+    def known_ids(self) -> TokenIds:
+        """Token ids of the prompt and of what was reported, up to the first that is not a token id."""
+        parts: list[Any] = [self.prompt]
+        for piece in self._reported:
+            try:
+                ids = np.asarray(piece).reshape(-1)
+            except Exception:  # a sampled token that cannot be evaluated is not known, nor is any after it
+                break
+            wrong = (ids < 0) | (ids >= (self._cache.vocab_size or 1 << 31))
+            parts.append(ids[: int(wrong.argmax())] if wrong.any() else ids)
+            if wrong.any():
+                break
+        return np.concatenate(parts).astype(np.int32)
+
+    # Private
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise SessionClosedError("the session is closed; begin() another one.")
+        if self.is_lost:
+            raise SessionClosedError("the session's live state was lost to an earlier failure; close it and begin() again.")
+
+    def _sync(self) -> None:
+        """Take note of forward passes that the caller's own loop ran."""
+        offset = self._layout.first_offset(self.caches)
+        if offset is None or offset == self._position:
+            return
+        if offset > self.known_tokens:
+            raise ValueError(f"the caches stand at {offset}, but only {self.known_tokens} tokens are known; extend() first.")
+        self._position = offset
+
+    def _checkpoint_stops(self, last: int) -> dict[int, str]:
+        """Offsets in (position, last] at which point state is to be kept, with the reason, the most lasting first."""
+        if not self._layout.has_points:
+            return {}
+        interval = self._cache.checkpoint_interval
+        stops = dict.fromkeys(range(interval, last + 1, interval), "interval")
+        stops[len(self.prompt) - TAIL_TOKENS] = "tail"
+        stops.update(dict.fromkeys(self._marks, "mark"))
+        if self.matched_tokens > self.cached_tokens:
+            stops[min(self.matched_tokens, last)] = "branch"
+        return {offset: kind for offset, kind in sorted(stops.items()) if self._position < offset <= last}
+
+    def _evaluate(self, model: Any, chunk: TokenIds) -> None:
+        held = self._layout.hold(self.caches, len(chunk))
+        start = self._position
+        if self._span_capacity and start + len(chunk) >= self._span_capacity:
+            self._grow(start + len(chunk))
+        self._forward(model, mx.array(chunk)[None], len(chunk), held)
+        try:
+            self._layout.own(self.caches)
+            self._measure(wait=True)
+        except BaseException:
+            with uninterrupted():
+                self._position = start
+                self._undo(held, probe=True)
+            raise
+
+    def _forward(self, model: Any, array: mx.array, count: int, held: list[Any] | None = None) -> mx.array:
+        if held is None:
+            held = self._layout.hold(self.caches, count)
+        try:
+            logits: mx.array = model(array, cache=self.caches)
+        except BaseException:
+            with uninterrupted():
+                self._undo(held, probe=False)
+            raise
+        self._position += count
+        if self._is_blind:
+            self._identities = self._layout.identities(self.caches)
+        return logits
+
+    def _undo(self, held: list[Any], probe: bool) -> None:
+        """Bring the layers back to `position` after a forward pass that raised."""
+        intact = self._layout.roll_back(self.caches, held)
+        if probe:
+            try:
+                self._layout.evaluate(self.caches)
+            except Exception:  # the failed write is still in some buffer's graph: that buffer is gone
+                self.is_lost = True
+                return
+        if not intact:
+            self._fall_back(self._position)
+        elif self._is_blind:
+            self._identities = self._layout.identities(self.caches)
+
+    def _fall_back(self, limit: int) -> int:
+        """Return to the last checkpoint at or below `limit`, or to 0."""
+        self._position = self._cache.retreat(self, limit)
+        self.caches = list(self.live.caches)
+        self._identities = self._layout.identities(self.caches)
+        return self._position
+
+    def _evaluated(self, caches: list[Any], known: int) -> int | None:
+        """The offset to store up to, the caches rewound to it; None when only a checkpoint can tell."""
+        offsets = self._layout.offsets(caches)
+        replaced = len(self.caches) != len(caches) or any(a is not b for a, b in zip(self.caches, caches, strict=True))
+        if replaced and self._layout.has_points:
+            return None
+        if offsets is None:
+            same = self._layout.identities(caches)
+            untouched = len(same) == len(self._identities) and all(
+                a is b for a, b in zip(same, self._identities, strict=True)
+            )
+            return self._position if untouched and self._position <= known else None
+        low, high = offsets
+        if low != high:
+            if self._layout.has_points:
+                return None
+            self._layout.rewind_spans(caches, min(low, known))
+            return min(low, known)
+        if high > known:
+            if not self._layout.can_rewind(caches, high, known):
+                return None
+            self._layout.rewind(caches, high, known)
+        return min(high, known)
+
+    def _next_tokens(self, tokens: Any) -> tuple[mx.array, int]:
+        """The tokens as (1, T), checked against what is known from `position` on; waits for them only then."""
+        if isinstance(tokens, mx.array):
+            if tokens.size == 0 or not mx.issubdtype(tokens.dtype, mx.integer):
+                raise ValueError(f"tokens is an array of {tokens.size} {tokens.dtype}; wanted at least 1 integer.")
+            array = tokens.reshape(1, -1)
+            values = np.asarray(array[0]) if self._position < self.known_tokens else None
+        else:
+            values = token_ids(tokens, self._cache.vocab_size)
+            array = mx.array(values)[None]
+        count = array.shape[1]
+        if self._position < self.known_tokens and values is not None:
+            expected = self._known_from(self._position)[:count]
+            differs = expected != values[: len(expected)]
+            if differs.any():
+                index = int(differs.argmax())
+                found, wanted = int(values[index]), int(expected[index])
+                where = self._position + index
+                raise ValueError(f"token {where} is {found}; {wanted} follows there: step() takes the rest of the prompt first.")
+        return array, count
+
+    def _known_from(self, start: int) -> Any:
+        if not self._reported:
+            return self.prompt[start:]
+        return self.known_ids()[start:]
+
+    def _take_checkpoint(self, kind: str) -> None:
+        with uninterrupted(), self._cache.lock:
+            checkpoint = self._layout.checkpoint(self.caches, self._position, kind)
+            self.checkpoints.append(checkpoint)
+            self._cache.session_checkpoint(self, checkpoint)
+
+    def _grow(self, need: int) -> None:
+        """Make room for `need` tokens and then some; copies the buffers once, without waiting for it."""
+        with uninterrupted(), self._cache.lock:
+            self._cache.grow(self, need)
+            self._span_capacity = self._layout.span_capacity(self.caches)
+
+    def _measure(self, wait: bool) -> None:
+        """Book the bytes of the live buffers, which may have changed, and keep the budget; `wait`: may evaluate."""
+        with uninterrupted(), self._cache.lock:
+            self._cache.measured(self, wait)
+        self._span_capacity = self._layout.span_capacity(self.caches)
+        self._recheck_at = self._layout.capacity(self.caches)
+        self._is_blind = self._layout.first_offset(self.caches) is None
+        self._identities = self._layout.identities(self.caches) if self._is_blind else []

@@ -1,0 +1,49 @@
+"""CacheStats: a frozen picture of what a PrefixCache has done and holds. Bytes and tokens, as the names say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counters since the cache was made, and what it holds now.
+
+    Attributes:
+        requests: begin() and fetch() calls.
+        hit_tokens, miss_tokens: prompt tokens that were restored, and that were left to prefill.
+        short_reasons: how often a request resumed short of its match, by reason.
+        evictions, evicted_bytes: entries given up under pressure, and what that freed.
+        copied_bytes: spans copied: paged in, paged out, and cut or joined at a split or merge.
+        paged_in_bytes, paged_out_bytes: the parts of copied_bytes that went in and out.
+        live_bytes: buffers of the live caches, spare capacity included.
+        paged_bytes: snapshot arrays, checkpoints included.
+        checkpoint_bytes: the part of paged_bytes that is point state.
+        duplicate_bytes: the part of paged_bytes whose spans are live as well.
+        spare_bytes: the part of live_bytes beyond what the live state needs.
+        pinned_bytes: what pins keep.
+        nodes, tokens: tree nodes, and distinct tokens on their edges.
+        budget_bytes, budget_source: the budget and where it came from.
+        peak_bytes: the most that live and paged bytes came to, over all caches that share the budget.
+    """
+
+    requests: int
+    hit_tokens: int
+    miss_tokens: int
+    short_reasons: dict[str, int]
+    evictions: int
+    evicted_bytes: int
+    copied_bytes: int
+    paged_in_bytes: int
+    paged_out_bytes: int
+    live_bytes: int
+    paged_bytes: int
+    checkpoint_bytes: int
+    duplicate_bytes: int
+    spare_bytes: int
+    pinned_bytes: int
+    nodes: int
+    tokens: int
+    budget_bytes: int
+    budget_source: str
+    peak_bytes: int

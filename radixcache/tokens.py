@@ -1,0 +1,68 @@
+"""Checks of what callers pass as tokens and keys, before anything is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds = NDArray[np.int32]
+
+
+def token_ids(tokens: Any, vocab_size: int | None = None, name: str = "tokens") -> TokenIds:
+    """Return `tokens` (list, tuple, np.ndarray or mx.array of integers, one-dimensional) as int32.
+
+    Raises:
+        ValueError: empty, not one-dimensional, not integers, or an id outside [0, vocab_size).
+    """
+    array = _integers(tokens, name)
+    ceiling = min(vocab_size or 1 << 31, 1 << 31)
+    wrong = (array < 0) | (array >= ceiling)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise ValueError(f"{name}[{index}] is {int(array[index])}; wanted a token id in [0, {ceiling}).")
+    return array.astype(np.int32)
+
+
+def edge_keys(keys: Any, length: int) -> NDArray[np.int64]:
+    """Return `keys` as int64, one for each of `length` tokens.
+
+    Raises:
+        ValueError: not one-dimensional integers that fit 64 bits, or another length.
+    """
+    array = _integers(keys, "keys")
+    if len(array) != length:
+        raise ValueError(f"keys has {len(array)} entries; wanted {length}, one for each token.")
+    return array.astype(np.int64)
+
+
+def vocabulary_size(model: Any) -> int | None:
+    """Number of token ids the model's own arguments state; None when they do not."""
+    args = getattr(model, "args", None)
+    size = getattr(args, "vocab_size", None)
+    if size is None:
+        text = getattr(args, "text_config", None)
+        size = text.get("vocab_size") if isinstance(text, dict) else getattr(text, "vocab_size", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _integers(values: Any, name: str) -> NDArray[Any]:
+    if isinstance(values, (str, bytes)):
+        raise ValueError(f"{name} is a {type(values).__name__}; wanted token ids: encode the text first.")
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} is not a sequence of integers: {error}.") from error
+    if array.ndim != 1:
+        raise ValueError(f"{name} has {array.ndim} dimensions; wanted 1.")
+    if len(array) == 0:
+        raise ValueError(f"{name} is empty; wanted at least 1.")
+    if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and int(array.max()) >= 1 << 63):
+        odd = next((i for i, v in enumerate(array.tolist()) if not _is_int64(v)), 0)
+        raise ValueError(f"{name}[{odd}] is {array.tolist()[odd]!r}; wanted an integer of at most 64 bits.")
+    return array
+
+
+def _is_int64(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63

@@ -1,0 +1,277 @@
+"""Radix tree over edges of int64 keys. Pure Python and NumPy: this file never imports MLX.
+
+A node holds one edge, a run of keys; the keys on the way from the root to a node spell a prefix. `match` finds the
+longest stored prefix of a sequence and changes nothing; the other methods are the restructurings:
+
+    split(node, at)          [a, c)  ->  [a, at) - [at, c)      the lower part keeps the node's identity
+    merge(node)              [a, b) - [b, c)  ->  [a, c)        the child keeps its identity
+    append(parent, keys)     a new leaf below `parent`
+    extend(leaf, keys)       a leaf's edge grows at its end
+    truncate(leaf, at)       a leaf's edge loses its end
+    remove(leaf)             a leaf goes
+
+Each namespace is a tree of its own: nothing matches across. Keys may carry a weight (one key standing for a block
+of tokens); without weights every key weighs 1.
+
+Invariants, asserted by `RadixTree.check`:
+
+  T1  A node has an empty edge if and only if it is a root.
+  T2  A child is filed under the first key of its edge, so no two siblings share a first key.
+  T3  node.start == node.parent.end; node.end == node.start + len(node.edge); a root ends at 0.
+  T4  Edges are owned one-dimensional int64 arrays: 8 bytes a key (16 with weights), never a view of a longer one.
+  T5  node_count and key_count are the sums over all nodes but the roots.
+
+`match` is O(len(keys)) in NumPy and O(1) dictionary look-ups per node on the path, however many sequences are
+stored. `split`, `extend` and `truncate` copy one edge. Not thread-safe: PrefixCache holds the only lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Keys = NDArray[np.int64]
+P = TypeVar("P")
+
+_EMPTY: Keys = np.empty(0, dtype=np.int64)
+
+
+class Node(Generic[P]):
+    """One edge of the tree and what hangs below it. `payload` belongs to the tree's user."""
+
+    __slots__ = ("children", "edge", "namespace", "parent", "payload", "start", "weights")
+
+    def __init__(self, edge: Keys, start: int, parent: Node[P] | None, namespace: str, weights: Keys | None = None):
+        self.edge = edge
+        self.weights = weights
+        self.start = start
+        self.parent = parent
+        self.namespace = namespace
+        self.children: dict[int, Node[P]] = {}
+        self.payload: P | None = None
+
+    @property
+    def end(self) -> int:
+        """Offset of the node's end from the start of the sequence, in keys."""
+        return self.start + len(self.edge)
+
+    @property
+    def weight(self) -> int:
+        """Sum of the weights of the edge's keys."""
+        return len(self.edge) if self.weights is None else int(self.weights.sum())
+
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+    @property
+    def is_leaf(self) -> bool:
+        return not self.children
+
+    def path(self) -> list[Node[P]]:
+        """The nodes from just below the root down to this one; empty for a root."""
+        nodes: list[Node[P]] = []
+        node: Node[P] = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def prefix(self) -> Keys:
+        """All keys from the start of the sequence to this node's end."""
+        return np.concatenate([_EMPTY, *(node.edge for node in self.path())])
+
+    def __repr__(self) -> str:
+        return f"Node[{self.start}, {self.end})"
+
+
+@dataclass(frozen=True, slots=True)
+class Match(Generic[P]):
+    """The longest stored prefix of a sequence.
+
+    Attributes:
+        node: the deepest node with at least one matching key; the root when there is none.
+        offset: how many keys match; `node.start < offset <= node.end`, or 0 at the root.
+    """
+
+    node: Node[P]
+    offset: int
+
+
+class RadixTree(Generic[P]):
+    """Radix trees of int64 keys, one per namespace."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str, Node[P]] = {}
+        self.node_count = 0
+        self.key_count = 0
+
+    def root(self, namespace: str = "") -> Node[P]:
+        """The root of a namespace, made on first use."""
+        if namespace not in self._roots:
+            self._roots[namespace] = Node(_EMPTY, 0, None, namespace)
+        return self._roots[namespace]
+
+    def match(self, keys: Keys, namespace: str = "") -> Match[P]:
+        """Find the longest stored prefix of `keys` without changing anything. A miss has offset 0."""
+        node = self._roots.get(namespace) or Node(_EMPTY, 0, None, namespace)
+        offset = 0
+        while offset < len(keys):
+            child = node.children.get(int(keys[offset]))
+            if child is None:
+                break
+            node = child
+            common = common_length(node.edge, keys[offset : offset + len(node.edge)])
+            offset += common
+            if common < len(node.edge):
+                break
+        return Match(node, offset)
+
+    def split(self, node: Node[P], at: int) -> Node[P]:
+        """Cut a node's edge at offset `at` and return the new upper node; `node` becomes its only child."""
+        assert node.parent is not None, "a root has no edge to split"
+        assert node.start < at < node.end, (node.start, at, node.end)
+        length = at - node.start
+        upper_weights = None if node.weights is None else node.weights[:length].copy()
+        upper: Node[P] = Node(node.edge[:length].copy(), node.start, node.parent, node.namespace, upper_weights)
+        node.parent.children[int(upper.edge[0])] = upper
+        node.edge = node.edge[length:].copy()
+        if node.weights is not None:
+            node.weights = node.weights[length:].copy()
+        node.start = at
+        node.parent = upper
+        upper.children[int(node.edge[0])] = node
+        self.node_count += 1
+        return upper
+
+    def merge(self, node: Node[P]) -> Node[P]:
+        """Join a node with its only child and return the child, which now covers both edges."""
+        assert node.parent is not None, "a root cannot be merged"
+        assert len(node.children) == 1, len(node.children)
+        (child,) = node.children.values()
+        child.weights = _join_weights(node.weights, len(node.edge), child.weights, len(child.edge))
+        child.edge = np.concatenate([node.edge, child.edge])
+        child.start = node.start
+        child.parent = node.parent
+        node.parent.children[int(child.edge[0])] = child
+        node.parent = None
+        node.children = {}
+        self.node_count -= 1
+        return child
+
+    def append(self, parent: Node[P], keys: Keys, weights: Keys | None = None) -> Node[P]:
+        """Add a leaf with edge `keys` (length >= 1, copied) below `parent` and return it."""
+        assert len(keys) > 0, "an edge is never empty"
+        assert int(keys[0]) not in parent.children, (parent, int(keys[0]))
+        edge = np.array(keys, dtype=np.int64)
+        leaf: Node[P] = Node(edge, parent.end, parent, parent.namespace, None if weights is None else weights.copy())
+        parent.children[int(edge[0])] = leaf
+        self.node_count += 1
+        self.key_count += len(edge)
+        return leaf
+
+    def extend(self, leaf: Node[P], keys: Keys, weights: Keys | None = None) -> None:
+        """Lengthen a leaf's edge by `keys`."""
+        assert not leaf.is_root, "a root has no edge to extend"
+        assert leaf.is_leaf, leaf
+        leaf.weights = _join_weights(leaf.weights, len(leaf.edge), weights, len(keys))
+        leaf.edge = np.concatenate([leaf.edge, np.asarray(keys, dtype=np.int64)])
+        self.key_count += len(keys)
+
+    def truncate(self, leaf: Node[P], at: int) -> None:
+        """Cut a leaf's edge so that it ends at offset `at`, inside the edge."""
+        assert leaf.is_leaf, leaf
+        assert leaf.start < at < leaf.end, (leaf.start, at, leaf.end)
+        self.key_count -= leaf.end - at
+        leaf.edge = leaf.edge[: at - leaf.start].copy()
+        if leaf.weights is not None:
+            leaf.weights = leaf.weights[: at - leaf.start].copy()
+
+    def remove(self, leaf: Node[P]) -> Node[P]:
+        """Take a leaf out and return its former parent. A namespace whose last node goes is forgotten."""
+        assert leaf.parent is not None, "a root cannot be removed"
+        assert leaf.is_leaf, leaf
+        parent = leaf.parent
+        del parent.children[int(leaf.edge[0])]
+        leaf.parent = None
+        self.node_count -= 1
+        self.key_count -= len(leaf.edge)
+        if parent.is_root and parent.is_leaf:
+            self._roots.pop(parent.namespace, None)
+        return parent
+
+    def nodes(self, namespace: str | None = None) -> Iterator[Node[P]]:
+        """All nodes but the roots, parents before children, namespaces and siblings in the order they came."""
+        names = list(self._roots) if namespace is None else [namespace]
+        for name in names:
+            root = self._roots.get(name)
+            yield from () if root is None else below(root)
+
+    def namespaces(self) -> list[str]:
+        """The namespaces that hold anything."""
+        return list(self._roots)
+
+    def check(self) -> None:
+        """Assert T1 to T5."""
+        node_count = key_count = 0
+        for name, root in self._roots.items():
+            assert root.parent is None and len(root.edge) == 0 and root.start == 0, root
+            assert root.namespace == name, (root.namespace, name)
+            _check_children(root)
+            for node in below(root):
+                node_count += 1
+                key_count += len(node.edge)
+                assert len(node.edge) > 0, node
+                assert node.parent is not None and node.start == node.parent.end, (node, node.parent)
+                assert node.edge.dtype == np.int64 and node.edge.ndim == 1 and node.edge.base is None, node
+                assert node.weights is None or len(node.weights) == len(node.edge), node
+                assert node.namespace == name, (node, name)
+                _check_children(node)
+        assert (node_count, key_count) == (self.node_count, self.key_count), (node_count, key_count)
+
+    def dump(self, label: Callable[[Node[P]], str] = repr) -> str:
+        """The trees as text, one line a node, indented by depth."""
+        lines: list[str] = []
+        for name, root in self._roots.items():
+            lines.append(f"namespace {name!r}")
+            depth: dict[int, int] = {id(root): 0}
+            for node in below(root):
+                depth[id(node)] = depth[id(node.parent)] + 1
+                lines.append("  " * depth[id(node)] + label(node))
+        return "\n".join(lines)
+
+
+def below(node: Node[Any]) -> Iterator[Node[Any]]:
+    """The nodes strictly below `node`, parents before children."""
+    stack = list(reversed(node.children.values()))
+    while stack:
+        current = stack.pop()
+        yield current
+        stack.extend(reversed(current.children.values()))
+
+
+def common_length(left: Keys, right: Keys) -> int:
+    """Length of the common prefix of two key arrays."""
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def _join_weights(left: Keys | None, left_length: int, right: Keys | None, right_length: int) -> Keys | None:
+    if left is None and right is None:
+        return None
+    ones = [np.ones(left_length, np.int64) if left is None else left]
+    ones.append(np.ones(right_length, np.int64) if right is None else np.asarray(right, dtype=np.int64))
+    return np.concatenate(ones)
+
+
+def _check_children(node: Node[Any]) -> None:
+    for key, child in node.children.items():
+        assert child.parent is node, (child, node)
+        assert int(child.edge[0]) == key, (child, key)
