@@ -28,7 +28,7 @@ def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
             raise ValueError(f"policy {policy!r} is not known. Known: {', '.join(sorted(POLICIES))}.")
         return POLICIES[policy]()
     if isinstance(policy, type) or not isinstance(policy, EvictionPolicy):
-        raise ValueError(f"policy is {policy!r}; wanted a name in POLICIES or an object with the EvictionPolicy methods.")
+        raise ValueError(f"policy is {policy!r}; wanted a name in POLICIES or an EvictionPolicy object.")
     return policy
 
 

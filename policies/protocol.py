@@ -26,7 +26,7 @@ class EvictionPolicy(Protocol):
         """A request used the entry: `last_used`, `uses` and `priority` are already up to date."""
 
     def split(self, upper: Entry, lower: Entry) -> None:
-        """One entry became two. Exactly one of them is new to the policy; the new one inherits the history of the other."""
+        """One entry became two. Exactly one is new to the policy; it inherits the history of the other."""
 
     def merged(self, gone: Entry, into: Entry) -> None:
         """`gone` was joined to `into`, which now covers both edges; `gone` is never mentioned again."""

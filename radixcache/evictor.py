@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from radixcache.snapshots import Checkpoint
 from radixcache.live_path import LivePath
+from radixcache.snapshots import Checkpoint
 from radixcache.state_tree import StateNode, StateTree, state_of
 
 #: A leaf of a pure span model loses its tail in steps of this many tokens.
@@ -48,10 +48,14 @@ class Evictor:
         return self.over_bytes(need_bytes) == 0
 
     def shrink_to(self, target_bytes: int) -> int:
-        """Evict until this cache holds at most `target_bytes`, or nothing evictable is left; returns the bytes freed."""
+        """Evict until this cache holds at most `target_bytes` or nothing evictable is left; returns the bytes freed."""
         before = self._held_bytes()
         self._evict_while(lambda: max(0, self._held_bytes() - target_bytes))
         return before - self._held_bytes()
+
+    def halve(self) -> None:
+        """Give back half of what this cache holds, as far as it is evictable."""
+        self.shrink_to(self._held_bytes() // 2)
 
     def _evict_while(self, over: Callable[[], int]) -> None:
         if over():

@@ -182,7 +182,7 @@ def _plain(
         count += 1
         # The next forward pass is under way before this token is read.
         following = forward(sampled) if count != max_tokens else None
-        token = int(sampled.item())
+        token = int(sampled.item())  # type: ignore[arg-type]
         if count == 1 and progress is not None:
             progress(len(session.prompt), len(session.prompt))
         yield token, logprobs, False
@@ -208,7 +208,9 @@ def _speculative(
     wanted = layers + len(draft_model.layers)
     if len(session.caches) != wanted:
         found = len(session.caches)
-        raise ValueError(f"the PrefixCache has {found} layer caches; draft_model needs {wanted}: both models', in order.")
+        raise ValueError(
+            f"the PrefixCache has {found} layer caches; draft_model needs both models' {wanted}, in order."
+        )
 
     def both(tokens: mx.array, cache: list[Any]) -> mx.array:
         draft_model(tokens, cache=cache[layers:])

@@ -138,8 +138,9 @@ class Layout:
 
     def roll_back(self, caches: Sequence[Any], held: list[Any]) -> bool:
         """Undo a forward pass that broke off; False when some layer's state cannot be had back."""
-        pairs = self.leaves(caches)
-        return all([adapter.roll_back(cache, h) for (cache, adapter), h in zip(pairs, held, strict=True)])
+        pairs = zip(self.leaves(caches), held, strict=True)
+        # Every layer is rolled back, also after one that could not be.
+        return sum(not adapter.roll_back(cache, h) for (cache, adapter), h in pairs) == 0
 
     def can_rewind(self, caches: Sequence[Any], offset: int, target: int) -> bool:
         """Whether the live state, which stands at `offset`, can be moved back to `target` without a snapshot."""
@@ -271,8 +272,7 @@ class Layout:
                 continue
             if adapter is PROBED:
                 fresh = fresh or self.leaves(self.fresh())
-                vars(cache).clear()
-                vars(cache).update(vars(fresh[index][0]))
+                cache.__dict__ = dict(vars(fresh[index][0]))
             else:
                 adapter.free(cache)
 

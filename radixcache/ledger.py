@@ -26,7 +26,7 @@ Reclaim = Callable[[int], int]
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """The bytes of one PrefixCache. `reclaim(bytes)` asks its owner to give back that many and says how many it gave."""
+    """The bytes of one PrefixCache. `reclaim(bytes)` asks its owner for that many; it says how many it gave."""
 
     ledger: Ledger = field(repr=False)
     reclaim: Reclaim = field(repr=False)

@@ -12,7 +12,10 @@ from mlx.utils import tree_flatten
 def parameter_bytes(model: Any) -> int:
     """Bytes of a model's parameters; 0 for an object without any."""
     parameters = getattr(model, "parameters", None)
-    return sum(array.nbytes for _, array in tree_flatten(parameters())) if callable(parameters) else 0
+    if not callable(parameters):
+        return 0
+    leaves: list[tuple[str, mx.array]] = tree_flatten(parameters())  # type: ignore[assignment]
+    return sum(array.nbytes for _, array in leaves)
 
 
 def default_budget_bytes(model: Any) -> tuple[int, str]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from radixcache.layout import Layout
-from radixcache.snapshots import Checkpoint
 from radixcache.live_path import LivePath
+from radixcache.snapshots import Checkpoint
 from radixcache.state_tree import NodeState, StateNode, state_of
 from radixcache.tree import Match
 

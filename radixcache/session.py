@@ -98,7 +98,9 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -116,9 +118,7 @@ class Session:
         """Prompt tokens plus the tokens reported by step() and extend()."""
         return len(self.prompt) + self._reported_count
 
-    def prefill(
-        self, model: Any, step_size: int = 2048, on_progress: Callable[[int, int], None] | None = None
-    ) -> None:
+    def prefill(self, model: Any, step_size: int = 2048, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Evaluate the prompt up to its last token, in chunks, and take checkpoints on the way.
 
         Args:
@@ -237,7 +237,7 @@ class Session:
         if self.is_closed:
             raise SessionClosedError("the session is closed; begin() another one.")
         if self.is_lost:
-            raise SessionClosedError("the session's live state was lost to an earlier failure; close it and begin() again.")
+            raise SessionClosedError("the session's live state was lost to a failure; close it and begin() again.")
 
     def _sync(self) -> None:
         """Take note of forward passes that the caller's own loop ran."""
@@ -245,7 +245,9 @@ class Session:
         if offset is None or offset == self._position:
             return
         if offset > self.known_tokens:
-            raise ValueError(f"the caches stand at {offset}, but only {self.known_tokens} tokens are known; extend() first.")
+            raise ValueError(
+                f"the caches stand at {offset}, only {self.known_tokens} tokens are known; extend() first."
+            )
         self._position = offset
 
     def _checkpoint_stops(self, last: int) -> dict[int, str]:
@@ -352,7 +354,8 @@ class Session:
                 index = int(differs.argmax())
                 found, wanted = int(values[index]), int(expected[index])
                 where = self._position + index
-                raise ValueError(f"token {where} is {found}; {wanted} follows there: step() takes the rest of the prompt first.")
+                advice = "step() takes the rest of the prompt first"
+                raise ValueError(f"token {where} is {found}; {wanted} follows there: {advice}.")
         return array, count
 
     def _known_from(self, start: int) -> Any:

@@ -31,8 +31,8 @@ from sortedcontainers import SortedList
 from policies import CostModel, Entry, EvictionPolicy
 from policies.entry import EntryState
 from radixcache.layout import Layout
-from radixcache.snapshots import SEGMENT_TOKENS, Checkpoint, Spans
 from radixcache.ledger import Account
+from radixcache.snapshots import SEGMENT_TOKENS, Checkpoint, Spans
 from radixcache.tree import Keys, Match, Node, RadixTree, below
 
 #: Kinds of interior checkpoints that the cap on checkpoints takes first, and in which order.
@@ -182,6 +182,12 @@ class StateTree:
         node.payload = None
         self.refresh(child)
         return child
+
+    def coalesce_all(self, nodes: list[StateNode]) -> None:
+        """Join each of these nodes with its only child where nothing keeps them apart."""
+        for node in nodes:
+            if node.payload is not None:
+                self.coalesce(node)
 
     def remove(self, leaf: StateNode) -> StateNode:
         """Take a leaf and all its state out; returns its former parent, refreshed but not merged."""
@@ -384,8 +390,10 @@ class StateTree:
             return None
         (child,) = node.children.values()
         upper, lower = state_of(node), state_of(child)
-        alike = upper.live == lower.live and upper.guards == lower.guards
-        if upper.checkpoint is not None or upper.pins or not alike or (upper.leaving_bytes > 0) != (lower.leaving_bytes > 0):
+        if upper.checkpoint is not None or upper.pins:
+            return None
+        ours = (upper.live, upper.guards, upper.leaving_bytes > 0)
+        if ours != (lower.live, lower.guards, lower.leaving_bytes > 0):
             return None
         if (upper.spans is None) != (lower.spans is None):
             paged = node if lower.spans is None else child

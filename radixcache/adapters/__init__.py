@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from radixcache.adapters.arrays import ArraysAdapter
@@ -48,4 +55,5 @@ def adapter_for(cache: Any, layer: int = 0) -> Adapter:
         return PROBED
     known = ", ".join(sorted([*(c.__name__ for c in ADAPTERS), "CacheList"]))
     name = type(cache).__name__
-    raise UnsupportedCacheError(f"no adapter for layer {layer} ({name}). Known: {known}. Register one with register_adapter().")
+    advice = "Register one with register_adapter()."
+    raise UnsupportedCacheError(f"no adapter for layer {layer} ({name}). Known: {known}. {advice}")

@@ -16,7 +16,7 @@ def owned(array: mx.array) -> mx.array:
     axes = [*range(array.ndim - 2, -1, -1), array.ndim - 1] if array.ndim > 1 else [*range(array.ndim)]
     for axis in axes:
         if array.shape[axis] > 1:
-            return mx.concatenate(mx.split(array, [array.shape[axis] // 2], axis=axis), axis=axis)
+            return mx.concatenate(list(mx.split(array, [array.shape[axis] // 2], axis=axis)), axis=axis)
     # One element: a view of two is the smallest buffer that is not the parent's.
     flat = array.reshape(1)
     return mx.concatenate([flat, flat])[:1].reshape(array.shape)

@@ -142,7 +142,8 @@ class ProbedAdapter:
 
 
 def _arrays(tree: Any) -> list[mx.array]:
-    return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]
+    leaves: list[tuple[str, Any]] = tree_flatten(tree)  # type: ignore[assignment]
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
 def _copy(tree: Any, leaf: Any = owned) -> Any:

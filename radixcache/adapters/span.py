@@ -110,9 +110,7 @@ class SpanAdapter:
     def can_rewind(self, cache: Any, target: int) -> bool:
         return target <= int(cache.offset) or cache.keys is None
 
-    def split(
-        self, snapshot: SpanSnapshot | None, at: int
-    ) -> tuple[SpanSnapshot | None, SpanSnapshot | None]:
+    def split(self, snapshot: SpanSnapshot | None, at: int) -> tuple[SpanSnapshot | None, SpanSnapshot | None]:
         if snapshot is None or at <= snapshot.start:
             return None, snapshot
         if at >= snapshot.end:
@@ -141,7 +139,7 @@ class SpanAdapter:
             # The seam lies inside a grid segment: its two parts become one again.
             seam = len(upper.segments)
             pairs = zip(segments[seam - 1], segments[seam], strict=True)
-            segments[seam - 1 : seam + 1] = [tuple(mx.concatenate(pair, axis=2) for pair in pairs)]
+            segments[seam - 1 : seam + 1] = [tuple(mx.concatenate(list(pair), axis=2) for pair in pairs)]
         return SpanSnapshot(upper.start, lower.end, segments)
 
     def free(self, cache: Any) -> None:

@@ -1,0 +1,150 @@
+"""Pager: moves a live path from one place of the tree to another, and sees to the room and the copies it takes.
+
+    leave      nodes behind the common prefix stop being live; what is nowhere else is LEAVING
+    room       evict until the page-outs and the grown buffers fit; what is evicted while LEAVING is never copied
+    page out   copy what is left of LEAVING out of the buffers
+    rewind     span layers by their offset; point layers along with it, or later from a checkpoint
+    page in    write the new path's spans behind the common prefix, in place
+
+A copy whose allocation fails is tried again once, after half of what is held was given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from radixcache.evictor import Evictor
+from radixcache.layout import Layout
+from radixcache.live_path import LivePath
+from radixcache.resume import ResumePlan
+from radixcache.snapshots import Spans
+from radixcache.state_tree import StateNode, StateTree, Use, state_of
+
+R = TypeVar("R")
+
+
+class Pager:
+    """Page-in and page-out for one cache."""
+
+    def __init__(self, layout: Layout, states: StateTree, evictor: Evictor) -> None:
+        self._layout = layout
+        self._states = states
+        self._evictor = evictor
+        self.paged_in_bytes = 0
+        self.paged_out_bytes = 0
+
+    def move(self, live: LivePath, plan: ResumePlan, capacity_tokens: int, prompt_tokens: int) -> None:
+        """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
+        keep = min(plan.common, plan.resume)
+        via_live = self._layout.has_points and plan.checkpoint is None and plan.resume > 0
+        incoming = self._split_at(plan, keep)
+        before = live.offset
+        leaving = self.leave(live, keep)
+        capacity_tokens = self._affordable(live, incoming, capacity_tokens, prompt_tokens)
+        self.page_out(live, leaving)
+        if via_live or not self._layout.has_points:
+            self._layout.rewind(live.caches, before, keep)
+        else:
+            self._layout.rewind_spans(live.caches, keep)
+        like = state_of(incoming[0]).spans if incoming else None
+        if not self._layout.is_empty(live.caches) or like is not None:
+            tight = self._evictor.over_bytes() > 0
+            self.allocating(lambda: live.reserve(capacity_tokens, like, exactly=tight))
+        for node in incoming:
+            self._page_in(live, node)
+        if self._layout.has_points and not via_live:
+            self.allocating(lambda: live.restore_points(plan.checkpoint, plan.resume))
+        live.measure()
+
+    def leave(self, live: LivePath, keep: int) -> list[StateNode]:
+        """Declare the live nodes beyond `keep` not live; returns those to page out. Useless ones are dropped."""
+        left = live.leave_from(keep)
+        for node in reversed(left):
+            state = state_of(node)
+            if self._layout.has_points and node.is_leaf and state.checkpoint is None and not state.held:
+                self._states.remove(node)
+        return [node for node in left if node.payload is not None and node.payload.spans is None]
+
+    def page_out(self, live: LivePath, leaving: list[StateNode]) -> None:
+        """Make room and copy out what is left of the leaving nodes."""
+        self._evictor.make_room()
+        for node in leaving:
+            self._page_out_one(live, node)
+
+    def copy_out(self, live: LivePath, node: StateNode) -> Spans:
+        """A node's spans: its snapshot, or for a live node a copy that nobody keeps."""
+        spans = state_of(node).spans
+        if spans is not None:
+            return spans
+        return self.allocating(lambda: self._layout.page_out(live.caches, node.start, node.end))
+
+    def keep_point_state(self, live: LivePath, use: Use) -> None:
+        """Take the live offset's checkpoint if it has none: once the live caches have moved on it cannot be made."""
+        tip = live.tip
+        if tip is not None and self._layout.has_points and state_of(tip).checkpoint is None:
+            checkpoint = self.allocating(lambda: self._layout.checkpoint(live.caches, tip.end, "end"))
+            self._states.set_checkpoint(tip, checkpoint, use)
+
+    def grow(self, live: LivePath, need_tokens: int) -> None:
+        """Make room for more than `need_tokens`: half as much again if the budget has it, else one step; lazily."""
+        capacity = self._layout.span_capacity(live.caches)
+        wanted = max(capacity + capacity // 2, need_tokens + 256)
+        if not self._evictor.make_room((wanted - capacity) * self._layout.token_bytes):
+            wanted = need_tokens + 256
+        self._layout.grow(live.caches, wanted)
+        live.measure()
+
+    def settle_capacity(self, live: LivePath, prompt_tokens: int, reserve_tokens: int, wait: bool) -> None:
+        """After a forward pass: give buffers that turned out too small for prompt and reply the room they need."""
+        live.measure()
+        capacity = self._layout.span_capacity(live.caches)
+        wanted = prompt_tokens + reserve_tokens
+        if capacity >= wanted:
+            return
+        if not self._evictor.make_room((wanted - capacity) * self._layout.token_bytes):
+            wanted = max(prompt_tokens + 1, capacity)
+        if wait:
+            self.allocating(lambda: self._layout.reserve(live.caches, wanted))
+        else:
+            self._layout.grow(live.caches, wanted)
+        live.measure()
+
+    def allocating(self, make: Callable[[], R]) -> R:
+        """Run a copy of ours; when its allocation fails, give back half of what is held and try once more."""
+        try:
+            return make()
+        except (MemoryError, RuntimeError):
+            self._evictor.halve()
+            self._layout.release()
+            return make()
+
+    def _page_in(self, live: LivePath, node: StateNode) -> None:
+        self.paged_in_bytes += self.allocating(lambda: live.page_in(node))
+
+    def _page_out_one(self, live: LivePath, node: StateNode) -> None:
+        # A node may be evicted any time between its beginning to leave and the second try.
+        self.paged_out_bytes += self.allocating(lambda: 0 if node.payload is None else live.page_out(node))
+
+    def _split_at(self, plan: ResumePlan, keep: int) -> list[StateNode]:
+        """Cut the path at the resume offset; returns its nodes between `keep` and there, to be paged in."""
+        incoming = []
+        for node in plan.path:
+            if node.start < plan.resume < node.end:
+                node = self._states.split(node, plan.resume)
+            if keep < node.end <= plan.resume:
+                incoming.append(node)
+        return incoming
+
+    def _affordable(self, live: LivePath, incoming: list[StateNode], capacity_tokens: int, prompt_tokens: int) -> int:
+        """Make room for the live buffers; returns the capacity to reserve, without the reply's room if need be.
+
+        Snapshots that are about to be live become duplicates, the first thing to go: they do not count as needed.
+        """
+        droppable = sum(spans.nbytes for node in incoming if (spans := state_of(node).spans) is not None)
+        capacity = 0 if self._layout.is_empty(live.caches) else self._layout.span_capacity(live.caches)
+        token_bytes = self._layout.token_bytes
+        if self._evictor.make_room((capacity_tokens - capacity) * token_bytes - droppable):
+            return capacity_tokens
+        self._evictor.make_room((prompt_tokens + 1 - capacity) * token_bytes - droppable)
+        return prompt_tokens + 1

@@ -1,0 +1,317 @@
+"""Random walks over PrefixCache with caches that spell their tokens, against a plain record of what was evaluated.
+
+Whatever is handed out must spell exactly the prefix that it claims; every invariant holds after every call; the
+budget holds whenever nothing pinned stands against it. Grid and trim steps are made small, so that short sequences
+cross them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import radixcache.adapters.span
+import radixcache.evictor
+import radixcache.layout
+import radixcache.state_tree
+from radixcache import CacheBusyError, PrefixCache, SnapshotError
+from tests.property.spelling import LayerError, SpellingModel, spells
+
+SPANS = ("kv", "concatenate", "quantized", "unused", "none")
+POINTS = ("rotating", "rotating_keep", "arrays", "chunked", "list", "pair", "layer", "echo")
+NAMESPACES = ("", "tenant")
+
+short = st.lists(st.integers(0, 3), min_size=1, max_size=14)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_steps() -> Any:
+    patch = pytest.MonkeyPatch()
+    for module in (radixcache.adapters.span, radixcache.layout, radixcache.state_tree):
+        patch.setattr(module, "SEGMENT_TOKENS", 8)
+    patch.setattr(radixcache.evictor, "TRIM_TOKENS", 4)
+    yield
+    patch.undo()
+
+
+class PrefixCacheMachine(RuleBasedStateMachine):
+    """One PrefixCache and the sequences that were ever evaluated in it."""
+
+    kinds_of: Any = st.lists(st.sampled_from(SPANS + POINTS), min_size=1, max_size=4)
+
+    @initialize(
+        data=st.data(),
+        budget=st.sampled_from([400, 2_000, 6_000, 40_000, 1 << 30]),
+        policy=st.sampled_from(["lru", "fifo"]),
+        interval=st.sampled_from([5, 2048]),
+    )
+    def make(self, data: Any, budget: int, policy: str, interval: int) -> None:
+        kinds = data.draw(self.kinds_of)
+        self.model = SpellingModel(kinds if set(kinds) - {"unused", "none"} else [*kinds, "kv"])
+        self.cache = PrefixCache(
+            self.model, budget_bytes=budget, policy=policy, checkpoint_interval=interval, checkpoint_budget_bytes=budget
+        )
+        self.stored: dict[str, list[list[int]]] = {name: [] for name in NAMESPACES}
+        self.pins: list[tuple[list[int], str]] = []
+        self.lossless = budget == 1 << 30
+        self.pure = not set(self.model.kinds) & set(POINTS)
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            for tokens, namespace in self.pins:
+                self.cache.unpin(tokens, namespace)
+            self.cache.clear()
+            stats = self.cache.stats
+            assert (stats.live_bytes, stats.paged_bytes, stats.nodes) == (0, 0, 0), stats
+
+    def longest(self, tokens: list[int], namespace: str) -> int:
+        return max((common(tokens, other) for other in self.stored[namespace]), default=0)
+
+    def sequence(self, data: Any, namespace: str) -> list[int]:
+        """A new sequence, or one that branches off a stored one, at any depth."""
+        tokens: list[int] = []
+        if self.stored[namespace] and data.draw(st.booleans()):
+            base = data.draw(st.sampled_from(self.stored[namespace]))
+            tokens = base[: data.draw(st.integers(0, len(base)))]
+        return tokens + data.draw(short)
+
+    def open(self, data: Any, namespace: str) -> tuple[Any, list[int]]:
+        tokens = self.sequence(data, namespace)
+        marks = data.draw(st.lists(st.integers(0, len(tokens)), max_size=2))
+        longest = self.longest(tokens, namespace)
+        session = self.cache.begin(tokens, namespace=namespace, marks=marks, reserve=data.draw(st.integers(0, 20)))
+        assert session.cached_tokens <= session.matched_tokens <= longest
+        assert session.cached_tokens < len(tokens)
+        assert (session.reason is None) == (session.cached_tokens == session.matched_tokens)
+        assert session.remaining.tolist() == tokens[session.cached_tokens :]
+        if self.lossless and self.pure:
+            assert session.matched_tokens == longest
+            assert session.cached_tokens == min(longest, len(tokens) - 1)
+        spells(session.caches, tokens[: session.cached_tokens], self.model.kinds)
+        return session, tokens
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES), step=st.sampled_from([3, 7, 2048]), reply=short)
+    def serve(self, data: Any, namespace: str, step: int, reply: list[int]) -> None:
+        session, tokens = self.open(data, namespace)
+        with session:
+            session.prefill(self.model, step_size=step)
+            session.step(self.model, tokens[-1:])
+            for token in reply:
+                self.step(session, token, lazily=data.draw(st.booleans()))
+                self.check_open_budget()
+            tokens = tokens + reply
+        self.stored[namespace].append(tokens)
+        self.resumes(tokens, namespace)
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES), step=st.sampled_from([2, 5]))
+    def cancel(self, data: Any, namespace: str, step: int) -> None:
+        session, tokens = self.open(data, namespace)
+        after = data.draw(st.integers(0, 4))
+        done = session.cached_tokens
+
+        def progress(evaluated: int, total: int) -> None:
+            nonlocal after, done
+            done = max(done, evaluated)
+            after -= 1
+            if after < 0:
+                raise KeyboardInterrupt
+
+        try:
+            with session:
+                session.prefill(self.model, step_size=step, on_progress=progress)
+        except KeyboardInterrupt:
+            pass
+        if done:
+            self.stored[namespace].append(tokens[:done])
+            self.resumes(tokens[:done], namespace)
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES), reply=short)
+    def fail_in_a_layer(self, data: Any, namespace: str, reply: list[int]) -> None:
+        session, tokens = self.open(data, namespace)
+        layer = data.draw(st.integers(0, len(self.model.kinds) - 1))
+        at = data.draw(st.integers(0, len(reply)))
+        kept = tokens
+        try:
+            with session:
+                if at == 0:
+                    self.model.fail_in_layer = layer
+                session.prefill(self.model, step_size=4)
+                session.step(self.model, tokens[-1:])
+                for index, token in enumerate(reply, start=1):
+                    if index == at:
+                        self.model.fail_in_layer = layer
+                    session.step(self.model, [token])
+                    kept = [*kept, token]
+        except LayerError:
+            position = session.position
+            assert position <= len(kept)
+        finally:
+            self.model.fail_in_layer = None
+        if session.position:
+            self.stored[namespace].append(kept[: session.position])
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES), reply=short, ahead=st.integers(-1, 2))
+    def own_loop(self, data: Any, namespace: str, reply: list[int], ahead: int) -> None:
+        """A loop that calls the model itself and reports fewer, or more, tokens than it evaluated."""
+        session, tokens = self.open(data, namespace)
+        with session:
+            if data.draw(st.booleans()):
+                session.prefill(self.model)
+            elif session.cached_tokens < len(tokens) - 1:
+                self.model(mx.array(tokens[session.cached_tokens : -1])[None], cache=session.caches)
+            fed = [tokens[-1], *reply]
+            for token in fed[: max(1, len(fed) + min(ahead, 0))]:
+                self.model(mx.array([[token]]), cache=session.caches)
+            for token in [1] * max(0, ahead):
+                self.model(mx.array([[token]]), cache=session.caches)
+            session.extend(reply)
+        self.stored[namespace].append(tokens + reply)
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
+    def others_while_open(self, data: Any, namespace: str) -> None:
+        session, tokens = self.open(data, namespace)
+        with session:
+            session.prefill(self.model, step_size=6)
+            with pytest.raises(CacheBusyError):
+                self.cache.begin(tokens)
+            self.fetch_one(data, namespace)
+            self.insert_one(data, namespace, 0)
+            self.cache.reclaim(data.draw(st.sampled_from([0, 3_000])))
+            self.lossless = False
+            self.cache.check()
+            session.step(self.model, tokens[-1:])
+            spells(session.caches, tokens, self.model.kinds)
+        self.stored[namespace].append(tokens)
+        self.resumes(tokens, namespace)
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
+    def fetch(self, data: Any, namespace: str) -> None:
+        self.fetch_one(data, namespace)
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES), beyond=st.integers(-2, 2))
+    def insert(self, data: Any, namespace: str, beyond: int) -> None:
+        self.insert_one(data, namespace, beyond)
+
+    def fetch_one(self, data: Any, namespace: str) -> None:
+        tokens = self.sequence(data, namespace)
+        caches, remaining = self.cache.fetch(tokens, namespace=namespace)
+        assert len(remaining) > 0
+        cached = len(tokens) - len(remaining)
+        assert remaining.tolist() == tokens[cached:]
+        assert cached <= self.longest(tokens, namespace)
+        spells(caches, tokens[:cached], self.model.kinds)
+        self.model(mx.array(remaining)[None], cache=caches)
+        spells(caches, tokens, self.model.kinds)
+
+    def insert_one(self, data: Any, namespace: str, beyond: int) -> None:
+        tokens = self.sequence(data, namespace)
+        evaluated = (tokens + [2] * beyond) if beyond > 0 else tokens[: len(tokens) + beyond]
+        caches = self.model.make_cache()
+        for start in range(0, len(evaluated), 6):
+            self.model(mx.array(evaluated[start : start + 6])[None], cache=caches)
+        before = self.cache.dump()
+        blind = not any(hasattr(c, "offset") or hasattr(c, "caches") for c in caches if c is not None)
+        if blind and beyond:
+            return  # recurrent state has no offset: the caller vouches for it
+        try:
+            self.cache.insert(tokens, caches, namespace=namespace)
+        except SnapshotError:
+            assert beyond > 0
+            assert not self.pure
+            assert self.cache.dump() == before
+            return
+        if evaluated:
+            self.stored[namespace].append(tokens[: len(evaluated)])
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
+    def pin(self, data: Any, namespace: str) -> None:
+        if not self.stored[namespace]:
+            return
+        base = data.draw(st.sampled_from(self.stored[namespace]))
+        tokens = base[: data.draw(st.integers(1, len(base)))]
+        before = self.cache.dump()
+        try:
+            self.cache.pin(tokens, namespace)
+        except ValueError:
+            assert self.cache.dump() == before
+        else:
+            self.pins.append((tokens, namespace))
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: Any) -> None:
+        tokens, namespace = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        self.cache.unpin(tokens, namespace)
+
+    @rule(wanted=st.sampled_from([0, 1_000, 10_000]))
+    def reclaim(self, wanted: int) -> None:
+        before = self.cache.stats
+        freed = self.cache.reclaim(wanted)
+        after = self.cache.stats
+        assert freed == before.live_bytes + before.paged_bytes - after.live_bytes - after.paged_bytes
+        if not self.pins:
+            assert after.live_bytes + after.paged_bytes <= wanted
+        self.lossless = False
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check()
+        stats = self.cache.stats
+        if not self.pins:
+            assert stats.live_bytes + stats.paged_bytes <= stats.budget_bytes, stats
+        for tokens, namespace in self.pins:
+            keys = np.asarray(tokens, dtype=np.int64)
+            assert self.cache._states.match(keys, namespace).offset == len(tokens), (tokens, namespace)
+
+    def step(self, session: Any, token: int, lazily: bool) -> None:
+        session.step(self.model, mx.array([token]) + mx.array([0]) if lazily else [token])
+
+    def check_open_budget(self) -> None:
+        """While a session is open only what it stands on, and pins, may exceed the budget."""
+        stats = self.cache.stats
+        over = stats.live_bytes + stats.paged_bytes - stats.budget_bytes
+        assert over <= 0 or self.pins or stats.duplicate_bytes == 0, stats
+
+    def resumes(self, tokens: list[int], namespace: str) -> None:
+        """With room for everything, what was just evaluated is there: wholly, or up to a checkpoint."""
+        if self.lossless:
+            keys = np.asarray(tokens, dtype=np.int64)
+            assert self.cache._states.match(keys, namespace).offset == len(tokens)
+
+
+def common(left: list[int], right: list[int]) -> int:
+    length = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
+
+
+class PureSpanMachine(PrefixCacheMachine):
+    """Span layers alone: reuse is exact to the token."""
+
+    kinds_of = st.lists(st.sampled_from(SPANS), min_size=1, max_size=4)
+
+
+class HybridMachine(PrefixCacheMachine):
+    """Point layers beside a full-attention layer."""
+
+    kinds_of = st.lists(st.sampled_from(POINTS), min_size=1, max_size=3).map(lambda kinds: ["kv", *kinds])
+
+
+quick = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestAnyLayers = PrefixCacheMachine.TestCase
+TestAnyLayers.settings = quick
+TestPureSpans = PureSpanMachine.TestCase
+TestPureSpans.settings = quick
+TestHybrids = HybridMachine.TestCase
+TestHybrids.settings = quick
