@@ -32,7 +32,7 @@ class Evictor:
         self._account = states.account
         self._layout = states.layout
         self.checkpoint_budget_bytes = checkpoint_budget_bytes
-        self.idle: list[LivePath] = []
+        self.paths: list[LivePath] = []
         self.evictions = 0
         self.evicted_bytes = 0
 
@@ -87,12 +87,16 @@ class Evictor:
             self._evict_leaf(node, want_bytes)
         return True
 
-    def drop_branch(self, leaf: StateNode) -> None:
+    def let_go(self, node: StateNode) -> None:
+        """A node is no longer held: it goes if nothing can resume on it, else it is joined with what fits."""
+        path = node.path()
+        while not node.is_root and self._is_useless(node):
+            node = self._states.remove(node)
+        self._states.coalesce_all(path)
+
+    def _drop_branch(self, leaf: StateNode) -> None:
         """Remove a leaf, and above it what nothing can resume on any more; join what is left single."""
-        parent = self._states.remove(leaf)
-        while not parent.is_root and self._is_useless(parent):
-            parent = self._states.remove(parent)
-        self._states.coalesce(parent)
+        self.let_go(self._states.remove(leaf))
 
     def _is_useless(self, node: StateNode) -> bool:
         state = state_of(node)
@@ -111,7 +115,7 @@ class Evictor:
         if cut > leaf.start:
             self._states.truncate(leaf, cut)
         else:
-            self.drop_branch(leaf)
+            self._drop_branch(leaf)
         self._count(before - self._held_bytes())
 
     def _drop_checkpoint(self, node: StateNode) -> None:
@@ -123,20 +127,20 @@ class Evictor:
     def _drop_duplicates(self, over: Callable[[], int]) -> None:
         if not self._states.duplicate_bytes:
             return
-        nodes = [n for n in self._states.tree.nodes() if state_of(n).live and state_of(n).spans is not None]
+        nodes = [node for path in self.paths for node in path.nodes() if state_of(node).spans is not None]
         for node in sorted(nodes, key=lambda n: (state_of(n).entry.last_used, -n.end)):
             if not over():
                 return
             self._states.set_spans(node, None)
 
     def _drop_spare(self) -> None:
-        for path in self.idle:
+        for path in self._idle():
             if self._layout.spare_nbytes(path.caches) > self._layout.token_bytes or path.tip is None:
                 path.shrink(path.offset)
 
     def _cut_idle_tail(self, want_bytes: int) -> bool:
         """Cut one node, or its tail, off an idle live path; False when none can be cut."""
-        for path in self.idle:
+        for path in self._idle():
             cut = self._cut_tail(path, want_bytes)
             if cut:
                 return True
@@ -183,6 +187,9 @@ class Evictor:
             if len(node.children) > 1 or state.held:
                 return None, None
         return 0, None
+
+    def _idle(self) -> list[LivePath]:
+        return [path for path in self.paths if not path.is_open]
 
     def _held_bytes(self) -> int:
         return self._account.total_bytes + self._states.leaving_bytes

@@ -132,6 +132,11 @@ class Layout:
         for cache, adapter in self.leaves(caches):
             mx.eval(adapter.own(cache))
 
+    def own_lazily(self, caches: Sequence[Any]) -> None:
+        """As `own`, without waiting for anything."""
+        for cache, adapter in self.leaves(caches):
+            adapter.own(cache)
+
     def hold(self, caches: Sequence[Any], tokens: int) -> list[Any]:
         """What `roll_back` needs to undo a forward pass of `tokens` tokens that is about to start."""
         return [adapter.hold(cache, tokens) for cache, adapter in self.leaves(caches)]

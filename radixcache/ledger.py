@@ -98,6 +98,10 @@ class Ledger:
             if other is not account:
                 amount_bytes -= other.reclaim(amount_bytes)
 
+    def is_sole(self, account: Account) -> bool:
+        """Whether nobody else shares the budget."""
+        return self._accounts == [account]
+
     def check(self) -> None:
         """Assert L1 and L2."""
         for account in self._accounts:

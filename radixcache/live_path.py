@@ -32,6 +32,7 @@ class LivePath:
         self._states = states
         self.caches: list[Any] = layout.fresh()
         self.tip: StateNode | None = None
+        self.is_open = False
 
     @property
     def offset(self) -> int:

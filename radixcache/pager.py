@@ -12,13 +12,12 @@ A copy whose allocation fails is tried again once, after half of what is held wa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from radixcache.evictor import Evictor
 from radixcache.layout import Layout
 from radixcache.live_path import LivePath
 from radixcache.resume import ResumePlan
-from radixcache.snapshots import Spans
 from radixcache.state_tree import StateNode, StateTree, Use, state_of
 
 R = TypeVar("R")
@@ -72,12 +71,17 @@ class Pager:
         for node in leaving:
             self._page_out_one(live, node)
 
-    def copy_out(self, live: LivePath, node: StateNode) -> Spans:
-        """A node's spans: its snapshot, or for a live node a copy that nobody keeps."""
-        spans = state_of(node).spans
-        if spans is not None:
-            return spans
-        return self.allocating(lambda: self._layout.page_out(live.caches, node.start, node.end))
+    def restored(self, live: LivePath, nodes: list[StateNode], plan: ResumePlan) -> list[Any]:
+        """Fresh caches at `plan.resume`, from the snapshots of `nodes` and, where there are none, the live buffers."""
+        caches = self._layout.fresh()
+        for node in nodes:
+            spans = state_of(node).spans or self._layout.page_out(live.caches, node.start, node.end)
+            if self._layout.is_empty(caches):
+                self._layout.reserve(caches, plan.resume + 256, spans)
+            self._layout.page_in(caches, spans, min(node.end, plan.resume))
+        if plan.checkpoint is not None:
+            self._layout.restore_points(caches, plan.checkpoint, plan.resume)
+        return caches
 
     def keep_point_state(self, live: LivePath, use: Use) -> None:
         """Take the live offset's checkpoint if it has none: once the live caches have moved on it cannot be made."""

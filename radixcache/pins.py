@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from radixcache.evictor import Evictor
 from radixcache.layout import Layout
 from radixcache.state_tree import StateNode, StateTree, state_of
 from radixcache.tree import Keys
@@ -30,9 +31,10 @@ class Pin:
 class Pins:
     """The pinned sequences of one cache."""
 
-    def __init__(self, layout: Layout, states: StateTree, budget_bytes: int) -> None:
+    def __init__(self, layout: Layout, states: StateTree, evictor: Evictor, budget_bytes: int) -> None:
         self._layout = layout
         self._states = states
+        self._evictor = evictor
         self._budget_bytes = budget_bytes
         self._pins: dict[Name, Pin] = {}
 
@@ -82,7 +84,8 @@ class Pins:
     def void(self, node: StateNode) -> None:
         """A node's state was lost: the pins that hold it go."""
         for name in [name for name, pin in self._pins.items() if any(each is node for each in pin.nodes)]:
-            self._let_go(name)
+            for each in self._pins.pop(name).nodes:
+                self._states.pin(each, -1)
 
     def clear(self) -> None:
         """Let go of everything."""
@@ -101,7 +104,8 @@ class Pins:
     def _let_go(self, name: Name) -> None:
         for node in self._pins.pop(name).nodes:
             self._states.pin(node, -1)
-            self._states.coalesce(node)
+            if node.payload is not None:
+                self._evictor.let_go(node)
 
     def _kept(self) -> dict[int, StateNode]:
         return {id(each): each for pin in self._pins.values() for node in pin.nodes for each in node.path()}

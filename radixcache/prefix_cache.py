@@ -106,12 +106,12 @@ class PrefixCache:
         cap = checkpoint_budget_bytes if checkpoint_budget_bytes is not None else self._ledger.budget_bytes // 2
         self._evictor = Evictor(self._states, cap)
         self._live = LivePath(self.layout, self._states)
-        self._evictor.idle = [self._live]
+        self._evictor.paths = [self._live]
         self._pager = Pager(self.layout, self._states, self._evictor)
         self._recorder = Recorder(self.layout, self._states, self._evictor, self._pager)
         self._session: weakref.ref[Session] | None = None
         self._session_thread = 0
-        self._pins = Pins(self.layout, self._states, self._ledger.budget_bytes)
+        self._pins = Pins(self.layout, self._states, self._evictor, self._ledger.budget_bytes)
         self._tick = 0
         self._requests = self._hit_tokens = self._miss_tokens = 0
         self._short_reasons: dict[str, int] = {}
@@ -177,16 +177,16 @@ class PrefixCache:
             use = self._next_use()
             match = self._states.match(prompt_keys, namespace)
             plan = self._readable(plan_resume(self.layout, match, len(prompt) - 1, None))
-            caches = self.layout.fresh()
             nodes = [node for node in plan.path if node.start < plan.resume]
-            spans = [self._pager.copy_out(self._live, node) for node in nodes]
-            if spans:
-                self._pager.allocating(lambda: self.layout.reserve(caches, plan.resume + 256, spans[0]))
-            for each in spans:
-                self.layout.page_in(caches, each, min(each.end, plan.resume))
-            if plan.checkpoint is not None:
-                self.layout.restore_points(caches, plan.checkpoint, plan.resume)
+            if not match.node.is_root:
+                self._states.guard(match.node, 1)
+            try:
+                caches = self._pager.allocating(lambda: self._pager.restored(self._live, nodes, plan))
+            finally:
+                if not match.node.is_root:
+                    self._states.guard(match.node, -1)
             self._states.touch(nodes, plan.source, use)
+            self._evictor.let_go(match.node)
             self._count(plan, len(prompt))
             return caches, prompt[plan.resume :].copy()
 
@@ -295,6 +295,8 @@ class PrefixCache:
             if session is None:
                 self._live.check()
                 assert self._states.session_checkpoint_bytes == 0, self._states.session_checkpoint_bytes
+                if not self._pins.nbytes and self._ledger.is_sole(self._account):
+                    assert self._ledger.over_bytes() == 0, self._ledger.total_bytes
             self._pins.check()
 
     def dump(self, tokenizer: Any = None) -> str:
@@ -327,7 +329,7 @@ class PrefixCache:
             self._drop_session_checkpoints(session)
             self._release(session)
             self._session = None
-            self._evictor.idle = [live]
+            live.is_open = False
             self._states.coalesce_all(live.nodes())
             live.measure()
             self._keep_budget()
@@ -388,14 +390,14 @@ class PrefixCache:
         self._pager.keep_point_state(live, use)
         if guarded is not None:
             self._states.guard(guarded, 1)
-        self._evictor.idle = []
+        live.is_open = True
         try:
             self._pager.move(live, plan, len(prompt) + reserve, len(prompt))
         except BaseException:
             if guarded is not None:
                 self._states.guard(guarded, -1)
             self._lose(live)
-            self._evictor.idle = [live]
+            live.is_open = False
             raise
         path = [] if guarded is None else guarded.path()
         self._states.touch(path, self._resumed_from(plan, live), use)
@@ -416,7 +418,6 @@ class PrefixCache:
         live = session.live
         if end < live.offset:
             self._pager.page_out(live, self._pager.leave(live, end))
-        self._release(session)
         ids = session.known_ids()
         keys = np.concatenate([session.prompt_keys, ids[len(session.prompt) :].astype(np.int64)])[:end]
         self._recorder.record_live(live, keys, session.namespace, session.checkpoints, session.use)
@@ -430,7 +431,7 @@ class PrefixCache:
         node, session.guarded = session.guarded, None
         if node is not None:
             self._states.guard(node, -1)
-            self._states.coalesce_all(node.path())
+            self._evictor.let_go(node)
 
     def _lose(self, live: LivePath) -> None:
         """The live buffers cannot be trusted: what was only there goes, what was paged stays."""

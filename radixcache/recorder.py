@@ -13,7 +13,7 @@ from radixcache.evictor import Evictor
 from radixcache.layout import Layout
 from radixcache.live_path import LivePath
 from radixcache.pager import Pager
-from radixcache.snapshots import Checkpoint
+from radixcache.snapshots import Checkpoint, Spans
 from radixcache.state_tree import StateNode, StateTree, Use, state_of
 from radixcache.tree import Keys
 
@@ -62,20 +62,25 @@ class Recorder:
             end = self._fitting_end(start, end)
             checkpoint = self._checkpoint_of(caches, end) if self._layout.has_points else None
             spans = self._pager.allocating(lambda: self._layout.page_out(caches, start, end)) if end > start else None
+            self._put(keys[:end], namespace, spans, checkpoint, use)
         finally:
             if guarded is not None:
                 self._states.guard(guarded, -1)
-        if end == 0:
-            return 0
-        node = self._path_for(keys[:end], namespace, use)
+                self._evictor.let_go(guarded)
+        return end
+
+    def _put(self, keys: Keys, namespace: str, spans: Spans | None, checkpoint: Checkpoint | None, use: Use) -> None:
+        """Give the path to `keys`, whose end may be new, this state."""
+        if len(keys) == 0:
+            return
+        node = self._path_for(keys, namespace, use)
         if spans is not None:
             self._states.set_spans(node, spans)
             self._pager.paged_out_bytes += spans.nbytes
         if checkpoint is not None and state_of(node).checkpoint is None:
             self._states.set_checkpoint(node, checkpoint, use)
         self._states.touch(node.path(), node, use)
-        self._states.coalesce_all(node.path())
-        return end
+        self._evictor.let_go(node)
 
     def _path_for(self, keys: Keys, namespace: str, use: Use) -> StateNode:
         """The node that ends where `keys` end, made by splitting and appending as needed."""

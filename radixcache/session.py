@@ -171,6 +171,8 @@ class Session:
             fresh = self._position - self.known_tokens
             self._reported.append(array.reshape(-1)[count - fresh :])
             self._reported_count += fresh
+        if count > 1:
+            self._layout.own_lazily(self.caches)
         if self._position > self._recheck_at or count > 1:
             self._measure(wait=False)
         return logits

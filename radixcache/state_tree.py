@@ -184,7 +184,7 @@ class StateTree:
         return child
 
     def coalesce_all(self, nodes: list[StateNode]) -> None:
-        """Join each of these nodes with its only child where nothing keeps them apart."""
+        """Join each of these nodes that is still there with its only child where nothing keeps them apart."""
         for node in nodes:
             if node.payload is not None:
                 self.coalesce(node)
@@ -390,10 +390,10 @@ class StateTree:
             return None
         (child,) = node.children.values()
         upper, lower = state_of(node), state_of(child)
-        if upper.checkpoint is not None or upper.pins:
+        # A guarded node is held by name: an open session resumes at its end.
+        if upper.checkpoint is not None or upper.pins or upper.guards or lower.guards:
             return None
-        ours = (upper.live, upper.guards, upper.leaving_bytes > 0)
-        if ours != (lower.live, lower.guards, lower.leaving_bytes > 0):
+        if (upper.live, upper.leaving_bytes > 0) != (lower.live, lower.leaving_bytes > 0):
             return None
         if (upper.spans is None) != (lower.spans is None):
             paged = node if lower.spans is None else child

@@ -1,0 +1,77 @@
+# Everything runs in .venv, which the targets create themselves and rebuild when pyproject.toml changes.
+# Flags for a command go in ARGS: make replay ARGS="--users 3 --json out.json"
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+ARGS ?=
+# The interpreter for .venv; empty: the first one found that is new enough.
+PYTHON ?=
+
+NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+NEEDS_OPENBLAS := import sys; from runner.blas import load_openblas; sys.exit(load_openblas() is None)
+
+.PHONY: help replay test test-slow lint bench clean openblas
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -e 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r target text; do \
+		printf '  make %-10s %s\n' "$$target" "$$text"; done
+
+replay: $(INSTALLED) openblas ## serve the built-in conversations through four caches and compare them
+	@$(BIN)/radixcache replay $(ARGS)
+
+test: $(INSTALLED) openblas ## run the tests, without the slow ones
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(INSTALLED) openblas ## run the slow tests
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(INSTALLED) ## check style, formatting, types and import rules
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: $(INSTALLED) openblas ## run every benchmark in turn
+	@set -e; for file in benchmarks/bench_*.py; do \
+		name=$$(basename "$$file" .py); \
+		echo "== $$name"; \
+		$(BIN)/python -m "benchmarks.$$name" $(ARGS); \
+	done
+
+clean: ## remove .venv, builds and caches; a fetched demo model stays where it is
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml
+	@rm -f $@
+	@if ! $(BIN)/python -c '$(NEW_ENOUGH)' >/dev/null 2>&1 || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		for python in $(PYTHON) $(if $(PYTHON),,python3 python3.13 python3.12 python3.11); do \
+			if "$$python" -c '$(NEW_ENOUGH)' >/dev/null 2>&1; then found="$$python"; break; fi; \
+		done; \
+		if [ -z "$$found" ]; then \
+			echo "No usable Python found: wanted 3.11 or newer with its venv module" \
+				"(Debian and Ubuntu: apt-get install python3-venv), or name one with PYTHON=/path/to/python." >&2; \
+			exit 1; \
+		fi; \
+		echo "Creating the virtual environment $(VENV) with $$("$$found" --version)."; \
+		"$$found" -m venv --clear $(VENV); \
+	fi
+	@echo "Installing radixcache and its development tools into $(VENV); nothing outside it changes."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+# On Linux, MLX's CPU build is some 70 times slower in float32 without OpenBLAS. Nothing to do on macOS.
+openblas: $(INSTALLED)
+	@if ! $(BIN)/python -c '$(NEEDS_OPENBLAS)'; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ]; then run=""; elif sudo -n true >/dev/null 2>&1; then run="sudo -n"; else run="no"; fi; \
+	if [ "$$run" != no ] && command -v apt-get >/dev/null 2>&1; then \
+		echo "Installing the system package libopenblas0-pthread with apt-get; MLX is slow on this CPU without it."; \
+		install="$$run env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends"; \
+		$$install libopenblas0-pthread >/dev/null 2>&1 \
+			|| { $$run apt-get update -qq >/dev/null 2>&1; $$install libopenblas0-pthread >/dev/null; } \
+			|| echo "That did not work; going on without it, slowly." >&2; \
+	else \
+		$(BIN)/python -c 'from runner.blas import ADVICE; print(ADVICE)' >&2; \
+	fi

@@ -1,0 +1,42 @@
+"""The caches that replay compares, one file each. Importing this package does not import MLX.
+
+Each backend answers the same call: `begin(prompt)` gives a run standing at the deepest offset the cache could restore,
+and leaving its block stores what the request evaluated. All else (chunks, decode, timing) is the pipeline's.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runner.backends.backend import Backend
+    from runner.models import LoadedModel
+
+CACHE_NAMES = ("none", "single", "mlx-lm", "radix")
+
+
+def open_backend(name: str, loaded: "LoadedModel", *, budget_bytes: int, policy: str) -> "Backend":
+    """Make an empty cache of that name. `none` and `single` hold one request at a time and have no use for a budget.
+
+    Raises:
+        ValueError: the name is not in CACHE_NAMES.
+    """
+    # Imported here: the command line wants the names without waiting for MLX.
+    if name == "none":
+        from runner.backends.none import NoCache
+
+        return NoCache(loaded.model)
+    if name == "single":
+        from runner.backends.single import SinglePrefix
+
+        return SinglePrefix(loaded.model)
+    if name == "mlx-lm":
+        from runner.backends.mlx_lm import LRUPrompts
+
+        return LRUPrompts(loaded.model, loaded.tokenizer, budget_bytes=budget_bytes)
+    if name == "radix":
+        from runner.backends.radix import RadixPrefixes
+
+        return RadixPrefixes(loaded.model, budget_bytes=budget_bytes, policy=policy)
+    raise ValueError(f"cache {name!r} is not known. Known: {', '.join(CACHE_NAMES)}.")
+
+
+__all__ = ["CACHE_NAMES", "open_backend"]

@@ -1,0 +1,330 @@
+"""The command line `radixcache`. stdout is the result, stderr is progress; exit 0 fine, 1 a check failed, 2 usage.
+
+MLX, numpy and matplotlib are imported once a command really needs them, so that `--help` and mistakes answer at once.
+Whatever the user got wrong is one line on stderr that starts with `error:`; a traceback means a bug of ours.
+"""
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+import runner
+from runner.backends import CACHE_NAMES
+
+if TYPE_CHECKING:
+    from runner.conversations import Conversation
+    from runner.models import LoadedModel
+    from runner.replay import ReplayOptions
+    from runner.report import Report
+    from runner.script import Script
+
+EXIT_CHECK_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+# Wide enough for the table where the output is a file or a pipe, which have no width of their own.
+PIPE_COLUMNS = 120
+# How many differing answers are named one by one.
+NAMED_DIFFERENCES = 10
+
+# typer brings a copy of click in newer releases and uses click itself in older ones: take the class from typer.
+CommandLineError: type[Exception] = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(name="radixcache", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+class UsageError(Exception):
+    """Something the user can put right; the message is one line."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        code = app(args=arguments, prog_name="radixcache", standalone_mode=False, obj=arguments)
+    except CommandLineError as error:
+        code = _complain(f"{_explain(error)} See radixcache --help.")
+    except UsageError as error:
+        code = _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        # Newer releases of typer turn Ctrl-C into the same exit code themselves.
+        code = EXIT_INTERRUPTED
+    sys.exit(code or 0)
+
+
+@app.callback()
+def radixcache() -> None:
+    """A prefix cache for MLX language models, and tools that show what it saves."""
+
+
+@app.command()
+def replay(
+    context: typer.Context,
+    cache: Annotated[str, typer.Option(help="Caches to compare, in this order, separated by commas.")] = (
+        ",".join(CACHE_NAMES)
+    ),
+    conversations: Annotated[
+        list[Path] | None,
+        typer.Option(help="File of conversations to replay; may be given several times. Default: a built-in set."),
+    ] = None,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read or does not fit the model.")
+    ] = False,
+    model: Annotated[
+        str, typer.Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format, or a hub id.")
+    ] = "demo",
+    policy: Annotated[str, typer.Option(help="What the radix cache evicts first.")] = "lru",
+    users: Annotated[int | None, typer.Option(help="Take only the first so many users.  [default: all]")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the schedule: the same seed, the same requests.")] = 0,
+    requests: Annotated[int, typer.Option(help="Requests to replay at most.")] = 24,
+    budget_mib: Annotated[float, typer.Option(help="Byte budget of mlx-lm and of radix, in MiB.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per reply, greedily.")] = 8,
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Generate one token per reply, then feed the recorded reply.")
+    ] = False,
+    step_size: Annotated[int, typer.Option(help="Tokens per chunk of prefill.")] = 2048,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures, with a row per request, to this file.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Write TTFT and bytes held per request to this PNG.")
+    ] = None,
+    dump_tree: Annotated[bool, typer.Option("--dump-tree", help="Print the radix cache's tree at the end.")] = False,
+) -> None:
+    """Serve the same conversations through several caches and compare them.
+
+    The requests of several users are interleaved by a seeded schedule and rendered with the model's own chat template.
+    Each cache answers all of them in turn, and its answers are compared with those computed without a cache.
+    """
+    caches = _cache_names(cache)
+    _check_policy(policy)
+    for option, value in (
+        ("--users", 1 if users is None else users),
+        ("--requests", requests),
+        ("--max-tokens", max_tokens),
+        ("--step-size", step_size),
+    ):
+        _require(value >= 1, f"{option} is {value}; wanted at least 1.")
+    budget_bytes = _budget_bytes(budget_mib)
+    _check_writable(json_file, plot_file)
+    if runner.BLAS_ADVICE:
+        _say(f"note: {runner.BLAS_ADVICE}")
+    with _interruptible():
+        chosen = _read_conversations(conversations, skip_bad)
+        loaded = _load_model(model)
+
+        from runner.replay import ReplayOptions
+
+        options = ReplayOptions(budget_bytes, policy, max_tokens, recorded, step_size, dump_tree)
+        script = _script(loaded, chosen, options, users=users, seed=seed, requests=requests, skip_bad=skip_bad)
+    report, was_interrupted = _run(loaded, script, caches, options)
+    _print_report(report)
+    about = {
+        "model": loaded.name,
+        "seed": seed,
+        "command": shlex.join(["radixcache", *context.obj]),
+        "options": {"users": users, "requests": requests, **vars(options)},
+        "skipped_requests": script.skipped_requests,
+        "interrupted": was_interrupted,
+    }
+    _write_files(report, json_file, plot_file, about)
+    if was_interrupted:
+        _say(f"interrupted: {len(report.runs)} of {len(caches)} caches had finished.")
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if _name_differences(report):
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Turn Ctrl-C during the preparations into one line and its exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say("interrupted: nothing had finished.")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+# What was asked for --------------------------------------------------------------------------------------------------
+
+
+def _cache_names(listed: str) -> list[str]:
+    """Split and check --cache; a cache named twice runs once."""
+    names = list(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
+    _require(bool(names), f"--cache names no cache; wanted some of {', '.join(CACHE_NAMES)}.")
+    for name in names:
+        _require(name in CACHE_NAMES, f"--cache has {name!r}; wanted some of {', '.join(CACHE_NAMES)}.")
+    return names
+
+
+def _check_policy(policy: str) -> None:
+    from policies import POLICIES
+
+    _require(policy in POLICIES, f"--policy is {policy!r}; wanted one of {', '.join(sorted(POLICIES))}.")
+
+
+def _budget_bytes(budget_mib: float) -> int:
+    _require(0 < budget_mib < float("inf"), f"--budget-mib is {budget_mib:g}; wanted more than 0.")
+    return max(1, int(budget_mib * (1 << 20)))
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Find out before a run of minutes that its result could not be written."""
+    from runner.report import require_writable
+
+    for path in paths:
+        if path is not None:
+            try:
+                require_writable(path)
+            except OSError as error:
+                raise UsageError(f"{path}: cannot be written ({error.strerror}). Name another file.") from error
+
+
+def _read_conversations(paths: list[Path] | None, skip_bad: bool) -> "Sequence[Conversation]":
+    from runner.builtin import builtin_conversations
+    from runner.conversations import ConversationError, read_conversations
+
+    if not paths:
+        return builtin_conversations()
+    try:
+        result = read_conversations(*paths, skip_bad=skip_bad)
+    except ConversationError as error:
+        raise UsageError(str(error)) from error
+    if result.skipped:
+        _say(f"note: {len(result.skipped)} records skipped, the first: {result.skipped[0]}")
+    return result.conversations
+
+
+def _load_model(spec: str) -> "LoadedModel":
+    from runner.models import ModelError, load_model
+
+    try:
+        return load_model(spec)
+    except ModelError as error:
+        raise UsageError(str(error)) from error
+
+
+def _script(
+    loaded: "LoadedModel",
+    conversations: "Sequence[Conversation]",
+    options: "ReplayOptions",
+    *,
+    users: int | None,
+    seed: int,
+    requests: int,
+    skip_bad: bool,
+) -> "Script":
+    from runner.schedule import schedule
+    from runner.script import Script, ScriptError
+
+    try:
+        scheduled = schedule(conversations, users=users, seed=seed, max_requests=requests)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    try:
+        script = Script(loaded, scheduled, max_tokens=options.max_tokens, recorded=options.recorded, skip_bad=skip_bad)
+    except ScriptError as error:
+        raise UsageError(str(error)) from error
+    if script.skipped_requests:
+        _say(f"note: {script.skipped_requests} of {len(scheduled)} requests skipped: not fit for {loaded.name}.")
+    return script
+
+
+# What comes of it ----------------------------------------------------------------------------------------------------
+
+
+def _run(
+    loaded: "LoadedModel", script: "Script", caches: Sequence[str], options: "ReplayOptions"
+) -> "tuple[Report, bool]":
+    """Run every cache; returns what finished, and whether Ctrl-C came before the rest."""
+    from radixcache import UnsupportedCacheError
+    from runner.progress import ReplayProgress
+    from runner.replay import replay as replay_requests
+    from runner.report import Report
+
+    runs = []
+    try:
+        with ReplayProgress(_stderr()) as progress:
+            for run in replay_requests(loaded, script, caches, options, progress):
+                runs.append(run)
+    except KeyboardInterrupt:
+        return Report(runs), True
+    except UnsupportedCacheError as error:
+        raise UsageError(f"{loaded.name}: {error}") from error
+    return Report(runs), False
+
+
+def _print_report(report: "Report") -> None:
+    stdout = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+    if report.runs:
+        stdout.print(report.table())
+    stdout.print(report.sentence(), markup=False, soft_wrap=True)
+    for run in report.runs:
+        if run.tree is not None:
+            # As it is: decoded text may hold brackets, and lines are not to be wrapped.
+            print(f"\n{run.cache}:\n{run.tree}")
+
+
+def _name_differences(report: "Report") -> int:
+    """Say on stderr which answers differ; returns how many."""
+    differences = report.differences()
+    for cache, index, row in differences[:NAMED_DIFFERENCES]:
+        _say(
+            f"check failed: {cache}, request {index + 1} (user {row.user}, {row.conversation_id}, turn {row.turn}): "
+            f"the output tokens differ from those without a cache; {row.cached_tokens:,} of {row.prompt_tokens:,} "
+            "prompt tokens were restored."
+        )
+    if len(differences) > NAMED_DIFFERENCES:
+        _say(f"check failed: {len(differences) - NAMED_DIFFERENCES} more answers differ; --json names them all.")
+    return len(differences)
+
+
+def _write_files(report: "Report", json_file: Path | None, plot_file: Path | None, about: dict[str, Any]) -> None:
+    from runner.plots import plot_replay
+    from runner.report import write_json
+
+    if not report.runs:
+        return
+    try:
+        if json_file is not None:
+            write_json(json_file, report.document(**about))
+        if plot_file is not None:
+            users = len({row.user for row in report.runs[0].rows})
+            title = f"{about['model']}, {len(report.runs[0].rows)} requests of {users} users"
+            plot_replay(plot_file, report.runs, title=title, budget_bytes=about["options"]["budget_bytes"])
+    except OSError as error:
+        raise UsageError(f"{error.filename}: cannot be written ({error.strerror}).") from error
+
+
+# Words ---------------------------------------------------------------------------------------------------------------
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise UsageError(message)
+
+
+def _complain(message: str) -> int:
+    _say(f"error: {message}")
+    return EXIT_USAGE
+
+
+def _explain(error: Exception) -> str:
+    """What was wrong with the command line, with the option's name where there is one."""
+    describe = getattr(error, "format_message", None)
+    return str(describe() if describe is not None else error)
+
+
+def _say(message: str) -> None:
+    """One line on stderr, whatever the message holds."""
+    print(" ".join(message.split()), file=sys.stderr)
+
+
+def _stderr() -> Console:
+    return Console(stderr=True, highlight=False)

@@ -1,0 +1,476 @@
+"""The table that the adapter suites run over: real mlx-lm caches, driven so that their arrays spell out tokens.
+
+A `Kind` is a cache class with one way to feed it: `feed` is one forward pass, as a model would do it. Attention layers
+get keys that hold the token's id in binary and values that hold its position; recurrent layers keep a digest of all
+tokens so far. So `spelled` reads the tokens back, and `expected` says from plain ids what must be there.
+
+A `Case` is a kind in a situation: the lengths of the forward passes that led to it. `can_cut` and `undoes_one` are
+written down from the contract, not asked of the adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    _BaseCache,
+)
+from mlx_lm.models.deepseek_v41 import LayerCache
+from numpy.typing import NDArray
+
+HEADS = 2
+BITS = 32
+WINDOW_LENGTH = 16
+CHUNK_LENGTH = 16
+GROUP_LENGTH = 4
+CONVOLUTION_LENGTH = 3
+DIGEST_LENGTH = 8
+PRIME = 65_521
+
+#: Forward passes that follow a situation; single tokens, batches, and batches longer than any window.
+CONTINUATIONS = ((1,), (1, 1, 1), (5,), (2, 1, 7, 1), (1, 40, 1, 1, 3), tuple([1] * 20))
+
+
+def token_ids(count: int, seed: int = 0) -> list[int]:
+    """`count` token ids; the same seed gives the same beginning for every count."""
+    return [int(i) for i in np.random.default_rng(seed).integers(0, 50_000, 4096)[:count]]
+
+
+# Attention layers
+
+
+def attention_rows(ids: Sequence[int], start: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Keys (1, H, T, 32) that hold the ids in binary, values (1, H, T, 64) that hold positions and their complement.
+
+    Both are slices of one array, as they are in a model that computes queries, keys and values in one product.
+    """
+    positions = np.arange(start, start + len(ids))
+    heads = np.arange(HEADS)[:, None]
+    keys, values = (_binary(2 * np.asarray(n)[None, :] + heads) for n in (ids, positions))
+    fused = mx.array(np.concatenate([keys, values, 1 - values, np.zeros_like(keys)], axis=-1)[None]).astype(dtype)
+    mx.eval(fused)
+    return fused[..., :BITS], fused[..., BITS : 3 * BITS]
+
+
+def spelled_rows(keys: mx.array, values: mx.array) -> list[tuple[int, int]]:
+    """(position, id) of each row; all heads must tell the same."""
+    key_bits, value_bits = (np.array(a[0].astype(mx.float32)) > 0.5 for a in (keys, values))
+    assert np.array_equal(value_bits[..., :BITS], ~value_bits[..., BITS:]), "the halves of a value contradict each other"
+    numbers = [_numbers(bits[..., :BITS]) for bits in (value_bits, key_bits)]
+    for head in range(HEADS):
+        assert all(np.array_equal(n[head] - head, n[0]) for n in numbers), f"head {head} tells other tokens than head 0"
+    return [(int(p) // 2, int(i) // 2) for p, i in zip(numbers[0][0], numbers[1][0], strict=True)]
+
+
+def feed_attention(cache: Any, ids: Sequence[int], dtype: mx.Dtype = mx.float32) -> list[list[tuple[int, int]]]:
+    """One forward pass; returns what each of its tokens may attend to, as sorted (position, id)."""
+    if isinstance(cache, ChunkedKVCache):
+        cache.maybe_trim_front()
+        mask = None
+    else:
+        mask = cache.make_mask(len(ids), return_array=True, window_size=None)
+    start = cache.offset
+    keys, values = cache.update_and_fetch(*attention_rows(ids, start, dtype))
+    rows = spelled_rows(_plain(cache, keys), _plain(cache, values))
+    if mask is None:
+        return [sorted(r for r in rows if r[0] <= start + i) for i in range(len(ids))]
+    return [sorted(r for r, seen in zip(rows, line, strict=True) if seen) for line in np.array(mask).tolist()]
+
+
+def temporal_buffers(cache: Any) -> list[mx.array]:
+    """What an attention layer holds, without spare room, oldest token first; a window cut to its length."""
+    if cache.keys is None:
+        return []
+    if isinstance(cache, QuantizedKVCache):
+        return [b[..., : cache.offset, :] for b in (*cache.keys, *cache.values)]
+    if isinstance(cache, RotatingKVCache):
+        return [_window(cache, b) for b in (cache.keys, cache.values)]
+    filled = cache.offset - getattr(cache, "start_position", 0)
+    return [b[..., :filled, :] for b in (cache.keys, cache.values)]
+
+
+def spelled_attention(cache: Any) -> list[tuple[int, int]]:
+    """(position, id) of what an attention layer holds, oldest first."""
+    buffers = temporal_buffers(cache)
+    if not buffers:
+        return []
+    half = len(buffers) // 2
+    keys, values = buffers[:half], buffers[half:]
+    return spelled_rows(_plain(cache, keys if half > 1 else keys[0]), _plain(cache, values if half > 1 else values[0]))
+
+
+def all_tokens(ids: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """What a layer that forgets nothing holds."""
+    return list(enumerate(ids))
+
+
+def window_of(keep: int) -> Expected:
+    """What a window holds: the first `keep` tokens and the newest."""
+
+    def expected(ids: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
+        rows = list(enumerate(ids))
+        return rows if len(rows) <= WINDOW_LENGTH else rows[:keep] + rows[len(rows) - WINDOW_LENGTH + keep :]
+
+    return expected
+
+
+def chunk_tokens(ids: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """What a chunk holds: `CHUNK_LENGTH` tokens from before the last forward pass, and all of that."""
+    start = max(0, sum(lengths[:-1]) - CHUNK_LENGTH)
+    return list(enumerate(ids))[start:]
+
+
+# Recurrent layers, and one that is neither
+
+
+def digests(ids: Sequence[int], before: Sequence[int] = (0,) * DIGEST_LENGTH) -> NDArray[np.int32]:
+    """Digest of all tokens up to each, (T, DIGEST_LENGTH): every earlier token changes every later digest."""
+    rows = np.empty((len(ids), DIGEST_LENGTH), np.int64)
+    row = np.asarray(before, np.int64)
+    salt = np.arange(3, 3 + DIGEST_LENGTH)
+    for index, token in enumerate(ids):
+        row = (row * 31 + (token + 1) * salt) % PRIME
+        rows[index] = row
+    return rows.astype(np.int32)
+
+
+def feed_arrays(cache: Any, ids: Sequence[int], break_off: bool = False) -> list[Any]:
+    """A recurrent layer: slot 0 the last inputs of a convolution, slot 1 the digest; both views of activations."""
+    mask = cache.make_mask(len(ids))
+    tail = mx.zeros((1, CONVOLUTION_LENGTH, BITS)) if cache[0] is None else cache[0]
+    inputs = mx.concatenate([tail, mx.array(_binary(np.asarray(ids))[None], mx.float32)], axis=1)
+    mx.eval(inputs)
+    cache[0] = inputs[:, -CONVOLUTION_LENGTH:]
+    if break_off:
+        return []
+    before = (0,) * DIGEST_LENGTH if cache[1] is None else np.array(cache[1])[0].tolist()
+    activations = mx.array(digests(ids, before)[None])
+    mx.eval(activations)
+    cache[1] = activations[:, -1]
+    cache.advance(len(ids))
+    return [_numbers(np.array(inputs)[0] > 0.5).tolist(), None if mask is None else np.array(mask).tolist()]
+
+
+def spelled_arrays(cache: Any) -> Any:
+    """The ids in the convolution, the digest, and what of the padding is left."""
+    if cache[0] is None:
+        return None
+    padding = [None if a is None else a.tolist() for a in (cache.left_padding, cache.lengths)]
+    return _numbers(np.array(cache[0])[0] > 0.5).tolist(), np.array(cache[1])[0].tolist(), padding
+
+
+def recurrent(padding: Sequence[int] = (), lengths: Sequence[int] = ()) -> Expected:
+    """What a recurrent layer holds, with what `advance` leaves of the padding and the lengths."""
+
+    def expected(ids: Sequence[int], chunks: Sequence[int]) -> Any:
+        if not ids:
+            return None
+        left = [[n - len(ids) for n in given] or None for given in (padding, lengths)]
+        tail = ([0] * CONVOLUTION_LENGTH + list(ids))[-CONVOLUTION_LENGTH:]
+        return tail, digests(ids)[-1].tolist(), left
+
+    return expected
+
+
+def padded_arrays_cache() -> Any:
+    """An ArraysCache as batched generation leaves it: with padding and lengths, which `advance` changes in place."""
+    cache = ArraysCache(2, left_padding=[3])
+    cache.prepare(lengths=[4000])
+    return cache
+
+
+def feed_layer(cache: Any, ids: Sequence[int], break_off: bool = False) -> list[Any]:
+    """deepseek_v41's layer: a window, latents of closed groups with their index keys, and the rows of the open group."""
+    fresh = mx.array(_binary(np.asarray(ids))[None], mx.float32)
+    window = cache.update_window(fresh)
+    if break_off:
+        return []
+    pending = fresh if cache.pending_kv is None else mx.concatenate([cache.pending_kv, fresh], axis=1)
+    full = pending.shape[1] // GROUP_LENGTH * GROUP_LENGTH
+    cache.pending_kv, cache.pending_gate = pending[:, full:], 1 - pending[:, full:]
+    if full:
+        closed = pending[:, :full].reshape(1, -1, GROUP_LENGTH * BITS)
+        old = cache.compress_kv
+        cache.compress_kv = closed if old is None else mx.concatenate([old, closed], axis=1)
+        cache.index_k = cache.compress_kv[..., ::-1] * 2
+    mx.eval([a for a in vars(cache).values() if isinstance(a, mx.array)])
+    return [_numbers(np.array(window)[0] > 0.5).tolist(), spelled_layer(cache)]
+
+
+def spelled_layer(cache: Any) -> Any:
+    """Ids in the window, in the closed groups (and from their index keys), and in the open group (and its gate)."""
+    if cache.offset == 0:
+        return None
+    window, pending, gate = (_ids(a) for a in (cache.window, cache.pending_kv, 1 - cache.pending_gate))
+    groups: list[list[int]] = [[], []]
+    if cache.compress_kv is not None:
+        groups = [_ids(a.reshape(1, -1, BITS)) for a in (cache.compress_kv, cache.index_k[..., ::-1] / 2)]
+    return cache.offset, window, groups, pending, gate
+
+
+def layer_tokens(ids: Sequence[int], lengths: Sequence[int]) -> Any:
+    """What deepseek_v41's layer holds."""
+    if not ids:
+        return None
+    full = len(ids) // GROUP_LENGTH * GROUP_LENGTH
+    ids = list(ids)
+    return len(ids), ids[-WINDOW_LENGTH:], [ids[:full], ids[:full]], ids[full:], ids[full:]
+
+
+class DigestCache(_BaseCache):  # type: ignore[misc]
+    """A class that no adapter is registered for, with a `state` of its own that holds everything. Writes in place."""
+
+    def __init__(self) -> None:
+        self.digest: mx.array | None = None
+        self.offset = 0
+
+    def update(self, ids: Sequence[int], break_off: bool = False) -> list[int]:
+        if self.digest is None:
+            self.digest = mx.zeros((1, DIGEST_LENGTH), mx.int32)
+        before = [int(n) for n in np.array(self.digest)[0]]
+        self.digest[0] = mx.array(digests(ids, before)[-1])
+        if not break_off:
+            self.offset += len(ids)
+        return before
+
+    @property
+    def state(self) -> tuple[mx.array | None, int]:
+        return self.digest, self.offset
+
+    @state.setter
+    def state(self, value: tuple[mx.array | None, int]) -> None:
+        self.digest, self.offset = value
+
+
+def spelled_digest(cache: Any) -> Any:
+    return None if cache.digest is None else (cache.offset, np.array(cache.digest)[0].tolist())
+
+
+# The table
+
+Expected = Callable[[Sequence[int], Sequence[int]], Any]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A cache class and one way to feed it.
+
+    Attributes:
+        feed: one forward pass of these ids; returns what the layer saw, to be compared.
+        spelled: what the cache holds, as tokens; `expected(ids, lengths)` is the same from ids and forward passes.
+        break_off: a forward pass that raises before this layer is done.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    feed: Callable[..., Any]
+    spelled: Callable[[Any], Any]
+    expected: Expected
+    break_off: Callable[..., Any]
+    is_point: bool = True
+    writes_in_place: bool = False
+
+    def fed(self, ids: Sequence[int], lengths: Sequence[int]) -> Any:
+        """A fresh cache that has seen `ids` in forward passes of `lengths`."""
+        cache = self.make()
+        assert sum(lengths) == len(ids), (lengths, len(ids))
+        for start, length in zip(np.cumsum([0, *lengths]).tolist(), lengths, strict=False):
+            self.feed(cache, ids[start : start + length])
+        return cache
+
+
+def _attention(name: str, make: Callable[[], Any], expected: Expected, dtype: mx.Dtype = mx.float32, **more: Any) -> Kind:
+    def feed(cache: Any, ids: Sequence[int]) -> Any:
+        return feed_attention(cache, ids, dtype)
+
+    return Kind(name, make, feed, spelled_attention, expected, break_off=feed, **more)
+
+
+def _part(feed: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda cache, ids: feed(cache, ids, break_off=True)
+
+
+IN_PLACE = {"is_point": False, "writes_in_place": True}
+KV = _attention("KVCache", KVCache, all_tokens, **IN_PLACE)
+KV_BFLOAT16 = _attention("KVCache-bfloat16", KVCache, all_tokens, mx.bfloat16, **IN_PLACE)
+CONCATENATE = _attention("ConcatenateKVCache", ConcatenateKVCache, all_tokens, is_point=False)
+QUANTIZED_4 = _attention("QuantizedKVCache-4", lambda: QuantizedKVCache(32, 4), all_tokens, **IN_PLACE)
+QUANTIZED_8 = _attention("QuantizedKVCache-8", lambda: QuantizedKVCache(32, 8), all_tokens, **IN_PLACE)
+ROTATING_0 = _attention("RotatingKVCache-keep-0", lambda: RotatingKVCache(WINDOW_LENGTH), window_of(0), writes_in_place=True)
+ROTATING_4 = _attention(
+    "RotatingKVCache-keep-4", lambda: RotatingKVCache(WINDOW_LENGTH, keep=4), window_of(4), writes_in_place=True
+)
+CHUNKED = _attention("ChunkedKVCache", lambda: ChunkedKVCache(CHUNK_LENGTH), chunk_tokens, writes_in_place=True)
+ARRAYS = Kind("ArraysCache", lambda: ArraysCache(2), feed_arrays, spelled_arrays, recurrent(), _part(feed_arrays))
+PADDED_ARRAYS = Kind(
+    "ArraysCache-padded", padded_arrays_cache, feed_arrays, spelled_arrays, recurrent([3], [4000]), _part(feed_arrays)
+)
+LAYER = Kind("LayerCache", lambda: LayerCache(WINDOW_LENGTH), feed_layer, spelled_layer, layer_tokens, _part(feed_layer))
+DIGEST = Kind(
+    "probed-DigestCache",
+    DigestCache,
+    lambda cache, ids: cache.update(ids),
+    spelled_digest,
+    lambda ids, lengths: (len(ids), digests(ids)[-1].tolist()) if ids else None,
+    _part(lambda cache, ids, break_off: cache.update(ids, break_off)),
+)
+KINDS = (
+    KV,
+    KV_BFLOAT16,
+    CONCATENATE,
+    QUANTIZED_4,
+    QUANTIZED_8,
+    ROTATING_0,
+    ROTATING_4,
+    CHUNKED,
+    ARRAYS,
+    PADDED_ARRAYS,
+    LAYER,
+    DIGEST,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind after forward passes of `lengths`.
+
+    Attributes:
+        can_cut: live state and snapshot can be cut back to any smaller offset.
+        undoes_one: roll_back works after a single-token forward pass. (After a longer one it always does.)
+    """
+
+    kind: Kind
+    situation: str
+    lengths: tuple[int, ...]
+    can_cut: bool
+    undoes_one: bool = True
+
+    @property
+    def length(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def ids(self) -> list[int]:
+        return token_ids(self.length)
+
+    @property
+    def rest(self) -> list[int]:
+        """Ids that follow, enough for every continuation."""
+        return token_ids(self.length + 100)[self.length :]
+
+    def cache(self) -> Any:
+        return self.kind.fed(self.ids, self.lengths)
+
+    def cut_targets(self) -> list[int]:
+        """Offsets below the end, around every edge where something changes inside."""
+        edges = {0, 1, 3, WINDOW_LENGTH, 256, 512, 1024, self.length // 2, self.length}
+        return sorted({t for e in edges for t in (e - 1, e, e + 1) if 0 <= t < self.length})
+
+    def __str__(self) -> str:
+        return f"{self.kind.name}-{self.situation}"
+
+
+def _span_cases(kind: Kind) -> list[Case]:
+    return [
+        Case(kind, "one-token", (1,), True),
+        Case(kind, "within-a-segment", (300, 1, 1), True),
+        Case(kind, "exactly-full", (256,), True),
+        Case(kind, "across-segments", (700, 1, 599), True),
+    ]
+
+
+def _rotating_cases(kind: Kind) -> list[Case]:
+    ones = (1,)
+    return [
+        Case(kind, "unwrapped-batch", (10,), True),
+        Case(kind, "unwrapped-singles", ones * 10, True),
+        Case(kind, "unwrapped-mixed", (5, 1, 1, 3, 1), True),
+        Case(kind, "just-full-batch", (16,), True, undoes_one=False),
+        Case(kind, "just-full-singles", ones * 16, True, undoes_one=False),
+        Case(kind, "wrapped-singles", ones * 23, False, undoes_one=False),
+        Case(kind, "wrapped-singles-after-a-batch", (9, *ones * 12), False, undoes_one=False),
+        Case(kind, "wrapped-singles-to-the-seam", ones * (16 + 16), False, undoes_one=False),
+        Case(kind, "wrapped-one-batch-too-long", (40,), False),
+        Case(kind, "wrapped-batches", (10, 12, 9), False),
+        Case(kind, "wrapped-by-one", (17,), False),
+        Case(kind, "wrapped-mixed", (10, 1, 12, 1, 1, 5, 1, 1, 1), False, undoes_one=False),
+        Case(kind, "wrapped-batch-after-singles", (*ones * 20, 7), False),
+    ]
+
+
+CASES = [
+    *(case for kind in (KV, KV_BFLOAT16, CONCATENATE, QUANTIZED_4, QUANTIZED_8) for case in _span_cases(kind)),
+    *(case for kind in (ROTATING_0, ROTATING_4) for case in _rotating_cases(kind)),
+    Case(CHUNKED, "untrimmed-batch", (10,), True),
+    Case(CHUNKED, "untrimmed-singles", (1,) * 10, True),
+    Case(CHUNKED, "untrimmed-just-full", (10, 6), True),
+    Case(CHUNKED, "untrimmed-exactly-full", (256,), True, undoes_one=False),
+    Case(CHUNKED, "untrimmed-too-long", (40,), True, undoes_one=False),
+    Case(CHUNKED, "trimmed-by-a-token", (40, 1), False, undoes_one=False),
+    Case(CHUNKED, "trimmed-by-singles", (10, *(1,) * 15), False, undoes_one=False),
+    Case(CHUNKED, "trimmed-by-batches", (12, 9, 20), False, undoes_one=False),
+    *(Case(k, "one-token", (1,), False) for k in (ARRAYS, PADDED_ARRAYS, LAYER, DIGEST)),
+    *(Case(k, "batch", (30,), False) for k in (ARRAYS, PADDED_ARRAYS, LAYER, DIGEST)),
+    *(Case(k, "singles", (1,) * 21, False) for k in (ARRAYS, PADDED_ARRAYS, LAYER, DIGEST)),
+    *(Case(k, "mixed", (6, 1, 12, 1, 1), False) for k in (ARRAYS, PADDED_ARRAYS, LAYER, DIGEST)),
+]
+SPAN_CASES = [case for case in CASES if not case.kind.is_point]
+POINT_CASES = [case for case in CASES if case.kind.is_point]
+
+
+# Comparing
+
+
+def picture(thing: Any) -> Any:
+    """Everything an object holds, bit for bit: to show that nothing changed, or that two are the same."""
+    if isinstance(thing, mx.array):
+        raw = thing.view(mx.uint16) if thing.dtype == mx.bfloat16 else thing
+        return thing.shape, str(thing.dtype), np.array(raw).tobytes()
+    if isinstance(thing, list | tuple):
+        return [picture(item) for item in thing]
+    if thing is None or isinstance(thing, int | float | str):
+        return thing
+    slots = getattr(type(thing), "__slots__", None)
+    return {name: picture(getattr(thing, name)) for name in (vars(thing) if slots is None else slots)}
+
+
+def state_bits(kind: Kind, cache: Any) -> Any:
+    """What a cache holds, bit for bit, whatever its spare room and its order in the buffer."""
+    return picture(temporal_buffers(cache) if kind.spelled is spelled_attention else cache)
+
+
+def _binary(numbers: NDArray[Any]) -> NDArray[np.float32]:
+    return ((numbers[..., None] >> np.arange(BITS)) & 1).astype(np.float32)
+
+
+def _numbers(bits: NDArray[np.bool_]) -> NDArray[np.int64]:
+    return np.asarray((bits.astype(np.int64) << np.arange(BITS)).sum(axis=-1))
+
+
+def _ids(array: mx.array) -> list[int]:
+    return [int(n) for n in _numbers(np.array(array)[0] > 0.5)]
+
+
+def _plain(cache: Any, state: Any) -> mx.array:
+    if isinstance(cache, QuantizedKVCache):
+        return mx.dequantize(*state, group_size=cache.group_size, bits=cache.bits)
+    assert isinstance(state, mx.array)
+    return state
+
+
+def _window(cache: Any, buffer: mx.array) -> mx.array:
+    ordered = cache._temporal_order(buffer)
+    surplus = ordered.shape[2] - cache.max_size
+    if surplus <= 0:
+        return ordered
+    return mx.concatenate([ordered[..., : cache.keep, :], ordered[..., cache.keep + surplus :, :]], axis=2)
