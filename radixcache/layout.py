@@ -45,6 +45,8 @@ class Layout:
         self.cut_reach = min((a.cut_reach(cache) for cache, a in pairs if a.is_point), default=NEVER)
         self.token_bytes = 0
         self._shapes: list[tuple[Any, ...] | None] = [None] * len(pairs)
+        # Leaves that a forward pass writes; None until one has been seen through. A model may leave some unused.
+        self._in_use: list[bool] | None = None
 
     def fresh(self) -> list[Any]:
         """A new, empty live cache."""
@@ -57,10 +59,22 @@ class Layout:
         """Each leaf with its adapter, in order."""
         return [(cache, adapter_for(cache, layer)) for layer, cache in enumerate(leaves(caches))]
 
-    def offsets(self, caches: Sequence[Any]) -> tuple[int, int] | None:
-        """Smallest and largest offset over the leaves in use; None when no leaf in use knows its offset."""
-        found = [adapter.offset(c) for c, adapter in self.leaves(caches) if not adapter.is_empty(c)]
-        known = [offset for offset in found if offset is not None]
+    def offsets(self, caches: Sequence[Any], trusted: bool = False) -> tuple[int, int] | None:
+        """Smallest and largest offset over the leaves in use; None when no leaf in use knows its offset.
+
+        A leaf that is empty while others are not stands at 0, unless it is known to be unused. Before any forward
+        pass was seen through that is not known: `trusted` says that the caches are whole and it is unused.
+        """
+        pairs = self.leaves(caches)
+        empty = [adapter.is_empty(cache) for cache, adapter in pairs]
+        if all(empty):
+            return None
+        missing = [not trusted] * len(pairs) if self._in_use is None else self._in_use
+        offsets = [
+            (0 if absent else None) if is_empty else adapter.offset(cache)
+            for (cache, adapter), is_empty, absent in zip(pairs, empty, missing, strict=True)
+        ]
+        known = [offset for offset in offsets if offset is not None]
         return (min(known), max(known)) if known else None
 
     def first_offset(self, caches: Sequence[Any]) -> int | None:
@@ -104,19 +118,21 @@ class Layout:
 
     def learn(self, caches: Sequence[Any]) -> None:
         """Note what a live cache that a forward pass has been through shows of the model."""
-        token_bytes = 0
-        in_use = []
-        for index, (cache, adapter) in enumerate(self.leaves(caches)):
-            if adapter.is_empty(cache):
+        pairs = self.leaves(caches)
+        written = [not adapter.is_empty(cache) for cache, adapter in pairs]
+        if not any(written):
+            return
+        before = self._in_use or [False] * len(pairs)
+        self._in_use = [now or known for now, known in zip(written, before, strict=True)]
+        self.has_points = any(a.is_point for (_, a), used in zip(pairs, self._in_use, strict=True) if used)
+        self.token_bytes = 0
+        for index, (cache, adapter) in enumerate(pairs):
+            if not written[index]:
                 continue
             if self._shapes[index] is None:
                 self._shapes[index] = adapter.shapes(cache)
-            in_use.append(adapter.is_point)
             if not adapter.is_point:
-                token_bytes += sum(b.nbytes // b.shape[2] for b in adapter.buffers(cache))
-        if in_use:
-            self.token_bytes = token_bytes
-            self.has_points = any(in_use)
+                self.token_bytes += sum(b.nbytes // b.shape[2] for b in adapter.buffers(cache))
 
     def uses_points(self, caches: Sequence[Any]) -> bool:
         """Whether some point layer of these caches holds state."""

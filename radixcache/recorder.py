@@ -106,7 +106,7 @@ class Recorder:
         """How many of `length` tokens foreign caches can be stored for."""
         if self._layout.is_empty(caches):
             return 0
-        offsets = self._layout.offsets(caches)
+        offsets = self._layout.offsets(caches, trusted=True)
         if offsets is None:
             return length
         low, high = offsets
@@ -126,7 +126,7 @@ class Recorder:
 
     def _checkpoint_of(self, caches: Sequence[Any], end: int) -> Checkpoint:
         checkpoint = self._pager.allocating(lambda: self._layout.checkpoint(caches, end, "end"))
-        offsets = self._layout.offsets(caches)
+        offsets = self._layout.offsets(caches, trusted=True)
         if offsets is not None and offsets[1] > end:
             # Cut back in caches of our own: the caller's stay as they are.
             scratch = self._layout.fresh()

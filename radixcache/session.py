@@ -216,6 +216,9 @@ class Session:
         if target is None:
             low = (self._layout.offsets(caches) or (known, known))[0]
             return self._fall_back(min(known, low, self._position))
+        if target == 0:
+            # The first forward pass broke off: layers that it reached hold something, the others nothing.
+            self._layout.restore_points(caches, None, 0)
         self._layout.own(caches)
         return target
 

@@ -247,6 +247,7 @@ def _run(
     from runner.progress import ReplayProgress
     from runner.replay import replay as replay_requests
     from runner.report import Report
+    from runner.script import ScriptError
 
     runs = []
     try:
@@ -257,6 +258,9 @@ def _run(
         return Report(runs), True
     except UnsupportedCacheError as error:
         raise UsageError(f"{loaded.name}: {error}") from error
+    except ScriptError as error:
+        # A prompt that waited for generated replies, and turned out not to fit.
+        raise UsageError(str(error)) from error
     return Report(runs), False
 
 

@@ -93,7 +93,11 @@ class Script:
         rendered = self._rendered[index]
         if rendered is None:
             request = self._requests[index]
-            rendered = self._rendered[index] = self._render(request, self._replies.messages(request))
+            try:
+                messages = self._replies.messages(request)
+            except ValueError as error:
+                raise ScriptError(str(error)) from error
+            rendered = self._rendered[index] = self._render(request, messages)
         return rendered
 
     def record_reply(self, index: int, text: str) -> None:

@@ -174,6 +174,20 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.stored[namespace].append(tokens + reply)
 
     @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
+    def own_loop_fails(self, data: Any, namespace: str) -> None:
+        """A layer raises under a loop that calls the model itself: nobody rolled the layers back."""
+        session, tokens = self.open(data, namespace)
+        with session:
+            session.prefill(self.model, step_size=5)
+            self.model.fail_in_layer = data.draw(st.integers(0, len(self.model.kinds) - 1))
+            with pytest.raises(LayerError):
+                self.model(mx.array([tokens[-1:]]), cache=session.caches)
+            self.model.fail_in_layer = None
+        if len(tokens) > 1:
+            self.stored[namespace].append(tokens[:-1])
+            self.resumes(tokens[:-1] if self.pure else [], namespace)
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
     def others_while_open(self, data: Any, namespace: str) -> None:
         session, tokens = self.open(data, namespace)
         with session:
@@ -282,7 +296,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def resumes(self, tokens: list[int], namespace: str) -> None:
         """With room for everything, what was just evaluated is there: wholly, or up to a checkpoint."""
-        if self.lossless:
+        if self.lossless and tokens:
             keys = np.asarray(tokens, dtype=np.int64)
             assert self.cache._states.match(keys, namespace).offset == len(tokens)
 

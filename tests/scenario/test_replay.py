@@ -87,10 +87,13 @@ def serve(backend, loaded, prompt, max_tokens=4):
         return session.cached_tokens, session.reason, pieces[-1].completion.tokens
 
 
+GENERATED = ("llama", "llama_sliding", "gemma3n", "llama4", "mamba", "qwen3_next", "kimi_linear", "deepseek_v3")
+RECORDED = ("llama", "llama_sliding", "qwen3_next")
+
+
 @pytest.mark.parametrize(
-    "kind", ["llama", "llama_sliding", "gemma3n", "llama4", "mamba", "qwen3_next", "kimi_linear", "deepseek_v3"]
+    ("kind", "recorded"), [(kind, False) for kind in GENERATED] + [(kind, True) for kind in RECORDED]
 )
-@pytest.mark.parametrize("recorded", [False, True])
 def test_every_cache_gives_the_answers_of_no_cache(kind, recorded):
     # A chunked cache calls itself trimmable when its front is gone, and mlx-lm believes it: its answers differ there.
     caches = [cache for cache in CACHE_NAMES if (kind, cache) != ("llama4", "mlx-lm")]
@@ -112,7 +115,7 @@ def test_a_wrong_restore_changes_answers(monkeypatch):
 
 @pytest.mark.parametrize("cache", CACHE_NAMES)
 def test_bytes_that_a_cache_claims_are_the_bytes_that_mlx_allocated(cache):
-    conversations = [conversation(user, user, "x" * 1500, "Yes.", "Why?", "So.", "Go on.") for user in ("ann", "bob")]
+    conversations = [conversation(user, user, "x" * 800, "Yes.", "Why?", "So.", "Go on.") for user in ("ann", "bob")]
     rows = run("tiny:llama", [cache], conversations=conversations)[cache].rows
     for row in rows:
         # The allocator reuses buffers that are up to two pages too large.
@@ -335,3 +338,41 @@ def test_the_same_replay_twice_gives_the_same_rows_and_the_same_tree():
         rows = [{**vars(row), **dict.fromkeys(TIMING_FIELDS, 0)} for row in radix.rows]
         timeless.append(json.dumps([rows, radix.tree, radix.evictions]))
     assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_a_cancelled_prefill_is_kept_and_a_retry_goes_on_from_there(kind):
+    loaded = load_model(f"tiny:{kind}")
+    backend = open_backend("radix", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    prompt = prompt_of(range(20, 220))
+    reached = []
+    with backend.begin(prompt) as session:
+        pieces = generate(
+            session,
+            loaded.model,
+            loaded.tokenizer,
+            max_tokens=4,
+            step_size=64,
+            cancelled=lambda: reached[-1:] == [128],
+            on_progress=lambda offset, _: reached.append(offset),
+        )
+        assert [piece.completion.done_reason for piece in pieces] == ["cancelled"]
+    assert reached == [0, 64, 128]
+    cached_tokens, _, reply = serve(backend, loaded, prompt)
+    assert cached_tokens == 128
+    assert reply == serve(open_backend("none", loaded, budget_bytes=1, policy="lru"), loaded, prompt)[2]
+
+
+def test_a_reply_closed_early_leaves_the_radix_cache_sound():
+    loaded = load_model("tiny:qwen3_next")
+    backend = open_backend("radix", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    prompt = prompt_of(range(20, 220))
+    with backend.begin(prompt) as session:
+        pieces = generate(session, loaded.model, loaded.tokenizer, max_tokens=20, stop_tokens=())
+        started = [next(pieces).token, next(pieces).token]
+        pieces.close()
+    backend._cache.check()
+    longer = prompt_of([*range(20, 220), *started, 7, 7])
+    cached_tokens, _, reply = serve(backend, loaded, longer)
+    assert cached_tokens >= 184
+    assert reply == serve(open_backend("none", loaded, budget_bytes=1, policy="lru"), loaded, longer)[2]

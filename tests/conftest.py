@@ -1,0 +1,19 @@
+"""Shared fixtures. `runner` is imported before anything imports MLX, so that OpenBLAS is loaded first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import runner  # noqa: F401
+
+SHARED_DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """Folder of the public traces and conversations; tests that need it are skipped where it is absent."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("shared/data is not beside the repository")
+    return SHARED_DATA
