@@ -42,7 +42,8 @@ class Layout:
         pairs = self.leaves(self.fresh())
         self._adapters = [adapter for _, adapter in pairs]
         self.has_points = any(adapter.is_point for _, adapter in pairs)
-        self.cut_reach = min((a.cut_reach(cache) for cache, a in pairs if a.is_point), default=NEVER)
+        #: No checkpoint beyond this offset can be cut back: the largest so far that could.
+        self.cut_reach = 0
         self.token_bytes = 0
         self._shapes: list[tuple[Any, ...] | None] = [None] * len(pairs)
         # Leaves that a forward pass writes; None until one has been seen through. A model may leave some unused.
@@ -232,7 +233,10 @@ class Layout:
         snapshots = [a.snapshot(c, 0, offset) if a.is_point else None for c, a in self.leaves(caches)]
         arrays = [array for s in snapshots if s is not None for array in s.arrays()]
         mx.eval(arrays)
-        return Checkpoint(offset, snapshots, sum(a.nbytes for a in arrays), kind)
+        checkpoint = Checkpoint(offset, snapshots, sum(a.nbytes for a in arrays), kind)
+        if offset > self.cut_reach and self.can_cut(checkpoint, offset - 1):
+            self.cut_reach = offset
+        return checkpoint
 
     def can_cut(self, checkpoint: Checkpoint, target: int) -> bool:
         """Whether all point layers can be restored to `target` <= checkpoint.offset from this checkpoint."""

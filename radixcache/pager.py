@@ -91,11 +91,10 @@ class Pager:
             self._states.set_checkpoint(tip, checkpoint, use)
 
     def grow(self, live: LivePath, need_tokens: int) -> None:
-        """Make room for more than `need_tokens`: half as much again if the budget has it, else one step; lazily."""
+        """Make room for more than `need_tokens`: half as much again if that evicts nothing, else one step; lazily."""
         capacity = self._layout.span_capacity(live.caches)
-        wanted = max(capacity + capacity // 2, need_tokens + 256)
-        if not self._evictor.make_room((wanted - capacity) * self._layout.token_bytes):
-            wanted = need_tokens + 256
+        wanted = self._generous(capacity, need_tokens + 256)
+        self._evictor.make_room((wanted - capacity) * self._layout.token_bytes)
         self._layout.grow(live.caches, wanted)
         live.measure()
 
@@ -106,6 +105,7 @@ class Pager:
         wanted = prompt_tokens + reserve_tokens
         if capacity >= wanted:
             return
+        wanted = self._generous(capacity, wanted)
         if not self._evictor.make_room((wanted - capacity) * self._layout.token_bytes):
             wanted = max(prompt_tokens + 1, capacity)
         if wait:
@@ -122,6 +122,12 @@ class Pager:
             self._evictor.halve()
             self._layout.release()
             return make()
+
+    def _generous(self, capacity_tokens: int, need_tokens: int, other_bytes: int = 0) -> int:
+        """Capacity to grow to: half as much again, so that growing copies O(n) in all, unless that would evict."""
+        wanted = max(capacity_tokens + capacity_tokens // 2, need_tokens)
+        more_bytes = (wanted - capacity_tokens) * self._layout.token_bytes
+        return need_tokens if self._evictor.over_bytes(more_bytes + other_bytes) else wanted
 
     def _page_in(self, live: LivePath, node: StateNode) -> None:
         self.paged_in_bytes += self.allocating(lambda: live.page_in(node))
@@ -148,6 +154,8 @@ class Pager:
         droppable = sum(spans.nbytes for node in incoming if (spans := state_of(node).spans) is not None)
         capacity = 0 if self._layout.is_empty(live.caches) else self._layout.span_capacity(live.caches)
         token_bytes = self._layout.token_bytes
+        if capacity < capacity_tokens:
+            capacity_tokens = self._generous(capacity, capacity_tokens, -droppable)
         if self._evictor.make_room((capacity_tokens - capacity) * token_bytes - droppable):
             return capacity_tokens
         self._evictor.make_room((prompt_tokens + 1 - capacity) * token_bytes - droppable)

@@ -452,6 +452,8 @@ class PrefixCache:
         """Shorten a plan whose spans are only in the live buffers of a session that another thread has open."""
         if self._open_session() is None or self._session_thread == threading.get_ident():
             return plan
+        if not self.layout.token_bytes:
+            return plan  # no span layers: the checkpoint is all there is to read
         hidden = [n.start for n in plan.path if n.start < plan.resume and state_of(n).spans is None]
         if not hidden:
             return plan

@@ -3,8 +3,8 @@
 With span layers alone that is the match itself. Point layers need their state at exactly one offset:
 
     live         the live caches stand on the request's path and can be rewound to where the paths part
-    checkpoint   the deepest checkpoint on the path
-    cut          a checkpoint further down that has lost nothing yet (an unwrapped window) and is cut back
+    checkpoint   a checkpoint at a node's end on the path
+    cut          a checkpoint further down, on any branch, that has lost nothing yet (an unwrapped window)
 """
 
 from __future__ import annotations
@@ -71,27 +71,25 @@ def _deepest_point_state(
     best: tuple[int, Checkpoint | None, StateNode | None] = (0, None, None)
     if live is not None and layout.can_rewind(live.caches, live.offset, common):
         best = (common, None, None)
-    path = match.node.path()
-    for node in reversed(path):
-        checkpoint = state_of(node).checkpoint
-        if node.end <= limit and checkpoint is not None:
-            if node.end > best[0]:
-                best = (node.end, checkpoint, node)
+    done: StateNode | None = None
+    for node in reversed(match.node.path()):
+        offset = min(node.end, limit)
+        if offset <= best[0]:
             break
-    if best[0] < limit < layout.cut_reach:
-        for node in _beyond(match.node, path, limit, layout.cut_reach):
-            checkpoint = state_of(node).checkpoint
-            if checkpoint is not None and layout.can_cut(checkpoint, limit):
-                return limit, checkpoint, node
+        for holder in _holders(node, offset, done, layout.cut_reach):
+            checkpoint = state_of(holder).checkpoint
+            if checkpoint is not None and layout.can_cut(checkpoint, offset):
+                return offset, checkpoint, holder
+        done = node
     return best
 
 
-def _beyond(node: StateNode, path: list[StateNode], limit: int, reach: int) -> Iterator[StateNode]:
-    """Nodes that end after `limit` and continue the path, as long as one can still lie within `reach`."""
-    yield from (each for each in path if each.end > limit)
-    stack = list(node.children.values())
+def _holders(node: StateNode, offset: int, done: StateNode | None, reach: int) -> Iterator[StateNode]:
+    """The node, and what lies below it and not below `done`, as far as a checkpoint may be cut back to `offset`."""
+    yield node
+    stack = list(node.children.values()) if offset < reach else []
     while stack:
         current = stack.pop()
-        if current.end <= reach:
+        if current is not done and current.end <= reach:
             yield current
             stack.extend(current.children.values())

@@ -194,7 +194,13 @@ class Session:
             return
         with uninterrupted(), self._cache.lock:
             self.is_closed = True
-            self._cache.finish(self)
+            try:
+                self._cache.finish(self)
+            finally:
+                # Whoever keeps the closed session must not keep the state with it.
+                self.caches = []
+                self._identities = []
+                self._reported = []
 
     # What PrefixCache asks at close
 

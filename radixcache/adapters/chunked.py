@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from radixcache.adapters.contract import NEVER
 from radixcache.adapters.owned import owned
 
 
@@ -87,9 +86,6 @@ class ChunkedKVAdapter:
 
     def can_cut(self, snapshot: ChunkSnapshot | None, target: int) -> bool:
         return snapshot is None or target == snapshot.end or (target < snapshot.end and snapshot.start_position == 0)
-
-    def cut_reach(self, cache: Any) -> int:
-        return NEVER
 
     def can_rewind(self, cache: Any, target: int) -> bool:
         return cache.keys is None or target == cache.offset or (target < cache.offset and cache.start_position == 0)

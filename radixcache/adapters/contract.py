@@ -74,9 +74,6 @@ class Adapter(Protocol):
     def can_cut(self, snapshot: Any, target: int) -> bool:
         """Whether restore() from this snapshot can reach `target` (given a live state that is not in the way)."""
 
-    def cut_reach(self, cache: Any) -> int:
-        """Largest offset at which a snapshot can be cut back to a smaller one; 0 when it never can."""
-
     def can_rewind(self, cache: Any, target: int) -> bool:
         """Whether restore(cache, None, target) would succeed."""
 

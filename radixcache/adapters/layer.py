@@ -76,9 +76,6 @@ class LayerAdapter:
     def can_cut(self, snapshot: LayerSnapshot | None, target: int) -> bool:
         return snapshot is None or target == snapshot.end
 
-    def cut_reach(self, cache: Any) -> int:
-        return 0
-
     def can_rewind(self, cache: Any, target: int) -> bool:
         return bool(target == cache.offset or cache.offset == 0)
 

@@ -88,9 +88,6 @@ class ProbedAdapter:
     def can_cut(self, snapshot: StateSnapshot | None, target: int) -> bool:
         return snapshot is None or target == snapshot.end
 
-    def cut_reach(self, cache: Any) -> int:
-        return 0
-
     def can_rewind(self, cache: Any, target: int) -> bool:
         return self.is_empty(cache) or target == self.offset(cache)
 

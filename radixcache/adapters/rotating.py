@@ -101,9 +101,6 @@ class RotatingKVAdapter:
     def can_cut(self, snapshot: WindowSnapshot | None, target: int) -> bool:
         return snapshot is None or target == snapshot.end or target < snapshot.end <= snapshot.max_size
 
-    def cut_reach(self, cache: Any) -> int:
-        return int(cache.max_size)
-
     def can_rewind(self, cache: Any, target: int) -> bool:
         return cache.keys is None or target == cache.offset or target < cache.offset <= cache.max_size
 

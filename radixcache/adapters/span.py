@@ -16,7 +16,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from radixcache.adapters.contract import NEVER
 from radixcache.adapters.owned import owned
 from radixcache.errors import SnapshotError
 from radixcache.snapshots import SEGMENT_TOKENS
@@ -103,9 +102,6 @@ class SpanAdapter:
 
     def can_cut(self, snapshot: SpanSnapshot | None, target: int) -> bool:
         return snapshot is None or snapshot.start <= target <= snapshot.end
-
-    def cut_reach(self, cache: Any) -> int:
-        return NEVER
 
     def can_rewind(self, cache: Any, target: int) -> bool:
         return target <= int(cache.offset) or cache.keys is None

@@ -76,7 +76,9 @@ def spelled_rows(keys: mx.array, values: mx.array) -> NDArray[np.int64]:
     return np.stack([n[0] // 2 for n in numbers], axis=-1)
 
 
-def feed_attention(cache: Any, ids: Sequence[int], dtype: mx.Dtype = mx.float32) -> list[Any]:
+def feed_attention(
+    cache: Any, ids: Sequence[int], dtype: mx.Dtype = mx.float32, window_size: int | None = None
+) -> list[Any]:
     """One forward pass; returns what each of its last tokens may attend to, as [position, id] in order of position.
 
     Long views come as bytes, which compare faster.
@@ -85,7 +87,7 @@ def feed_attention(cache: Any, ids: Sequence[int], dtype: mx.Dtype = mx.float32)
     if isinstance(cache, ChunkedKVCache):
         cache.maybe_trim_front()
     else:
-        mask = cache.make_mask(len(ids), return_array=True, window_size=None)
+        mask = cache.make_mask(len(ids), return_array=True, window_size=window_size)
     keys, values = cache.update_and_fetch(*attention_rows(ids, start, dtype))
     rows = spelled_rows(_plain(cache, keys), _plain(cache, values))
     order = rows[:, 0].argsort(kind="stable")
@@ -94,7 +96,7 @@ def feed_attention(cache: Any, ids: Sequence[int], dtype: mx.Dtype = mx.float32)
     if mask is None:
         views = [rows[rows[:, 0] <= start + index] for index in last]
     else:
-        views = [rows[seen] for seen in np.array(mask[last.start :])[:, order]]
+        views = [rows[seen] for seen in np.array(mask).reshape(len(ids), -1)[last.start :, order]]
     return [view.tolist() if len(view) <= 64 else view.tobytes() for view in views]
 
 

@@ -136,6 +136,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         session, tokens = self.open(data, namespace)
         layer = data.draw(st.integers(0, len(self.model.kinds) - 1))
         at = data.draw(st.integers(0, len(reply)))
+        retry = data.draw(st.booleans())
         kept = tokens
         try:
             with session:
@@ -146,8 +147,15 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 for index, token in enumerate(reply, start=1):
                     if index == at:
                         self.model.fail_in_layer = layer
-                    session.step(self.model, [token])
+                    try:
+                        session.step(self.model, [token])
+                    except LayerError:
+                        if not retry:
+                            raise
+                        self.model.fail_in_layer = None
+                        self.catch_up(session, [*kept, token])
                     kept = [*kept, token]
+                spells(session.caches, kept, self.model.kinds)
         except LayerError:
             position = session.position
             assert position <= len(kept)
@@ -155,6 +163,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.model.fail_in_layer = None
         if session.position:
             self.stored[namespace].append(kept[: session.position])
+
+    def catch_up(self, session: Any, tokens: list[int]) -> None:
+        """After a failure: evaluate what the session fell back behind, one token at a time."""
+        spells(session.caches, tokens[: session.position], self.model.kinds)
+        for token in tokens[session.position :]:
+            session.step(self.model, [token])
 
     @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES), reply=short, ahead=st.integers(-1, 2))
     def own_loop(self, data: Any, namespace: str, reply: list[int], ahead: int) -> None:

@@ -27,10 +27,10 @@ TOKEN_BYTES = {
     "nemotron_h": 2 * 2 * 2 * 32 * 4,
     "falcon_h1": 3 * 2 * 2 * 32 * 4,
 }
-PURE_KINDS = ["llama", "llama in 8 bits", "deepseek_v3"]
+PURE_KINDS = ["llama", "llama in 8 bits"]
 
-LONG_LENGTH = 4000
-SHARED_LENGTH = 3000
+LONG_LENGTH = 2000
+SHARED_LENGTH = 1500
 TAIL_LENGTH = 200
 
 
@@ -42,7 +42,10 @@ def _exact_allocations() -> Iterator[None]:
     mx.set_cache_limit(limit)
 
 
-@pytest.fixture(params=sorted(TOKEN_BYTES))
+SLOW_KINDS = {"deepseek_v3", "falcon_h1"}
+
+
+@pytest.fixture(params=[pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW_KINDS)) for k in sorted(TOKEN_BYTES)])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -116,31 +119,46 @@ def test_a_request_that_continues_the_live_path_copies_nothing(kind: str) -> Non
         before = addresses(session)
     del session
     assert before
-    copied = cache.stats.copied_bytes
-    live = cache.stats.live_bytes
+    following = [*prompt, 1, 2, 3, *tokens(2, 20)]
+    plain = _plain_growth_bytes(cache, model, following, (4, 5, 6))
+    copied, live = cache.stats.copied_bytes, cache.stats.live_bytes
     base = start_peak()
-    with cache.begin([*prompt, 1, 2, 3, *tokens(2, 20)]) as session:
+    with cache.begin(following) as session:
         assert session.cached_tokens == LONG_LENGTH + 3
         assert addresses(session) == before
+        # Nothing but the checkpoint of what stands there, if that was not taken before.
+        assert peak_growth_bytes(base) < live // 50
         _run(session, model, (4, 5, 6))
         assert addresses(session) == before
     assert cache.stats.copied_bytes == copied
-    # The activations of 20 tokens over 4,000 are left; one copied layer would be more.
-    assert peak_growth_bytes(base) < live // 6
+    assert peak_growth_bytes(base) < plain + live // 50
     cache.check()
 
 
 def test_decoding_writes_into_the_same_buffers(kind: str) -> None:
     model, cache = model_and_cache(kind)
-    with cache.begin(tokens(1, LONG_LENGTH), reserve=64) as session:
+    prompt = tokens(1, LONG_LENGTH)
+    with cache.begin(prompt, reserve=64) as session:
         session.prefill(model, step_size=512)
+    reply = [*range(30)]
+    plain = _plain_growth_bytes(cache, model, prompt, reply)
+    with cache.begin(prompt, reserve=64) as session:
         before = addresses(session)
-        live = cache.stats.live_bytes
         base = start_peak()
-        for token in (int(session.prompt[-1]), *range(30)):
-            mx.eval(session.step(model, [token]))
-        assert peak_growth_bytes(base) < live // 6
+        _run(session, model, reply)
         assert addresses(session) == before
+    assert peak_growth_bytes(base) < plain + cache.stats.live_bytes // 50
+
+
+def _plain_growth_bytes(cache: PrefixCache, model: Any, prompt: list[int], reply: Sequence[int]) -> int:
+    """What the same forward passes take at their peak over caches that nobody manages: activations, and no copy."""
+    caches, remaining = cache.fetch(prompt)
+    base = start_peak()
+    if len(remaining) > 1:
+        mx.eval(model(mx.array(remaining[None, :-1]), cache=caches), [c.state for c in caches])
+    for token in (int(remaining[-1]), *reply):
+        mx.eval(model(mx.array([[token]]), cache=caches))
+    return peak_growth_bytes(base)
 
 
 def test_a_conversation_of_many_turns_moves_its_buffers_only_now_and_then(kind: str) -> None:
@@ -149,7 +167,7 @@ def test_a_conversation_of_many_turns_moves_its_buffers_only_now_and_then(kind: 
     moves = 0
     before: list[int] = []
     for turn in range(30):
-        with cache.begin(prompt, reserve=64) as session:
+        with cache.begin(prompt) as session:
             _run(session, model, ())
             moves += addresses(session) != before
             before = addresses(session)
@@ -253,7 +271,8 @@ def test_a_reference_to_a_live_buffer_would_have_been_noticed() -> None:
         before = addresses(session)
         layer_bytes = cache.stats.live_bytes // 6
         base = start_peak()
-        held = session.caches[1].keys
+        held = session.caches[1].keys[..., :10, :]
+        mx.eval(held)
         mx.eval(session.step(model, prompt[-1:]))
         assert peak_growth_bytes(base) > layer_bytes
         assert [a != b for a, b in zip(addresses(session), before, strict=True)] == [i == 2 for i in range(6)]
