@@ -1,0 +1,1 @@
+"""Benchmarks: one file per question. Each prints a table and writes JSON under benchmarks/results/."""

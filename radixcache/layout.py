@@ -168,14 +168,14 @@ class Layout:
         """Whether the live state, which stands at `offset`, can be moved back to `target` without a snapshot."""
         if target >= offset:
             return target == offset
-        return all(adapter.can_rewind(cache, target) for cache, adapter in self.leaves(caches))
+        return all(a.is_empty(cache) or a.can_rewind(cache, target) for cache, a in self.leaves(caches))
 
     def rewind(self, caches: Sequence[Any], offset: int, target: int) -> None:
         """Move all leaves from `offset` back to `target`; `can_rewind` said that it works."""
         if target < offset:
             for cache, adapter in self.leaves(caches):
-                moved = adapter.restore(cache, None, target)
-                assert moved or adapter.is_empty(cache), (type(cache).__name__, offset, target)
+                moved = adapter.is_empty(cache) or adapter.restore(cache, None, target)
+                assert moved, (type(cache).__name__, offset, target)
 
     def rewind_spans(self, caches: Sequence[Any], target: int) -> None:
         """Move the span leaves back to `target` and leave the point leaves where they are."""

@@ -20,6 +20,7 @@ Invariants:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,7 @@ class Session:
 
     def __del__(self) -> None:
         # An interrupt between begin() and the with block leaves nobody to close the session.
-        if not getattr(self, "is_closed", True):
+        if not getattr(self, "is_closed", True) and not sys.is_finalizing():
             self.close()
 
     @property

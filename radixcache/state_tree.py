@@ -116,8 +116,6 @@ class StateTree:
 
     def add_leaf(self, parent: StateNode, keys: Keys, use: Use) -> StateNode:
         """Append a leaf without any state yet."""
-        if parent.is_root:
-            parent = self.tree.root(parent.namespace)
         node = self.tree.append(parent, keys)
         entry = self._new_entry(node, "span", use)
         node.payload = NodeState(entry)

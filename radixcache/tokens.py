@@ -59,10 +59,11 @@ def _integers(values: Any, name: str) -> NDArray[Any]:
     if len(array) == 0:
         raise ValueError(f"{name} is empty; wanted at least 1.")
     if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and int(array.max()) >= 1 << 63):
-        odd = next((i for i, v in enumerate(array.tolist()) if not _is_int64(v)), 0)
-        raise ValueError(f"{name}[{odd}] is {array.tolist()[odd]!r}; wanted an integer of at most 64 bits.")
+        given = list(values) if isinstance(values, (list, tuple)) else array.tolist()
+        odd = next((i for i, value in enumerate(given) if not _is_int64(value)), 0)
+        raise ValueError(f"{name}[{odd}] is {given[odd]!r}; wanted an integer of at most 64 bits.")
     return array
 
 
 def _is_int64(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63

@@ -165,7 +165,9 @@ class RadixTree(Generic[P]):
         return child
 
     def append(self, parent: Node[P], keys: Keys, weights: Keys | None = None) -> Node[P]:
-        """Add a leaf with edge `keys` (length >= 1, copied) below `parent` and return it."""
+        """Add a leaf with edge `keys` (length >= 1, copied) below `parent`, or the root a miss gave, and return it."""
+        if parent.is_root:
+            parent = self.root(parent.namespace)
         assert len(keys) > 0, "an edge is never empty"
         assert int(keys[0]) not in parent.children, (parent, int(keys[0]))
         edge = np.array(keys, dtype=np.int64)
@@ -274,4 +276,5 @@ def _join_weights(left: Keys | None, left_length: int, right: Keys | None, right
 def _check_children(node: Node[Any]) -> None:
     for key, child in node.children.items():
         assert child.parent is node, (child, node)
+        assert len(child.edge) > 0, child
         assert int(child.edge[0]) == key, (child, key)

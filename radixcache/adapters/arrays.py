@@ -13,33 +13,23 @@ import mlx.core as mx
 
 from radixcache.adapters.contract import NEVER
 from radixcache.adapters.owned import owned
+from radixcache.adapters.point import PointAdapter, PointSnapshot
 
 
 @dataclass(slots=True)
-class ArraysSnapshot:
+class ArraysSnapshot(PointSnapshot):
     """All slots at offset `end`; None where a slot was never written."""
 
-    end: int
     slots: list[mx.array | None]
     left_padding: mx.array | None
     lengths: mx.array | None
-
-    @property
-    def start(self) -> int:
-        return 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.arrays())
 
     def arrays(self) -> list[mx.array]:
         return [a for a in (*self.slots, self.left_padding, self.lengths) if a is not None]
 
 
-class ArraysAdapter:
+class ArraysAdapter(PointAdapter):
     """ArraysCache: point state, valid at exactly one offset that only the session knows."""
-
-    is_point = True
 
     def is_empty(self, cache: Any) -> bool:
         return all(slot is None for slot in cache.cache)
@@ -53,9 +43,6 @@ class ArraysAdapter:
     def capacity(self, cache: Any) -> int:
         return 0 if self.is_empty(cache) else NEVER
 
-    def spare_nbytes(self, cache: Any) -> int:
-        return 0
-
     def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
         return tuple((*a.shape, a.dtype) for a in cache.cache if a is not None)
 
@@ -66,30 +53,20 @@ class ArraysAdapter:
         return ArraysSnapshot(end, slots, _copy(cache.left_padding), _copy(cache.lengths))
 
     def restore(self, cache: Any, snapshot: ArraysSnapshot | None, target: int) -> bool:
-        if snapshot is None or target != snapshot.end:
+        if snapshot is None:
+            return self.can_rewind(cache, target)
+        if target != snapshot.end:
             return False
         cache.cache = [_copy(slot) for slot in snapshot.slots]
         cache.left_padding, cache.lengths = _copy(snapshot.left_padding), _copy(snapshot.lengths)
         return True
 
-    def can_cut(self, snapshot: ArraysSnapshot | None, target: int) -> bool:
-        return snapshot is None or target == snapshot.end
-
     def can_rewind(self, cache: Any, target: int) -> bool:
-        return self.is_empty(cache)
-
-    def split(self, snapshot: ArraysSnapshot | None, at: int) -> tuple[None, ArraysSnapshot | None]:
-        return None, snapshot
-
-    def merge(self, upper: ArraysSnapshot | None, lower: ArraysSnapshot | None) -> ArraysSnapshot | None:
-        return lower
+        return target == 0 and self.is_empty(cache)
 
     def free(self, cache: Any) -> None:
         cache.cache = [None] * len(cache.cache)
         cache.left_padding = cache.lengths = None
-
-    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None) -> None:
-        """Recurrent state does not grow with tokens."""
 
     def own(self, cache: Any) -> list[mx.array]:
         cache.cache = [_copy(slot) for slot in cache.cache]

@@ -13,59 +13,35 @@ from typing import Any
 import mlx.core as mx
 
 from radixcache.adapters.owned import owned
+from radixcache.adapters.point import WindowAdapter, WindowSnapshot
 
 
 @dataclass(slots=True)
-class ChunkSnapshot:
-    """Tokens [start_position, end): keys (1, H, T, Dk), values (1, H, T, Dv)."""
+class ChunkSnapshot(WindowSnapshot):
+    """The tokens [start_position, end)."""
 
-    end: int
     start_position: int
-    keys: mx.array
-    values: mx.array
-
-    @property
-    def start(self) -> int:
-        return 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-    def arrays(self) -> list[mx.array]:
-        return [self.keys, self.values]
 
 
-class ChunkedKVAdapter:
+class ChunkedKVAdapter(WindowAdapter):
     """ChunkedKVCache: point state that can be cut back until its front was trimmed."""
 
-    is_point = True
-
-    def is_empty(self, cache: Any) -> bool:
-        return cache.keys is None
-
-    def offset(self, cache: Any) -> int | None:
-        return int(cache.offset)
-
-    def buffers(self, cache: Any) -> list[mx.array]:
-        return [] if cache.keys is None else [cache.keys, cache.values]
-
     def capacity(self, cache: Any) -> int:
-        return 0 if cache.keys is None else int(cache.start_position + cache.keys.shape[2])
+        if cache.keys is None:
+            return 0
+        # Beyond the chunk size the model cuts the front before every update, which makes new arrays.
+        return int(max(cache.offset, cache.start_position + min(cache.keys.shape[2], cache.chunk_size)))
 
     def spare_nbytes(self, cache: Any) -> int:
         filled = cache.offset - cache.start_position
         return sum(b.nbytes * (b.shape[2] - filled) // b.shape[2] for b in self.buffers(cache))
-
-    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
-        return tuple((*b.shape[:2], b.shape[3], b.dtype) for b in self.buffers(cache))
 
     def snapshot(self, cache: Any, start: int, end: int) -> ChunkSnapshot | None:
         if cache.keys is None:
             return None
         filled = cache.offset - cache.start_position
         keys, values = (owned(b[..., :filled, :]) for b in self.buffers(cache))
-        return ChunkSnapshot(int(cache.offset), int(cache.start_position), keys, values)
+        return ChunkSnapshot(int(cache.offset), keys, values, int(cache.start_position))
 
     def restore(self, cache: Any, snapshot: ChunkSnapshot | None, target: int) -> bool:
         if snapshot is None:
@@ -88,22 +64,11 @@ class ChunkedKVAdapter:
         return snapshot is None or target == snapshot.end or (target < snapshot.end and snapshot.start_position == 0)
 
     def can_rewind(self, cache: Any, target: int) -> bool:
-        return cache.keys is None or target == cache.offset or (target < cache.offset and cache.start_position == 0)
-
-    def split(self, snapshot: ChunkSnapshot | None, at: int) -> tuple[None, ChunkSnapshot | None]:
-        return None, snapshot
-
-    def merge(self, upper: ChunkSnapshot | None, lower: ChunkSnapshot | None) -> ChunkSnapshot | None:
-        return lower
+        return bool(target == cache.offset or (target < cache.offset and cache.start_position == 0))
 
     def free(self, cache: Any) -> None:
         cache.keys = cache.values = None
         cache.offset = cache.start_position = 0
-
-    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None) -> None:
-        """Spare room is at most one growth step of the class; a smaller capacity drops it."""
-        if cache.keys is not None and capacity_tokens <= cache.offset and self.spare_nbytes(cache):
-            self.own(cache)
 
     def own(self, cache: Any) -> list[mx.array]:
         if cache.keys is None:

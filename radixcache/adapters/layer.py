@@ -13,34 +13,24 @@ from typing import Any
 import mlx.core as mx
 
 from radixcache.adapters.owned import owned
+from radixcache.adapters.point import PointAdapter, PointSnapshot
 from radixcache.errors import UnsupportedCacheError
 
 FIELDS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
 
 
 @dataclass(slots=True)
-class LayerSnapshot:
+class LayerSnapshot(PointSnapshot):
     """The five fields at offset `end`; None where a field was never written."""
 
-    end: int
     fields: list[mx.array | None]
-
-    @property
-    def start(self) -> int:
-        return 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.arrays())
 
     def arrays(self) -> list[mx.array]:
         return [a for a in self.fields if a is not None]
 
 
-class LayerAdapter:
+class LayerAdapter(PointAdapter):
     """deepseek_v41's LayerCache: point state; evicted window rows and closed groups cannot be brought back."""
-
-    is_point = True
 
     def is_empty(self, cache: Any) -> bool:
         return bool(cache.offset == 0)
@@ -53,9 +43,6 @@ class LayerAdapter:
 
     def capacity(self, cache: Any) -> int:
         return int(cache.offset)
-
-    def spare_nbytes(self, cache: Any) -> int:
-        return 0
 
     def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
         return tuple(("none",) if a is None else (a.shape[0], *a.shape[2:], a.dtype) for a in _fields(cache))
@@ -73,23 +60,11 @@ class LayerAdapter:
         _put(cache, [None if a is None else owned(a) for a in snapshot.fields], target)
         return True
 
-    def can_cut(self, snapshot: LayerSnapshot | None, target: int) -> bool:
-        return snapshot is None or target == snapshot.end
-
     def can_rewind(self, cache: Any, target: int) -> bool:
-        return bool(target == cache.offset or cache.offset == 0)
-
-    def split(self, snapshot: LayerSnapshot | None, at: int) -> tuple[None, LayerSnapshot | None]:
-        return None, snapshot
-
-    def merge(self, upper: LayerSnapshot | None, lower: LayerSnapshot | None) -> LayerSnapshot | None:
-        return lower
+        return bool(target == cache.offset)
 
     def free(self, cache: Any) -> None:
         _put(cache, [None] * len(FIELDS), 0)
-
-    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None) -> None:
-        """The class allocates at every update."""
 
     def own(self, cache: Any) -> list[mx.array]:
         _put(cache, [None if a is None else owned(a) for a in _fields(cache)], cache.offset)

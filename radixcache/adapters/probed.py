@@ -8,39 +8,31 @@ UnsupportedCacheError by name, before any state of it was stored.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from radixcache.adapters.owned import owned
+from radixcache.adapters.point import PointAdapter, PointSnapshot
 from radixcache.errors import UnsupportedCacheError
 
 
 @dataclass(slots=True)
-class StateSnapshot:
+class StateSnapshot(PointSnapshot):
     """A copy of what the `state` property gave at offset `end`."""
 
-    end: int
     state: Any
-
-    @property
-    def start(self) -> int:
-        return 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.arrays())
 
     def arrays(self) -> list[mx.array]:
         return _arrays(self.state)
 
 
-class ProbedAdapter:
+class ProbedAdapter(PointAdapter):
     """Any class with a `state` of its own: point state, valid at exactly one offset."""
-
-    is_point = True
 
     def __init__(self) -> None:
         self._proven: set[type] = set()
@@ -59,14 +51,16 @@ class ProbedAdapter:
         return offset if isinstance(offset, int) and not isinstance(offset, bool) else None
 
     def buffers(self, cache: Any) -> list[mx.array]:
-        # Not through `state`: a class may build copies there, or fail while it is empty.
-        return _arrays(vars(cache))
+        found = _arrays(vars(cache))
+        if found:
+            return found
+        try:
+            return _arrays(cache.state)
+        except Exception:  # a class may well fail to state what it does not have yet
+            return []
 
     def capacity(self, cache: Any) -> int:
         return self.offset(cache) or 0
-
-    def spare_nbytes(self, cache: Any) -> int:
-        return 0
 
     def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
         return (("state", len(_arrays(vars(cache)))),)
@@ -85,24 +79,12 @@ class ProbedAdapter:
         cache.state = _copy(snapshot.state)
         return True
 
-    def can_cut(self, snapshot: StateSnapshot | None, target: int) -> bool:
-        return snapshot is None or target == snapshot.end
-
     def can_rewind(self, cache: Any, target: int) -> bool:
-        return self.is_empty(cache) or target == self.offset(cache)
-
-    def split(self, snapshot: StateSnapshot | None, at: int) -> tuple[None, StateSnapshot | None]:
-        return None, snapshot
-
-    def merge(self, upper: StateSnapshot | None, lower: StateSnapshot | None) -> StateSnapshot | None:
-        return lower
+        return target == (0 if self.is_empty(cache) else self.offset(cache))
 
     def free(self, cache: Any) -> None:
         """Nothing is known of how to empty the class: the layout replaces the object by a fresh one."""
         raise UnsupportedCacheError(f"{type(cache).__name__} cannot be emptied in place.")
-
-    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None) -> None:
-        """Nothing is known of how the class grows."""
 
     def own(self, cache: Any) -> list[mx.array]:
         if self.is_empty(cache):
@@ -151,7 +133,7 @@ def _copy(tree: Any, leaf: Any = owned) -> Any:
         return type(tree)(_copy(item, leaf) for item in tree)
     if isinstance(tree, dict):
         return {key: _copy(item, leaf) for key, item in tree.items()}
-    return tree
+    return copy.copy(tree)
 
 
 def _equal(left: Any, right: Any) -> bool:
@@ -163,4 +145,6 @@ def _equal(left: Any, right: Any) -> bool:
         return left.keys() == right.keys() and all(_equal(left[k], right[k]) for k in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(_equal, left, right))
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return left.dtype == right.dtype and np.array_equal(left, right)
     return type(left) is type(right) and bool(left == right)

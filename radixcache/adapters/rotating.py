@@ -19,43 +19,18 @@ import mlx.core as mx
 
 from radixcache.adapters.contract import NEVER
 from radixcache.adapters.owned import owned
+from radixcache.adapters.point import WindowAdapter, WindowSnapshot
 
 
 @dataclass(slots=True)
-class WindowSnapshot:
-    """The window at offset `end`, in temporal order, compact: keys (1, H, T, Dk), values (1, H, T, Dv)."""
+class RotatingSnapshot(WindowSnapshot):
+    """The window at offset `end`, in temporal order."""
 
-    end: int
     max_size: int
-    keep: int
-    keys: mx.array
-    values: mx.array
-
-    @property
-    def start(self) -> int:
-        return 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-    def arrays(self) -> list[mx.array]:
-        return [self.keys, self.values]
 
 
-class RotatingKVAdapter:
+class RotatingKVAdapter(WindowAdapter):
     """RotatingKVCache: point state that can be cut back until it has wrapped."""
-
-    is_point = True
-
-    def is_empty(self, cache: Any) -> bool:
-        return cache.keys is None
-
-    def offset(self, cache: Any) -> int | None:
-        return int(cache.offset)
-
-    def buffers(self, cache: Any) -> list[mx.array]:
-        return [] if cache.keys is None else [cache.keys, cache.values]
 
     def capacity(self, cache: Any) -> int:
         if cache.keys is None:
@@ -72,16 +47,13 @@ class RotatingKVAdapter:
         spare = held - min(held, cache.offset, cache.max_size)
         return int(sum(b.nbytes for b in self.buffers(cache)) * spare // held)
 
-    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
-        return tuple((*b.shape[:2], b.shape[3], b.dtype) for b in self.buffers(cache))
-
-    def snapshot(self, cache: Any, start: int, end: int) -> WindowSnapshot | None:
+    def snapshot(self, cache: Any, start: int, end: int) -> RotatingSnapshot | None:
         if cache.keys is None:
             return None
         keys, values = (owned(_window(cache, b)) for b in self.buffers(cache))
-        return WindowSnapshot(int(cache.offset), cache.max_size, cache.keep, keys, values)
+        return RotatingSnapshot(int(cache.offset), keys, values, cache.max_size)
 
-    def restore(self, cache: Any, snapshot: WindowSnapshot | None, target: int) -> bool:
+    def restore(self, cache: Any, snapshot: RotatingSnapshot | None, target: int) -> bool:
         if snapshot is None:
             if not self.can_rewind(cache, target):
                 return False
@@ -98,26 +70,15 @@ class RotatingKVAdapter:
         cache.offset, cache._idx = target, length
         return True
 
-    def can_cut(self, snapshot: WindowSnapshot | None, target: int) -> bool:
+    def can_cut(self, snapshot: RotatingSnapshot | None, target: int) -> bool:
         return snapshot is None or target == snapshot.end or target < snapshot.end <= snapshot.max_size
 
     def can_rewind(self, cache: Any, target: int) -> bool:
-        return cache.keys is None or target == cache.offset or target < cache.offset <= cache.max_size
-
-    def split(self, snapshot: WindowSnapshot | None, at: int) -> tuple[None, WindowSnapshot | None]:
-        return None, snapshot
-
-    def merge(self, upper: WindowSnapshot | None, lower: WindowSnapshot | None) -> WindowSnapshot | None:
-        return lower
+        return bool(target == cache.offset or target < cache.offset <= cache.max_size)
 
     def free(self, cache: Any) -> None:
         cache.keys = cache.values = None
         cache.offset = cache._idx = 0
-
-    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None) -> None:
-        """Spare room is at most one growth step of the class; a smaller capacity drops it."""
-        if cache.keys is not None and capacity_tokens <= cache.offset and self.spare_nbytes(cache):
-            self.own(cache)
 
     def own(self, cache: Any) -> list[mx.array]:
         if cache.keys is None:

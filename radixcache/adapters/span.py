@@ -104,7 +104,7 @@ class SpanAdapter:
         return snapshot is None or snapshot.start <= target <= snapshot.end
 
     def can_rewind(self, cache: Any, target: int) -> bool:
-        return target <= int(cache.offset) or cache.keys is None
+        return target <= int(cache.offset)
 
     def split(self, snapshot: SpanSnapshot | None, at: int) -> tuple[SpanSnapshot | None, SpanSnapshot | None]:
         if snapshot is None or at <= snapshot.start:

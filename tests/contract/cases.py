@@ -10,10 +10,10 @@ written down from the contract, not asked of the adapters.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -69,7 +69,7 @@ def attention_rows(ids: Sequence[int], start: int, dtype: mx.Dtype) -> tuple[mx.
 def spelled_rows(keys: mx.array, values: mx.array) -> NDArray[np.int64]:
     """Position and id of each row, (T, 2); all heads must tell the same."""
     key_bits, value_bits = (np.array(a[0].astype(mx.float32)) > 0.5 for a in (keys, values))
-    assert np.array_equal(value_bits[..., :BITS], ~value_bits[..., BITS:]), "the halves of a value contradict each other"
+    assert np.array_equal(value_bits[..., :BITS], ~value_bits[..., BITS:]), "the halves of a value differ"
     numbers = [_numbers(bits[..., :BITS]) for bits in (value_bits, key_bits)]
     for head in range(HEADS):
         assert all(np.array_equal(n[head] - head, n[0]) for n in numbers), f"head {head} tells other tokens than head 0"
@@ -204,7 +204,7 @@ def padded_arrays_cache() -> Any:
 
 
 def feed_layer(cache: Any, ids: Sequence[int], break_off: bool = False) -> list[Any]:
-    """deepseek_v41's layer: a window, latents of closed groups with their index keys, and the rows of the open group."""
+    """deepseek_v41's layer: a window, latents of closed groups with index keys, and the rows of the open group."""
     fresh = mx.array(_binary(np.asarray(ids))[None], mx.float32)
     window = cache.update_window(fresh)
     if break_off:
@@ -295,11 +295,11 @@ class Kind:
     writes_in_place: bool = False
 
     def fed(self, ids: Sequence[int], lengths: Sequence[int]) -> Any:
-        """A cache that has seen `ids` in forward passes of `lengths`; its arrays may be shared until they are written."""
+        """A cache that has seen `ids` in forward passes of `lengths`; it may share arrays until they are written."""
         return deepcopy(_fed(self, tuple(ids), tuple(lengths)))
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def _fed(kind: Kind, ids: tuple[int, ...], lengths: tuple[int, ...]) -> Any:
     return feed_all(kind, kind.make(), ids, lengths)
 
@@ -313,7 +313,9 @@ def feed_all(kind: Kind, cache: Any, ids: Sequence[int], lengths: Sequence[int])
     return cache
 
 
-def _attention(name: str, make: Callable[[], Any], expected: Expected, dtype: mx.Dtype = mx.float32, **more: Any) -> Kind:
+def _attention(
+    name: str, make: Callable[[], Any], expected: Expected, dtype: mx.Dtype = mx.float32, **more: Any
+) -> Kind:
     def feed(cache: Any, ids: Sequence[int]) -> Any:
         return feed_attention(cache, ids, dtype)
 
@@ -324,13 +326,15 @@ def _part(feed: Callable[..., Any]) -> Callable[..., Any]:
     return lambda cache, ids: feed(cache, ids, break_off=True)
 
 
-IN_PLACE = {"is_point": False, "writes_in_place": True}
+IN_PLACE: dict[str, Any] = {"is_point": False, "writes_in_place": True}
 KV = _attention("KVCache", KVCache, all_tokens, **IN_PLACE)
 KV_BFLOAT16 = _attention("KVCache-bfloat16", KVCache, all_tokens, mx.bfloat16, **IN_PLACE)
 CONCATENATE = _attention("ConcatenateKVCache", ConcatenateKVCache, all_tokens, is_point=False)
 QUANTIZED_4 = _attention("QuantizedKVCache-4", lambda: QuantizedKVCache(32, 4), all_tokens, **IN_PLACE)
 QUANTIZED_8 = _attention("QuantizedKVCache-8", lambda: QuantizedKVCache(32, 8), all_tokens, **IN_PLACE)
-ROTATING_0 = _attention("RotatingKVCache-keep-0", lambda: RotatingKVCache(WINDOW_LENGTH), window_of(0), writes_in_place=True)
+ROTATING_0 = _attention(
+    "RotatingKVCache-keep-0", lambda: RotatingKVCache(WINDOW_LENGTH), window_of(0), writes_in_place=True
+)
 ROTATING_4 = _attention(
     "RotatingKVCache-keep-4", lambda: RotatingKVCache(WINDOW_LENGTH, keep=4), window_of(4), writes_in_place=True
 )
@@ -339,7 +343,9 @@ ARRAYS = Kind("ArraysCache", lambda: ArraysCache(2), feed_arrays, spelled_arrays
 PADDED_ARRAYS = Kind(
     "ArraysCache-padded", padded_arrays_cache, feed_arrays, spelled_arrays, recurrent([3], [4000]), _part(feed_arrays)
 )
-LAYER = Kind("LayerCache", lambda: LayerCache(WINDOW_LENGTH), feed_layer, spelled_layer, layer_tokens, _part(feed_layer))
+LAYER = Kind(
+    "LayerCache", lambda: LayerCache(WINDOW_LENGTH), feed_layer, spelled_layer, layer_tokens, _part(feed_layer)
+)
 DIGEST = Kind(
     "probed-DigestCache",
     DigestCache,
@@ -466,6 +472,8 @@ def picture(thing: Any) -> Any:
     if thing is None or isinstance(thing, int | float | str):
         return thing
     slots = getattr(type(thing), "__slots__", None)
+    if isinstance(thing, dict):
+        return {name: picture(value) for name, value in thing.items()}
     return {name: picture(getattr(thing, name)) for name in (vars(thing) if slots is None else slots)}
 
 
@@ -489,13 +497,14 @@ def _ids(array: mx.array) -> list[int]:
 
 def _plain(cache: Any, state: Any) -> mx.array:
     if isinstance(cache, QuantizedKVCache):
-        return mx.dequantize(*state, group_size=cache.group_size, bits=cache.bits)
+        packed, scales, biases = state
+        return mx.dequantize(packed, scales, biases, group_size=cache.group_size, bits=cache.bits)
     assert isinstance(state, mx.array)
     return state
 
 
 def _window(cache: Any, buffer: mx.array) -> mx.array:
-    ordered = cache._temporal_order(buffer)
+    ordered: mx.array = cache._temporal_order(buffer)
     surplus = ordered.shape[2] - cache.max_size
     if surplus <= 0:
         return ordered

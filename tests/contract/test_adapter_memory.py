@@ -284,7 +284,9 @@ def test_after_owning_its_arrays_a_cache_takes_the_bytes_that_its_arrays_state(c
     _assert_bytes(_active_bytes() - before, stated, count)
 
 
-@pytest.mark.parametrize("case", [Case(ARRAYS, "batch", (3000,), False), Case(KV, "exactly-full", (3072,), True)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(ARRAYS, "batch", (3000,), False), Case(KV, "exactly-full", (3072,), True)], ids=str
+)
 def test_without_owning_them_arrays_keep_the_activations_of_their_batch(case: Case) -> None:
     before = _active_bytes()
     cache = _fresh(case)

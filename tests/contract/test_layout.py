@@ -217,14 +217,18 @@ def test_a_checkpoint_that_cannot_be_cut_says_so(model: Model) -> None:
 def test_an_unwrapped_window_beside_full_attention_is_cut_back_as_one() -> None:
     model = Model("gemma", lambda: [KVCache(), RotatingKVCache(WINDOW_LENGTH, keep=4)], [KV, ROTATING_4])
     layout = model.layout()
-    assert layout.cut_reach == WINDOW_LENGTH
+    assert layout.cut_reach == 0
     live = model.fed(layout, IDS[:WINDOW_LENGTH], [10, 6])
-    checkpoint, spans = layout.checkpoint(live, 16, "end"), layout.page_out(live, 0, 16)
+    checkpoint, spans = layout.checkpoint(live, WINDOW_LENGTH, "end"), layout.page_out(live, 0, WINDOW_LENGTH)
+    assert layout.cut_reach == WINDOW_LENGTH
     assert layout.can_cut(checkpoint, 9)
     caches = layout.fresh()
     layout.page_in(caches, spans, 9)
     layout.restore_points(caches, checkpoint, 9)
     assert model.bits(layout, caches) == model.bits(layout, model.fed(layout, IDS[:9], [9]))
+    wrapped = layout.checkpoint(model.fed(layout, IDS[:40], [40]), 40, "end")
+    assert not layout.can_cut(wrapped, 39)
+    assert layout.cut_reach == WINDOW_LENGTH
 
 
 @all_models

@@ -49,9 +49,7 @@ def tokens(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
 
 
-def serve(
-    cache: PrefixCache, model: Any, prompt: list[int], reply: Sequence[int] = (1, 2, 3), **begin: Any
-) -> Session:
+def serve(cache: PrefixCache, model: Any, prompt: list[int], reply: Sequence[int] = (1, 2, 3), **begin: Any) -> Session:
     """Answer a prompt with given tokens; returns the closed session."""
     with cache.begin(prompt, **begin) as session:
         session.prefill(model, step_size=512)

@@ -1,0 +1,163 @@
+"""Every eviction policy under the traffic of the real tree: hooks in the order they come, victims that may go."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+
+from policies import POLICIES, Entry, EvictionPolicy, OrderedPolicy, make_policy
+from radixcache.state_tree import state_of
+from tests.contract.traffic import ORDER, Traffic
+
+all_policies = pytest.mark.parametrize("name", sorted(POLICIES))
+
+
+@all_policies
+def test_a_policy_follows_the_protocol(name: str) -> None:
+    policy = make_policy(name)
+    assert isinstance(policy, EvictionPolicy)
+    assert policy.victim() is None
+
+
+@all_policies
+@pytest.mark.parametrize("seed", range(3))
+def test_victims_are_evictable_after_each_of_5000_random_hooks(name: str, seed: int) -> None:
+    traffic = Traffic(make_policy(name), seed)
+    steps = 0
+    while traffic.witness.hooks < 5000:
+        traffic.step()
+        traffic.witness.victim()
+        if name in ORDER:
+            assert traffic.witness.policy.victim() is traffic.witness.expected(name)
+        steps += 1
+        if steps % 50 == 0:
+            traffic.states.check()
+    traffic.states.check()
+    assert traffic.states.tree.node_count > 10
+
+
+@all_policies
+def test_what_may_go_goes_to_the_last_entry_and_nothing_twice(name: str) -> None:
+    traffic = Traffic(make_policy(name), seed=7)
+    while traffic.witness.hooks < 2000:
+        traffic.step()
+    traffic.release()
+    gone = []
+    while (victim := traffic.evict(whole=True)) is not None:
+        gone.append(victim.entry_id)
+        traffic.states.check()
+    assert traffic.states.tree.node_count == 0
+    assert traffic.witness.known == {}
+    assert len(gone) == len(set(gone)) > 10
+
+
+@all_policies
+def test_a_policy_remembers_no_entry_that_is_gone(name: str) -> None:
+    policy = make_policy(name)
+    traffic = Traffic(policy, seed=3)
+    while traffic.witness.hooks < 2000:
+        traffic.step()
+    assert _entries_in(policy) <= set(traffic.witness.known)
+    traffic.release()
+    while traffic.evict() is not None:
+        pass
+    assert _entries_in(policy) == set()
+
+
+@all_policies
+def test_the_same_traffic_gives_the_same_victims(name: str) -> None:
+    def victims() -> list[tuple[int, int, int]]:
+        traffic = Traffic(make_policy(name), seed=11)
+        found = []
+        while traffic.witness.hooks < 1000:
+            traffic.step()
+            victim = traffic.witness.victim()
+            found.append((victim.entry_id, victim.start, victim.end) if victim else (0, 0, 0))
+        return found
+
+    assert victims() == victims()
+
+
+@all_policies
+def test_what_an_open_session_or_a_pin_holds_is_never_the_victim(name: str) -> None:
+    traffic = Traffic(make_policy(name))
+    held, free = traffic.request([1, 2, 3]), traffic.request([4, 5, 6])
+    for hold in (traffic.states.guard, traffic.states.pin):
+        hold(held, 1)
+        assert traffic.witness.victim() is state_of(free).entry
+        hold(free, 1)
+        assert traffic.witness.victim() is None
+        hold(held, -1)
+        assert traffic.witness.victim() is state_of(held).entry
+        hold(free, -1)
+
+
+@all_policies
+def test_an_entry_becomes_evictable_when_its_last_child_goes(name: str) -> None:
+    traffic = Traffic(make_policy(name))
+    parent = traffic.request([1, 2])
+    traffic.request([1, 2, 3], checkpoint=False)
+    traffic.request([1, 2, 4])
+    entry = state_of(parent).entry
+    assert entry.entry_id not in traffic.witness.evictable
+    for leaf in list(parent.children.values()):
+        traffic.states.remove(leaf)
+    assert traffic.witness.victim() is entry
+
+
+@all_policies
+def test_a_checkpoint_may_go_alone_while_its_node_has_exactly_one_child(name: str) -> None:
+    traffic = Traffic(make_policy(name))
+    node = traffic.request([1, 2], checkpoint=True)
+    checkpoint = state_of(node).checkpoint_entry
+    assert checkpoint is not None
+    assert checkpoint.entry_id not in traffic.witness.evictable
+    traffic.request([1, 2, 3])
+    assert checkpoint.entry_id in traffic.witness.evictable
+    traffic.request([1, 2, 4])
+    assert checkpoint.entry_id not in traffic.witness.evictable
+
+
+@all_policies
+def test_asking_for_a_victim_many_times_changes_nothing(name: str) -> None:
+    traffic = Traffic(make_policy(name), seed=5)
+    while traffic.witness.hooks < 300:
+        traffic.step()
+    assert len({id(traffic.witness.victim()) for _ in range(50)}) == 1
+
+
+@all_policies
+def test_the_order_of_a_static_key_policy_is_consistent_after_5000_hooks(name: str) -> None:
+    policy = make_policy(name)
+    if not isinstance(policy, OrderedPolicy):
+        pytest.skip(f"{name} keeps another structure")
+    traffic = Traffic(policy, seed=2)
+    while traffic.witness.hooks < 5000:
+        traffic.step()
+    policy._order._check()
+    assert set(policy._filed) == traffic.witness.evictable
+    assert set(policy._keys) == set(traffic.witness.known)
+    assert list(policy._order) == sorted((policy._keys[number], number) for number in traffic.witness.evictable)
+
+
+def _entries_in(thing: Any) -> set[int]:
+    """Ids of the entries that can be reached from an object."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    stack = [thing]
+    while stack:
+        each = stack.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, Entry):
+            found.add(each.entry_id)
+        elif isinstance(each, dict):
+            stack += [*each.keys(), *each.values()]
+        elif isinstance(each, list | tuple | set | frozenset | deque):
+            stack += list(each)
+        elif hasattr(each, "__dict__"):
+            stack += list(vars(each).values())
+    return found

@@ -1,0 +1,258 @@
+"""Pins: a pinned prefix stays whatever the pressure, until it is let go as often as it was pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from radixcache import PrefixCache, Session
+from runner.tiny import VOCABULARY_LENGTH, tiny_model
+
+KINDS = ["llama", "llama_sliding", "mamba", "nemotron_h"]
+TOKEN_BYTES_OF_LLAMA = 3 * 2 * 2 * 64 * 4
+ROUNDING = 1e-4
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return tiny_model("llama")
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
+
+
+SYSTEM = tokens(0, 40)
+PROMPT = [*SYSTEM, *tokens(1, 30)]
+
+
+def serve(cache: PrefixCache, model: Any, prompt: list[int], marks: Sequence[int] = (), namespace: str = "") -> Session:
+    """Answer a prompt, compare with a cold run; returns the closed session."""
+    with cache.begin(prompt, marks=marks, namespace=namespace, reserve=16) as session:
+        session.prefill(model)
+        logits = np.array(session.step(model, prompt[-1:])[0, -1])
+    cold = np.array(model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1])
+    assert np.abs(logits - cold).max() < ROUNDING
+    cache.check()
+    return session
+
+
+def held_bytes(cache: PrefixCache) -> int:
+    return cache.stats.live_bytes + cache.stats.paged_bytes
+
+
+def test_a_pinned_prefix_survives_what_evicts_everything_else(model: Any) -> None:
+    cache = PrefixCache(model)
+    serve(cache, model, PROMPT, marks=[len(SYSTEM)])
+    serve(cache, model, tokens(5, 50))
+    kept = cache.pin(SYSTEM)
+    assert kept == cache.stats.pinned_bytes > 0
+    cache.reclaim(0)
+    cache.check()
+    assert cache.stats.tokens == len(SYSTEM)
+    assert held_bytes(cache) >= kept
+    assert serve(cache, model, [*SYSTEM, *tokens(6, 10)], marks=[len(SYSTEM)]).cached_tokens == len(SYSTEM)
+    cache.unpin(SYSTEM)
+    cache.reclaim(0)
+    assert held_bytes(cache) == cache.stats.tokens == cache.stats.pinned_bytes == 0
+
+
+def test_a_pinned_prefix_survives_a_walk_under_a_small_budget(model: Any) -> None:
+    probe = PrefixCache(model)
+    serve(probe, model, PROMPT, marks=[len(SYSTEM)])
+    budget_bytes = 3 * held_bytes(probe)
+    cache = PrefixCache(model, budget_bytes=budget_bytes)
+    serve(cache, model, PROMPT, marks=[len(SYSTEM)])
+    cache.pin(SYSTEM)
+    for user in range(12):
+        serve(cache, model, tokens(100 + user, 60))
+        assert held_bytes(cache) <= budget_bytes
+        if user % 4 == 3:
+            session = serve(cache, model, [*SYSTEM, *tokens(user, 20)], marks=[len(SYSTEM)])
+            assert session.cached_tokens >= len(SYSTEM)
+    assert cache.stats.evictions > 0
+
+
+def test_a_pin_inside_an_edge_keeps_exactly_its_tokens(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    serve(cache, llama, PROMPT)
+    assert cache.pin(PROMPT[:25]) == 25 * TOKEN_BYTES_OF_LLAMA
+    cache.check()
+    cache.reclaim(0)
+    assert cache.stats.tokens == 25
+    assert serve(cache, llama, PROMPT).cached_tokens == 25
+
+
+def test_letting_go_of_a_pin_inside_an_edge_leaves_no_seam(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    serve(cache, llama, PROMPT)
+    before = cache.dump()
+    cache.pin(PROMPT[:25])
+    assert cache.stats.nodes == 2
+    cache.unpin(PROMPT[:25])
+    assert cache.dump() == before
+    cache.check()
+
+
+def test_a_pin_where_no_checkpoint_stands_keeps_the_nearest_one_above() -> None:
+    mamba = tiny_model("mamba")
+    cache = PrefixCache(mamba)
+    serve(cache, mamba, PROMPT, marks=[len(SYSTEM)])
+    cache.pin(PROMPT[:50])
+    serve(cache, mamba, tokens(5, 50))
+    cache.reclaim(0)
+    cache.check()
+    session = serve(cache, mamba, [*PROMPT[:50], *tokens(6, 10)])
+    assert (session.matched_tokens, session.cached_tokens) == (50, len(SYSTEM))
+
+
+def test_pins_count(model: Any) -> None:
+    cache = PrefixCache(model)
+    serve(cache, model, PROMPT, marks=[len(SYSTEM)])
+    assert cache.pin(SYSTEM) == cache.pin(SYSTEM)
+    cache.unpin(SYSTEM)
+    cache.reclaim(0)
+    assert cache.stats.tokens == len(SYSTEM)
+    cache.unpin(SYSTEM)
+    cache.reclaim(0)
+    assert cache.stats.tokens == 0
+    with pytest.raises(ValueError, match="these 40 tokens are not pinned in namespace ''"):
+        cache.unpin(SYSTEM)
+    cache.check()
+
+
+def test_nested_and_overlapping_pins_are_counted_once_and_let_go_one_by_one(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    other = [*SYSTEM, *tokens(9, 20)]
+    for prompt in (PROMPT, other):
+        serve(cache, llama, prompt)
+    assert cache.pin(SYSTEM) == 40 * TOKEN_BYTES_OF_LLAMA
+    assert cache.pin(PROMPT) == 70 * TOKEN_BYTES_OF_LLAMA
+    assert cache.pin(other) == 90 * TOKEN_BYTES_OF_LLAMA
+    cache.unpin(PROMPT)
+    assert cache.stats.pinned_bytes == 60 * TOKEN_BYTES_OF_LLAMA
+    cache.reclaim(0)
+    assert cache.stats.tokens == 60
+    cache.unpin(other)
+    cache.reclaim(0)
+    assert cache.stats.tokens == 40
+    cache.unpin(SYSTEM)
+    cache.check()
+
+
+def test_pins_larger_than_the_budget_are_refused_and_change_nothing(llama: Any) -> None:
+    cache = PrefixCache(llama, budget_bytes=100 * TOKEN_BYTES_OF_LLAMA)
+    serve(cache, llama, [1, *tokens(1, 59)])
+    cache.pin([1, *tokens(1, 59)])
+    serve(cache, llama, [2, *tokens(2, 29)])
+    cache.pin([2, *tokens(2, 29)])
+    serve(cache, llama, [3, *tokens(3, 19)])
+    # The third no longer fits beside the others, whether it is stored whole or not.
+    before = (cache.dump(), cache.stats.pinned_bytes)
+    with pytest.raises(ValueError, match="budget|stored"):
+        cache.pin([3, *tokens(3, 19)])
+    assert (cache.dump(), cache.stats.pinned_bytes) == before
+    assert held_bytes(cache) <= 100 * TOKEN_BYTES_OF_LLAMA
+    cache.check()
+
+
+def test_a_pin_that_would_not_fit_the_budget_says_both_numbers(llama: Any) -> None:
+    cache = PrefixCache(llama, budget_bytes=100 * TOKEN_BYTES_OF_LLAMA)
+    prompt = tokens(1, 200)
+    with cache.begin(prompt) as session:
+        session.prefill(llama)
+        session.step(llama, prompt[-1:])
+        # A request larger than the budget still runs; what it restored can be pinned only as far as the budget goes.
+        longest = cache.stats.tokens
+    assert longest == 0
+    stored = cache.stats.tokens
+    assert 0 < stored <= 100
+    cache.pin(prompt[:stored])
+    with cache.begin([5, *tokens(6, 20)]) as session:
+        session.prefill(llama)
+        session.step(llama, session.prompt[-1:])
+    with pytest.raises(ValueError, match=r"pins would keep \d+ bytes; the budget is 307200 bytes|are stored"):
+        cache.pin([5, *tokens(6, 20)])
+    cache.check()
+
+
+def test_only_a_prefix_that_is_stored_whole_can_be_pinned(model: Any) -> None:
+    cache = PrefixCache(model)
+    serve(cache, model, PROMPT)
+    before = cache.dump()
+    with pytest.raises(ValueError, match="only 70 of 72 tokens are stored; prefill them before pinning"):
+        cache.pin([*PROMPT, 1, 2])
+    with pytest.raises(ValueError, match="only 0 of 3 tokens are stored"):
+        cache.pin([(PROMPT[0] + 1) % VOCABULARY_LENGTH, 1, 2])
+    with pytest.raises(ValueError, match="only 0 of 70 tokens are stored"):
+        cache.pin(PROMPT, namespace="other")
+    assert cache.dump() == before
+    cache.check()
+
+
+def test_pins_of_one_namespace_do_not_hold_those_of_another(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    for namespace in ("a", "b"):
+        serve(cache, llama, PROMPT, namespace=namespace)
+    cache.pin(PROMPT, namespace="a")
+    cache.reclaim(0)
+    assert cache.dump().splitlines()[0] == "namespace 'a'"
+    assert cache.stats.tokens == len(PROMPT)
+    with pytest.raises(ValueError, match="not pinned in namespace 'b'"):
+        cache.unpin(PROMPT, namespace="b")
+
+
+def test_a_pin_made_while_a_session_is_open_holds_after_it(model: Any) -> None:
+    cache = PrefixCache(model)
+    serve(cache, model, PROMPT, marks=[len(SYSTEM)])
+    with cache.begin([*PROMPT, 1, 2]) as session:
+        session.prefill(model)
+        cache.pin(SYSTEM)
+        cache.check()
+        session.step(model, [2])
+    cache.check()
+    cache.reclaim(0)
+    assert cache.stats.tokens == len(SYSTEM)
+    cache.unpin(SYSTEM)
+    cache.check()
+
+
+def test_clear_lets_go_of_pins_too(model: Any) -> None:
+    cache = PrefixCache(model)
+    serve(cache, model, PROMPT)
+    cache.pin(PROMPT)
+    cache.clear()
+    assert held_bytes(cache) == cache.stats.tokens == cache.stats.pinned_bytes == 0
+    with pytest.raises(ValueError, match="not pinned"):
+        cache.unpin(PROMPT)
+    cache.check()
+
+
+def test_a_pinned_live_path_gives_up_its_spare_room_and_nothing_else(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    serve(cache, llama, PROMPT)
+    cache.pin(PROMPT)
+    assert cache.stats.spare_bytes > TOKEN_BYTES_OF_LLAMA
+    cache.reclaim(0)
+    assert cache.stats.spare_bytes <= TOKEN_BYTES_OF_LLAMA
+    assert cache.stats.tokens == len(PROMPT)
+    assert serve(cache, llama, [*PROMPT, 1]).cached_tokens == len(PROMPT)
+
+
+def test_a_pin_and_its_tokens_show_in_the_dump(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    serve(cache, llama, PROMPT)
+    cache.pin(SYSTEM)
+    lines = cache.dump().splitlines()
+    assert [("pinned" in line) for line in lines] == [False, True, False]
+    assert lines[1].strip().startswith("[0, 40)")

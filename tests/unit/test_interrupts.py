@@ -1,0 +1,145 @@
+"""uninterrupted: a real Ctrl-C, sent to this process in the middle of a block, arrives when the block is through."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from radixcache.interrupts import uninterrupted
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Python's own handler while a test runs, and whatever was there before afterwards."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def press_ctrl_c() -> None:
+    """Send SIGINT and give Python the chance to run the handler, which it does between two instructions."""
+    os.kill(os.getpid(), signal.SIGINT)
+    deadline = time.monotonic() + 0.05
+    while time.monotonic() < deadline:
+        pass
+
+
+def test_outside_of_a_block_an_interrupt_is_immediate() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c()
+
+
+def test_an_interrupt_arrives_when_the_block_is_through() -> None:
+    done = []
+
+    def work() -> None:
+        with uninterrupted():
+            done.append("first half")
+            press_ctrl_c()
+            done.append("second half")
+        done.append("after the block")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["first half", "second half"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_block_without_an_interrupt_leaves_the_handler_as_it_was() -> None:
+    with uninterrupted():
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_many_interrupts_in_a_block_become_one() -> None:
+    arrived = _listen()
+    with uninterrupted():
+        for _ in range(3):
+            press_ctrl_c()
+        assert arrived() == 0
+    assert arrived() == 1
+
+
+def test_the_handler_that_was_installed_before_gets_the_signal_and_the_frame() -> None:
+    seen = []
+    signal.signal(signal.SIGINT, lambda number, frame: seen.append((number, frame is not None)))
+    with uninterrupted():
+        press_ctrl_c()
+    assert seen == [(signal.SIGINT, True)]
+
+
+def test_an_interrupt_in_an_inner_block_waits_for_the_outer_one() -> None:
+    arrived = _listen()
+    with uninterrupted():
+        with uninterrupted():
+            press_ctrl_c()
+            assert arrived() == 0
+        assert arrived() == 0
+    assert arrived() == 1
+
+
+def test_an_interrupt_beside_an_error_arrives_and_the_error_is_its_context() -> None:
+    def work() -> None:
+        with uninterrupted():
+            press_ctrl_c()
+            raise ValueError("the error of the block")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        work()
+    assert isinstance(caught.value.__context__, ValueError)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_alone_leaves_the_block_as_it_is_and_the_handler_as_it_was() -> None:
+    with pytest.raises(ValueError, match="alone"), uninterrupted():
+        raise ValueError("alone")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with uninterrupted():
+        press_ctrl_c()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_another_thread_may_use_a_block_and_leaves_the_signal_alone() -> None:
+    arrived = _listen()
+    handler = signal.getsignal(signal.SIGINT)
+    inside, leave = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with uninterrupted():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(10)
+    press_ctrl_c()
+    assert arrived() == 1
+    assert signal.getsignal(signal.SIGINT) is handler
+    leave.set()
+    thread.join()
+
+
+def test_a_second_block_after_an_interrupted_one_works_the_same() -> None:
+    arrived = _listen()
+    for count in (1, 2):
+        with uninterrupted():
+            press_ctrl_c()
+            assert arrived() == count - 1
+        assert arrived() == count
+
+
+def _listen() -> Callable[[], int]:
+    """Count interrupts instead of raising."""
+    seen: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    return lambda: len(seen)
