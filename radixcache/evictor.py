@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from radixcache.evaluation import NATIVE_ERRORS, LiveStateError
 from radixcache.live_path import LivePath
 from radixcache.snapshots import Checkpoint
 from radixcache.state_tree import StateNode, StateTree, state_of
@@ -33,6 +34,8 @@ class Evictor:
         self._layout = states.layout
         self.checkpoint_budget_bytes = checkpoint_budget_bytes
         self.paths: list[LivePath] = []
+        #: What to do when a live path's state is lost; set by the cache.
+        self.lose: Callable[[LivePath], None] = LivePath.forget
         self.evictions = 0
         self.evicted_bytes = 0
 
@@ -112,9 +115,12 @@ class Evictor:
         if not self._layout.has_points and spans > want_bytes:
             wanted = -(-want_bytes * length // spans)
             cut = (leaf.end - wanted) // TRIM_TOKENS * TRIM_TOKENS
-        if cut > leaf.start:
-            self._states.truncate(leaf, cut)
-        else:
+        try:
+            if cut > leaf.start:
+                self._states.truncate(leaf, cut)
+        except NATIVE_ERRORS:
+            cut = leaf.start  # there is not even room to cut it: all of it goes
+        if cut <= leaf.start:
             self._drop_branch(leaf)
         self._count(before - self._held_bytes())
 
@@ -167,10 +173,16 @@ class Evictor:
         else:
             self._layout.rewind_spans(path.caches, resume)
             if checkpoint is not None:
-                path.restore_points(checkpoint, resume)
-            path.shrink(resume)
+                self._restore(path, checkpoint, resume)
+            path.shrink(path.offset)
         self._count(before - self._held_bytes())
         return True
+
+    def _restore(self, path: LivePath, checkpoint: Checkpoint, target: int) -> None:
+        try:
+            path.restore_points(checkpoint, target)
+        except (*NATIVE_ERRORS, LiveStateError):
+            self.lose(path)
 
     def _cut_target(self, path: LivePath, tip: StateNode, want_bytes: int) -> tuple[int | None, Checkpoint | None]:
         """Where a live path can be cut back to: with point layers a checkpoint, else anywhere on the tip."""

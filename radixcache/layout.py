@@ -19,6 +19,7 @@ from radixcache.adapters import PROBED, adapter_for
 from radixcache.adapters.cache_list import leaves
 from radixcache.adapters.contract import NEVER, Adapter
 from radixcache.errors import SnapshotError
+from radixcache.evaluation import NATIVE_ERRORS, LiveStateError
 from radixcache.snapshots import SEGMENT_TOKENS, Checkpoint, Spans
 
 Leaf = tuple[Any, Adapter]
@@ -196,7 +197,7 @@ class Layout:
             if snapshot is not None:
                 restored = adapter.restore(cache, snapshot, target)
                 assert restored, (type(cache).__name__, spans.start, spans.end, target)
-                mx.eval(adapter.buffers(cache))
+                _evaluate_written(adapter.buffers(cache))
         return spans.nbytes * (target - begin) // (spans.end - spans.start) if target > begin else 0
 
     def span_offset(self, caches: Sequence[Any]) -> int:
@@ -252,19 +253,18 @@ class Layout:
             if adapter.is_point and snapshot is not None:
                 restored = adapter.restore(cache, snapshot, target)
                 assert restored, (type(cache).__name__, checkpoint.offset, target)
-                mx.eval(adapter.buffers(cache))
+                _evaluate_written(adapter.buffers(cache))
 
     def reserve(self, caches: Sequence[Any], capacity_tokens: int, like: Spans | None = None) -> None:
         """Set the capacity of the span buffers, one leaf at a time so that at most one is held twice."""
         for index, (cache, adapter) in enumerate(self.leaves(caches)):
             adapter.reserve(cache, capacity_tokens, None if like is None or adapter.is_point else like.leaves[index])
-            mx.eval(adapter.buffers(cache))
 
     def grow(self, caches: Sequence[Any], capacity_tokens: int) -> None:
         """Set the capacity of the span buffers without waiting for anything."""
         for cache, adapter in self.leaves(caches):
             if not adapter.is_point:
-                adapter.reserve(cache, capacity_tokens)
+                adapter.reserve(cache, capacity_tokens, wait=False)
 
     def compare(self, caches: Sequence[Any]) -> None:
         """Check foreign caches against what the tree's state looks like.
@@ -309,6 +309,14 @@ class Layout:
         if type(cache) is KVCache:
             return cache.to_quantized(group_size=self._kv_group_size, bits=self._kv_bits)
         return cache
+
+
+def _evaluate_written(arrays: list[mx.array]) -> None:
+    """Evaluate live buffers that were just written to; they cannot be written again if that fails."""
+    try:
+        mx.eval(arrays)
+    except NATIVE_ERRORS as error:
+        raise LiveStateError(f"restoring the live state failed: {error}") from error
 
 
 def _spans(start: int, end: int, snapshots: list[Any]) -> Spans:

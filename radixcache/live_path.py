@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from radixcache.evaluation import NATIVE_ERRORS
 from radixcache.layout import Layout
 from radixcache.snapshots import Checkpoint, Spans
 from radixcache.state_tree import StateNode, StateTree, state_of
@@ -110,12 +111,18 @@ class LivePath:
         self._layout.restore_points(self.caches, checkpoint, target)
 
     def shrink(self, capacity_tokens: int) -> None:
-        """Drop spare capacity beyond `capacity_tokens`; at offset 0 with nothing wanted the buffers go altogether."""
+        """Drop spare capacity beyond `capacity_tokens`; at offset 0 with nothing wanted the buffers go altogether.
+
+        A smaller buffer has to be allocated beside the larger one; where that fails the larger one stays.
+        """
         if self.tip is None and capacity_tokens == 0:
             self.forget()
-        else:
+            return
+        try:
             self._layout.reserve(self.caches, capacity_tokens)
-            self.measure()
+        except NATIVE_ERRORS:
+            self._layout.release()
+        self.measure()
 
     def reserve(self, capacity_tokens: int, like: Spans | None, exactly: bool = False) -> None:
         """Make room for `capacity_tokens` tokens if there is less; `exactly`: give up more as well."""

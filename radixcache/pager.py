@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from radixcache.evaluation import NATIVE_ERRORS
 from radixcache.evictor import Evictor
 from radixcache.layout import Layout
 from radixcache.live_path import LivePath
@@ -37,11 +38,12 @@ class Pager:
         """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
         keep = min(plan.common, plan.resume)
         via_live = self._layout.has_points and plan.checkpoint is None and plan.resume > 0
-        incoming = self._split_at(plan, keep)
+        incoming = self.allocating(lambda: self._split_at(plan, keep))
         before = live.offset
         leaving = self.leave(live, keep)
         capacity_tokens = self._affordable(live, incoming, capacity_tokens, prompt_tokens)
-        self.page_out(live, leaving)
+        for node in leaving:
+            self._page_out(live, node)
         if via_live or not self._layout.has_points:
             self._layout.rewind(live.caches, before, keep)
         else:
@@ -65,11 +67,12 @@ class Pager:
                 self._states.remove(node)
         return [node for node in left if node.payload is not None and node.payload.spans is None]
 
-    def page_out(self, live: LivePath, leaving: list[StateNode]) -> None:
-        """Make room and copy out what is left of the leaving nodes."""
+    def retreat(self, live: LivePath, keep: int) -> None:
+        """Leave the live nodes beyond `keep`: make room, and page out what is nowhere else."""
+        leaving = self.leave(live, keep)
         self._evictor.make_room()
         for node in leaving:
-            self._page_out_one(live, node)
+            self._page_out(live, node)
 
     def restored(self, live: LivePath, nodes: list[StateNode], plan: ResumePlan) -> list[Any]:
         """Fresh caches at `plan.resume`, from the snapshots of `nodes` and, where there are none, the live buffers."""
@@ -118,7 +121,7 @@ class Pager:
         """Run a copy of ours; when its allocation fails, give back half of what is held and try once more."""
         try:
             return make()
-        except (MemoryError, RuntimeError):
+        except NATIVE_ERRORS:
             self._evictor.halve()
             self._layout.release()
             return make()
@@ -132,7 +135,7 @@ class Pager:
     def _page_in(self, live: LivePath, node: StateNode) -> None:
         self.paged_in_bytes += self.allocating(lambda: live.page_in(node))
 
-    def _page_out_one(self, live: LivePath, node: StateNode) -> None:
+    def _page_out(self, live: LivePath, node: StateNode) -> None:
         # A node may be evicted any time between its beginning to leave and the second try.
         self.paged_out_bytes += self.allocating(lambda: 0 if node.payload is None else live.page_out(node))
 

@@ -40,7 +40,7 @@ from radixcache.render import render_node
 from radixcache.resume import ResumePlan, ShortReason, plan_resume
 from radixcache.session import Session
 from radixcache.snapshots import Checkpoint
-from radixcache.state_tree import StateNode, StateTree, Use, state_of
+from radixcache.state_tree import NodeState, StateNode, StateTree, Use, state_of
 from radixcache.stats import CacheStats
 from radixcache.tokens import TokenIds, edge_keys, token_ids, vocabulary_size
 from radixcache.tree import Keys, Match, below
@@ -107,6 +107,7 @@ class PrefixCache:
         self._evictor = Evictor(self._states, cap)
         self._live = LivePath(self.layout, self._states)
         self._evictor.paths = [self._live]
+        self._evictor.lose = self._lose
         self._pager = Pager(self.layout, self._states, self._evictor)
         self._recorder = Recorder(self.layout, self._states, self._evictor, self._pager)
         self._session: weakref.ref[Session] | None = None
@@ -342,7 +343,7 @@ class PrefixCache:
             found += [(n.end, c) for n in live.nodes() if n.end <= limit and (c := state_of(n).checkpoint) is not None]
             target, checkpoint = max(found, key=lambda pair: pair[0], default=(0, None))
             if target < live.offset:
-                self._pager.page_out(live, self._pager.leave(live, target))
+                self._pager.retreat(live, target)
             self.layout.rewind_spans(live.caches, target)
             live.restore_points(checkpoint, target)
             live.measure()
@@ -363,6 +364,10 @@ class PrefixCache:
             self._states.hold_checkpoint(-victim.nbytes)
             fits = self._evictor.over_bytes() == 0
 
+    def take_checkpoint(self, session: Session, offset: int, kind: str) -> Checkpoint:
+        """Copy the point state of a session that stands at `offset`."""
+        return self._pager.allocating(lambda: self.layout.checkpoint(session.caches, offset, kind))
+
     def grow(self, session: Session, need_tokens: int) -> None:
         """The session is about to evaluate more than its buffers hold."""
         self._pager.grow(session.live, need_tokens)
@@ -381,10 +386,7 @@ class PrefixCache:
         self, prompt: TokenIds, keys: Keys, namespace: str, use: Use, marks: Sequence[int], reserve: int
     ) -> Session:
         live = self._live
-        match = self._states.match(keys, namespace)
-        if 0 < match.offset < match.node.end:
-            # What lies behind the match is not this request's: neither touched nor guarded with it.
-            match = Match(self._states.split(match.node, match.offset), match.offset)
+        match = self._pager.allocating(lambda: self._cut_match(keys, namespace))
         plan = plan_resume(self.layout, match, len(prompt) - 1, live)
         guarded = None if match.node.is_root else match.node
         self._pager.keep_point_state(live, use)
@@ -394,10 +396,14 @@ class PrefixCache:
         try:
             self._pager.move(live, plan, len(prompt) + reserve, len(prompt))
         except BaseException:
+            path = [] if guarded is None else guarded.path()
             if guarded is not None:
                 self._states.guard(guarded, -1)
             self._lose(live)
             live.is_open = False
+            held = [node for node in path if node.payload is not None]
+            if held:
+                self._evictor.let_go(held[-1])
             raise
         path = [] if guarded is None else guarded.path()
         self._states.touch(path, self._resumed_from(plan, live), use)
@@ -408,6 +414,13 @@ class PrefixCache:
         self._evictor.make_room()
         return session
 
+    def _cut_match(self, keys: Keys, namespace: str) -> Match[NodeState]:
+        """The match, cut from what lies behind it: that is not this request's, neither touched nor guarded with it."""
+        match = self._states.match(keys, namespace)
+        if 0 < match.offset < match.node.end:
+            return Match(self._states.split(match.node, match.offset), match.offset)
+        return match
+
     def _resumed_from(self, plan: ResumePlan, live: LivePath) -> StateNode | None:
         return plan.source if plan.source is not None else live.tip
 
@@ -417,7 +430,7 @@ class PrefixCache:
         """Make the first `end` tokens of a session, all evaluated and known, a path of the tree."""
         live = session.live
         if end < live.offset:
-            self._pager.page_out(live, self._pager.leave(live, end))
+            self._pager.retreat(live, end)
         ids = session.known_ids()
         keys = np.concatenate([session.prompt_keys, ids[len(session.prompt) :].astype(np.int64)])[:end]
         self._recorder.record_live(live, keys, session.namespace, session.checkpoints, session.use)

@@ -29,6 +29,7 @@ import mlx.core as mx
 import numpy as np
 
 from radixcache.errors import SessionClosedError
+from radixcache.evaluation import is_evaluation_failure
 from radixcache.interrupts import uninterrupted
 from radixcache.layout import Layout
 from radixcache.live_path import LivePath
@@ -95,6 +96,7 @@ class Session:
         # Layers without an offset: only the array objects themselves tell that somebody else ran the model.
         self._identities = self._layout.identities(live.caches)
         self._is_blind = True
+        self._handled: BaseException | None = None
 
     def __enter__(self) -> Session:
         return self
@@ -102,6 +104,9 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not self._handled and is_evaluation_failure(error):
+            # The caller's own evaluation of what step() returned: the live buffers were part of it.
+            self.is_lost = True
         self.close()
 
     def __del__(self) -> None:
@@ -202,6 +207,7 @@ class Session:
                 self.caches = []
                 self._identities = []
                 self._reported = []
+                self._handled = None
 
     # What PrefixCache asks at close
 
@@ -282,21 +288,29 @@ class Session:
         self._forward(model, mx.array(chunk)[None], len(chunk), held)
         try:
             self._layout.own(self.caches)
-            self._measure(wait=True)
+        except Exception as error:
+            self.is_lost = True
+            self._handled = error
+            raise
         except BaseException:
             with uninterrupted():
                 self._position = start
                 self._undo(held, probe=True)
             raise
+        self._measure(wait=True)
 
     def _forward(self, model: Any, array: mx.array, count: int, held: list[Any] | None = None) -> mx.array:
         if held is None:
             held = self._layout.hold(self.caches, count)
         try:
             logits: mx.array = model(array, cache=self.caches)
-        except BaseException:
+        except BaseException as error:
             with uninterrupted():
-                self._undo(held, probe=False)
+                self._handled = error
+                if is_evaluation_failure(error):
+                    self.is_lost = True
+                else:
+                    self._undo(held, probe=False)
             raise
         self._position += count
         if self._is_blind:
@@ -377,7 +391,7 @@ class Session:
 
     def _take_checkpoint(self, kind: str) -> None:
         with uninterrupted(), self._cache.lock:
-            checkpoint = self._layout.checkpoint(self.caches, self._position, kind)
+            checkpoint = self._cache.take_checkpoint(self, self._position, kind)
             self.checkpoints.append(checkpoint)
             self._cache.session_checkpoint(self, checkpoint)
 

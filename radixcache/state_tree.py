@@ -30,6 +30,7 @@ from sortedcontainers import SortedList
 
 from policies import CostModel, Entry, EvictionPolicy
 from policies.entry import EntryState
+from radixcache.evaluation import NATIVE_ERRORS
 from radixcache.layout import Layout
 from radixcache.ledger import Account
 from radixcache.snapshots import SEGMENT_TOKENS, Checkpoint, Spans
@@ -125,12 +126,17 @@ class StateTree:
         return node
 
     def split(self, node: StateNode, at: int) -> StateNode:
-        """Cut a node at offset `at`, its spans with it; returns the upper node. The checkpoint stays with the lower."""
+        """Cut a node at offset `at`, its spans with it; returns the upper node. The checkpoint stays with the lower.
+
+        A live node's duplicate is dropped where its halves cannot be allocated; otherwise that is an error, and
+        nothing was changed.
+        """
         state = state_of(node)
         upper_spans = lower_spans = None
         if state.spans is not None:
-            upper_spans, lower_spans, copied = self.layout.split(state.spans, at)
-            self.copied_bytes += copied
+            halves = self._copied(lambda spans=state.spans: self.layout.split(spans, at), spare=state.live)  # type: ignore[misc]
+            if halves is not None:
+                upper_spans, lower_spans = halves
         share = state.leaving_bytes * (at - node.start) // (node.end - node.start)
         self.set_spans(node, None)
         upper = self.tree.split(node, at)
@@ -149,7 +155,10 @@ class StateTree:
         return upper
 
     def coalesce(self, node: StateNode) -> StateNode:
-        """Merge a node with its only child when nothing is lost by it; returns the node that covers the edge now."""
+        """Merge a node with its only child when nothing is lost by it; returns the node that covers the edge now.
+
+        Where the seam's copy cannot be allocated the two stay as they are.
+        """
         child = self._mergeable(node)
         if child is None:
             return node
@@ -160,8 +169,11 @@ class StateTree:
             self.set_spans(child, None)
         merged = None
         if upper.spans is not None and lower.spans is not None:
-            merged, copied = self.layout.merge(upper.spans, lower.spans)
-            self.copied_bytes += copied
+            pair = (upper.spans, lower.spans)
+            joined = self._copied(lambda: self.layout.merge(*pair), spare=True)
+            if joined is None:
+                return node
+            (merged,) = joined
         self.set_spans(node, None)
         self.set_spans(child, None)
         self._set_evictable(upper.entry, False)
@@ -203,16 +215,15 @@ class StateTree:
         return parent
 
     def truncate(self, leaf: StateNode, at: int) -> None:
-        """Cut a leaf's tail off at offset `at`; a checkpoint at its end goes with it."""
+        """Cut a leaf's tail off at offset `at`; a checkpoint at its end goes with it. May fail as `split` does."""
         state = state_of(leaf)
-        self.set_checkpoint(leaf, None)
         spans = state.spans
         if spans is not None:
-            upper, _, copied = self.layout.split(spans, at)
-            self.copied_bytes += copied
+            halves = self._copied(lambda whole=spans: self.layout.split(whole, at), spare=False)  # type: ignore[misc]
             self.set_spans(leaf, None)
-            spans = upper
+            spans = None if halves is None else halves[0]
         self._set_leaving(state, state.leaving_bytes * (at - leaf.start) // (leaf.end - leaf.start))
+        self.set_checkpoint(leaf, None)
         lost_start, lost_end, lost_digest = at, leaf.end, _frozen_digest(leaf)
         self.tree.truncate(leaf, at)
         self.set_spans(leaf, spans)
@@ -361,6 +372,24 @@ class StateTree:
         return self.tree.dump(label)
 
     # Private
+
+    def _copied(self, make: Callable[[], tuple[*tuple[Any, ...], int]], spare: bool) -> tuple[Any, ...] | None:
+        """Results of a copy that also says how many bytes it copied, tried twice; None: failed, and can be spared.
+
+        Nothing is evicted for the second try: this runs in the middle of evictions.
+        """
+        try:
+            *results, copied_bytes = make()
+        except NATIVE_ERRORS:
+            self.layout.release()
+            try:
+                *results, copied_bytes = make()
+            except NATIVE_ERRORS:
+                if spare:
+                    return None
+                raise
+        self.copied_bytes += copied_bytes
+        return tuple(results)
 
     def _new_entry(self, node: StateNode, state: EntryState, use: Use) -> Entry:
         self._next_entry_id += 1

@@ -66,4 +66,5 @@ def _integers(values: Any, name: str) -> NDArray[Any]:
 
 
 def _is_int64(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return whole and -(1 << 63) <= int(value) < 1 << 63

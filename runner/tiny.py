@@ -72,6 +72,8 @@ def tiny_model(kind: str, seed: int = 0) -> nn.Module:
         raise ValueError(f"tiny model {kind!r} is not known. Known: {', '.join(sorted(TINY_KINDS))}.")
     tiny = TINY_KINDS[kind]
     architecture = importlib.import_module(f"mlx_lm.models.{tiny.module}")
+    # Some architectures draw the values that they start from, and `_draw_weights` adds to those.
+    mx.random.seed(seed)
     model: nn.Module = architecture.Model(architecture.ModelArgs.from_dict(dict(tiny.config)))
     _draw_weights(model, tiny.weight_scale, np.random.default_rng(seed))
     model.eval()

@@ -24,7 +24,7 @@ class ConcatenateKVAdapter(SpanAdapter):
     def spare_nbytes(self, cache: Any) -> int:
         return 0
 
-    def reserve(self, cache: Any, capacity_tokens: int, like: SpanSnapshot | None = None) -> None:
+    def reserve(self, cache: Any, capacity_tokens: int, like: SpanSnapshot | None = None, wait: bool = True) -> None:
         """Nothing to reserve: the class allocates at every update."""
 
     def own(self, cache: Any) -> list[mx.array]:

@@ -86,9 +86,12 @@ class Adapter(Protocol):
     def free(self, cache: Any) -> None:
         """Let go of all arrays and return to offset 0."""
 
-    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None) -> None:
-        """Make room for `capacity_tokens` in all, lazily; an empty cache takes its shapes from the snapshot `like`.
-        A smaller capacity than the present one shrinks. No effect on classes without spare room."""
+    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:
+        """Make room for `capacity_tokens` in all; an empty cache takes its shapes from the snapshot `like`.
+
+        A smaller capacity than the present one shrinks. With `wait` the new buffers are evaluated before they take the
+        place of the old ones, which a failed allocation leaves as they were. No effect on classes without spare room.
+        """
 
     def capacity(self, cache: Any) -> int:
         """Tokens that fit before the class allocates again; NEVER when it does not grow with tokens."""

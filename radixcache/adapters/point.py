@@ -38,7 +38,7 @@ class PointAdapter:
     def spare_nbytes(self, cache: Any) -> int:
         return 0
 
-    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None) -> None:
+    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:
         """Nothing to reserve: the class allocates at every update."""
 
     def can_cut(self, snapshot: Any, target: int) -> bool:
@@ -80,7 +80,9 @@ class WindowAdapter(PointAdapter):
     def own(self, cache: Any) -> list[mx.array]:
         raise NotImplementedError(f"{type(self).__name__} must define own(cache).")
 
-    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None) -> None:
+    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:
         """Spare room is at most one growth step of the class; a smaller capacity drops it."""
         if cache.keys is not None and capacity_tokens <= cache.offset and self.spare_nbytes(cache):
-            self.own(cache)
+            buffers = self.own(cache)
+            if wait:
+                mx.eval(buffers)

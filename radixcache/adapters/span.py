@@ -142,20 +142,24 @@ class SpanAdapter:
         cache.keys = cache.values = None
         cache.offset = 0
 
-    def reserve(self, cache: Any, capacity_tokens: int, like: SpanSnapshot | None = None) -> None:
-        if cache.keys is None:
-            if like is not None:
-                self.put(cache, [_zeros_like(a, capacity_tokens) for a in like.segments[0]])
-            return
+    def reserve(self, cache: Any, capacity_tokens: int, like: SpanSnapshot | None = None, wait: bool = True) -> None:
         # Never at or below the offset: a buffer that is exactly full may be an alias of what was written to it.
         capacity = max(capacity_tokens, cache.offset + 1)
-        if capacity != self.capacity(cache):
-            self.put(cache, [_resized(b, cache.offset, capacity) for b in self.buffers(cache)])
+        if cache.keys is None:
+            buffers = [] if like is None else [_zeros_like(a, capacity) for a in like.segments[0]]
+        elif capacity != self.capacity(cache):
+            buffers = [_resized(b, cache.offset, capacity) for b in self.buffers(cache)]
+        else:
+            return
+        if wait:
+            mx.eval(buffers)
+        if buffers:
+            self.put(cache, buffers)
 
     def own(self, cache: Any) -> list[mx.array]:
         if cache.keys is None or cache.offset < self.capacity(cache):
             return []
-        self.reserve(cache, cache.offset + 1)
+        self.reserve(cache, cache.offset + 1, wait=False)
         return self.buffers(cache)
 
     def hold(self, cache: Any, tokens: int) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -471,10 +471,10 @@ def picture(thing: Any) -> Any:
         return [picture(item) for item in thing]
     if thing is None or isinstance(thing, int | float | str):
         return thing
-    slots = getattr(type(thing), "__slots__", None)
     if isinstance(thing, dict):
         return {name: picture(value) for name, value in thing.items()}
-    return {name: picture(getattr(thing, name)) for name in (vars(thing) if slots is None else slots)}
+    names = [field.name for field in fields(thing)] if is_dataclass(thing) else list(vars(thing))
+    return {name: picture(getattr(thing, name)) for name in names}
 
 
 def state_bits(kind: Kind, cache: Any) -> Any:

@@ -46,7 +46,8 @@ def pure(request: pytest.FixtureRequest) -> tuple[Any, Callable[..., PrefixCache
 
 
 def tokens(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
+    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
+    return drawn
 
 
 def serve(cache: PrefixCache, model: Any, prompt: list[int], reply: Sequence[int] = (1, 2, 3), **begin: Any) -> Session:

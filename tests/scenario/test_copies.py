@@ -56,7 +56,8 @@ def model_and_cache(kind: str, **more: Any) -> tuple[Any, PrefixCache]:
 
 
 def tokens(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
+    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
+    return drawn
 
 
 def serve(

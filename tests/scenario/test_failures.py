@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -492,7 +492,7 @@ def test_a_stream_that_is_closed_early_keeps_what_it_yielded(
     kind: str, model: Any, tokenizer: Any, count: int, closed: bool
 ) -> None:
     cache = warm(model)
-    stream = stream_generate(model, tokenizer, PROMPT, max_tokens=20, cache=cache)
+    stream: Any = stream_generate(model, tokenizer, PROMPT, max_tokens=20, cache=cache)
     reply = [next(stream).token for _ in range(count)]
     if closed:
         stream.close()
@@ -505,7 +505,7 @@ def test_a_stream_that_is_closed_early_keeps_what_it_yielded(
 
 def test_a_stream_that_was_never_started_holds_nothing(model: Any, tokenizer: Any) -> None:
     cache = warm(model)
-    stream = stream_generate(model, tokenizer, PROMPT, cache=cache)
+    stream: Any = stream_generate(model, tokenizer, PROMPT, cache=cache)
     answers_rightly(cache, model, OTHER)
     stream.close()
     cache.check()
@@ -523,7 +523,7 @@ def test_a_sampler_that_raises_leaves_the_tokens_before_it(model: Any, tokenizer
         return mx.argmax(logprobs, axis=-1)
 
     reply = [r.token for r in plain_stream_generate(model, tokenizer, PROMPT, max_tokens=3)]
-    stream = stream_generate(model, tokenizer, PROMPT, cache=cache, sampler=sampler)
+    stream: Any = stream_generate(model, tokenizer, PROMPT, cache=cache, sampler=sampler)
     assert [next(stream).token, next(stream).token] == reply[:2]
     with pytest.raises(ValueError, match="no sample"):
         next(stream)
@@ -584,7 +584,7 @@ def _conversation(cache: PrefixCache, model: Any, tokenizer: Any) -> None:
     serve(cache, model, OTHER, REPLY)
     for _ in stream_generate(model, tokenizer, [*PROMPT, *REPLY, 4], max_tokens=3, cache=cache):
         pass
-    caches, _ = cache.fetch([*OTHER, *REPLY])
+    cache.fetch([*OTHER, *REPLY])
     cache.insert([5, *OTHER], _filled(model, [5, *OTHER]))
     cache.reclaim(50_000)
     serve(cache, model, [*PROMPT[:30], 1, 2, 3])
@@ -647,10 +647,8 @@ def _interrupted_at(line: int, model: Any, tokenizer: Any) -> int:
     """Run the conversation with an interrupt at one line; check what is left; returns how many lines were reached."""
     cache = PrefixCache(model)
     with interruptible(), LineInterrupt(line).installed() as lines:
-        try:
+        with suppress(KeyboardInterrupt):
             _conversation(cache, model, tokenizer)
-        except KeyboardInterrupt:
-            pass
     gc.collect()
     cache.check()
     answers_rightly(cache, model, TURN)

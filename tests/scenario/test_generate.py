@@ -103,7 +103,7 @@ def test_logits_processors_see_the_whole_prompt_however_much_of_it_was_cached(mo
         seen.append([])
 
         def watch(tokens: mx.array, logits: mx.array) -> mx.array:
-            seen[-1].append(tokens.tolist())
+            seen[-1].append(np.array(tokens).tolist())
             return logits
 
         penalties = make_logits_processors(repetition_penalty=1.5, repetition_context_size=30)
@@ -130,7 +130,8 @@ def test_text_is_encoded_as_mlx_lm_encodes_it(tokenizer: Any) -> None:
 def test_a_prompt_of_token_ids_may_be_any_sequence(tokenizer: Any, as_type: Callable[[Any], Any]) -> None:
     llama = tiny_model("llama")
     cache = PrefixCache(llama)
-    tokens = [r.token for r in stream_generate(llama, tokenizer, as_type(PROMPT), max_tokens=4, cache=cache)]
+    prompt: Any = as_type(PROMPT)
+    tokens = [r.token for r in stream_generate(llama, tokenizer, prompt, max_tokens=4, cache=cache)]
     assert tokens == agree(llama, tokenizer, cache, PROMPT, lambda: {"max_tokens": 4})
 
 
@@ -155,7 +156,7 @@ def test_without_a_limit_only_a_stop_token_ends_the_reply(model: Any) -> None:
     plain: Any = tiny_tokenizer()
     plain.eos_token_ids = set()
     cache = PrefixCache(model)
-    free = stream_generate(model, plain, PROMPT, max_tokens=-1, cache=cache)
+    free: Any = stream_generate(model, plain, PROMPT, max_tokens=-1, cache=cache)
     # More than the default limit of 256, and more than was reserved.
     tokens = [next(free).token for _ in range(300)]
     free.close()
@@ -188,7 +189,7 @@ def test_the_next_turn_resumes_behind_the_reply(model: Any, tokenizer: Any) -> N
 
 def test_a_stream_that_is_closed_early_frees_the_slot_and_keeps_its_tokens(model: Any, tokenizer: Any) -> None:
     cache = PrefixCache(model)
-    stream = stream_generate(model, tokenizer, PROMPT, max_tokens=10, cache=cache)
+    stream: Any = stream_generate(model, tokenizer, PROMPT, max_tokens=10, cache=cache)
     tokens = [next(stream).token for _ in range(3)]
     with pytest.raises(CacheBusyError, match="the live slot is taken by a session of 50 prompt tokens"):
         cache.begin(PROMPT)
@@ -203,7 +204,8 @@ def test_marks_and_namespace_reach_the_cache(tokenizer: Any) -> None:
     system = {"role": "system", "content": "Answer in one word, and mind your manners."}
     cached = []
     for question in ("Ann asks: why?", "Bob asks: where?"):
-        tokens, marks = render_chat(tokenizer, [system, {"role": "user", "content": question}])
+        rendered, marks = render_chat(tokenizer, [system, {"role": "user", "content": question}])
+        tokens = rendered.tolist()
         stream = stream_generate(mamba, tokenizer, tokens, max_tokens=2, cache=cache, marks=marks)
         cached.append([response.cached_tokens for response in stream])
     assert cached == [[0, 0], [marks[0], marks[0]]]
@@ -344,7 +346,7 @@ def test_logits_processors_work_with_a_draft_model(tokenizer: Any) -> None:
 def test_a_speculative_stream_closed_early_leaves_the_right_state(tokenizer: Any) -> None:
     model, draft, cache = both_models()
     for count in range(1, 9):
-        stream = stream_generate(model, tokenizer, PROMPT, max_tokens=20, draft_model=draft, cache=cache)
+        stream: Any = stream_generate(model, tokenizer, PROMPT, max_tokens=20, draft_model=draft, cache=cache)
         reply = [next(stream).token for _ in range(count)]
         stream.close()
         cache.check()

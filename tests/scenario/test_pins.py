@@ -29,7 +29,8 @@ def llama() -> Any:
 
 
 def tokens(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
+    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
+    return drawn
 
 
 SYSTEM = tokens(0, 40)
@@ -151,39 +152,36 @@ def test_nested_and_overlapping_pins_are_counted_once_and_let_go_one_by_one(llam
 
 
 def test_pins_larger_than_the_budget_are_refused_and_change_nothing(llama: Any) -> None:
-    cache = PrefixCache(llama, budget_bytes=100 * TOKEN_BYTES_OF_LLAMA)
-    serve(cache, llama, [1, *tokens(1, 59)])
-    cache.pin([1, *tokens(1, 59)])
-    serve(cache, llama, [2, *tokens(2, 29)])
-    cache.pin([2, *tokens(2, 29)])
-    serve(cache, llama, [3, *tokens(3, 19)])
-    # The third no longer fits beside the others, whether it is stored whole or not.
+    budget_bytes = 100 * TOKEN_BYTES_OF_LLAMA
+    cache = PrefixCache(llama, budget_bytes=budget_bytes)
+    pinned = [[1, *tokens(1, 59)], [2, *tokens(2, 29)]]
+    for prompt in pinned:
+        serve(cache, llama, prompt)
+        cache.pin(prompt)
+    # A third one still runs beside the two, but can neither stay nor be made to stay.
+    third = [3, *tokens(3, 19)]
+    serve(cache, llama, third)
     before = (cache.dump(), cache.stats.pinned_bytes)
-    with pytest.raises(ValueError, match="budget|stored"):
-        cache.pin([3, *tokens(3, 19)])
+    with pytest.raises(ValueError, match=r"of 20 tokens are stored|pins would keep"):
+        cache.pin(third)
     assert (cache.dump(), cache.stats.pinned_bytes) == before
-    assert held_bytes(cache) <= 100 * TOKEN_BYTES_OF_LLAMA
-    cache.check()
+    assert cache.stats.pinned_bytes == 90 * TOKEN_BYTES_OF_LLAMA
+    assert held_bytes(cache) <= budget_bytes
+    for prompt in pinned:
+        assert serve(cache, llama, [*prompt, 1]).cached_tokens == len(prompt)
+        assert held_bytes(cache) <= budget_bytes
 
 
-def test_a_pin_that_would_not_fit_the_budget_says_both_numbers(llama: Any) -> None:
-    cache = PrefixCache(llama, budget_bytes=100 * TOKEN_BYTES_OF_LLAMA)
-    prompt = tokens(1, 200)
-    with cache.begin(prompt) as session:
-        session.prefill(llama)
-        session.step(llama, prompt[-1:])
-        # A request larger than the budget still runs; what it restored can be pinned only as far as the budget goes.
-        longest = cache.stats.tokens
-    assert longest == 0
-    stored = cache.stats.tokens
-    assert 0 < stored <= 100
-    cache.pin(prompt[:stored])
-    with cache.begin([5, *tokens(6, 20)]) as session:
-        session.prefill(llama)
-        session.step(llama, session.prompt[-1:])
-    with pytest.raises(ValueError, match=r"pins would keep \d+ bytes; the budget is 307200 bytes|are stored"):
-        cache.pin([5, *tokens(6, 20)])
-    cache.check()
+def test_a_request_larger_than_what_the_pins_leave_runs_and_the_pins_stay(model: Any) -> None:
+    probe = PrefixCache(model)
+    serve(probe, model, PROMPT, marks=[len(SYSTEM)])
+    budget_bytes = held_bytes(probe)
+    cache = PrefixCache(model, budget_bytes=budget_bytes)
+    serve(cache, model, PROMPT, marks=[len(SYSTEM)])
+    cache.pin(SYSTEM)
+    serve(cache, model, tokens(7, 300))
+    assert held_bytes(cache) <= budget_bytes
+    assert serve(cache, model, [*SYSTEM, 1, 2]).cached_tokens == len(SYSTEM)
 
 
 def test_only_a_prefix_that_is_stored_whole_can_be_pinned(model: Any) -> None:

@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 def tokens(seed: int, length: int, first: int | None = None) -> list[int]:
     """Random tokens; `first` tells sequences apart from their first token on."""
-    drawn = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
+    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
     return drawn if first is None else [first, *drawn[1:]]
 
 
@@ -54,11 +54,10 @@ SYSTEM = tokens(0, SYSTEM_LENGTH)
 def test_each_turn_resumes_behind_the_reply_of_the_last(model: Any) -> None:
     cache = PrefixCache(model)
     prompt = SYSTEM + tokens(1, 30)
+    stored = 0
     for turn in range(5):
         reply = tokens(100 + turn, 7)
-        session = serve(cache, model, prompt, reply)
-        if turn:
-            assert session.cached_tokens == stored
+        assert serve(cache, model, prompt, reply).cached_tokens == stored
         stored = len(prompt) + len(reply)
         prompt = [*prompt, *reply, *tokens(200 + turn, 25)]
 
