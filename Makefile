@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
+# A process per core, and in each one thread for linear algebra: the models of the tests are tiny.
+PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4
 # The interpreter for .venv; empty: the first one found that is new enough.
 PYTHON ?=
 
@@ -22,10 +24,10 @@ replay: $(INSTALLED) openblas ## serve the built-in conversations through four c
 	@$(BIN)/radixcache replay $(ARGS)
 
 test: $(INSTALLED) openblas ## run the tests, without the slow ones
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-slow: $(INSTALLED) openblas ## run the slow tests
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(PYTEST) -m slow $(ARGS)
 
 lint: $(INSTALLED) ## check style, formatting, types and import rules
 	@$(BIN)/ruff check .
