@@ -389,11 +389,11 @@ class PrefixCache:
         match = self._pager.allocating(lambda: self._cut_match(keys, namespace))
         plan = plan_resume(self.layout, match, len(prompt) - 1, live)
         guarded = None if match.node.is_root else match.node
-        self._pager.keep_point_state(live, use)
         if guarded is not None:
             self._states.guard(guarded, 1)
         live.is_open = True
         try:
+            self._pager.keep_point_state(live, use)
             self._pager.move(live, plan, len(prompt) + reserve, len(prompt))
         except BaseException:
             path = [] if guarded is None else guarded.path()

@@ -42,7 +42,7 @@ def _exact_allocations() -> Iterator[None]:
     mx.set_cache_limit(limit)
 
 
-SLOW_KINDS = {"deepseek_v3", "falcon_h1"}
+SLOW_KINDS = {"deepseek_v3", "falcon_h1", "llama in 8 bits"}
 
 
 @pytest.fixture(params=[pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW_KINDS)) for k in sorted(TOKEN_BYTES)])

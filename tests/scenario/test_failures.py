@@ -186,7 +186,11 @@ def passes_of_a_request(model: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("error", "after"), [(ValueError, False), (KeyboardInterrupt, True)], ids=["error before", "interrupt after"]
+    ("error", "after"),
+    [
+        pytest.param(KeyboardInterrupt, True, id="interrupt after"),
+        pytest.param(ValueError, False, id="error before", marks=pytest.mark.slow),
+    ],
 )
 def test_after_a_layer_raised_at_any_forward_pass_the_rest_is_kept_and_the_retry_is_right(
     kind: str, model: Any, error: type[BaseException], after: bool
@@ -646,9 +650,8 @@ class LineInterrupt:
 def _interrupted_at(line: int, model: Any, tokenizer: Any) -> int:
     """Run the conversation with an interrupt at one line; check what is left; returns how many lines were reached."""
     cache = PrefixCache(model)
-    with interruptible(), LineInterrupt(line).installed() as lines:
-        with suppress(KeyboardInterrupt):
-            _conversation(cache, model, tokenizer)
+    with interruptible(), LineInterrupt(line).installed() as lines, suppress(KeyboardInterrupt):
+        _conversation(cache, model, tokenizer)
     gc.collect()
     cache.check()
     answers_rightly(cache, model, TURN)
@@ -660,7 +663,7 @@ def _interrupted_at(line: int, model: Any, tokenizer: Any) -> int:
 def test_after_an_interrupt_at_any_of_many_lines_the_cache_is_sound_and_right(kind: str, tokenizer: Any) -> None:
     model = tiny_model(kind)
     total = _interrupted_at(0, model, tokenizer)
-    for line in range(1, total, total // 25):
+    for line in range(1, total, total // 15):
         assert _interrupted_at(line, model, tokenizer) >= line
 
 
