@@ -8,13 +8,14 @@ the token is handed out, so a stop token is part of what is stored.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse, generation_stream, speculative_generate_step, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from numpy.typing import NDArray
 
 from radixcache.prefix_cache import PrefixCache
 from radixcache.session import Session
@@ -42,7 +43,7 @@ class CachedGenerationResponse(GenerationResponse):  # type: ignore[misc]
 def stream_generate(
     model: Any,
     tokenizer: Any,
-    prompt: str | Sequence[int] | mx.array,
+    prompt: str | Sequence[int] | NDArray[Any] | mx.array,
     max_tokens: int = 256,
     draft_model: Any = None,
     stream: Any = generation_stream,
@@ -52,7 +53,7 @@ def stream_generate(
     marks: Sequence[int] = (),
     priority: int = 0,
     **kwargs: Any,
-) -> Iterator[CachedGenerationResponse]:
+) -> Generator[CachedGenerationResponse, None, None]:
     """Generate text token by token, as mlx_lm.stream_generate does.
 
     Args:
@@ -97,7 +98,7 @@ def _respond(
     cache: PrefixCache,
     begin: dict[str, Any],
     kwargs: dict[str, Any],
-) -> Iterator[CachedGenerationResponse]:
+) -> Generator[CachedGenerationResponse, None, None]:
     with wired_limit(model, [stream]), cache.begin(prompt, **begin) as session:
         length = len(session.prompt)
         detokenizer = tokenizer.detokenizer

@@ -213,7 +213,7 @@ def feed_layer(cache: Any, ids: Sequence[int], break_off: bool = False) -> list[
     full = pending.shape[1] // GROUP_LENGTH * GROUP_LENGTH
     cache.pending_kv, cache.pending_gate = pending[:, full:], 1 - pending[:, full:]
     if full:
-        closed = pending[:, :full].reshape(1, -1, GROUP_LENGTH * BITS)
+        closed = (pending[:, :full] + 0).reshape(1, -1, GROUP_LENGTH * BITS)
         old = cache.compress_kv
         cache.compress_kv = closed if old is None else mx.concatenate([old, closed], axis=1)
         cache.index_k = cache.compress_kv[..., ::-1] * 2

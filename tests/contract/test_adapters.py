@@ -164,10 +164,11 @@ def test_a_snapshot_takes_the_place_of_another_sequence(case: Case) -> None:
 def test_a_restored_cache_and_its_snapshot_do_not_see_each_other_change(case: Case) -> None:
     snapshot = _snapshot(case)
     before = picture(snapshot)
-    cache = case.kind.make()
-    for continuation in ((1, 1, 1), (5,)):
-        assert adapter_for(cache).restore(cache, snapshot, case.length) or _reset(cache, snapshot, case.length)
+    for continuation in ((), (1, 1, 1), (5,)):
+        cache = _put_back(case.kind, snapshot)
         _feed(case.kind, cache, case.rest, continuation)
+        assert picture(snapshot) == before
+        _overwrite(cache)
         assert picture(snapshot) == before
 
 
@@ -188,8 +189,9 @@ def test_a_live_offset_before_the_start_of_a_span_is_refused_and_changes_nothing
         for offset in (0, start - 1):
             short = _stopped(case, offset)
             before = picture(short)
-            assert not adapter.restore(short, piece, case.length), (start, offset)
-            assert picture(short) == before, (start, offset)
+            for target in (case.length, start + 1, start, offset, offset // 2):
+                assert not adapter.restore(short, piece, target), (start, offset, target)
+                assert picture(short) == before, (start, offset, target)
 
 
 @span_cases
@@ -225,6 +227,32 @@ def test_a_span_adds_only_what_the_live_state_lacks(case: Case) -> None:
         cache = _stopped(case, offset)
         assert adapter.restore(cache, snapshot, case.length), offset
         assert state_bits(case.kind, cache) == state_bits(case.kind, case.cache()), offset
+
+
+@span_cases
+def test_a_span_does_not_write_again_what_is_live(case: Case) -> None:
+    adapter = adapter_for(case.cache())
+    for offset in case.cut_targets()[1:]:
+        # Other ids than the snapshot has, so that it shows who wrote what.
+        other = token_ids(offset, seed=6)
+        cache = case.kind.fed(other, [offset])
+        assert adapter.restore(cache, _snapshot(case), case.length), offset
+        assert case.kind.spelled(cache) == list(enumerate([*other, *case.ids[offset:]])), offset
+
+
+@cut_cases
+def test_a_cache_that_was_trimmed_by_its_own_method_stands_where_it_says(case: Case) -> None:
+    for target in case.cut_targets()[1:]:
+        cache = case.cache()
+        assert cache.trim(case.length - target) == case.length - target
+        adapter = adapter_for(cache)
+        assert adapter.offset(cache) == target
+        restored = _put_back(case.kind, adapter.snapshot(cache, 0, target))
+        assert case.kind.spelled(restored) == list(enumerate(case.ids[:target])), target
+        if adapter.is_point:
+            continue
+        assert adapter.restore(cache, _snapshot(case), case.length)
+        assert state_bits(case.kind, cache) == state_bits(case.kind, case.cache()), target
 
 
 # A2: rewind
@@ -296,6 +324,7 @@ def test_a_snapshot_does_not_change_when_the_live_cache_is_written(case: Case) -
         mx.eval(snapshot.arrays())
         before = picture(snapshot)
         _feed(case.kind, cache, case.rest, continuation)
+        _overwrite(cache)
         assert picture(snapshot) == before, continuation
 
 
@@ -507,7 +536,9 @@ def test_owning_the_arrays_changes_no_state(case: Case) -> None:
 @pytest.mark.parametrize("capacity_tokens", [0, 2000])
 def test_reserving_room_or_giving_it_up_changes_no_state(case: Case, capacity_tokens: int) -> None:
     cache = case.cache()
+    room_tokens = adapter_for(cache).capacity(cache)
     adapter_for(cache).reserve(cache, capacity_tokens)
+    assert adapter_for(cache).capacity(cache) >= (room_tokens if capacity_tokens else case.length)
     assert state_bits(case.kind, cache) == state_bits(case.kind, case.cache())
     _assert_goes_on_alike(case, cache, case.cache(), (1, 1, 5, 1))
 
@@ -678,10 +709,10 @@ def _stopped(case: Case, target: int) -> Any:
     return case.kind.fed(case.ids[:target], [target] if target else [])
 
 
-def _reset(cache: Any, snapshot: Any, target: int) -> bool:
-    """Rewind a span cache that ran past `target`, then restore it."""
-    adapter = adapter_for(cache)
-    return adapter.restore(cache, None, 0) and adapter.restore(cache, snapshot, target)
+def _overwrite(cache: Any) -> None:
+    """Write into every live array in place."""
+    for buffer in adapter_for(cache).buffers(cache):
+        buffer[...] = 1
 
 
 def _feed(kind: Kind, cache: Any, ids: Sequence[int], lengths: Sequence[int]) -> list[Any]:

@@ -121,6 +121,35 @@ def test_a_checkpoint_may_go_alone_while_its_node_has_exactly_one_child(name: st
 
 
 @all_policies
+def test_an_entry_that_goes_while_it_is_evictable_is_the_victim_no_more(name: str) -> None:
+    policy = make_policy(name)
+    first, second, third = (Entry(number, "span", 0, 10, 1, 1.0, created=1, last_used=1) for number in (1, 2, 3))
+    for entry in (first, second, third):
+        policy.inserted(entry)
+        policy.evictable_changed(entry, True)
+    policy.evicted(first)
+    policy.merged(second, third)
+    assert policy.victim() is third
+    policy.evicted(third)
+    assert policy.victim() is None
+
+
+@all_policies
+@pytest.mark.parametrize("fresh", ["upper", "lower"])
+def test_either_side_of_a_split_may_be_the_new_one(name: str, fresh: str) -> None:
+    policy = make_policy(name)
+    upper = Entry(1, "span", 0, 5, 1, 1.0, created=1, last_used=1)
+    lower = Entry(2, "span", 5, 9, 1, 1.0, created=1, last_used=1)
+    policy.inserted(lower if fresh == "upper" else upper)
+    policy.split(upper, lower)
+    for entry in (upper, lower):
+        policy.evictable_changed(entry, True)
+        assert policy.victim() is entry
+        policy.evictable_changed(entry, False)
+    assert policy.victim() is None
+
+
+@all_policies
 def test_asking_for_a_victim_many_times_changes_nothing(name: str) -> None:
     traffic = Traffic(make_policy(name), seed=5)
     while traffic.witness.hooks < 300:
