@@ -50,8 +50,13 @@ def vocabulary_size(model: Any) -> int | None:
 def _integers(values: Any, name: str) -> NDArray[Any]:
     if isinstance(values, (str, bytes)):
         raise ValueError(f"{name} is a {type(values).__name__}; wanted token ids: encode the text first.")
+    kinds = set(map(type, values)) if isinstance(values, (list, tuple)) else set()
     try:
-        array = np.asarray(values)
+        # NumPy would read a truth value as 0 or 1, and a mix of signed and unsigned integers as floating point.
+        if bool in kinds:
+            array = np.asarray(values, dtype=object)
+        else:
+            array = np.asarray(values, dtype=np.int64 if _whole(kinds) else None)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} is not a sequence of integers: {error}.") from error
     if array.ndim != 1:
@@ -63,6 +68,10 @@ def _integers(values: Any, name: str) -> NDArray[Any]:
         odd = next((i for i, value in enumerate(given) if not _is_int64(value)), 0)
         raise ValueError(f"{name}[{odd}] is {given[odd]!r}; wanted an integer of at most 64 bits.")
     return array
+
+
+def _whole(kinds: set[type]) -> bool:
+    return len(kinds) > 1 and all(issubclass(kind, (int, np.integer)) for kind in kinds)
 
 
 def _is_int64(value: Any) -> bool:

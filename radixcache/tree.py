@@ -166,9 +166,9 @@ class RadixTree(Generic[P]):
 
     def append(self, parent: Node[P], keys: Keys, weights: Keys | None = None) -> Node[P]:
         """Add a leaf with edge `keys` (length >= 1, copied) below `parent`, or the root a miss gave, and return it."""
+        assert len(keys) > 0, "an edge is never empty"
         if parent.is_root:
             parent = self.root(parent.namespace)
-        assert len(keys) > 0, "an edge is never empty"
         assert int(keys[0]) not in parent.children, (parent, int(keys[0]))
         edge = np.array(keys, dtype=np.int64)
         leaf: Node[P] = Node(edge, parent.end, parent, parent.namespace, None if weights is None else weights.copy())

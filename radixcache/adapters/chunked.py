@@ -78,8 +78,10 @@ class ChunkedKVAdapter(WindowAdapter):
         return self.buffers(cache)
 
     def hold(self, cache: Any, tokens: int) -> Any:
-        # A single-token write goes into the buffer in place: holding it would copy the whole chunk for each token.
-        arrays = (cache.keys, cache.values) if tokens > 1 or cache.keys is None else None
+        # A single-token write goes into the buffer in place, and holding it would copy the whole chunk for each token;
+        # unless the front is about to be cut, which makes new arrays.
+        cuts = cache.offset - cache.start_position > cache.chunk_size
+        arrays = (cache.keys, cache.values) if tokens > 1 or cache.keys is None or cuts else None
         return arrays, cache.offset, cache.start_position
 
     def roll_back(self, cache: Any, held: Any) -> bool:

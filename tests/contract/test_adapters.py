@@ -253,6 +253,7 @@ def test_a_cache_that_was_trimmed_by_its_own_method_stands_where_it_says(case: C
             continue
         assert adapter.restore(cache, _snapshot(case), case.length)
         assert state_bits(case.kind, cache) == state_bits(case.kind, case.cache()), target
+        _assert_goes_on_alike(case, cache, case.cache(), (1, 3))
 
 
 # A2: rewind
