@@ -498,6 +498,18 @@ class PrefixCache:
         if session is not None and not session.is_closed:
             held = f"a session of {len(session.prompt)} prompt tokens, at {session.position}"
             raise CacheBusyError(f"the live slot is taken by {held}; close it first, or use fetch() and insert().")
+        if session is None and self._live.is_open:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """A session vanished without closing, its finalizer interrupted: free the slot, keep what was paged."""
+        self._session = None
+        self._lose(self._live)
+        self._live.is_open = False
+        self._states.hold_checkpoint(-self._states.session_checkpoint_bytes)
+        self._states.release_guards()
+        for node in [each for each in self._states.tree.nodes() if each.is_leaf]:
+            self._evictor.let_go(node)
 
     def _count(self, plan: ResumePlan, length: int) -> None:
         self._requests += 1

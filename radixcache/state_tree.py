@@ -303,6 +303,12 @@ class StateTree:
             assert state_of(each).guards >= 0, each
             self.refresh(each)
 
+    def release_guards(self) -> None:
+        """Let go of everything that sessions hold."""
+        for node in self.tree.nodes():
+            state_of(node).guards = 0
+            self.refresh(node)
+
     def pin(self, node: StateNode, change: int) -> None:
         """Pin (+1) or unpin (-1) one node."""
         state_of(node).pins += change

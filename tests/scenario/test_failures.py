@@ -674,3 +674,17 @@ def test_after_an_interrupt_at_very_many_lines_the_cache_is_sound_and_right(kind
     total = _interrupted_at(0, model, tokenizer)
     for line in range(2, total, total // 120):
         _interrupted_at(line, model, tokenizer)
+
+
+def test_a_session_whose_finalizer_was_cut_off_frees_the_slot_for_the_next(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = warm(model)
+    monkeypatch.setattr(Session, "__del__", lambda self: None)
+    session = cache.begin(PROMPT)
+    session.prefill(model)
+    del session
+    gc.collect()
+    answers_rightly(cache, model, TURN)
+    cache.check()
+    assert answers_rightly(cache, model, [*OTHER, 9]).cached_tokens > 0
