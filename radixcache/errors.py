@@ -8,7 +8,15 @@ class RadixCacheError(Exception):
 
 
 class CacheBusyError(RadixCacheError):
-    """Every live slot is taken by an open session."""
+    """Every live slot is taken by an open session.
+
+    Attributes:
+        holders: a description of the session on each slot, in the order of the slots.
+    """
+
+    def __init__(self, message: str, holders: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.holders = holders
 
 
 class SessionClosedError(RadixCacheError):

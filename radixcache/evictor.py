@@ -3,8 +3,12 @@
     1  snapshots of LIVE nodes         duplicates: the buffers hold the same
     2  spare capacity of live buffers  room for tokens that did not come
     3  the policy's victims            leaves by their tail, 256 tokens at a time; checkpoints of single-child nodes
-    4  the tail of an idle live path   its nodes are cut, its buffers shrink
-    5  other caches on the same ledger
+    4  an idle slot among several      the common prefix that it holds once more; its own nodes become PAGED
+    5  the tail of an idle live path   its nodes are cut, its buffers shrink
+    6  other caches on the same ledger
+
+An idle slot that was used less recently than the policy's victim is given up before that victim, so that slots do not
+shield from the policy what nobody has asked for in a long time.
 
 Never: what an open session stands on, and what is pinned. Nodes that are LEAVING count as if they were paged out
 already, so what would be evicted at once is dropped without the copy.
@@ -34,6 +38,8 @@ class Evictor:
         self._layout = states.layout
         self.checkpoint_budget_bytes = checkpoint_budget_bytes
         self.paths: list[LivePath] = []
+        #: Nodes that are being paged in: their snapshots stay, also where they are duplicates.
+        self.incoming: list[StateNode] = []
         #: What to do when a live path's state is lost; set by the cache.
         self.lose: Callable[[LivePath], None] = LivePath.forget
         self.evictions = 0
@@ -64,11 +70,57 @@ class Evictor:
         if over():
             self._drop_duplicates(over)
         if over():
-            self._drop_spare()
-        while over() and self.evict_one(over()):
+            self._drop_spare(over)
+        while over() and self._give_way(over):
             pass
-        while over() and self._cut_idle_tail(over()):
+
+    def _give_way(self, over: Callable[[], int]) -> bool:
+        """Take the next step towards less; False when there is none."""
+        stale = self._stale_path()
+        if stale is not None:
+            self._give_up(stale, over)
+            return True
+        if self.evict_one(over()):
+            return True
+        shared = self._sharing_path()
+        if shared is not None:
+            self._give_up(shared, over)
+            return True
+        return self._cut_idle_tail(over())
+
+    def _stale_path(self) -> LivePath | None:
+        """Of several slots the idle one that was used longest ago, if that is before the policy's victim was."""
+        idle = [path for path in self._idle() if path.tip is not None]
+        victim = self._states.victim() if idle and len(self.paths) > 1 else None
+        if victim is None:
+            return None
+        node, what = victim
+        state = state_of(node)
+        entry = state.entry if what == "span" else state.checkpoint_entry
+        assert entry is not None, node
+        return idle[0] if idle[0].used < entry.last_used else None
+
+    def _sharing_path(self) -> LivePath | None:
+        """Of several slots the idle one, used longest ago, whose path begins with what another slot holds as well."""
+        for path in self._idle():
+            if any(state_of(node).live_mask != 1 << path.slot for node in path.nodes()):
+                return path
+        return None
+
+    def _give_up(self, path: LivePath, over: Callable[[], int]) -> None:
+        """Empty an idle slot: page out what is nowhere else, and the policy would not evict at once."""
+        nodes = path.nodes()
+        leaving = path.leave(0)
+        while over() > path.nbytes and self.evict_one(over() - path.nbytes):
             pass
+        try:
+            for node in leaving:
+                path.page_out(node)
+        except NATIVE_ERRORS:
+            self.lose(path)
+        else:
+            path.forget()
+        self._states.coalesce_all(nodes)
 
     def thin_checkpoints(self) -> None:
         """Keep checkpoints under their cap: interval ones first; branch points, marks and the newest stay."""
@@ -93,18 +145,13 @@ class Evictor:
     def let_go(self, node: StateNode) -> None:
         """A node is no longer held: it goes if nothing can resume on it, else it is joined with what fits."""
         path = node.path()
-        while not node.is_root and self._is_useless(node):
+        while not node.is_root and self._states.is_useless(node):
             node = self._states.remove(node)
         self._states.coalesce_all(path)
 
     def _drop_branch(self, leaf: StateNode) -> None:
         """Remove a leaf, and above it what nothing can resume on any more; join what is left single."""
         self.let_go(self._states.remove(leaf))
-
-    def _is_useless(self, node: StateNode) -> bool:
-        state = state_of(node)
-        idle = node.is_leaf and not state.live and not state.held
-        return idle and self._layout.has_points and state.checkpoint is None
 
     def _evict_leaf(self, leaf: StateNode, want_bytes: int) -> None:
         state = state_of(leaf)
@@ -133,14 +180,17 @@ class Evictor:
     def _drop_duplicates(self, over: Callable[[], int]) -> None:
         if not self._states.duplicate_bytes:
             return
-        nodes = [node for path in self.paths for node in path.nodes() if state_of(node).spans is not None]
-        for node in sorted(nodes, key=lambda n: (state_of(n).entry.last_used, -n.end)):
+        nodes = {id(node): node for path in self.paths for node in path.nodes() if node not in self.incoming}
+        paged = [node for node in nodes.values() if state_of(node).spans is not None]
+        for node in sorted(paged, key=lambda n: (state_of(n).entry.last_used, -n.end)):
             if not over():
                 return
             self._states.set_spans(node, None)
 
-    def _drop_spare(self) -> None:
+    def _drop_spare(self, over: Callable[[], int]) -> None:
         for path in self._idle():
+            if not over():
+                return
             if self._layout.spare_nbytes(path.caches) > self._layout.token_bytes or path.tip is None:
                 path.shrink(path.offset)
 
@@ -162,7 +212,7 @@ class Evictor:
             return False
         for node in reversed(tip.path()):
             if node.start >= resume:
-                self._states.set_live(node, False)
+                self._states.set_live(node, path.slot, False)
                 self._states.set_leaving(node, 0)
                 path.tip = node.parent if node.parent is not None and not node.parent.is_root else None
                 self._states.remove(node)
@@ -201,7 +251,8 @@ class Evictor:
         return 0, None
 
     def _idle(self) -> list[LivePath]:
-        return [path for path in self.paths if not path.is_open]
+        """Slots that no session is open on, the one used longest ago first."""
+        return sorted((path for path in self.paths if not path.is_open), key=lambda path: path.used)
 
     def _held_bytes(self) -> int:
         return self._account.total_bytes + self._states.leaving_bytes

@@ -95,10 +95,10 @@ class Layout:
     def arrays(self, caches: Sequence[Any]) -> list[mx.array]:
         return [array for cache, adapter in self.leaves(caches) for array in adapter.buffers(cache)]
 
-    def identities(self, caches: Sequence[Any]) -> list[mx.array]:
-        """The array objects of leaves without an offset: replaced objects show that a forward pass ran unseen."""
+    def identities(self, caches: Sequence[Any]) -> list[list[mx.array]]:
+        """The array objects of each leaf without an offset: new ones show that a forward pass ran unseen."""
         pairs = self.leaves(caches)
-        return [a for cache, adapter in pairs if adapter.offset(cache) is None for a in adapter.buffers(cache)]
+        return [adapter.buffers(cache) for cache, adapter in pairs if adapter.offset(cache) is None]
 
     def live_nbytes(self, caches: Sequence[Any]) -> int:
         """Bytes of all live buffers, spare capacity included."""

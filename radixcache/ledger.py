@@ -17,9 +17,10 @@ The ledger also owns the lock that every PrefixCache sharing it takes: a byte fr
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from radixcache.turns import Turns
 
 Reclaim = Callable[[int], int]
 
@@ -52,10 +53,10 @@ class Account:
         self.checkpoint_bytes += amount_bytes
         self.ledger.changed(amount_bytes)
 
-    def set_live(self, amount_bytes: int) -> None:
-        """State the bytes that the live caches hold now."""
-        change, self.live_bytes = amount_bytes - self.live_bytes, amount_bytes
-        self.ledger.changed(change)
+    def add_live(self, amount_bytes: int) -> None:
+        """Change the bytes of the live buffers by a signed amount."""
+        self.live_bytes += amount_bytes
+        self.ledger.changed(amount_bytes)
 
 
 class Ledger:
@@ -67,7 +68,7 @@ class Ledger:
         self.budget_bytes = budget_bytes
         self.total_bytes = 0
         self.peak_bytes = 0
-        self.lock = threading.RLock()
+        self.lock = Turns()
         self._accounts: list[Account] = []
 
     def open_account(self, reclaim: Reclaim) -> Account:

@@ -6,6 +6,8 @@
     rewind     span layers by their offset; point layers along with it, or later from a checkpoint
     page in    write the new path's spans behind the common prefix, in place
 
+Spans come from a node's snapshot, or a cut at a time out of the buffers of another slot where the node is live.
+
 A copy whose allocation fails is tried again once, after half of what is held was given back.
 """
 
@@ -14,74 +16,62 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from radixcache.evaluation import NATIVE_ERRORS
+from radixcache.evaluation import NATIVE_ERRORS, LiveStateError
 from radixcache.evictor import Evictor
 from radixcache.layout import Layout
 from radixcache.live_path import LivePath
 from radixcache.resume import ResumePlan
+from radixcache.slots import Slots
+from radixcache.snapshots import Spans
 from radixcache.state_tree import StateNode, StateTree, Use, state_of
 
 R = TypeVar("R")
+
+#: Tokens that are copied at a time from the buffers of one slot to those of another.
+CUT_TOKENS = 2048
 
 
 class Pager:
     """Page-in and page-out for one cache."""
 
-    def __init__(self, layout: Layout, states: StateTree, evictor: Evictor) -> None:
+    def __init__(self, layout: Layout, states: StateTree, evictor: Evictor, slots: Slots) -> None:
         self._layout = layout
         self._states = states
         self._evictor = evictor
-        self.paged_in_bytes = 0
-        self.paged_out_bytes = 0
+        self._slots = slots
 
     def move(self, live: LivePath, plan: ResumePlan, capacity_tokens: int, prompt_tokens: int) -> None:
         """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
         keep = min(plan.common, plan.resume)
         via_live = self._layout.has_points and plan.checkpoint is None and plan.resume > 0
         incoming = self.allocating(lambda: self._split_at(plan, keep))
-        before = live.offset
-        leaving = self.leave(live, keep)
-        capacity_tokens = self._affordable(live, incoming, capacity_tokens, prompt_tokens)
-        for node in leaving:
-            self._page_out(live, node)
-        if via_live or not self._layout.has_points:
-            self._layout.rewind(live.caches, before, keep)
-        else:
-            self._layout.rewind_spans(live.caches, keep)
-        like = state_of(incoming[0]).spans if incoming else None
-        if not self._layout.is_empty(live.caches) or like is not None:
-            tight = self._evictor.over_bytes() > 0
-            self.allocating(lambda: live.reserve(capacity_tokens, like, exactly=tight))
-        for node in incoming:
-            self._page_in(live, node)
+        self._evictor.incoming = incoming
+        try:
+            self._page(live, keep, incoming, capacity_tokens, prompt_tokens, with_points=via_live)
+        finally:
+            self._evictor.incoming = []
         if self._layout.has_points and not via_live:
             self.allocating(lambda: live.restore_points(plan.checkpoint, plan.resume))
         live.measure()
 
-    def leave(self, live: LivePath, keep: int) -> list[StateNode]:
-        """Declare the live nodes beyond `keep` not live; returns those to page out. Useless ones are dropped."""
-        left = live.leave_from(keep)
-        for node in reversed(left):
-            state = state_of(node)
-            if self._layout.has_points and node.is_leaf and state.checkpoint is None and not state.held:
-                self._states.remove(node)
-        return [node for node in left if node.payload is not None and node.payload.spans is None]
-
     def retreat(self, live: LivePath, keep: int) -> None:
         """Leave the live nodes beyond `keep`: make room, and page out what is nowhere else."""
-        leaving = self.leave(live, keep)
+        leaving = live.leave(keep)
         self._evictor.make_room()
         for node in leaving:
             self._page_out(live, node)
 
-    def restored(self, live: LivePath, nodes: list[StateNode], plan: ResumePlan) -> list[Any]:
-        """Fresh caches at `plan.resume`, from the snapshots of `nodes` and, where there are none, the live buffers."""
+    def restored(self, nodes: list[StateNode], plan: ResumePlan) -> list[Any]:
+        """Fresh caches at `plan.resume`, from the state of `nodes`."""
         caches = self._layout.fresh()
-        for node in nodes:
-            spans = state_of(node).spans or self._layout.page_out(live.caches, node.start, node.end)
-            if self._layout.is_empty(caches):
-                self._layout.reserve(caches, plan.resume + 256, spans)
-            self._layout.page_in(caches, spans, min(node.end, plan.resume))
+        for node in nodes if self._layout.token_bytes else []:
+            offset, end = node.start, min(node.end, plan.resume)
+            while offset < end:
+                spans = self._spans_at(node, offset, end)
+                if self._layout.is_empty(caches):
+                    self._layout.reserve(caches, plan.resume + 256, spans)
+                self._layout.page_in(caches, spans, min(spans.end, end))
+                offset = spans.end
         if plan.checkpoint is not None:
             self._layout.restore_points(caches, plan.checkpoint, plan.resume)
         return caches
@@ -126,6 +116,32 @@ class Pager:
             self._layout.release()
             return make()
 
+    def _page(
+        self,
+        live: LivePath,
+        keep: int,
+        incoming: list[StateNode],
+        capacity_tokens: int,
+        prompt_tokens: int,
+        with_points: bool,
+    ) -> None:
+        """Move the span layers; `with_points`: the point layers go back to `keep` with them."""
+        before = live.offset
+        leaving = live.leave(keep)
+        capacity_tokens = self._affordable(live, incoming, capacity_tokens, prompt_tokens)
+        for node in leaving:
+            self._page_out(live, node)
+        if with_points or not self._layout.has_points:
+            self._layout.rewind(live.caches, before, keep)
+        else:
+            self._layout.rewind_spans(live.caches, keep)
+        like = self._spans_at(incoming[0], keep, keep + 1) if incoming and self._layout.token_bytes else None
+        if not self._layout.is_empty(live.caches) or like is not None:
+            tight = self._evictor.over_bytes() > 0
+            self.allocating(lambda: live.reserve(capacity_tokens, like, exactly=tight))
+        for node in incoming:
+            self._page_in(live, node)
+
     def _generous(self, capacity_tokens: int, need_tokens: int, other_bytes: int = 0) -> int:
         """Capacity to grow to: half as much again, so that growing copies O(n) in all, unless that would evict."""
         wanted = max(capacity_tokens + capacity_tokens // 2, need_tokens)
@@ -133,11 +149,24 @@ class Pager:
         return need_tokens if self._evictor.over_bytes(more_bytes + other_bytes) else wanted
 
     def _page_in(self, live: LivePath, node: StateNode) -> None:
-        self.paged_in_bytes += self.allocating(lambda: live.page_in(node))
+        offset = node.start
+        while offset < node.end and self._layout.token_bytes:
+            spans = self.allocating(lambda start=offset: self._spans_at(node, start, node.end))  # type: ignore[misc]
+            self.allocating(lambda cut=spans: live.page_in(cut, cut.end))  # type: ignore[misc]
+            offset = spans.end
+        live.advance(node)
 
     def _page_out(self, live: LivePath, node: StateNode) -> None:
-        # A node may be evicted any time between its beginning to leave and the second try.
-        self.paged_out_bytes += self.allocating(lambda: 0 if node.payload is None else live.page_out(node))
+        self.allocating(lambda: live.page_out(node))
+
+    def _spans_at(self, node: StateNode, start: int, end: int) -> Spans:
+        """A node's snapshot, or as much of [start, end) as is copied at a time from where it is live."""
+        if node.payload is None:
+            raise LiveStateError(f"the tokens [{node.start}, {node.end}) were lost while they were paged in.")
+        if node.payload.spans is not None:
+            return node.payload.spans
+        source = self._slots.source(node)
+        return self._layout.page_out(source.caches, start, min(end, start // CUT_TOKENS * CUT_TOKENS + CUT_TOKENS))
 
     def _split_at(self, plan: ResumePlan, keep: int) -> list[StateNode]:
         """Cut the path at the resume offset; returns its nodes between `keep` and there, to be paged in."""

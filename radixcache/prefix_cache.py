@@ -5,20 +5,19 @@ A request is begun, runs on the live caches, and is closed:
     begin    match -> plan where to resume -> leave the old path (page out) -> make room -> page in -> Session
     close    settle what was evaluated -> new nodes and checkpoints in the tree, LIVE -> keep the budget
 
-Invariants, asserted by `check`, besides those of StateTree (S), LivePath (V) and Ledger (L):
+Invariants, asserted by `check`, besides those of StateTree (S), Slots (P), LivePath (V) and Ledger (L):
 
   C1  Between public calls every node's spans are LIVE or PAGED, none is LEAVING.
   C2  live + paged bytes <= budget after every public call, if dropping evictable state can achieve it.
   C3  A leaf without a checkpoint is live, held, or the model has no point layers: nothing else could resume on it.
 
-All public methods take one lock, which caches on the same ledger share. Forward passes run outside of it.
+All public methods take one lock, which caches on the same ledger share. Forward passes run outside of it. A session
+belongs to one thread at a time; sessions on different slots may run in different threads.
 Nothing here reads a clock or draws a random number: the same requests give the same tree.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from policies import CostModel, EvictionPolicy, make_policy
-from radixcache.errors import CacheBusyError
 from radixcache.evictor import Evictor
 from radixcache.interrupts import uninterrupted
 from radixcache.layout import Layout
@@ -37,8 +35,9 @@ from radixcache.pager import Pager
 from radixcache.pins import Pins
 from radixcache.recorder import Recorder
 from radixcache.render import render_node
-from radixcache.resume import ResumePlan, ShortReason, plan_resume
+from radixcache.resume import ResumePlan, plan_resume
 from radixcache.session import Session
+from radixcache.slots import Slots
 from radixcache.snapshots import Checkpoint
 from radixcache.state_tree import NodeState, StateNode, StateTree, Use, state_of
 from radixcache.stats import CacheStats
@@ -47,7 +46,7 @@ from radixcache.tree import Keys, Match, below
 
 
 class PrefixCache:
-    """A radix tree of layer snapshots with one live path, under a byte budget.
+    """A radix tree of layer snapshots with one live path or several, under a byte budget.
 
     Args:
         model: an mlx-lm model; its caches come from mlx-lm's make_prompt_cache.
@@ -57,7 +56,7 @@ class PrefixCache:
         policy: a name in policies.POLICIES or an EvictionPolicy.
         checkpoint_interval: tokens between checkpoints of point state during prefill.
         checkpoint_budget_bytes: cap on checkpoints, beyond which interval ones are thinned; half the budget by default.
-        live_slots: paths that are live at a time; 1.
+        live_slots: paths that may be live at a time, and so sessions that may be open; each has buffers of its own.
         kv_bits, kv_group_size: keep full-attention layers quantized, from offset 0.
         cost: prefill cost in the policy's eyes; analytic by default.
 
@@ -86,8 +85,7 @@ class PrefixCache:
             raise ValueError(f"caches is a {type(caches).__name__}; wanted a callable that returns mlx-lm caches.")
         _require_count("checkpoint_interval", checkpoint_interval, "tokens")
         _require_count("kv_group_size", kv_group_size, "elements")
-        if live_slots != 1:
-            raise ValueError(f"live_slots is {live_slots!r}; only 1 is supported.")
+        _require_count("live_slots", live_slots, "slots")
         if kv_bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"kv_bits is {kv_bits!r}; wanted None, 2, 3, 4, 5, 6 or 8.")
         chosen_policy = make_policy(policy)
@@ -105,13 +103,11 @@ class PrefixCache:
         self._states = StateTree(self.layout, chosen_policy, self._account, cost or _analytic_cost(model))
         cap = checkpoint_budget_bytes if checkpoint_budget_bytes is not None else self._ledger.budget_bytes // 2
         self._evictor = Evictor(self._states, cap)
-        self._live = LivePath(self.layout, self._states)
-        self._evictor.paths = [self._live]
+        self._slots = Slots(self.layout, self._states, live_slots)
+        self._evictor.paths = self._slots.paths
         self._evictor.lose = self._lose
-        self._pager = Pager(self.layout, self._states, self._evictor)
+        self._pager = Pager(self.layout, self._states, self._evictor, self._slots)
         self._recorder = Recorder(self.layout, self._states, self._evictor, self._pager)
-        self._session: weakref.ref[Session] | None = None
-        self._session_thread = 0
         self._pins = Pins(self.layout, self._states, self._evictor, self._ledger.budget_bytes)
         self._tick = 0
         self._requests = self._hit_tokens = self._miss_tokens = 0
@@ -143,7 +139,7 @@ class PrefixCache:
 
         Raises:
             ValueError: tokens, keys, marks or reserve out of their range.
-            CacheBusyError: another session is open.
+            CacheBusyError: every live slot is taken by an open session; it says by which.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
         for mark in marks:
@@ -154,7 +150,9 @@ class PrefixCache:
         session = None
         try:
             with uninterrupted(), self.lock:
-                self._require_idle()
+                for path in self._slots.vanished():
+                    self._abandon(path)
+                self._slots.require_free(namespace)
                 use = self._next_use(priority, turn, kind)
                 session = self._open(prompt, prompt_keys, namespace, use, marks, reserve)
         except BaseException:
@@ -177,12 +175,13 @@ class PrefixCache:
         with uninterrupted(), self.lock:
             use = self._next_use()
             match = self._states.match(prompt_keys, namespace)
-            plan = self._readable(plan_resume(self.layout, match, len(prompt) - 1, None))
+            hidden = self._slots.hidden(match.node.path(), None)
+            plan = plan_resume(self.layout, match, len(prompt) - 1, None, hidden)
             nodes = [node for node in plan.path if node.start < plan.resume]
             if not match.node.is_root:
                 self._states.guard(match.node, 1)
             try:
-                caches = self._pager.allocating(lambda: self._pager.restored(self._live, nodes, plan))
+                caches = self._pager.allocating(lambda: self._pager.restored(nodes, plan))
             finally:
                 if not match.node.is_root:
                     self._states.guard(match.node, -1)
@@ -264,14 +263,14 @@ class PrefixCache:
                 short_reasons=dict(self._short_reasons),
                 evictions=self._evictor.evictions,
                 evicted_bytes=self._evictor.evicted_bytes,
-                copied_bytes=self._pager.paged_in_bytes + self._pager.paged_out_bytes + self._states.copied_bytes,
-                paged_in_bytes=self._pager.paged_in_bytes,
-                paged_out_bytes=self._pager.paged_out_bytes,
+                copied_bytes=self._states.copied_bytes,
+                paged_in_bytes=self._states.paged_in_bytes,
+                paged_out_bytes=self._states.paged_out_bytes,
                 live_bytes=self._account.live_bytes,
                 paged_bytes=self._account.paged_bytes,
                 checkpoint_bytes=self._account.checkpoint_bytes,
                 duplicate_bytes=self._states.duplicate_bytes,
-                spare_bytes=self.layout.spare_nbytes(self._live.caches),
+                spare_bytes=self._slots.spare_nbytes(),
                 pinned_bytes=self._pins.nbytes,
                 nodes=self._states.tree.node_count,
                 tokens=self._states.tree.key_count,
@@ -285,25 +284,27 @@ class PrefixCache:
         with self.lock:
             self._states.check()
             self._ledger.check()
-            session = self._open_session()
+            self._slots.check()
             assert self._states.leaving_bytes == 0, self._states.leaving_bytes
             for node in self._states.tree.nodes():
                 state = state_of(node)
                 assert state.live or state.spans is not None, node
                 bare = node.is_leaf and state.checkpoint is None and not state.live and not state.held
                 assert not (bare and self.layout.has_points), node
-                assert state.guards == 0 or session is not None, (node, state.guards)
-            if session is None:
-                self._live.check()
-                assert self._states.session_checkpoint_bytes == 0, self._states.session_checkpoint_bytes
-                if not self._pins.nbytes and self._ledger.is_sole(self._account):
-                    assert self._ledger.over_bytes() == 0, self._ledger.total_bytes
+            held = sum(path.checkpoint_bytes for path in self._slots.paths)
+            assert held == self._states.session_checkpoint_bytes, (held, self._states.session_checkpoint_bytes)
+            live = sum(path.nbytes for path in self._slots.paths)
+            assert live == self._account.live_bytes, (live, self._account.live_bytes)
+            idle = not any(path.is_open for path in self._slots.paths)
+            if idle and not self._pins.nbytes and self._ledger.is_sole(self._account):
+                assert self._ledger.over_bytes() == 0, self._ledger.total_bytes
             self._pins.check()
 
     def dump(self, tokenizer: Any = None) -> str:
         """The tree as text, a line per node: span, tokens, bytes, residency, pins; with a tokenizer the edge's text."""
         with self.lock:
-            return self._states.dump(lambda node: render_node(node, self.layout.token_bytes, tokenizer))
+            slots = len(self._slots.paths)
+            return self._states.dump(lambda node: render_node(node, self.layout.token_bytes, tokenizer, slots))
 
     def clear(self) -> None:
         """Drop everything that no open session stands on, pins included."""
@@ -327,10 +328,10 @@ class PrefixCache:
             self._lose(live)
             raise
         finally:
-            self._drop_session_checkpoints(session)
-            self._release(session)
-            self._session = None
-            live.is_open = False
+            live.hold_checkpoint(-live.checkpoint_bytes)
+            session.checkpoints.clear()
+            self._release(live)
+            self._slots.free(live)
             self._states.coalesce_all(live.nodes())
             live.measure()
             self._keep_budget()
@@ -352,7 +353,7 @@ class PrefixCache:
 
     def session_checkpoint(self, session: Session, checkpoint: Checkpoint) -> None:
         """Book a checkpoint that a session took; over the cap or the budget the session's interval ones thin out."""
-        self._states.hold_checkpoint(checkpoint.nbytes)
+        session.live.hold_checkpoint(checkpoint.nbytes)
         self._evictor.thin_checkpoints()
         fits = self._evictor.make_room()
         cap = self._evictor.checkpoint_budget_bytes
@@ -361,7 +362,7 @@ class PrefixCache:
             if victim is None:
                 return
             session.checkpoints.remove(victim)
-            self._states.hold_checkpoint(-victim.nbytes)
+            session.live.hold_checkpoint(-victim.nbytes)
             fits = self._evictor.over_bytes() == 0
 
     def take_checkpoint(self, session: Session, offset: int, kind: str) -> Checkpoint:
@@ -385,32 +386,24 @@ class PrefixCache:
     def _open(
         self, prompt: TokenIds, keys: Keys, namespace: str, use: Use, marks: Sequence[int], reserve: int
     ) -> Session:
-        live = self._live
         match = self._pager.allocating(lambda: self._cut_match(keys, namespace))
-        plan = plan_resume(self.layout, match, len(prompt) - 1, live)
-        guarded = None if match.node.is_root else match.node
-        if guarded is not None:
-            self._states.guard(guarded, 1)
-        live.is_open = True
+        path = match.node.path()
+        live = self._slots.choose(path, len(prompt) - 1)
+        plan = plan_resume(self.layout, match, len(prompt) - 1, live, self._slots.hidden(path, live))
+        live.hold(match.node if path else None)
+        live.is_open, live.used = True, use.tick
         try:
             self._pager.keep_point_state(live, use)
             self._pager.move(live, plan, len(prompt) + reserve, len(prompt))
         except BaseException:
-            path = [] if guarded is None else guarded.path()
-            if guarded is not None:
-                self._states.guard(guarded, -1)
             self._lose(live)
-            live.is_open = False
-            held = [node for node in path if node.payload is not None]
-            if held:
-                self._evictor.let_go(held[-1])
+            self._release(live)
+            self._slots.free(live)
             raise
-        path = [] if guarded is None else guarded.path()
-        self._states.touch(path, self._resumed_from(plan, live), use)
+        self._states.touch([] if live.guarded is None else live.guarded.path(), self._resumed_from(plan, live), use)
         self._count(plan, len(prompt))
-        session = Session(self, live, plan, prompt, keys, namespace, use, marks, reserve, guarded)
-        self._session = weakref.ref(session)
-        self._session_thread = threading.get_ident()
+        session = Session(self, live, plan, prompt, keys, namespace, use, marks, reserve)
+        self._slots.seat(live, session)
         self._evictor.make_room()
         return session
 
@@ -435,48 +428,26 @@ class PrefixCache:
         keys = np.concatenate([session.prompt_keys, ids[len(session.prompt) :].astype(np.int64)])[:end]
         self._recorder.record_live(live, keys, session.namespace, session.checkpoints, session.use)
 
-    def _drop_session_checkpoints(self, session: Session) -> None:
-        self._states.hold_checkpoint(-self._states.session_checkpoint_bytes)
-        session.checkpoints.clear()
-
-    def _release(self, session: Session) -> None:
-        """Let go of the path that the session was begun on, and join what was cut for it in vain."""
-        node, session.guarded = session.guarded, None
+    def _release(self, live: LivePath) -> None:
+        """Let go of the path that a session was begun on, and join what was cut for it in vain."""
+        node = live.guarded
+        live.hold(None)
         if node is not None:
-            self._states.guard(node, -1)
             self._evictor.let_go(node)
 
     def _lose(self, live: LivePath) -> None:
         """The live buffers cannot be trusted: what was only there goes, what was paged stays."""
         live.forget()
-        session = self._open_session()
         for node in list(self._states.tree.nodes()):
-            if node.payload is None or node.payload.spans is not None:
+            if node.payload is None or node.payload.spans is not None or node.payload.live:
                 continue
+            rest = None if node.parent is None or node.parent.is_root else node.parent
             for gone in (node, *below(node)):
                 self._pins.void(gone)
-                if session is not None and session.guarded is gone:
-                    session.guarded = None if node.parent is None or node.parent.is_root else node.parent
+                for path in self._slots.paths:
+                    if path.guarded is gone:
+                        path.guarded = rest
             self._states.remove_subtree(node)
-
-    # Private: fetch
-
-    def _readable(self, plan: ResumePlan) -> ResumePlan:
-        """Shorten a plan whose spans are only in the live buffers of a session that another thread has open."""
-        if self._open_session() is None or self._session_thread == threading.get_ident():
-            return plan
-        if not self.layout.token_bytes:
-            return plan  # no span layers: the checkpoint is all there is to read
-        hidden = [n.start for n in plan.path if n.start < plan.resume and state_of(n).spans is None]
-        if not hidden:
-            return plan
-        resume, checkpoint, source = hidden[0], None, None
-        if self.layout.has_points:
-            shown = [n for n in plan.path if n.end <= resume and state_of(n).checkpoint is not None]
-            source = shown[-1] if shown else None
-            resume = source.end if source is not None else 0
-            checkpoint = None if source is None else state_of(source).checkpoint
-        return ResumePlan(plan.matched, resume, plan.path, plan.common, checkpoint, source, ShortReason.LIVE_ELSEWHERE)
 
     # Private: the rest
 
@@ -490,26 +461,12 @@ class PrefixCache:
         self._tick += 1
         return Use(self._tick, priority, turn, kind)
 
-    def _open_session(self) -> Session | None:
-        return None if self._session is None else self._session()
-
-    def _require_idle(self) -> None:
-        session = self._open_session()
-        if session is not None and not session.is_closed:
-            held = f"a session of {len(session.prompt)} prompt tokens, at {session.position}"
-            raise CacheBusyError(f"the live slot is taken by {held}; close it first, or use fetch() and insert().")
-        if session is None and self._live.is_open:
-            self._abandon()
-
-    def _abandon(self) -> None:
+    def _abandon(self, live: LivePath) -> None:
         """A session vanished without closing, its finalizer interrupted: free the slot, keep what was paged."""
-        self._session = None
-        self._lose(self._live)
-        self._live.is_open = False
-        self._states.hold_checkpoint(-self._states.session_checkpoint_bytes)
-        self._states.release_guards()
-        for node in [each for each in self._states.tree.nodes() if each.is_leaf]:
-            self._evictor.let_go(node)
+        self._lose(live)
+        live.hold_checkpoint(-live.checkpoint_bytes)
+        self._release(live)
+        self._slots.free(live)
 
     def _count(self, plan: ResumePlan, length: int) -> None:
         self._requests += 1

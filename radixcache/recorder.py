@@ -76,7 +76,7 @@ class Recorder:
         node = self._path_for(keys, namespace, use)
         if spans is not None:
             self._states.set_spans(node, spans)
-            self._pager.paged_out_bytes += spans.nbytes
+            self._states.paged_out_bytes += spans.nbytes
         if checkpoint is not None and state_of(node).checkpoint is None:
             self._states.set_checkpoint(node, checkpoint, use)
         self._states.touch(node.path(), node, use)

@@ -10,7 +10,7 @@ With span layers alone that is the match itself. Point layers need their state a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from radixcache.layout import Layout
@@ -51,8 +51,20 @@ class ResumePlan:
     reason: ShortReason | None
 
 
-def plan_resume(layout: Layout, match: Match[NodeState], limit: int, live: LivePath | None) -> ResumePlan:
-    """Plan for a request of which at most `limit` tokens may be restored, on a live path or (None) on fresh caches."""
+def plan_resume(
+    layout: Layout, match: Match[NodeState], limit: int, live: LivePath | None, hidden: int | None = None
+) -> ResumePlan:
+    """Plan for a request of which at most `limit` tokens may be restored, on a live path or (None) on fresh caches.
+
+    Spans from offset `hidden` on cannot be read now (None: all can).
+    """
+    plan = _plan(layout, match, limit, live)
+    if hidden is None or plan.resume <= hidden:
+        return plan
+    return replace(_plan(layout, match, hidden, live), reason=ShortReason.LIVE_ELSEWHERE)
+
+
+def _plan(layout: Layout, match: Match[NodeState], limit: int, live: LivePath | None) -> ResumePlan:
     path = match.node.path()
     limit = min(match.offset, limit)
     common = live.common(path, limit) if live is not None else 0

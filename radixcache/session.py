@@ -21,6 +21,8 @@ Invariants:
 from __future__ import annotations
 
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
+from radixcache.blind_leaves import BlindLeaves, Moved
 from radixcache.errors import SessionClosedError
 from radixcache.evaluation import is_evaluation_failure
 from radixcache.interrupts import uninterrupted
@@ -35,7 +38,7 @@ from radixcache.layout import Layout
 from radixcache.live_path import LivePath
 from radixcache.resume import ResumePlan, ShortReason
 from radixcache.snapshots import Checkpoint
-from radixcache.state_tree import StateNode, Use
+from radixcache.state_tree import Use
 from radixcache.tokens import TokenIds, token_ids
 from radixcache.tree import Keys
 
@@ -55,6 +58,7 @@ class Session:
         reason: why less than the match was resumed, from ShortReason; None when all of it was.
         remaining: int32 token ids that were left to evaluate at begin, never empty.
         caches: the live mlx-lm caches. Read it again after each forward pass and keep no arrays out of it.
+        thread: the thread that began or last used the session; sessions of other threads do not read its buffers.
     """
 
     def __init__(
@@ -68,7 +72,6 @@ class Session:
         use: Use,
         marks: Sequence[int],
         reserve: int,
-        guarded: StateNode | None,
     ) -> None:
         self.cached_tokens = plan.resume
         self.matched_tokens = plan.matched
@@ -80,11 +83,11 @@ class Session:
         self.prompt_keys = keys
         self.use = use
         self.live = live
-        self.guarded = guarded
         self.reserve_tokens = reserve
         self.checkpoints: list[Checkpoint] = []
         self.is_closed = False
         self.is_lost = False
+        self.thread = threading.current_thread()
         self._cache = cache
         self._layout: Layout = cache.layout
         self._marks = tuple(marks)
@@ -93,9 +96,8 @@ class Session:
         self._reported_count = 0
         self._span_capacity = 0
         self._recheck_at = -1
-        # Layers without an offset: only the array objects themselves tell that somebody else ran the model.
-        self._identities = self._layout.identities(live.caches)
-        self._is_blind = True
+        self._blind = BlindLeaves(self._layout, live.caches)
+        self._broke_off = False
         self._handled: BaseException | None = None
 
     def __enter__(self) -> Session:
@@ -107,12 +109,15 @@ class Session:
         if error is not self._handled and is_evaluation_failure(error):
             # The caller's own evaluation of what step() returned: the live buffers were part of it.
             self.is_lost = True
+        # The caller's own loop may have been in the middle of a forward pass.
+        self._broke_off = error is not None and error is not self._handled
         self.close()
 
     def __del__(self) -> None:
-        # An interrupt between begin() and the with block leaves nobody to close the session.
+        # An interrupt between begin() and the with block leaves nobody to close the session. Garbage may be collected
+        # at any moment, also in the middle of an operation of this very thread.
         if not getattr(self, "is_closed", True) and not sys.is_finalizing():
-            self.close()
+            self._cache.lock.when_free(self._close_unattended)
 
     @property
     def position(self) -> int:
@@ -205,9 +210,16 @@ class Session:
             finally:
                 # Whoever keeps the closed session must not keep the state with it.
                 self.caches = []
-                self._identities = []
+                self._blind.forget()
                 self._reported = []
                 self._handled = None
+
+    def _close_unattended(self) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            # Nobody waits for this; whoever runs into it called for something else.
+            warnings.warn(f"a session that nobody closed could not be stored: {error}", ResourceWarning, stacklevel=1)
 
     # What PrefixCache asks at close
 
@@ -235,6 +247,16 @@ class Session:
         self._layout.own(caches)
         return target
 
+    def is_readable(self) -> bool:
+        """Whether the calling thread may read the live buffers now, once what is pending in them was evaluated."""
+        if self.is_lost or self.thread is not threading.current_thread():
+            return False
+        try:
+            self._layout.evaluate(self.live.caches)
+        except Exception:  # the forward pass that was pending failed, and left the session nothing to go on with
+            self.is_lost = True
+        return not self.is_lost
+
     def known_ids(self) -> TokenIds:
         """Token ids of the prompt and of what was reported, up to the first that is not a token id."""
         parts: list[Any] = [self.prompt]
@@ -252,6 +274,7 @@ class Session:
     # Private
 
     def _require_open(self) -> None:
+        self.thread = threading.current_thread()
         if self.is_closed:
             raise SessionClosedError("the session is closed; begin() another one.")
         if self.is_lost:
@@ -260,13 +283,28 @@ class Session:
     def _sync(self) -> None:
         """Take note of forward passes that the caller's own loop ran."""
         offset = self._layout.first_offset(self.caches)
-        if offset is None or offset == self._position:
+        if offset is None:
+            return
+        if not self._agree(self.caches, offset):
+            self._fall_back(min(offset, self._position))
+            return
+        if offset == self._position:
             return
         if offset > self.known_tokens:
             raise ValueError(
                 f"the caches stand at {offset}, only {self.known_tokens} tokens are known; extend() first."
             )
         self._position = offset
+        self._blind.note(self.caches)
+
+    def _agree(self, caches: list[Any], offset: int) -> bool:
+        """Whether the leaves without an offset may stand where the others do.
+
+        A forward pass of the caller's own loop that broke off shows in them, unless others went through before it.
+        """
+        if not self._blind:
+            return True
+        return self._blind.moved(caches) is (Moved.NONE if offset == self._position else Moved.ALL)
 
     def _checkpoint_stops(self, last: int) -> dict[int, str]:
         """Offsets in (position, last] at which point state is to be kept, with the reason, the most lasting first."""
@@ -313,8 +351,8 @@ class Session:
                     self._undo(held, probe=False)
             raise
         self._position += count
-        if self._is_blind:
-            self._identities = self._layout.identities(self.caches)
+        if self._blind:
+            self._blind.note(self.caches)
         return logits
 
     def _undo(self, held: list[Any], probe: bool) -> None:
@@ -328,14 +366,14 @@ class Session:
                 return
         if not intact:
             self._fall_back(self._position)
-        elif self._is_blind:
-            self._identities = self._layout.identities(self.caches)
+        else:
+            self._blind.note(self.caches)
 
     def _fall_back(self, limit: int) -> int:
         """Return to the last checkpoint at or below `limit`, or to 0."""
         self._position = self._cache.retreat(self, limit)
         self.caches = list(self.live.caches)
-        self._identities = self._layout.identities(self.caches)
+        self._blind.note(self.caches)
         return self._position
 
     def _evaluated(self, caches: list[Any], known: int) -> int | None:
@@ -344,18 +382,19 @@ class Session:
         replaced = len(self.caches) != len(caches) or any(a is not b for a, b in zip(self.caches, caches, strict=True))
         if replaced and self._layout.has_points:
             return None
+        moved = self._blind.moved(caches)
+        if self._broke_off and moved is not Moved.NONE:
+            return None
         if offsets is None:
-            same = self._layout.identities(caches)
-            untouched = len(same) == len(self._identities) and all(
-                a is b for a, b in zip(same, self._identities, strict=True)
-            )
-            return self._position if untouched and self._position <= known else None
+            return self._position if moved is Moved.NONE and self._position <= known else None
         low, high = offsets
         if low != high:
             if self._layout.has_points:
                 return None
             self._layout.rewind_spans(caches, min(low, known))
             return min(low, known)
+        if not self._agree(caches, high):
+            return None
         if high > known:
             if not self._layout.can_rewind(caches, high, known):
                 return None
@@ -407,5 +446,4 @@ class Session:
             self._cache.measured(self, wait)
         self._span_capacity = self._layout.span_capacity(self.caches)
         self._recheck_at = self._layout.capacity(self.caches)
-        self._is_blind = self._layout.first_offset(self.caches) is None
-        self._identities = self._layout.identities(self.caches) if self._is_blind else []
+        self._blind.note(self.caches)

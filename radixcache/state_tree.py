@@ -3,7 +3,7 @@
 Every restructuring of the tree restructures the state with it, in one method, so that the three never disagree.
 A node's spans are in one of these places:
 
-    LIVE    in the buffers of the live cache; costs nothing more
+    LIVE    in the buffers of one live slot or several; costs nothing more
     PAGED   as snapshot arrays (`spans`); a node may be both, its snapshot is then a duplicate
     LEAVING neither: it is about to be paged out (`leaving_bytes` says what that will take), or dropped instead
 
@@ -58,10 +58,14 @@ class NodeState:
     checkpoint_entry: Entry | None = None
     spans: Spans | None = None
     checkpoint: Checkpoint | None = None
-    live: bool = False
+    live_mask: int = 0  # bit i: live in slot i
     leaving_bytes: int = 0
     pins: int = 0
     guards: int = 0
+
+    @property
+    def live(self) -> bool:
+        return self.live_mask != 0
 
     @property
     def held(self) -> bool:
@@ -89,7 +93,9 @@ class StateTree:
         self.leaving_bytes = 0
         self.duplicate_bytes = 0
         self.session_checkpoint_bytes = 0
-        self.copied_bytes = 0
+        self.paged_in_bytes = 0
+        self.paged_out_bytes = 0
+        self.cut_bytes = 0
         self._node_of: dict[int, StateNode] = {}
         self._evictable: set[int] = set()
         self._next_entry_id = 0
@@ -112,6 +118,12 @@ class StateTree:
     def thinnable(self) -> StateNode | None:
         """The node whose checkpoint the cap takes first; None when only branch points, marks and leaves are left."""
         return self._node_of[self._thin_order[0][-1]] if self._thin_order else None
+
+    def is_useless(self, node: StateNode) -> bool:
+        """Whether this is a leaf that nothing can resume on, and nobody is on."""
+        state = state_of(node)
+        idle = node.is_leaf and not state.live and not state.held
+        return idle and self.layout.has_points and state.checkpoint is None
 
     # Restructuring
 
@@ -143,7 +155,7 @@ class StateTree:
         old = state.entry
         entry = self._new_entry(upper, "span", Use(old.last_used, old.priority, old.turn, old.kind))
         entry.created, entry.uses = old.created, old.uses
-        upper.payload = NodeState(entry, live=state.live, leaving_bytes=share, guards=state.guards)
+        upper.payload = NodeState(entry, live_mask=state.live_mask, leaving_bytes=share, guards=state.guards)
         state.leaving_bytes -= share
         self.set_spans(upper, upper_spans)
         self.set_spans(node, lower_spans)
@@ -250,11 +262,12 @@ class StateTree:
             self.duplicate_bytes += after - before
         self._reweigh(state)
 
-    def set_live(self, node: StateNode, live: bool) -> None:
-        """Say whether a node's spans are in the live buffers."""
+    def set_live(self, node: StateNode, slot: int, live: bool) -> None:
+        """Say whether a node's spans are in the live buffers of a slot."""
         state = state_of(node)
-        if state.live != live:
-            state.live = live
+        before = state.live
+        state.live_mask = state.live_mask | 1 << slot if live else state.live_mask & ~(1 << slot)
+        if state.live != before:
             paged = 0 if state.spans is None else state.spans.nbytes
             self.duplicate_bytes += paged if live else -paged
             self.refresh(node)
@@ -291,6 +304,11 @@ class StateTree:
             parent = self.remove(each)
         return parent
 
+    @property
+    def copied_bytes(self) -> int:
+        """Spans copied: paged in, paged out, and cut or joined at a split or merge."""
+        return self.paged_in_bytes + self.paged_out_bytes + self.cut_bytes
+
     def hold_checkpoint(self, change_bytes: int) -> None:
         """Book checkpoints that an open session holds and the tree does not have yet."""
         self.session_checkpoint_bytes += change_bytes
@@ -302,12 +320,6 @@ class StateTree:
             state_of(each).guards += change
             assert state_of(each).guards >= 0, each
             self.refresh(each)
-
-    def release_guards(self) -> None:
-        """Let go of everything that sessions hold."""
-        for node in self.tree.nodes():
-            state_of(node).guards = 0
-            self.refresh(node)
 
     def pin(self, node: StateNode, change: int) -> None:
         """Pin (+1) or unpin (-1) one node."""
@@ -394,7 +406,7 @@ class StateTree:
                 if spare:
                     return None
                 raise
-        self.copied_bytes += copied_bytes
+        self.cut_bytes += copied_bytes
         return tuple(results)
 
     def _new_entry(self, node: StateNode, state: EntryState, use: Use) -> Entry:
@@ -426,7 +438,7 @@ class StateTree:
         # A guarded node is held by name: an open session resumes at its end.
         if upper.checkpoint is not None or upper.pins or upper.guards or lower.guards:
             return None
-        if (upper.live, upper.leaving_bytes > 0) != (lower.live, lower.leaving_bytes > 0):
+        if (upper.live_mask, upper.leaving_bytes > 0) != (lower.live_mask, lower.leaving_bytes > 0):
             return None
         if (upper.spans is None) != (lower.spans is None):
             paged = node if lower.spans is None else child

@@ -2,7 +2,7 @@
 
 Whatever is handed out must spell exactly the prefix that it claims; every invariant holds after every call; the
 budget holds whenever nothing pinned stands against it. Grid and trim steps are made small, so that short sequences
-cross them.
+cross them. With several live slots, sessions overlap: one is left open while others come and go.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import radixcache.adapters.span
 import radixcache.evictor
 import radixcache.layout
+import radixcache.pager
 import radixcache.state_tree
 from radixcache import CacheBusyError, PrefixCache, SnapshotError
 from tests.property.spelling import LayerError, SpellingModel, spells
@@ -36,6 +37,7 @@ def _small_steps() -> Any:
     for module in (radixcache.adapters.span, radixcache.layout, radixcache.state_tree):
         patch.setattr(module, "SEGMENT_TOKENS", 8)
     patch.setattr(radixcache.evictor, "TRIM_TOKENS", 4)
+    patch.setattr(radixcache.pager, "CUT_TOKENS", 8)
     yield
     patch.undo()
 
@@ -50,13 +52,22 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         budget=st.sampled_from([400, 2_000, 6_000, 40_000, 1 << 30]),
         policy=st.sampled_from(["lru", "fifo"]),
         interval=st.sampled_from([5, 2048]),
+        slots=st.integers(1, 3),
     )
-    def make(self, data: Any, budget: int, policy: str, interval: int) -> None:
+    def make(self, data: Any, budget: int, policy: str, interval: int, slots: int) -> None:
         kinds = data.draw(self.kinds_of)
         self.model = SpellingModel(kinds if set(kinds) - {"unused", "none"} else [*kinds, "kv"])
         self.cache = PrefixCache(
-            self.model, budget_bytes=budget, policy=policy, checkpoint_interval=interval, checkpoint_budget_bytes=budget
+            self.model,
+            budget_bytes=budget,
+            policy=policy,
+            checkpoint_interval=interval,
+            checkpoint_budget_bytes=budget,
+            live_slots=slots,
         )
+        self.slots = slots
+        # Sessions that stay open from one rule to the next: the session, its tokens so far, its namespace.
+        self.opened: list[tuple[Any, list[int], str]] = []
         self.stored: dict[str, list[list[int]]] = {name: [] for name in NAMESPACES}
         self.pins: list[tuple[list[int], str]] = []
         self.lossless = budget == 1 << 30
@@ -64,6 +75,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):
+            for session, _, _ in self.opened:
+                session.close()
             for tokens, namespace in self.pins:
                 self.cache.unpin(tokens, namespace)
             self.cache.clear()
@@ -95,6 +108,34 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert session.cached_tokens == min(longest, len(tokens) - 1)
         spells(session.caches, tokens[: session.cached_tokens], self.model.kinds)
         return session, tokens
+
+    @precondition(lambda self: len(self.opened) < self.slots - 1)
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES), step=st.sampled_from([3, 2048]))
+    def begin_and_stay(self, data: Any, namespace: str, step: int) -> None:
+        session, tokens = self.open(data, namespace)
+        session.prefill(self.model, step_size=step)
+        session.step(self.model, tokens[-1:])
+        self.opened.append((session, tokens, namespace))
+
+    @precondition(lambda self: self.opened)
+    @rule(data=st.data(), reply=short)
+    def go_on(self, data: Any, reply: list[int]) -> None:
+        """The requests that came in between have not touched what an open session stands on."""
+        index = data.draw(st.integers(0, len(self.opened) - 1))
+        session, tokens, namespace = self.opened[index]
+        spells(session.caches, tokens, self.model.kinds)
+        for token in reply:
+            self.step(session, token, lazily=data.draw(st.booleans()))
+        self.opened[index] = (session, tokens + reply, namespace)
+
+    @precondition(lambda self: self.opened)
+    @rule(data=st.data())
+    def close_one(self, data: Any) -> None:
+        session, tokens, namespace = self.opened.pop(data.draw(st.integers(0, len(self.opened) - 1)))
+        spells(session.caches, tokens, self.model.kinds)
+        session.close()
+        self.stored[namespace].append(tokens)
+        self.resumes(tokens, namespace)
 
     @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES), step=st.sampled_from([3, 7, 2048]), reply=short)
     def serve(self, data: Any, namespace: str, step: int, reply: list[int]) -> None:
@@ -193,7 +234,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         session, tokens = self.open(data, namespace)
         with session:
             session.prefill(self.model, step_size=5)
-            self.model.fail_in_layer = data.draw(st.integers(0, len(self.model.kinds) - 1))
+            self.model.fail_in_layer = self.layer_with_state(data)
             with pytest.raises(LayerError):
                 self.model(mx.array([tokens[-1:]]), cache=session.caches)
             self.model.fail_in_layer = None
@@ -201,13 +242,38 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.stored[namespace].append(tokens[:-1])
             self.resumes(tokens[:-1] if self.pure else [], namespace)
 
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES), reply=short)
+    def own_loop_breaks_off(self, data: Any, namespace: str, reply: list[int]) -> None:
+        """As before, after passes that went well, and the error reaches the session."""
+        session, tokens = self.open(data, namespace)
+        done = [*tokens[:-1]]
+        layer = self.layer_with_state(data)
+
+        def loop() -> None:
+            with session:
+                session.prefill(self.model, step_size=5)
+                session.extend(reply)
+                for token in [tokens[-1], *reply[:-1]]:
+                    self.model(mx.array([[token]]), cache=session.caches)
+                    done.append(token)
+                self.model.fail_in_layer = layer
+                self.model(mx.array([reply[-1:]]), cache=session.caches)
+
+        with pytest.raises(LayerError):
+            loop()
+        self.model.fail_in_layer = None
+        if done:
+            self.stored[namespace].append(done)
+            self.resumes(done if self.pure else [], namespace)
+
     @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
     def others_while_open(self, data: Any, namespace: str) -> None:
         session, tokens = self.open(data, namespace)
         with session:
             session.prefill(self.model, step_size=6)
-            with pytest.raises(CacheBusyError):
-                self.cache.begin(tokens)
+            if len(self.opened) == self.slots - 1:
+                with pytest.raises(CacheBusyError, match="slot"):
+                    self.cache.begin(tokens)
             self.fetch_one(data, namespace)
             self.insert_one(data, namespace, 0)
             self.cache.reclaim(data.draw(st.sampled_from([0, 3_000])))
@@ -283,7 +349,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         freed = self.cache.reclaim(wanted)
         after = self.cache.stats
         assert freed == before.live_bytes + before.paged_bytes - after.live_bytes - after.paged_bytes
-        if not self.pins:
+        if not self.pins and not self.opened:
             assert after.live_bytes + after.paged_bytes <= wanted
         self.lossless = False
 
@@ -293,11 +359,17 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             return
         self.cache.check()
         stats = self.cache.stats
-        if not self.pins:
+        if not self.pins and not self.opened:
             assert stats.live_bytes + stats.paged_bytes <= stats.budget_bytes, stats
         for tokens, namespace in self.pins:
             keys = np.asarray(tokens, dtype=np.int64)
             assert self.cache._states.match(keys, namespace).offset == len(tokens), (tokens, namespace)
+
+    def layer_with_state(self, data: Any) -> int:
+        """A layer behind which some state is not written: a pass that breaks off there is not complete."""
+        written = [layer for layer, kind in enumerate(self.model.kinds) if kind not in ("unused", "none")]
+        layer: int = data.draw(st.integers(0, written[-1]))
+        return layer
 
     def step(self, session: Any, token: int, lazily: bool) -> None:
         session.step(self.model, mx.array([token]) + mx.array([0]) if lazily else [token])

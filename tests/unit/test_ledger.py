@@ -44,10 +44,10 @@ def test_the_smallest_budget_is_one_byte() -> None:
 def test_the_total_is_the_sum_over_accounts_and_purposes() -> None:
     ledger = Ledger(1000)
     first, second = ledger.open_account(no_reclaim), ledger.open_account(no_reclaim)
-    first.set_live(100)
+    first.add_live(100)
     first.add_spans(20)
     first.add_checkpoints(3)
-    second.set_live(400)
+    second.add_live(400)
     second.add_spans(50)
     assert (first.paged_bytes, first.total_bytes) == (23, 123)
     assert (second.paged_bytes, second.total_bytes) == (50, 450)
@@ -55,11 +55,11 @@ def test_the_total_is_the_sum_over_accounts_and_purposes() -> None:
     ledger.check()
 
 
-def test_live_bytes_are_stated_and_the_others_are_changed() -> None:
+def test_every_purpose_changes_by_signed_amounts() -> None:
     ledger = Ledger(1000)
     account = ledger.open_account(no_reclaim)
-    account.set_live(100)
-    account.set_live(70)
+    account.add_live(100)
+    account.add_live(-30)
     account.add_spans(30)
     account.add_spans(-10)
     account.add_checkpoints(8)
@@ -74,11 +74,11 @@ def test_the_peak_is_the_most_that_was_ever_held_at_once() -> None:
     first, second = ledger.open_account(no_reclaim), ledger.open_account(no_reclaim)
     first.add_spans(300)
     first.add_spans(-300)
-    second.set_live(200)
+    second.add_live(200)
     assert ledger.peak_bytes == 300
     first.add_checkpoints(150)
     assert ledger.peak_bytes == 350
-    second.set_live(0)
+    second.add_live(-200)
     assert (ledger.peak_bytes, ledger.total_bytes) == (350, 150)
 
 
@@ -153,7 +153,7 @@ def test_an_account_is_sole_until_another_is_opened() -> None:
 def test_check_notices_a_negative_amount(purpose: str) -> None:
     ledger = Ledger(100)
     account = ledger.open_account(no_reclaim)
-    account.set_live(50)
+    account.add_live(50)
     setattr(account, purpose, -1)
     ledger.total_bytes = account.total_bytes
     with pytest.raises(AssertionError):
@@ -172,12 +172,45 @@ def test_check_notices_a_total_that_is_not_the_sum() -> None:
 
 def test_the_lock_may_be_taken_again_by_its_holder_and_by_no_other_thread() -> None:
     ledger = Ledger(100)
-    taken = []
+    order = []
+
+    def other_thread() -> None:
+        with ledger.lock:
+            order.append("other")
+
+    other = threading.Thread(target=other_thread)
     with ledger.lock, ledger.lock:
-        other = threading.Thread(target=lambda: taken.append(ledger.lock.acquire(blocking=False)))
         other.start()
-        other.join()
-    assert taken == [False]
+        other.join(timeout=0.05)
+        order.append("holder")
+    other.join()
+    assert order == ["holder", "other"]
+
+
+def test_work_that_waits_for_the_lock_runs_at_the_end_of_the_outermost_turn() -> None:
+    lock = Ledger(100).lock
+    order: list[str] = []
+    with lock:
+        with lock:
+            lock.when_free(lambda: order.append("deferred"))
+        order.append("still inside")
+    assert order == ["still inside", "deferred"]
+    lock.when_free(lambda: order.append("at once"))
+    assert order[-1] == "at once"
+
+
+def test_work_that_waits_runs_also_after_the_turn_failed() -> None:
+    lock = Ledger(100).lock
+    order: list[str] = []
+
+    def failing() -> None:
+        with lock:
+            lock.when_free(lambda: order.append("deferred"))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert order == ["deferred"]
 
 
 def test_an_account_shows_its_bytes_and_not_its_ledger() -> None:
