@@ -135,7 +135,9 @@ class Pager:
             self._layout.rewind(live.caches, before, keep)
         else:
             self._layout.rewind_spans(live.caches, keep)
-        like = self._spans_at(incoming[0], keep, keep + 1) if incoming and self._layout.token_bytes else None
+        like = None
+        if incoming and self._layout.token_bytes:
+            like = self.allocating(lambda: self._spans_at(incoming[0], keep, keep + 1))
         if not self._layout.is_empty(live.caches) or like is not None:
             tight = self._evictor.over_bytes() > 0
             self.allocating(lambda: live.reserve(capacity_tokens, like, exactly=tight))

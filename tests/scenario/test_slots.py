@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,9 +18,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import radixcache.pager
 from radixcache import CacheBusyError, PrefixCache, Session, ShortReason
+from radixcache.evaluation import LiveStateError
 from radixcache.render import render_node
 from runner.tiny import VOCABULARY_LENGTH, tiny_model
-from tests.scenario.test_failures import failed_decomposition
+from tests.scenario.test_failures import FailingCopies, failed_decomposition
 
 ROUNDING = 1e-4
 LLAMA_TOKEN_BYTES = 3 * 2 * 2 * 64 * 4
@@ -274,6 +275,54 @@ def test_state_that_is_pending_on_a_failure_is_not_read_by_another_slot(llama: A
     anna.close()
     cache.check()
     assert serve(cache, llama, [*ANNA, 6, 3]).cached_tokens == len(ANNA) + 1
+
+
+# A copy fails
+
+
+def _overlap(cache: PrefixCache, model: Any) -> Iterator[Callable[[], Any]]:
+    """Operations that copy between slots, and give slots up."""
+    yield lambda: serve(cache, model, ANNA, marks=[len(SYSTEM)])
+    yield lambda: _side_by_side(cache, model, [*ANNA, 5], BEN)
+    yield lambda: cache.reclaim(len(SYSTEM) * 2 * LLAMA_TOKEN_BYTES)
+    yield lambda: _side_by_side(cache, model, [*BEN, 6], CARLA)
+    yield lambda: cache.reclaim(len(SYSTEM) * LLAMA_TOKEN_BYTES)
+    yield lambda: serve(cache, model, tokens(9, 50))
+
+
+def _side_by_side(cache: PrefixCache, model: Any, first: list[int], second: list[int]) -> None:
+    with cache.begin(first, marks=[len(SYSTEM)]) as one:
+        run(one, model)
+        with cache.begin(second, marks=[len(SYSTEM)]) as other:
+            run(other, model)
+            mx.eval(one.step(model, [7]))
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["page_out", "page_in", "restore_points", "reserve"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("nemotron_h", marks=pytest.mark.slow)])
+def test_a_copy_that_fails_while_slots_overlap_leaves_nothing_wrong(
+    kind: str, method: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny_model(kind)
+    at = 0
+    reached = True
+    while reached:
+        at += 1
+        cache = PrefixCache(model, live_slots=2)
+        with FailingCopies(method, at, times, MemoryError).installed(monkeypatch) as failing:
+            for operation in _overlap(cache, model):
+                try:
+                    operation()
+                except (MemoryError, LiveStateError):
+                    assert times > 1
+                    assert failing.reached
+                cache.check()
+        assert not any(path.is_open for path in cache._slots.paths)
+        for prompt in (ANNA, BEN, CARLA):
+            serve(cache, model, [*prompt, 8])
+        reached = failing.reached
+    assert at > 1 or (kind, method) == ("llama", "restore_points")
 
 
 # Who holds the slots
