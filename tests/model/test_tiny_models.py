@@ -10,15 +10,13 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 from mlx_lm.models.deepseek_v41 import LayerCache
 from numpy.typing import NDArray
 
+from runner.architectures.right_state import ROUNDING, WRONG_STATE
+from runner.architectures.temporal import largest_difference, leaf_at, places, stand_in
 from runner.tiny import CHUNK_LENGTH, TINY_KINDS, VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
 
 PROMPT_LENGTH = 52
 PROMPT, OTHER_PROMPT = np.random.default_rng(1).integers(0, VOCABULARY_LENGTH, (2, PROMPT_LENGTH))
 NEXT_TOKEN = 77
-
-ROUNDING = 1e-4
-# A wrong layer must show 100 times more than rounding does; most show 10,000 times more.
-WRONG_STATE = 100 * ROUNDING
 
 
 @pytest.fixture(scope="module", params=sorted(TINY_KINDS))
@@ -30,27 +28,27 @@ def test_prefill_in_chunks_gives_the_logits_of_one_pass(model: Any) -> None:
     one_pass = _next_logits(model, _prefilled(model, PROMPT))
     for chunk_length in (1, 7, 32):
         in_chunks = _next_logits(model, _prefilled(model, PROMPT, chunk_length=chunk_length))
-        assert _largest_difference(in_chunks, one_pass) < ROUNDING, chunk_length
+        assert largest_difference(in_chunks, one_pass) < ROUNDING, chunk_length
 
 
 def test_a_token_fed_alone_gives_the_logits_of_one_fed_with_its_prompt(model: Any) -> None:
     tokens = mx.array([[*PROMPT.tolist(), NEXT_TOKEN]])
-    together = model(tokens, cache=make_prompt_cache(model))[0, -1]
-    assert _largest_difference(_next_logits(model, _prefilled(model, PROMPT)), together) < ROUNDING
+    together = np.array(model(tokens, cache=make_prompt_cache(model))[0, -1])
+    assert largest_difference(_next_logits(model, _prefilled(model, PROMPT)), together) < ROUNDING
 
 
 def test_the_state_of_another_prompt_in_any_one_place_changes_the_next_logits(model: Any) -> None:
     right = _next_logits(model, _prefilled(model, PROMPT))
-    for place in _places(make_prompt_cache(model)):
+    for place in places(make_prompt_cache(model)):
         caches, others = _prefilled(model, PROMPT), _prefilled(model, OTHER_PROMPT)
-        _put(caches, place, _leaf(others, place))
-        assert _largest_difference(_next_logits(model, caches), right) > WRONG_STATE, place
+        stand_in(caches, others, place)
+        assert largest_difference(_next_logits(model, caches), right) > WRONG_STATE, place
 
 
 def test_the_prompt_is_long_enough_to_leave_windows_and_chunks_behind(model: Any) -> None:
     caches = _prefilled(model, PROMPT)
     _next_logits(model, caches)
-    for leaf in (_leaf(caches, place) for place in _places(caches)):
+    for leaf in (leaf_at(caches, place) for place in places(caches)):
         if isinstance(leaf, RotatingKVCache):
             assert leaf.offset > 2 * leaf.max_size == 2 * WINDOW_LENGTH
         if isinstance(leaf, ChunkedKVCache):
@@ -68,10 +66,13 @@ def test_every_parameter_is_float32_and_none_is_constant(model: Any) -> None:
 
 def test_every_cache_class_of_mlx_lm_is_some_kinds() -> None:
     caches = {kind: make_prompt_cache(tiny_model(kind)) for kind in TINY_KINDS}
-    classes = {type(_leaf(layers, place)) for layers in caches.values() for place in _places(layers)}
+    classes = {type(leaf_at(layers, place)) for layers in caches.values() for place in places(layers)}
     assert classes == {ArraysCache, ChunkedKVCache, KVCache, LayerCache, RotatingKVCache}
     nested = {
-        tuple(type(leaf) for leaf in layer.caches) for layers in caches.values() for layer in layers if _is_list(layer)
+        tuple(type(leaf) for leaf in layer.caches)
+        for layers in caches.values()
+        for layer in layers
+        if isinstance(layer, CacheList)
     }
     assert nested == {(KVCache, KVCache), (ArraysCache, KVCache), (ArraysCache, RotatingKVCache)}
     # Layers that share another's cache: fewer caches than layers. A cache that is no layer's: more.
@@ -101,39 +102,8 @@ def _prefilled(model: Any, tokens: NDArray[np.int64], chunk_length: int = PROMPT
     return caches
 
 
-def _next_logits(model: Any, caches: list[Any]) -> mx.array:
-    logits: mx.array = model(mx.array([[NEXT_TOKEN]]), cache=caches)[0, -1]
-    return logits
-
-
-def _largest_difference(left: mx.array, right: mx.array) -> float:
-    return float(np.abs(np.array(left) - np.array(right)).max())
-
-
-def _is_list(layer: Any) -> bool:
-    return isinstance(layer, CacheList)
-
-
-def _places(caches: list[Any]) -> list[tuple[int, int | None]]:
-    """Where single caches stand: the index in the list, and the index in a CacheList there."""
-    return [
-        (index, inner)
-        for index, layer in enumerate(caches)
-        for inner in (range(len(layer.caches)) if _is_list(layer) else [None])
-    ]
-
-
-def _leaf(caches: list[Any], place: tuple[int, int | None]) -> Any:
-    index, inner = place
-    return caches[index] if inner is None else caches[index].caches[inner]
-
-
-def _put(caches: list[Any], place: tuple[int, int | None], leaf: Any) -> None:
-    index, inner = place
-    if inner is None:
-        caches[index] = leaf
-    else:
-        caches[index].caches = tuple(leaf if at == inner else old for at, old in enumerate(caches[index].caches))
+def _next_logits(model: Any, caches: list[Any]) -> NDArray[Any]:
+    return np.array(model(mx.array([[NEXT_TOKEN]]), cache=caches)[0, -1])
 
 
 def _parameters(model: Any) -> dict[str, mx.array]:
