@@ -1,8 +1,8 @@
-"""BlindLeaves: what the leaves without an offset held when a session last knew where they stood.
+"""BlindLeaves: what leaves without an offset held when a session last knew where they stood.
 
 Recurrent caches do not say how many tokens they have seen. A forward pass gives them new arrays, so the array objects
-tell at least whether somebody else ran the model: all leaves have new ones after a pass that went through, none if
-there was no pass, some if it broke off in between.
+tell at least whether somebody else ran the model. Layers run in the order of their caches: a pass that went through
+gave both the first and the last of these leaves new arrays, a pass that broke off behind the first not the last.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from radixcache.layout import Layout
 
 
 class Moved(Enum):
-    """How many of the leaves have other arrays than were noted."""
+    """Which of the leaves have other arrays than were noted."""
 
     NONE = 0
     SOME = 1
@@ -23,7 +23,7 @@ class Moved(Enum):
 
 
 class BlindLeaves:
-    """The leaves without an offset of one live cache. Holds their arrays, never those of a span buffer."""
+    """The first and the last leaf without an offset of one live cache. Holds their arrays, never a span buffer."""
 
     def __init__(self, layout: Layout, caches: Sequence[Any]) -> None:
         self._layout = layout
@@ -38,12 +38,11 @@ class BlindLeaves:
         self._noted = []
 
     def moved(self, caches: Sequence[Any]) -> Moved:
-        """How many of the leaves that hold something have other arrays than when they were noted."""
+        """Which of the leaves have other arrays than when they were noted."""
         now = self._layout.identities(caches)
         if len(now) != len(self._noted):
             return Moved.SOME
-        pairs = [(old, new) for old, new in zip(self._noted, now, strict=True) if old or new]
-        same = [len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True)) for old, new in pairs]
+        same = [list(map(id, old)) == list(map(id, new)) for old, new in zip(self._noted, now, strict=True)]
         if all(same):
             return Moved.NONE
         return Moved.SOME if any(same) else Moved.ALL

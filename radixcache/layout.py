@@ -24,6 +24,9 @@ from radixcache.snapshots import SEGMENT_TOKENS, Checkpoint, Spans
 
 Leaf = tuple[Any, Adapter]
 
+#: Arrays are evaluated together up to this many bytes: so much may be held twice while they are copied.
+TOGETHER_BYTES = 32 << 20
+
 
 class Layout:
     """Operations on a whole live cache: a list of mlx-lm cache objects made by `factory`.
@@ -40,6 +43,8 @@ class Layout:
         self._factory = factory
         self._kv_bits = kv_bits
         self._kv_group_size = kv_group_size
+        self._leaf_classes: list[type] = []
+        self._leaf_adapters: list[Adapter] = []
         pairs = self.leaves(self.fresh())
         self._adapters = [adapter for _, adapter in pairs]
         self.has_points = any(adapter.is_point for _, adapter in pairs)
@@ -49,6 +54,8 @@ class Layout:
         self._shapes: list[tuple[Any, ...] | None] = [None] * len(pairs)
         # Leaves that a forward pass writes; None until one has been seen through. A model may leave some unused.
         self._in_use: list[bool] | None = None
+        # First and last leaf in use without an offset; None: to be worked out.
+        self._blind: tuple[int, ...] | None = None
 
     def fresh(self) -> list[Any]:
         """A new, empty live cache."""
@@ -59,7 +66,12 @@ class Layout:
 
     def leaves(self, caches: Sequence[Any]) -> list[Leaf]:
         """Each leaf with its adapter, in order."""
-        return [(cache, adapter_for(cache, layer)) for layer, cache in enumerate(leaves(caches))]
+        flat = leaves(caches)
+        classes = list(map(type, flat))
+        if classes != self._leaf_classes:
+            self._leaf_adapters = [adapter_for(cache, layer) for layer, cache in enumerate(flat)]
+            self._leaf_classes = classes
+        return list(zip(flat, self._leaf_adapters, strict=True))
 
     def offsets(self, caches: Sequence[Any], trusted: bool = False) -> tuple[int, int] | None:
         """Smallest and largest offset over the leaves in use; None when no leaf in use knows its offset.
@@ -96,9 +108,20 @@ class Layout:
         return [array for cache, adapter in self.leaves(caches) for array in adapter.buffers(cache)]
 
     def identities(self, caches: Sequence[Any]) -> list[list[mx.array]]:
-        """The array objects of each leaf without an offset: new ones show that a forward pass ran unseen."""
-        pairs = self.leaves(caches)
-        return [adapter.buffers(cache) for cache, adapter in pairs if adapter.offset(cache) is None]
+        """The array objects of the first and the last leaf in use that have no offset; empty when there is none.
+
+        New objects show that a forward pass ran unseen.
+        """
+        if self._blind == ():
+            return []
+        if self._blind is None:
+            pairs = self.leaves(caches)
+            in_use = self._in_use or [True] * len(pairs)
+            known = [adapter.offset(cache) is not None for cache, adapter in pairs]
+            blind = [i for i, (used, knows) in enumerate(zip(in_use, known, strict=True)) if used and not knows]
+            self._blind = (blind[0], blind[-1]) if blind else ()
+        flat = leaves(caches)
+        return [adapter_for(flat[index]).buffers(flat[index]) for index in self._blind]
 
     def live_nbytes(self, caches: Sequence[Any]) -> int:
         """Bytes of all live buffers, spare capacity included."""
@@ -125,7 +148,9 @@ class Layout:
         if not any(written):
             return
         before = self._in_use or [False] * len(pairs)
-        self._in_use = [now or known for now, known in zip(written, before, strict=True)]
+        in_use = [now or known for now, known in zip(written, before, strict=True)]
+        if in_use != self._in_use:
+            self._in_use, self._blind = in_use, None
         self.has_points = any(a.is_point for (_, a), used in zip(pairs, self._in_use, strict=True) if used)
         self.token_bytes = 0
         for index, (cache, adapter) in enumerate(pairs):
@@ -147,8 +172,13 @@ class Layout:
     def own(self, caches: Sequence[Any]) -> None:
         """Evaluate the live arrays and replace those that may be views of activations by owned copies."""
         self.evaluate(caches)
+        copies: list[mx.array] = []
         for cache, adapter in self.leaves(caches):
-            mx.eval(adapter.own(cache))
+            copies += adapter.own(cache)
+            if sum(array.nbytes for array in copies) > TOGETHER_BYTES:
+                mx.eval(copies)
+                copies = []
+        mx.eval(copies)
 
     def own_lazily(self, caches: Sequence[Any]) -> None:
         """As `own`, without waiting for anything."""
@@ -193,11 +223,13 @@ class Layout:
     def page_in(self, caches: Sequence[Any], spans: Spans, target: int) -> int:
         """Write what the span layers lack up to `target` into the live buffers; returns the bytes written."""
         begin = max(spans.start, self.span_offset(caches))
+        written: list[mx.array] = []
         for (cache, adapter), snapshot in zip(self.leaves(caches), spans.leaves, strict=True):
             if snapshot is not None:
                 restored = adapter.restore(cache, snapshot, target)
                 assert restored, (type(cache).__name__, spans.start, spans.end, target)
-                _evaluate_written(adapter.buffers(cache))
+                written += adapter.buffers(cache)
+        _evaluate_written(written)
         return spans.nbytes * (target - begin) // (spans.end - spans.start) if target > begin else 0
 
     def span_offset(self, caches: Sequence[Any]) -> int:
@@ -249,11 +281,13 @@ class Layout:
         if checkpoint is None:
             self._empty_points(caches)
             return
+        written: list[mx.array] = []
         for (cache, adapter), snapshot in zip(self.leaves(caches), checkpoint.leaves, strict=True):
             if adapter.is_point and snapshot is not None:
                 restored = adapter.restore(cache, snapshot, target)
                 assert restored, (type(cache).__name__, checkpoint.offset, target)
-                _evaluate_written(adapter.buffers(cache))
+                written += adapter.buffers(cache)
+        _evaluate_written(written)
 
     def reserve(self, caches: Sequence[Any], capacity_tokens: int, like: Spans | None = None) -> None:
         """Set the capacity of the span buffers, one leaf at a time so that at most one is held twice."""

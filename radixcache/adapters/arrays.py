@@ -74,8 +74,10 @@ class ArraysAdapter(PointAdapter):
 
     def hold(self, cache: Any, tokens: int) -> Any:
         # mx.array(x) is a second handle on the same buffer: free, and not moved by an in-place change of the first.
-        slots = [_handle(slot) for slot in cache.cache]
-        return slots, _handle(cache.left_padding), _handle(cache.lengths)
+        # Spelled out: this runs for every such layer and decoded token.
+        slots = [None if slot is None else mx.array(slot) for slot in cache.cache]
+        padding, lengths = cache.left_padding, cache.lengths
+        return slots, None if padding is None else mx.array(padding), None if lengths is None else mx.array(lengths)
 
     def roll_back(self, cache: Any, held: Any) -> bool:
         cache.cache, cache.left_padding, cache.lengths = held
@@ -84,7 +86,3 @@ class ArraysAdapter(PointAdapter):
 
 def _copy(array: mx.array | None) -> mx.array | None:
     return None if array is None else owned(array)
-
-
-def _handle(array: mx.array | None) -> mx.array | None:
-    return None if array is None else mx.array(array)

@@ -6,16 +6,16 @@ classes keep outside `state`; so the leaves inside are restored in place, one by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from mlx_lm.models.cache import CacheList
 
 
-def leaves(caches: Iterable[Any]) -> Iterator[Any]:
+def leaves(caches: Iterable[Any]) -> list[Any]:
     """The cache objects that hold state, in order; layers without a cache (None) are left out."""
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            yield from leaves(cache.caches)
-        elif cache is not None:
-            yield cache
+    flat = [cache for cache in caches if cache is not None]
+    # Called several times per decoded token: nearly always there is nothing to unfold.
+    if not any(issubclass(each, CacheList) for each in set(map(type, flat))):
+        return flat
+    return [leaf for cache in flat for leaf in (leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]

@@ -71,6 +71,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.stored: dict[str, list[list[int]]] = {name: [] for name in NAMESPACES}
         self.pins: list[tuple[list[int], str]] = []
         self.lossless = budget == 1 << 30
+        if "unused" in self.model.kinds:
+            # That a layer is never written shows in a forward pass that was seen through. Before there was one, a
+            # caller's own loop may have broken off in front of it, and what it evaluated is not stored.
+            with self.cache.begin([0, 0]) as session:
+                session.prefill(self.model)
+            self.cache.clear()
         self.pure = not set(self.model.kinds) & set(POINTS)
 
     def teardown(self) -> None:
