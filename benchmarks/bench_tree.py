@@ -1,93 +1,268 @@
-"""What does finding a prompt's longest stored prefix cost, beside mlx-lm's trie?
+"""What does the index cost: finding, adding and cutting a prompt in the radix tree, beside mlx-lm's trie?
 
-Conversations of the same length diverge after a shared beginning of a quarter of it. The trie is given the same
-sequences, and searched for one that is stored nowhere but shares the beginning.
+Both hold the same sequences, which come in three shapes, each grown to as many nodes as are asked for:
+
+    part      LONG conversations as long as the prompt share a quarter of it; short ones leave after the system prompt
+    chain     one conversation in which each turn is a node of its own; short replies leave at its first joints
+    short     prompts of 2 * SHORT_TOKENS, the first half shared; the longer prompt begins with one of them
+
+Figures of a row, all in ms per call:
+
+    read      a list of Python integers checked and made an int64 array, once per request; in none of the others
+    match     the longest stored prefix of a prompt that goes on where a stored conversation ends: the next turn;
+              spread is what lies between the slowest and the quickest call, of the median
+    parted    the same for a prompt that leaves the stored ones where they part from each other
+    insert    a conversation that parts there too: match it and append its tail
+    split     cut the longest edge in its middle
+    trie      mlx-lm's PromptTrie: search, search, add; it has an entry per token, so there is nothing to split
+
+The trie is left out, None, where it would take more than TRIE_BYTES or TRIE_STEPS. Below the place where a prompt
+parts it follows every stored sequence and copies the list of tokens at each level, so there TRIE_PARTED_TOKENS bounds
+the depth. A call of more than a second runs once, the others REPEATS times: "trie runs" says so for the search.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
+import statistics
+import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
-from benchmarks.record import median_ms, publish
+from benchmarks.record import REPEATS, arguments, publish
 from radixcache import RadixTree
+from radixcache.tokens import token_ids
+from radixcache.tree import Keys, Node
 
-#: Beyond this many stored tokens mlx-lm's trie is left out: it takes 224 bytes and more for each.
-TRIE_TOKENS = 1_000_000
+VOCABULARY = 50_000
+LONG = 4
+SYSTEM_TOKENS = 64
+SHORT_TOKENS = 16
+TURN_TOKENS = 128
+JOINTS = 7
+# A turn that follows what is stored.
+NEW_TOKENS = 32
+
+TRIE_BYTES = 1 << 30
+TRIE_TOKEN_BYTES = 260
+# Looking up one token after another, sequence by sequence.
+TRIE_STEPS = 20_000_000
+TRIE_PARTED_TOKENS = 40_000
+
+AIM_TOKENS = 50_000
+AIM_MS = 2.0
 
 
-def main() -> None:
-    rows = []
-    for length, count in ((1_000, 10), (1_000, 1_000), (1_000, 10_000), (8_000, 10), (8_000, 100), (50_000, 10)):
-        rows.append(_measure(length, count))
-    publish("tree", "Longest stored prefix of a prompt that diverges: radix tree and mlx-lm's trie", rows)
+@dataclass(frozen=True)
+class Shape:
+    """Sequences to store, without end, and what is looked up among them."""
+
+    name: str
+    sequences: Iterator[Keys]
+    following: list[Keys]
+    parted: Keys
+    # How many of the prompt's tokens are stored when the parted prompt leaves.
+    parted_below: int
 
 
-def _measure(length: int, count: int) -> dict[str, Any]:
-    sequences = _diverging(length, count + 1)
-    prompt = sequences.pop()
-    tree, tree_bytes = _traced(lambda: _fill_tree(sequences))
-    match_ms, low, high = median_ms(lambda: tree.match(prompt))
-    row: dict[str, Any] = {
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(__doc__, given)
+    quick = options.quick
+    lengths, counts = ((1_000, 8_000), (10, 100)) if quick else ((1_000, 8_000, 50_000, 128_000), (10, 1_000, 100_000))
+    rows = [_measure(part, length, count) for length in lengths for count in counts]
+    rows += [_measure(chain, length, count) for length in lengths for count in counts if count * TURN_TOKENS >= length]
+    rows += [_measure(short, lengths[0], count) for count in counts]
+    title = "Longest stored prefix, new sequence, cut edge: radix tree and mlx-lm's trie, ms per call"
+    publish("tree", title, rows, folder=options.results, conclusion=conclusion(rows))
+
+
+def conclusion(rows: Sequence[dict[str, Any]]) -> str:
+    """Say what the figures mean for the aims, from the figures."""
+    parts = [row for row in rows if row["shape"] == "part"]
+    length = min({row["prompt tokens"] for row in parts}, key=lambda tokens: abs(tokens - AIM_TOKENS))
+    few, *_, many = [row for row in parts if row["prompt tokens"] == length]
+    slowest = max(row["match ms"] for row in rows if row["prompt tokens"] == length)
+    trie = [row["trie bytes per token"] for row in rows if row["trie bytes per token"] is not None]
+    ours = [row["bytes per token"] for row in rows]
+    speedups = [row["trie match ms"] / row["match ms"] for row in rows if row["trie match ms"] is not None]
+    return (
+        f"The next turn of a prompt of {length:,} tokens is found in {many['match ms']:.3f} ms among {many['nodes']:,} "
+        f"nodes, {many['match ms'] / few['match ms']:.2f} times what it takes among {few['nodes']:,}, and in "
+        f"{slowest:.3f} ms in the worst shape ({'under' if slowest < AIM_MS else 'NOT under'} {AIM_MS:g} ms); reading "
+        f"it from a list takes {many['read ms']:.2f} ms more. The trie's search takes {min(speedups):.1f} to "
+        f"{max(speedups):.0f} times as long on the same prompts. The index takes {min(ours):.1f} to {max(ours):.1f} "
+        f"bytes per token, the trie {min(trie):.0f} to {max(trie):.0f}."
+    )
+
+
+# Shapes --------------------------------------------------------------------------------------------------------------
+
+
+def part(length: int) -> Shape:
+    random = np.random.default_rng(0)
+    shared = _draw(random, length // 4)
+    stored = [np.concatenate([shared, _draw(random, length - len(shared) - NEW_TOKENS)]) for _ in range(LONG)]
+
+    def sequences() -> Iterator[Keys]:
+        yield from stored
+        while True:
+            yield np.concatenate([shared[:SYSTEM_TOKENS], _draw(random, SHORT_TOKENS)])
+
+    following = [np.concatenate([each, _draw(random, NEW_TOKENS)]) for each in stored]
+    parted = np.concatenate([shared, _unseen(stored, len(shared)), _draw(random, length - len(shared) - 1)])
+    return Shape("part", sequences(), following, parted, length - len(shared))
+
+
+def chain(length: int) -> Shape:
+    random = np.random.default_rng(0)
+    whole = _draw(random, length - NEW_TOKENS)
+    ends = [*range(TURN_TOKENS, len(whole), TURN_TOKENS), len(whole)]
+
+    def sequences() -> Iterator[Keys]:
+        yield from (whole[:end] for end in ends)
+        while True:
+            yield np.concatenate([whole[: ends[int(random.integers(JOINTS))]], _draw(random, SHORT_TOKENS)])
+
+    following = [np.concatenate([whole, _draw(random, NEW_TOKENS)])]
+    middle = ends[len(ends) // 2]
+    parted = np.concatenate([whole[:middle], _unseen([whole], middle), _draw(random, length - middle - 1)])
+    return Shape("chain", sequences(), following, parted, len(whole) - middle)
+
+
+def short(length: int) -> Shape:
+    random = np.random.default_rng(0)
+    shared = _draw(random, SHORT_TOKENS)
+    first = [np.concatenate([shared, _draw(random, SHORT_TOKENS)]) for _ in range(LONG)]
+
+    def sequences() -> Iterator[Keys]:
+        yield from first
+        while True:
+            yield np.concatenate([shared, _draw(random, SHORT_TOKENS)])
+
+    following = [np.concatenate([each, _draw(random, length - len(each))]) for each in first]
+    parted = np.concatenate([shared, _unseen(first, len(shared)), _draw(random, length - len(shared) - 1)])
+    return Shape("short", sequences(), following, parted, SHORT_TOKENS)
+
+
+def _draw(random: np.random.Generator, count: int) -> Keys:
+    return random.integers(0, VOCABULARY, count)
+
+
+def _unseen(stored: list[Keys], at: int) -> Keys:
+    """A key that no stored sequence has at that offset: random ones never reach the vocabulary's end."""
+    assert all(int(each[at]) < VOCABULARY for each in stored)
+    return np.array([VOCABULARY], dtype=np.int64)
+
+
+# Measuring -----------------------------------------------------------------------------------------------------------
+
+
+def _measure(make: Callable[[int], Shape], length: int, count: int) -> dict[str, Any]:
+    shape = make(length)
+    tree: RadixTree[None] = RadixTree()
+    stored, tree_bytes = _traced(lambda: _grow(tree, shape.sequences, count))
+    tokens = shape.following[0].tolist()
+    longest = max(tree.nodes(), key=lambda node: len(node.edge))
+    match_ms, least_ms, most_ms = _timed(lambda: [tree.match(prompt) for prompt in shape.following])
+    prompts = len(shape.following)
+    return {
+        "shape": shape.name,
         "prompt tokens": length,
-        "conversations": count,
-        "radix ms": match_ms,
-        "radix ms min": low,
-        "radix ms max": high,
-        "radix bytes/token": tree_bytes / tree.key_count,
-        "mlx-lm ms": None,
-        "mlx-lm bytes/token": None,
+        "nodes": tree.node_count,
+        "read ms": _timed(lambda: token_ids(tokens).astype(np.int64))[0],
+        "match ms": match_ms / prompts,
+        "spread %": 100 * (most_ms - least_ms) / match_ms,
+        "parted ms": _timed(lambda: tree.match(shape.parted))[0],
+        "insert ms": _timed(lambda: _insert(tree, shape.parted), tree.remove)[0],
+        "split ms": _timed(lambda: tree.split(longest, (longest.start + longest.end) // 2), tree.merge)[0],
+        "bytes per token": tree_bytes / tree.key_count,
+        **_measure_trie(make(length), stored, tree.key_count),
     }
-    if length * count <= TRIE_TOKENS:
-        trie, trie_bytes = _traced(lambda: _fill_trie(sequences))
-        tokens = prompt.tolist()
-        row["mlx-lm ms"] = median_ms(lambda: trie.search("model", tokens), repeats=1 if length > 10_000 else 5)[0]
-        row["mlx-lm bytes/token"] = trie_bytes / tree.key_count
+
+
+def _measure_trie(shape: Shape, stored: tuple[int, int], keys: int) -> dict[str, Any]:
+    """The same sequences in mlx-lm's trie, as far as it is worth waiting for."""
+    from mlx_lm.models.cache import PromptTrie
+
+    row: dict[str, Any] = dict.fromkeys(
+        ("trie match ms", "trie parted ms", "trie insert ms", "trie bytes per token", "trie runs")
+    )
+    count, steps = stored
+    if keys * TRIE_TOKEN_BYTES > TRIE_BYTES or steps > TRIE_STEPS:
+        return row
+    trie = PromptTrie()
+
+    def fill() -> None:
+        for sequence in itertools.islice(shape.sequences, count):
+            trie.add("model", sequence.tolist(), True)
+
+    _, trie_bytes = _traced(fill)
+    following, parted = [prompt.tolist() for prompt in shape.following], shape.parted.tolist()
+    match_ms, _, _, runs = _timed_slow(lambda: [trie.search("model", prompt) for prompt in following])
+    row |= {"trie match ms": match_ms / len(following), "trie runs": runs, "trie bytes per token": trie_bytes / keys}
+    if shape.parted_below <= TRIE_PARTED_TOKENS:
+        row["trie parted ms"] = _timed_slow(lambda: trie.search("model", parted))[0]
+    row["trie insert ms"] = _timed(lambda: trie.add("model", parted, True), lambda _: trie.pop("model", parted))[0]
     return row
 
 
-def _diverging(length: int, count: int) -> list[Any]:
-    random = np.random.default_rng(0)
-    shared = random.integers(0, 50_000, length // 4)
-    tails = random.integers(0, 50_000, (count, length - length // 4))
-    return [np.concatenate([shared, tail]).astype(np.int64) for tail in tails]
+def _grow(tree: RadixTree[None], sequences: Iterator[Keys], count: int) -> tuple[int, int]:
+    """Store sequences until the tree has `count` nodes; returns how many went in, and their tokens in all."""
+    stored = steps = 0
+    while tree.node_count < count:
+        sequence = next(sequences)
+        _insert(tree, sequence)
+        stored, steps = stored + 1, steps + len(sequence)
+    return stored, steps
 
 
-def _fill_tree(sequences: list[Any]) -> RadixTree[None]:
-    tree: RadixTree[None] = RadixTree()
-    for sequence in sequences:
-        match = tree.match(sequence)
-        node = tree.root() if match.node.is_root else match.node
-        if match.offset < node.end:
-            node = tree.split(node, match.offset)
-        if match.offset < len(sequence):
-            tree.append(node, sequence[match.offset :])
-    return tree
+def _insert(tree: RadixTree[None], sequence: Keys) -> Node[None]:
+    match = tree.match(sequence)
+    node = match.node
+    if match.offset < node.end:
+        node = tree.split(node, match.offset)
+    return tree.append(node, sequence[match.offset :]) if match.offset < len(sequence) else node
 
 
-def _fill_trie(sequences: list[Any]) -> Any:
-    from mlx_lm.models.cache import PromptTrie
+def _timed(
+    run: Callable[[], Any], undo: Callable[[Any], Any] | None = None, repeats: int = REPEATS
+) -> tuple[float, float, float]:
+    """Median, least and most wall time of `run` in ms; `undo` gets what it returned, outside of the measured time."""
+    times = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        result = run()
+        times.append((time.perf_counter() - began) * 1e3)
+        if undo is not None:
+            undo(result)
+    # The first call warms up and does not count.
+    return statistics.median(times[1:]), min(times[1:]), max(times[1:])
 
-    trie = PromptTrie()
-    for sequence in sequences:
-        trie.add("model", sequence.tolist(), object())
-    return trie
+
+def _timed_slow(run: Callable[[], Any]) -> tuple[float, float, float, int]:
+    """As `_timed`, and the number of calls that count: one, when the first took more than a second."""
+    began = time.perf_counter()
+    run()
+    took_ms = (time.perf_counter() - began) * 1e3
+    return (took_ms, took_ms, took_ms, 1) if took_ms > 1e3 else (*_timed(run), REPEATS)
 
 
 def _traced(make: Callable[[], Any]) -> tuple[Any, int]:
     """What `make` returns, and the bytes that Python and NumPy hold for it."""
     gc.collect()
     tracemalloc.start()
-    made = make()
-    gc.collect()
-    held = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    return made, held
+    try:
+        made = make()
+        gc.collect()
+        return made, tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
 
 
 if __name__ == "__main__":

@@ -310,12 +310,15 @@ class Session:
         """Offsets in (position, last] at which point state is to be kept, with the reason, the most lasting first."""
         if not self._layout.has_points:
             return {}
-        interval = self._cache.checkpoint_interval
-        stops = dict.fromkeys(range(interval, last + 1, interval), "interval")
-        stops[len(self.prompt) - TAIL_TOKENS] = "tail"
+        stops = {len(self.prompt) - TAIL_TOKENS: "tail"}
         stops.update(dict.fromkeys(self._marks, "mark"))
         if self.matched_tokens > self.cached_tokens:
             stops[min(self.matched_tokens, last)] = "branch"
+        interval = self._cache.checkpoint_interval
+        for offset in range(interval, last + 1, interval):
+            # Close to another one it would save next to nothing and cost as much.
+            if all(abs(offset - other) >= interval // 8 for other in stops):
+                stops[offset] = "interval"
         return {offset: kind for offset, kind in sorted(stops.items()) if self._position < offset <= last}
 
     def _evaluate(self, model: Any, chunk: TokenIds) -> None:

@@ -1,0 +1,274 @@
+"""How many bytes do the conversations of many users take that share a system prompt?
+
+Every user has two turns behind the same system prompt of SYSTEM_TOKENS tokens: a message of USER_TOKENS and a reply of
+REPLY_TOKENS each. Three things are set side by side:
+
+    least     every distinct token once, and for layers without a cut (windows, recurrent state) their state at the end
+              of the system prompt and of each user's conversation
+    radix     a PrefixCache, its live buffers and their spare room included
+    mlx-lm    LRUPromptCache with the inserts that mlx-lm's server makes: at the end of the system prompt, of the
+              message, of the reply
+
+First table, without any pressure, one user after the other. MB is what MLX holds more than before (10^6 bytes; its own
+count of active memory); `says` is what the cache itself counts. `index` is Python's share, beside that: tree or trie,
+and the objects around the arrays (tracemalloc).
+
+Second table, under a budget given as a share of `least`: all users ask their first turn, then all their second. Hit
+tokens are those of the second turns that did not have to be prefilled again, of all that had been evaluated before.
+
+The models are small and random, with the cache classes of large ones. A reply is two forward passes, all but its last
+token and that one, which leaves the caches as decoding does.
+"""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from benchmarks.random_models import VOCABULARY, random_model
+from benchmarks.record import arguments, publish, say
+from radixcache import PrefixCache
+from runner.backends.backend import Prompt
+from runner.backends.mlx_lm import LRUPrompts
+from runner.tiny import tiny_tokenizer
+
+UNLIMITED_BYTES = 1 << 40
+KINDS = ("kv", "sliding", "hybrid")
+SYSTEM_TOKENS = 2000
+USER_TOKENS = 150
+REPLY_TOKENS = 60
+# The end of a prompt that opens the reply belongs to no message.
+OPENING_TOKENS = 3
+TURNS = 2
+OWN_TOKENS = TURNS * (USER_TOKENS + REPLY_TOKENS)
+USERS = (1, 2, 5, 10, 20, 50)
+PRESSURE_USERS = 10
+PRESSURE_SHARES = (1.0, 0.5, 0.25)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large a measurement is."""
+
+    system_tokens: int
+    users: tuple[int, ...]
+    pressure_users: int
+    shares: tuple[float, ...]
+
+
+FULL = Sizes(SYSTEM_TOKENS, USERS, PRESSURE_USERS, PRESSURE_SHARES)
+QUICK = Sizes(100, (1, 2), 2, (0.5,))
+
+
+class Radix:
+    """A PrefixCache, as the caller of a server would use it."""
+
+    name = "radix"
+
+    def __init__(self, model: Any, budget_bytes: int) -> None:
+        self.cache = PrefixCache(model, budget_bytes=budget_bytes)
+
+    def begin(self, prompt: Prompt) -> Any:
+        return self.cache.begin(prompt.tokens, marks=prompt.marks, reserve=prompt.reply_tokens)
+
+    def says_bytes(self) -> int:
+        stats = self.cache.stats
+        return stats.live_bytes + stats.paged_bytes
+
+
+class MlxLm:
+    """LRUPromptCache, as mlx-lm's server uses it."""
+
+    name = "mlx-lm"
+
+    def __init__(self, model: Any, budget_bytes: int) -> None:
+        self.cache = LRUPrompts(model, tiny_tokenizer(), budget_bytes=budget_bytes)
+
+    def begin(self, prompt: Prompt) -> Any:
+        return self.cache.begin(prompt)
+
+    def says_bytes(self) -> int:
+        return self.cache.live_bytes + self.cache.paged_bytes
+
+
+MakeCache = Callable[[Any, int], Radix | MlxLm]
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(__doc__, given)
+    sizes = QUICK if options.quick else FULL
+    models = {kind: random_model(kind, small=True) for kind in KINDS}
+    held = [row for kind, model in models.items() for row in _measure_held(kind, model, sizes)]
+    title = f"Bytes held for users who share a system prompt of {sizes.system_tokens:,} tokens"
+    publish("memory", title, held, folder=options.results, repeats=1, conclusion=held_conclusion(held))
+    kept = [row for kind, model in models.items() for row in _measure_pressure(kind, model, sizes)]
+    title = "Hit tokens of the second turn, under a budget"
+    publish(
+        "memory-pressure",
+        title,
+        kept,
+        folder=options.results,
+        repeats=1,
+        conclusion=pressure_conclusion(kept),
+    )
+
+
+def held_conclusion(rows: Sequence[dict[str, Any]]) -> str:
+    """Say what the most users take, by model."""
+    users = max(row["users"] for row in rows)
+    parts = [
+        f"{row['mlx-lm MB'] / row['radix MB']:.1f} times as much in mlx-lm's cache as in ours with {row['model']} "
+        f"({row['mlx-lm MB']:,.0f} MB and {row['radix MB']:,.0f} MB; least {row['least MB']:,.0f} MB)"
+        for row in rows
+        if row["users"] == users
+    ]
+    return f"{users} users take {', '.join(parts)}."
+
+
+def pressure_conclusion(rows: Sequence[dict[str, Any]]) -> str:
+    """Say who kept more, and where it was not us."""
+    more = sum(row["radix hit"] > row["mlx-lm hit"] for row in rows)
+    fewer = [f"{row['model']} at {row['budget / least']:g}" for row in rows if row["radix hit"] < row["mlx-lm hit"]]
+    ours, theirs, possible = (sum(row[key] for row in rows) for key in ("radix hit", "mlx-lm hit", "possible"))
+    where = f", and kept fewer at: {'; '.join(fewer)}" if fewer else ""
+    return (
+        f"Of {possible:,} tokens ours kept {ours / possible:.0%}, mlx-lm's {theirs / possible:.0%}; ours kept more "
+        f"in {more} of {len(rows)} rows{where}."
+    )
+
+
+# Without pressure ----------------------------------------------------------------------------------------------------
+
+
+def _measure_held(kind: str, model: Any, sizes: Sizes) -> Iterator[dict[str, Any]]:
+    conversations = _conversations(sizes.system_tokens, max(sizes.users))
+    ours = _held(Radix, model, conversations, sizes)
+    theirs = _held(MlxLm, model, conversations, sizes)
+    token_bytes, point_bytes = _state_bytes(model, sizes.system_tokens)
+    say(f"{kind}: held")
+    for users, our, their in zip(sizes.users, ours, theirs, strict=True):
+        tokens = sizes.system_tokens + users * OWN_TOKENS
+        least_mb = (tokens * token_bytes + (users + 1) * point_bytes) / 1e6
+        yield {
+            "model": kind,
+            "users": users,
+            "distinct tokens": tokens,
+            "least MB": least_mb,
+            "radix MB": our.active_bytes / 1e6,
+            "radix says MB": our.says_bytes / 1e6,
+            "radix index MB": our.python_bytes / 1e6,
+            "mlx-lm MB": their.active_bytes / 1e6,
+            "mlx-lm says MB": their.says_bytes / 1e6,
+            "mlx-lm index MB": their.python_bytes / 1e6,
+            "mlx-lm / radix": their.active_bytes / our.active_bytes,
+            "radix / least": our.active_bytes / 1e6 / least_mb,
+        }
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes at one moment: of MLX, as the cache counts them, and of Python."""
+
+    active_bytes: int
+    says_bytes: int
+    python_bytes: int
+
+
+def _held(make: MakeCache, model: Any, conversations: Sequence[list[int]], sizes: Sizes) -> list[Held]:
+    """What a cache holds after so many users as the sizes say."""
+    gc.collect()
+    active_bytes = mx.get_active_memory()
+    tracemalloc.start()
+    try:
+        cache = make(model, UNLIMITED_BYTES)
+        found = []
+        for users, conversation in enumerate(conversations, start=1):
+            for turn in range(TURNS):
+                _ask(cache, model, conversation, turn, sizes.system_tokens)
+            if users in sizes.users:
+                gc.collect()
+                python_bytes = tracemalloc.get_traced_memory()[0]
+                found.append(Held(mx.get_active_memory() - active_bytes, cache.says_bytes(), python_bytes))
+        return found
+    finally:
+        tracemalloc.stop()
+
+
+def _state_bytes(model: Any, tokens: int) -> tuple[int, int]:
+    """Bytes of a token in layers that can be cut, and of the state of all others after so many tokens."""
+    caches = make_prompt_cache(model)
+    for count in (tokens - 1, 1):
+        model(mx.zeros((1, count), mx.int32), cache=caches)
+        mx.eval([cache.state for cache in caches])
+    spans = [cache for cache in caches if type(cache) is KVCache]
+    points = [cache for cache in caches if type(cache) is not KVCache]
+    return sum(cache.nbytes // cache.keys.shape[2] for cache in spans), sum(cache.nbytes for cache in points)
+
+
+# Under pressure ------------------------------------------------------------------------------------------------------
+
+
+def _measure_pressure(kind: str, model: Any, sizes: Sizes) -> Iterator[dict[str, Any]]:
+    users = sizes.pressure_users
+    conversations = _conversations(sizes.system_tokens, users)
+    token_bytes, point_bytes = _state_bytes(model, sizes.system_tokens)
+    least_bytes = (sizes.system_tokens + users * OWN_TOKENS) * token_bytes + (users + 1) * point_bytes
+    possible = users * (sizes.system_tokens + USER_TOKENS + REPLY_TOKENS)
+    for share in sizes.shares:
+        say(f"{kind}: {share:g} of the least")
+        hits = {}
+        for make in (Radix, MlxLm):
+            cache = make(model, int(least_bytes * share))
+            for turn in range(TURNS):
+                found = [_ask(cache, model, each, turn, sizes.system_tokens) for each in conversations]
+            # Of the last turn.
+            hits[make.name] = sum(found)
+        yield {
+            "model": kind,
+            "users": users,
+            "budget / least": share,
+            "budget MB": least_bytes * share / 1e6,
+            "radix hit": hits["radix"],
+            "mlx-lm hit": hits["mlx-lm"],
+            "possible": possible,
+            "radix %": 100 * hits["radix"] / possible,
+            "mlx-lm %": 100 * hits["mlx-lm"] / possible,
+        }
+
+
+# Requests ------------------------------------------------------------------------------------------------------------
+
+
+def _conversations(system_tokens: int, users: int) -> list[list[int]]:
+    """The tokens of each user's whole conversation."""
+    random = np.random.default_rng(0)
+    system = random.integers(1, VOCABULARY, system_tokens).tolist()
+    return [system + random.integers(1, VOCABULARY, OWN_TOKENS).tolist() for _ in range(users)]
+
+
+def _ask(cache: Radix | MlxLm, model: Any, conversation: list[int], turn: int, system_tokens: int) -> int:
+    """One turn of a conversation; returns the tokens that were not prefilled again."""
+    end = system_tokens + turn * (USER_TOKENS + REPLY_TOKENS) + USER_TOKENS
+    marks = [system_tokens]
+    for earlier in range(turn + 1):
+        message_end = system_tokens + earlier * (USER_TOKENS + REPLY_TOKENS) + USER_TOKENS - OPENING_TOKENS
+        marks += [message_end] if earlier == turn else [message_end, message_end + OPENING_TOKENS + REPLY_TOKENS]
+    tokens = np.array(conversation[:end], dtype=np.int32)
+    prompt = Prompt(tokens, tuple(marks), system_tokens, ends_with_user=True, reply_tokens=REPLY_TOKENS)
+    reply = conversation[end : end + REPLY_TOKENS]
+    with cache.begin(prompt) as run:
+        run.prefill(model)
+        for part in (conversation[end - 1 : end], reply[:-1], reply[-1:]):
+            mx.eval(run.step(model, part))
+        return int(run.cached_tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""How long does a hit take to its first logits, beside the forward pass of its uncached tokens alone?
+
+Two conversations are stored. They are asked in turn, twice each time, and grow by NEW tokens per request:
+
+    switch      the other conversation is live: what it added last is paged out, all of this one is paged in
+    continue    this conversation is live: nothing is copied
+
+A hit is begin, prefill, the prompt's last step, and its logits evaluated. Right after it the same tokens run without a
+PrefixCache, on mlx-lm caches with the same contents and room that are there already: the same forward passes cut at the
+same places, each evaluated, MLX's free buffers given back after each as mlx-lm's own prefill does. Both get the same
+logits, or the benchmark fails.
+
+Figures of a row, medians over the pairs:
+
+    hit ms        time to first token of the hit
+    forward ms    the forward passes alone
+    ratio         of the two in a pair, with the least and the most
+    uncut         ratio to a prefill without the cuts that checkpoints ask for; empty where there are no point layers
+    begin ms      the part of the hit that is begin
+    paged in MB   what begin copied in
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from benchmarks.random_models import random_model
+from benchmarks.record import REPEATS, Spread, arguments, publish, say
+from radixcache import PrefixCache
+from runner.models import ModelError, load_model
+
+UNLIMITED_BYTES = 1 << 40
+PREFILL_TOKENS = 512
+AIM_RATIO = 1.05
+# Prompt tokens that are stored, and those that are new: every request of a row adds as many.
+SIZES = ((512, 16), (512, 64), (2000, 1), (2000, 16), (2000, 128))
+QUICK_SIZES = ((40, 1), (40, 20))
+#: Largest difference of logits, which are of the order of 1 to 10, that rounding explains.
+ROUNDING = 1e-3
+
+
+@dataclass
+class Conversation:
+    """Tokens so far, and the caches that they are in when no PrefixCache is used: with the same cuts, and without."""
+
+    tokens: list[int]
+    caches: list[Any]
+    uncut: list[Any]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One request with the cache and without, in ms."""
+
+    hit_ms: float
+    begin_ms: float
+    forward_ms: float
+    uncut_ms: float | None
+    paged_in_bytes: int
+    differ: float
+
+
+class Spy:
+    """A model that notes how many tokens each of its forward passes had."""
+
+    def __init__(self, model: Any) -> None:
+        self.chunks: list[int] = []
+        self._model = model
+
+    def __call__(self, tokens: mx.array, cache: Any) -> Any:
+        self.chunks.append(tokens.shape[1])
+        return self._model(tokens, cache=cache)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(__doc__, given)
+    sizes, repeats = (QUICK_SIZES, 2) if options.quick else (SIZES, REPEATS)
+    rows = [row for name, model in _models(options.quick) for row in _measure(name, model, sizes, repeats)]
+    publish(
+        "restore",
+        "Time to first token of a hit, beside the forward pass of its uncached tokens alone",
+        rows,
+        folder=options.results,
+        repeats=repeats,
+        conclusion=conclusion(rows),
+    )
+
+
+def conclusion(rows: Sequence[dict[str, Any]]) -> str:
+    """Say what the ratios mean for the aim."""
+    parts = []
+    for request in ("continue", "switch"):
+        found = [row for row in rows if row["request"] == request]
+        worst = max(found, key=lambda row: row["ratio"])
+        within = sum(row["ratio"] <= AIM_RATIO for row in found)
+        parts.append(
+            f"{within} of {len(found)} within {AIM_RATIO:g}, at worst {worst['ratio']:.3f} "
+            f"({worst['model']}, {worst['new']} new after {worst['stored']:,}: {worst['hit ms']:.1f} ms "
+            f"for {worst['forward ms']:.1f} ms)"
+        )
+    uncut = [row["uncut"] for row in rows if row["uncut"] is not None]
+    cuts = f" Against a prefill without cuts for checkpoints: {min(uncut):.2f} to {max(uncut):.2f}." if uncut else ""
+    return (
+        f"Hits by the forward pass of their new tokens. On the live path: {parts[0]}. After a switch: {parts[1]}.{cuts}"
+    )
+
+
+def _models(quick: bool) -> Iterator[tuple[str, Any]]:
+    """Pure KV, sliding windows, and recurrent layers; one at a time, each is let go before the next."""
+    if not quick:
+        try:
+            loaded = load_model("demo")
+            yield f"kv: {loaded.name}", loaded.model
+        except ModelError as error:
+            say(f"without the demo model: {error}")
+    for kind in ("kv", "sliding", "hybrid") if quick else ("sliding", "hybrid"):
+        yield f"{kind}: random", random_model(kind, small=quick)
+
+
+# Measuring -----------------------------------------------------------------------------------------------------------
+
+
+def _measure(name: str, model: Any, sizes: Sequence[tuple[int, int]], repeats: int) -> Iterator[dict[str, Any]]:
+    random = np.random.default_rng(0)
+    most = max(stored + (2 * repeats + 4) * new for stored, new in sizes)
+    for stored in dict.fromkeys(stored for stored, _ in sizes):
+        prefilled = [_prefilled(model, random, stored, most) for _ in range(2)]
+        for new in (new for size, new in sizes if size == stored):
+            say(f"{name}: {new} new after {stored:,}")
+            conversations = [copy.deepcopy(each) for each in prefilled]
+            pairs = _pairs(model, conversations, new, repeats, random)
+            for request, found in zip(("continue", "switch"), pairs, strict=True):
+                yield {"model": name, "request": request, "stored": stored, "new": new, **_figures(found)}
+
+
+def _figures(pairs: Sequence[Pair]) -> dict[str, Any]:
+    ratio = Spread.of(pair.hit_ms / pair.forward_ms for pair in pairs)
+    uncut = [pair.hit_ms / pair.uncut_ms for pair in pairs if pair.uncut_ms is not None]
+    return {
+        "hit ms": statistics.median(pair.hit_ms for pair in pairs),
+        "forward ms": statistics.median(pair.forward_ms for pair in pairs),
+        "ratio": ratio.median,
+        "least to most": ratio.range,
+        "uncut": statistics.median(uncut) if uncut else None,
+        "begin ms": statistics.median(pair.begin_ms for pair in pairs),
+        "paged in MB": statistics.median(pair.paged_in_bytes for pair in pairs) / 1e6,
+        "logits differ": max(pair.differ for pair in pairs),
+    }
+
+
+def _pairs(
+    model: Any, conversations: Sequence[Conversation], new: int, repeats: int, random: np.random.Generator
+) -> tuple[list[Pair], list[Pair]]:
+    """Requests that continue and requests that switch, `repeats` of each; the first of a conversation do not count."""
+    cache = PrefixCache(model, budget_bytes=UNLIMITED_BYTES)
+    for conversation in conversations:
+        cache.insert(conversation.tokens, conversation.caches)
+    continued, switched = [], []
+    for index in range(repeats + 2):
+        conversation = conversations[index % 2]
+        switched.append(_request(cache, model, conversation, new, random))
+        continued.append(_request(cache, model, conversation, new, random))
+    cache.check()
+    return continued[2:], switched[2:]
+
+
+def _request(cache: PrefixCache, model: Any, conversation: Conversation, new: int, random: np.random.Generator) -> Pair:
+    """A conversation goes on by `new` tokens: with the cache, without it, and without its cuts if it made any."""
+    fresh = random.integers(1, _vocabulary(model), new).tolist()
+    prompt = conversation.tokens + fresh
+    paged_in_bytes = cache.stats.paged_in_bytes
+    spy = Spy(model)
+    mx.clear_cache()
+    began = time.perf_counter()
+    session = cache.begin(prompt)
+    begun = time.perf_counter()
+    session.prefill(spy)
+    logits = session.step(spy, prompt[-1:])
+    mx.eval(logits)
+    hit = time.perf_counter()
+    assert session.cached_tokens == len(conversation.tokens), (session.cached_tokens, len(conversation.tokens))
+    session.close()
+    forward_ms, expected = _forward(model, conversation.caches, fresh, spy.chunks)
+    uncut_ms = None
+    if cache.layout.has_points:
+        uncut_ms, _ = _forward(model, conversation.uncut, fresh, [new - 1, 1] if new > 1 else [1])
+    conversation.tokens = prompt
+    differ = float(mx.abs(logits[:, -1] - expected[:, -1]).max())
+    assert differ < ROUNDING, differ
+    paged_in_bytes = cache.stats.paged_in_bytes - paged_in_bytes
+    return Pair((hit - began) * 1e3, (begun - began) * 1e3, forward_ms, uncut_ms, paged_in_bytes, differ)
+
+
+def _forward(model: Any, caches: list[Any], tokens: list[int], chunks: Sequence[int]) -> tuple[float, mx.array]:
+    """Run tokens through the model in chunks, as any loop does; returns its time in ms and the last logits."""
+    assert sum(chunks) == len(tokens), (chunks, len(tokens))
+    mx.clear_cache()
+    began = time.perf_counter()
+    start = 0
+    for count in chunks[:-1]:
+        model(mx.array(tokens[start : start + count])[None], cache=caches)
+        mx.eval([cache.state for cache in caches if not cache.empty()])
+        mx.clear_cache()
+        start += count
+    logits: mx.array = model(mx.array(tokens[start:])[None], cache=caches)
+    mx.eval(logits)
+    took_ms = (time.perf_counter() - began) * 1e3
+    mx.eval([cache.state for cache in caches if not cache.empty()])
+    return took_ms, logits
+
+
+def _prefilled(model: Any, random: np.random.Generator, stored: int, room: int) -> Conversation:
+    """A conversation of random tokens, in caches that never have to grow afterwards."""
+    tokens = random.integers(1, _vocabulary(model), stored).tolist()
+    caches: list[Any] = make_prompt_cache(model)
+    for cache in caches:
+        if type(cache) is KVCache:
+            cache.step = room
+    _forward(model, caches, tokens, [len(part) for part in np.array_split(tokens, -(-stored // PREFILL_TOKENS))])
+    return Conversation(tokens, caches, copy.deepcopy(caches))
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.args.vocab_size)
+
+
+if __name__ == "__main__":
+    main()

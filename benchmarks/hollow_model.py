@@ -1,0 +1,63 @@
+"""HollowModel: a language model without weights, whose forward pass only writes its caches.
+
+What is left to measure beside it is what a cache layer does in Python. Caches fill and move as with a real model of
+these layers; what is in them is zeros, and so are the logits.
+
+    kv        every layer a KVCache
+    sliding   every other layer a RotatingKVCache, as in models with sliding windows
+    hybrid    three of four layers an ArraysCache, as in models with linear attention
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+
+WINDOW_TOKENS = 64
+# Float32 keys and values of one head of width 1.
+TOKEN_BYTES_PER_LAYER = 8
+LOGITS = 8
+
+KINDS: dict[str, Sequence[Callable[[], Any]]] = {
+    "kv": (KVCache,),
+    "sliding": (lambda: RotatingKVCache(max_size=WINDOW_TOKENS), KVCache),
+    "hybrid": (lambda: ArraysCache(2), lambda: ArraysCache(2), lambda: ArraysCache(2), KVCache),
+}
+
+
+class HollowModel:
+    """Callable as an mlx-lm model: tokens (1, T) and caches in, logits (1, T, LOGITS) out."""
+
+    def __init__(self, kind: str, layers: int) -> None:
+        self._makers = KINDS[kind]
+        self.layers = [None] * layers
+        self._rows: dict[int, mx.array] = {}
+        self._state = mx.zeros((1, 4))
+
+    def make_cache(self) -> list[Any]:
+        """Fresh caches, one per layer."""
+        return [self._makers[index % len(self._makers)]() for index in range(len(self.layers))]
+
+    def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
+        length = tokens.shape[1]
+        rows = self._zeros(length)
+        for layer in cache:
+            if isinstance(layer, ArraysCache):
+                layer[0], layer[1] = self._state + 0.0, self._state + 0.0
+            else:
+                layer.update_and_fetch(rows, rows)
+        return mx.zeros((1, length, LOGITS))
+
+    def parameters(self) -> dict[str, Any]:
+        """None: there are no weights."""
+        return {}
+
+    def _zeros(self, length: int) -> mx.array:
+        """Keys or values (1, 1, T, 1) of so many tokens, made once: making them is not what is measured."""
+        if length not in self._rows:
+            self._rows[length] = mx.zeros((1, 1, length, 1))
+            mx.eval(self._rows[length])
+        return self._rows[length]

@@ -1,0 +1,98 @@
+"""The benchmarks run, and what they write has the shape that readers of it rely on. Figures are not looked at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import bench_growth, bench_memory, bench_paging, bench_restore
+from benchmarks.record import Spread, in_turns, publish
+
+ORIGIN = {"benchmark", "question", "repeats", "rows", "machine", "versions", "date", "commit", "command"}
+
+
+def _run(main: Callable[[Sequence[str]], None], folder: Path) -> dict[str, dict[str, Any]]:
+    """Run a benchmark with its smallest sizes; returns what it wrote, by name."""
+    main(["--quick", "--results", str(folder)])
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.iterdir()}
+
+
+def test_a_spread_is_the_median_between_the_least_and_the_most() -> None:
+    assert Spread.of([3.0, 1.0, 10.0]) == Spread(median=3.0, least=1.0, most=10.0)
+
+
+def test_measurements_in_turns_come_in_pairs_without_the_first_of_each() -> None:
+    calls: list[str] = []
+
+    def measurement(name: str) -> Callable[[], int]:
+        return lambda: calls.append(name) or len(calls)  # type: ignore[func-returns-value]
+
+    pairs = in_turns(measurement("a"), measurement("b"), 2)
+
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert pairs == [(4, 3), (5, 6)]
+
+
+def test_what_is_published_says_where_it_comes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publish("some", "How much?", [{"what": "this", "MB": 1.5}], folder=tmp_path / "new", conclusion="This much.", aim=2)
+
+    document = json.loads((tmp_path / "new" / "some.json").read_text(encoding="utf-8"))
+    assert document.keys() == ORIGIN | {"conclusion", "aim"}
+    assert document["rows"] == [{"what": "this", "MB": 1.5}]
+    assert "1.5" in (printed := capsys.readouterr().out)
+    assert printed.endswith("This much.\n")
+
+
+def test_restore_has_a_row_for_each_model_size_and_request(tmp_path: Path) -> None:
+    found = _run(bench_restore.main, tmp_path)
+
+    rows = found.pop("restore")["rows"]
+    assert not found
+    assert len(rows) == 3 * 2 * len(bench_restore.QUICK_SIZES)
+    assert {row["model"].partition(":")[0] for row in rows} == {"kv", "sliding", "hybrid"}
+    for row in rows:
+        assert row["hit ms"] > row["begin ms"] > 0, row
+        assert (row["paged in MB"] > 0) == (row["request"] == "switch"), row
+        assert (row["uncut"] is None) == row["model"].startswith("kv"), row
+
+
+def test_paging_copies_the_bytes_it_says(tmp_path: Path) -> None:
+    found = _run(bench_paging.main, tmp_path)
+
+    rows = found.pop("paging")["rows"]
+    assert not found
+    assert [(row["page"], row["tokens"]) for row in rows] == [("out", 100), ("in", 100), ("out", 600), ("in", 600)]
+    for row in rows:
+        assert row["MB"] == pytest.approx(row["tokens"] * bench_paging.TOKEN_BYTES / 1e6), row
+
+
+@pytest.mark.slow
+def test_buffers_that_were_told_the_length_of_the_reply_never_grow(tmp_path: Path) -> None:
+    found = _run(bench_growth.main, tmp_path)
+
+    decode = {row["buffers"]: row for row in found.pop("growth")["rows"] if row["what"] == "decode"}
+    assert not found
+    assert decode["told"]["growths"] == decode["told"]["copied MB"] == 0
+    assert decode["mlx-lm"]["growths"] >= decode["session"]["growths"] > 0
+    # mlx-lm's buffers: 16 tokens, at 256 and at 512.
+    assert decode["mlx-lm"]["copied MB"] == pytest.approx((256 + 512) * bench_growth.TOKEN_BYTES / 1e6)
+
+
+@pytest.mark.slow
+def test_memory_is_what_the_caches_say_and_not_below_the_least(tmp_path: Path) -> None:
+    found = _run(bench_memory.main, tmp_path)
+
+    held, kept = found.pop("memory")["rows"], found.pop("memory-pressure")["rows"]
+    assert not found
+    assert [(row["model"], row["users"]) for row in held] == [(k, u) for k in bench_memory.KINDS for u in (1, 2)]
+    for row in held:
+        assert row["radix MB"] == pytest.approx(row["radix says MB"], rel=0.1), row
+        assert row["radix MB"] >= row["least MB"], row
+        assert row["radix index MB"] > 0, row
+    for row in kept:
+        assert 0 <= row["radix hit"] <= row["possible"], row
+        assert 0 <= row["mlx-lm hit"] <= row["possible"], row

@@ -1,0 +1,98 @@
+"""The benchmarks of index, overhead and replay run in quick mode and their figures hang together; no time is judged."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import bench_overhead, bench_replay, bench_tree
+from benchmarks.hollow_model import KINDS, HollowModel
+from radixcache import RadixTree
+from runner.backends.plain_run import common_prefix_tokens
+
+
+def rows_of(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())["rows"]
+
+
+def test_the_tree_benchmark_reports_every_shape_with_the_nodes_it_was_asked_for(tmp_path, capsys):
+    bench_tree.main(["--quick", "--results", str(tmp_path)])
+    rows = rows_of(tmp_path, "tree")
+    assert {row["shape"] for row in rows} == {"part", "chain", "short"}
+    assert {row["nodes"] for row in rows if row["shape"] == "part"} <= {10, 11, 100, 101}
+    assert all(row["match ms"] > 0 and row["trie bytes per token"] > row["bytes per token"] for row in rows)
+    assert bench_tree.conclusion(rows) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("make", [bench_tree.part, bench_tree.chain, bench_tree.short])
+def test_a_shape_looks_up_prompts_that_are_stored_as_far_as_it_says(make):
+    shape = make(1_000)
+    tree = RadixTree()
+    bench_tree._grow(tree, shape.sequences, 20)
+    tree.check()
+    matched = [tree.match(prompt).offset for prompt in shape.following]
+    stored = [max(node.end for node in tree.match(prompt).node.path()) for prompt in shape.following]
+    assert matched == stored
+    assert all(0 < offset < len(prompt) for offset, prompt in zip(matched, shape.following, strict=True))
+    parted = tree.match(shape.parted)
+    assert parted.offset == parted.node.end < matched[0]
+    assert not parted.node.is_leaf
+
+
+def test_the_trie_is_left_out_where_it_would_take_too_much(monkeypatch):
+    monkeypatch.setattr(bench_tree, "TRIE_BYTES", 1)
+    row = bench_tree._measure(bench_tree.part, 500, 10)
+    assert row["trie match ms"] is None
+    assert row["match ms"] > 0
+
+
+def test_the_conclusion_says_when_the_aim_is_missed():
+    row = bench_tree._measure(bench_tree.part, 500, 10)
+    slow = {**row, "match ms": bench_tree.AIM_MS + 1}
+    assert "NOT under" in bench_tree.conclusion([slow, slow])
+    assert "NOT under" not in bench_tree.conclusion([row, row])
+
+
+def test_the_overhead_benchmark_evaluates_one_token_where_it_says_so(tmp_path, capsys):
+    bench_overhead.main(["--quick", "--results", str(tmp_path)])
+    rows = rows_of(tmp_path, "overhead")
+    assert {row["request"] for row in rows} == {"next turn", "switch", "miss", "full budget"}
+    assert all(row["tokens evaluated"] == 1 for row in rows if row["request"] in ("next turn", "switch"))
+    assert all((row["evictions/request"] > 0) == (row["request"] == "full budget") for row in rows)
+    assert {row["model"] for row in rows_of(tmp_path, "overhead-tokens")} == {"kv x 2", "hybrid x 4", "tiny:llama"}
+    assert "A decoded token costs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_hollow_model_moves_its_caches_as_far_as_it_was_given_tokens(kind):
+    model = HollowModel(kind, 4)
+    caches = model.make_cache()
+    for tokens in (5, 1):
+        logits = model(np.zeros((1, tokens), np.int32), cache=caches)
+        assert logits.shape[:2] == (1, tokens)
+    offsets = {cache.offset for cache in caches if hasattr(cache, "offset")}
+    assert offsets == {6}
+
+
+def test_the_replay_benchmark_counts_no_fewer_tokens_than_the_infinite_cache_prefills(tmp_path, capsys):
+    bench_replay.main(["--quick", "--results", str(tmp_path)])
+    rows = rows_of(tmp_path, "budgets")
+    bounds = {row["part"]: row["prefilled tokens"] for row in rows if row["cache"] == "bound"}
+    assert set(bounds) == {"counted", "timed"}
+    assert all(row["prefilled tokens"] >= bounds[row["part"]] for row in rows)
+    unlimited = next(row for row in rows if row["cache"] == "radix" and row["budget %"] == "no limit")
+    assert unlimited["prefilled tokens"] == bounds["counted"]
+    assert (tmp_path / "budgets.png").stat().st_size > 0
+    assert bench_replay.conclusion(rows) in capsys.readouterr().out
+
+
+def test_the_bound_of_a_script_is_what_no_earlier_request_held():
+    conversations, _ = bench_replay._conversations(None)
+    workload = bench_replay._workload("counted", bench_replay.load_model("tiny"), conversations, 5, 2, is_timed=False)
+    held, bound = [], 0
+    for request in (workload.script[index] for index in range(5)):
+        prompt = request.prompt.tokens
+        shared = max((common_prefix_tokens(prompt, earlier) for earlier in held), default=0)
+        bound += len(prompt) - min(shared, len(prompt) - 1)
+        held.append(np.concatenate([prompt, request.reply]))
+    assert workload.bound_tokens == bound < workload.prompt_tokens
