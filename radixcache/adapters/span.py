@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from radixcache.adapters.owned import owned
+from radixcache.adapters.owned import owned_span
 from radixcache.errors import SnapshotError
 from radixcache.snapshots import SEGMENT_TOKENS
 
@@ -87,7 +87,7 @@ class SpanAdapter:
             raise SnapshotError(f"span [{start}, {end}) is not inside the live state [0, {cache.offset}).")
         buffers = self.buffers(cache)
         cuts = segment_bounds(start, end)
-        return SpanSnapshot(start, end, [tuple(owned(b[..., low:high, :]) for b in buffers) for low, high in cuts])
+        return SpanSnapshot(start, end, [tuple(owned_span(b, low, high) for b in buffers) for low, high in cuts])
 
     def restore(self, cache: Any, snapshot: SpanSnapshot | None, target: int) -> bool:
         if target <= cache.offset and (snapshot is None or snapshot.start <= cache.offset):
@@ -115,8 +115,8 @@ class SpanAdapter:
         lower: list[Segment] = []
         for (low, high), segment in zip(segment_bounds(snapshot.start, snapshot.end), snapshot.segments, strict=True):
             if low < at < high:
-                upper.append(tuple(owned(a[..., : at - low, :]) for a in segment))
-                lower.append(tuple(owned(a[..., at - low :, :]) for a in segment))
+                upper.append(tuple(owned_span(a, 0, at - low) for a in segment))
+                lower.append(tuple(owned_span(a, at - low, high - low) for a in segment))
             else:
                 (upper if high <= at else lower).append(segment)
         return SpanSnapshot(snapshot.start, at, upper), SpanSnapshot(at, snapshot.end, lower)
@@ -183,8 +183,9 @@ class SpanAdapter:
         for (low, high), segment in zip(segment_bounds(snapshot.start, snapshot.end), snapshot.segments, strict=True):
             first, last = max(low, begin), min(high, target)
             if first < last:
+                whole = (first, last) == (low, high)
                 for buffer, array in zip(buffers, segment, strict=True):
-                    buffer[..., first:last, :] = array[..., first - low : last - low, :]
+                    buffer[..., first:last, :] = array if whole else array[..., first - low : last - low, :]
         cache.offset = target
 
 
