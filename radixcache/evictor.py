@@ -32,11 +32,14 @@ TRIM_TOKENS = 256
 class Evictor:
     """Eviction for one cache: its tree and its live paths."""
 
-    def __init__(self, states: StateTree, checkpoint_budget_bytes: int) -> None:
+    def __init__(self, states: StateTree, checkpoint_budget_bytes: int, trim_tokens: int | None = None) -> None:
         self._states = states
         self._account = states.account
         self._layout = states.layout
         self.checkpoint_budget_bytes = checkpoint_budget_bytes
+        self._trim_tokens = TRIM_TOKENS if trim_tokens is None else trim_tokens
+        # A policy may rank the keys of one edge apart: then its tail goes one step at a time.
+        self._steps_singly = not getattr(states.policy, "ranks_whole_edges", True)
         self.paths: list[LivePath] = []
         #: Nodes that are being paged in: their snapshots stay, also where they are duplicates.
         self.incoming: list[StateNode] = []
@@ -160,8 +163,8 @@ class Evictor:
         length = leaf.end - leaf.start
         cut = leaf.start
         if not self._layout.has_points and spans > want_bytes:
-            wanted = -(-want_bytes * length // spans)
-            cut = (leaf.end - wanted) // TRIM_TOKENS * TRIM_TOKENS
+            wanted = 1 if self._steps_singly else -(-want_bytes * length // spans)
+            cut = (leaf.end - wanted) // self._trim_tokens * self._trim_tokens
         try:
             if cut > leaf.start:
                 self._states.truncate(leaf, cut)
@@ -238,7 +241,7 @@ class Evictor:
         """Where a live path can be cut back to: with point layers a checkpoint, else anywhere on the tip."""
         if not self._layout.has_points:
             tokens = -(-want_bytes // max(1, self._layout.token_bytes))
-            cut = (tip.end - tokens) // TRIM_TOKENS * TRIM_TOKENS
+            cut = (tip.end - tokens) // self._trim_tokens * self._trim_tokens
             return max(cut, tip.start), None
         node = tip
         while node.parent is not None and not node.parent.is_root:

@@ -59,6 +59,12 @@ class PrefixCache:
         live_slots: paths that may be live at a time, and so sessions that may be open; each has buffers of its own.
         kv_bits, kv_group_size: keep full-attention layers quantized, from offset 0.
         cost: prefill cost in the policy's eyes; analytic by default.
+        clock: where ticks come from, such as a trace's milliseconds; by default they count requests. A tick is later
+            than the one before in any case.
+        layout: what stands for the layers instead of a model's caches: a SizedLayout holds sizes and no arrays.
+        trim_tokens: step in which a leaf of a pure span model loses its tail.
+        merges: join a node with its only child where nothing keeps them apart. Without it keys of different history
+            stay apart, as policies are defined on blocks.
 
     Raises:
         ValueError: an argument out of its range.
@@ -78,8 +84,12 @@ class PrefixCache:
         kv_bits: int | None = None,
         kv_group_size: int = 64,
         cost: CostModel | None = None,
+        clock: Callable[[], int] | None = None,
+        layout: Layout | None = None,
+        trim_tokens: int | None = None,
+        merges: bool = True,
     ) -> None:
-        if model is None and caches is None:
+        if model is None and caches is None and layout is None:
             raise ValueError("PrefixCache needs a model, or caches= with a callable that returns fresh mlx-lm caches.")
         if caches is not None and not callable(caches):
             raise ValueError(f"caches is a {type(caches).__name__}; wanted a callable that returns mlx-lm caches.")
@@ -95,14 +105,16 @@ class PrefixCache:
         self._ledger = budget_bytes if isinstance(budget_bytes, Ledger) else Ledger(budget_bytes)
         if checkpoint_budget_bytes is not None:
             _require_count("checkpoint_budget_bytes", checkpoint_budget_bytes, "bytes")
-        self.layout = Layout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size)
+        self.layout = layout or Layout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size)
         self.lock = self._ledger.lock
         self.vocab_size = None if model is None else vocabulary_size(model)
         self.checkpoint_interval = checkpoint_interval
         self._account = self._ledger.open_account(self._give_back)
-        self._states = StateTree(self.layout, chosen_policy, self._account, cost or _analytic_cost(model))
+        self._states = StateTree(self.layout, chosen_policy, self._account, cost or _analytic_cost(model), merges)
         cap = checkpoint_budget_bytes if checkpoint_budget_bytes is not None else self._ledger.budget_bytes // 2
-        self._evictor = Evictor(self._states, cap)
+        if trim_tokens is not None:
+            _require_count("trim_tokens", trim_tokens, "tokens")
+        self._evictor = Evictor(self._states, cap, trim_tokens)
         self._slots = Slots(self.layout, self._states, live_slots)
         self._evictor.paths = self._slots.paths
         self._evictor.lose = self._lose
@@ -110,6 +122,7 @@ class PrefixCache:
         self._recorder = Recorder(self.layout, self._states, self._evictor, self._pager)
         self._pins = Pins(self.layout, self._states, self._evictor, self._ledger.budget_bytes)
         self._tick = 0
+        self._clock = clock
         self._requests = self._hit_tokens = self._miss_tokens = 0
         self._short_reasons: dict[str, int] = {}
 
@@ -458,7 +471,7 @@ class PrefixCache:
         return ids, ids.astype(np.int64) if keys is None else edge_keys(keys, len(ids))
 
     def _next_use(self, priority: int = 0, turn: int | None = None, kind: str = "") -> Use:
-        self._tick += 1
+        self._tick = max(self._tick + 1, 0 if self._clock is None else self._clock())
         return Use(self._tick, priority, turn, kind)
 
     def _abandon(self, live: LivePath) -> None:

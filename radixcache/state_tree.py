@@ -84,7 +84,9 @@ def state_of(node: StateNode) -> NodeState:
 class StateTree:
     """Tree, node states, policy entries and bytes, changed together."""
 
-    def __init__(self, layout: Layout, policy: EvictionPolicy, account: Account, cost: CostModel) -> None:
+    def __init__(
+        self, layout: Layout, policy: EvictionPolicy, account: Account, cost: CostModel, merges: bool = True
+    ) -> None:
         self.layout = layout
         self.policy = policy
         self.account = account
@@ -101,6 +103,7 @@ class StateTree:
         self._next_entry_id = 0
         self._thin_order: Any = SortedList()
         self._thin_keys: dict[int, tuple[int, int, int, int]] = {}
+        self._merges = merges
 
     # Reading
 
@@ -431,7 +434,7 @@ class StateTree:
         return entry
 
     def _mergeable(self, node: StateNode) -> StateNode | None:
-        if node.is_root or len(node.children) != 1:
+        if not self._merges or node.is_root or len(node.children) != 1:
             return None
         (child,) = node.children.values()
         upper, lower = state_of(node), state_of(child)
