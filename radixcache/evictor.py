@@ -162,8 +162,9 @@ class Evictor:
         spans = state.entry.weight_bytes - (0 if state.checkpoint is None else state.checkpoint.nbytes)
         length = leaf.end - leaf.start
         cut = leaf.start
+        want_bytes = 1 if self._steps_singly else want_bytes
         if not self._layout.has_points and spans > want_bytes:
-            wanted = 1 if self._steps_singly else -(-want_bytes * length // spans)
+            wanted = -(-want_bytes * length // spans)
             cut = (leaf.end - wanted) // self._trim_tokens * self._trim_tokens
         try:
             if cut > leaf.start:

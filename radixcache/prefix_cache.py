@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from policies import CostModel, EvictionPolicy, make_policy
+from policies import CostModel, Entry, EvictionPolicy, make_policy
 from radixcache.evictor import Evictor
 from radixcache.interrupts import uninterrupted
 from radixcache.layout import Layout
@@ -318,6 +318,10 @@ class PrefixCache:
         with self.lock:
             slots = len(self._slots.paths)
             return self._states.dump(lambda node: render_node(node, self.layout.token_bytes, tokenizer, slots))
+
+    def last_key(self, entry: Entry) -> int | None:
+        """The last key on the edge that a policy's entry stands for; None when the entry is gone."""
+        return self._states.last_key(entry)
 
     def clear(self) -> None:
         """Drop everything that no open session stands on, pins included."""

@@ -118,6 +118,11 @@ class StateTree:
         assert entry.entry_id in self._evictable, entry
         return self._node_of[entry.entry_id], entry.state
 
+    def last_key(self, entry: Entry) -> int | None:
+        """The last key on the edge that an entry stands for; None when the entry is gone."""
+        node = self._node_of.get(entry.entry_id)
+        return None if node is None else int(node.edge[-1])
+
     def thinnable(self) -> StateNode | None:
         """The node whose checkpoint the cap takes first; None when only branch points, marks and leaves are left."""
         return self._node_of[self._thin_order[0][-1]] if self._thin_order else None
