@@ -20,14 +20,24 @@ def uninterrupted() -> Iterator[None]:
         yield
         return
     previous = signal.getsignal(signal.SIGINT)
-    if not callable(previous):
-        yield
+    if not callable(previous) or isinstance(previous, _Held):
+        yield  # nobody listens, or a block around this one holds it back already
         return
-    caught: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    held = _Held()
+    signal.signal(signal.SIGINT, held)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-        if caught:
-            previous(*caught[0])
+        if held.caught:
+            previous(*held.caught[0])
+
+
+class _Held:
+    """A handler that keeps what it is called with."""
+
+    def __init__(self) -> None:
+        self.caught: list[tuple[int, FrameType | None]] = []
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.caught.append((number, frame))
