@@ -71,7 +71,7 @@ def main(given: Sequence[str] | None = None) -> None:
     conversations, source = _conversations(None if options.quick else AIRLINE)
     model: Any = HollowModel("kv", 1)
     hollow = replace(demo, model=model, name="hollow", weight_bytes=0)
-    counted, timed = ((10, None), (2, 1)) if options.quick else ((600, None), (16, 3))
+    counted, timed = ((10, None), (2, 1)) if options.quick else ((600, None), (8, 2))
     shares = (25, 100) if options.quick else SHARES
     workloads = [
         _workload("counted", hollow, conversations, *counted, is_timed=False),
