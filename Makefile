@@ -13,12 +13,12 @@ PYTHON ?=
 NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 NEEDS_OPENBLAS := import sys; from runner.blas import load_openblas; sys.exit(load_openblas() is None)
 
-.PHONY: help replay test test-slow lint bench architectures clean openblas
+.PHONY: help replay test test-slow lint bench bench-policies architectures clean openblas
 .DEFAULT_GOAL := help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -e 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r target text; do \
-		printf '  make %-13s %s\n' "$$target" "$$text"; done
+		printf '  make %-14s %s\n' "$$target" "$$text"; done
 
 replay: $(INSTALLED) openblas ## serve the built-in conversations through four caches and compare them
 	@$(BIN)/radixcache replay $(ARGS)
@@ -41,6 +41,9 @@ bench: $(INSTALLED) openblas ## run every benchmark in turn
 		echo "== $$name"; \
 		$(BIN)/python -m "benchmarks.$$name" $(ARGS); \
 	done
+
+bench-policies: $(INSTALLED) openblas ## simulate every eviction policy at six capacities
+	@$(BIN)/python -m benchmarks.bench_policies $(ARGS)
 
 architectures: $(INSTALLED) openblas ## measure every architecture of mlx-lm and write docs/architectures.md
 	@OPENBLAS_NUM_THREADS=1 $(BIN)/python -m runner.architectures $(ARGS)

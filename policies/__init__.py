@@ -2,34 +2,116 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
+from policies.arc import ARC
+from policies.belady import Belady, BeladyBypass
 from policies.cost import CostModel
 from policies.entry import Entry
 from policies.fifo import FIFO
+from policies.gdsf import GDSF
+from policies.lfu import LFU
+from policies.lfuda import LFUDA
 from policies.lru import LRU
+from policies.marconi import Marconi
 from policies.ordered import OrderedPolicy
+from policies.priority import Priority
 from policies.protocol import EvictionPolicy
+from policies.random_choice import Random
+from policies.s3fifo import S3FIFO
+from policies.sieve import SIEVE
+from policies.slru import SLRU
+from policies.t_lru import TLRU
+from policies.ttl import TTL
 
+#: Policies that know the past alone. Every name works wherever a policy is asked for.
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "arc": ARC,
     "fifo": FIFO,
+    "gdsf": GDSF,
+    "lfu": LFU,
+    "lfuda": LFUDA,
     "lru": LRU,
+    "marconi": Marconi,
+    "priority": Priority,
+    "random": Random,
+    "s3fifo": S3FIFO,
+    "sieve": SIEVE,
+    "slru": SLRU,
+    "t_lru": TLRU,
+    "ttl": TTL,
+}
+
+#: Bounds that know the future, for a simulator: made from a function that says when an entry's last key is used next.
+OFFLINE_POLICIES: dict[str, Callable[[Callable[[Entry], float]], EvictionPolicy]] = {
+    "belady": Belady,
+    "belady-bypass": BeladyBypass,
 }
 
 
 def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
-    """Return a policy from its name in POLICIES, or the object itself.
+    """Return a policy from its name in POLICIES, from "my.module:Class", or the object itself.
+
+    A class is imported, from the directory of the program or anywhere else Python looks, and made without arguments.
 
     Raises:
-        ValueError: the name is not in POLICIES, or the object does not follow the EvictionPolicy protocol.
+        ValueError: the name is not in POLICIES, there is no such class, making it failed, or the object does not
+            follow the EvictionPolicy protocol. The message is one line.
     """
     if isinstance(policy, str):
+        if ":" in policy:
+            return _imported(policy)
         if policy not in POLICIES:
-            raise ValueError(f"policy {policy!r} is not known. Known: {', '.join(sorted(POLICIES))}.")
+            raise ValueError(
+                f"policy {policy!r} is not known. Known: {', '.join(sorted(POLICIES))}, and my.module:Class."
+            )
         return POLICIES[policy]()
     if isinstance(policy, type) or not isinstance(policy, EvictionPolicy):
         raise ValueError(f"policy is {policy!r}; wanted a name in POLICIES or an EvictionPolicy object.")
     return policy
 
 
-__all__ = ["FIFO", "LRU", "POLICIES", "CostModel", "Entry", "EvictionPolicy", "OrderedPolicy", "make_policy"]
+def _imported(path: str) -> EvictionPolicy:
+    module_name, _, class_name = path.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), class_name]):
+        raise ValueError(f"policy {path!r} is not of the form my.module:Class.")
+    try:
+        made = getattr(importlib.import_module(module_name), class_name)()
+    except Exception as error:  # Whatever the user's module does, it is the user who can put it right.
+        reason = " ".join(str(error).split()) or "no message"
+        raise ValueError(f"policy {path!r} cannot be made: {type(error).__name__}: {reason}") from error
+    if not isinstance(made, EvictionPolicy):
+        missing = [hook for hook in HOOKS if not callable(getattr(made, hook, None))]
+        raise ValueError(f"policy {path!r} does not follow the EvictionPolicy protocol: no {', '.join(missing)}.")
+    return made
+
+
+#: What the protocol asks for.
+HOOKS = ("inserted", "touched", "split", "merged", "evicted", "evictable_changed", "victim")
+
+__all__ = [
+    "ARC",
+    "FIFO",
+    "GDSF",
+    "LFU",
+    "LFUDA",
+    "LRU",
+    "OFFLINE_POLICIES",
+    "POLICIES",
+    "S3FIFO",
+    "SIEVE",
+    "SLRU",
+    "TLRU",
+    "TTL",
+    "Belady",
+    "BeladyBypass",
+    "CostModel",
+    "Entry",
+    "EvictionPolicy",
+    "Marconi",
+    "OrderedPolicy",
+    "Priority",
+    "Random",
+    "make_policy",
+]

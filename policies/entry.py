@@ -10,7 +10,7 @@ Numbers only: no arrays, no clock. The cache layer writes the fields, a policy r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -52,6 +52,7 @@ class Entry:
     turn: int | None = None
     kind: str = ""
     digest_of: Callable[[], bytes] = field(default=bytes, repr=False)
+    digests_of: Callable[[Sequence[int]], list[bytes]] | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -62,3 +63,12 @@ class Entry:
     def digest(self) -> bytes:
         """16-byte digest of namespace and all keys up to `end`; the same after any split or merge."""
         return self.digest_of()
+
+    def digests(self, offsets: Sequence[int]) -> list[bytes]:
+        """Digests of the prefixes that end at these offsets, ascending, in (start, end]; b"" where none is to be had.
+
+        Without `digests_of` only the one at `end` is known, which is all there is of an edge with a single key.
+        """
+        if self.digests_of is not None:
+            return self.digests_of(offsets)
+        return [self.digest if offset == self.end else b"" for offset in offsets]

@@ -5,6 +5,10 @@ once with `inserted`, may then be touched, split and merged, and leaves with `ev
 `merged`. A policy never sees an entry again after that. `victim` is asked as long as bytes are wanted; it must
 answer with an entry that is evictable at that moment, and asking twice without a hook between gives the same answer.
 
+Two attributes are optional. `ranks_whole_edges` (default True): the victim stays the victim while its tail is cut, key
+by key, so that a cache may cut as much of it as it needs at once; False: ask again after each step. `bypass` (default
+False): an offline bound that may also refuse what the request being served has added.
+
 Order of calls: the hooks of one request come deepest node first, so the root side is the newest.
 """
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from radixcache.resume import ShortReason
     from radixcache.session import Session
     from radixcache.stats import CacheStats
+    from radixcache.trace import TraceWriter
     from radixcache.tree import RadixTree
 
 _MODULES = {
@@ -42,6 +43,7 @@ _MODULES = {
     "SessionClosedError": "radixcache.errors",
     "ShortReason": "radixcache.resume",
     "SnapshotError": "radixcache.errors",
+    "TraceWriter": "radixcache.trace",
     "UnsupportedCacheError": "radixcache.errors",
     "register_adapter": "radixcache.adapters",
     "render_chat": "radixcache.chat",
@@ -63,6 +65,7 @@ __all__ = [
     "SessionClosedError",
     "ShortReason",
     "SnapshotError",
+    "TraceWriter",
     "UnsupportedCacheError",
     "register_adapter",
     "render_chat",

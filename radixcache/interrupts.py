@@ -12,22 +12,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+#: Whether the main thread is inside such a stretch.
+_is_held = False
+
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Hold SIGINT back until the block ends; then call the handler that was installed before."""
-    if threading.current_thread() is not threading.main_thread():
+    global _is_held
+    if _is_held or threading.current_thread() is not threading.main_thread():
+        # A block around this one holds it back already, or it cannot come.
         yield
         return
     previous = signal.getsignal(signal.SIGINT)
-    if not callable(previous) or isinstance(previous, _Held):
-        yield  # nobody listens, or a block around this one holds it back already
+    if not callable(previous):
+        yield  # nobody listens in Python
         return
     held = _Held()
     signal.signal(signal.SIGINT, held)
+    _is_held = True
     try:
         yield
     finally:
+        _is_held = False
         signal.signal(signal.SIGINT, previous)
         if held.caught:
             previous(*held.caught[0])

@@ -18,6 +18,8 @@ Nothing here reads a clock or draws a random number: the same requests give the 
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +44,7 @@ from radixcache.snapshots import Checkpoint
 from radixcache.state_tree import NodeState, StateNode, StateTree, Use, state_of
 from radixcache.stats import CacheStats
 from radixcache.tokens import TokenIds, edge_keys, token_ids, vocabulary_size
+from radixcache.trace import Clock, TraceWriter
 from radixcache.tree import Keys, Match, below
 
 
@@ -59,6 +62,8 @@ class PrefixCache:
         live_slots: paths that may be live at a time, and so sessions that may be open; each has buffers of its own.
         kv_bits, kv_group_size: keep full-attention layers quantized, from offset 0.
         cost: prefill cost in the policy's eyes; analytic by default.
+        trace: file in which every request is recorded by salted digests of its prefix, for `radixcache simulate`; or a
+            TraceWriter with a salt, a block length or plain ids of its own. It is written when a session closes.
         clock: where ticks come from, such as a trace's milliseconds; by default they count requests. A tick is later
             than the one before in any case.
         layout: what stands for the layers instead of a model's caches: a SizedLayout holds sizes and no arrays.
@@ -84,6 +89,7 @@ class PrefixCache:
         kv_bits: int | None = None,
         kv_group_size: int = 64,
         cost: CostModel | None = None,
+        trace: str | os.PathLike[str] | TraceWriter | None = None,
         clock: Callable[[], int] | None = None,
         layout: Layout | None = None,
         trim_tokens: int | None = None,
@@ -123,6 +129,7 @@ class PrefixCache:
         self._pins = Pins(self.layout, self._states, self._evictor, self._ledger.budget_bytes)
         self._tick = 0
         self._clock = clock
+        self._trace = _trace_writer(trace, "requests" if clock is None else "ms")
         self._requests = self._hit_tokens = self._miss_tokens = 0
         self._short_reasons: dict[str, int] = {}
 
@@ -201,6 +208,7 @@ class PrefixCache:
             self._states.touch(nodes, plan.source, use)
             self._evictor.let_go(match.node)
             self._count(plan, len(prompt))
+            self._record(prompt_keys, 0, namespace, use)
             return caches, prompt[plan.resume :].copy()
 
     def insert(
@@ -352,6 +360,9 @@ class PrefixCache:
             self._states.coalesce_all(live.nodes())
             live.measure()
             self._keep_budget()
+            self._record(
+                session.prompt_keys, session.known_tokens - len(session.prompt), session.namespace, session.use
+            )
 
     def retreat(self, session: Session, limit: int) -> int:
         """Return a session's live caches to the deepest checkpoint at or below `limit`; returns its offset."""
@@ -492,6 +503,16 @@ class PrefixCache:
         if plan.reason is not None:
             self._short_reasons[plan.reason] = self._short_reasons.get(plan.reason, 0) + 1
 
+    def _record(self, keys: Keys, output_tokens: int, namespace: str, use: Use) -> None:
+        """Write a request to the trace; a trace that cannot be written is no reason not to serve."""
+        if self._trace is None:
+            return
+        about = {"turn": use.turn, "kind": use.kind, "priority": use.priority}
+        try:
+            self._trace.append(keys, time=self._tick, output_tokens=output_tokens, namespace=namespace, **about)  # type: ignore[arg-type]
+        except OSError as error:
+            warnings.warn(f"{self._trace.path}: a request could not be recorded: {error}", RuntimeWarning, stacklevel=2)
+
     def _keep_budget(self) -> None:
         self._evictor.thin_checkpoints()
         self._evictor.make_room()
@@ -499,6 +520,10 @@ class PrefixCache:
     def _give_back(self, amount_bytes: int) -> int:
         """Another cache on the ledger wants bytes."""
         return self._evictor.shrink_to(max(0, self._account.total_bytes - amount_bytes))
+
+
+def _trace_writer(trace: str | os.PathLike[str] | TraceWriter | None, clock: Clock) -> TraceWriter | None:
+    return trace if trace is None or isinstance(trace, TraceWriter) else TraceWriter(trace, clock=clock)
 
 
 def _analytic_cost(model: Any) -> CostModel:

@@ -4,10 +4,11 @@ Everything above the layout is the deployed code: tree, slots, paging, budget, p
 replaced by what adds up their bytes. A key may stand for one token or for a block of them; sizes are given per key.
 
     spans       `token_bytes` per key, to be cut anywhere
-    points      `checkpoint_bytes` whatever the offset (recurrent state), and `window_bytes` per key of a window of
-                `window_keys` keys, which can be cut back while it has not wrapped
+    points      `checkpoint_bytes` whatever the offset (recurrent state), and `windows` of so many keys at so many bytes
+                each, which can be cut back while none of them has wrapped
 
-Live buffers have no spare capacity here, so that the bytes held are those of the distinct keys.
+Live buffers have no spare capacity, so that the bytes held are those of the distinct keys; or, with `grow_keys`, they
+grow as mlx-lm's KVCache does, and a live cache and this one make the same evictions.
 """
 
 from __future__ import annotations
@@ -23,15 +24,31 @@ from radixcache.snapshots import Checkpoint, Spans
 
 @dataclass(slots=True, eq=False)
 class SizedCache:
-    """Stands for the live caches of all layers: where the span layers stand, and the point layers."""
+    """Stands for the live caches of all layers: where the span layers stand, and the point layers.
 
+    Attributes:
+        grow_keys: step in which the span buffers grow; 0: they hold exactly what is in them.
+        capacity: keys that the span buffers have room for, where they grow.
+    """
+
+    grow_keys: int = 0
     spans: int = 0
     points: int = 0
+    capacity: int = 0
 
     def advance(self, keys: int) -> None:
         """A forward pass over that many keys."""
+        if self.grow_keys and self.spans + keys > self.capacity:
+            # As KVCache: what is filled is kept to the key, and whole steps come behind it.
+            kept = self.spans if self.spans % self.grow_keys else self.capacity
+            self.capacity = kept + -(-keys // self.grow_keys) * self.grow_keys
         self.spans += keys
         self.points += keys
+
+    def reserve(self, capacity: int) -> None:
+        """Give the span buffers room for so many keys, never less than one more than they hold."""
+        if self.grow_keys:
+            self.capacity = max(capacity, self.spans + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +73,31 @@ class SizedLayout(Layout):
     Args:
         token_bytes: bytes of a key over all span layers.
         checkpoint_bytes: bytes of point state that do not depend on the offset.
-        window_bytes, window_keys: bytes per key, and length, of sliding windows.
+        windows: the sliding windows, as (keys, bytes per key).
+        grow_keys: step in which live span buffers grow; 0: they hold exactly what is in them.
     """
 
     def __init__(
-        self, token_bytes: int, checkpoint_bytes: int = 0, window_bytes: int = 0, window_keys: int = 0
+        self,
+        token_bytes: int,
+        checkpoint_bytes: int = 0,
+        windows: Sequence[tuple[int, int]] = (),
+        grow_keys: int = 0,
     ) -> None:
-        if min(token_bytes, checkpoint_bytes, window_bytes, window_keys) < 0:
-            raise ValueError(
-                f"sizes are {token_bytes}, {checkpoint_bytes}, {window_bytes} and {window_keys}; wanted 0 or more."
-            )
-        if token_bytes + checkpoint_bytes + window_bytes * window_keys == 0:
+        if min(token_bytes, checkpoint_bytes, *(min(window) for window in windows), 0) < 0:
+            raise ValueError(f"sizes are {token_bytes}, {checkpoint_bytes} and {list(windows)}; wanted 0 or more.")
+        points = checkpoint_bytes + sum(keys * nbytes for keys, nbytes in windows)
+        if token_bytes + points == 0:
             raise ValueError("all sizes are 0; wanted bytes per token or per checkpoint.")
         self.token_bytes = token_bytes
-        self.has_points = checkpoint_bytes + window_bytes * window_keys > 0
+        self.has_points = points > 0
         self.cut_reach = 0
         self._checkpoint_bytes = checkpoint_bytes
-        self._window_bytes = window_bytes
-        self._window_keys = window_keys
+        self._windows = [(keys, nbytes) for keys, nbytes in windows if keys and nbytes]
+        self._grow_keys = grow_keys if token_bytes else 0
 
     def fresh(self) -> list[Any]:
-        return [SizedCache()]
+        return [SizedCache(self._grow_keys)]
 
     # Looking
 
@@ -84,13 +105,15 @@ class SizedLayout(Layout):
         cache = caches[0]
         if not self.has_points:
             return cache.spans, cache.spans
+        if not self.token_bytes:
+            return cache.points, cache.points
         return min(cache.spans, cache.points), max(cache.spans, cache.points)
 
     def first_offset(self, caches: Sequence[Any]) -> int | None:
-        return int(caches[0].spans)
+        return int(caches[0].spans if self.token_bytes else caches[0].points)
 
     def is_empty(self, caches: Sequence[Any]) -> bool:
-        return bool(caches[0].spans == caches[0].points == 0)
+        return bool(caches[0].capacity == caches[0].spans == caches[0].points == 0)
 
     def arrays(self, caches: Sequence[Any]) -> list[Any]:
         return []
@@ -99,16 +122,23 @@ class SizedLayout(Layout):
         return []
 
     def live_nbytes(self, caches: Sequence[Any]) -> int:
-        return sum(cache.spans * self.token_bytes + self._point_nbytes(cache.points) for cache in caches)
+        held = 0
+        for cache in caches:
+            held += (cache.capacity if self._grow_keys else cache.spans) * self.token_bytes
+            if self.has_points:
+                held += self._point_nbytes(cache.points)
+        return held
 
     def spare_nbytes(self, caches: Sequence[Any]) -> int:
-        return 0
+        spare: int = sum(cache.capacity - cache.spans for cache in caches) * self.token_bytes
+        return spare if self._grow_keys else 0
 
     def capacity(self, caches: Sequence[Any]) -> int:
-        return NEVER
+        return self.span_capacity(caches)
 
     def span_capacity(self, caches: Sequence[Any]) -> int:
-        return NEVER
+        capacity: int = caches[0].capacity
+        return capacity if self._grow_keys and capacity else NEVER
 
     def span_offset(self, caches: Sequence[Any]) -> int:
         return int(caches[0].spans)
@@ -138,6 +168,8 @@ class SizedLayout(Layout):
 
     def page_in(self, caches: Sequence[Any], spans: Spans, target: int) -> int:
         begin = max(spans.start, caches[0].spans)
+        if caches[0].capacity <= target:
+            caches[0].reserve(target + 1)
         caches[0].spans = target
         return int(max(0, target - begin) * self.token_bytes)
 
@@ -162,19 +194,25 @@ class SizedLayout(Layout):
         caches[0].spans, caches[0].points = held[0]
         return True
 
+    def own(self, caches: Sequence[Any]) -> None:
+        if caches[0].spans == caches[0].capacity:
+            caches[0].reserve(caches[0].spans + 1)
+
+    def own_lazily(self, caches: Sequence[Any]) -> None:
+        self.own(caches)
+
+    def reserve(self, caches: Sequence[Any], capacity_tokens: int, like: Spans | None = None) -> None:
+        if caches[0].capacity or like is not None:
+            caches[0].reserve(capacity_tokens)
+
+    def grow(self, caches: Sequence[Any], capacity_tokens: int) -> None:
+        self.reserve(caches, capacity_tokens)
+
     # Nothing to do without arrays
 
     def learn(self, caches: Sequence[Any]) -> None: ...
 
     def evaluate(self, caches: Sequence[Any]) -> None: ...
-
-    def own(self, caches: Sequence[Any]) -> None: ...
-
-    def own_lazily(self, caches: Sequence[Any]) -> None: ...
-
-    def reserve(self, caches: Sequence[Any], capacity_tokens: int, like: Spans | None = None) -> None: ...
-
-    def grow(self, caches: Sequence[Any], capacity_tokens: int) -> None: ...
 
     def compare(self, caches: Sequence[Any]) -> None: ...
 
@@ -189,8 +227,8 @@ class SizedLayout(Layout):
     def _point_nbytes(self, offset: int) -> int:
         if offset == 0:
             return 0
-        return self._checkpoint_bytes + self._window_bytes * min(offset, self._window_keys)
+        return self._checkpoint_bytes + sum(min(offset, keys) * nbytes for keys, nbytes in self._windows)
 
     def _is_whole(self, offset: int) -> bool:
         """Whether point state at `offset` has lost nothing yet."""
-        return self._checkpoint_bytes == 0 and offset <= self._window_keys
+        return self._checkpoint_bytes == 0 and all(offset <= keys for keys, _ in self._windows)

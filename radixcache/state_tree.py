@@ -22,7 +22,7 @@ Every operation is O(length of the edge) for keys, at most one grid segment of a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -325,9 +325,12 @@ class StateTree:
     def guard(self, node: StateNode, change: int) -> None:
         """Hold (+1) or let go (-1) the path from the root to `node`."""
         for each in node.path():
-            state_of(each).guards += change
-            assert state_of(each).guards >= 0, each
-            self.refresh(each)
+            state = state_of(each)
+            was_held = state.held
+            state.guards += change
+            assert state.guards >= 0, each
+            if state.held != was_held:
+                self.refresh(each)
 
     def pin(self, node: StateNode, change: int) -> None:
         """Pin (+1) or unpin (-1) one node."""
@@ -338,15 +341,17 @@ class StateTree:
     def touch(self, path: list[StateNode], resumed: StateNode | None, use: Use) -> None:
         """A request used the spans of `path` (root side first) and the checkpoint of `resumed`."""
         for node in reversed(path):
-            entries = [state_of(node).entry]
-            if node is resumed and state_of(node).checkpoint_entry is not None:
-                entries.append(state_of(node).checkpoint_entry)  # type: ignore[arg-type]
+            state = state_of(node)
+            entries = [state.entry]
+            if node is resumed and state.checkpoint_entry is not None:
+                entries.append(state.checkpoint_entry)
             for entry in entries:
                 entry.last_used = use.tick
                 entry.uses += 1
                 entry.priority = max(entry.priority, use.priority)
                 self.policy.touched(entry)
-            self.refresh(node)
+            if state.checkpoint_entry is not None:
+                self.refresh(node)  # which checkpoint is thinned first goes by its last use
 
     def refresh(self, node: StateNode) -> None:
         """Bring a node's entries up to date with the tree and tell the policy what may go now."""
@@ -435,6 +440,7 @@ class StateTree:
             kind=use.kind,
         )
         entry.digest_of = lambda: _frozen_digest(self._node_of[entry.entry_id])()
+        entry.digests_of = lambda offsets: _digests(self._node_of[entry.entry_id], offsets)
         self._node_of[entry.entry_id] = node
         return entry
 
@@ -510,12 +516,31 @@ class StateTree:
 def _frozen_digest(node: StateNode) -> Callable[[], bytes]:
     """A digest of the node's whole prefix as it is now, worked out when it is asked for."""
     edges = [each.edge for each in node.path()]
-    namespace = node.namespace.encode()
+    namespace = node.namespace
 
     def digest() -> bytes:
-        blake = hashlib.blake2b(len(namespace).to_bytes(4, "little") + namespace, digest_size=16)
+        blake = _hashing(namespace)
         for edge in edges:
             blake.update(edge.tobytes())
         return blake.digest()
 
     return digest
+
+
+def _digests(node: StateNode, offsets: Sequence[int]) -> list[bytes]:
+    """Digests of the prefixes that end on a node's edge at these offsets, ascending."""
+    blake = _hashing(node.namespace)
+    for each in node.path()[:-1]:
+        blake.update(each.edge.tobytes())
+    digests, done = [], node.start
+    for offset in offsets:
+        blake.update(node.edge[done - node.start : offset - node.start].tobytes())
+        digests.append(blake.digest())
+        done = offset
+    return digests
+
+
+def _hashing(namespace: str) -> hashlib.blake2b:
+    """What every digest of a prefix in this namespace begins with."""
+    name = namespace.encode()
+    return hashlib.blake2b(len(name).to_bytes(4, "little") + name, digest_size=16)

@@ -16,6 +16,11 @@ from rich.console import Console
 
 import runner
 from runner.backends import CACHE_NAMES
+from runner.commands.advise import advise
+from runner.commands.mrc import mrc
+from runner.commands.simulate import simulate
+from runner.commands.synth import synth
+from runner.commands.usage import UsageError
 
 if TYPE_CHECKING:
     from runner.conversations import Conversation
@@ -39,10 +44,6 @@ CommandLineError: type[Exception] = typer.BadParameter.__bases__[0]
 app = typer.Typer(name="radixcache", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-class UsageError(Exception):
-    """Something the user can put right; the message is one line."""
-
-
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -61,6 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 @app.callback()
 def radixcache() -> None:
     """A prefix cache for MLX language models, and tools that show what it saves."""
+
+
+app.command()(simulate)
+app.command()(mrc)
+app.command()(synth)
+app.command()(advise)
 
 
 @app.command()
@@ -164,9 +171,12 @@ def _cache_names(listed: str) -> list[str]:
 
 
 def _check_policy(policy: str) -> None:
-    from policies import POLICIES
+    from policies import make_policy
 
-    _require(policy in POLICIES, f"--policy is {policy!r}; wanted one of {', '.join(sorted(POLICIES))}.")
+    try:
+        make_policy(policy)
+    except ValueError as error:
+        raise UsageError(f"--policy: {error}") from error
 
 
 def _budget_bytes(budget_mib: float) -> int:

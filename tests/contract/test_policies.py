@@ -7,8 +7,20 @@ from typing import Any
 
 import pytest
 
-from policies import POLICIES, Entry, EvictionPolicy, OrderedPolicy, make_policy
+from policies import (
+    OFFLINE_POLICIES,
+    POLICIES,
+    SLRU,
+    TLRU,
+    Entry,
+    EvictionPolicy,
+    Marconi,
+    OrderedPolicy,
+    make_policy,
+)
+from policies.runs import Run, RunPolicy
 from radixcache.state_tree import state_of
+from tests.contract.blocks import BlockCache, Future, conversations, replay
 from tests.contract.traffic import ORDER, Traffic
 
 all_policies = pytest.mark.parametrize("name", sorted(POLICIES))
@@ -138,9 +150,14 @@ def test_an_entry_that_goes_while_it_is_evictable_is_the_victim_no_more(name: st
 @pytest.mark.parametrize("fresh", ["upper", "lower"])
 def test_either_side_of_a_split_may_be_the_new_one(name: str, fresh: str) -> None:
     policy = make_policy(name)
-    upper = Entry(1, "span", 0, 5, 1, 1.0, created=1, last_used=1)
-    lower = Entry(2, "span", 5, 9, 1, 1.0, created=1, last_used=1)
-    policy.inserted(lower if fresh == "upper" else upper)
+    old = Entry(1, "span", 0, 9, 1, 1.0, created=1, last_used=1)
+    policy.inserted(old)
+    if fresh == "upper":
+        upper, lower = Entry(2, "span", 0, 5, 1, 1.0, created=1, last_used=1), old
+        old.start = 5
+    else:
+        upper, lower = old, Entry(2, "span", 5, 9, 1, 1.0, created=1, last_used=1)
+        old.end = 5
     policy.split(upper, lower)
     for entry in (upper, lower):
         policy.evictable_changed(entry, True)
@@ -171,6 +188,57 @@ def test_the_order_of_a_static_key_policy_is_consistent_after_5000_hooks(name: s
     assert list(policy._order) == sorted((policy._keys[number], number) for number in traffic.witness.evictable)
 
 
+@all_policies
+def test_the_runs_of_a_queue_policy_are_consistent_after_each_step(name: str) -> None:
+    policy = make_policy(name)
+    if not isinstance(policy, RunPolicy):
+        pytest.skip(f"{name} keeps another structure")
+    traffic = Traffic(policy, seed=2)
+    while traffic.witness.hooks < 3000:
+        traffic.step()
+        policy.check()
+        assert policy._evictable == traffic.witness.evictable
+        assert set(policy._entries) == set(traffic.witness.known)
+
+
+@pytest.mark.parametrize("adds_first", [False, True], ids=["room-first", "adds-first"])
+@pytest.mark.parametrize("name", [*sorted([*POLICIES, *OFFLINE_POLICIES]), "slru capped", "t_lru strict", "marconi 1"])
+def test_the_same_blocks_go_whether_an_edge_stands_for_many_or_a_node_for_each(name: str, adds_first: bool) -> None:
+    for seed in range(4):
+        requests = conversations(seed, 120)
+        outcomes = []
+        for is_chain in (False, True):
+            future = Future(requests)
+            policy = _policy(name, future)
+            cache = BlockCache(policy, 25 + 20 * seed, is_chain=is_chain, adds_first=adds_first)
+            found = replay(cache, requests, future)
+            cache.states.check()
+            outcomes.append((found, cache.gone))
+        assert outcomes[0] == outcomes[1]
+        assert len(outcomes[0][1]) > 100
+
+
+@all_policies
+def test_a_policy_keeps_less_or_as_much_as_it_may_and_all_of_the_request_served(name: str) -> None:
+    cache = BlockCache(make_policy(name), 20)
+    for request in conversations(1, 200):
+        cache.request(request)
+        assert cache.states.tree.key_count <= 20
+        assert cache.request(request) == min(len(request), 20)
+
+
+def _policy(name: str, future: Future) -> EvictionPolicy:
+    """A policy by its name, or one of the variants that only a constructor gives."""
+    if name in OFFLINE_POLICIES:
+        return OFFLINE_POLICIES[name](future)
+    variants = {
+        "slru capped": lambda: SLRU(protected_share=0.4),
+        "t_lru strict": lambda: TLRU(threshold_tokens=6, next_tokens=3),
+        "marconi 1": lambda: Marconi(alpha=1.0, candidates=5),
+    }
+    return variants[name]() if name in variants else make_policy(name)
+
+
 def _entries_in(thing: Any) -> set[int]:
     """Ids of the entries that can be reached from an object."""
     found: set[int] = set()
@@ -187,6 +255,8 @@ def _entries_in(thing: Any) -> set[int]:
             stack += [*each.keys(), *each.values()]
         elif isinstance(each, list | tuple | set | frozenset | deque):
             stack += list(each)
+        elif isinstance(each, Run):
+            assert not any(isinstance(getattr(each, field), Entry) for field in Run.__slots__)
         elif hasattr(each, "__dict__"):
             stack += list(vars(each).values())
     return found

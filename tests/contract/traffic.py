@@ -21,6 +21,9 @@ from radixcache.state_tree import StateNode, StateTree, Use, state_of
 ORDER: dict[str, Callable[[Entry], tuple[float, ...]]] = {
     "lru": lambda entry: (entry.last_used, -entry.end),
     "fifo": lambda entry: (entry.created, -entry.end),
+    "lfu": lambda entry: (entry.uses, entry.last_used, -entry.end),
+    "priority": lambda entry: (entry.priority, entry.last_used, -entry.end),
+    "slru": lambda entry: (entry.uses > 1, entry.last_used, -entry.end),
 }
 
 
@@ -156,7 +159,8 @@ class Traffic:
         dice = self.random.random()
         nodes = list(self.states.tree.nodes())
         if dice < 0.45 or not nodes:
-            self.request(self._keys(), self.random.choice(["", "tenant"]), self.random.random() < 0.4)
+            priority = self.random.choice([0, 0, 3, 40])
+            self.request(self._keys(), self.random.choice(["", "tenant"]), self.random.random() < 0.4, priority)
         elif dice < 0.70:
             self.evict()
         elif dice < 0.78:

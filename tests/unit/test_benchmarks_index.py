@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import bench_overhead, bench_replay, bench_tree
+from benchmarks import bench_overhead, bench_policies, bench_replay, bench_tree
 from benchmarks.hollow_model import KINDS, HollowModel
 from radixcache import RadixTree
 from runner.backends.plain_run import common_prefix_tokens
@@ -96,3 +96,14 @@ def test_the_bound_of_a_script_is_what_no_earlier_request_held():
         bound += len(prompt) - min(shared, len(prompt) - 1)
         held.append(np.concatenate([prompt, request.reply]))
     assert workload.bound_tokens == bound < workload.prompt_tokens
+
+
+def test_the_policy_benchmark_puts_no_online_policy_above_the_optimum(tmp_path, capsys):
+    bench_policies.main(["--quick", "--results", str(tmp_path)])
+    document = json.loads((tmp_path / "policies.json").read_text())
+    found = {(row["policy"], row["capacity_blocks"]): row["block_hit_ratio"] for row in document["grid"]}
+    assert all(found["lru", blocks] <= found["belady", blocks] for name, blocks in found if name == "lru")
+    assert max(found.values()) <= max(document["infinite_block_hit_ratio"].values())
+    assert document["conclusion"] in capsys.readouterr().out
+    assert (tmp_path / "policies.png").stat().st_size > 0
+    assert {row["unit"] for row in rows_of(tmp_path, "policies-speed")} == {"block references/s", "s", "us"}

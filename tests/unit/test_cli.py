@@ -55,7 +55,7 @@ def last_line(text):
     [
         (["--cache", "none,redis"], "--cache has 'redis'; wanted some of none, single, mlx-lm, radix."),
         (["--cache", ","], "--cache names no cache"),
-        (["--policy", "best"], "--policy is 'best'; wanted one of"),
+        (["--policy", "best"], "--policy: policy 'best' is not known. Known: "),
         (["--users", "0"], "--users is 0; wanted at least 1."),
         (["--users", "3"], "users is 3; wanted 1 to 2"),
         (["--requests", "0"], "--requests is 0; wanted at least 1."),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies import POLICIES, CostModel, Entry, OrderedPolicy, make_policy
+from policies import OFFLINE_POLICIES, POLICIES, CostModel, Entry, OrderedPolicy, make_policy
 from radixcache.state_tree import state_of
 from tests.contract.traffic import ORDER, Traffic
 
@@ -174,6 +174,41 @@ def test_policies_are_made_by_name_and_anew_each_time() -> None:
 def test_an_unknown_name_is_refused_with_the_known_ones(wrong: str) -> None:
     with pytest.raises(ValueError, match=rf"^policy '{wrong}' is not known\. Known: .*fifo.*lru.*\.$"):
         make_policy(wrong)
+
+
+def test_every_policy_that_is_promised_has_its_name() -> None:
+    recency = {"fifo", "lru", "slru", "t_lru", "ttl", "priority", "random"}
+    assert recency | {"lfu", "lfuda", "gdsf", "marconi"} | {"s3fifo", "sieve", "arc"} <= set(POLICIES)
+    assert list(POLICIES) == sorted(POLICIES)
+    assert list(OFFLINE_POLICIES) == ["belady", "belady-bypass"]
+
+
+def test_a_class_of_the_users_own_is_made_from_its_module_and_name() -> None:
+    assert type(make_policy("policies.lru:LRU")) is type(make_policy("lru"))
+    assert make_policy("policies.lru:LRU") is not make_policy("policies.lru:LRU")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ("policies.lru:", "is not of the form my.module:Class"),
+        (":LRU", "is not of the form my.module:Class"),
+        ("a b:LRU", "is not of the form my.module:Class"),
+        ("policies.lru:LRU()", "is not of the form my.module:Class"),
+        ("no.such.module:LRU", "cannot be made: ModuleNotFoundError: No module named 'no'"),
+        ("policies.lru:Lru", "cannot be made: AttributeError: module 'policies.lru' has no attribute 'Lru'"),
+        ("policies.belady:Belady", "cannot be made: TypeError: .*next_use.*"),
+        (
+            "policies.cost:CostModel",
+            "does not follow the EvictionPolicy protocol: no inserted, touched, split, .*victim",
+        ),
+        ("math:pi", "cannot be made: TypeError: 'float' object is not callable"),
+    ],
+)
+def test_a_class_that_cannot_be_made_is_refused_on_one_line(wrong: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"^policy '.*' {reason}\.?$") as refused:
+        make_policy(wrong)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("wrong", [None, 7, object(), POLICIES["lru"]])

@@ -25,6 +25,7 @@ PUBLIC_NAMES = [
     "SessionClosedError",
     "ShortReason",
     "SnapshotError",
+    "TraceWriter",
     "UnsupportedCacheError",
     "register_adapter",
     "render_chat",

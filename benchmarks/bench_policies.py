@@ -1,0 +1,146 @@
+"""Which eviction policy finds how much, at which capacity, and how far is each from the best possible?
+
+Every policy at six capacities over the public traces beside the repository, else over a made-up one, by the simulator,
+which is the deployed cache with sizes in place of arrays. Then how fast that is: block references per second, whether a
+request costs more where more is stored, and the miss-ratio curve in one pass.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.record import arguments, publish, say
+from policies import OFFLINE_POLICIES, POLICIES
+from runner.mrc import lru_curve
+from runner.simulate.grid import Job, run_locally
+from runner.simulate.picture import plot_rows
+from runner.simulate.row import Row
+from runner.simulate.simulator import BlockSizes, Simulation, infinite_ratio, simulate
+from runner.traces import Trace, TraceRequest, read_trace
+from runner.traces.synth import Synth, synthesize
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+CAPACITIES = (1_000, 3_000, 10_000, 30_000, 50_000, 100_000)
+SPEED_BLOCKS = 10_000
+STORED_NODES = (1_000, 10_000, 100_000, 300_000)
+REPEATS = 5
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(__doc__, given)
+    traces = _traces(options.quick)
+    capacities = (20, 100) if options.quick else CAPACITIES
+    names = ["lru", "belady"] if options.quick else [*sorted(POLICIES), *sorted(OFFLINE_POLICIES)]
+    began = time.perf_counter()
+    jobs = [
+        Job(index, name, blocks, None, None) for index in range(len(traces)) for name in names for blocks in capacities
+    ]
+    rows = []
+    for row in run_locally(traces, jobs, processes=1 if options.quick else min(2, os.cpu_count() or 1)):
+        rows.append(row)
+        say(f"{row.trace}: {row.policy} at {row.capacity_blocks:,} blocks: {row.block_hit_ratio:.4f}")
+    minutes = (time.perf_counter() - began) / 60
+    table = _table(rows, capacities)
+    infinite = {trace.name: infinite_ratio(trace) for trace in traces}
+    title = "Block hit ratio: blocks of prompts found / blocks of prompts"
+    about = conclusion(rows, minutes)
+    more = {"infinite_block_hit_ratio": infinite, "grid": [row.as_dict() for row in rows]}
+    publish("policies", title, table, folder=options.results, repeats=1, conclusion=about, **more)
+    plot_rows(options.results / "policies.png", rows, infinite)
+    speed = list(_speeds(traces[0], options.quick))
+    publish("policies-speed", "What the simulator takes", speed, folder=options.results, repeats=REPEATS)
+
+
+def conclusion(rows: Sequence[Row], minutes: float) -> str:
+    """Say which policy is best online, by trace, at the capacity where LRU leaves the most."""
+    said = []
+    for trace in dict.fromkeys(row.trace for row in rows):
+        found = {(row.policy, row.capacity_blocks): row.block_hit_ratio for row in rows if row.trace == trace}
+        gaps = {blocks: found["belady", blocks] - found["lru", blocks] for name, blocks in found if name == "lru"}
+        blocks = max(gaps, key=lambda each: gaps[each])
+        online = {
+            name: ratio for (name, each), ratio in found.items() if each == blocks and name not in OFFLINE_POLICIES
+        }
+        best = max(online, key=lambda name: online[name])
+        said.append(
+            f"{trace} at {blocks:,} blocks: lru {found['lru', blocks]:.4f}, best online {best} {online[best]:.4f}, "
+            f"optimum {found['belady', blocks]:.4f}"
+        )
+    return f"{'; '.join(said)}. The grid took {minutes:.1f} minutes."
+
+
+def _traces(quick: bool) -> list[Trace]:
+    if quick:
+        return [synthesize(Synth(requests=60), seed=0)]
+    if not SHARED.is_dir():
+        return [synthesize(Synth(requests=5_000), seed=0)]
+    return [
+        read_trace(SHARED / "mooncake" / "conversation_trace.jsonl", name="mooncake"),
+        read_trace(SHARED / "claude-code-traces" / "traces", name="coding agents"),
+    ]
+
+
+def _table(rows: Sequence[Row], capacities: Sequence[int]) -> list[dict[str, Any]]:
+    found = {(row.trace, row.policy, row.capacity_blocks): row.block_hit_ratio for row in rows}
+    return [
+        {"trace": trace, "policy": policy}
+        | {f"{blocks:,} blocks": f"{found[trace, policy, blocks]:.4f}" for blocks in capacities}
+        for trace in dict.fromkeys(row.trace for row in rows)
+        for policy in dict.fromkeys(row.policy for row in rows)
+    ]
+
+
+def _speeds(trace: Trace, quick: bool) -> Iterator[dict[str, Any]]:
+    """Rows of one figure each, with its spread over the repeats."""
+    blocks = 100 if quick else SPEED_BLOCKS
+    rates = [row.block_refs / row.seconds for row in (simulate(trace, "lru", blocks) for _ in range(REPEATS))]
+    yield _figure(f"{trace.name}, lru at {blocks:,} blocks", "block references/s", rates)
+    seconds = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        lru_curve(trace)
+        seconds.append(time.perf_counter() - began)
+    yield _figure(f"{trace.name}, miss-ratio curve at all capacities", "s", seconds)
+    for nodes in (50, 200) if quick else STORED_NODES:
+        yield _figure(f"a request with {nodes:,} conversations stored", "us", _request_us(nodes))
+
+
+def _request_us(nodes: int) -> list[float]:
+    """Microseconds of a request for each repeat, in a cache that is full with so many conversations of 4 blocks."""
+    request = iter(_conversation(index) for index in range(nodes + 200 * REPEATS))
+    simulation = Simulation(Trace("made", 512, [_conversation(0)], True, ""), "lru", 4 * nodes, BlockSizes())
+    for _ in range(nodes):
+        simulation.serve(next(request))
+    found = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        for _ in range(200):
+            simulation.serve(next(request))
+        found.append((time.perf_counter() - began) / 200 * 1e6)
+    return found
+
+
+def _conversation(index: int) -> TraceRequest:
+    return TraceRequest(np.arange(4 * index, 4 * index + 4, dtype=np.int64), 2_048, 1, index)
+
+
+def _figure(what: str, unit: str, values: Sequence[float]) -> dict[str, Any]:
+    return {
+        "what": what,
+        "unit": unit,
+        "median": statistics.median(values),
+        "least": min(values),
+        "most": max(values),
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

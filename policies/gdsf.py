@@ -1,0 +1,141 @@
+"""GDSF: the smallest H = L + uses * cost / bytes goes first, where L is the H of what went last.
+
+Source: Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", HPL-98-69R1,
+after Cao and Irani's GreedyDual-Size. O(log n) per operation; ties go to the least recently used, then the deepest.
+
+L is taken when a key is added or used, and kept until it is used again: a node that merely becomes a
+leaf keeps its old L, else every shared prefix would come back to life when its last branch goes. A split inherits it.
+Where a cache makes room for a whole request first, the keys that follow take the values that L went through, the root
+side the first, as if room had been made for each key by itself; so the keys of one edge may differ in L. Where it adds
+first, and holds what it added while it makes room, all of them take the L that they met.
+
+`cost / bytes` is read where the entry is filed, because a new entry has no bytes yet; an entry without bytes counts as
+worthless. On an edge of many keys it is the mean, exact where the cost of a key does not depend on its position.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from policies.entry import Entry
+from policies.ordered import Key, OrderedPolicy
+
+#: Keys next to each other with the same L, and that L.
+Aged = tuple[int, float]
+
+
+class GDSF(OrderedPolicy):
+    """Greedy-Dual-Size-Frequency: cheap, large and rarely used first, everything ages."""
+
+    ranks_whole_edges: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: L of the definition: H of the last victim.
+        self.inflation = 0.0
+        self._aged: dict[int, list[Aged]] = {}
+        #: The values of L since keys were last added, and how many keys went at each.
+        self._levels: list[Aged] = []
+        self._level_before = 0.0
+        #: What the latest request has added, root side first: entry and number of keys.
+        self._fresh: list[tuple[int, int]] = []
+        self._added_tick = -1
+        self._is_new_burst = True
+        self._chosen: set[int] = set()
+        self._chosen_value = 0.0
+
+    def value(self, entry: Entry) -> float:
+        """What keeping an entry is worth at each use: its cost per byte."""
+        return entry.cost / entry.weight_bytes if entry.weight_bytes > 0 else 0.0
+
+    def key(self, entry: Entry) -> Key:
+        age = self._aged[entry.entry_id][-1][1]
+        return (age + entry.uses * self.value(entry), entry.last_used, -entry.end)
+
+    def inserted(self, entry: Entry) -> None:
+        self._aged[entry.entry_id] = [(max(1, entry.tokens), self.inflation)]
+        if entry.state == "span":
+            self._add_fresh(entry)
+        super().inserted(entry)
+
+    def touched(self, entry: Entry) -> None:
+        if entry.last_used > entry.created:  # Else it is the request that made it.
+            self._aged[entry.entry_id] = [(max(1, entry.tokens), self.inflation)]
+        if entry.last_used > self._added_tick:
+            self._fresh = []
+        super().touched(entry)
+
+    def split(self, upper: Entry, lower: Entry) -> None:
+        old, new = (upper, lower) if upper.entry_id in self._aged else (lower, upper)
+        above, below = _cut(self._aged[old.entry_id], lower.tokens)
+        self._aged[upper.entry_id], self._aged[lower.entry_id] = above, below
+        self._fresh = [(number, tokens) for number, tokens in self._fresh if number != old.entry_id]
+        if old.entry_id in self._chosen:
+            self._chosen.add(new.entry_id)
+        super().split(upper, lower)
+
+    def merged(self, gone: Entry, into: Entry) -> None:
+        self._aged[into.entry_id] = self._aged[gone.entry_id] + self._aged[into.entry_id]
+        self._chosen.discard(gone.entry_id)
+        self._fresh = []
+        super().merged(gone, into)
+
+    def evicted(self, entry: Entry) -> None:
+        if entry.entry_id in self._chosen:
+            self._note_level(entry.tokens if entry.state == "span" else 0)
+            self._chosen.discard(entry.entry_id)
+        super().evicted(entry)
+        self._aged.pop(entry.entry_id, None)
+
+    def evictable_changed(self, entry: Entry, evictable: bool) -> None:
+        if evictable:
+            self._rekey(entry)
+        super().evictable_changed(entry, evictable)
+
+    def victim(self) -> Entry | None:
+        while (first := super().victim()) is not None and self.key(first) != self._keys[first.entry_id]:
+            self._rekey(first)
+        self._chosen = set() if first is None else {first.entry_id}
+        self._chosen_value = 0.0 if first is None else self._keys[first.entry_id][0]
+        return first
+
+    def _note_level(self, tokens: int) -> None:
+        """The victim goes, with so many keys: its H is the new L."""
+        if self._is_new_burst:
+            self._is_new_burst = False
+            self._levels = []
+            self._level_before = self.inflation
+        self.inflation = self._chosen_value
+        serving = self._fresh[-1][0] if self._fresh else None
+        if tokens and (serving not in self._keys or serving in self._filed):
+            self._levels.append((tokens, self.inflation))
+
+    def _add_fresh(self, entry: Entry) -> None:
+        """Give what a request adds the values that L went through to make room for it; the last key has the latest."""
+        if entry.created != self._added_tick:
+            self._added_tick = entry.created
+            self._fresh = []
+        self._fresh.append((entry.entry_id, entry.tokens))
+        self._is_new_burst = True
+        if not self._levels:
+            return
+        total = sum(tokens for _, tokens in self._fresh)
+        noted = sum(tokens for tokens, _ in self._levels)
+        spare = [(total - noted, self._level_before)] if noted < total else []
+        _, aged = _cut(spare + self._levels, total)
+        for number, tokens in reversed(self._fresh):
+            aged, self._aged[number] = _cut(aged, tokens)
+
+
+def _cut(aged: list[Aged], below_tokens: int) -> tuple[list[Aged], list[Aged]]:
+    """The same above, and of the last `below_tokens` keys."""
+    above = list(aged)
+    below: list[Aged] = []
+    while below_tokens > 0:
+        length, level = above.pop()
+        if length > below_tokens:
+            above.append((length - below_tokens, level))
+            length = below_tokens
+        below.insert(0, (length, level))
+        below_tokens -= length
+    return above, below

@@ -1,0 +1,273 @@
+"""RunPolicy: base of the queue policies, which know something about each key and move one key at a time.
+
+An entry stands for many keys, of which only the last may go. What a queue policy knows of them is kept in runs: keys
+next to each other with the same queue, the same place in it and the same marks. A queue holds, for each evictable
+entry, its last run, at (place, -end): of keys that came together the deepest is the oldest. What is not evictable is
+in no queue and is passed over without being changed. So an edge of n keys goes through the same states as n nodes.
+
+Sizes are keys: a queue's `tokens` counts all keys in it, evictable or not; a checkpoint counts as one key. The
+capacity is learnt: what was held when the first victim of a request was asked for. The request's own new keys do
+not count as long as they cannot go, so it does not matter whether a cache makes room before it adds or afterwards.
+
+Invariants:
+
+  R1  The runs of an entry have one key or more each, and as many keys together as the entry.
+  R2  `_filed[id]` says where an evictable entry's last run stands; nothing else is in a queue.
+  R3  `tokens[q]` is the sum over all runs in queue q.
+
+O(log n) per operation, and a victim costs what it takes to pass over the marks that uses have left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sortedcontainers import SortedList
+
+from policies.entry import Entry
+
+Place = tuple[float, int, int]
+
+
+@dataclass(slots=True)
+class Run:
+    """Keys of one entry that a policy knows the same about."""
+
+    tokens: int
+    queue: int
+    place: float
+    marks: int = 0
+
+    def continues(self, other: Run) -> bool:
+        return (self.queue, self.place, self.marks) == (other.queue, other.place, other.marks)
+
+
+def key_count(entry: Entry) -> int:
+    """Keys that an entry stands for."""
+    return entry.end - entry.start if entry.state == "span" else 1
+
+
+class RunPolicy:
+    """Base of the queue policies: subclasses define `admit`, `use`, `choose` and what `lost` keys leave behind."""
+
+    #: The keys of one edge go one at a time: the next one may be marked, or in another queue.
+    ranks_whole_edges: ClassVar[bool] = False
+    queue_count: ClassVar[int] = 1
+
+    def __init__(self) -> None:
+        self.tokens = [0] * self.queue_count
+        #: Keys held when the first victim of the latest request was asked for.
+        self.capacity = 0
+        self._queues: list[Any] = [SortedList() for _ in range(self.queue_count)]
+        self._runs: dict[int, list[Run]] = {}
+        self._filed: dict[int, tuple[int, Place]] = {}
+        self._entries: dict[int, Entry] = {}
+        self._evictable: set[int] = set()
+        self._answer: Entry | None = None
+        self._chosen: set[int] = set()
+        self._now = 0
+        self._newest: Entry | None = None
+        self._fresh = [0] * self.queue_count
+        self._asked = False
+
+    # What a policy defines
+
+    def admit(self, entry: Entry) -> list[Run]:
+        """The runs of a new entry, root side first."""
+        raise NotImplementedError(f"{type(self).__name__} must define admit(entry).")
+
+    def use(self, run: Run, entry: Entry) -> None:
+        """A request used the run: change its queue, place and marks."""
+        raise NotImplementedError(f"{type(self).__name__} must define use(run, entry).")
+
+    def choose(self) -> Entry:
+        """The victim; asked only when something is evictable, and not again before the next hook."""
+        raise NotImplementedError(f"{type(self).__name__} must define choose().")
+
+    def lost(self, entry: Entry, runs: list[Run]) -> None:
+        """A victim, or the part of it that was cut off, goes; its runs are not counted any more."""
+
+    # Hooks
+
+    def inserted(self, entry: Entry) -> None:
+        self._advance(entry.created)
+        self._entries[entry.entry_id] = entry
+        self._runs[entry.entry_id] = runs = self.admit(entry)
+        for run in runs:
+            self.tokens[run.queue] += run.tokens
+            self._fresh[run.queue] += run.tokens
+        if entry.state == "span":
+            self._newest = entry
+        self._answer = None
+        self._asked = False
+
+    def touched(self, entry: Entry) -> None:
+        self._advance(entry.last_used)
+        self._answer = None
+        self._asked = False
+        if entry.last_used == entry.created:
+            return  # The request that made it.
+        filed = self._unfile(entry)
+        runs = self._runs[entry.entry_id]
+        for run in runs:
+            self.tokens[run.queue] -= run.tokens
+            self.use(run, entry)
+            self.tokens[run.queue] += run.tokens
+        self._runs[entry.entry_id] = _joined(runs)
+        if filed:
+            self._file(entry)
+
+    def split(self, upper: Entry, lower: Entry) -> None:
+        self._answer = None
+        old, new = (upper, lower) if upper.entry_id in self._runs else (lower, upper)
+        filed = self._unfile(old)
+        above, below = _cut(self._runs[old.entry_id], lower.end - lower.start)
+        self._runs[upper.entry_id], self._runs[lower.entry_id] = above, below
+        self._entries[new.entry_id] = new
+        if old.entry_id in self._chosen:
+            self._chosen.add(new.entry_id)
+        if filed:
+            self._file(old)
+
+    def merged(self, gone: Entry, into: Entry) -> None:
+        self._answer = None
+        self._forget(gone)
+        self._chosen.discard(gone.entry_id)
+        filed = self._unfile(into)
+        self._runs[into.entry_id] = _joined(self._runs.pop(gone.entry_id) + self._runs[into.entry_id])
+        if filed:
+            self._file(into)
+
+    def evicted(self, entry: Entry) -> None:
+        self._answer = None
+        self._forget(entry)
+        runs = self._runs.pop(entry.entry_id)
+        for run in runs:
+            self.tokens[run.queue] -= run.tokens
+        if entry.entry_id in self._chosen:
+            self._chosen.discard(entry.entry_id)
+            self.lost(entry, runs)
+
+    def evictable_changed(self, entry: Entry, evictable: bool) -> None:
+        self._answer = None
+        if evictable:
+            self._evictable.add(entry.entry_id)
+            self._file(entry)
+        else:
+            self._unfile(entry)
+            self._evictable.discard(entry.entry_id)
+
+    def victim(self) -> Entry | None:
+        if not self._evictable:
+            return None
+        if self._answer is None:
+            if not self._asked:
+                self._asked = True
+                self.capacity = sum(self.counted(queue) for queue in range(self.queue_count))
+            self._answer = self.choose()
+            self._chosen = {self._answer.entry_id}
+        return self._answer
+
+    def check(self) -> None:
+        """Assert R1 to R3."""
+        tokens = [0] * self.queue_count
+        for number, entry in self._entries.items():
+            runs = self._runs[number]
+            assert sum(run.tokens for run in runs) == key_count(entry), (entry, runs)
+            assert all(run.tokens > 0 for run in runs), (entry, runs)
+            for run in runs:
+                tokens[run.queue] += run.tokens
+            if number in self._evictable:
+                place = (runs[-1].place, -entry.end, number)
+                assert self._filed[number] == (runs[-1].queue, place), (entry, runs)
+        assert tokens == self.tokens, (tokens, self.tokens)
+        assert set(self._filed) == self._evictable, set(self._filed) ^ self._evictable
+        assert set(self._runs) == set(self._entries), set(self._runs) ^ set(self._entries)
+        filed = {(number, place) for number, queue in enumerate(self._queues) for place in queue}
+        assert filed == set(self._filed.values()), filed ^ set(self._filed.values())
+
+    # For subclasses
+
+    def counted(self, queue: int) -> int:
+        """Keys in a queue, without those that the request being served has just added."""
+        return self.tokens[queue] - (self._fresh[queue] if self.is_serving else 0)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the newest keys belong to a request that still holds them."""
+        return self._newest is not None and self._newest.entry_id not in self._evictable
+
+    def oldest(self, queue: int) -> Entry | None:
+        """The evictable entry that is first in a queue."""
+        return self._entries[self._queues[queue][0][2]] if self._queues[queue] else None
+
+    def last_key(self, entry: Entry) -> Run:
+        """The run of an entry's last key alone, cut off from the rest. Its queue and place change by `move` only."""
+        runs = self._runs[entry.entry_id]
+        if runs[-1].tokens > 1:
+            last = runs[-1]
+            last.tokens -= 1
+            runs.append(Run(1, last.queue, last.place, last.marks))
+        return runs[-1]
+
+    def move(self, entry: Entry, queue: int, place: float, marks: int) -> None:
+        """Move the last key of an evictable entry to another place."""
+        self._unfile(entry)
+        run = self.last_key(entry)
+        self.tokens[run.queue] -= 1
+        run.queue, run.place, run.marks = queue, place, marks
+        self.tokens[queue] += 1
+        self._file(entry)
+
+    def _advance(self, tick: int) -> None:
+        if tick > self._now:
+            self._now = tick
+            self._newest = None
+            self._fresh = [0] * self.queue_count
+
+    def _forget(self, entry: Entry) -> None:
+        """Everything about a gone entry but its runs."""
+        self._unfile(entry)
+        self._evictable.discard(entry.entry_id)
+        del self._entries[entry.entry_id]
+        if self._newest is entry:
+            self._newest = None
+
+    def _file(self, entry: Entry) -> None:
+        if entry.entry_id not in self._filed:
+            run = self._runs[entry.entry_id][-1]
+            place = (run.place, -entry.end, entry.entry_id)
+            self._filed[entry.entry_id] = (run.queue, place)
+            self._queues[run.queue].add(place)
+
+    def _unfile(self, entry: Entry) -> bool:
+        filed = self._filed.pop(entry.entry_id, None)
+        if filed is not None:
+            self._queues[filed[0]].remove(filed[1])
+        return filed is not None
+
+
+def _joined(runs: list[Run]) -> list[Run]:
+    """The runs with equal neighbours made one."""
+    joined = runs[:1]
+    for run in runs[1:]:
+        if run.continues(joined[-1]):
+            joined[-1].tokens += run.tokens
+        else:
+            joined.append(run)
+    return joined
+
+
+def _cut(runs: list[Run], below_tokens: int) -> tuple[list[Run], list[Run]]:
+    """The runs above, and those of the last `below_tokens` keys."""
+    above = list(runs)
+    below: list[Run] = []
+    while below_tokens > 0:
+        run = above.pop()
+        if run.tokens > below_tokens:
+            above.append(Run(run.tokens - below_tokens, run.queue, run.place, run.marks))
+            run = Run(below_tokens, run.queue, run.place, run.marks)
+        below.insert(0, run)
+        below_tokens -= run.tokens
+    return above, below

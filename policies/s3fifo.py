@@ -1,0 +1,137 @@
+"""S3-FIFO: three queues. What is not used again while in the small one goes soon and leaves only its ghost behind.
+
+Source: Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023. New keys join the
+small queue, a tenth of the capacity, and those whose ghost is still remembered the main queue. A victim is the oldest
+of the small queue if that has its tenth, else the oldest of the main one. From the small queue a key that was used
+twice moves to the main one instead; from the main queue a key that was used joins at its end again with one use less.
+Uses count up to three. Ghosts stand for as many keys as the main queue's share of the capacity.
+
+Keys that came before the first victim was asked for fill the small queue up to its tenth, then the main one, as if the
+capacity had been known from the start. On a tree, keys that may not go are passed over; ghosts are digests of prefixes,
+so an evicted edge is known again however it is cut. O(log n) per operation, amortised: each use pays for one move.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from policies.entry import Entry
+from policies.ghosts import Ghosts
+from policies.runs import Run, RunPolicy, key_count
+
+SMALL, MAIN = 0, 1
+MOST_MARKS = 3
+#: More than will ever be moved, so that places can be numbered by request first and by move second.
+MOST_MOVES = 1 << 60
+
+
+class S3FIFO(RunPolicy):
+    """Small, main and ghost queue.
+
+    Args:
+        small_share: the small queue's share of the capacity, in (0, 1).
+        marks_to_promote: uses that move a key from the small queue to the main one.
+    """
+
+    queue_count: ClassVar[int] = 2
+
+    def __init__(self, small_share: float = 0.1, marks_to_promote: int = 2) -> None:
+        if not 0 < small_share < 1:
+            raise ValueError(f"small_share is {small_share}; wanted more than 0 and less than 1.")
+        if not 1 <= marks_to_promote <= MOST_MARKS:
+            raise ValueError(f"marks_to_promote is {marks_to_promote}; wanted 1 to {MOST_MARKS}.")
+        super().__init__()
+        self.small_share = small_share
+        self.marks_to_promote = marks_to_promote
+        self.ghosts = Ghosts()
+        self._moves = 0
+        self._request = 0
+        self._last_tick: int | None = None
+        self._warming = True
+
+    def admit(self, entry: Entry) -> list[Run]:
+        if entry.created != self._last_tick:
+            self._last_tick = entry.created
+            self._request += 1
+        runs = []
+        start = entry.end - key_count(entry)
+        for end, digest in self.ghosts.meet(entry):
+            known = min(self.ghosts.take(entry.state, end, digest), end - start)
+            if known < end - start:
+                runs.append(Run(end - start - known, SMALL, entry.created))
+            runs.append(Run(known, MAIN, (self._request + 1) * MOST_MOVES - 1))
+            start = end
+        if start < entry.end:
+            runs.append(Run(entry.end - start, SMALL, entry.created))
+        return runs
+
+    def use(self, run: Run, entry: Entry) -> None:
+        run.marks = min(MOST_MARKS, run.marks + 1)
+
+    def choose(self) -> Entry:
+        self._warm_up()
+        if self.counted(SMALL) >= self._small_tokens or not self._queues[MAIN]:
+            while (entry := self.oldest(SMALL)) is not None:
+                if self._runs[entry.entry_id][-1].marks < self.marks_to_promote:
+                    return entry
+                self.move(entry, MAIN, self._end_of_main(), 0)
+        while True:
+            entry = self.oldest(MAIN)
+            assert entry is not None, "something is evictable"
+            marks = self._runs[entry.entry_id][-1].marks
+            if marks == 0:
+                return entry
+            self.move(entry, MAIN, self._end_of_main(), marks - 1)
+
+    def lost(self, entry: Entry, runs: list[Run]) -> None:
+        if runs[-1].queue == SMALL:
+            self.ghosts.add(entry, sum(run.tokens for run in runs))
+            self.ghosts.trim(int(self.capacity * (1 - self.small_share)))
+
+    def _end_of_main(self) -> int:
+        """The end of the main queue, but before the keys of the request that room is made for."""
+        self._moves += 1
+        return (self._request if self.is_serving else self._request + 1) * MOST_MOVES + self._moves
+
+    @property
+    def _small_tokens(self) -> int:
+        return int(self.capacity * self.small_share)
+
+    def _warm_up(self) -> None:
+        """Move what came after the small queue was full to the main one; once, when the capacity is known."""
+        if not self._warming:
+            return
+        self._warming = False
+        room = self._small_tokens
+        for place, _, number in sorted(self._arrivals()):
+            if not (self.is_serving and place == self._now):
+                room = self._fill(self._entries[number], place, room)
+
+    def _arrivals(self) -> list[tuple[float, int, int]]:
+        """When the runs of all entries came, and where they end; of a request's keys the root side came first."""
+        arrivals = []
+        for number, runs in self._runs.items():
+            end = self._entries[number].end
+            for run in reversed(runs):
+                arrivals.append((run.place, end, number))
+                end -= run.tokens
+        return arrivals
+
+    def _fill(self, entry: Entry, place: float, room: int) -> int:
+        """Leave at most `room` keys of what came at `place` in the small queue; returns the room that is left."""
+        filed = self._unfile(entry)
+        runs = self._runs[entry.entry_id]
+        for index in range(len(runs) - 1, -1, -1):
+            run = runs[index]
+            if run.place != place or run.queue != SMALL:
+                continue
+            kept = min(room, run.tokens)
+            room -= kept
+            rest = Run(run.tokens - kept, MAIN, place, run.marks)
+            run.tokens = kept
+            runs[index : index + 1] = [each for each in (run, rest) if each.tokens]
+            self.tokens[SMALL] -= rest.tokens
+            self.tokens[MAIN] += rest.tokens
+        if filed:
+            self._file(entry)
+        return room

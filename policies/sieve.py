@@ -1,0 +1,77 @@
+"""SIEVE: a hand moves from the oldest key to the newest, forgives what was used since it last came by, takes the rest.
+
+Source: Zhang, Yang, Yue, Vigfusson, Rashmi, "SIEVE is simpler than LRU", NSDI 2024. One queue in the order of arrival
+that a use never changes; a use marks. The hand clears the mark of a marked key and moves on; an unmarked key goes, and
+the hand stays where it was, so newcomers, which join at the far end, are looked at last. Past the newest key the hand
+starts again at the oldest.
+
+On a tree the hand passes over keys that may not go without touching their marks. O(log n) per operation, amortised:
+each mark that the hand clears was set by a use.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+
+from policies.entry import Entry
+from policies.runs import Place, Run, RunPolicy, key_count
+
+
+class SIEVE(RunPolicy):
+    """Lazy promotion, quick demotion, one queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Where the hand is: at the first key from here on; None: at the oldest.
+        self._hand: Place | tuple[float, int, int, int] | None = None
+        self._arrived: Counter[float] = Counter()
+        self._latest: list[float] = []
+
+    def admit(self, entry: Entry) -> list[Run]:
+        return [Run(key_count(entry), 0, entry.created)]
+
+    def use(self, run: Run, entry: Entry) -> None:
+        run.marks = 1
+
+    def inserted(self, entry: Entry) -> None:
+        super().inserted(entry)
+        if not self._arrived[entry.created]:
+            heapq.heappush(self._latest, -entry.created)
+        self._arrived[entry.created] += key_count(entry)
+
+    def evicted(self, entry: Entry) -> None:
+        for run in self._runs[entry.entry_id]:
+            self._arrived[run.place] -= run.tokens
+        super().evicted(entry)
+
+    def choose(self) -> Entry:
+        queue = self._queues[0]
+        while True:
+            index = 0 if self._hand is None else queue.bisect_left(self._hand)
+            place = queue[index if index < len(queue) else 0]
+            entry = self._entries[place[2]]
+            if not self._runs[entry.entry_id][-1].marks:
+                self._hand = place
+                return entry
+            self.last_key(entry).marks = 0
+            self._hand = (*place, 1)
+
+    def lost(self, entry: Entry, runs: list[Run]) -> None:
+        if self._latest_arrival() < runs[-1].place:
+            self._hand = None  # Nothing newer is left.
+
+    def _latest_arrival(self) -> float:
+        """When the newest keys came, without those that the request being served has just added; -1 for none."""
+        fresh = -self._newest.created if self.is_serving and self._newest is not None else None
+        had_fresh = False
+        while self._latest and (not self._arrived[-self._latest[0]] or self._latest[0] == fresh):
+            gone = heapq.heappop(self._latest)
+            if gone == fresh and self._arrived[-gone]:
+                had_fresh = True
+            else:
+                del self._arrived[-gone]
+        latest = -self._latest[0] if self._latest else -1.0
+        if had_fresh and fresh is not None:
+            heapq.heappush(self._latest, fresh)
+        return latest

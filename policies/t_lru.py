@@ -1,0 +1,97 @@
+"""T-LRU: what a conversation can spare without missing its latency goal goes first, then LRU.
+
+Source: Zhang, Li, Moallemi, Peng, "Tail-Optimized Caching for LLM Inference", arXiv 2510.15152. A request waits for the
+tokens it has to prefill. Let a branch have been `high_water` tokens long at its longest, and expect the next prompt to
+add `next_tokens`: with only [0, s) of it cached, high_water + next_tokens - s tokens are left to prefill. An entry is
+safe when that stays within `threshold_tokens` without the entry's last key.
+
+Key (0 if safe else 1, last_used, -end). The high-water length of a node is that of the longest branch through it and
+never shrinks, not even when the branch is cut back. Lengths count keys of the tree: tokens, or blocks of a block trace.
+
+Without arguments the policy learns what is usual: the next prompt is as long as requests have added on average, and
+the goal is four times that. O(log n) per operation, plus the path of a new leaf as long as it sets a new record.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from policies.entry import Entry
+from policies.ordered import Key, OrderedPolicy
+
+#: The goal in average requests, where none is given.
+LEARNT_THRESHOLD = 4.0
+
+
+class TLRU(OrderedPolicy):
+    """Tail-optimized LRU.
+
+    Args:
+        threshold_tokens: tokens a request may have to prefill and still be fast enough; None: learnt.
+        next_tokens: tokens that the next prompt of a conversation will add; None: learnt.
+    """
+
+    #: A branch can spare its end and not its middle.
+    ranks_whole_edges: ClassVar[bool] = False
+
+    def __init__(self, threshold_tokens: int | None = None, next_tokens: int | None = None) -> None:
+        for name, tokens in (("threshold_tokens", threshold_tokens), ("next_tokens", next_tokens)):
+            if tokens is not None and tokens < 0:
+                raise ValueError(f"{name} is {tokens}; wanted 0 or more, or None.")
+        super().__init__()
+        self.threshold_tokens = threshold_tokens
+        self.next_tokens = next_tokens
+        self._high_water: dict[int, int] = {}
+        self._added_tokens = 0
+        self._requests = 0
+        self._last_tick: int | None = None
+
+    def key(self, entry: Entry) -> Key:
+        mean = self._added_tokens / max(1, self._requests)
+        threshold = LEARNT_THRESHOLD * mean if self.threshold_tokens is None else self.threshold_tokens
+        expected = mean if self.next_tokens is None else self.next_tokens
+        left = self._high_water[entry.entry_id] + expected - (entry.end - 1)
+        return (left > threshold, entry.last_used, -entry.end)
+
+    def inserted(self, entry: Entry) -> None:
+        self._high_water[entry.entry_id] = entry.end
+        if entry.state == "span":
+            self._learn(entry)
+            self._raise(entry)
+        super().inserted(entry)
+
+    def split(self, upper: Entry, lower: Entry) -> None:
+        high_water = self._high_water
+        known = upper if upper.entry_id in high_water else lower
+        high_water[upper.entry_id] = high_water[lower.entry_id] = high_water[known.entry_id]
+        if known is lower:  # Nothing about its last key has changed, so it is not judged again.
+            self._keys[upper.entry_id] = self.key(upper)
+        else:
+            super().split(upper, lower)
+
+    def merged(self, gone: Entry, into: Entry) -> None:
+        high_water = self._high_water
+        high_water[into.entry_id] = max(high_water[into.entry_id], high_water[gone.entry_id])
+        super().merged(gone, into)
+
+    def evicted(self, entry: Entry) -> None:
+        super().evicted(entry)
+        self._high_water.pop(entry.entry_id, None)
+
+    def evictable_changed(self, entry: Entry, evictable: bool) -> None:
+        if evictable:  # What is usual, and the branch's length, may have changed since it was used.
+            self._rekey(entry)
+        super().evictable_changed(entry, evictable)
+
+    def _learn(self, entry: Entry) -> None:
+        self._added_tokens += entry.tokens
+        if entry.created != self._last_tick:
+            self._last_tick = entry.created
+            self._requests += 1
+
+    def _raise(self, entry: Entry) -> None:
+        """Give the path above a new leaf its high-water length."""
+        above = entry.parent
+        while above is not None and self._high_water.get(above.entry_id, entry.end) < entry.end:
+            self._high_water[above.entry_id] = entry.end
+            above = above.parent

@@ -1,0 +1,79 @@
+"""`radixcache synth`: a made-up trace of many users."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from runner.commands.usage import UsageError, require_writable_files, say
+
+
+class Format(StrEnum):
+    """What the file is written as."""
+
+    COMPACT = "compact"
+    MOONCAKE = "mooncake"
+
+
+def synth(
+    file: Annotated[Path, typer.Argument(help="File to write.", show_default=False)],
+    file_format: Annotated[
+        Format, typer.Option("--format", help="compact: our own, labelled synthetic; mooncake: JSONL.")
+    ] = Format.COMPACT,
+    seed: Annotated[int, typer.Option(help="Same seed and options, same trace.")] = 0,
+    requests: Annotated[int, typer.Option(help="Requests to make.")] = 10_000,
+    block_tokens: Annotated[int, typer.Option(help="Tokens per block; Mooncake's own is 512.")] = 64,
+    applications: Annotated[int, typer.Option(help="Applications, each with a system prompt of its own.")] = 20,
+    zipf: Annotated[float, typer.Option(help="Exponent of their popularity; 0 for equal shares.")] = 1.0,
+    agent_share: Annotated[float, typer.Option(help="Share of the applications whose conversations use tools.")] = 0.3,
+    turns: Annotated[float, typer.Option(help="Mean number of user turns of a conversation (geometric).")] = 3.5,
+    tool_calls: Annotated[float, typer.Option(help="Mean number of tool calls in an agent's turn (geometric).")] = 4.0,
+    branching: Annotated[float, typer.Option(help="Probability that a turn goes back to an earlier one.")] = 0.05,
+    context_tokens: Annotated[int, typer.Option(help="A conversation ends before its prompt is longer.")] = 131_072,
+    sessions_per_hour: Annotated[float, typer.Option(help="Rate at which conversations begin (Poisson).")] = 600.0,
+    think_s: Annotated[float, typer.Option(help="Mean seconds from a reply to the user's next message.")] = 30.0,
+    tool_s: Annotated[float, typer.Option(help="Mean seconds that a tool takes.")] = 3.0,
+    output_tokens_per_s: Annotated[float, typer.Option(help="How fast replies are generated.")] = 40.0,
+    system_tokens: Annotated[float, typer.Option(help="Median length of a system prompt (log-normal).")] = 1_000,
+    user_tokens: Annotated[float, typer.Option(help="Median length of a user's message (log-normal).")] = 60,
+    reply_tokens: Annotated[float, typer.Option(help="Median length of a reply (log-normal).")] = 200,
+    tool_result_tokens: Annotated[float, typer.Option(help="Median length of a tool's result (log-normal).")] = 400,
+) -> None:
+    """Make up a trace of many users: applications, conversations, agents with tools, branches, think times."""
+    require_writable_files(file)
+    from dataclasses import replace
+
+    from runner.traces import Pace, write_compact, write_mooncake
+    from runner.traces.synth import Synth, synthesize
+
+    default = Synth()
+    try:
+        parameters = Synth(
+            requests=requests,
+            block_tokens=block_tokens,
+            applications=applications,
+            zipf=zipf,
+            agent_share=agent_share,
+            turns=turns,
+            tool_calls=tool_calls,
+            branching=branching,
+            context_tokens=context_tokens,
+            system=replace(default.system, median_tokens=system_tokens),
+            user=replace(default.user, median_tokens=user_tokens),
+            reply=replace(default.reply, median_tokens=reply_tokens),
+            tool_result=replace(default.tool_result, median_tokens=tool_result_tokens),
+            pace=Pace(sessions_per_hour, think_s, tool_s, output_tokens_per_s),
+        )
+        trace = synthesize(parameters, seed=seed, name=file.stem)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if file_format is Format.MOONCAKE:
+        write_mooncake(file, trace)
+        say("note: this format cannot say that its times are synthetic; they are.")
+    else:
+        write_compact(file, trace)
+    print(
+        f"{file}: {len(trace.requests):,} requests, {trace.prompt_tokens:,} prompt tokens, {trace.block_refs:,} block"
+        f" references, {trace.requests[-1].time_ms / 6e4:,.0f} minutes, seed {seed}; synthetic."
+    )

@@ -1,0 +1,199 @@
+"""simulate: one trace through one policy at one capacity, by the PrefixCache that a server would use.
+
+A key of the tree stands for a block of the trace. Blocks of different history stay apart and a leaf loses its tail
+block by block, so that a compressed edge behaves as a chain of nodes of one block each would. Ticks are the trace's
+milliseconds, pushed on by one where requests arrive together.
+
+    pure span models    the matched blocks are the hits; the rest is evaluated in one go
+    models with points  checkpoints are taken as a session takes them; what lies behind the last one is prefilled again
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies import OFFLINE_POLICIES, Entry, EvictionPolicy, make_policy
+from radixcache import PrefixCache
+from radixcache.session import Session
+from radixcache.sized_layout import SizedLayout, SizedModel
+from runner.model_config import ModelBytes
+from runner.simulate.future import Future
+from runner.simulate.row import Row
+from runner.traces.request import Trace, TraceRequest
+
+UNLIMITED_BYTES = 1 << 62
+#: How many requests go by between two calls of a progress callback.
+PROGRESS_REQUESTS = 500
+
+OnProgress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """Bytes per block of a trace; without a model a block is one byte and a capacity counts blocks.
+
+    Attributes:
+        span_bytes: bytes of a block over the layers that can be cut anywhere.
+        checkpoint_bytes: bytes of point state that do not depend on the offset.
+        windows: the sliding windows, as (blocks, bytes per block).
+        is_counting: no model's bytes are known.
+    """
+
+    span_bytes: int = 1
+    checkpoint_bytes: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
+    is_counting: bool = True
+
+    @classmethod
+    def of(cls, model: ModelBytes | None, block_tokens: int) -> BlockSizes:
+        """The sizes of a model's blocks of so many tokens; without a model blocks are counted."""
+        if model is None:
+            return cls()
+        windows = tuple((-(-tokens // block_tokens), nbytes * block_tokens) for tokens, nbytes in model.windows)
+        return cls(model.token_bytes * block_tokens, model.state_bytes, windows, is_counting=False)
+
+    def layout(self) -> SizedLayout:
+        return SizedLayout(self.span_bytes, self.checkpoint_bytes, self.windows)
+
+
+@dataclass(frozen=True, slots=True)
+class Offline:
+    """A policy that knows the future: what makes it from the function that tells when an entry is used next."""
+
+    make: Callable[[Callable[[Entry], float]], EvictionPolicy]
+
+
+class Simulation:
+    """A trace on its way through one cache.
+
+    Args:
+        trace: the requests.
+        policy: a name or an object; of the offline ones, what makes it from `next_use`.
+        budget_bytes: the byte budget of the cache.
+        sizes: bytes per block.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        policy: str | EvictionPolicy | Offline,
+        budget_bytes: int,
+        sizes: BlockSizes,
+    ) -> None:
+        self.trace = trace
+        self._now_ms = 0
+        self._model = SizedModel()
+        self._future: Future | None = None
+        chosen = self._make(policy)
+        self._bypass = getattr(chosen, "bypass", False)
+        self._budget_bytes = budget_bytes
+        self.cache = PrefixCache(
+            layout=sizes.layout(),
+            budget_bytes=UNLIMITED_BYTES if self._bypass else budget_bytes,
+            policy=chosen,
+            clock=lambda: self._now_ms,
+            checkpoint_interval=max(1, 2048 // trace.block_tokens),
+            trim_tokens=1,
+            merges=False,
+        )
+        self.block_refs = self.block_hits = self.hit_tokens = self.prompt_tokens = 0
+        longest = max((len(request.keys) for request in trace.requests), default=0)
+        self._ids: NDArray[np.int32] = np.zeros(longest + 1, dtype=np.int32)
+
+    def run(self, on_progress: OnProgress | None = None) -> None:
+        """Serve all requests; `on_progress` is told from time to time how many were served since it was last told."""
+        for index, request in enumerate(self.trace.requests):
+            if self._future is not None:
+                self._future.arrive(index)
+            self.serve(request)
+            if on_progress is not None and (index + 1) % PROGRESS_REQUESTS == 0:
+                on_progress(PROGRESS_REQUESTS)
+        if on_progress is not None:
+            on_progress(len(self.trace.requests) % PROGRESS_REQUESTS)
+
+    def serve(self, request: TraceRequest) -> None:
+        """Look one prompt up, evaluate what is missing, and store it."""
+        self._now_ms = request.time_ms
+        count = len(request.keys)
+        if self._bypass:
+            hits = self._serve_bypassing(request.keys)
+        else:
+            ids = self._ids[:count]
+            with self.cache.begin(ids, request.keys, reserve=0, turn=request.turn, kind=request.kind) as session:
+                hits = self._evaluate(session, count)
+        self.block_refs += count
+        self.block_hits += hits
+        self.hit_tokens += min(hits * self.trace.block_tokens, request.tokens)
+        self.prompt_tokens += request.tokens
+
+    def _evaluate(self, session: Session, count: int) -> int:
+        """Bring the session to the end of its prompt; returns the blocks that needed no prefill."""
+        if self.cache.layout.has_points:
+            session.prefill(self._model)
+            session.step(self._model, session.prompt[-1:])
+            return session.cached_tokens
+        session.caches[0].advance(count - session.cached_tokens)
+        # One block is evaluated anew for its logits even where all are stored; it is a hit all the same.
+        return session.matched_tokens
+
+    def _serve_bypassing(self, keys: NDArray[np.int64]) -> int:
+        """Add the whole prompt without holding any of it, then make room among all there is."""
+        # One more key, so that the last block need not be evaluated anew.
+        asked = np.append(keys, -1)
+        _, missing = self.cache.fetch(self._ids[: len(asked)], keys=asked)
+        hits = len(asked) - len(missing)
+        filled = self.cache.layout.fresh()
+        filled[0].advance(len(keys))
+        self.cache.insert(self._ids[: len(keys)], filled, keys=keys)
+        self.cache.reclaim(self._budget_bytes)
+        return hits
+
+    def _make(self, policy: str | EvictionPolicy | Offline) -> EvictionPolicy:
+        if not isinstance(policy, Offline):
+            return make_policy(policy)
+        self._future = Future(self.trace.requests, lambda entry: self.cache.last_key(entry))
+        return policy.make(self._future.next_use)
+
+
+def simulate(
+    trace: Trace,
+    policy: str,
+    budget_bytes: int,
+    sizes: BlockSizes | None = None,
+    on_progress: OnProgress | None = None,
+) -> Row:
+    """Run one simulation. `policy` is a name in POLICIES or OFFLINE_POLICIES, or "module:Class"."""
+    sizes = sizes or BlockSizes()
+    began = time.perf_counter()
+    offline = OFFLINE_POLICIES.get(policy)
+    simulation = Simulation(trace, policy if offline is None else Offline(offline), budget_bytes, sizes)
+    simulation.run(on_progress)
+    seconds = time.perf_counter() - began
+    refs, prompt_tokens = simulation.block_refs, simulation.prompt_tokens
+    return Row(
+        trace=trace.name,
+        policy=policy,
+        capacity_blocks=budget_bytes // sizes.span_bytes if sizes.span_bytes else None,
+        capacity_bytes=None if sizes.is_counting else budget_bytes,
+        requests=len(trace.requests),
+        block_refs=refs,
+        block_hits=simulation.block_hits,
+        block_hit_ratio=simulation.block_hits / refs if refs else 0.0,
+        token_hit_ratio=simulation.hit_tokens / prompt_tokens if prompt_tokens else 0.0,
+        prefill_tokens=prompt_tokens - simulation.hit_tokens,
+        evictions=simulation.cache.stats.evictions,
+        seconds=seconds,
+        is_timing_synthetic=trace.is_timing_synthetic,
+        has_checkpoints=simulation.cache.layout.has_points,
+    )
+
+
+def infinite_ratio(trace: Trace) -> float:
+    """The block hit ratio of a cache without any limit: the share of blocks that were asked for before."""
+    keys = np.concatenate([request.keys for request in trace.requests])
+    return 1.0 - len(np.unique(keys)) / len(keys)

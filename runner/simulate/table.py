@@ -1,0 +1,77 @@
+"""A grid as text: a table with a row per simulation, and the footnotes without which its figures mislead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from runner.simulate.row import Row
+from runner.simulate.simulator import infinite_ratio
+from runner.traces.request import Trace
+
+GIB = 1 << 30
+#: FIFO and LRU that differ by less than this are one policy under two names.
+ALIKE = 0.002
+
+COUNTS = (
+    "Block hit ratio: blocks of prompts that were stored / blocks of prompts. Token hit ratio: prompt tokens in them / "
+    "prompt tokens; a block is found whole or not at all."
+)
+FIFO_NOTE = (
+    "FIFO equals LRU here because a conversation's newest blocks are always its youngest as well: each turn adds a "
+    "leaf, and only leaves can go. It says nothing about FIFO on other data."
+)
+BELADY_NOTE = (
+    "belady is the optimum only where all blocks weigh the same; with checkpoints it is a rule that knows the future."
+)
+
+
+def rows_table(rows: Sequence[Row]) -> Table:
+    """One row per simulation, capacities in the unit in which they were given."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("trace", "policy", "capacity", "block hits", "token hits", "prefill tokens", "evictions", "s"):
+        table.add_column(heading, justify="left" if heading in ("trace", "policy") else "right")
+    for row in rows:
+        table.add_row(
+            row.trace,
+            row.policy,
+            _capacity(row),
+            f"{row.block_hit_ratio:.4f}",
+            f"{row.token_hit_ratio:.4f}",
+            f"{row.prefill_tokens:,}",
+            f"{row.evictions:,}",
+            f"{row.seconds:.1f}",
+        )
+    return table
+
+
+def footnotes(traces: Sequence[Trace], rows: Sequence[Row]) -> list[str]:
+    """What has to be said beside the table."""
+    notes = [
+        f"{trace.name}: {len(trace.requests):,} requests, {trace.block_refs:,} block references; a cache without limit "
+        f"finds {infinite_ratio(trace):.4f} of them."
+        + (" Arrival times are synthetic." if trace.is_timing_synthetic else "")
+        for trace in traces
+    ]
+    notes.append(COUNTS)
+    if _fifo_is_lru(rows):
+        notes.append(FIFO_NOTE)
+    if any(row.policy.startswith("belady") for row in rows) and any(row.has_checkpoints for row in rows):
+        notes.append(BELADY_NOTE)
+    return notes
+
+
+def _fifo_is_lru(rows: Sequence[Row]) -> bool:
+    lru, fifo = (
+        {(row.trace, _capacity(row)): row.block_hit_ratio for row in rows if row.policy == policy}
+        for policy in ("lru", "fifo")
+    )
+    return any(abs(ratio - lru[where]) < ALIKE for where, ratio in fifo.items() if where in lru)
+
+
+def _capacity(row: Row) -> str:
+    if row.capacity_bytes is not None:
+        return f"{row.capacity_bytes / GIB:g} GiB"
+    return f"{row.capacity_blocks:,} blocks"

@@ -1,0 +1,145 @@
+"""Read a trace, whatever known format it is in; a folder is the files in it.
+
+Formats are told by the first line: a header of ours, Mooncake's requests, a coding agent's session, or conversations,
+which take a tokenizer. Adding one: a line in `_kind` and in `_read_files`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from radixcache.trace import FORMAT
+from runner.traces.arrivals import Pace
+from runner.traces.coding_agent import read_coding_agent
+from runner.traces.compact import is_header, read_compact
+from runner.traces.joined import join_traces
+from runner.traces.lines import unreadable
+from runner.traces.mooncake import read_mooncake
+from runner.traces.request import Trace, TraceError
+from runner.traces.turns import infer_turns
+
+Kind = Literal["compact", "mooncake", "coding-agent", "conversations"]
+
+#: Longest beginning of a file that is looked at.
+_PROBE_BYTES = 1 << 16
+_SUFFIXES = (".json", ".jsonl")
+#: Blanks, and the mark that some editors put before UTF-8.
+_BLANK = b" \t\r\n\xef\xbb\xbf"
+
+
+def read_trace(
+    *paths: str | PathLike[str],
+    name: str = "",
+    skip_bad: bool = False,
+    seed: int = 0,
+    pace: Pace | None = None,
+    tokenizer: Any = None,
+    block_tokens: int | None = None,
+) -> Trace:
+    """Read files or folders into one trace; files of different formats may stand beside one another.
+
+    Args:
+        name: of the trace; a single path's own name where there is none.
+        skip_bad: leave bad lines out and say so in `Trace.skipped` instead of raising.
+        seed, pace: of arrival times that are not recorded.
+        tokenizer: for conversations.
+        block_tokens: for conversations, 64 where it is None; for Mooncake's format, 512 where it is None.
+
+    Raises:
+        TraceError: a file cannot be read or is in no known format, a line is bad and `skip_bad` is off, blocks differ
+            in length, or no request is left.
+        ValueError: no path was given.
+    """
+    if not paths:
+        raise ValueError("no trace was given; wanted at least one path.")
+    files: dict[Kind, list[Path]] = {}
+    for path in (file for each in paths for file in _files(Path(each))):
+        files.setdefault(_kind(path), []).append(path)
+    pace = pace or Pace()
+    traces = [
+        trace
+        for kind, own in files.items()
+        for trace in _read_files(kind, own, skip_bad, seed, pace, tokenizer, block_tokens)
+    ]
+    name = name or (Path(paths[0]).resolve().stem if len(paths) == 1 else "")
+    trace = join_traces([infer_turns(trace) for trace in traces], name=name)
+    trace = replace(trace, source=", ".join(map(str, paths)))
+    if not trace.requests:
+        first = f"; the first of {len(trace.skipped)} skipped: {trace.skipped[0]}" if trace.skipped else "."
+        raise TraceError(f"{trace.source}: no request found{first}")
+    return trace
+
+
+def _read_files(
+    kind: Kind,
+    paths: Sequence[Path],
+    skip_bad: bool,
+    seed: int,
+    pace: Pace,
+    tokenizer: Any,
+    block_tokens: int | None,
+) -> list[Trace]:
+    if kind == "compact":
+        return [read_compact(path, skip_bad=skip_bad) for path in paths]
+    if kind == "mooncake":
+        options = {} if block_tokens is None else {"block_tokens": block_tokens}
+        return [read_mooncake(path, skip_bad=skip_bad, **options) for path in paths]
+    if kind == "coding-agent":
+        rate = pace.sessions_per_hour
+        return [read_coding_agent(paths, seed=seed, sessions_per_hour=rate, skip_bad=skip_bad)]
+    if tokenizer is None:
+        raise TraceError(f"{paths[0]}: no hashed requests; if it holds conversations, name a model for its tokenizer.")
+    # Imported here, as nothing else in this package needs MLX.
+    from runner.traces.conversations import BLOCK_TOKENS, read_conversation_trace
+
+    return [
+        read_conversation_trace(
+            paths, tokenizer, block_tokens=block_tokens or BLOCK_TOKENS, pace=pace, seed=seed, skip_bad=skip_bad
+        )
+    ]
+
+
+def _files(path: Path) -> list[Path]:
+    """The path itself, or a folder's JSON and JSONL files by name."""
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file())
+    if not files:
+        raise TraceError(f"{path}: the folder has no {' or '.join(_SUFFIXES)} file; wanted a trace.")
+    return files
+
+
+def _kind(path: Path) -> Kind:
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(_PROBE_BYTES)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not beginning.strip():
+        raise TraceError(f"{path}: the file is empty; wanted a trace.")
+    first = _first_line(beginning)
+    if is_header(first) or f'"{FORMAT}"'.encode() in beginning:
+        return "compact"
+    if "hash_ids" in first:
+        return "mooncake"
+    # A document of many lines, a line longer than what was read, or a broken one: its keys tell.
+    if b'"block_size"' in beginning and b'"requests"' in beginning:
+        return "coding-agent"
+    if b'"hash_ids"' in beginning:
+        return "mooncake"
+    if beginning.lstrip(_BLANK)[:1] not in (b"{", b"["):
+        raise TraceError(f"{path}:1: not JSON; wanted a trace as JSON or JSONL.")
+    return "conversations"
+
+
+def _first_line(beginning: bytes) -> dict[str, Any]:
+    """The first line that holds something; empty where it is no JSON object."""
+    line = beginning.lstrip().split(b"\n", 1)[0]
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

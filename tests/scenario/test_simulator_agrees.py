@@ -1,0 +1,129 @@
+"""The simulator and a live cache evict the same, in the same order: the policy that is simulated is the one deployed.
+
+The same conversations run through a tiny real model and through sizes alone, in tokens, under the same budget. A
+recorder between cache and policy notes what is given up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from policies import POLICIES, CostModel, Entry, make_policy
+from radixcache import PrefixCache
+from radixcache.sized_layout import SizedLayout, SizedModel
+from runner.tiny import VOCABULARY_LENGTH, tiny_model
+
+KINDS = ("llama", "nemotron_h", "mamba")
+#: Step in which mlx-lm's KVCache grows.
+GROW_TOKENS = 256
+
+
+class Recorder:
+    """Passes everything on to a policy, and notes each entry that it is told has gone."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        self.ranks_whole_edges = getattr(policy, "ranks_whole_edges", True)
+        self.gone: list[tuple[str, int, int, bytes]] = []
+
+    def inserted(self, entry: Entry) -> None:
+        self.policy.inserted(entry)
+
+    def touched(self, entry: Entry) -> None:
+        self.policy.touched(entry)
+
+    def split(self, upper: Entry, lower: Entry) -> None:
+        self.policy.split(upper, lower)
+
+    def merged(self, gone: Entry, into: Entry) -> None:
+        self.policy.merged(gone, into)
+
+    def evicted(self, entry: Entry) -> None:
+        self.gone.append((entry.state, entry.start, entry.end, entry.digest))
+        self.policy.evicted(entry)
+
+    def evictable_changed(self, entry: Entry, evictable: bool) -> None:
+        self.policy.evictable_changed(entry, evictable)
+
+    def victim(self) -> Entry | None:
+        victim: Entry | None = self.policy.victim()
+        return victim
+
+
+def conversations(count: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts and replies of users who share two system prompts, grow turn by turn, and now and then branch."""
+    random = np.random.default_rng(11)
+
+    def tokens(length: int) -> list[int]:
+        drawn: list[int] = random.integers(0, VOCABULARY_LENGTH, length).tolist()
+        return drawn
+
+    systems = [tokens(120), tokens(60)]
+    users = [[*systems[user % 2], *tokens(30)] for user in range(6)]
+    requests = []
+    for _ in range(count):
+        user = int(random.integers(len(users)))
+        history = users[user]
+        if random.random() < 0.2:
+            history = history[: int(random.integers(40, len(history)))]
+        if len(history) > 500:
+            history = [*systems[user % 2], *tokens(20)]
+        prompt, reply = [*history, *tokens(int(random.integers(5, 40)))], tokens(int(random.integers(1, 6)))
+        users[user] = [*prompt, *reply]
+        requests.append((prompt, reply))
+    return requests
+
+
+def run(cache: PrefixCache, model: Any, requests: list[tuple[list[int], list[int]]], marks: list[int]) -> list[int]:
+    cached = []
+    for turn, (prompt, reply) in enumerate(requests):
+        with cache.begin(
+            prompt, reserve=16, marks=[mark for mark in marks if mark <= len(prompt)], turn=turn % 4, priority=turn % 3
+        ) as session:
+            session.prefill(model, step_size=128)
+            for token in (prompt[-1], *reply):
+                logits = session.step(model, [token])
+                if isinstance(logits, mx.array):
+                    mx.eval(logits)
+            cached.append(session.cached_tokens)
+    cache.check()
+    return cached
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_simulator_evicts_what_the_live_cache_evicts(kind: str, policy: str) -> None:
+    model: Any = tiny_model(kind)
+    requests = conversations(60)
+    token_bytes, checkpoint_bytes = measured(model)
+    budget_bytes = 900 * token_bytes + 9 * checkpoint_bytes
+    live_record, sized_record = Recorder(make_policy(policy)), Recorder(make_policy(policy))
+    live = PrefixCache(
+        model, budget_bytes=budget_bytes, policy=live_record, cost=CostModel(), checkpoint_interval=64, trim_tokens=32
+    )
+    layout = SizedLayout(token_bytes, checkpoint_bytes, grow_keys=GROW_TOKENS)
+    sized = PrefixCache(
+        layout=layout,
+        budget_bytes=budget_bytes,
+        policy=sized_record,
+        cost=CostModel(),
+        checkpoint_interval=64,
+        trim_tokens=32,
+    )
+    cached = run(live, model, requests, marks=[60])
+    assert cached == run(sized, SizedModel(), requests, marks=[60])
+    assert len(live_record.gone) > 30
+    assert live_record.gone == sized_record.gone
+    assert live.dump() == sized.dump()
+
+
+def measured(model: Any) -> tuple[int, int]:
+    """Bytes of a token and of a checkpoint, from a cache that has seen one prompt."""
+    cache = PrefixCache(model)
+    with cache.begin([1, 2, 3, 4]) as session:
+        session.prefill(model)
+    return cache.layout.token_bytes, cache.stats.checkpoint_bytes
