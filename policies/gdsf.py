@@ -82,7 +82,7 @@ class GDSF(OrderedPolicy):
 
     def evicted(self, entry: Entry) -> None:
         if entry.entry_id in self._chosen:
-            self._note_level(entry.tokens if entry.state == "span" else 0)
+            self._note_level(entry)
             self._chosen.discard(entry.entry_id)
         super().evicted(entry)
         self._aged.pop(entry.entry_id, None)
@@ -99,16 +99,17 @@ class GDSF(OrderedPolicy):
         self._chosen_value = 0.0 if first is None else self._keys[first.entry_id][0]
         return first
 
-    def _note_level(self, tokens: int) -> None:
-        """The victim goes, with so many keys: its H is the new L."""
+    def _note_level(self, victim: Entry) -> None:
+        """A victim goes, or its tail: its H is the new L."""
         if self._is_new_burst:
             self._is_new_burst = False
             self._levels = []
             self._level_before = self.inflation
         self.inflation = self._chosen_value
-        serving = self._fresh[-1][0] if self._fresh else None
-        if tokens and (serving not in self._keys or serving in self._filed):
-            self._levels.append((tokens, self.inflation))
+        newest = self._fresh[-1][0] if self._fresh else victim.entry_id
+        is_serving = newest != victim.entry_id and newest in self._keys and newest not in self._filed
+        if victim.state == "span" and not is_serving:
+            self._levels.append((victim.tokens, self.inflation))
 
     def _add_fresh(self, entry: Entry) -> None:
         """Give what a request adds the values that L went through to make room for it; the last key has the latest."""

@@ -259,6 +259,13 @@ class PrefixCache:
             self._pins.remove(prompt_keys, namespace)
             self._keep_budget()
 
+    def make_room(self, nbytes: int) -> bool:
+        """Evict until so many bytes more fit the budget, as a request does before it evaluates; whether they do now."""
+        if nbytes < 0:
+            raise ValueError(f"nbytes is {nbytes}; wanted 0 or more.")
+        with uninterrupted(), self.lock:
+            return self._evictor.make_room(nbytes)
+
     def reclaim(self, target_bytes: int) -> int:
         """Give memory back now, until live + paged bytes are at most `target_bytes`; returns the bytes freed.
 

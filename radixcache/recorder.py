@@ -73,13 +73,15 @@ class Recorder:
         """Give the path to `keys`, whose end may be new, this state."""
         if len(keys) == 0:
             return
+        held = self._states.match(keys, namespace).offset
         node = self._path_for(keys, namespace, use)
         if spans is not None:
             self._states.set_spans(node, spans)
             self._states.paged_out_bytes += spans.nbytes
         if checkpoint is not None and state_of(node).checkpoint is None:
             self._states.set_checkpoint(node, checkpoint, use)
-        self._states.touch(node.path(), node, use)
+        # What is new was made by this use, and is not used a second time.
+        self._states.touch([each for each in node.path() if each.end <= held], node, use)
         self._evictor.let_go(node)
 
     def _path_for(self, keys: Keys, namespace: str, use: Use) -> StateNode:

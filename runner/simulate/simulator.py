@@ -137,6 +137,8 @@ class Simulation:
             session.prefill(self._model)
             session.step(self._model, session.prompt[-1:])
             return session.cached_tokens
+        # A live cache makes room for the whole prompt at `begin`; policies that age as things go depend on that order.
+        self.cache.make_room((count - session.matched_tokens) * self.cache.layout.token_bytes)
         session.caches[0].advance(count - session.cached_tokens)
         # One block is evaluated anew for its logits even where all are stored; it is a hit all the same.
         return session.matched_tokens

@@ -23,15 +23,6 @@ from radixcache.state_tree import StateNode, StateTree, Use
 Block = tuple[int, ...]
 
 
-class BlockTree(StateTree):
-    """A StateTree whose entries know the digests inside their edges."""
-
-    def _new_entry(self, node: StateNode, state: Any, use: Use) -> Entry:
-        entry = super()._new_entry(node, state, use)
-        entry.digests_of = lambda offsets: _digests(self._node_of[entry.entry_id], offsets)
-        return entry
-
-
 class BlockCache:
     """What a request finds, and what goes, under a capacity in blocks."""
 
@@ -50,7 +41,7 @@ class BlockCache:
         self.adds_first = adds_first
         self.block_bytes = block_bytes
         account = Ledger(1 << 40).open_account(lambda amount_bytes: 0)
-        self.states = BlockTree(Layout(list, None, 64), policy, account, CostModel())
+        self.states = StateTree(Layout(list, None, 64), policy, account, CostModel())
         self.tick = 0
         #: The blocks that went, each as its whole prefix.
         self.gone: list[Block] = []
@@ -159,16 +150,4 @@ def prefix_digests(keys: Sequence[int]) -> list[bytes]:
     for key in keys:
         blake.update(np.int64(key).tobytes())
         digests.append(blake.copy().digest())
-    return digests
-
-
-def _digests(node: StateNode, offsets: Sequence[int]) -> list[bytes]:
-    namespace = node.namespace.encode()
-    blake = hashlib.blake2b(len(namespace).to_bytes(4, "little") + namespace, digest_size=16)
-    keys = node.prefix()
-    digests, done = [], 0
-    for offset in offsets:
-        blake.update(keys[done:offset].tobytes())
-        digests.append(blake.copy().digest())
-        done = offset
     return digests
