@@ -12,7 +12,8 @@ Invariants, asserted by `check`, besides those of StateTree (S), Slots (P), Live
   C3  A leaf without a checkpoint is live, held, or the model has no point layers: nothing else could resume on it.
 
 All public methods take one lock, which caches on the same ledger share. Forward passes run outside of it. A session
-belongs to one thread at a time; sessions on different slots may run in different threads.
+belongs to one thread at a time; sessions on different slots may run in different threads. That several threads may
+evaluate at once MLX does not promise: a server whose threads do lets them take turns, forward passes, begin and close.
 Nothing here reads a clock or draws a random number: the same requests give the same tree.
 """
 
