@@ -18,6 +18,7 @@ from radixcache.sized_layout import SizedLayout, SizedModel
 from runner.tiny import VOCABULARY_LENGTH, tiny_model
 
 KINDS = ("llama", "nemotron_h", "mamba")
+QUICK = {("llama", "lru"), ("llama", "s3fifo"), ("nemotron_h", "lru"), ("nemotron_h", "gdsf"), ("mamba", "lru")}
 #: Step in which mlx-lm's KVCache grows.
 GROW_TOKENS = 256
 
@@ -94,8 +95,14 @@ def run(cache: PrefixCache, model: Any, requests: list[tuple[list[int], list[int
     return cached
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        pytest.param(kind, policy, marks=[pytest.mark.slow] * ((kind, policy) not in QUICK))
+        for kind in sorted(KINDS)
+        for policy in sorted(POLICIES)
+    ],
+)
 def test_the_simulator_evicts_what_the_live_cache_evicts(kind: str, policy: str) -> None:
     model: Any = tiny_model(kind)
     requests = conversations(60)
