@@ -1,7 +1,7 @@
 """Which eviction policy finds how much, at which capacity, and how far is each from the best possible?
 
-Every policy at six capacities over the public traces beside the repository, else over a made-up one, by the simulator,
-which is the deployed cache with sizes in place of arrays. Then how fast that is: block references per second, whether a
+Every policy at six capacities over the Mooncake conversation trace where it is at hand, else over a made-up one, by the
+simulator, which is the deployed cache with sizes in place of arrays. Then how fast that is: block references per second, whether a
 request costs more where more is stored, and the miss-ratio curve in one pass.
 """
 
@@ -82,10 +82,7 @@ def _traces(quick: bool) -> list[Trace]:
         return [synthesize(Synth(requests=60), seed=0)]
     if not SHARED.is_dir():
         return [synthesize(Synth(requests=5_000), seed=0)]
-    return [
-        read_trace(SHARED / "mooncake" / "conversation_trace.jsonl", name="mooncake"),
-        read_trace(SHARED / "claude-code-traces" / "traces", name="coding agents"),
-    ]
+    return [read_trace(SHARED / "mooncake" / "conversation_trace.jsonl", name="mooncake")]
 
 
 def _table(rows: Sequence[Row], capacities: Sequence[int]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from policies.arc import ARC
 from policies.belady import Belady, BeladyBypass
+from policies.benefit import Benefit
 from policies.cost import CostModel
 from policies.entry import Entry
 from policies.fifo import FIFO
@@ -24,10 +25,12 @@ from policies.sieve import SIEVE
 from policies.slru import SLRU
 from policies.t_lru import TLRU
 from policies.ttl import TTL
+from policies.turn import Turn
 
 #: Policies that know the past alone. Every name works wherever a policy is asked for.
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "arc": ARC,
+    "benefit": Benefit,
     "fifo": FIFO,
     "gdsf": GDSF,
     "lfu": LFU,
@@ -41,6 +44,7 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "slru": SLRU,
     "t_lru": TLRU,
     "ttl": TTL,
+    "turn": Turn,
 }
 
 #: Bounds that know the future, for a simulator: made from a function that says when an entry's last key is used next.
@@ -106,6 +110,7 @@ __all__ = [
     "TTL",
     "Belady",
     "BeladyBypass",
+    "Benefit",
     "CostModel",
     "Entry",
     "EvictionPolicy",
@@ -113,5 +118,6 @@ __all__ = [
     "OrderedPolicy",
     "Priority",
     "Random",
+    "Turn",
     "make_policy",
 ]

@@ -1,0 +1,341 @@
+"""Turn: keeps the conversations that are likely to go on soon, by turn number and growth.
+
+Every request leaves its path as the last to have used it. How likely the path is to be used again depends on the class
+of that request: its kind ("main", "subagent"), its turn, and how much it brought. A first turn counts by its length
+(long prompts go on less often, and later) and by whether it leaves a stored path in the middle (a shared document: it
+rarely goes on); a later turn by its growth (a long text pasted in is mostly the last thing asked). Lengths are compared
+with the typical first turn and ages with the typical interval, so that blocks or tokens, milliseconds or request
+counts are all the same. A ReuseModel turns class and age into the worth of keeping; the least worth goes first.
+
+    spent      what a continuation left behind (the cut-off end of the earlier prompt), and the end itself
+               where continuations are seen to cut it off and trimming takes no more than that: worth almost nothing
+    branching  each request that only passed through on its way elsewhere adds its worth once more (up to 4 times)
+
+Without turn numbers from the caller, a request that takes up at least half of what another one added, where nobody else
+has branched off, is its next turn; the prior then counts half, because such a turn is a guess.
+Until 16 intervals have been seen the order is LRU.
+
+One queue per (class, branching, spent), the least recently used first; since worth does not grow with age only the
+heads are candidates: a hook is O(log n), a victim O(queues), some tens. After LPC (NeurIPS 2025) and the workload-aware
+policy of arXiv 2506.02634; classes by growth, the index and the treatment of ends are ours. The constants were fixed
+on the first half of the Mooncake conversation trace: benchmarks/results/turn-research.md.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from sortedcontainers import SortedList
+
+from policies.conversations import UNSETTLED, Class, Ends, Request, Sizes
+from policies.entry import Entry
+from policies.reuse import ReuseModel
+
+Queue = tuple[Class, int, bool, int]
+Rank = tuple[float, int, int, int]
+
+#: (probability of another use, median interval in units of the typical one) of a class, by turn and size.
+PRIOR: dict[tuple[str, str], tuple[float, float]] = {
+    ("1", "tiny"): (0.02, 1.1),
+    ("1", "short"): (0.39, 1.0),
+    ("1", "long"): (0.29, 1.4),
+    ("1", "huge"): (0.24, 1.8),
+    ("1", "branch"): (0.14, 1.2),
+    ("2", "small"): (0.54, 1.1),
+    ("2", "large"): (0.11, 1.2),
+    ("2", "unknown"): (0.42, 1.1),
+    ("3", "small"): (0.59, 1.0),
+    ("3", "large"): (0.15, 0.9),
+    ("3", "unknown"): (0.48, 1.0),
+    ("4-5", "small"): (0.65, 0.95),
+    ("4-5", "large"): (0.39, 1.2),
+    ("4-5", "unknown"): (0.60, 1.0),
+    ("6+", "small"): (0.77, 0.75),
+    ("6+", "large"): (0.60, 1.5),
+    ("6+", "unknown"): (0.72, 0.9),
+    ("checkpoint", "fresh"): (0.15, 1.0),
+    ("checkpoint", "used"): (0.50, 1.0),
+}
+#: Where a turn is inferred, the prior goes half of the way (in logarithms) to this.
+COMMON_PROBABILITY = 0.35
+SPENT_WORTH = 1e-6
+MAX_BRANCHING = 4
+#: The model is worked out again after this many requests, or after an eighth of those watched.
+REBUILD_REQUESTS = 100
+
+
+class Turn:
+    """Least worth goes first, where worth is how soon a conversation of this class is likely to go on."""
+
+    #: The end of an edge may be spent where the rest is not: blocks go one at a time.
+    ranks_whole_edges: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.model = ReuseModel()
+        self._now = 0
+        self._requests: dict[int, Request] = {}
+        #: Requests that added nothing so far, and may not: settled when the next one comes.
+        self._unsettled: list[Request] = []
+        self._user: dict[int, Request] = {}
+        self._watched: dict[int, Request] = {}
+        self._branching: dict[int, int] = {}
+        self._filed: dict[int, tuple[Queue, tuple[int, int, int]]] = {}
+        self._queues: dict[Queue, Any] = {}
+        self._entries: dict[int, Entry] = {}
+        self._ranks: dict[Queue, Rank] = {}
+        self._ranked_at = 0
+        self._sizes = Sizes()
+        self._ends = Ends()
+        self._settled_since_rebuild = 0
+        self._turns_are_given = False
+
+    # Hooks
+
+    def inserted(self, entry: Entry) -> None:
+        if entry.state == "checkpoint":
+            self._use_checkpoint(entry, "fresh")
+            return
+        request = self._request(entry.created)
+        if request.previous is None and not request.holds and entry.parent is not None:
+            self._take_up(request, entry.parent)
+        if not request.has_added:
+            request.has_added, request.start = True, entry.start
+        request.end, request.kept_end = max(request.end, entry.end), max(request.kept_end, entry.end)
+        request.given_turn, request.kind = entry.turn, entry.kind
+        self._turns_are_given = entry.turn is not None
+        self._hold(request, entry)
+        self._unsettle(request)
+
+    def touched(self, entry: Entry) -> None:
+        if entry.state == "checkpoint":
+            self._use_checkpoint(entry, "used")
+            return
+        request = self._request(entry.last_used)
+        if self._user[entry.entry_id] is not request:
+            if request.previous is None and not request.holds:
+                self._take_up(request, entry)
+            request.passed.append(entry)
+            self._hold(request, entry)
+        self._refile(entry)
+
+    def split(self, upper: Entry, lower: Entry) -> None:
+        old, new = (upper, lower) if upper.entry_id in self._user else (lower, upper)
+        self._hold(self._user[old.entry_id], new)
+        if old.entry_id in self._branching:
+            self._branching[new.entry_id] = self._branching[old.entry_id]
+        self._refile(old)
+
+    def merged(self, gone: Entry, into: Entry) -> None:
+        branching = max(self._branching.get(gone.entry_id, 0), self._branching.get(into.entry_id, 0))
+        newer = max(self._user[gone.entry_id], self._user[into.entry_id], key=lambda request: request.tick)
+        self._hold(newer, into)
+        self._forget(gone)
+        if branching:
+            self._branching[into.entry_id] = branching
+        self._refile(into)
+
+    def evicted(self, entry: Entry) -> None:
+        if entry.state == "span":
+            request = self._user[entry.entry_id]
+            self._ends.cut(entry.tokens)
+            request.kept_end = min(request.kept_end, entry.start)
+        self._forget(entry)
+
+    def evictable_changed(self, entry: Entry, evictable: bool) -> None:
+        if evictable:
+            self._file(entry)
+        else:
+            self._unfile(entry)
+
+    def victim(self) -> Entry | None:
+        if self._ranked_at != self._now:
+            self._ranks.clear()
+            self._ranked_at = self._now
+        for queue, order in self._queues.items():
+            if queue not in self._ranks:
+                self._ranks[queue] = self._rank(queue, order[0])
+        return self._entries[min(self._ranks.values())[-1]] if self._ranks else None
+
+    # For policies that weigh differently
+
+    def weight_of(self, entry: Entry) -> int:
+        """The octave halves by which an entry's worth is scaled; entries of one queue share it."""
+        return 0
+
+    # Requests
+
+    def _request(self, tick: int) -> Request:
+        self._advance(tick)
+        if tick not in self._requests:
+            self._requests[tick] = Request(tick)
+        return self._requests[tick]
+
+    def _advance(self, tick: int) -> None:
+        """With the first hook of a new tick, what came before is settled."""
+        if tick > self._now:
+            self._now = tick
+            unsettled, self._unsettled = self._unsettled, []
+            for each in unsettled:
+                each.is_unsettled = False
+                if each.holds:
+                    self._settle(each)
+
+    def _unsettle(self, request: Request) -> None:
+        if not request.is_unsettled:
+            request.is_unsettled = True
+            self._unsettled.append(request)
+
+    def _take_up(self, request: Request, entry: Entry) -> None:
+        """The deepest entry that a request found: whether the request goes on from who used it last."""
+        previous = self._user[entry.entry_id]
+        if previous is request:
+            return
+        matched, start, kept = entry.end, previous.start, previous.kept_end
+        request.previous, request.start, request.end, request.kept_end = previous, matched, matched, matched
+        request.takes_up = 2 * (matched - start) >= kept - start if matched > start else matched == start == kept - 1
+        request.reaches_end = matched >= kept - 1
+        request.found_alone = entry.children <= 1
+        previous.is_claimed = True
+
+    def _settle(self, request: Request) -> None:
+        """Give a request its turn and class, now that it is known what it added."""
+        # The caller's word comes with what is added; without it, what the last caller did is done.
+        request.is_trusted = request.given_turn is not None if request.has_added else self._turns_are_given
+        if request.previous is not None:
+            self._judge(request, request.previous)
+        request.turn = request.given_turn or request.turn
+        size = self._sizes.classify(request.turn, request.start, request.end, request.continues)
+        prior = PRIOR[size]
+        if not request.is_trusted:
+            size = (f"{size[0]}?", size[1])
+            prior = (math.sqrt(prior[0] * COMMON_PROBABILITY), 1.0)
+        request.class_key = (request.kind, *size)
+        self.model.declare(request.class_key, *prior)
+        if not request.is_watched:
+            request.is_watched = True
+            self._watched[request.tick] = request
+            self._settled_since_rebuild += 1
+        for each in list(request.holds.values()):
+            self._refile(each)
+        if self._settled_since_rebuild >= max(REBUILD_REQUESTS, len(self._watched) // 8):
+            self._rebuild()
+
+    def _judge(self, request: Request, previous: Request) -> None:
+        """Settle whether a request is the next turn of the one it found, and what that says of either."""
+        request.previous, previous.is_claimed = None, False
+        request.continues = request.takes_up and request.found_alone
+        if request.given_turn is not None:
+            follows = request.given_turn == previous.turn + 1
+            request.continues = follows and (request.takes_up or request.reaches_end)
+        passed, request.passed = request.passed, []
+        if request.continues:
+            # A guess needs something added: a prompt that is repeated is no next turn.
+            request.turn = previous.turn + (request.has_added or request.is_trusted)
+            self._ends.cut_off(previous.end - request.start if previous.kept_end == previous.end else None)
+            self._stop_watching(previous, request.tick, used=True)
+            previous.is_spent = True
+            for each in list(previous.holds.values()):
+                self._refile(each)
+        else:
+            for each in passed:
+                if self._user.get(each.entry_id) is request:
+                    count = self._branching.get(each.entry_id, 0)
+                    self._branching[each.entry_id] = min(MAX_BRANCHING, count + 1)
+        self._drop_if_unused(previous, request.tick)
+
+    def _use_checkpoint(self, entry: Entry, how: str) -> None:
+        """A checkpoint is used on its own: only a request that resumes at it counts."""
+        self._advance(entry.last_used)
+        old = self._user.get(entry.entry_id)
+        if old is not None:
+            self._stop_watching(old, entry.last_used, used=True)
+        request = Request(entry.last_used, class_key=(entry.kind, "checkpoint", how), is_watched=True)
+        self.model.declare(request.class_key, *PRIOR[request.class_key[1:]])
+        self._watched[-entry.entry_id] = request
+        self._hold(request, entry)
+        self._refile(entry)
+
+    def _stop_watching(self, request: Request, tick: int, used: bool) -> None:
+        if request.is_watched:
+            request.is_watched = False
+            (self.model.used_again if used else self.model.lost_sight)(request.class_key, tick - request.tick)
+
+    def _rebuild(self) -> None:
+        self._watched = {number: each for number, each in self._watched.items() if each.is_watched}
+        watching = ((each.class_key, self._now - each.tick) for each in self._watched.values())
+        self.model.rebuild(watching, self._settled_since_rebuild)
+        self._settled_since_rebuild = 0
+
+    def _hold(self, request: Request, entry: Entry) -> None:
+        """`request` is now the last to have used `entry`."""
+        old = self._user.get(entry.entry_id)
+        if old is request:
+            return
+        self._user[entry.entry_id] = request
+        request.holds[entry.entry_id] = entry
+        if old is not None:
+            del old.holds[entry.entry_id]
+            self._drop_if_unused(old, self._now)
+
+    def _drop_if_unused(self, request: Request, tick: int) -> None:
+        if request.holds or request.is_claimed:
+            return
+        self._stop_watching(request, tick, used=False)
+        if self._requests.get(request.tick) is request:
+            del self._requests[request.tick]
+        previous, request.previous = request.previous, None
+        if previous is not None:
+            previous.is_claimed = False
+            self._drop_if_unused(previous, tick)
+
+    def _forget(self, entry: Entry) -> None:
+        self._unfile(entry)
+        self._branching.pop(entry.entry_id, None)
+        request = self._user.pop(entry.entry_id)
+        del request.holds[entry.entry_id]
+        request.passed = [each for each in request.passed if each is not entry]
+        self._drop_if_unused(request, self._now)
+
+    # Queues
+
+    def _rank(self, queue: Queue, head: tuple[int, int, int]) -> Rank:
+        class_key, branching, is_spent, weight = queue
+        tick, deepest, number = head
+        if class_key == UNSETTLED:
+            return (math.inf, tick, deepest, number)
+        if not self.model.is_warm:
+            return (0.0 if is_spent else 1.0, tick, deepest, number)
+        worth = self.model.value(class_key, self._now - tick) * (1 + branching) * 2.0 ** (weight / 2.0)
+        return (worth * SPENT_WORTH if is_spent else worth, tick, deepest, number)
+
+    def _file(self, entry: Entry) -> None:
+        request = self._user[entry.entry_id]
+        if request.class_key == UNSETTLED:
+            self._unsettle(request)
+        is_spent = entry.state == "span" and (
+            request.is_spent or (entry.end == request.end > request.start and self._ends.are_spent)
+        )
+        queue = (request.class_key, self._branching.get(entry.entry_id, 0), is_spent, self.weight_of(entry))
+        item = (request.tick, -entry.end, entry.entry_id)
+        self._filed[entry.entry_id] = (queue, item)
+        self._entries[entry.entry_id] = entry
+        if queue not in self._queues:
+            self._queues[queue] = SortedList()
+        self._queues[queue].add(item)
+        self._ranks.pop(queue, None)
+
+    def _unfile(self, entry: Entry) -> None:
+        if entry.entry_id not in self._filed:
+            return
+        queue, item = self._filed.pop(entry.entry_id)
+        del self._entries[entry.entry_id]
+        self._queues[queue].remove(item)
+        self._ranks.pop(queue, None)
+        if not self._queues[queue]:
+            del self._queues[queue]
+
+    def _refile(self, entry: Entry) -> None:
+        if entry.entry_id in self._filed:
+            self._unfile(entry)
+            self._file(entry)
