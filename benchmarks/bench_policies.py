@@ -1,8 +1,8 @@
 """Which eviction policy finds how much, at which capacity, and how far is each from the best possible?
 
 Every policy at six capacities over the Mooncake conversation trace where it is at hand, else over a made-up one, by the
-simulator, which is the deployed cache with sizes in place of arrays. Then how fast that is: block references per second, whether a
-request costs more where more is stored, and the miss-ratio curve in one pass.
+simulator, which is the deployed cache with sizes in place of arrays. Then how fast that is: block references per
+second, whether a request costs more where more is stored, and the miss-ratio curve in one pass.
 """
 
 from __future__ import annotations
