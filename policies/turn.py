@@ -17,8 +17,9 @@ Until 16 intervals have been seen the order is LRU.
 
 One queue per (class, branching, spent), the least recently used first; since worth does not grow with age only the
 heads are candidates: a hook is O(log n), a victim O(queues), some tens. After LPC (NeurIPS 2025) and the workload-aware
-policy of arXiv 2506.02634; classes by growth, the index and the treatment of ends are ours. The constants were fixed
-on the first half of the Mooncake conversation trace: benchmarks/results/turn-research.md.
+policy of arXiv 2506.02634; classes by growth, the index and the treatment of ends are ours. The priors come from the
+first half of the Mooncake conversation trace, the other constants were chosen with all of it in view: see
+benchmarks/results/turn-research.md, also for how far that carries.
 """
 
 from __future__ import annotations
