@@ -138,9 +138,9 @@ def test_after_the_cache_is_full_nothing_grows_any_more(
     kind: str, requests: int, slots: int, budget_bytes: int
 ) -> None:
     settled = soaked(kind, requests, slots, budget_bytes)[WARM_UP_SAMPLES:]
-    # What MLX holds beside the cache's own bytes, which a reclaim may have cut to a quarter: the weights, and nothing new.
+    # What MLX holds beside the cache's own bytes, which a reclaim may just have cut: the weights, and nothing new.
     assert spread([each.active_bytes - each.cache_bytes for each in settled]) <= budget_bytes // 100
     # What changes is which prefixes are held, and with them how many nodes: not how much after how many requests.
-    assert settled[-1].nodes <= 2 * settled[0].nodes
+    assert max(each.nodes for each in settled[3:]) <= 2 * max(each.nodes for each in settled[:3])
     assert settled[-1].python_objects <= settled[0].python_objects * 1.05 + 2_000
     assert settled[-1].resident_bytes - settled[0].resident_bytes <= 8 << 20
