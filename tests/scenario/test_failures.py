@@ -387,7 +387,7 @@ def test_a_copy_that_fails_once_is_made_again_and_nobody_notices(
                 cache.check()
         answers_rightly(cache, model, TURN)
         reached = failing.reached
-    assert at > 1 or _is_never_called(kind, method)
+    assert (at == 1) == _is_never_called(kind, method)
 
 
 @pytest.mark.parametrize("method", COPIES)
@@ -411,12 +411,12 @@ def test_a_copy_that_keeps_failing_raises_and_leaves_nothing_wrong(
         for prompt in ([*OTHER, 9], TURN):
             answers_rightly(cache, model, prompt)
         reached = failing.reached
-    assert at > 1 or _is_never_called(kind, method)
+    assert (at == 1) == _is_never_called(kind, method)
 
 
 def _is_never_called(kind: str, method: str) -> bool:
-    """Pure span models have no checkpoints."""
-    return kind == "llama" and method in ("checkpoint", "restore_points")
+    """Pure span models have no checkpoints; pure point models have no rows to make room for and copy in."""
+    return method in {"llama": ("checkpoint", "restore_points"), "mamba": ("page_in", "reserve")}.get(kind, ())
 
 
 # Generators that run ahead, and are closed early
