@@ -18,7 +18,7 @@ After `make_room(need)` returned True, `need` more bytes fit the budget; False s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from radixcache.evaluation import NATIVE_ERRORS, LiveStateError
 from radixcache.live_path import LivePath
@@ -54,6 +54,8 @@ class Evictor:
 
     def make_room(self, need_bytes: int = 0) -> bool:
         """Evict until `need_bytes` more fit the budget; False when they do not fit with everything evictable gone."""
+        if not self.over_bytes(need_bytes):
+            return True
         self._evict_while(lambda: self.over_bytes(need_bytes))
         if self.over_bytes(need_bytes):
             self._account.ledger.reclaim_elsewhere(self._account, self.over_bytes(need_bytes))
@@ -70,8 +72,7 @@ class Evictor:
         self.shrink_to(self._held_bytes() // 2)
 
     def _evict_while(self, over: Callable[[], int]) -> None:
-        if over():
-            self._drop_duplicates(over)
+        self._drop_duplicates(over)
         if over():
             self._drop_spare(over)
         while over() and self._give_way(over):
@@ -157,23 +158,28 @@ class Evictor:
         self.let_go(self._states.remove(leaf))
 
     def _evict_leaf(self, leaf: StateNode, want_bytes: int) -> None:
-        state = state_of(leaf)
         before = self._held_bytes()
-        spans = state.entry.weight_bytes - (0 if state.checkpoint is None else state.checkpoint.nbytes)
-        length = leaf.end - leaf.start
-        cut = leaf.start
-        want_bytes = 1 if self._steps_singly else want_bytes
-        if not self._layout.has_points and spans > want_bytes:
-            wanted = -(-want_bytes * length // spans)
-            cut = (leaf.end - wanted) // self._trim_tokens * self._trim_tokens
+        cuts = self._cuts(leaf, want_bytes)
         try:
-            if cut > leaf.start:
-                self._states.truncate(leaf, cut)
+            if cuts:
+                self._states.trim(leaf, cuts)
+            else:
+                self._drop_branch(leaf)
         except NATIVE_ERRORS:
-            cut = leaf.start  # there is not even room to cut it: all of it goes
-        if cut <= leaf.start:
-            self._drop_branch(leaf)
+            self._drop_branch(leaf)  # there is not even room to cut it: all of it goes
         self._count(before - self._held_bytes())
+
+    def _cuts(self, leaf: StateNode, want_bytes: int) -> Sequence[int]:
+        """Where to cut a leaf to free so many bytes, the deepest first; nowhere: all of it goes."""
+        weight_bytes, length = state_of(leaf).entry.weight_bytes, leaf.end - leaf.start
+        if self._layout.has_points or weight_bytes == 0:
+            return ()
+        step = self._trim_tokens
+        cut = (leaf.end - -(-want_bytes * length // weight_bytes)) // step * step
+        if self._steps_singly:
+            highest, lowest = (leaf.end - 1) // step * step, leaf.start // step * step + step
+            return range(highest, max(cut, lowest) - 1, -step)
+        return (cut,) if cut > leaf.start else ()
 
     def _drop_checkpoint(self, node: StateNode) -> None:
         before = self._held_bytes()

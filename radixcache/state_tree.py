@@ -121,7 +121,7 @@ class StateTree:
     def last_key(self, entry: Entry) -> int | None:
         """The last key on the edge that an entry stands for; None when the entry is gone."""
         node = self._node_of.get(entry.entry_id)
-        return None if node is None else int(node.edge[-1])
+        return None if node is None else int(node.edge[entry.end - node.start - 1])
 
     def thinnable(self) -> StateNode | None:
         """The node whose checkpoint the cap takes first; None when only branch points, marks and leaves are left."""
@@ -198,7 +198,8 @@ class StateTree:
         self.set_spans(child, None)
         self._set_evictable(upper.entry, False)
         gone, into = upper.entry, lower.entry
-        gone.digest_of = _frozen_digest(node)
+        edges, end = [each.edge for each in node.path()], node.end
+        gone.digest_of = lambda: _digest(node.namespace, edges, end)
         into.created = min(into.created, gone.created)
         into.last_used = max(into.last_used, gone.last_used)
         into.uses = max(into.uses, gone.uses)
@@ -236,26 +237,24 @@ class StateTree:
 
     def truncate(self, leaf: StateNode, at: int) -> None:
         """Cut a leaf's tail off at offset `at`; a checkpoint at its end goes with it. May fail as `split` does."""
-        state = state_of(leaf)
-        spans = state.spans
-        if spans is not None:
-            halves = self._copied(lambda whole=spans: self.layout.split(whole, at), spare=False)  # type: ignore[misc]
-            self.set_spans(leaf, None)
-            spans = None if halves is None else halves[0]
-        self._set_leaving(state, state.leaving_bytes * (at - leaf.start) // (leaf.end - leaf.start))
+        head = self._head(leaf, at)
         self.set_checkpoint(leaf, None)
-        lost_start, lost_end, lost_digest = at, leaf.end, _frozen_digest(leaf)
-        self.tree.truncate(leaf, at)
-        self.set_spans(leaf, spans)
-        self._mirror(leaf)
-        old = state.entry
-        lost = self._new_entry(leaf, "span", Use(old.last_used, old.priority, old.turn, old.kind))
-        lost.start, lost.end, lost.created, lost.uses = lost_start, lost_end, old.created, old.uses
-        lost.parent, lost.digest_of = old, lost_digest
-        del self._node_of[lost.entry_id]
-        self.policy.split(old, lost)
-        self.policy.evicted(lost)
-        self.refresh(leaf)
+        self._tell_lost(leaf, at, [each.edge for each in leaf.path()])
+        self._shorten(leaf, at, head)
+
+    def trim(self, leaf: StateNode, cuts: Sequence[int]) -> None:
+        """Cut the tail of a leaf without a checkpoint at each of these offsets in turn, the deepest first.
+
+        It stops where the policy has another victim. The policy hears of every cut; keys and spans are cut once. May
+        fail as `split` does, after the policy has heard of it: then all of the leaf has to go.
+        """
+        edges = [each.edge for each in leaf.path()]
+        entry = state_of(leaf).entry
+        for at in cuts:
+            self._tell_lost(leaf, at, edges)
+            if self.policy.victim() is not entry:
+                break
+        self._shorten(leaf, at, self._head(leaf, at))
 
     # State of a node
 
@@ -404,6 +403,47 @@ class StateTree:
 
     # Private
 
+    def _head(self, leaf: StateNode, at: int) -> Spans | None:
+        """A copy of the spans that a leaf keeps when its tail goes, if it has any."""
+        spans = state_of(leaf).spans
+        halves = None if spans is None else self._copied(lambda: self.layout.split(spans, at), spare=False)
+        return None if halves is None else halves[0]
+
+    def _shorten(self, leaf: StateNode, at: int, head: Spans | None) -> None:
+        state = state_of(leaf)
+        self.set_spans(leaf, None)
+        self._set_leaving(state, state.leaving_bytes * (at - leaf.start) // (leaf.end - leaf.start))
+        self.tree.truncate(leaf, at)
+        self.set_spans(leaf, head)
+        self._mirror(leaf)
+
+    def _tell_lost(self, leaf: StateNode, at: int, edges: list[Keys]) -> None:
+        """Tell the policy that the part of a leaf's entry behind `at` goes; `edges` lead to its end as it was."""
+        kept = state_of(leaf).entry
+        end = kept.end
+        self._next_entry_id += 1
+        lost = Entry(
+            entry_id=self._next_entry_id,
+            state="span",
+            start=at,
+            end=end,
+            weight_bytes=0,
+            cost=self.cost.cost(at, end),
+            created=kept.created,
+            last_used=kept.last_used,
+            parent=kept,
+            uses=kept.uses,
+            priority=kept.priority,
+            turn=kept.turn,
+            kind=kept.kind,
+            digest_of=lambda: _digest(leaf.namespace, edges, end),
+        )
+        kept.weight_bytes = kept.weight_bytes * (at - kept.start) // (end - kept.start)
+        kept.end = at
+        kept.cost = self.cost.cost(kept.start, at)
+        self.policy.split(kept, lost)
+        self.policy.evicted(lost)
+
     def _copied(self, make: Callable[[], tuple[*tuple[Any, ...], int]], spare: bool) -> tuple[Any, ...] | None:
         """Results of a copy that also says how many bytes it copied, tried twice; None: failed, and can be spared.
 
@@ -439,7 +479,7 @@ class StateTree:
             turn=use.turn,
             kind=use.kind,
         )
-        entry.digest_of = lambda: _frozen_digest(self._node_of[entry.entry_id])()
+        entry.digest_of = lambda: _digests(self._node_of[entry.entry_id], [entry.end])[0]
         entry.digests_of = lambda offsets: _digests(self._node_of[entry.entry_id], offsets)
         self._node_of[entry.entry_id] = node
         return entry
@@ -484,7 +524,7 @@ class StateTree:
         if evictable != (entry.entry_id in self._evictable):
             (self._evictable.add if evictable else self._evictable.discard)(entry.entry_id)
             self.policy.evictable_changed(entry, evictable)
-        if not evictable:
+        if not evictable and entry.entry_id in self._thin_keys:
             self._file_thinnable(entry, "", False)
 
     def _file_thinnable(self, entry: Entry, kind: str, free: bool) -> None:
@@ -513,18 +553,13 @@ class StateTree:
             assert (state.checkpoint_entry.entry_id in self._evictable) == free, (node, free)
 
 
-def _frozen_digest(node: StateNode) -> Callable[[], bytes]:
-    """A digest of the node's whole prefix as it is now, worked out when it is asked for."""
-    edges = [each.edge for each in node.path()]
-    namespace = node.namespace
-
-    def digest() -> bytes:
-        blake = _hashing(namespace)
-        for edge in edges:
-            blake.update(edge.tobytes())
-        return blake.digest()
-
-    return digest
+def _digest(namespace: str, edges: Sequence[Keys], end: int) -> bytes:
+    """Digest of the prefix up to offset `end` that these edges spell; the last may go on behind it."""
+    blake = _hashing(namespace)
+    for edge in edges:
+        blake.update(edge[:end].tobytes())
+        end -= len(edge)
+    return blake.digest()
 
 
 def _digests(node: StateNode, offsets: Sequence[int]) -> list[bytes]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from policies import OFFLINE_POLICIES, Entry, EvictionPolicy, make_policy
 from radixcache import PrefixCache
+from radixcache.interrupts import uninterrupted
 from radixcache.session import Session
 from radixcache.sized_layout import SizedLayout, SizedModel
 from runner.model_config import ModelBytes
@@ -120,12 +121,13 @@ class Simulation:
         """Look one prompt up, evaluate what is missing, and store it."""
         self._now_ms = request.time_ms
         count = len(request.keys)
-        if self._bypass:
-            hits = self._serve_bypassing(request.keys)
-        else:
-            ids = self._ids[:count]
-            with self.cache.begin(ids, request.keys, reserve=0, turn=request.turn, kind=request.kind) as session:
-                hits = self._evaluate(session, count)
+        with uninterrupted():  # once, not in each of the calls
+            if self._bypass:
+                hits = self._serve_bypassing(request.keys)
+            else:
+                ids = self._ids[:count]
+                with self.cache.begin(ids, request.keys, reserve=0, turn=request.turn, kind=request.kind) as session:
+                    hits = self._evaluate(session, count)
         self.block_refs += count
         self.block_hits += hits
         self.hit_tokens += min(hits * self.trace.block_tokens, request.tokens)
