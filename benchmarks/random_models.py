@@ -43,11 +43,11 @@ _NARROW = {
 }
 
 
-def random_model(kind: str, *, small: bool = False, seed: int = 0) -> Any:
+def random_model(kind: str, *, small: bool = False, vocabulary: int = VOCABULARY, seed: int = 0) -> Any:
     """Build the model of `kind` in float32; the same seed gives the same weights."""
     module, layers = _KINDS[kind]
     size = _NARROW if small else _WIDE
     if kind == "hybrid":
         layers = {**layers, "hybrid_override_pattern": ["M", "-", "*"] * (size["num_hidden_layers"] // 3)}
     tiny = kind_of(module)
-    return build(replace(tiny, overrides={**tiny.overrides, "vocab_size": VOCABULARY, **layers, **size}), seed)
+    return build(replace(tiny, overrides={**tiny.overrides, "vocab_size": vocabulary, **layers, **size}), seed)
