@@ -83,27 +83,28 @@ def main(given: Sequence[str] | None = None) -> None:
         _workload("counted", hollow, conversations, *counted, is_timed=False),
         _workload("timed", random, conversations, *timed, is_timed=True),
     ]
-    rows = [row for workload in workloads for row in _measure(workload, shares)]
+    repeats = 2 if options.quick else REPEATS
+    rows = [row for workload in workloads for row in _measure(workload, shares, repeats if workload.is_timed else 1)]
     title = f"{source}: {' and '.join(f'{len(w.script)} requests on {w.loaded.name}' for w in workloads)}"
     publish(
         "budgets",
         f"Prefill and TTFT by byte budget. {title}",
         rows,
         folder=options.results,
-        repeats=REPEATS,
-        conclusion=conclusion(rows),
+        repeats=repeats,
+        conclusion=conclusion(rows, repeats),
         took_s=time.perf_counter() - began,
     )
     plot_budgets(options.results / "budgets.png", rows, title=title)
 
 
-def conclusion(rows: Sequence[dict[str, Any]]) -> str:
+def conclusion(rows: Sequence[dict[str, Any]], repeats: int) -> str:
     """Say where radix is ahead of mlx-lm and where it is not, from the figures."""
     counts = [_comparison(rows, "counted", "prefilled tokens", share) for share in _shares(rows)]
     times = [_comparison(rows, "timed", "prefill s", share) for share in _shares(rows)]
     return (
         f"Prefilled tokens of mlx-lm over those of radix at the same budget: {', '.join(counts)}. Seconds to all "
-        f"first tokens, medians of {REPEATS} runs: {', '.join(times)}. Below 1, radix is behind."
+        f"first tokens, medians of {repeats} runs: {', '.join(times)}. Below 1, radix is behind."
     )
 
 
@@ -169,14 +170,14 @@ def _infinite(script: Script) -> tuple[int, int]:
 # Running -------------------------------------------------------------------------------------------------------------
 
 
-def _measure(workload: Workload, shares: Sequence[int]) -> Iterator[dict[str, Any]]:
+def _measure(workload: Workload, shares: Sequence[int], repeats: int) -> Iterator[dict[str, Any]]:
     need_bytes = workload.distinct_tokens * workload.token_bytes
     plan: list[tuple[str, int | str | None, int]] = [("none", None, UNLIMITED_BYTES), ("single", None, UNLIMITED_BYTES)]
     budgets: list[tuple[int | str, int]] = [(share, need_bytes * share // 100) for share in shares]
     if not workload.is_timed:
         budgets.append(("no limit", UNLIMITED_BYTES))
     plan += [(cache, share, budget) for cache in ("mlx-lm", "radix") for share, budget in budgets]
-    rounds = [[_run(workload, cache, budget) for cache, _, budget in plan] for _ in range(_repeats(workload))]
+    rounds = [[_run(workload, cache, budget) for cache, _, budget in plan] for _ in range(repeats)]
     runs = [list(of_one) for of_one in zip(*rounds, strict=True)]
     none_s = [_prefill_s(run) for run in runs[0]]
     rows = [_row(workload, of_one, share, none_s) for (_, share, _), of_one in zip(plan, runs, strict=True)]
@@ -199,10 +200,6 @@ def _run(workload: Workload, cache: str, budget_bytes: int) -> CacheRun:
     with ReplayProgress(Console(stderr=True)) as progress:
         (run,) = replay(workload.loaded, workload.script, [cache], options, progress)
     return run
-
-
-def _repeats(workload: Workload) -> int:
-    return REPEATS if workload.is_timed else 1
 
 
 def _prefill_s(run: CacheRun) -> float:
