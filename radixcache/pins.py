@@ -77,10 +77,10 @@ class Pins:
         """Bytes of all that the pins keep: the spans of their paths, and the checkpoints on them."""
         return sum(self._cost(node, node.end) for node in self._kept().values())
 
-    @property
-    def count(self) -> int:
-        """Pins that have not ended, those on the same sequence counted one by one."""
-        return sum(len(held.pins) for held in self._held.values())
+    def count(self, namespace: str | None = None, named: bool = False) -> int:
+        """Pins that have not ended, those on the same tokens one by one; of one namespace, or those with a name."""
+        held = [held for (space, _), held in self._held.items() if namespace in (None, space)]
+        return sum(1 for each in held for pin in each.pins if pin.name is not None or not named)
 
     def named(self, namespace: str) -> dict[str, NamedPin]:
         """The named pins of one namespace, in the order they were made."""

@@ -34,6 +34,7 @@ from radixcache.layout import Layout
 from radixcache.ledger import Ledger
 from radixcache.live_path import LivePath
 from radixcache.memory import default_budget_bytes, parameter_bytes
+from radixcache.monitor import StatsSnapshot, snapshot
 from radixcache.pager import Pager
 from radixcache.pins import NamedPin, Pins
 from radixcache.recorder import Recorder
@@ -48,6 +49,7 @@ from radixcache.tokens import TokenIds, edge_keys, token_ids, vocabulary_size
 from radixcache.trace import Clock, TraceWriter
 from radixcache.tree import Keys, Match, below
 from radixcache.view import TreeView, collect, render_view
+from radixcache.view.words import bytes_words
 
 
 class PrefixCache:
@@ -401,6 +403,29 @@ class PrefixCache:
                 peak_bytes=self._ledger.peak_bytes,
             )
 
+    def snapshot_stats(self, namespace: str | None = None) -> StatsSnapshot:
+        """Everything a metrics endpoint needs, at one moment: stats, tree, pins and slots, with names, kinds and units.
+
+        `as_dict()` is for JSON, `exposition()` Prometheus' text. It goes through the tree: O(nodes), under the lock.
+
+        Args:
+            namespace: only what the nodes and pins of this one come to, and nothing that others have a part in;
+                None: all, without the names of namespaces.
+        """
+        with self.lock:
+            tree = self._states.tree
+            return snapshot(
+                self.stats if namespace is None else None,
+                tree.roots(namespace),
+                tree.nodes(namespace),
+                self._slots.paths,
+                token_bytes=self.layout.token_bytes,
+                shared_bytes=self._ledger.total_bytes,
+                pins=self._pins.count(namespace),
+                named_pins=self._pins.count(namespace, named=True),
+                policy=self._policy_name,
+            )
+
     def check(self) -> None:
         """Assert all invariants; AssertionError names the first that does not hold."""
         with self.lock:
@@ -455,7 +480,7 @@ class PrefixCache:
             namespace: describe only this one, and nothing that would tell of others; None: all.
             tokenizer: decodes how edges begin and end.
         """
-        about = [("policy", self._policy_name), ("budget", f"{self._ledger.budget_bytes:,} bytes")]
+        about = [("policy", self._policy_name), ("budget", bytes_words(self._ledger.budget_bytes))]
         return collect(
             self.lock,
             lambda: self._states.tree.roots(namespace),

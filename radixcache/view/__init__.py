@@ -1,8 +1,8 @@
 """A look at the tree: a plain description of it, and that as text, as a picture, as a page, as JSON. No MLX.
 
-    collect      what the tree holds, copied under the lock; text is decoded and all else done after it was let go
-    TreeView     the description: nodes in order, parents first, and what they come to
-    render_view  the description in one of FORMATS
+collect      what the tree holds, copied under the lock; text is decoded and all else done after it was let go
+TreeView     the description: nodes in order, parents first, and what they come to
+render_view  the description in one of FORMATS
 """
 
 from __future__ import annotations

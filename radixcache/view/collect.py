@@ -122,7 +122,8 @@ def _in_order(seen: list[_Seen], tokenizer: Any) -> tuple[NodeView, ...]:
     for siblings in children.values():
         # The last of them is taken off the stack first. Namespaces stay in their order.
         siblings.sort(key=lambda old: (-seen[old].namespace, len(seen[old].edge) + seen[old].below_tokens, -old))
-    stack, new_index, nodes = list(children.get(-1, ())), {-1: -1}, []
+    stack, new_index = list(children.get(-1, ())), {-1: -1}
+    nodes: list[NodeView] = []
     while stack:
         old = stack.pop()
         node = seen[old]

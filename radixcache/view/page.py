@@ -43,7 +43,7 @@ def page(view: TreeView, max_nodes: int) -> str:
         '<button id="close">Collapse all</button><span id="found" role="status"></span></p></header>\n'
         '<div class="row head"><span class="what">node</span><span>tokens</span><span>bytes</span>'
         '<span class="axis" id="axis"></span></div>\n<main id="rows"></main>\n'
-        '<noscript>Nodes are drawn by a script, which is switched off here.</noscript>\n'
+        "<noscript>Nodes are drawn by a script, which is switched off here.</noscript>\n"
         f'<script type="application/json" id="tree">{embedded}</script>\n<script>{script}</script></body></html>\n'
     )
 
@@ -59,7 +59,7 @@ _LEGEND = (
 
 
 def _rows(view: TreeView, max_nodes: int) -> list[list[Any]]:
-    """What the script reads: [parent, kind, depth, start, ...], namespaces as rows of their own where they have names."""
+    """What the script reads: [parent, kind, depth, start, ...]; named namespaces are rows of their own."""
     has_names = len(view.namespaces) > 1 or any(view.namespaces)
     rows: list[list[Any]] = []
     number_of: dict[int, int] = {-1: -1}

@@ -45,7 +45,8 @@ background:var(--ground);font:12px system-ui,-apple-system,"Segoe UI",sans-serif
 --paged:#5c9bf5;--mark:#b78af7;--pin:#ff7b72}}
 .ground{fill:var(--ground)}text{fill:var(--ink)}.soft{fill:var(--soft)}.text{fill:var(--soft);unicode-bidi:isolate}
 .title{font-size:17px;font-weight:600}.live{fill:var(--live)}.paged{fill:var(--paged)}.mark{fill:var(--mark)}
-.pin{fill:var(--pin)}.line{stroke:var(--line);fill:none}.open{stroke:var(--ink);stroke-width:1.5;fill:none}
+.pin{fill:var(--pin)}.line{stroke:var(--line);fill:none}.join{stroke:var(--soft);fill:none}
+.open{stroke:var(--ink);stroke-width:1.5;fill:none}
 .rest{fill:none;stroke:var(--soft);stroke-dasharray:3 3}.more{fill:var(--soft);font-style:italic}
 """.strip()
 
@@ -68,7 +69,7 @@ def picture(view: TreeView, max_nodes: int) -> str:
         y_of.append(y)
         if row.parent >= 0:
             x, top = MARGIN + row.start * scale, y_of[row.parent] + ROW_HEIGHT / 2 + BAR_HEIGHT / 2
-            lines.append(f'<path class="line" d="M{x:.1f} {top:.1f}V{y + ROW_HEIGHT / 2:.1f}"/>')
+            lines.append(f'<path class="join" d="M{x:.1f} {top:.1f}V{y + ROW_HEIGHT / 2:.1f}"/>')
         body.append(_node(row.node, y, scale, view.slot_count) if row.node else _more(row, y, scale))
         y += ROW_HEIGHT
     height = y + MARGIN
@@ -76,14 +77,16 @@ def picture(view: TreeView, max_nodes: int) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
         f'height="{height:g}" role="img" aria-label="{_xml(total_words(view))}">\n<style>{STYLE}</style>\n'
-        f'<rect class="ground" width="{WIDTH}" height="{height:g}"/>\n' + "\n".join([*head, *lines, *body]) + "\n</svg>\n"
+        f'<rect class="ground" width="{WIDTH}" height="{height:g}"/>\n'
+        + "\n".join([*head, *lines, *body])
+        + "\n</svg>\n"
     )
 
 
 def _head(view: TreeView, longest: int, scale: float, height: float) -> list[str]:
     parts = [
         f'<text x="{MARGIN}" y="34" class="title">Prefix tree</text>',
-        f'<text x="{MARGIN + 104}" y="34">{_xml(total_words(view))}</text>',
+        f'<text x="{MARGIN + 116}" y="34">{_xml(total_words(view))}</text>',
         f'<text x="{MARGIN}" y="54" class="soft">{_xml(fit(about_words(view), 180))}</text>',
     ]
     x = float(MARGIN)
@@ -97,7 +100,9 @@ def _head(view: TreeView, longest: int, scale: float, height: float) -> list[str
             label = f"{tick:,} tokens" if tick == 0 else f"{tick:,}"
             anchor = "start" if tick == 0 else "middle"
             parts.append(f'<path class="line" d="M{at:.1f} {HEAD_HEIGHT - 6}V{height - MARGIN + 4:g}" opacity=".6"/>')
-            parts.append(f'<text x="{at:.1f}" y="{HEAD_HEIGHT - 11}" class="soft" text-anchor="{anchor}">{label}</text>')
+            parts.append(
+                f'<text x="{at:.1f}" y="{HEAD_HEIGHT - 11}" class="soft" text-anchor="{anchor}">{label}</text>'
+            )
     return parts
 
 
@@ -135,7 +140,11 @@ def _node(node: NodeView, y: float, scale: float, slot_count: int) -> str:
         label += f'<tspan dx="10" class="text">{_xml(shown)}</tspan>'
     parts.append(f'<text x="{at:.1f}" y="{middle + 4:g}">{label}</text>')
     facts = [f"[{node.start:,}, {node.end:,}) {tokens_words(node.tokens)}, {bytes_words(node.span_bytes)}"]
-    facts += [place_words(node, slot_count), *mark_words(node), f"used {node.uses} times, last at tick {node.last_used}"]
+    facts += [
+        place_words(node, slot_count),
+        *mark_words(node),
+        f"used {node.uses} times, last at tick {node.last_used}",
+    ]
     facts += [fit(whole_text(node), 400)] if node.text else []
     title = "\n".join(_xml(fact) for fact in facts)
     return f"<g><title>{title}</title>{''.join(parts)}</g>"
