@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from radixcache.view.description import NodeView, TreeView
@@ -33,9 +32,10 @@ class Row:
 
 
 def choose(view: TreeView, max_nodes: int) -> list[Row]:
-    """Rows for at most so many nodes, parents before children, each with what is left out below it as its last child.
+    """Rows for so many nodes, parents before children, each with what is left out below it as its last child.
 
-    A node is shown only below its parent. Pinned ones and those in use come first, then those with the most tokens.
+    A node is shown only below its parent. Pinned ones and those in use come first, then those with the most tokens. A
+    single leaf that would be left out is shown all the same, in the row that would say so.
     """
     children = _children(view)
     chosen = _chosen(view, children, max_nodes)
@@ -45,6 +45,8 @@ def choose(view: TreeView, max_nodes: int) -> list[Row]:
     def push(parent: int, row: int, depth: int, siblings: list[int]) -> None:
         shown = [index for index in siblings if index in chosen]
         rest = tuple(index for index in siblings if index not in chosen)
+        if len(rest) == 1 and not view.nodes[rest[0]].below:
+            shown, rest = [*shown, *rest], ()  # it takes the line that would say that it is left out
         entries: list[int | tuple[int, ...]] = [*shown, *([rest] if rest else [])]
         below = depth + 1 if parent >= 0 and len(entries) > 1 else depth
         start = view.nodes[parent].end if parent >= 0 else 0
@@ -66,14 +68,6 @@ def choose(view: TreeView, max_nodes: int) -> list[Row]:
         rows.append(Row(node, (), parent_row, node.namespace, depth, start, is_last))
         push(entry, len(rows) - 1, depth, children.get(entry, []))
     return rows
-
-
-def by_namespace(rows: list[Row]) -> Iterator[tuple[int, list[int]]]:
-    """The row numbers of each namespace."""
-    found: dict[int, list[int]] = {}
-    for number, row in enumerate(rows):
-        found.setdefault(row.namespace, []).append(number)
-    yield from found.items()
 
 
 def _children(view: TreeView) -> dict[int, list[int]]:

@@ -44,7 +44,7 @@
     if (kind === "more") label.textContent = `\u2026 ${text}`;
     if (kind === "namespace") label.append("namespace ", element("bdi", "", text));
     if (kind === "node") drawNode(row, index, line, label);
-    if (kind !== "node") line.append(element("span"), element("span"), element("span", "axis"));
+    if (kind !== "node") line.append(element("span"), element("span"), element("span"), element("span", "axis"));
     if (matched.has(index)) line.classList.add("found");
     elements.set(index, line);
     return line;
@@ -68,7 +68,8 @@
       axis.append(mark);
       at += 14;
     }
-    line.append(element("span", "", number(end - start)), element("span", "", bytes(spanBytes + pointBytes)), axis);
+    line.append(element("span", "", `${number(start)} \u2013 ${number(end)}`), element("span", "", number(end - start)), 
+      element("span", "", bytes(spanBytes + pointBytes)), axis);
   }
 
   function select(index) {

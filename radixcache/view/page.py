@@ -41,8 +41,8 @@ def page(view: TreeView, max_nodes: int) -> str:
         '<p class="tools"><input id="search" type="search" placeholder="Search text, names, checkpoints" '
         'aria-label="Search"><button id="next">Next</button><button id="open">Expand all</button>'
         '<button id="close">Collapse all</button><span id="found" role="status"></span></p></header>\n'
-        '<div class="row head"><span class="what">node</span><span>tokens</span><span>bytes</span>'
-        '<span class="axis" id="axis"></span></div>\n<main id="rows"></main>\n'
+        '<div class="row head"><span class="what">node</span><span>from \u2013 to</span><span>tokens</span>'
+        '<span>bytes</span><span class="axis" id="axis"></span></div>\n<main id="rows"></main>\n'
         "<noscript>Nodes are drawn by a script, which is switched off here.</noscript>\n"
         f'<script type="application/json" id="tree">{embedded}</script>\n<script>{script}</script></body></html>\n'
     )

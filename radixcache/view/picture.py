@@ -129,7 +129,7 @@ def _node(node: NodeView, y: float, scale: float, slot_count: int) -> str:
     if node.is_pinned:
         parts.append(f'<path class="pin" d="{_pin(at + 4, middle)}"/>')
         at += 14
-    label = f"{tokens_words(node.tokens)}, {bytes_words(node.nbytes)}"
+    label = f"[{node.start:,}, {node.end:,})  {tokens_words(node.tokens)}, {bytes_words(node.nbytes)}"
     names = f" {', '.join(visible(name) for name in node.pin_names)}" if node.pin_names else ""
     columns = int((WIDTH - MARGIN - at) / COLUMN_WIDTH)
     shown = text_words(node, max(8, columns - len(label) - len(fit(names, 40)) - 3))
