@@ -255,8 +255,8 @@ class PrefixCache:
         Only clear(), and the loss of the state itself to a failed forward pass, end a pin before its time.
 
         Args:
-            name: what names() lists it by, within its namespace. A name that is taken changes over to these tokens, once
-                they are stored beside the old ones.
+            name: what names() lists it by, within its namespace. A name that is taken changes over to these tokens,
+                once they are stored beside the old ones.
             ttl_requests: the pin ends with so many more begin() and fetch() calls; None: it stays.
 
         Raises:

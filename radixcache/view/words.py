@@ -17,7 +17,7 @@ _UNSHOWN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 def bytes_words(nbytes: int) -> str:
     """1,536 as "1.5 KiB"."""
     if nbytes < 1024:
-        return f"{nbytes} {'byte' if nbytes == 1 else 'bytes'}"
+        return f"{nbytes:,} {'byte' if nbytes == 1 else 'bytes'}"
     value, unit = float(nbytes), 0
     while value >= 1023.95 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1

@@ -254,19 +254,17 @@ def test_pins_of_all_caches_on_a_ledger_count_together(llama: Any) -> None:
     assert list(ours.names()) == ["ours"]
 
 
-def test_a_pin_of_live_state_that_is_lost_is_gone_with_it(llama: Any) -> None:
+def test_a_pin_of_live_state_that_is_lost_is_gone_with_it_and_no_other(llama: Any) -> None:
     cache = PrefixCache(llama)
-    serve(cache, llama, PROMPT)
-    cache.pin(PROMPT, name="lost")
-
-    def breaks(array: mx.array, cache: Any) -> Any:
-        raise RuntimeError("[metal::malloc] Attempting to allocate more than there is")
-
-    with pytest.raises(RuntimeError), cache.begin([*PROMPT, 1, 2, 3]) as session:
-        session.prefill(breaks)
+    cache.warm(llama, tokens(8, 20), name="paged")
+    cache.warm(llama, PROMPT, name="live")
+    with cache.begin([*PROMPT, 1, 2, 3]) as session:
+        session.prefill(llama)
+        session.is_lost = True
     cache.check()
-    for name in cache.names():
-        assert serve(cache, llama, [*PROMPT, 5]).cached_tokens == cache.names()[name].tokens
+    assert list(cache.names()) == ["paged"]
+    assert cache.stats.pinned_bytes == 20 * TOKEN_BYTES_OF_LLAMA
+    assert serve(cache, llama, [*tokens(8, 20), 5]).cached_tokens == 20
 
 
 # Warming
