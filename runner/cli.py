@@ -151,8 +151,9 @@ def replay(
         "interrupted": was_interrupted,
     }
     _write_files(report, json_file, plot_file, about)
-    for view in [run.view for run in report.runs if run.view is not None and tree_file is not None]:
-        write_view(tree_file, view)
+    for run in report.runs:
+        if run.view is not None and tree_file is not None:
+            write_view(tree_file, run.view)
     if was_interrupted:
         _say(f"interrupted: {len(report.runs)} of {len(caches)} caches had finished.")
         raise typer.Exit(EXIT_INTERRUPTED)

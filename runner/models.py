@@ -107,7 +107,7 @@ def load_tokenizer(spec: str = DEMO, *, show_progress: bool = True) -> tuple[Any
         kind = spec.partition(":")[2] or DEFAULT_TINY_KIND
         if kind not in TINY_KINDS:
             raise ModelError(f"model {TINY}:{kind}: no such kind. Known: {', '.join(sorted(TINY_KINDS))}.")
-        return tiny_tokenizer(), TINY_KINDS[kind].config
+        return tiny_tokenizer(), {**TINY_KINDS[kind].config, "dtype": "float32"}
     if spec == DEMO:
         with _progress_on_stderr() if show_progress else contextlib.nullcontext() as on_progress:
             folder = demo_model_folder(on_progress=on_progress)

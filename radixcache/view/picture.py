@@ -36,7 +36,7 @@ ROW_HEIGHT = 24
 BAR_HEIGHT = 14
 HEAD_HEIGHT = 112
 #: Width of a column of text in the small type, on average.
-COLUMN_WIDTH = 6.3
+COLUMN_WIDTH = 6.8
 
 STYLE = """
 svg{--ground:#fff;--ink:#1c2128;--soft:#656d76;--line:#d5dae0;--live:#e08a00;--paged:#2f6fd0;--mark:#8250df;--pin:#cf222e;
