@@ -28,6 +28,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from policies import CostModel, Entry, EvictionPolicy, make_policy
+from radixcache.draft import both_models
 from radixcache.evictor import Evictor
 from radixcache.interrupts import uninterrupted
 from radixcache.layout import Layout
@@ -303,6 +304,7 @@ class PrefixCache:
         keys: Any = None,
         step_size: int = 2048,
         priority: int = 0,
+        draft_model: Any = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> int:
         """Prefill a prefix ahead of use: a prompt that goes on from it will resume at its end, whatever the layers.
@@ -313,6 +315,7 @@ class PrefixCache:
         Args:
             tokens: the prefix, a system prompt rendered without what follows it, say.
             marks: offsets within it worth a checkpoint of their own.
+            draft_model: for speculative decoding, as in stream_generate.
 
         Returns:
             Tokens evaluated; 0 when the prefix was there.
@@ -337,6 +340,8 @@ class PrefixCache:
         asked, asked_keys = np.append(prompt, prompt[-1]), np.append(prompt_keys, prompt_keys[-1])
         progress = None if on_progress is None else lambda done, _: on_progress(done, length)
         with self.begin(asked, asked_keys, namespace, [*marks, length], reserve=0, priority=priority) as session:
+            if draft_model is not None:
+                model = both_models(model, draft_model, len(session.caches))
             session.prefill(model, step_size, progress)
             with uninterrupted(), self.lock:
                 for checkpoint in [c for c in session.checkpoints if c.kind == "tail"]:

@@ -357,6 +357,20 @@ def test_a_failure_while_warming_leaves_what_was_evaluated_and_no_pin(llama: Any
     assert cache.warm(llama, SYSTEM, name="system") == 8
 
 
+def test_a_prefix_is_warmed_for_a_draft_model_too(llama: Any) -> None:
+    draft = tiny_model("qwen3")
+    cache = PrefixCache(caches=lambda: [*make_prompt_cache(llama), *make_prompt_cache(draft)], budget_bytes=1 << 30)
+    assert cache.warm(llama, SYSTEM, draft_model=draft) == 40
+    layers = len(llama.layers)
+    with cache.begin([*SYSTEM, 1]) as session:
+        assert session.cached_tokens == 40
+        for model, caches in ((llama, session.caches[:layers]), (draft, session.caches[layers:])):
+            cold = np.array(model(mx.array([[*SYSTEM, 1]]), cache=make_prompt_cache(model))[0, -1])
+            assert np.abs(np.array(model(mx.array([[1]]), cache=caches)[0, -1]) - cold).max() < ROUNDING
+    with pytest.raises(ValueError, match=r"has \d+ layer caches; draft_model needs both models' \d+, in order"):
+        PrefixCache(llama).warm(llama, SYSTEM, draft_model=draft)
+
+
 def test_keys_are_warmed_as_they_are_asked_for(llama: Any) -> None:
     cache = PrefixCache(llama)
     keys = [(1 << 61) + index for index in range(40)]
