@@ -13,7 +13,7 @@ PYTHON ?=
 NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 NEEDS_OPENBLAS := import sys; from runner.blas import load_openblas; sys.exit(load_openblas() is None)
 
-.PHONY: help replay test test-slow lint bench bench-policies architectures clean openblas
+.PHONY: help replay test test-slow lint bench bench-policies architectures clean openblas browser
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -26,7 +26,7 @@ replay: $(INSTALLED) openblas ## serve the built-in conversations through four c
 test: $(INSTALLED) openblas ## run the tests, without the slow ones
 	@$(PYTEST) $(ARGS)
 
-test-slow: $(INSTALLED) openblas ## run the slow tests
+test-slow: $(INSTALLED) openblas browser ## run the slow tests
 	@$(PYTEST) -m slow $(ARGS)
 
 lint: $(INSTALLED) ## check style, formatting, types and import rules
@@ -82,4 +82,18 @@ openblas: $(INSTALLED)
 			|| echo "That did not work; going on without it, slowly." >&2; \
 	else \
 		$(BIN)/python -c 'from runner.blas import ADVICE; print(ADVICE)' >&2; \
+	fi
+
+# The page of a tree is tested in a browser. Chrome, Chromium or Edge will do; without any that test is skipped, and says so.
+browser: $(INSTALLED)
+	@if $(BIN)/python -m tests.browser >/dev/null; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ]; then run=""; elif sudo -n true >/dev/null 2>&1; then run="sudo -n"; else run="no"; fi; \
+	if [ "$$run" != no ] && command -v apt-get >/dev/null 2>&1; then \
+		echo "Installing the system package chromium with apt-get, to test the page of a tree in it."; \
+		install="$$run env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends"; \
+		$$install chromium >/dev/null 2>&1 \
+			|| { $$run apt-get update -qq >/dev/null 2>&1; $$install chromium >/dev/null; } \
+			|| echo "That did not work; its test will be skipped." >&2; \
+	else \
+		echo "No Chrome or Chromium found: the page of a tree will not be tested in a browser." >&2; \
 	fi

@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     )
     from radixcache.generate import stream_generate
     from radixcache.ledger import Ledger
+    from radixcache.monitor import StatsSnapshot
+    from radixcache.pins import NamedPin
     from radixcache.prefix_cache import PrefixCache
     from radixcache.resume import ShortReason
     from radixcache.session import Session
     from radixcache.stats import CacheStats
     from radixcache.trace import TraceWriter
     from radixcache.tree import RadixTree
+    from radixcache.view import TreeView
 
 _MODULES = {
     "POLICIES": "policies",
@@ -36,6 +39,7 @@ _MODULES = {
     "Entry": "policies",
     "EvictionPolicy": "policies",
     "Ledger": "radixcache.ledger",
+    "NamedPin": "radixcache.pins",
     "PrefixCache": "radixcache.prefix_cache",
     "RadixCacheError": "radixcache.errors",
     "RadixTree": "radixcache.tree",
@@ -43,7 +47,9 @@ _MODULES = {
     "SessionClosedError": "radixcache.errors",
     "ShortReason": "radixcache.resume",
     "SnapshotError": "radixcache.errors",
+    "StatsSnapshot": "radixcache.monitor",
     "TraceWriter": "radixcache.trace",
+    "TreeView": "radixcache.view",
     "UnsupportedCacheError": "radixcache.errors",
     "register_adapter": "radixcache.adapters",
     "render_chat": "radixcache.chat",
@@ -58,6 +64,7 @@ __all__ = [
     "Entry",
     "EvictionPolicy",
     "Ledger",
+    "NamedPin",
     "PrefixCache",
     "RadixCacheError",
     "RadixTree",
@@ -65,7 +72,9 @@ __all__ = [
     "SessionClosedError",
     "ShortReason",
     "SnapshotError",
+    "StatsSnapshot",
     "TraceWriter",
+    "TreeView",
     "UnsupportedCacheError",
     "register_adapter",
     "render_chat",

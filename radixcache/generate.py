@@ -17,6 +17,7 @@ from mlx_lm.generate import GenerationResponse, generation_stream, speculative_g
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
+from radixcache.draft import both_models
 from radixcache.prefix_cache import PrefixCache
 from radixcache.session import Session
 
@@ -205,19 +206,7 @@ def _speculative(
     draft_count: int,
     kwargs: dict[str, Any],
 ) -> Iterator[Token]:
-    layers = len(model.layers)
-    wanted = layers + len(draft_model.layers)
-    if len(session.caches) != wanted:
-        found = len(session.caches)
-        raise ValueError(
-            f"the PrefixCache has {found} layer caches; draft_model needs both models' {wanted}, in order."
-        )
-
-    def both(tokens: mx.array, cache: list[Any]) -> mx.array:
-        draft_model(tokens, cache=cache[layers:])
-        logits: mx.array = model(tokens, cache=cache[:layers])
-        return logits
-
+    both = both_models(model, draft_model, len(session.caches))
     with mx.stream(stream):
         session.prefill(both, step_size=step_size, on_progress=progress)
     generator = speculative_generate_step(

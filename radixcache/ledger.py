@@ -34,6 +34,8 @@ class Account:
     live_bytes: int = 0
     span_bytes: int = 0
     checkpoint_bytes: int = 0
+    #: What the owner's pins keep, when they last changed; part of the above.
+    pinned_bytes: int = 0
 
     @property
     def paged_bytes(self) -> int:
@@ -81,6 +83,11 @@ class Ledger:
         """Take an account out; its owner holds nothing any more."""
         assert account.total_bytes == 0, account
         self._accounts.remove(account)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """What the pins of all accounts keep."""
+        return sum(account.pinned_bytes for account in self._accounts)
 
     def changed(self, change_bytes: int) -> None:
         """Book a signed change made by an account."""

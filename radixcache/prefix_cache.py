@@ -28,14 +28,16 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from policies import CostModel, Entry, EvictionPolicy, make_policy
+from radixcache.draft import both_models
 from radixcache.evictor import Evictor
 from radixcache.interrupts import uninterrupted
 from radixcache.layout import Layout
 from radixcache.ledger import Ledger
 from radixcache.live_path import LivePath
 from radixcache.memory import default_budget_bytes, parameter_bytes
+from radixcache.monitor import StatsSnapshot, snapshot
 from radixcache.pager import Pager
-from radixcache.pins import Pins
+from radixcache.pins import NamedPin, Pins
 from radixcache.recorder import Recorder
 from radixcache.render import render_node
 from radixcache.resume import ResumePlan, plan_resume
@@ -47,6 +49,8 @@ from radixcache.stats import CacheStats
 from radixcache.tokens import TokenIds, edge_keys, token_ids, vocabulary_size
 from radixcache.trace import Clock, TraceWriter
 from radixcache.tree import Keys, Match, below
+from radixcache.view import TreeView, collect, render_view
+from radixcache.view.words import bytes_words
 
 
 class PrefixCache:
@@ -106,6 +110,7 @@ class PrefixCache:
         if kv_bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"kv_bits is {kv_bits!r}; wanted None, 2, 3, 4, 5, 6 or 8.")
         chosen_policy = make_policy(policy)
+        self._policy_name = policy if isinstance(policy, str) else type(policy).__name__
         self.budget_source = "given"
         if budget_bytes is None:
             budget_bytes, self.budget_source = default_budget_bytes(model)
@@ -237,28 +242,124 @@ class PrefixCache:
 
     # Pins, memory
 
-    def pin(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> int:
+    def pin(
+        self,
+        tokens: Any,
+        namespace: str = "",
+        *,
+        name: str | None = None,
+        ttl_requests: int | None = None,
+        keys: Any = None,
+    ) -> int:
         """Keep a stored prefix whatever the pressure, until unpin(); pins count. Returns the bytes all pins keep.
 
+        Only clear(), and the loss of the state itself to a failed forward pass, end a pin before its time.
+
+        Args:
+            name: what names() lists it by, within its namespace. A name that is taken changes over to these tokens,
+                once they are stored beside the old ones.
+            ttl_requests: the pin ends with so many more begin() and fetch() calls; None: it stays.
+
         Raises:
-            ValueError: the prefix is not stored whole, or the pins would not fit the budget.
+            ValueError: the prefix is not stored whole, or the pins, those of other caches on the ledger among them,
+                would not fit the budget. What was pinned before stays, a pin of the same name too.
         """
         _, prompt_keys = self._checked(tokens, keys, namespace)
+        _require_pin(name, ttl_requests)
         with uninterrupted(), self.lock:
-            self._pins.add(prompt_keys, namespace)
+            self._pins.add(prompt_keys, namespace, name, ttl_requests)
             self._keep_budget()
             return self._pins.nbytes
 
-    def unpin(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> None:
-        """Take one pin() of exactly these tokens back.
+    def unpin(self, tokens: Any = None, namespace: str = "", *, name: str | None = None, keys: Any = None) -> None:
+        """Take one pin() of exactly these tokens back (an unnamed one first), or the one of that name.
 
         Raises:
-            ValueError: they are not pinned.
+            ValueError: there is no such pin, or not exactly one of tokens and name was given.
         """
-        _, prompt_keys = self._checked(tokens, keys, namespace)
+        if (tokens is None) == (name is None):
+            raise ValueError("unpin() takes tokens or name=; wanted exactly one of them.")
+        prompt_keys = None if name is not None else self._checked(tokens, keys, namespace)[1]
         with uninterrupted(), self.lock:
-            self._pins.remove(prompt_keys, namespace)
+            if prompt_keys is not None:
+                self._pins.remove(prompt_keys, namespace)
+            elif name is not None:
+                self._pins.remove_named(name, namespace)
             self._keep_budget()
+
+    def names(self, namespace: str = "") -> dict[str, NamedPin]:
+        """The named pins of one namespace, in the order they were made."""
+        with self.lock:
+            return self._pins.named(namespace)
+
+    def warm(
+        self,
+        model: Any,
+        tokens: Any,
+        namespace: str = "",
+        *,
+        name: str | None = None,
+        ttl_requests: int | None = None,
+        marks: Sequence[int] = (),
+        keys: Any = None,
+        step_size: int = 2048,
+        priority: int = 0,
+        draft_model: Any = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> int:
+        """Prefill a prefix ahead of use: a prompt that goes on from it will resume at its end, whatever the layers.
+
+        With `name` or `ttl_requests` it is pinned as well, as pin() does. What is there already is not computed again
+        and takes no live slot; else this is a request like any other, in stats and traces too.
+
+        Args:
+            tokens: the prefix, a system prompt rendered without what follows it, say.
+            marks: offsets within it worth a checkpoint of their own.
+            draft_model: for speculative decoding, as in stream_generate.
+
+        Returns:
+            Tokens evaluated; 0 when the prefix was there.
+
+        Raises:
+            ValueError: an argument out of its range; the pins would not fit the budget; or open sessions and pins
+                leave no room for it. What was evaluated stays as an ordinary prefix.
+            CacheBusyError: it has to be evaluated, and every live slot is taken.
+        """
+        prompt, prompt_keys = self._checked(tokens, keys, namespace)
+        _require_pin(name, ttl_requests)
+        length, pinned = len(prompt), name is not None or ttl_requests is not None
+        for mark in marks:
+            if not 0 <= mark <= length:
+                raise ValueError(f"mark {mark} is outside the prefix of {length} tokens.")
+        with uninterrupted(), self.lock:
+            if self._is_resumable(prompt_keys, namespace):
+                if pinned:
+                    self._pins.add(prompt_keys, namespace, name, ttl_requests)
+                return 0
+        # With any token behind it the prefix is prefilled to its very end, as the request it is meant for will need it.
+        asked, asked_keys = np.append(prompt, prompt[-1]), np.append(prompt_keys, prompt_keys[-1])
+        progress = None if on_progress is None else lambda done, _: on_progress(done, length)
+        with self.begin(asked, asked_keys, namespace, [*marks, length], reserve=0, priority=priority) as session:
+            if draft_model is not None:
+                model = both_models(model, draft_model, len(session.caches))
+            session.prefill(model, step_size, progress)
+            with uninterrupted(), self.lock:
+                for checkpoint in [c for c in session.checkpoints if c.kind == "tail"]:
+                    session.checkpoints.remove(checkpoint)  # nothing rewrites the end of this prompt
+                    session.live.hold_checkpoint(-checkpoint.nbytes)
+                if pinned:
+                    point_bytes = sum(c.nbytes for c in session.checkpoints if c.offset == length)
+                    self._pins.require_room(prompt_keys, namespace, name, point_bytes)
+                session.close()
+                if not self._is_resumable(prompt_keys, namespace):
+                    stored = self._states.match(prompt_keys, namespace).offset
+                    raise ValueError(
+                        f"{stored} of {length} tokens could be kept: open sessions and pins leave no room under"
+                        f" the budget of {self._ledger.budget_bytes} bytes."
+                    )
+                if pinned:
+                    self._pins.add(prompt_keys, namespace, name, ttl_requests)
+        return length - session.cached_tokens
 
     def make_room(self, nbytes: int) -> bool:
         """Evict until so many bytes more fit the budget, as a request does before it evaluates; whether they do now."""
@@ -308,6 +409,29 @@ class PrefixCache:
                 peak_bytes=self._ledger.peak_bytes,
             )
 
+    def snapshot_stats(self, namespace: str | None = None) -> StatsSnapshot:
+        """Everything a metrics endpoint needs, at one moment: stats, tree, pins and slots, with names, kinds and units.
+
+        `as_dict()` is for JSON, `exposition()` Prometheus' text. It goes through the tree: O(nodes), under the lock.
+
+        Args:
+            namespace: only what the nodes and pins of this one come to, and nothing that others have a part in;
+                None: all, without the names of namespaces.
+        """
+        with self.lock:
+            tree = self._states.tree
+            return snapshot(
+                self.stats if namespace is None else None,
+                tree.roots(namespace),
+                tree.nodes(namespace),
+                self._slots.paths,
+                token_bytes=self.layout.token_bytes,
+                shared_bytes=self._ledger.total_bytes,
+                pins=self._pins.count(namespace),
+                named_pins=self._pins.count(namespace, named=True),
+                policy=self._policy_name,
+            )
+
     def check(self) -> None:
         """Assert all invariants; AssertionError names the first that does not hold."""
         with self.lock:
@@ -334,6 +458,44 @@ class PrefixCache:
         with self.lock:
             slots = len(self._slots.paths)
             return self._states.dump(lambda node: render_node(node, self.layout.token_bytes, tokenizer, slots))
+
+    def render(
+        self,
+        format: str = "text",
+        *,
+        namespace: str | None = None,
+        tokenizer: Any = None,
+        max_nodes: int | None = None,
+    ) -> str:
+        """The tree to look at: "text", "svg" (a picture), "html" (a page that expands and can be searched) or "json".
+
+        Args:
+            namespace: show only this one, and nothing that would tell of others; None: all.
+            tokenizer: shows how edges begin and end; without it there is no text.
+            max_nodes: nodes shown; the others are counted where they hang. By default 200, on a page 50,000.
+
+        Raises:
+            ValueError: a format that is not known, or max_nodes below 1.
+        """
+        return render_view(self.view(namespace=namespace, tokenizer=tokenizer), format, max_nodes)
+
+    def view(self, *, namespace: str | None = None, tokenizer: Any = None) -> TreeView:
+        """A plain description of the tree, of which `render` makes text and pictures. Nothing is drawn under the lock.
+
+        Args:
+            namespace: describe only this one, and nothing that would tell of others; None: all.
+            tokenizer: decodes how edges begin and end.
+        """
+        about = [("policy", self._policy_name), ("budget", bytes_words(self._ledger.budget_bytes))]
+        return collect(
+            self.lock,
+            lambda: self._states.tree.roots(namespace),
+            token_bytes=self.layout.token_bytes,
+            pin_names=self._pins.names_at,
+            tokenizer=tokenizer,
+            about=about if namespace is None else [],
+            slot_count=len(self._slots.paths),
+        )
 
     def last_key(self, entry: Entry) -> int | None:
         """The last key on the edge that a policy's entry stands for; None when the entry is gone."""
@@ -493,6 +655,14 @@ class PrefixCache:
             raise ValueError(f"namespace is a {type(namespace).__name__}; wanted a str.")
         return ids, ids.astype(np.int64) if keys is None else edge_keys(keys, len(ids))
 
+    def _is_resumable(self, keys: Keys, namespace: str) -> bool:
+        """Whether a request that goes on from these keys would resume at their end; it counts as a use if so."""
+        match = self._states.match(keys, namespace)
+        plan = plan_resume(self.layout, match, len(keys), None)
+        if plan.resume == len(keys):
+            self._states.touch(plan.path, plan.source, self._next_use())
+        return plan.resume == len(keys)
+
     def _next_use(self, priority: int = 0, turn: int | None = None, kind: str = "") -> Use:
         self._tick = max(self._tick + 1, 0 if self._clock is None else self._clock())
         return Use(self._tick, priority, turn, kind)
@@ -506,6 +676,7 @@ class PrefixCache:
 
     def _count(self, plan: ResumePlan, length: int) -> None:
         self._requests += 1
+        self._pins.request_passed()
         self._hit_tokens += plan.resume
         self._miss_tokens += length - plan.resume
         if plan.reason is not None:
@@ -549,6 +720,13 @@ def _least_covering(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     offsets = [0, *(c.offset for c in checkpoints)]
     gaps = [(offsets[i + 2] - offsets[i], i) for i, c in enumerate(checkpoints[:-1]) if c.kind == "interval"]
     return checkpoints[min(gaps)[1]] if gaps else None
+
+
+def _require_pin(name: Any, ttl_requests: Any) -> None:
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ValueError(f"name is {name!r}; wanted a str that is not empty.")
+    if ttl_requests is not None:
+        _require_count("ttl_requests", ttl_requests, "requests")
 
 
 def _require_count(name: str, value: Any, unit: str) -> None:

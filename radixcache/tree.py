@@ -214,6 +214,11 @@ class RadixTree(Generic[P]):
             root = self._roots.get(name)
             yield from () if root is None else below(root)
 
+    def roots(self, namespace: str | None = None) -> list[Node[P]]:
+        """The root of a namespace if it holds anything, or those of all that do."""
+        names = list(self._roots) if namespace is None else [namespace]
+        return [self._roots[name] for name in names if name in self._roots]
+
     def namespaces(self) -> list[str]:
         """The namespaces that hold anything."""
         return list(self._roots)

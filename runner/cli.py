@@ -20,7 +20,9 @@ from runner.commands.advise import advise
 from runner.commands.mrc import mrc
 from runner.commands.simulate import simulate
 from runner.commands.synth import synth
+from runner.commands.tree import tree
 from runner.commands.usage import UsageError
+from runner.commands.view_files import require_view_file, write_view
 
 if TYPE_CHECKING:
     from runner.conversations import Conversation
@@ -68,6 +70,7 @@ app.command()(simulate)
 app.command()(mrc)
 app.command()(synth)
 app.command()(advise)
+app.command()(tree)
 
 
 @app.command()
@@ -103,6 +106,10 @@ def replay(
         Path | None, typer.Option("--plot", help="Write TTFT and bytes held per request to this PNG.")
     ] = None,
     dump_tree: Annotated[bool, typer.Option("--dump-tree", help="Print the radix cache's tree at the end.")] = False,
+    tree_file: Annotated[
+        Path | None,
+        typer.Option("--tree", help="Write the radix cache's tree at the end to this .html, .svg, .txt or .json."),
+    ] = None,
 ) -> None:
     """Serve the same conversations through several caches and compare them.
 
@@ -119,7 +126,10 @@ def replay(
     ):
         _require(value >= 1, f"{option} is {value}; wanted at least 1.")
     budget_bytes = _budget_bytes(budget_mib)
-    _check_writable(json_file, plot_file)
+    if tree_file is not None:
+        require_view_file(tree_file)
+        _require("radix" in caches, f"--tree {tree_file} shows the radix cache; wanted radix among --cache.")
+    _check_writable(json_file, plot_file, tree_file)
     if runner.BLAS_ADVICE:
         _say(f"note: {runner.BLAS_ADVICE}")
     with _interruptible():
@@ -128,7 +138,7 @@ def replay(
 
         from runner.replay import ReplayOptions
 
-        options = ReplayOptions(budget_bytes, policy, max_tokens, recorded, step_size, dump_tree)
+        options = ReplayOptions(budget_bytes, policy, max_tokens, recorded, step_size, dump_tree, tree_file is not None)
         script = _script(loaded, chosen, options, users=users, seed=seed, requests=requests, skip_bad=skip_bad)
     report, was_interrupted = _run(loaded, script, caches, options)
     _print_report(report)
@@ -141,6 +151,9 @@ def replay(
         "interrupted": was_interrupted,
     }
     _write_files(report, json_file, plot_file, about)
+    for run in report.runs:
+        if run.view is not None and tree_file is not None:
+            write_view(tree_file, run.view)
     if was_interrupted:
         _say(f"interrupted: {len(report.runs)} of {len(caches)} caches had finished.")
         raise typer.Exit(EXIT_INTERRUPTED)

@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+from huggingface_hub import snapshot_download
 from mlx.utils import tree_flatten
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -26,12 +27,15 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from runner.demo_model import FetchError, ModelError, OnProgress, demo_model_folder
 from runner.tiny import TINY_KINDS, tiny_model, tiny_tokenizer
 
-__all__ = ["DEMO", "FetchError", "LoadedModel", "ModelError", "load_model"]
+__all__ = ["DEMO", "FetchError", "LoadedModel", "ModelError", "load_model", "load_tokenizer"]
 
 DEMO = "demo"
 TINY = "tiny"
 DEFAULT_TINY_KIND = "llama"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+# What a tokenizer is made from, and the model's configuration.
+TOKENIZER_FILES = ["*.json", "*.jinja", "*.py", "*.tiktoken", "*.txt", "tokenizer.model"]
 
 # The names under which architectures keep the longest sequence they were made for, the most binding first.
 CONTEXT_KEYS = (
@@ -92,6 +96,42 @@ def load_model(spec: str = DEMO, *, show_progress: bool = True) -> LoadedModel:
         raise ModelError(f"model {spec!r}: no such folder, and as a hub id: {error}") from error
 
 
+def load_tokenizer(spec: str = DEMO, *, show_progress: bool = True) -> tuple[Any, Mapping[str, Any]]:
+    """Load the tokenizer that `spec` names as for `load_model`, and the model's configuration; no weights.
+
+    Raises:
+        FetchError: the demo model could not be fetched.
+        ModelError: `spec` names nothing, or what it names cannot be loaded.
+    """
+    if spec == TINY or spec.startswith(f"{TINY}:"):
+        kind = spec.partition(":")[2] or DEFAULT_TINY_KIND
+        if kind not in TINY_KINDS:
+            raise ModelError(f"model {TINY}:{kind}: no such kind. Known: {', '.join(sorted(TINY_KINDS))}.")
+        return tiny_tokenizer(), {**TINY_KINDS[kind].config, "dtype": "float32"}
+    if spec == DEMO:
+        with _progress_on_stderr() if show_progress else contextlib.nullcontext() as on_progress:
+            folder = demo_model_folder(on_progress=on_progress)
+    else:
+        folder = Path(spec).expanduser()
+        if not (spec and folder.exists()):
+            if not HUB_ID.fullmatch(spec):
+                raise ModelError(
+                    f"model {spec!r}: no such folder. "
+                    f"Give {DEMO}, {TINY}, {TINY}:KIND, a folder in mlx-lm's format, or a hub id OWNER/NAME."
+                )
+            try:
+                folder = Path(snapshot_download(spec, allow_patterns=TOKENIZER_FILES))
+            except Exception as error:  # files and networks fail in more ways than the hub's client names
+                raise ModelError(
+                    f"model {spec!r}: no such folder, and as a hub id: {type(error).__name__}: {_one_line(error)}"
+                ) from error
+    config = _read_config(folder)
+    try:
+        return mlx_lm.utils.load_tokenizer(folder), config
+    except Exception as error:
+        raise ModelError(f"{folder} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
+
+
 def _load_tiny(kind: str) -> LoadedModel:
     if kind not in TINY_KINDS:
         raise ModelError(f"model {TINY}:{kind}: no such kind. Known: {', '.join(sorted(TINY_KINDS))}.")
@@ -100,6 +140,12 @@ def _load_tiny(kind: str) -> LoadedModel:
 
 def _require_model_folder(folder: Path) -> None:
     """Refuse what is clearly not a model folder, saying what is missing."""
+    _read_config(folder)
+    if not any(folder.glob("model*.safetensors")):
+        raise ModelError(f"model {folder}: has no model*.safetensors; convert it with mlx_lm.convert first.")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ModelError(f"model {folder}: is a file, wanted a folder in mlx-lm's format.")
     config = folder / "config.json"
@@ -111,8 +157,7 @@ def _require_model_folder(folder: Path) -> None:
         raise ModelError(f"{config}: not readable as JSON: {_one_line(error)}") from error
     if not isinstance(content, dict) or "model_type" not in content:
         raise ModelError(f"{config}: names no model_type; wanted the configuration of a model that mlx-lm knows.")
-    if not any(folder.glob("model*.safetensors")):
-        raise ModelError(f"model {folder}: has no model*.safetensors; convert it with mlx_lm.convert first.")
+    return content
 
 
 def _load_with_mlx_lm(path: str, *, name: str) -> LoadedModel:

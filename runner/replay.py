@@ -22,6 +22,7 @@ import numpy as np
 from mlx_lm.generate import wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
+from radixcache import TreeView
 from runner.backends import open_backend
 from runner.backends.backend import Backend, CachedRun, Prompt
 from runner.backends.plain_run import PlainRun
@@ -44,6 +45,7 @@ class ReplayOptions:
     recorded: bool = False
     step_size: int = DEFAULT_STEP_SIZE
     dump_tree: bool = False
+    keep_view: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,14 @@ class RequestRow:
 
 @dataclass(frozen=True)
 class CacheRun:
-    """One cache over all requests. `tree` is its dump at the end, when asked for."""
+    """One cache over all requests. `tree` is its dump at the end, `view` a description, each when asked for."""
 
     cache: str
     rows: tuple[RequestRow, ...]
     evictions: int
     wall_s: float
     tree: str | None = None
+    view: TreeView | None = None
 
 
 class Observer(Protocol):
@@ -140,7 +143,8 @@ def _replay_cache(
             observer.request_done(row.prompt_tokens)
         wall_s = time.perf_counter() - started_s
         tree = backend.dump(loaded.tokenizer) if options.dump_tree else None
-        return CacheRun(cache, tuple(rows), backend.evictions, wall_s, tree)
+        view = backend.view(loaded.tokenizer) if options.keep_view else None
+        return CacheRun(cache, tuple(rows), backend.evictions, wall_s, tree, view)
     finally:
         backend.close()
         del backend

@@ -124,7 +124,7 @@ class Script:
         try:
             tokens, marks = render_chat(self._loaded.tokenizer, messages, request.tools)
             system_end = self._system_end(request, messages, tokens)
-            reply = self._reply_tokens(request, tokens) if self._recorded else np.empty(0, np.int32)
+            reply = recorded_reply(self._loaded.tokenizer, request, tokens) if self._recorded else np.empty(0, np.int32)
         except ValueError as error:
             raise ScriptError(f"{_where(request)}: {error}") from error
         reply_tokens = max(len(reply), 1) if self._recorded else self._max_tokens
@@ -156,20 +156,24 @@ class Script:
                 f"model's context of {limit:,} tokens. Shorten it, or leave such requests out with --skip-bad."
             )
 
-    def _reply_tokens(self, request: Request, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The recorded reply as the next turn's prompt will spell it, behind this prompt; empty when there is none."""
-        if request.recorded_reply is None:
-            return np.empty(0, np.int32)
-        tokenizer = self._loaded.tokenizer
-        tokens, marks = render_chat(
-            tokenizer, [*request.messages, request.recorded_reply], request.tools, add_generation_prompt=False
-        )
-        end = marks[-1] if marks else 0
-        if end > len(prompt) == common_prefix_tokens(tokens, prompt):
-            return tokens[len(prompt) : end]
-        # The template opens a reply otherwise than it writes one later, so the next turn parts here anyway.
-        content = request.recorded_reply.get("content") or ""
-        return np.array(tokenizer.encode(content, add_special_tokens=False), np.int32)
+
+def recorded_reply(tokenizer: Any, request: Request, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The recorded reply as the next turn's prompt will spell it, behind this prompt; empty when there is none.
+
+    Raises:
+        ValueError: the template refuses it.
+    """
+    if request.recorded_reply is None:
+        return np.empty(0, np.int32)
+    tokens, marks = render_chat(
+        tokenizer, [*request.messages, request.recorded_reply], request.tools, add_generation_prompt=False
+    )
+    end = marks[-1] if marks else 0
+    if end > len(prompt) == common_prefix_tokens(tokens, prompt):
+        return tokens[len(prompt) : end]
+    # The template opens a reply otherwise than it writes one later, so the next turn parts here anyway.
+    content = request.recorded_reply.get("content") or ""
+    return np.array(tokenizer.encode(content, add_special_tokens=False), np.int32)
 
 
 def _where(request: Request) -> str:

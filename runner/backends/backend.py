@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from radixcache import TreeView
 from runner.pipeline import Run
 
 
@@ -61,6 +62,9 @@ class Backend(Protocol):
 
     def dump(self, tokenizer: Any) -> str | None:
         """Return what is held as text, or None when the cache has nothing to show."""
+
+    def view(self, tokenizer: Any) -> TreeView | None:
+        """Return a description of what is held, or None when the cache has nothing to show."""
 
     def close(self) -> None:
         """Let go of every array."""

@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, LRUPromptCache, make_prompt_cache
 
+from radixcache import TreeView
 from runner.backends.backend import Prompt
 from runner.backends.plain_run import PlainRun, layers_bytes
 from runner.backends.single import trim
@@ -80,6 +81,10 @@ class LRUPrompts:
             self._live = []
 
     def dump(self, tokenizer: Any) -> str | None:
+        """Whole entries have no structure to show."""
+        return None
+
+    def view(self, tokenizer: Any) -> TreeView | None:
         """Whole entries have no structure to show."""
         return None
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
+from radixcache import TreeView
 from runner.backends.backend import Prompt
 from runner.backends.plain_run import PlainRun, layers_bytes
 
@@ -35,6 +36,10 @@ class NoCache:
             self.close()
 
     def dump(self, tokenizer: Any) -> str | None:
+        """Nothing is held."""
+        return None
+
+    def view(self, tokenizer: Any) -> TreeView | None:
         """Nothing is held."""
         return None
 

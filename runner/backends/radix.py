@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from radixcache import PrefixCache, Session
+from radixcache import PrefixCache, Session, TreeView
 from runner.backends.backend import Prompt
 
 
@@ -34,6 +34,10 @@ class RadixPrefixes:
     def dump(self, tokenizer: Any) -> str | None:
         """Return the tree as text, with the beginning of each edge decoded."""
         return self._cache.dump(tokenizer)
+
+    def view(self, tokenizer: Any) -> TreeView | None:
+        """Return a description of the tree, with the beginning and the end of each edge decoded."""
+        return self._cache.view(tokenizer=tokenizer)
 
     def close(self) -> None:
         """Let go of the tree and the live buffers."""

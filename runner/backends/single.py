@@ -14,6 +14,7 @@ import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from numpy.typing import NDArray
 
+from radixcache import TreeView
 from runner.backends.backend import Prompt
 from runner.backends.plain_run import PlainRun, common_prefix_tokens, layers_bytes
 
@@ -59,6 +60,10 @@ class SinglePrefix:
             raise
 
     def dump(self, tokenizer: Any) -> str | None:
+        """One prefix has no structure to show."""
+        return None
+
+    def view(self, tokenizer: Any) -> TreeView | None:
         """One prefix has no structure to show."""
         return None
 

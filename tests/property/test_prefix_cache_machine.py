@@ -70,6 +70,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.opened: list[tuple[Any, list[int], str]] = []
         self.stored: dict[str, list[list[int]]] = {name: [] for name in NAMESPACES}
         self.pins: list[tuple[list[int], str]] = []
+        #: What is pinned by name, and whether until it is unpinned.
+        self.names: dict[tuple[str, str], tuple[list[int], bool]] = {}
         self.lossless = budget == 1 << 30
         if "unused" in self.model.kinds:
             # That a layer is never written shows in a forward pass that was seen through. Before there was one, a
@@ -349,13 +351,45 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         tokens, namespace = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
         self.cache.unpin(tokens, namespace)
 
+    @rule(
+        data=st.data(),
+        namespace=st.sampled_from(NAMESPACES),
+        name=st.sampled_from([None, "a", "b"]),
+        lasts=st.sampled_from([None, 1, 3]),
+        step=st.sampled_from([3, 2048]),
+    )
+    def warm(self, data: Any, namespace: str, name: str | None, lasts: int | None, step: int) -> None:
+        tokens = self.sequence(data, namespace)
+        self.stored[namespace].append(tokens)
+        before = self.cache.names(namespace)
+        try:
+            self.cache.warm(
+                self.model, tokens, namespace, name=name, ttl_requests=None if name is None else lasts, step_size=step
+            )
+        except ValueError:
+            assert not self.lossless
+            left = {each for each, pin in before.items() if pin.requests_left not in (None, 1)}
+            assert left <= set(self.cache.names(namespace)) <= set(before)
+            return
+        if name is not None:
+            self.names[namespace, name] = (tokens, lasts is None)
+        caches, remaining = self.cache.fetch([*tokens, 1], namespace)
+        assert len(remaining) == 1
+        spells(caches, tokens, self.model.kinds)
+
+    @rule(namespace=st.sampled_from(NAMESPACES), name=st.sampled_from(["a", "b"]))
+    def unpin_name(self, namespace: str, name: str) -> None:
+        if name in self.cache.names(namespace):
+            self.cache.unpin(name=name, namespace=namespace)
+            del self.names[namespace, name]
+
     @rule(wanted=st.sampled_from([0, 1_000, 10_000]))
     def reclaim(self, wanted: int) -> None:
         before = self.cache.stats
         freed = self.cache.reclaim(wanted)
         after = self.cache.stats
         assert freed == before.live_bytes + before.paged_bytes - after.live_bytes - after.paged_bytes
-        if not self.pins and not self.opened:
+        if not self.is_pinned and not self.opened:
             assert after.live_bytes + after.paged_bytes <= wanted
         self.lossless = False
 
@@ -365,11 +399,24 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             return
         self.cache.check()
         stats = self.cache.stats
-        if not self.pins and not self.opened:
+        if not self.is_pinned and not self.opened:
             assert stats.live_bytes + stats.paged_bytes <= stats.budget_bytes, stats
         for tokens, namespace in self.pins:
             keys = np.asarray(tokens, dtype=np.int64)
             assert self.cache._states.match(keys, namespace).offset == len(tokens), (tokens, namespace)
+        for (namespace, name), (tokens, stays) in list(self.names.items()):
+            pin = self.cache.names(namespace).get(name)
+            if pin is None:
+                assert not stays, (namespace, name)
+                del self.names[namespace, name]
+                continue
+            assert (pin.tokens, pin.requests_left is None) == (len(tokens), stays), (namespace, name, pin)
+            keys = np.asarray(tokens, dtype=np.int64)
+            assert self.cache._states.match(keys, namespace).offset == len(tokens), (tokens, namespace)
+
+    @property
+    def is_pinned(self) -> bool:
+        return bool(self.pins or self.names)
 
     def layer_with_state(self, data: Any) -> int:
         """A layer behind which some state is not written: a pass that breaks off there is not complete."""
@@ -384,7 +431,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """While a session is open only what it stands on, and pins, may exceed the budget."""
         stats = self.cache.stats
         over = stats.live_bytes + stats.paged_bytes - stats.budget_bytes
-        assert over <= 0 or self.pins or stats.duplicate_bytes == 0, stats
+        assert over <= 0 or self.is_pinned or stats.duplicate_bytes == 0, stats
 
     def resumes(self, tokens: list[int], namespace: str) -> None:
         """With room for everything, what was just evaluated is there: wholly, or up to a checkpoint."""

@@ -1,0 +1,182 @@
+"""TreeView: what a tree holds, as plain values, in an order that a reader can go through.
+
+Nodes come in preorder, siblings with the most tokens behind them first, so that all that hangs below a node follows it
+at once. As JSON a description can be kept, and shown again later.
+
+Invariants, asserted when one is read back:
+
+  D1  A node's parent comes before it, or is -1; it begins where its parent ends, in the same namespace.
+  D2  The nodes below a node are those that follow it, `below` in number.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+FORMAT = "radixcache-tree"
+VERSION = 1
+
+
+class ViewError(Exception):
+    """What was to be a description of a tree is none; the message says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node.
+
+    Attributes:
+        parent: index of the parent, -1 at the top of a namespace.
+        namespace: index into TreeView.namespaces.
+        start, end: offsets of its tokens from the start of the sequence.
+        span_bytes: bytes of its spans, where they are: in the live buffers, or as a snapshot.
+        is_live, is_paged: in the live buffers of a slot; as a snapshot beside them.
+        slots: the slots in which it is live.
+        checkpoint: kind of the point state kept at its end; "" for none.
+        checkpoint_bytes: of that state.
+        is_pinned: some pin holds it itself; what is above a pinned node stays with it.
+        pin_names: names of the pins that end here.
+        is_open: an open session stands on it.
+        uses, last_used: requests that used its spans, and the tick of the last.
+        below: how many nodes hang below it.
+        below_tokens, below_bytes: what those hold.
+        text: how it begins, decoded; None where no tokenizer was at hand.
+        text_end: how it ends, where that is not in `text`.
+    """
+
+    parent: int
+    namespace: int
+    start: int
+    end: int
+    span_bytes: int
+    is_live: bool
+    is_paged: bool
+    slots: tuple[int, ...] = ()
+    checkpoint: str = ""
+    checkpoint_bytes: int = 0
+    is_pinned: bool = False
+    pin_names: tuple[str, ...] = ()
+    is_open: bool = False
+    uses: int = 0
+    last_used: int = 0
+    below: int = 0
+    below_tokens: int = 0
+    below_bytes: int = 0
+    text: str | None = None
+    text_end: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def nbytes(self) -> int:
+        """Spans and checkpoint."""
+        return self.span_bytes + self.checkpoint_bytes
+
+    @property
+    def residency(self) -> str:
+        """live, paged, or both."""
+        return "both" if self.is_live and self.is_paged else "live" if self.is_live else "paged"
+
+
+@dataclass(frozen=True, slots=True)
+class TreeView:
+    """A tree.
+
+    Attributes:
+        namespaces: names, in the order their nodes come.
+        nodes: in preorder.
+        about: what else there is to say, by what it is: the policy, the budget.
+        slot_count: slots that could be live.
+    """
+
+    namespaces: tuple[str, ...]
+    nodes: tuple[NodeView, ...]
+    about: tuple[tuple[str, str], ...] = ()
+    slot_count: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return sum(node.tokens for node in self.nodes)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(node.nbytes for node in self.nodes)
+
+    def to_json(self) -> str:
+        """The description as JSON, a list per node in the order of `columns`."""
+        columns = [field.name for field in fields(NodeView)]
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "namespaces": list(self.namespaces),
+            "about": dict(self.about),
+            "slot_count": self.slot_count,
+            "columns": columns,
+        }
+        head = json.dumps(document, indent=1)[: -len("\n}")]
+        rows = ",\n".join(json.dumps([getattr(node, name) for name in columns]) for node in self.nodes)
+        return f'{head},\n "nodes": [\n{rows}\n ]\n}}\n'
+
+
+def read_view(content: str | bytes) -> TreeView:
+    """Read back what `to_json` wrote.
+
+    Raises:
+        ViewError: it is something else, of another version, or does not hold together.
+    """
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ViewError(f"not JSON ({error}); wanted a saved tree.") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ViewError(f'no saved tree; wanted an object with "format": "{FORMAT}".')
+    if document.get("version") != VERSION:
+        raise ViewError(f"a saved tree of version {document.get('version')!r}; wanted version {VERSION}.")
+    try:
+        view = TreeView(
+            tuple(str(name) for name in document["namespaces"]),
+            tuple(_node(dict(zip(document["columns"], row, strict=True))) for row in document["nodes"]),
+            tuple((str(name), str(value)) for name, value in document["about"].items()),
+            int(document["slot_count"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ViewError(f"a saved tree that is damaged ({type(error).__name__}: {error}).") from error
+    _require_sound(view)
+    return view
+
+
+def _node(row: dict[str, Any]) -> NodeView:
+    for field in fields(NodeView):
+        value = row[field.name]
+        wanted = {"int": int, "bool": bool, "str": str}.get(str(field.type))
+        if wanted is not None and type(value) is not wanted:
+            raise ValueError(f"{field.name} is {value!r}; wanted {wanted.__name__}")
+        if wanted is None and str(field.type).startswith("str") and not isinstance(value, str | None):
+            raise ValueError(f"{field.name} is {value!r}; wanted a string or null")
+    row["slots"] = tuple(int(slot) for slot in row["slots"])
+    row["pin_names"] = tuple(str(name) for name in row["pin_names"])
+    return NodeView(**row)
+
+
+def _require_sound(view: TreeView) -> None:
+    open_until: list[int] = []  # of the ancestors of the node at hand: where what is below them ends
+    path: list[int] = []
+    for index, node in enumerate(view.nodes):
+        while open_until and index >= open_until[-1]:
+            open_until.pop()
+            path.pop()
+        parent = view.nodes[path[-1]] if path else None
+        wanted = (path[-1], parent.end, parent.namespace) if parent else (-1, 0, node.namespace)
+        if (node.parent, node.start, node.namespace) != wanted or not 0 <= node.namespace < len(view.namespaces):
+            raise ViewError(f"a saved tree that is damaged: node {index} does not fit below its parent.")
+        until = index + 1 + node.below
+        if node.end <= node.start or node.below < 0 or until > (open_until[-1] if open_until else len(view.nodes)):
+            raise ViewError(f"a saved tree that is damaged: node {index} has a wrong length or too much below it.")
+        if min(node.span_bytes, node.checkpoint_bytes, node.below_tokens, node.below_bytes) < 0:
+            raise ViewError(f"a saved tree that is damaged: node {index} has a negative size.")
+        path.append(index)
+        open_until.append(until)

@@ -1,0 +1,108 @@
+"""page: a description as one HTML page that needs nothing from elsewhere.
+
+The nodes are in the page as JSON and become elements when their parent is expanded, so a large tree loads at once.
+Text of prompts is made visible here (no control, format or bidi character is left), is JSON without a `<` in the page,
+and comes onto it as text, never as markup. The page's own policy lets no other script or style in, and no request out.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from html import escape
+from importlib import resources
+from typing import Any
+
+from radixcache.view.choice import Row, choose
+from radixcache.view.description import TreeView
+from radixcache.view.words import about_words, more_words, place_words, total_words, visible, whole_text
+
+
+def page(view: TreeView, max_nodes: int) -> str:
+    """The tree as an HTML document."""
+    script, style = _file("page.js"), _file("page.css")
+    policy = f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'sha256-{_sha256(style)}'"
+    data = {
+        "longest": max((node.end for node in view.nodes), default=1),
+        "rows": _rows(view, max_nodes),
+    }
+    # ASCII, so that lone surrogates too are spelled out; without "<" nothing in it can end the element.
+    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    about = f"<p>{escape(about_words(view))}</p>" if view.about else ""
+    legend = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in _LEGEND)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
+        f"<title>Prefix tree</title>\n<style>{style}</style></head>\n"
+        f'<body><header><h1>Prefix tree</h1><p id="totals">{escape(total_words(view))}</p>{about}\n'
+        f'<p class="legend">{legend}</p>\n'
+        '<p class="tools"><input id="search" type="search" placeholder="Search text, names, checkpoints" '
+        'aria-label="Search"><button id="next">Next</button><button id="open">Expand all</button>'
+        '<button id="close">Collapse all</button><span id="found" role="status"></span></p></header>\n'
+        '<div class="row head"><span class="what">node</span><span>from \u2013 to</span><span>tokens</span>'
+        '<span>bytes</span><span class="axis" id="axis"></span></div>\n<main id="rows"></main>\n'
+        "<noscript>Nodes are drawn by a script, which is switched off here.</noscript>\n"
+        f'<script type="application/json" id="tree">{embedded}</script>\n<script>{script}</script></body></html>\n'
+    )
+
+
+_LEGEND = (
+    ("bar live", "live"),
+    ("bar paged", "paged"),
+    ("bar both", "both"),
+    ("checkpoint", "checkpoint"),
+    ("pin", "pinned"),
+    ("bar open", "in use"),
+)
+
+
+def _rows(view: TreeView, max_nodes: int) -> list[list[Any]]:
+    """What the script reads: [parent, kind, depth, start, ...]; named namespaces are rows of their own."""
+    has_names = len(view.namespaces) > 1 or any(view.namespaces)
+    rows: list[list[Any]] = []
+    number_of: dict[int, int] = {-1: -1}
+    namespace, heading = -1, -1
+    for number, row in enumerate(choose(view, max_nodes)):
+        if has_names and row.namespace != namespace:
+            heading = len(rows)
+            rows.append([-1, "namespace", 0, 0, visible(view.namespaces[row.namespace])])
+        namespace = row.namespace
+        number_of[number] = len(rows)
+        parent = heading if row.parent < 0 else number_of[row.parent]
+        rows.append([parent, *_cells(row, view.slot_count)])
+    return rows
+
+
+def _cells(row: Row, slot_count: int) -> list[Any]:
+    node = row.node
+    if node is None:
+        return ["more", row.depth, row.start, more_words(row.left_out)]
+    return [
+        "node",
+        row.depth,
+        node.start,
+        whole_text(node) if node.text is not None else None,
+        node.end,
+        node.residency,
+        place_words(node, slot_count),
+        node.span_bytes,
+        visible(node.checkpoint),
+        node.checkpoint_bytes,
+        [visible(name) for name in node.pin_names] if node.pin_names or node.is_pinned else None,
+        node.is_open,
+        node.uses,
+        node.last_used,
+        node.below,
+        node.below_tokens,
+        node.below_bytes,
+    ]
+
+
+def _file(name: str) -> str:
+    return resources.files("radixcache.view").joinpath(name).read_text(encoding="utf-8")
+
+
+def _sha256(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

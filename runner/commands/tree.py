@@ -1,0 +1,179 @@
+"""`radixcache tree`: the tree that conversations make under a budget, or a saved one, as text, picture or page."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from runner.commands.trace_options import (
+    BytesPerCheckpoint,
+    BytesPerToken,
+    KvBits,
+    KvGroupSize,
+    ModelConfig,
+    load_model_bytes,
+)
+from runner.commands.usage import UsageError, require, require_writable_files, say
+from runner.commands.view_files import ENDINGS, require_view_file, write_view
+
+if TYPE_CHECKING:
+    from radixcache import TreeView
+    from runner.conversations import Conversation
+
+#: How a saved tree begins.
+SAVED = re.compile(rb'\s*\{\s*"format":\s*"radixcache-tree"')
+
+
+def tree(
+    inputs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[CONVERSATIONS...]",
+            help="Conversations as for replay (default: a built-in set), or a tree that was saved as .json.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write it to this .html, .svg, .txt or .json instead of printing it.")
+    ] = None,
+    format_name: Annotated[
+        str, typer.Option("--format", help=f"What is printed: {', '.join(ENDINGS.values())}.")
+    ] = "text",
+    max_nodes: Annotated[
+        int | None, typer.Option(help="Nodes to show; the rest is counted.  [default: 200, on a page 50,000]")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Whose tokenizer and sizes: demo, tiny, tiny:KIND, a folder, or a hub id.")
+    ] = "demo",
+    budget_mib: Annotated[float, typer.Option(help="Byte budget, in MiB.")] = 128,
+    policy: Annotated[str, typer.Option(help="What is evicted first.")] = "lru",
+    users: Annotated[int | None, typer.Option(help="Take only the first so many users.  [default: all]")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the schedule: the same seed, the same requests.")] = 0,
+    requests: Annotated[int | None, typer.Option(help="Requests to serve at most.  [default: all]")] = None,
+    model_config: ModelConfig = None,
+    bytes_per_token: BytesPerToken = None,
+    bytes_per_checkpoint: BytesPerCheckpoint = 0.0,
+    kv_bits: KvBits = None,
+    kv_group_size: KvGroupSize = 64,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read or rendered.")
+    ] = False,
+) -> None:
+    """Show the prefix tree that conversations make, without running the model.
+
+    Their requests are interleaved, rendered and served as replay does with --recorded, by the same cache; only the
+    layers' state is replaced by its size.
+    """
+    require(format_name in ENDINGS.values(), f"--format is {format_name!r}; wanted {', '.join(ENDINGS.values())}.")
+    for option, value in (("--max-nodes", max_nodes), ("--requests", requests), ("--users", users)):
+        require(value is None or value >= 1, f"{option} is {value}; wanted at least 1.")
+    require(0 < budget_mib < float("inf"), f"--budget-mib is {budget_mib:g}; wanted more than 0.")
+    if out is not None:
+        require_view_file(out)
+    require_writable_files(out)
+    view = _saved(inputs or [])
+    if view is None:
+        view = _grown(
+            inputs or [],
+            model=model,
+            sizes=load_model_bytes(model_config, bytes_per_token, bytes_per_checkpoint, kv_bits, kv_group_size),
+            kv_bits=kv_bits,
+            kv_group_size=kv_group_size,
+            budget_bytes=max(1, int(budget_mib * (1 << 20))),
+            policy=policy,
+            users=users,
+            seed=seed,
+            requests=requests,
+            skip_bad=skip_bad,
+        )
+    if out is not None:
+        write_view(out, view, max_nodes)
+        return
+    from radixcache.view import render_view
+
+    print(render_view(view, format_name, max_nodes).rstrip("\n"))
+
+
+def _saved(paths: Sequence[Path]) -> "TreeView | None":
+    """The tree that was saved in the one file given; None when it is something else."""
+    if len(paths) != 1:
+        return None
+    from radixcache.view import ViewError, read_view
+
+    try:
+        content = paths[0].read_bytes()
+    except OSError:
+        return None  # whoever reads conversations says why
+    if not SAVED.match(content):
+        return None
+    try:
+        return read_view(content)
+    except ViewError as error:
+        raise UsageError(f"{paths[0]}: {error}") from error
+
+
+def _grown(
+    paths: Sequence[Path],
+    *,
+    model: str,
+    sizes: object,
+    kv_bits: int | None,
+    kv_group_size: int,
+    budget_bytes: int,
+    policy: str,
+    users: int | None,
+    seed: int,
+    requests: int | None,
+    skip_bad: bool,
+) -> "TreeView":
+    from policies import make_policy
+
+    try:
+        make_policy(policy)
+    except ValueError as error:
+        raise UsageError(f"--policy: {error}") from error
+    conversations = _conversations(paths, skip_bad)
+    from runner.grown_tree import grow_tree
+    from runner.model_config import ModelBytes, ModelConfigError, model_bytes
+    from runner.models import ModelError, load_tokenizer
+    from runner.script import ScriptError
+
+    try:
+        tokenizer, config = load_tokenizer(model)
+        if not isinstance(sizes, ModelBytes):
+            sizes = model_bytes(config, kv_bits=kv_bits, kv_group_size=kv_group_size)
+        grown = grow_tree(
+            conversations,
+            tokenizer,
+            sizes,
+            budget_bytes=budget_bytes,
+            policy=policy,
+            users=users,
+            seed=seed,
+            max_requests=requests,
+            skip_bad=skip_bad,
+        )
+    except ModelConfigError as error:
+        raise UsageError(f"{model}: {error} Give --model-config or --bytes-per-token.") from error
+    except (ModelError, ScriptError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    if grown.skipped:
+        say(f"note: {len(grown.skipped)} requests skipped, the first: {grown.skipped[0]}")
+    return grown.view
+
+
+def _conversations(paths: Sequence[Path], skip_bad: bool) -> "Sequence[Conversation]":
+    from runner.builtin import builtin_conversations
+    from runner.conversations import ConversationError, read_conversations
+
+    if not paths:
+        return builtin_conversations()
+    try:
+        result = read_conversations(*paths, skip_bad=skip_bad)
+    except ConversationError as error:
+        raise UsageError(str(error)) from error
+    if result.skipped:
+        say(f"note: {len(result.skipped)} records skipped, the first: {result.skipped[0]}")
+    return result.conversations

@@ -1,0 +1,205 @@
+"""`radixcache tree` and `replay --tree`: what they show, write and refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from radixcache.view import TreeView, read_view
+from runner.cli import main
+
+Command = Callable[..., tuple[int, str, str]]
+
+TALKS = [
+    ["You answer in one word.", "Which river runs through Rome?", "Tiber.", "And through Paris?", "Seine."],
+    ["You answer in one word.", "Which river runs through Vienna?", "Danube.", "And through Paris?", "Seine."],
+    ["You tell stories.", "Tell me one of a fox."],
+]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run the command line; gives (exit code, stdout, stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert isinstance(stopped.value.code, int)
+        return stopped.value.code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    """Three users, two of whom share a system prompt and part in their first question."""
+    path = tmp_path / "talks.jsonl"
+    lines = []
+    for number, (system, *turns) in enumerate(TALKS):
+        roles = ("user", "assistant") * len(turns)
+        messages = [{"role": "system", "content": system}]
+        messages += [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+        lines.append(json.dumps({"id": str(number), "user": str(number), "messages": messages}) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
+def outline(view: TreeView) -> list[tuple[int, int, int, str | None]]:
+    return [(node.parent, node.start, node.end, node.text) for node in view.nodes]
+
+
+@pytest.mark.parametrize("kind", ["llama", "nemotron_h", "llama_sliding"])
+def test_the_tree_of_conversations_is_the_one_that_a_replay_makes(
+    command: Command, talks: Path, tmp_path: Path, kind: str
+) -> None:
+    grown, served = tmp_path / "grown.json", tmp_path / "served.json"
+    model = ("--model", f"tiny:{kind}")
+    code, out, _ = command("tree", talks, *model, "--out", grown)
+    assert (code, out) == (0, "")
+    code, out, _ = command(
+        "replay", "--conversations", talks, *model, "--recorded", "--cache", "radix", "--tree", served
+    )
+    assert code == 0
+    ours, theirs = read_view(grown.read_bytes()), read_view(served.read_bytes())
+    assert outline(ours) == outline(theirs)
+    assert len(ours.nodes) >= 5
+    assert [node.checkpoint for node in ours.nodes] == [node.checkpoint for node in theirs.nodes]
+    assert [(n.span_bytes, n.residency) for n in ours.nodes] == [(n.span_bytes, n.residency) for n in theirs.nodes]
+
+
+def test_a_branch_of_divergent_requests_is_shown(command: Command, talks: Path) -> None:
+    code, out, err = command("tree", talks, "--model", "tiny")
+    assert (code, err) == (0, "")
+    assert re.search(r'├─ .*"You answer in one word\.|├─ .*"answer in one word\.', out)
+    assert '"Rome?' in out
+    assert '"Vienna?' in out
+
+
+@pytest.mark.parametrize(("ending", "begins"), [("txt", "9 nodes"), ("svg", "<svg "), ("html", "<!doctype html>")])
+def test_a_file_is_written_as_its_ending_says_from_conversations_or_a_saved_tree(
+    command: Command, talks: Path, tmp_path: Path, ending: str, begins: str
+) -> None:
+    saved, direct, again = tmp_path / "tree.json", tmp_path / f"direct.{ending}", tmp_path / f"again.{ending.upper()}"
+    assert command("tree", talks, "--model", "tiny", "--out", saved)[0] == 0
+    assert command("tree", talks, "--model", "tiny", "--out", direct)[0] == 0
+    assert command("tree", saved, "--out", again) == (0, "", "")
+    content = direct.read_text(encoding="utf-8")
+    assert content.startswith(begins) or ending == "txt"
+    assert content == again.read_text(encoding="utf-8")
+    if ending == "svg":
+        ElementTree.fromstring(content)
+
+
+@pytest.mark.parametrize("format_name", ["text", "svg", "html", "json"])
+def test_every_format_can_be_printed(command: Command, talks: Path, format_name: str) -> None:
+    code, out, _ = command("tree", talks, "--model", "tiny", "--format", format_name, "--max-nodes", 1)
+    assert code == 0
+    assert "more node" in out or format_name == "json"
+
+
+def test_a_small_budget_leaves_less_of_the_tree(command: Command, talks: Path) -> None:
+    def tokens(*more: object) -> int:
+        _, out, _ = command("tree", talks, "--model", "tiny", "--format", "json", *more)
+        return read_view(out).tokens
+
+    everything = tokens()
+    assert 0 < tokens("--budget-mib", 0.6) < everything
+    assert tokens("--requests", 1) < everything
+    assert tokens("--users", 1) < everything
+
+
+def test_sizes_are_those_that_were_given(command: Command, talks: Path) -> None:
+    _, out, _ = command("tree", talks, "--model", "tiny", "--bytes-per-token", 7, "--format", "json")
+    assert all(node.span_bytes == 7 * node.tokens for node in read_view(out).nodes)
+    more = ("--bytes-per-token", 7, "--bytes-per-checkpoint", 5)
+    _, out, _ = command("tree", talks, "--model", "tiny", *more, "--format", "json")
+    assert {(bool(node.checkpoint), node.checkpoint_bytes) for node in read_view(out).nodes} <= {(True, 5), (False, 0)}
+    assert any(node.checkpoint for node in read_view(out).nodes)
+
+
+def test_conversations_that_cannot_be_rendered_are_left_out_and_counted(
+    command: Command, talks: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(talks.read_text() + '{"messages": "none"}\n')
+    code, out, err = command("tree", path, "--model", "tiny")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {path}:4:")
+    code, out, err = command("tree", path, "--model", "tiny", "--skip-bad")
+    assert code == 0
+    assert "note: 1 records skipped" in err
+    assert out == command("tree", talks, "--model", "tiny")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--format", "png"], "--format is 'png'; wanted text, svg, html, json."),
+        (["--max-nodes", "0"], "--max-nodes is 0; wanted at least 1."),
+        (["--requests", "0"], "--requests is 0; wanted at least 1."),
+        (["--users", "9"], "users is 9; wanted 1 to 3"),
+        (["--budget-mib", "0"], "--budget-mib is 0; wanted more than 0."),
+        (["--policy", "best"], "--policy: policy 'best' is not known."),
+        (["--model", "/nowhere/model"], "/nowhere/model"),
+        (["--model", "tiny:nothing"], "tiny:nothing: no such kind"),
+        (["--model-config", "/nowhere/config.json"], "/nowhere/config.json: cannot be read"),
+        (["--kv-bits", "7"], "kv_bits is 7"),
+        (["--out", "tree.png"], "tree.png: ends in '.png'; wanted one of .txt, .svg, .html, .json."),
+        (["--out", "/nowhere/tree.svg"], "/nowhere/tree.svg: cannot be written (No such file or directory)"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(command: Command, talks: Path, arguments: list[str], found: str) -> None:
+    code, out, err = command("tree", talks, "--model", "tiny", *arguments)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith("error: ")
+    assert found in err
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b'{"format": "radixcache-tree", "version": 9}', "a saved tree of version 9; wanted version 1."),
+        (b'{"format": "radixcache-tree", "version": 1}', "a saved tree that is damaged"),
+        (b'{"format": "radixcache-tree", "vers', "not JSON"),
+        (b"", "the file is empty"),
+    ],
+)
+def test_a_damaged_saved_tree_is_one_line_and_exit_code_2(
+    command: Command, tmp_path: Path, content: bytes, found: str
+) -> None:
+    path = tmp_path / "tree.json"
+    path.write_bytes(content)
+    code, out, err = command("tree", path, "--model", "tiny")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith(f"error: {path}")
+    assert found in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--tree", "out.pdf"], "out.pdf: ends in '.pdf'; wanted one of .txt, .svg, .html, .json."),
+        (["--tree", "/nowhere/out.svg"], "/nowhere/out.svg: cannot be written (No such file or directory)"),
+        (["--tree", "out.svg", "--cache", "none,single"], "--tree out.svg shows the radix cache; wanted radix among"),
+    ],
+)
+def test_replay_refuses_a_tree_that_it_could_not_write_before_it_runs(
+    command: Command, talks: Path, arguments: list[str], found: str
+) -> None:
+    code, out, err = command("replay", "--model", "tiny", "--conversations", talks, *arguments)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert found in err
+
+
+def test_replay_writes_the_tree_of_the_radix_cache(command: Command, talks: Path, tmp_path: Path) -> None:
+    page: Any = tmp_path / "tree.html"
+    code, _, _ = command("replay", "--model", "tiny", "--conversations", talks, "--max-tokens", 2, "--tree", page)
+    assert code == 0
+    assert "Which river runs through" in page.read_text(encoding="utf-8")
