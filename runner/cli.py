@@ -17,6 +17,7 @@ from rich.console import Console
 import runner
 from runner.backends import CACHE_NAMES
 from runner.commands.advise import advise
+from runner.commands.explain import explain
 from runner.commands.mrc import mrc
 from runner.commands.simulate import simulate
 from runner.commands.synth import synth
@@ -68,6 +69,7 @@ app.command()(simulate)
 app.command()(mrc)
 app.command()(synth)
 app.command()(advise)
+app.command()(explain)
 
 
 @app.command()
