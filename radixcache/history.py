@@ -150,7 +150,7 @@ class History:
                 found.checkpoints += piece.parts if piece.end <= agreed else []
                 continue
             for part in piece.parts:
-                if part.start < agreed and part.end > stored:
+                if part.start < agreed > stored < part.end:
                     found.tokens.append(Part(max(part.start, stored), min(part.end, agreed), part.tick))
         return found
 

@@ -361,7 +361,8 @@ def test_a_listener_may_call_the_cache() -> None:
 
     cache = spans(on_event=listen)
     serve(cache, A)
-    assert [kind for kind, _, _ in seen][:3] == ["resumed", "stored", "resumed"]
+    assert [kind for kind, _, _ in seen][:4] == ["resumed", "stored", "paged_out", "resumed"]
+    assert [kind for kind, _, _ in seen][-1] == "evicted"
     assert cache.stats.event_failures == 0
     cache.check()
 

@@ -85,7 +85,7 @@ def test_no_explanation_tells_of_another_namespace(layout: Any, namespace: str) 
     for prompt in prompts():
         serve(cache, prompt, namespace)
         require_secret_free(said(cache.explain([*prompt, 5, 6], namespace)))
-        require_secret_free(said(cache.explain(prompt[:-1] + [7], namespace)))
+        require_secret_free(said(cache.explain([*prompt[:-1], 7], namespace)))
 
 
 def test_the_same_questions_have_the_same_explanations_beside_another_namespace_and_without() -> None:

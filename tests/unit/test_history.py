@@ -77,7 +77,7 @@ def test_what_was_evicted_is_found_after_the_tree_was_cut_and_joined_otherwise()
     history.evicted(leaf, 30, 4)
     tree.remove(leaf)
     put(tree, np.arange(10))
-    tree.split(stub, 5)
+    tree.split(stub, 20)
     assert history.look_up(np.arange(50), "", 30).tokens == [Part(30, 50, 4)]
 
 
