@@ -18,7 +18,7 @@ from typing import Any
 
 from policies import CostModel
 from radixcache.hints import variations
-from radixcache.history import Evicted, History, Part
+from radixcache.history import History, Part
 from radixcache.resume import ResumePlan, ShortReason
 from radixcache.state_tree import StateNode
 from radixcache.tokens import TokenIds
@@ -179,9 +179,12 @@ def explain(
         quarantined_from: the offset from which the prompt's path must not be stored; None: it may.
     """
     plan, length = foresight.plan, len(keys)
-    evicted = history.look_up(keys, namespace, plan.matched)
+    checkpoint = None
+    if plan.resume < plan.matched:
+        checkpoint = history.evicted_checkpoint(keys, namespace, foresight.readable.resume, plan.matched)
+    evicted = history.evicted_tokens(keys, namespace, plan.matched) if plan.matched < length else []
     gaps = [
-        *_stored_gaps(foresight, evicted, length),
+        *_stored_gaps(foresight, checkpoint, length),
         *_missing_gaps(foresight.match, tokens, keys, evicted, quarantined_from),
     ]
     hints = tuple(
@@ -230,15 +233,14 @@ def decoded(ids: Sequence[int], tokenizer: Any) -> str:
     return "".join([*parts, str(tokenizer.decode(run)) if run else ""])
 
 
-def _stored_gaps(foresight: Foresight, evicted: Evicted, length: int) -> Iterator[Gap]:
+def _stored_gaps(foresight: Foresight, lost: Part | None, length: int) -> Iterator[Gap]:
     """What the tree holds and the request cannot resume: [resume, matched)."""
     plan, readable = foresight.plan, foresight.readable
     start, end = plan.resume, min(plan.matched, length - 1)
     if readable.resume > start:
         yield _gap(start, readable.resume, Reason.LIVE_ELSEWHERE)
         start = readable.resume
-    lost = max((part for part in evicted.checkpoints if start < part.end <= end), key=_by_offset, default=None)
-    if lost is not None:
+    if lost is not None and start < lost.end <= end:
         yield replace(_gap(start, lost.end, Reason.EVICTED), tick=lost.tick, checkpoint=lost.end)
         start = lost.end
     if start < end:
@@ -250,18 +252,15 @@ def _stored_gaps(foresight: Foresight, evicted: Evicted, length: int) -> Iterato
 
 
 def _missing_gaps(
-    match: Match[Any], tokens: TokenIds, keys: Keys, evicted: Evicted, quarantined_from: int | None
+    match: Match[Any], tokens: TokenIds, keys: Keys, evicted: Sequence[Part], quarantined_from: int | None
 ) -> Iterator[Gap]:
     """What the tree does not hold: [matched, length)."""
     start, length = match.offset, len(keys)
     end = length if quarantined_from is None else max(start, min(length, quarantined_from))
-    while start < end:
-        part = _latest(evicted.tokens, start)
-        if part is None:
-            break
-        stop = min(part.end, end, *(p.start for p in evicted.tokens if start < p.start and p.tick > part.tick), length)
-        yield replace(_gap(start, stop, Reason.EVICTED), tick=part.tick)
-        start = stop
+    for part in evicted:
+        if start < end:
+            yield replace(_gap(start, min(part.end, end), Reason.EVICTED), tick=part.tick)
+            start = min(part.end, end)
     if start < end:
         path = _other_way(match, keys) if start == match.offset else None
         if path is None:
@@ -273,12 +272,6 @@ def _missing_gaps(
         start = end
     if start < length:
         yield _gap(start, length, Reason.QUARANTINED)
-
-
-def _latest(parts: Sequence[Part], offset: int) -> Part | None:
-    """The part evicted last among those that cover an offset; of equal ones the longest."""
-    covering = [part for part in parts if part.start <= offset < part.end]
-    return max(covering, key=lambda part: (part.tick, part.end), default=None)
 
 
 def _other_way(match: Match[Any], keys: Keys) -> tuple[int, ...] | None:
@@ -293,10 +286,6 @@ def _other_way(match: Match[Any], keys: Keys) -> tuple[int, ...] | None:
         node = next(reversed(node.children.values()))
         edge = node.edge
     return tuple(shown) or None
-
-
-def _by_offset(part: Part) -> tuple[int, int]:
-    return part.end, part.tick
 
 
 def _gap(start: int, end: int, reason: Reason) -> Gap:

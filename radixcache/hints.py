@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from radixcache.tree import Keys, common_length
@@ -31,11 +30,10 @@ MIN_BEHIND_SPANS = 4
 #: Different values of the span that make a hint, one of them the prompt's own.
 MIN_VALUES = 3
 
-# Odd multipliers, so that each token of an anchor counts in its hash.
-_MULTIPLIERS: NDArray[np.uint64] = np.random.default_rng(5).integers(0, 1 << 62, ANCHOR, dtype=np.uint64) * np.uint64(
-    2
-) + np.uint64(1)
-_DISTANCE = np.add.outer(np.arange(MAX_SPAN + 1), np.arange(MAX_SPAN + 1))
+# Powers of an odd number and of its inverse: all arithmetic is modulo 2**64.
+_ODD = 0x9E37_79B9_7F4A_7C15
+_POWERS = np.array([pow(_ODD, i, 1 << 64) for i in range(MAX_SPAN + ANCHOR)], np.uint64)
+_INVERSES = np.array([pow(_ODD, -i, 1 << 64) for i in range(MAX_SPAN + 1)], np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +95,21 @@ def _parting(mine: Keys, other: Keys, start: int) -> Parting | None:
     if min(len(left), len(right)) < ANCHOR:
         return None
     equal = _anchors(left)[:, None] == _anchors(right)
-    if not equal.any():
+    rows, columns = equal.nonzero()
+    if not len(rows):
         return None
-    distance = np.where(equal, _DISTANCE[: equal.shape[0], : equal.shape[1]], 2 * width)
-    mine_gap, other_gap = divmod(int(distance.argmin()), equal.shape[1])
+    nearest = int((rows + columns).argmin())
+    mine_gap, other_gap = int(rows[nearest]), int(columns[nearest])
     end, other_end = start + mine_gap, start + other_gap
     behind = common_length(mine[end:], other[other_end:])
     return Parting(start, end, other_end, behind) if behind >= ANCHOR else None
 
 
 def _anchors(keys: Keys) -> NDArray[np.uint64]:
-    """A hash of each ANCHOR keys in a row."""
-    unsigned = np.ascontiguousarray(keys).view(np.uint64)
-    step = unsigned.strides[0]
-    runs = as_strided(unsigned, (len(keys) - ANCHOR + 1, ANCHOR), (step, step), writeable=False)
-    hashes: NDArray[np.uint64] = runs @ _MULTIPLIERS
+    """A hash of each ANCHOR keys in a row: of keys[i : i + ANCHOR], the sum of key * _ODD**place."""
+    sums = np.zeros(len(keys) + 1, np.uint64)
+    np.cumsum(keys.astype(np.uint64) * _POWERS[: len(keys)], out=sums[1:])
+    hashes: NDArray[np.uint64] = (sums[ANCHOR:] - sums[:-ANCHOR]) * _INVERSES[: len(keys) - ANCHOR + 1]
     return hashes
 
 

@@ -19,8 +19,7 @@ Invariants, asserted by `check`:
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from radixcache.tree import Keys, Node, common_length
 
@@ -34,8 +33,7 @@ MAX_PROMPT_KEYS = 1 << 20
 MAX_NAMESPACES = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """The tokens [start, end), or with start == end the checkpoint there, evicted at a tick."""
 
     start: int
@@ -43,40 +41,48 @@ class Part:
     tick: int
 
 
-@dataclass(slots=True, eq=False)
 class Piece:
     """An evicted stretch of one path.
 
     Attributes:
         namespace: of the path.
         edges: from the root to the end of what was evicted.
-        parts: what went when, the deepest first.
-        probe, probe_key: an offset of the path and the key there, to tell most other paths from this one.
+        last_start: where the last edge begins.
+        parts: what went when, the deepest first; or one checkpoint.
+        start, end: of all parts.
         below: the node that the stretch hung on when it was evicted; None once another piece came.
     """
 
-    namespace: str
-    edges: list[Keys]
-    parts: list[Part]
-    probe: int
-    probe_key: int
-    below: Node[Any] | None = None
+    __slots__ = ("below", "edges", "end", "last_start", "namespace", "parts", "start")
 
-    @property
-    def start(self) -> int:
-        return self.parts[-1].start
+    def __init__(self, node: Node[Any], part: Part) -> None:
+        self.namespace = node.namespace
+        self.edges = [each.edge for each in node.path()]
+        self.last_start = node.start
+        self.parts = [part]
+        self.start = part.start
+        self.end = part.end
+        self.below: Node[Any] | None = None
 
-    @property
-    def end(self) -> int:
-        return self.parts[0].end
+    def key_at(self, offset: int) -> int:
+        """The key of the path at an offset below `end`."""
+        if offset >= self.last_start:
+            return int(self.edges[-1].item(offset - self.last_start))
+        for edge in self.edges:
+            if offset < len(edge):
+                break
+            offset -= len(edge)
+        return int(edge.item(offset))
 
-
-@dataclass(slots=True)
-class Evicted:
-    """What the history knows of one prompt: parts that it begins with, cut to where it parts from them."""
-
-    tokens: list[Part] = field(default_factory=list)
-    checkpoints: list[Part] = field(default_factory=list)
+    def agreement(self, keys: Keys) -> int:
+        """How far the path and a prompt go together."""
+        offset = 0
+        for edge in self.edges:
+            common = common_length(edge, keys[offset : offset + len(edge)])
+            offset += common
+            if common < len(edge):
+                break
+        return offset
 
 
 class History:
@@ -100,21 +106,19 @@ class History:
 
     def evicted(self, node: Node[Any], start: int, tick: int) -> None:
         """The tokens [start, node.end), on the node's edge, are about to go."""
-        end = node.end
-        part = Part(start, end, tick)
         last = self._pieces[-1] if self._pieces else None
-        if last is not None and last.below is node and last.start == end:
-            if last.parts[-1].tick == tick:
-                part = Part(start, last.parts.pop().end, tick)
-            last.parts.append(part)
+        if last is None or last.below is not node or last.start != node.end:
+            last = self._add(Piece(node, Part(start, node.end, tick)))
+        elif last.parts[-1].tick == tick:
+            last.parts[-1] = Part(start, last.parts[-1].end, tick)
         else:
-            last = self._add(node, part, start)
-        last.probe, last.probe_key = start, int(node.edge[start - node.start])
+            last.parts.append(Part(start, node.end, tick))
+        last.start = start
         last.below = node.parent if start == node.start else node
 
     def dropped_checkpoint(self, node: Node[Any], tick: int) -> None:
         """The checkpoint at a node's end is about to go, its tokens stay."""
-        self._add(node, Part(node.end, node.end, tick), node.end - 1)
+        self._add(Piece(node, Part(node.end, node.end, tick)))
 
     def asked(self, namespace: str, keys: Keys) -> None:
         """A prompt came."""
@@ -134,25 +138,24 @@ class History:
         """The recent prompts of a namespace, the newest first."""
         return list(reversed(self._prompts.get(namespace, ())))
 
-    def look_up(self, keys: Keys, namespace: str, stored: int) -> Evicted:
-        """What of a prompt, of which the first `stored` keys are in the tree, was evicted."""
-        found = Evicted()
-        known: dict[tuple[int, int], int] = {}
-        length = len(keys)
-        for piece in self._pieces:
-            if piece.probe >= length or piece.probe_key != keys[piece.probe] or piece.namespace != namespace:
-                continue
-            is_checkpoint = piece.start == piece.end
-            if piece.end <= stored and not is_checkpoint:
-                continue
-            agreed = _agreement(piece.edges, keys, known)
-            if is_checkpoint:
-                found.checkpoints += piece.parts if piece.end <= agreed else []
-                continue
-            for part in piece.parts:
-                if part.start < agreed > stored < part.end:
-                    found.tokens.append(Part(max(part.start, stored), min(part.end, agreed), part.tick))
+    def evicted_tokens(self, keys: Keys, namespace: str, stored: int) -> list[Part]:
+        """What was evicted of a prompt right behind the `stored` keys that the tree holds: parts in order, no gap."""
+        # The newest first: what is nearer to the root went later. Who was passed over may follow what came after it.
+        mine = [piece for piece in reversed(self._pieces) if piece.end > stored and piece.namespace == namespace]
+        found: list[Part] = []
+        while parts := _next_parts(mine, keys, stored):
+            found += parts
+            stored = parts[-1].end
+            mine = [piece for piece in mine if piece.end > stored]
         return found
+
+    def evicted_checkpoint(self, keys: Keys, namespace: str, start: int, end: int) -> Part | None:
+        """The deepest checkpoint in (start, end] of a prompt's path that is gone; None: none is known."""
+        found = [p for p in self._pieces if start < p.end == p.start <= end and p.namespace == namespace]
+        for piece in sorted(found, key=lambda piece: -piece.end):
+            if _may_agree(piece, keys) and piece.agreement(keys) == piece.end:
+                return piece.parts[0]
+        return None
 
     def check(self) -> None:
         """Assert H1 and H2."""
@@ -166,17 +169,17 @@ class History:
         for piece in self._pieces:
             for lower, upper in zip(piece.parts, piece.parts[1:], strict=False):
                 assert upper.end == lower.start and upper.start < upper.end, piece.parts
+            assert (piece.start, piece.end) == (piece.parts[-1].start, piece.parts[0].end), piece.parts
             assert 0 <= piece.start <= piece.end == sum(map(len, piece.edges)), piece.parts
 
-    def _add(self, node: Node[Any], part: Part, probe: int) -> Piece:
-        if self._pieces:
-            self._pieces[-1].below = None
-        edges = [each.edge for each in node.path()]
-        piece = Piece(node.namespace, edges, [part], probe, int(node.edge[probe - node.start]))
-        self._pieces.append(piece)
-        self._piece_keys += node.end
-        while len(self._pieces) > self._max_pieces or self._piece_keys > self._max_piece_keys:
-            self._piece_keys -= self._pieces.popleft().end
+    def _add(self, piece: Piece) -> Piece:
+        pieces = self._pieces
+        if pieces:
+            pieces[-1].below = None
+        pieces.append(piece)
+        self._piece_keys += piece.end
+        while len(pieces) > self._max_pieces or self._piece_keys > self._max_piece_keys:
+            self._piece_keys -= pieces.popleft().end
         return piece
 
     def _forget_prompt(self) -> None:
@@ -187,15 +190,21 @@ class History:
             del self._prompts[namespace]
 
 
-def _agreement(edges: list[Keys], keys: Keys, known: dict[tuple[int, int], int]) -> int:
-    """How far a path and a prompt go together; `known` has, by array and offset, what was compared before."""
-    offset = 0
-    for edge in edges:
-        place = (id(edge), offset)
-        common = known.get(place)
-        if common is None:
-            common = known[place] = common_length(edge, keys[offset : offset + len(edge)])
-        offset += common
-        if common < len(edge):
-            break
-    return offset
+def _next_parts(pieces: list[Piece], keys: Keys, start: int) -> list[Part]:
+    """The parts of the first of these pieces that has the prompt's keys from `start` on, in order; empty: none."""
+    if start >= len(keys):
+        return []
+    key = int(keys[start])
+    for piece in pieces:
+        if piece.start <= start < piece.end and piece.key_at(start) == key:
+            agreed = piece.agreement(keys)
+            cut = (Part(max(part.start, start), min(part.end, agreed), part.tick) for part in reversed(piece.parts))
+            if agreed > start:
+                return [part for part in cut if part.start < part.end]
+    return []
+
+
+def _may_agree(piece: Piece, keys: Keys) -> bool:
+    """Whether a prompt has a path's keys at a few places, so that most others need not be compared."""
+    end = piece.end
+    return all(piece.key_at(at) == keys[at] for at in (end - 1, max(0, end - 9), end * 3 // 4, end // 2))

@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class Turns:
@@ -38,10 +38,11 @@ class Turns:
                 self._waiting.pop(0)()
         finally:
             self._depth -= 1
-            after: list[Callable[[], object]] = []
+            after: Sequence[Callable[[], object]] = ()
             if self._depth == 0:
                 self._owner = 0
-                after, self._afterwards = self._afterwards, after
+                if self._afterwards:
+                    after, self._afterwards = self._afterwards, []
             self._lock.release()
             for action in after:
                 action()

@@ -165,7 +165,8 @@ class _Search:
         known_end = max((end for end in ends[:known]), default=0)
         ranges = [(0, known_end), self._realigned(tokens.astype(np.int64))]
         for gap in found.gaps:
-            lost = _covered(gap.start, gap.end, ranges)
+            # What is or was stored has been evaluated before, whatever message it is in.
+            lost = gap.tokens if gap.reason in MEMORY else _covered(gap.start, gap.end, ranges)
             if gap.reason == Reason.LAST_TOKEN or lost == 0:
                 continue
             index = next((k for k, end in enumerate(ends) if end > gap.start), len(ends))

@@ -59,7 +59,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     )
     def make(self, data: Any, budget: int, policy: str, interval: int, slots: int) -> None:
         kinds = data.draw(self.kinds_of)
-        # What the events say there is, tokens and checkpoints by namespace; and how many events of each kind there were.
+        # What the events say there is, tokens and checkpoints by namespace, and how many of each kind there were.
         self.told = {name: {"tokens": 0, "checkpoint": 0} for name in NAMESPACES}
         self.told_kinds: Counter[str] = Counter()
         # What the tree was ever seen to hold, as one path per leaf and look.

@@ -94,11 +94,13 @@ def test_what_the_budget_evicts_is_told_from_what_diverges() -> None:
 def test_layers_without_a_checkpoint_are_told_from_what_diverges() -> None:
     from radixcache.sized_layout import SizedLayout
 
-    # The long question is asked again and goes on otherwise only at its end, where recurrent layers cannot take it up.
-    talks = [conversation(f"c{i}", f"{SYSTEM} {SYSTEM} {q}", system="Be kind.") for i, q in enumerate("abc")]
+    # A long question is asked again and differs in its last words only: recurrent layers cannot take it up in between.
+    ends = ["and on which days of the week is that so?", "or may they be returned in the reading room?"]
+    talks = [conversation(f"c{i}", f"{SYSTEM} {SYSTEM} {end}", system="Be kind.") for i, end in enumerate(ends)]
     assert broken(talks).lost_tokens == 0
-    (lost,) = broken([*talks[:1], conversation("d", *["x"] * 3), *talks[1:]], layout=SizedLayout(1, 100)).breaks
+    (lost,) = broken(talks, layout=SizedLayout(1, 100)).breaks
     assert (lost.piece, lost.reason, lost.role) == ("memory", "no_checkpoint", "user")
+    assert lost.lost_tokens >= 2 * len(SYSTEM)
 
 
 def test_where_no_replies_are_recorded_later_turns_do_not_break() -> None:

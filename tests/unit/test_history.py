@@ -38,9 +38,8 @@ def test_a_leaf_that_went_step_by_step_and_then_its_parent_are_one_piece() -> No
     tree.remove(parent)
     history.check()
     assert len(history._pieces) == 1
-    found = history.look_up(np.arange(100), "", 0)
-    assert found.tokens == [Part(80, 100, 5), Part(40, 80, 6), Part(0, 40, 7)]
-    assert found.checkpoints == []
+    assert history.evicted_tokens(np.arange(100), "", 0) == [Part(0, 40, 7), Part(40, 80, 6), Part(80, 100, 5)]
+    assert history.evicted_checkpoint(np.arange(100), "", 0, 100) is None
 
 
 def test_parts_are_cut_to_what_the_prompt_has_in_common_and_the_tree_does_not_hold() -> None:
@@ -49,10 +48,10 @@ def test_parts_are_cut_to_what_the_prompt_has_in_common_and_the_tree_does_not_ho
     leaf = put(tree, np.arange(100))
     history.evicted(leaf, 0, 3)
     prompt = np.concatenate([np.arange(70), [500]])
-    assert history.look_up(prompt, "", 20).tokens == [Part(20, 70, 3)]
-    assert history.look_up(prompt, "", 70).tokens == []
-    assert history.look_up(prompt, "other", 20).tokens == []
-    assert history.look_up(keys(9, 1, 2), "", 0).tokens == []
+    assert history.evicted_tokens(prompt, "", 20) == [Part(20, 70, 3)]
+    assert history.evicted_tokens(prompt, "", 70) == []
+    assert history.evicted_tokens(prompt, "other", 20) == []
+    assert history.evicted_tokens(keys(9, 1, 2), "", 0) == []
 
 
 def test_pieces_of_different_branches_do_not_join() -> None:
@@ -65,8 +64,8 @@ def test_pieces_of_different_branches_do_not_join() -> None:
     parent = tree.remove(two)
     history.evicted(parent, 0, 3)
     history.check()
-    assert history.look_up(keys(1, 2, 5, 6), "", 0).tokens == [Part(2, 4, 2), Part(0, 2, 3)]
-    assert history.look_up(keys(1, 2, 3, 4), "", 2).tokens == [Part(2, 4, 1)]
+    assert history.evicted_tokens(keys(1, 2, 5, 6), "", 0) == [Part(0, 2, 3), Part(2, 4, 2)]
+    assert history.evicted_tokens(keys(1, 2, 3, 4), "", 2) == [Part(2, 4, 1)]
 
 
 def test_what_was_evicted_is_found_after_the_tree_was_cut_and_joined_otherwise() -> None:
@@ -78,7 +77,7 @@ def test_what_was_evicted_is_found_after_the_tree_was_cut_and_joined_otherwise()
     tree.remove(leaf)
     put(tree, np.arange(10))
     tree.split(stub, 20)
-    assert history.look_up(np.arange(50), "", 30).tokens == [Part(30, 50, 4)]
+    assert history.evicted_tokens(np.arange(50), "", 30) == [Part(30, 50, 4)]
 
 
 def test_an_evicted_checkpoint_is_found_by_prompts_that_reach_it() -> None:
@@ -88,8 +87,10 @@ def test_an_evicted_checkpoint_is_found_by_prompts_that_reach_it() -> None:
     put(tree, np.arange(40))
     history.dropped_checkpoint(node, 8)
     history.check()
-    assert history.look_up(np.arange(30), "", 30).checkpoints == [Part(20, 20, 8)]
-    assert history.look_up(np.arange(19), "", 19).checkpoints == []
+    assert history.evicted_checkpoint(np.arange(30), "", 0, 30) == Part(20, 20, 8)
+    assert history.evicted_checkpoint(np.arange(30), "", 20, 30) is None
+    assert history.evicted_checkpoint(np.arange(30), "", 0, 19) is None
+    assert history.evicted_checkpoint(np.arange(30)[::-1].copy(), "", 0, 30) is None
 
 
 @pytest.mark.parametrize(("pieces", "piece_keys"), [(5, 1 << 20), (1 << 10, 90), (3, 3)])
@@ -101,9 +102,9 @@ def test_pieces_stay_within_their_bounds_and_the_newest_are_kept(pieces: int, pi
         history.evicted(leaf, 0, first)
         tree.remove(leaf)
         history.check()
-        newest = history.look_up(keys(first, *range(100, 110)), "", 0).tokens
+        newest = history.evicted_tokens(keys(first, *range(100, 110)), "", 0)
         assert newest == ([Part(0, 11, first)] if piece_keys >= 11 else [])
-    assert history.look_up(keys(0, *range(100, 110)), "", 0).tokens == []
+    assert history.evicted_tokens(keys(0, *range(100, 110)), "", 0) == []
 
 
 def test_prompts_stay_within_their_bounds_over_all_namespaces() -> None:
@@ -124,3 +125,23 @@ def test_recent_prompts_come_newest_first_and_stay_in_their_namespace() -> None:
     history.asked("b", np.arange(9))
     assert [len(prompt) for prompt in history.prompts("a")] == [3, 2]
     assert history.prompts("c") == []
+
+
+def test_parts_of_pieces_that_went_in_any_order_are_put_together() -> None:
+    tree: RadixTree[Any] = RadixTree()
+    history = History()
+    leaf = put(tree, np.arange(100))
+    history.evicted(leaf, 0, 1)
+    tree.remove(leaf)
+    leaf = put(tree, np.arange(60))
+    history.evicted(leaf, 30, 2)
+    tree.truncate(leaf, 30)
+    other = put(tree, keys(7, 7))
+    history.evicted(other, 0, 3)
+    tree.remove(other)
+    history.evicted(leaf, 10, 4)
+    tree.truncate(leaf, 10)
+    history.check()
+    wanted = [Part(10, 30, 4), Part(30, 60, 2), Part(60, 100, 1)]
+    assert history.evicted_tokens(np.arange(100), "", 10) == wanted
+    assert history.evicted_tokens(np.arange(100), "", 20) == [Part(20, 30, 4), *wanted[1:]]
