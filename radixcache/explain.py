@@ -267,8 +267,8 @@ def _missing_gaps(
             yield _gap(start, end, Reason.NEVER_STORED)
         else:
             before, after = tokens[max(0, start - BEFORE_TOKENS) : start], tokens[start : start + AFTER_TOKENS]
-            texts = {"before": _shown(before), "stored": path, "asked": _shown(after)}
-            yield replace(_gap(start, end, Reason.DIVERGED), **texts)
+            gap = _gap(start, end, Reason.DIVERGED)
+            yield replace(gap, before=_shown(before), stored=path, asked=_shown(after))
         start = end
     if start < length:
         yield _gap(start, length, Reason.QUARANTINED)

@@ -25,7 +25,7 @@ MAX_SPAN = 48
 #: Equal tokens in a row by which two prompts are found to go on together.
 ANCHOR = 32
 #: Equal tokens behind the span, beyond which it is worth a word; and how many times the span at least.
-MIN_BEHIND = 64
+MIN_BEHIND = 40
 MIN_BEHIND_SPANS = 4
 #: Different values of the span that make a hint, one of them the prompt's own.
 MIN_VALUES = 3

@@ -5,7 +5,7 @@ from typing import Any
 
 from radixcache import Reason
 from runner.conversations.conversation import shortened
-from runner.prefix_breaks import Break, BreakReport, VaryingSpan
+from runner.prefix_breaks import OPENING, Break, BreakReport, VaryingSpan
 
 #: Characters of text shown in front of a divergence, and behind it on either side.
 BEFORE_CHARS = 48
@@ -71,11 +71,14 @@ def _break_lines(each: Break, total: int) -> list[str]:
 
 
 def _where(each: Break) -> str:
+    if each.role == OPENING:
+        return OPENING
     often = sorted(each.messages.items(), key=lambda item: (-item[1], item[0]))
     named = ", ".join(str(index) for index, _ in often[:NAMED_MESSAGES])
     more = f" and {len(often) - NAMED_MESSAGES} more" if len(often) > NAMED_MESSAGES else ""
     plural = "s" if len(often) > 1 else ""
-    return f"{each.role} message{plural} {named}{more}"
+    beyond = " and on" if each.piece == "memory" else ""
+    return f"{each.role} message{plural} {named}{more}{beyond}"
 
 
 def _why(each: Break) -> str:

@@ -32,11 +32,11 @@ from runner.script import AWAITED_REPLY, RenderedRequest, Script
 #: Prompts with which each one is compared for short spans that differ.
 COMPARED_PROMPTS = 16
 #: Role of what stands behind the last message: the opening of the reply.
-OPENING = "generation prompt"
+OPENING = "opening of the reply"
 MEMORY = frozenset((Reason.EVICTED, Reason.NO_CHECKPOINT, Reason.QUARANTINED, Reason.LIVE_ELSEWHERE, Reason.OFF_GRID))
 
 
-@dataclass
+@dataclass(eq=False)
 class Break:
     """One kind of break, over all requests.
 
@@ -46,7 +46,7 @@ class Break:
         role: whose message it is.
         lost_tokens, cost: what had to be evaluated again, in tokens and in the cost's unit.
         requests: how many requests it happened to.
-        messages: indices of the messages, with how many requests broke there.
+        messages: indices of the messages, with how many requests broke there first.
         example: the gap that lost most, and the conversation and turn it was in.
     """
 
@@ -164,6 +164,7 @@ class _Search:
         known = self._known_messages(request)
         known_end = max((end for end in ends[:known]), default=0)
         ranges = [(0, known_end), self._realigned(tokens.astype(np.int64))]
+        broken: set[Break] = set()
         for gap in found.gaps:
             # What is or was stored has been evaluated before, whatever message it is in.
             lost = gap.tokens if gap.reason in MEMORY else _covered(gap.start, gap.end, ranges)
@@ -173,7 +174,11 @@ class _Search:
             role = request.messages[index]["role"] if index < len(ends) else OPENING
             is_same = gap.start < known_end or (gap.start < opening and request.messages[0]["role"] != "system")
             piece = "memory" if gap.reason in MEMORY else "template" if is_same else "message"
-            self._note(request, gap, lost, index, role, piece)
+            each = self._note(request, gap, lost, role, piece)
+            if each not in broken:
+                broken.add(each)
+                each.requests += 1
+                each.messages[index] = each.messages.get(index, 0) + 1
         self._note_hints(found)
 
     def _known_messages(self, request: Request) -> int:
@@ -192,17 +197,16 @@ class _Search:
         best = max(worth, key=lambda each: each.behind, default=None)
         return (0, 0) if best is None else (best.end, best.end + best.behind)
 
-    def _note(self, request: Request, gap: Gap, lost: int, index: int, role: str, piece: str) -> None:
+    def _note(self, request: Request, gap: Gap, lost: int, role: str, piece: str) -> Break:
         key = (gap.reason, piece, role)
         each = self._breaks.setdefault(key, Break(*key))
         each.lost_tokens += lost
         each.cost += gap.cost * lost / gap.tokens
-        each.requests += 1
-        each.messages[index] = each.messages.get(index, 0) + 1
         self._report.lost_tokens += lost
         if lost > each.example_lost_tokens:
             each.example, each.example_lost_tokens = gap, lost
             each.conversation_id, each.turn = request.conversation_id, request.turn
+        return each
 
     def _note_hints(self, found: Explanation) -> None:
         for hint in found.hints:
