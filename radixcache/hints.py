@@ -7,7 +7,8 @@ A date or a request id in a header parts two prompts, and everything behind it i
 
 Spans may differ in length. Two prompts are set side by side again at the first run of ANCHOR equal tokens. What makes a
 hint is that several prompts part there, each with a value of its own, and that much more follows than the span is long:
-questions that differ have nothing but the template's few tokens in common behind them.
+questions that differ have nothing but the template's few tokens in common behind them. Where questions that differ got
+the same reply, prompts of later turns look as if a span varied; but then there are prompts that end with the question.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def variations(mine: Keys, prompts: Iterable[Keys]) -> list[Variation]:
         requests = 1 + len(group) + sum(common >= end for _, common in others if common > start)
         behind = max(each.behind - (end - each.end) for each, _ in group)
         is_short = end - start <= MAX_SPAN and behind >= max(MIN_BEHIND, MIN_BEHIND_SPANS * (end - start))
-        if count >= MIN_VALUES and 2 * count >= requests and is_short:
+        is_question = any(common >= start - ANCHOR and len(keys) < end + MIN_BEHIND for keys, common in others)
+        if count >= MIN_VALUES and 2 * count >= requests and is_short and not is_question:
             result.append(Variation(start, end, count, requests, behind, values[0]))
     return result
 

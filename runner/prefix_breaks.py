@@ -22,7 +22,7 @@ import numpy as np
 
 from radixcache import Explanation, Gap, Hint, PrefixCache, Reason
 from radixcache.chat import message_ends
-from radixcache.hints import MIN_BEHIND, MIN_BEHIND_SPANS, parting
+from radixcache.hints import ANCHOR, MIN_BEHIND, MIN_BEHIND_SPANS, parting
 from radixcache.sized_layout import SizedLayout, SizedModel
 from runner.conversations import Conversation
 from runner.model_outline import ModelOutline
@@ -163,7 +163,8 @@ class _Search:
         _, opening, ends = message_ends(self._tokenizer, request.messages, request.tools)
         known = self._known_messages(request)
         known_end = max((end for end in ends[:known]), default=0)
-        ranges = [(0, known_end), self._realigned(tokens.astype(np.int64))]
+        borders = [0 if request.messages[0]["role"] == "system" else opening, *ends]
+        ranges = [(0, known_end), self._realigned(tokens.astype(np.int64), borders)]
         broken: set[Break] = set()
         for gap in found.gaps:
             # What is or was stored has been evaluated before, whatever message it is in.
@@ -179,7 +180,7 @@ class _Search:
                 broken.add(each)
                 each.requests += 1
                 each.messages[index] = each.messages.get(index, 0) + 1
-        self._note_hints(found)
+        self._note_hints(found, borders)
 
     def _known_messages(self, request: Request) -> int:
         """How many messages from the first on an earlier request had, reply included."""
@@ -190,10 +191,15 @@ class _Search:
             count += 1
         return count
 
-    def _realigned(self, keys: Any) -> tuple[int, int]:
+    def _realigned(self, keys: Any, borders: Sequence[int]) -> tuple[int, int]:
         """The longest range behind a short span by which this prompt differs from an earlier one."""
         found = [each for prompt in self._prompts if (each := parting(keys, prompt)) is not None]
-        worth = [p for p in found if p.behind >= max(MIN_BEHIND, MIN_BEHIND_SPANS * (p.end - p.start))]
+        worth = [
+            each
+            for each in found
+            if each.behind >= max(MIN_BEHIND, MIN_BEHIND_SPANS * (each.end - each.start))
+            and _goes_on(each.start, each.end, borders)
+        ]
         best = max(worth, key=lambda each: each.behind, default=None)
         return (0, 0) if best is None else (best.end, best.end + best.behind)
 
@@ -208,8 +214,10 @@ class _Search:
             each.conversation_id, each.turn = request.conversation_id, request.turn
         return each
 
-    def _note_hints(self, found: Explanation) -> None:
+    def _note_hints(self, found: Explanation, borders: Sequence[int]) -> None:
         for hint in found.hints:
+            if not _goes_on(hint.start, hint.end, borders):
+                continue
             lost = _covered(hint.end, hint.end + hint.tokens, [(found.resumable_tokens, found.prompt_tokens)])
             same = (each for each in self._report.hints if _overlap(each.hint, hint))
             known = next(same, None)
@@ -240,6 +248,14 @@ def _beginnings(tools: Any, messages: Sequence[dict[str, Any]]) -> list[bytes]:
         digest = hashlib.blake2b(digest + text.encode(), digest_size=16).digest()
         digests.append(digest)
     return digests
+
+
+def _goes_on(start: int, end: int, borders: Sequence[int]) -> bool:
+    """Whether the message in which a span begins goes on behind it for a while.
+
+    A question that differs ends with the span; that the replies to it are the same is nobody's to change.
+    """
+    return next((border for border in borders if border > start), 0) - end >= ANCHOR
 
 
 def _covered(start: int, end: int, ranges: Sequence[tuple[int, int]]) -> int:

@@ -118,6 +118,14 @@ def test_an_id_per_conversation_is_found_while_conversations_take_turns() -> Non
             id="two tenants who take turns",
         ),
         pytest.param([chat("Is it open?")] * 6, id="the same prompt again and again"),
+        pytest.param(
+            [
+                chat(*[f"Are you {name}?", "No, I am an assistant of the city library, made by people.", "Oh!"][:n])
+                for name in ("a robot", "GPT", "a curious cat")
+                for n in (1, 3)
+            ],
+            id="questions that differ and get the same reply",
+        ),
         pytest.param([chat("One?", system="Be brief."), chat("Two?", system="Be kind."), chat("Three?", system="Be.")],
                      id="short system prompts"),
     ],
