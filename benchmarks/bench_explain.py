@@ -44,6 +44,7 @@ SHARED_TOKENS = 2_000
 PROMPT_TOKENS = 4_000
 CALLS = 20
 CONFIGURATIONS = (("kv", 4), ("kv", 30), ("hybrid", 30))
+QUICK_CONFIGURATIONS = (("kv", 2), ("hybrid", 4))
 
 
 class NoHistory(History):
@@ -62,7 +63,8 @@ def main(given: Sequence[str] | None = None) -> None:
     asked = [row for kind in ("span", "point") for count in counts for row in _measure_explain(kind, count, repeats)]
     title = "One call of explain(), ms"
     publish("explain", title, asked, folder=options.results, repeats=repeats, conclusion=asking(asked))
-    kept = [row for kind, layers in CONFIGURATIONS for row in _measure_keeping(kind, layers, counts[1], rounds)]
+    configurations = QUICK_CONFIGURATIONS if options.quick else CONFIGURATIONS
+    kept = [row for kind, layers in configurations for row in _measure_keeping(kind, layers, counts[1], rounds)]
     title = "What events and history add to a request, us of Python"
     publish("explain-keeping", title, kept, folder=options.results, repeats=rounds, conclusion=keeping(kept))
 

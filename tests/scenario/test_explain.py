@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -296,6 +297,19 @@ def test_a_hint_names_the_span_and_what_it_costs() -> None:
     assert "tokens 13 to 14 change in every request" in str(found)
     assert "everything behind is recomputed" in str(found)
     assert cache.explain(TOKENIZER.encode("Today is the 30.")).hints == ()
+
+
+def test_the_example_in_the_readme_runs_and_shows_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    example = text.partition("## Why was that not a hit?")[2].partition("```python")[2].partition("```")[0]
+    exec(example, {"model": tiny_model("llama"), "tokenizer": TOKENIZER, "PrefixCache": PrefixCache})
+    printed = capsys.readouterr().out
+    first, last = printed.partition("tokens resumed")[0], printed.rpartition("tokens resumed")[2]
+    assert first.startswith("0 of ")
+    assert "diverged at 6 from a stored path behind 'It is ': stored 'Tuesday" in last
+    assert printed.count("hint: ") == 1
+    assert "hint: tokens 6 to 11 change in every request (stored 'Tues', asked 'Wednes')" in last
+    assert "{'resumed': 3, 'stored': 3, " in last
 
 
 # Events
