@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         SnapshotError,
         UnsupportedCacheError,
     )
+    from radixcache.events import Event, EventKind
+    from radixcache.explain import Explanation, Gap, Hint, Reason
     from radixcache.generate import stream_generate
     from radixcache.ledger import Ledger
     from radixcache.monitor import StatsSnapshot
@@ -37,12 +39,18 @@ _MODULES = {
     "CacheStats": "radixcache.stats",
     "CostModel": "policies",
     "Entry": "policies",
+    "Event": "radixcache.events",
+    "EventKind": "radixcache.events",
     "EvictionPolicy": "policies",
+    "Explanation": "radixcache.explain",
+    "Gap": "radixcache.explain",
+    "Hint": "radixcache.explain",
     "Ledger": "radixcache.ledger",
     "NamedPin": "radixcache.pins",
     "PrefixCache": "radixcache.prefix_cache",
     "RadixCacheError": "radixcache.errors",
     "RadixTree": "radixcache.tree",
+    "Reason": "radixcache.explain",
     "Session": "radixcache.session",
     "SessionClosedError": "radixcache.errors",
     "ShortReason": "radixcache.resume",
@@ -62,12 +70,18 @@ __all__ = [
     "CacheStats",
     "CostModel",
     "Entry",
+    "Event",
+    "EventKind",
     "EvictionPolicy",
+    "Explanation",
+    "Gap",
+    "Hint",
     "Ledger",
     "NamedPin",
     "PrefixCache",
     "RadixCacheError",
     "RadixTree",
+    "Reason",
     "Session",
     "SessionClosedError",
     "ShortReason",

@@ -183,7 +183,7 @@ class Evictor:
 
     def _drop_checkpoint(self, node: StateNode) -> None:
         before = self._held_bytes()
-        self._states.set_checkpoint(node, None)
+        self._states.drop_checkpoint(node)
         self._states.coalesce(node)
         self._count(before - self._held_bytes())
 

@@ -29,7 +29,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from policies import CostModel, Entry, EvictionPolicy, make_policy
 from radixcache.draft import both_models
+from radixcache.events import EventKind, Events, OnEvent
 from radixcache.evictor import Evictor
+from radixcache.explain import Explanation, Foresight, explain, with_text
 from radixcache.interrupts import uninterrupted
 from radixcache.layout import Layout
 from radixcache.ledger import Ledger
@@ -71,6 +73,9 @@ class PrefixCache:
             TraceWriter with a salt, a block length or plain ids of its own. It is written when a session closes.
         clock: where ticks come from, such as a trace's milliseconds; by default they count requests. A tick is later
             than the one before in any case.
+        on_event: called with an Event for all that happens to stored state, once the call that caused it is over; it
+            may call the cache. What it raises is counted and warned of once, and goes no further.
+        tokenizer: anything with `decode`, so that explain() shows text beside token ids.
         layout: what stands for the layers instead of a model's caches: a SizedLayout holds sizes and no arrays.
         trim_tokens: step in which a leaf of a pure span model loses its tail.
         merges: join a node with its only child where nothing keeps them apart. Without it keys of different history
@@ -96,6 +101,8 @@ class PrefixCache:
         cost: CostModel | None = None,
         trace: str | os.PathLike[str] | TraceWriter | None = None,
         clock: Callable[[], int] | None = None,
+        on_event: OnEvent | None = None,
+        tokenizer: Any = None,
         layout: Layout | None = None,
         trim_tokens: int | None = None,
         merges: bool = True,
@@ -133,6 +140,8 @@ class PrefixCache:
         self._pager = Pager(self.layout, self._states, self._evictor, self._slots)
         self._recorder = Recorder(self.layout, self._states, self._evictor, self._pager)
         self._pins = Pins(self.layout, self._states, self._evictor, self._ledger.budget_bytes)
+        self._events = self._states.events = Events(on_event, self.lock)
+        self._tokenizer = tokenizer
         self._tick = 0
         self._clock = clock
         self._trace = _trace_writer(trace, "requests" if clock is None else "ms")
@@ -214,6 +223,7 @@ class PrefixCache:
             self._states.touch(nodes, plan.source, use)
             self._evictor.let_go(match.node)
             self._count(plan, len(prompt))
+            self._note_request(prompt_keys, namespace, plan, "fetch")
             self._record(prompt_keys, 0, namespace, use)
             return caches, prompt[plan.resume :].copy()
 
@@ -382,6 +392,20 @@ class PrefixCache:
 
     # Looking
 
+    def explain(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> Explanation:
+        """What begin() would restore of a prompt now, in this thread, and why not more; changes nothing.
+
+        While all live slots are taken it says what fetch() would find. It looks only into its namespace.
+
+        Raises:
+            ValueError: tokens or keys out of their range.
+        """
+        prompt, prompt_keys = self._checked(tokens, keys, namespace)
+        with self.lock:
+            seen = self._foresee(prompt_keys, namespace)
+            found = explain(prompt, prompt_keys, namespace, seen, self._states.history, self._states.cost)
+        return found if self._tokenizer is None else with_text(found, self._tokenizer)
+
     @property
     def stats(self) -> CacheStats:
         """What the cache has done and holds, as a frozen CacheStats."""
@@ -407,6 +431,8 @@ class PrefixCache:
                 budget_bytes=self._ledger.budget_bytes,
                 budget_source=self.budget_source,
                 peak_bytes=self._ledger.peak_bytes,
+                event_failures=self._events.failures,
+                dropped_events=self._events.dropped,
             )
 
     def snapshot_stats(self, namespace: str | None = None) -> StatsSnapshot:
@@ -436,6 +462,7 @@ class PrefixCache:
         """Assert all invariants; AssertionError names the first that does not hold."""
         with self.lock:
             self._states.check()
+            self._states.history.check()
             self._ledger.check()
             self._slots.check()
             assert self._states.leaving_bytes == 0, self._states.leaving_bytes
@@ -600,6 +627,7 @@ class PrefixCache:
             raise
         self._states.touch([] if live.guarded is None else live.guarded.path(), self._resumed_from(plan, live), use)
         self._count(plan, len(prompt))
+        self._note_request(keys, namespace, plan, "begin")
         session = Session(self, live, plan, prompt, keys, namespace, use, marks, reserve)
         self._slots.seat(live, session)
         self._evictor.make_room()
@@ -611,6 +639,26 @@ class PrefixCache:
         if 0 < match.offset < match.node.end:
             return Match(self._states.split(match.node, match.offset), match.offset)
         return match
+
+    def _foresee(self, keys: Keys, namespace: str) -> Foresight:
+        """What `_open` would plan for a prompt, or `fetch` while no slot is free; changes nothing."""
+        match, limit = self._states.match(keys, namespace), len(keys) - 1
+        vanished = self._slots.vanished()
+        gone = sum(1 << path.slot for path in vanished)
+        for node in match.node.path() if gone else []:
+            state = state_of(node)
+            if state.spans is None and not state.live_mask & ~gone:
+                # `begin` gives up what is only in the buffers of a session that nobody closed.
+                match = Match(node.parent or node, node.start)
+                break
+        path = match.node.path()
+        is_free = not all(each.is_open for each in self._slots.paths)
+        live = self._slots.choose(path, min(match.offset, limit)) if is_free else None
+        hidden = self._slots.hidden(path, live, evaluate=False)
+        plan = readable = plan_resume(self.layout, match, limit, live, hidden)
+        if hidden is not None:
+            readable = plan_resume(self.layout, match, limit, live)
+        return Foresight(match, plan, readable)
 
     def _resumed_from(self, plan: ResumePlan, live: LivePath) -> StateNode | None:
         return plan.source if plan.source is not None else live.tip
@@ -665,6 +713,7 @@ class PrefixCache:
 
     def _next_use(self, priority: int = 0, turn: int | None = None, kind: str = "") -> Use:
         self._tick = max(self._tick + 1, 0 if self._clock is None else self._clock())
+        self._events.tick = self._tick
         return Use(self._tick, priority, turn, kind)
 
     def _abandon(self, live: LivePath) -> None:
@@ -681,6 +730,13 @@ class PrefixCache:
         self._miss_tokens += length - plan.resume
         if plan.reason is not None:
             self._short_reasons[plan.reason] = self._short_reasons.get(plan.reason, 0) + 1
+
+    def _note_request(self, keys: Keys, namespace: str, plan: ResumePlan, by: str) -> None:
+        self._states.history.asked(namespace, keys)
+        if self._events.is_on:
+            about = {"prompt_tokens": len(keys), "matched_tokens": plan.matched, "reason": plan.reason, "by": by}
+            nbytes = plan.resume * self.layout.token_bytes
+            self._events.emit(EventKind.RESUMED, namespace, 0, plan.resume, nbytes, **about)
 
     def _record(self, keys: Keys, output_tokens: int, namespace: str, use: Use) -> None:
         """Write a request to the trace; a trace that cannot be written is no reason not to serve."""

@@ -249,13 +249,17 @@ class Session:
 
     def is_readable(self) -> bool:
         """Whether the calling thread may read the live buffers now, once what is pending in them was evaluated."""
-        if self.is_lost or self.thread is not threading.current_thread():
+        if not self.is_near():
             return False
         try:
             self._layout.evaluate(self.live.caches)
         except Exception:  # the forward pass that was pending failed, and left the session nothing to go on with
             self.is_lost = True
         return not self.is_lost
+
+    def is_near(self) -> bool:
+        """Whether the calling thread may read the live buffers, as far as can be told without evaluating them."""
+        return not self.is_lost and self.thread is threading.current_thread()
 
     def known_ids(self) -> TokenIds:
         """Token ids of the prompt and of what was reported, up to the first that is not a token id."""

@@ -75,19 +75,20 @@ class Slots:
         """A slot whose buffers hold the node and may be read; `hidden` said that there is one."""
         return next(path for path in self._holding(node) if self._is_readable(path))
 
-    def hidden(self, path: list[StateNode], live: LivePath | None) -> int | None:
+    def hidden(self, path: list[StateNode], live: LivePath | None, *, evaluate: bool = True) -> int | None:
         """Where the first node begins that is only in buffers that must not be read now; None: all can be read.
 
         Args:
             path: nodes, root side first.
             live: the slot that is about to be used: what it holds need not be read.
+            evaluate: find out whether what is pending in the buffers succeeds; without, take it that it does.
         """
         if not self._layout.token_bytes:
             return None  # no span layers: checkpoints are all there is to read
         for node in path:
             if state_of(node).spans is None:
                 held_in = self._holding(node)
-                if live not in held_in and not any(self._is_readable(each) for each in held_in):
+                if live not in held_in and not any(self._is_readable(each, evaluate) for each in held_in):
                     return node.start
         return None
 
@@ -109,11 +110,11 @@ class Slots:
     def _holding(self, node: StateNode) -> list[LivePath]:
         return [path for path in self.paths if state_of(node).live_mask >> path.slot & 1]
 
-    def _is_readable(self, path: LivePath) -> bool:
+    def _is_readable(self, path: LivePath, evaluate: bool = True) -> bool:
         if not path.is_open:
             return True
         session = self.session_on(path)
-        return session is not None and session.is_readable()
+        return session is not None and (session.is_readable() if evaluate else session.is_near())
 
     def _holder(self, path: LivePath, namespace: str) -> str:
         session = self.session_on(path)

@@ -31,6 +31,8 @@ from sortedcontainers import SortedList
 from policies import CostModel, Entry, EvictionPolicy
 from policies.entry import EntryState
 from radixcache.evaluation import NATIVE_ERRORS
+from radixcache.events import EventKind, Events
+from radixcache.history import History
 from radixcache.layout import Layout
 from radixcache.ledger import Account
 from radixcache.snapshots import SEGMENT_TOKENS, Checkpoint, Spans
@@ -104,6 +106,8 @@ class StateTree:
         self._thin_order: Any = SortedList()
         self._thin_keys: dict[int, tuple[int, int, int, int]] = {}
         self._merges = merges
+        self.events = Events()
+        self.history = History()
 
     # Reading
 
@@ -172,6 +176,8 @@ class StateTree:
         self.policy.split(entry, old)
         self.refresh(node)
         self.refresh(upper)
+        if self.events.is_on:
+            self.events.emit(EventKind.SPLIT, node.namespace, upper.start, node.end, at=at)
         return upper
 
     def coalesce(self, node: StateNode) -> StateNode:
@@ -212,6 +218,8 @@ class StateTree:
         del self._node_of[gone.entry_id]
         node.payload = None
         self.refresh(child)
+        if self.events.is_on:
+            self.events.emit(EventKind.MERGED, child.namespace, child.start, child.end, at=gone.end)
         return child
 
     def coalesce_all(self, nodes: list[StateNode]) -> None:
@@ -223,6 +231,7 @@ class StateTree:
     def remove(self, leaf: StateNode) -> StateNode:
         """Take a leaf and all its state out; returns its former parent, refreshed but not merged."""
         state = state_of(leaf)
+        self._note_loss(leaf, leaf.start)
         self.set_checkpoint(leaf, None)
         self.set_spans(leaf, None)
         self._set_leaving(state, 0)
@@ -238,6 +247,7 @@ class StateTree:
     def truncate(self, leaf: StateNode, at: int) -> None:
         """Cut a leaf's tail off at offset `at`; a checkpoint at its end goes with it. May fail as `split` does."""
         head = self._head(leaf, at)
+        self._note_loss(leaf, at)
         self.set_checkpoint(leaf, None)
         self._tell_lost(leaf, at, [each.edge for each in leaf.path()])
         self._shorten(leaf, at, head)
@@ -254,7 +264,9 @@ class StateTree:
             self._tell_lost(leaf, at, edges)
             if self.policy.victim() is not entry:
                 break
-        self._shorten(leaf, at, self._head(leaf, at))
+        head = self._head(leaf, at)
+        self._note_loss(leaf, at)
+        self._shorten(leaf, at, head)
 
     # State of a node
 
@@ -301,8 +313,21 @@ class StateTree:
             state.checkpoint_entry = self._new_entry(node, "checkpoint", use)
             state.checkpoint_entry.weight_bytes = checkpoint.nbytes
             self.policy.inserted(state.checkpoint_entry)
+            if self.events.is_on:
+                at, nbytes = node.end, checkpoint.nbytes
+                self.events.emit(EventKind.STORED, node.namespace, at, at, nbytes, state="checkpoint")
         self._reweigh(state)
         self.refresh(node)
+
+    def drop_checkpoint(self, node: StateNode) -> None:
+        """Evict a node's checkpoint and keep its tokens."""
+        checkpoint = state_of(node).checkpoint
+        assert checkpoint is not None, node
+        self.history.dropped_checkpoint(node, self.events.tick)
+        if self.events.is_on:
+            at, nbytes = node.end, checkpoint.nbytes
+            self.events.emit(EventKind.EVICTED, node.namespace, at, at, nbytes, state="checkpoint")
+        self.set_checkpoint(node, None)
 
     def remove_subtree(self, node: StateNode) -> StateNode:
         """Take a node and everything below it out, pinned or not; returns its former parent."""
@@ -443,6 +468,14 @@ class StateTree:
         kept.cost = self.cost.cost(kept.start, at)
         self.policy.split(kept, lost)
         self.policy.evicted(lost)
+
+    def _note_loss(self, leaf: StateNode, start: int) -> None:
+        """The tokens [start, leaf.end) are about to go: remember it, and tell."""
+        self.history.evicted(leaf, start, self.events.tick)
+        if self.events.is_on:
+            end, checkpoint = leaf.end, state_of(leaf).checkpoint
+            nbytes = self.layout.token_bytes * (end - start) + (0 if checkpoint is None else checkpoint.nbytes)
+            self.events.emit(EventKind.EVICTED, leaf.namespace, start, end, nbytes, state="tokens")
 
     def _copied(self, make: Callable[[], tuple[*tuple[Any, ...], int]], spare: bool) -> tuple[Any, ...] | None:
         """Results of a copy that also says how many bytes it copied, tried twice; None: failed, and can be spared.

@@ -25,6 +25,7 @@ class CacheStats:
         nodes, tokens: tree nodes, and distinct tokens on their edges.
         budget_bytes, budget_source: the budget and where it came from.
         peak_bytes: the most that live and paged bytes came to, over all caches that share the budget.
+        event_failures, dropped_events: calls of on_event that raised, and events of which too many waited to be told.
     """
 
     requests: int
@@ -47,3 +48,5 @@ class CacheStats:
     budget_bytes: int
     budget_source: str
     peak_bytes: int
+    event_failures: int = 0
+    dropped_events: int = 0

@@ -1,17 +1,19 @@
 """Turns: a lock that one thread at a time holds, as often as it likes, with work that waits for the end of its turn.
 
 A finalizer runs wherever the garbage collector happens to be called, also half way through an operation of the thread
-that holds the lock. The lock would let it in; `when_free` keeps it until that thread is through.
+that holds the lock. The lock would let it in; `when_free` keeps it until that thread is through. Work that must not
+run under the lock, since it is not ours and may wait for another thread, comes `afterwards`.
 
-Invariant:
+Invariants:
 
   U1  Deferred work runs under the lock, and never while an operation that was begun before it is under way.
+  U2  Work that comes afterwards runs in the thread whose turn it was, when it has let go of the lock.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class Turns:
@@ -22,6 +24,7 @@ class Turns:
         self._depth = 0
         self._owner = 0
         self._waiting: list[Callable[[], object]] = []
+        self._afterwards: list[Callable[[], object]] = []
 
     def __enter__(self) -> Turns:
         self._lock.acquire()
@@ -35,13 +38,25 @@ class Turns:
                 self._waiting.pop(0)()
         finally:
             self._depth -= 1
+            after: Sequence[Callable[[], object]] = ()
             if self._depth == 0:
                 self._owner = 0
+                if self._afterwards:
+                    after, self._afterwards = self._afterwards, []
             self._lock.release()
+            for action in after:
+                action()
 
     def when_free(self, action: Callable[[], object]) -> None:
         """Do this now, or at the end of this thread's turn if it is in the middle of one."""
         if self._owner == threading.get_ident():
             self._waiting.append(action)
+        else:
+            action()
+
+    def afterwards(self, action: Callable[[], object]) -> None:
+        """Do this now, or when this thread has let go of the lock."""
+        if self._owner == threading.get_ident():
+            self._afterwards.append(action)
         else:
             action()

@@ -17,6 +17,7 @@ from rich.console import Console
 import runner
 from runner.backends import CACHE_NAMES
 from runner.commands.advise import advise
+from runner.commands.explain import explain
 from runner.commands.mrc import mrc
 from runner.commands.simulate import simulate
 from runner.commands.synth import synth
@@ -71,6 +72,7 @@ app.command()(mrc)
 app.command()(synth)
 app.command()(advise)
 app.command()(tree)
+app.command()(explain)
 
 
 @app.command()

@@ -132,6 +132,13 @@ def load_tokenizer(spec: str = DEMO, *, show_progress: bool = True) -> tuple[Any
         raise ModelError(f"{folder} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
 
 
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence that a configuration says the model was made for, in tokens; None where it says nothing."""
+    text_config = config.get("text_config") or {}
+    lengths = [source[key] for source in (config, text_config) for key in CONTEXT_KEYS if source.get(key)]
+    return int(lengths[0]) if lengths else None
+
+
 def _load_tiny(kind: str) -> LoadedModel:
     if kind not in TINY_KINDS:
         raise ModelError(f"model {TINY}:{kind}: no such kind. Known: {', '.join(sorted(TINY_KINDS))}.")
@@ -172,13 +179,12 @@ def _load_with_mlx_lm(path: str, *, name: str) -> LoadedModel:
 def _describe(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], *, name: str) -> LoadedModel:
     text_config = config.get("text_config") or {}
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    lengths = [source[key] for source in (config, text_config) for key in CONTEXT_KEYS if source.get(key)]
     vocabulary_length = config.get("vocab_size") or text_config.get("vocab_size") or len(tokenizer)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         name=name,
-        context_length=int(lengths[0]) if lengths else None,
+        context_length=context_length(config),
         vocabulary_length=int(vocabulary_length),
         weight_bytes=sum(weight.nbytes for weight in weights.values()),
     )

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from radixcache import render_chat
 from runner.backends.backend import Prompt
 from runner.backends.plain_run import common_prefix_tokens
+from runner.model_outline import ModelOutline
 from runner.models import LoadedModel
 from runner.schedule import GeneratedReplies, Request
 
@@ -49,7 +50,7 @@ class Script:
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        loaded: LoadedModel | ModelOutline,
         requests: Sequence[Request],
         *,
         max_tokens: int,
@@ -88,6 +89,11 @@ class Script:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """The requests that were kept, in order."""
+        return tuple(self._requests)
 
     def __getitem__(self, index: int) -> RenderedRequest:
         rendered = self._rendered[index]

@@ -7,6 +7,7 @@ cross them. With several live slots, sessions overlap: one is left open while ot
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import hypothesis.strategies as st
@@ -21,8 +22,10 @@ import radixcache.evictor
 import radixcache.layout
 import radixcache.pager
 import radixcache.state_tree
-from radixcache import CacheBusyError, PrefixCache, SnapshotError
+from radixcache import CacheBusyError, Event, Explanation, PrefixCache, Reason, SnapshotError
+from radixcache.history import History
 from tests.property.spelling import LayerError, SpellingModel, spells
+from tests.snapshot import everything
 
 SPANS = ("kv", "concatenate", "quantized", "unused", "none")
 POINTS = ("rotating", "rotating_keep", "arrays", "chunked", "list", "pair", "layer", "echo")
@@ -56,6 +59,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     )
     def make(self, data: Any, budget: int, policy: str, interval: int, slots: int) -> None:
         kinds = data.draw(self.kinds_of)
+        # What the events say there is, tokens and checkpoints by namespace, and how many of each kind there were.
+        self.told = {name: {"tokens": 0, "checkpoint": 0} for name in NAMESPACES}
+        self.told_kinds: Counter[str] = Counter()
+        # What the tree was ever seen to hold, as one path per leaf and look.
+        self.held: dict[str, set[tuple[int, ...]]] = {name: set() for name in NAMESPACES}
         self.model = SpellingModel(kinds if set(kinds) - {"unused", "none"} else [*kinds, "kv"])
         self.cache = PrefixCache(
             self.model,
@@ -64,6 +72,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             checkpoint_interval=interval,
             checkpoint_budget_bytes=budget,
             live_slots=slots,
+            on_event=self.listen,
         )
         self.slots = slots
         # Sessions that stay open from one rule to the next: the session, its tokens so far, its namespace.
@@ -79,6 +88,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             with self.cache.begin([0, 0]) as session:
                 session.prefill(self.model)
             self.cache.clear()
+            self.cache._states.history = History()
         self.pure = not set(self.model.kinds) & set(POINTS)
 
     def teardown(self) -> None:
@@ -106,7 +116,15 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         tokens = self.sequence(data, namespace)
         marks = data.draw(st.lists(st.integers(0, len(tokens)), max_size=2))
         longest = self.longest(tokens, namespace)
+        explanation = self.explain(tokens, namespace)
         session = self.cache.begin(tokens, namespace=namespace, marks=marks, reserve=data.draw(st.integers(0, 20)))
+        assert explanation.resumable_tokens == session.cached_tokens, (explanation, session.cached_tokens)
+        assert explanation.matched_tokens == session.matched_tokens, (explanation, session.matched_tokens)
+        if session.reason is not None:
+            found = {str(gap.reason) for gap in explanation.gaps if gap.start < session.matched_tokens}
+            # A checkpoint that is missing may have been there once.
+            wanted = {str(session.reason), "evicted"} if session.reason == "no_checkpoint" else {str(session.reason)}
+            assert found & wanted, (found, session.reason)
         assert session.cached_tokens <= session.matched_tokens <= longest
         assert session.cached_tokens < len(tokens)
         assert (session.reason is None) == (session.cached_tokens == session.matched_tokens)
@@ -300,9 +318,33 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def insert(self, data: Any, namespace: str, beyond: int) -> None:
         self.insert_one(data, namespace, beyond)
 
+    def explain(self, tokens: list[int], namespace: str) -> Explanation:
+        """Explain a prompt: nothing changes by it, the gaps tile what is not resumed, their reasons are true."""
+        before = everything(self.cache)
+        explanation = self.cache.explain(tokens, namespace)
+        assert everything(self.cache) == before
+        gaps, matched = explanation.gaps, explanation.matched_tokens
+        ends = [explanation.resumable_tokens, *(gap.end for gap in gaps)]
+        assert [gap.start for gap in gaps] == ends[:-1]
+        assert ends[-1] == len(tokens)
+        assert all(gap.start < gap.end for gap in gaps)
+        held = max((common(tokens, list(other)) for other in self.held[namespace]), default=0)
+        for gap in gaps:
+            if gap.start >= matched:
+                assert (gap.reason == Reason.EVICTED) or gap.start >= held, (explanation, held)
+                assert gap.reason in (Reason.EVICTED, Reason.DIVERGED, Reason.NEVER_STORED), gap
+                assert gap.reason != Reason.EVICTED or gap.end <= self.longest(tokens, namespace), gap
+            if gap.reason == Reason.DIVERGED:
+                assert gap.start == matched
+                assert gap.stored[0] != tokens[matched] == gap.asked[0]
+        return explanation
+
     def fetch_one(self, data: Any, namespace: str) -> None:
         tokens = self.sequence(data, namespace)
+        explanation = self.explain(tokens, namespace)
         caches, remaining = self.cache.fetch(tokens, namespace=namespace)
+        if all(path.is_open for path in self.cache._slots.paths):
+            assert explanation.resumable_tokens == len(tokens) - len(remaining)
         assert len(remaining) > 0
         cached = len(tokens) - len(remaining)
         assert remaining.tolist() == tokens[cached:]
@@ -401,6 +443,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         stats = self.cache.stats
         if not self.is_pinned and not self.opened:
             assert stats.live_bytes + stats.paged_bytes <= stats.budget_bytes, stats
+        self.events_add_up()
+        for node in self.cache._states.tree.nodes():
+            if node.is_leaf:
+                self.held[node.namespace].add(tuple(node.prefix().tolist()))
         for tokens, namespace in self.pins:
             keys = np.asarray(tokens, dtype=np.int64)
             assert self.cache._states.match(keys, namespace).offset == len(tokens), (tokens, namespace)
@@ -417,6 +463,24 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @property
     def is_pinned(self) -> bool:
         return bool(self.pins or self.names)
+
+    def listen(self, event: Event) -> None:
+        self.told_kinds[event.kind] += 1
+        if event.kind in ("stored", "evicted"):
+            sign = 1 if event.kind == "stored" else -1
+            count = event.end - event.start if event.detail["state"] == "tokens" else 1
+            self.told[event.namespace][event.detail["state"]] += sign * count
+
+    def events_add_up(self) -> None:
+        """What was told of the tokens of each namespace, and of requests, is what there is."""
+        stats = self.cache.stats
+        assert (stats.event_failures, stats.dropped_events) == (0, 0)
+        for namespace, told in self.told.items():
+            nodes = list(self.cache._states.tree.nodes(namespace))
+            assert told["tokens"] == sum(len(node.edge) for node in nodes), namespace
+            # A checkpoint that goes with its tokens is not told of apart.
+            assert told["checkpoint"] >= sum(node.payload.checkpoint is not None for node in nodes), namespace
+        assert self.told_kinds["resumed"] == stats.requests
 
     def layer_with_state(self, data: Any) -> int:
         """A layer behind which some state is not written: a pass that breaks off there is not complete."""

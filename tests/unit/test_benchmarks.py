@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_growth, bench_memory, bench_paging, bench_restore
+from benchmarks import bench_explain, bench_growth, bench_memory, bench_paging, bench_restore
 from benchmarks.record import Spread, in_turns, publish
 
 ORIGIN = {"benchmark", "question", "repeats", "rows", "machine", "versions", "date", "commit", "command"}
@@ -96,3 +96,28 @@ def test_memory_is_what_the_caches_say_and_not_below_the_least(tmp_path: Path) -
     for row in kept:
         assert 0 <= row["radix hit"] <= row["possible"], row
         assert 0 <= row["mlx-lm hit"] <= row["possible"], row
+
+
+def test_explain_has_a_row_for_each_prompt_and_says_what_it_found(tmp_path: Path) -> None:
+    found = _run(bench_explain.main, tmp_path)
+
+    rows = found.pop("explain")["rows"]
+    kept = found.pop("explain-keeping")["rows"]
+    assert not found
+    assert {(row["layers"], row["prompt"]) for row in rows} == {
+        (layers, prompt) for layers in ("span", "point") for prompt in ("stored", "diverged", "evicted", "hint")
+    }
+    for row in rows:
+        assert row["nodes"] >= 10, row
+        assert row["gaps"] >= 1, row
+        assert row["evicted pieces"] >= 10, row
+        assert row["hints"] > 0 or row["prompt"] != "hint", row
+        assert (row["resumable"] == 0) == (row["prompt"] == "hint"), row
+    assert {row["request"] for row in kept} == {"next turn", "switch", "miss", "full budget"}
+    assert all(row["events/request"] >= 2 for row in kept)
+
+
+@pytest.mark.parametrize(("explain_ms", "verdict"), [(0.2, "under 1"), (1.5, "NOT under 1")])
+def test_the_conclusion_of_explain_says_whether_the_aim_is_met(explain_ms: float, verdict: str) -> None:
+    row = {"nodes": 10_000, "prompt": "stored", "layers": "span", "explain ms": explain_ms, "with text ms": 2.0}
+    assert f"; {verdict})" in bench_explain.asking([row])

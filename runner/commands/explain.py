@@ -1,0 +1,151 @@
+"""`radixcache explain`: which messages or template pieces of recorded conversations break the prefix."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from runner.commands.usage import UsageError, require, require_writable_files, say
+
+if TYPE_CHECKING:
+    from radixcache.sized_layout import SizedLayout
+    from runner.conversations import Conversation
+    from runner.model_outline import ModelOutline
+    from runner.schedule import Request
+
+PROGRESS_REQUESTS = 200
+
+
+def explain(
+    context: typer.Context,
+    file: Annotated[list[Path], typer.Argument(help="Files of conversations, as for replay; several are read as one.")],
+    model: Annotated[
+        str,
+        typer.Option(help="Whose tokenizer, template and layers: demo, tiny, tiny:KIND, a folder, or a hub id."),
+    ] = "demo",
+    users: Annotated[int | None, typer.Option(help="Take only the first so many users.  [default: all]")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the schedule, as for replay.")] = 0,
+    requests: Annotated[int | None, typer.Option(help="Requests to explain at most.  [default: all]")] = None,
+    budget_mib: Annotated[
+        float | None, typer.Option(help="Byte budget, in MiB; what it evicts is explained too.  [default: no limit]")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="What the cache evicts first.")] = "lru",
+    top: Annotated[int, typer.Option(help="Breaks to show, the dearest first.")] = 10,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read or does not fit the model.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+) -> None:
+    """Which messages or template pieces break the prefix of conversations, ranked by tokens lost.
+
+    The requests are rendered and run through the cache as replay does, with sizes in place of layer state: nothing is
+    computed by the model, and its weights are not loaded. A token is lost when an earlier request had it evaluated and
+    this one has to do so again.
+    """
+    for option, value in (("--users", users), ("--requests", requests), ("--top", top)):
+        require(value is None or value >= 1, f"{option} is {value}; wanted at least 1.")
+    if budget_mib is not None:
+        require(0 < budget_mib < float("inf"), f"--budget-mib is {budget_mib:g}; wanted more than 0.")
+    _check_policy(policy)
+    require_writable_files(json_file)
+    conversations = _read(file, skip_bad)
+    outline = _outline(model)
+
+    from runner.breaks_report import breaks_document, breaks_text
+    from runner.prefix_breaks import find_breaks
+    from runner.report import machine, versions, write_json
+    from runner.script import ScriptError
+
+    scheduled = _scheduled(conversations, users, seed, requests)
+    try:
+        report, skipped = find_breaks(
+            outline,
+            _layout(outline),
+            scheduled,
+            budget_bytes=1 << 62 if budget_mib is None else max(1, int(budget_mib * (1 << 20))),
+            policy=policy,
+            skip_bad=skip_bad,
+            on_progress=lambda done: _show_progress(done, len(scheduled)),
+        )
+    except ScriptError as error:
+        raise UsageError(str(error)) from error
+    if skipped:
+        say(f"note: {skipped} of {len(scheduled)} requests skipped: not fit for {outline.name}.")
+    print(breaks_text(report, top=top))
+    if json_file is not None:
+        about = {
+            "model": outline.name,
+            "files": [str(path) for path in file],
+            "seed": seed,
+            "budget_mib": budget_mib,
+            "policy": policy,
+            "skipped_requests": skipped,
+            "command": shlex.join(["radixcache", *context.obj]),
+        }
+        write_json(json_file, {**breaks_document(report), **about, "machine": machine(), "versions": versions()})
+
+
+def _check_policy(policy: str) -> None:
+    from policies import make_policy
+
+    try:
+        make_policy(policy)
+    except ValueError as error:
+        raise UsageError(f"--policy: {error}") from error
+
+
+def _read(files: list[Path], skip_bad: bool) -> "list[Conversation]":
+    from runner.conversations import ConversationError, read_conversations
+    from runner.prefix_breaks import with_replies
+
+    try:
+        read = read_conversations(*files, skip_bad=skip_bad)
+    except ConversationError as error:
+        raise UsageError(str(error)) from error
+    if read.skipped:
+        say(f"note: {len(read.skipped)} records skipped, the first: {read.skipped[0]}")
+    unanswered = sum(not each.replies_recorded for each in read.conversations)
+    if unanswered:
+        say(f"note: {unanswered} conversations have no replies recorded; a short one stands in for each.")
+    return with_replies(read.conversations)
+
+
+def _outline(model: str) -> "ModelOutline":
+    from runner.demo_model import ModelError
+    from runner.model_outline import read_outline
+
+    try:
+        return read_outline(model)
+    except ModelError as error:
+        raise UsageError(str(error)) from error
+
+
+def _layout(outline: "ModelOutline") -> "SizedLayout":
+    """The model's layers as sizes; full attention alone where its layers are not known."""
+    from radixcache.sized_layout import SizedLayout
+    from runner.model_config import ModelConfigError, model_bytes
+
+    try:
+        sizes = model_bytes(outline.config)
+    except ModelConfigError as error:
+        say(f"note: {outline.name}: {error} Explained as a model with full attention alone, 1 byte per token.")
+        return SizedLayout(1)
+    return SizedLayout(sizes.token_bytes, sizes.state_bytes, sizes.windows)
+
+
+def _scheduled(
+    conversations: "list[Conversation]", users: int | None, seed: int, requests: int | None
+) -> "list[Request]":
+    from runner.schedule import schedule
+
+    try:
+        return schedule(conversations, users=users, seed=seed, max_requests=requests)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _show_progress(done: int, total: int) -> None:
+    if done % PROGRESS_REQUESTS == 0 and sys.stderr.isatty():
+        say(f"{done:,} of {total:,} requests")

@@ -1,0 +1,139 @@
+"""Nothing of one namespace appears in what another is told: a secret is planted and searched for in every answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixcache import CacheBusyError, Event, PrefixCache
+from radixcache.sized_layout import SizedLayout, SizedModel
+from runner.tiny import tiny_tokenizer
+
+MODEL = SizedModel()
+TOKENIZER = tiny_tokenizer()
+RULES = "Answer in one short paragraph and in the language of the question; say on which page you found the answer. "
+# Characters that occur nowhere else, so that a single one of them gives the secret away, and their numbers likewise.
+SECRET = "ÞØ§ÆÞØ§Æ"
+LEN_SECRET_PROMPT = 7919
+
+
+def secret_prompt(seed: int) -> list[int]:
+    ids: list[int] = TOKENIZER.encode(f"{RULES}{SECRET * (seed + 1)}{RULES * 3}")
+    return (ids * 20)[:LEN_SECRET_PROMPT]
+
+
+def serve(cache: PrefixCache, prompt: list[int], namespace: str, **more: Any) -> None:
+    with cache.begin(prompt, namespace=namespace, reserve=0, **more) as session:
+        session.prefill(MODEL)
+        session.step(MODEL, prompt[-1:])
+
+
+def said(value: Any) -> str:
+    """All that an answer holds, as text, with token ids decoded beside them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return f"{value} {said(fields)}"
+    if isinstance(value, dict):
+        return " ".join(f"{said(key)} {said(each)}" for key, each in value.items())
+    if isinstance(value, (tuple, list)):
+        ids = [each for each in value if isinstance(each, int) and 0 <= each < 256]
+        return " ".join([*map(said, value), str(TOKENIZER.decode(ids))])
+    return str(value)
+
+
+def require_secret_free(text: str) -> None:
+    found = [
+        sign for sign in {*SECRET, "hidden tenant", str(LEN_SECRET_PROMPT), f"{LEN_SECRET_PROMPT:,}"} if sign in text
+    ]
+    assert not found, (found, text)
+
+
+def populated(**options: Any) -> tuple[PrefixCache, list[Event]]:
+    """A cache in which another namespace has stored, diverged, been evicted, and varied a span, all with secrets."""
+    told: list[Event] = []
+    layout = options.pop("layout", None) or SizedLayout(1)
+    cache = PrefixCache(layout=layout, tokenizer=TOKENIZER, on_event=told.append, **options)
+    for seed in range(5):
+        serve(cache, secret_prompt(seed), "hidden tenant")
+    cache.reclaim(9_000)
+    cache.pin(secret_prompt(4)[:100], "hidden tenant")
+    return cache, told
+
+
+def prompts() -> list[list[int]]:
+    """Beginnings that the other namespace has too, and others."""
+    return [
+        TOKENIZER.encode(f"{RULES}Is it open?"),
+        TOKENIZER.encode(f"{RULES}Until when?"),
+        secret_prompt(0)[: len(TOKENIZER.encode(RULES))] + TOKENIZER.encode("And then?"),
+        TOKENIZER.encode(RULES),
+    ]
+
+
+@pytest.mark.parametrize("layout", [SizedLayout(1), SizedLayout(1, 10), SizedLayout(1, 0, [(50, 2)])])
+@pytest.mark.parametrize("namespace", ["", "open tenant"])
+def test_no_explanation_tells_of_another_namespace(layout: Any, namespace: str) -> None:
+    cache, _ = populated(layout=layout, budget_bytes=20_000)
+    for prompt in prompts():
+        fresh = cache.explain(prompt, namespace)
+        assert (fresh.matched_tokens, fresh.resumable_tokens) == (0, 0)
+        assert fresh.hints == ()
+        require_secret_free(said(fresh))
+    for prompt in prompts():
+        serve(cache, prompt, namespace)
+        require_secret_free(said(cache.explain([*prompt, 5, 6], namespace)))
+        require_secret_free(said(cache.explain([*prompt[:-1], 7], namespace)))
+
+
+def test_the_same_questions_have_the_same_explanations_beside_another_namespace_and_without() -> None:
+    beside, _ = populated(budget_bytes=1 << 30)
+    alone = PrefixCache(layout=SizedLayout(1), tokenizer=TOKENIZER, budget_bytes=1 << 30)
+    for prompt in prompts() * 2:
+        assert beside.explain(prompt, "open tenant") == alone.explain(prompt, "open tenant")
+        serve(beside, prompt, "open tenant")
+        serve(alone, prompt, "open tenant")
+
+
+def test_the_events_of_one_namespace_tell_nothing_of_another() -> None:
+    cache, told = populated(budget_bytes=20_000)
+    for prompt in prompts():
+        serve(cache, prompt, "open tenant")
+    theirs = [event for event in told if event.namespace == "open tenant"]
+    assert theirs
+    for event in theirs:
+        require_secret_free(f"{event} {said(dict(event.detail))}")
+    # An event belongs to exactly one namespace, and what is evicted for somebody's sake is told to its owner.
+    assert {event.namespace for event in told} == {"hidden tenant", "open tenant"}
+
+
+def test_no_error_tells_of_another_namespace() -> None:
+    cache, _ = populated(budget_bytes=1 << 30)
+    with cache.begin(secret_prompt(0), namespace="hidden tenant", kind=SECRET):
+        with pytest.raises(CacheBusyError) as busy:
+            cache.begin(prompts()[0], namespace="open tenant")
+        require_secret_free(f"{busy.value} {busy.value.args}")
+    with pytest.raises(ValueError, match="stored") as pinned:
+        cache.pin(secret_prompt(0), "open tenant")
+    assert "only 0 of" in str(pinned.value)
+
+
+def test_stats_are_numbers_of_the_whole_cache_and_name_no_namespace() -> None:
+    cache, _ = populated(budget_bytes=20_000)
+    stats = dataclasses.asdict(cache.stats)
+    text = [value for value in stats.values() if isinstance(value, str)]
+    assert text == ["given"]
+    assert all(isinstance(key, str) and isinstance(value, int) for key, value in stats["short_reasons"].items())
+
+
+def test_the_dump_shows_a_namespace_below_its_own_name_only() -> None:
+    cache, _ = populated(budget_bytes=1 << 30)
+    serve(cache, prompts()[0], "open tenant")
+    parts = cache.dump(TOKENIZER).split("namespace ")
+    (theirs,) = [part for part in parts if part.startswith("'open tenant'")]
+    require_secret_free(theirs)
+    assert any(SECRET[0] in part for part in parts)
+    keys = np.asarray(prompts()[0], np.int64)
+    assert cache._states.match(keys, "open tenant").offset == len(keys)
