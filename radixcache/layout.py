@@ -165,6 +165,10 @@ class Layout:
         """Whether some point layer of these caches holds state."""
         return any(adapter.is_point and not adapter.is_empty(cache) for cache, adapter in self.leaves(caches))
 
+    def is_in_use(self, leaf: int) -> bool:
+        """Whether some forward pass that was seen through wrote this leaf."""
+        return self._in_use is not None and self._in_use[leaf]
+
     def evaluate(self, caches: Sequence[Any]) -> None:
         """Evaluate every live array; raises what MLX raises when one of them cannot be."""
         mx.eval(self.arrays(caches))
@@ -288,6 +292,13 @@ class Layout:
                 assert restored, (type(cache).__name__, checkpoint.offset, target)
                 written += adapter.buffers(cache)
         _evaluate_written(written)
+
+    def empty(self, caches: Sequence[Any]) -> None:
+        """Let go of all state, in the cache objects themselves."""
+        self._empty_points(caches)
+        for cache, adapter in self.leaves(caches):
+            if not adapter.is_point and not adapter.is_empty(cache):
+                adapter.free(cache)
 
     def reserve(self, caches: Sequence[Any], capacity_tokens: int, like: Spans | None = None) -> None:
         """Set the capacity of the span buffers, one leaf at a time so that at most one is held twice."""
