@@ -465,12 +465,11 @@ class PrefixCache:
     def hold_second_state(self, live: LivePath, nbytes: int) -> bool:
         """Book the state of a cold run beside a session, in all; False: it does not fit, and nothing is booked."""
         growth = nbytes - live.second_bytes
-        if growth <= 0 or self._evictor.fixed_bytes() + growth <= self._ledger.budget_bytes:
-            live.hold_second(nbytes)
-            if growth <= 0 or self._evictor.make_room():
-                return True
-        live.hold_second(0)
-        return False
+        # Nothing is evicted for what cannot fit.
+        is_possible = growth <= 0 or self._evictor.fixed_bytes() + growth <= self._ledger.budget_bytes
+        fits = is_possible and (growth <= 0 or self._evictor.make_room(growth))
+        live.hold_second(nbytes if fits else 0)
+        return fits
 
     def quarantine(self, session: Session, length: int, start: int | None) -> int:
         """Take what begins with `length` tokens of a session's prompt out, from `start` on, and empty its live caches.
