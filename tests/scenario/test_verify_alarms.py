@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.models.cache import ConcatenateKVCache, RotatingKVCache
 
@@ -15,7 +14,7 @@ from runner.tiny import TINY_KINDS, VOCABULARY_LENGTH, tiny_model
 
 #: Requests in all, over all kinds and variants of caches.
 REQUESTS = 5_000
-FEW_REQUESTS = 300
+FEW_REQUESTS = 200
 #: What rounding comes to here; the tolerance in float32 is 1e-3.
 ROUNDING = 1e-4
 
@@ -27,7 +26,7 @@ VARIANTS: dict[str, Any] = {
 }
 NAMES = [*sorted(TINY_KINDS), *VARIANTS]
 # One of each class of cache, and of each mix of classes.
-FEW = ["llama", "gemma3_text", "llama4", "mamba", "nemotron_h", "deepseek_v41", "joined arrays", "a window"]
+FEW = ["llama", "llama4", "mamba", "nemotron_h", "deepseek_v41", "a window"]
 
 
 def subject(name: str) -> tuple[Any, dict[str, Any]]:
@@ -64,7 +63,7 @@ def traffic(name: str, count: int, seed: int) -> PrefixCache:
         marks = sorted(draw.sample(range(len(prompt)), 2))
         with cache.begin(prompt, marks=marks, reserve=draw.choice([0, 32])) as session:
             if draw.random() < 0.8:
-                session.prefill(model, step_size=draw.choice([7, 16, 64]))
+                session.prefill(model, step_size=draw.choice([16, 40, 64]))
             evaluated = session.position
             if draw.random() < 0.9:
                 session.step(model, prompt[evaluated:])
@@ -78,7 +77,7 @@ def traffic(name: str, count: int, seed: int) -> PrefixCache:
             cache.reclaim(draw.choice([0, held_bytes]))
         elif draw.random() < 0.1:
             caches, remaining = cache.fetch(prompt)
-            model(np_to_mx(remaining), cache=caches)
+            model(mx.array(remaining)[None], cache=caches)
             cache.insert(prompt, caches)
     cache.check()
     return cache
@@ -90,16 +89,11 @@ def following(draw: random.Random, stored: list[list[int]]) -> list[int]:
         return tokens(draw, draw.randint(4, 60))
     base = draw.choice(stored[-6:])
     at = len(base) if draw.random() < 0.6 else draw.randint(0, len(base))
-    return [*base[: min(at, 160)], *tokens(draw, draw.randint(2, 24))]
+    return [*base[: min(at, 90)], *tokens(draw, draw.randint(2, 24))]
 
 
 def tokens(draw: random.Random, length: int) -> list[int]:
     return [draw.randrange(VOCABULARY_LENGTH) for _ in range(length)]
-
-
-def np_to_mx(ids: Any) -> Any:
-
-    return mx.array(np.asarray(ids))[None]
 
 
 def hold(name: str, count: int, seed: int) -> int:
