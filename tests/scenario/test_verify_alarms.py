@@ -62,7 +62,7 @@ def traffic(name: str, count: int, seed: int) -> PrefixCache:
         prompt = following(draw, stored)
         marks = sorted(draw.sample(range(len(prompt)), 2))
         with cache.begin(prompt, marks=marks, reserve=draw.choice([0, 32])) as session:
-            if draw.random() < 0.8:
+            if not stored or draw.random() < 0.8:
                 session.prefill(model, step_size=draw.choice([16, 40, 64]))
             evaluated = session.position
             if draw.random() < 0.9:
@@ -75,7 +75,7 @@ def traffic(name: str, count: int, seed: int) -> PrefixCache:
         stored.append(prompt[:evaluated])
         if draw.random() < 0.03:
             cache.reclaim(draw.choice([0, held_bytes]))
-        elif draw.random() < 0.1:
+        elif draw.random() < 0.1 and len(prompt) > 8:
             caches, remaining = cache.fetch(prompt)
             model(mx.array(remaining)[None], cache=caches)
             cache.insert(prompt, caches)
@@ -86,7 +86,7 @@ def traffic(name: str, count: int, seed: int) -> PrefixCache:
 def following(draw: random.Random, stored: list[list[int]]) -> list[int]:
     """A new prompt, or one that goes on from a recent one, from its end or from inside."""
     if not stored or draw.random() < 0.15:
-        return tokens(draw, draw.randint(4, 60))
+        return tokens(draw, draw.randint(10, 60))
     base = draw.choice(stored[-6:])
     at = len(base) if draw.random() < 0.6 else draw.randint(0, len(base))
     return [*base[: min(at, 90)], *tokens(draw, draw.randint(2, 24))]
