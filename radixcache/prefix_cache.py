@@ -118,6 +118,8 @@ class PrefixCache:
             raise ValueError(f"kv_bits is {kv_bits!r}; wanted None, 2, 3, 4, 5, 6 or 8.")
         chosen_policy = make_policy(policy)
         _require_share("verify", verify)
+        if isinstance(verify_seed, bool) or not isinstance(verify_seed, int):
+            raise ValueError(f"verify_seed is {verify_seed!r}; wanted a whole number.")
         if verify and layout is not None:
             raise ValueError("verify needs the state of a model; a layout that holds sizes has none.")
         self.budget_source = "given"

@@ -195,7 +195,6 @@ class Session:
         start = self._position
         logits = self._forward_with_room(model, array, count)
         if self._check is not None and not self._check.agrees(self, logits, start):
-            self._owed = start
             self._evaluate_prompt(model, start, self._step_size)
             logits = self._forward_with_room(model, array, count)
         if self._position > self.known_tokens:
@@ -262,10 +261,11 @@ class Session:
         """An exception came while no forward pass was changing the live caches."""
         self._handled = error
 
-    def start_over(self, length: int, start: int | None) -> int:
+    def start_over(self, position: int, length: int, start: int | None) -> int:
         """Quarantine what begins with the prompt's first `length` tokens, and stand at 0 with empty caches.
 
         Args:
+            position: where the next tokens given to step() belong; what is before them is evaluated first.
             start: the offset from which on it is quarantined; None: where the node begins on which they end.
 
         Returns:
@@ -277,7 +277,7 @@ class Session:
             self.reason = None
             self.remaining = self.prompt.copy()
             self.caches = list(self.live.caches)
-            self._owed = min(self._position, len(self.prompt) - 1)
+            self._owed = position
             self._position, self._span_capacity, self._recheck_at = 0, 0, -1
             self._blind = BlindLeaves(self._layout, self.caches)
         return start

@@ -11,7 +11,8 @@ class CacheStats:
 
     Attributes:
         requests: begin() and fetch() calls.
-        hit_tokens, miss_tokens: prompt tokens that were restored, and that were left to prefill.
+        hit_tokens, miss_tokens: prompt tokens that were restored, and that were left to prefill. Hits that turned out
+            wrong when they were verified stay hits.
         short_reasons: how often a request resumed short of its match, by reason.
         evictions, evicted_bytes: entries given up under pressure, and what that freed.
         copied_bytes: spans copied: paged in, paged out, and cut or joined at a split or merge.

@@ -116,14 +116,17 @@ class Verifier:
         """Take note of a comparison."""
         self.largest_error = max((self.largest_error, *(d.error for d in differences)))
 
-    def report(self, mismatch: Mismatch) -> None:
-        """Keep a mismatch, and warn of the first."""
+    def keep(self, mismatch: Mismatch) -> None:
+        """Count a mismatch, and keep it for who asks."""
         self.mismatch_count += 1
         self.mismatches.append(mismatch)
+
+    def warn(self, mismatch: Mismatch) -> None:
+        """Warn of the first mismatch; the others are counted."""
         if not self._has_warned:
             self._has_warned = True
             text = f"{mismatch}. The request is served cold and the path is quarantined; see PrefixCache.mismatches."
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 class Check:
@@ -164,7 +167,7 @@ class Check:
             self._layout.release()
         wrong = [each for each in differences if each.error > self._tolerance]
         if wrong:
-            self._condemn(session, wrong)
+            self._condemn(session, wrong, session.cached_tokens)
 
     def agrees(self, session: Session, logits: mx.array, start: int) -> bool:
         """Whether logits (1, T, V) of the tokens from `start` on are those of the cold run at the prompt's last token.
@@ -181,7 +184,7 @@ class Check:
             self._verifier.found([difference])
         if difference.error <= self._tolerance:
             return True
-        self._condemn(session, [difference])
+        self._condemn(session, [difference], start)
         return False
 
     def close(self) -> None:
@@ -258,33 +261,40 @@ class Check:
 
     # A mismatch
 
-    def _condemn(self, session: Session, wrong: Sequence[Difference]) -> None:
-        """Quarantine what was found wrong, start the session over, and report it."""
-        worst = wrong[0]
+    def _condemn(self, session: Session, wrong: Sequence[Difference], position: int) -> None:
+        """Quarantine what was found wrong, start the session, which was to go on at `position`, over, and report it."""
         rows = [row for each in wrong if (row := each.first_wrong_row(self._tolerance)) is not None]
         row = min(rows, default=None)
         resume = session.cached_tokens
-        if worst.part is Part.LOGITS:
-            start = session.start_over(resume, 0)
-        elif row is not None and all(each.part is Part.ROWS for each in wrong):
-            start = session.start_over(row + 1, row)
-        else:
-            start = session.start_over(resume, None)
-        mismatch = Mismatch(
+        with uninterrupted(), self._verifier.lock:
+            if wrong[0].part is Part.LOGITS:
+                start = session.start_over(position, resume, 0)
+            elif row is not None and all(each.part is Part.ROWS for each in wrong):
+                start = session.start_over(position, row + 1, row)
+            else:
+                start = session.start_over(position, resume, None)
+            mismatch = self._mismatch(session, wrong, resume, row, start)
+            session.mismatch = mismatch
+            self._verifier.keep(mismatch)
+        self._verifier.warn(mismatch)
+
+    def _mismatch(
+        self, session: Session, wrong: Sequence[Difference], resume: int, row: int | None, start: int
+    ) -> Mismatch:
+        first = wrong[0]
+        return Mismatch(
             namespace=session.namespace,
             tick=session.use.tick,
             tokens=session.prompt.copy(),
             resume_offset=resume,
             step_size=self._step_size,
-            part=worst.part,
-            layer=worst.layer,
-            cache_class=worst.cache_class,
-            array=worst.array,
+            part=first.part,
+            layer=first.layer,
+            cache_class=first.cache_class,
+            array=first.array,
             row=row,
             error=max(each.error for each in wrong),
             tolerance=self._tolerance,
             quarantined_from=start,
             seed=self._verifier.seed,
         )
-        session.mismatch = mismatch
-        self._verifier.report(mismatch)

@@ -341,6 +341,10 @@ def test_what_shares_only_the_beginning_stays_and_is_resumed() -> None:
     assert cache.stats.verify_mismatches == 1
 
 
+def long_prompts(*lengths: int) -> list[list[int]]:
+    return [np.random.default_rng(n).integers(0, VOCABULARY_LENGTH, n).tolist() for n in lengths]
+
+
 # Logits alone
 
 
@@ -394,6 +398,44 @@ def test_where_only_the_logits_differ_the_whole_path_is_quarantined(kind: str, t
 
 
 # When nothing is wrong
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("fault", ["state", "logits"])
+def test_where_warnings_are_errors_the_request_can_go_on_after_it(fault: str) -> None:
+    model = Hidden(tiny_model("llama"))
+    cache = PrefixCache(model.model, verify=1.0)
+    serve(cache, model, PROMPT_A)
+    if fault == "state":
+        spoil_live(cache, 0, 20)
+    with cache.begin([*PROMPT_A, 9, 8]) as session:
+        ours = id(session.caches[0])
+        model.wrong = lambda live: fault == "logits" and id(live[0]) == ours and session.mismatch is None
+        left = session.remaining
+        with pytest.raises(RuntimeWarning, match="cold prefill"):
+            session.step(model, left)
+        cache.check()
+        logits = session.step(model, left)
+        assert not far_apart([np.array(logits[:, -1:])], cold(model.model, [*PROMPT_A, 9, 8])[:1])
+    cache.check()
+
+
+def test_a_check_leaves_no_handle_on_the_live_buffers_behind() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0)
+    (prompt,) = long_prompts(3_000)
+    with cache.begin(prompt, reserve=64) as session:
+        session.prefill(model)
+    with cache.begin(prompt, reserve=64) as session:
+        session.prefill(model)
+        mx.eval(session.step(model, prompt[-1:]))
+        gc.collect()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(session.step(model, [1]))
+        # A buffer that somebody holds is copied when it is written.
+        assert mx.get_peak_memory() - before < session.caches[0].keys.nbytes
+    assert cache.stats.verified_requests == 1
 
 
 def test_without_verify_nothing_is_evaluated_twice_and_with_it_everything_once_more() -> None:
@@ -451,10 +493,6 @@ def test_a_share_that_is_none_is_refused(share: Any) -> None:
 
 
 # When a check cannot be made
-
-
-def long_prompts(*lengths: int) -> list[list[int]]:
-    return [np.random.default_rng(n).integers(0, VOCABULARY_LENGTH, n).tolist() for n in lengths]
 
 
 @pytest.mark.parametrize(("budget_tokens", "fits"), [(1_100, False), (1_700, True)])
