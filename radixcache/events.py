@@ -60,6 +60,7 @@ class Event(NamedTuple):
         nbytes: bytes of the state it happened to; 0 where no state was moved, made or dropped.
         detail: what only some kinds have. stored, evicted: `state`, "tokens" or "checkpoint". split, merged: `at`.
             resumed: `prompt_tokens`, `matched_tokens`, `reason` (None or a ShortReason), `by` ("begin" or "fetch").
+            quarantined: `mismatch`, a Mismatch.
     """
 
     kind: EventKind

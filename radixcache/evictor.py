@@ -71,6 +71,17 @@ class Evictor:
         """Give back half of what this cache holds, as far as it is evictable."""
         self.shrink_to(self._held_bytes() // 2)
 
+    def fixed_bytes(self) -> int:
+        """Bytes that no eviction gives back: what open sessions and pins hold. O(nodes)."""
+        nbytes = self._account.second_bytes + self._states.session_checkpoint_bytes
+        nbytes += sum(path.nbytes for path in self.paths if path.is_open)
+        for node in self._states.tree.nodes():
+            state = state_of(node)
+            if state.held:
+                nbytes += 0 if state.checkpoint is None else state.checkpoint.nbytes
+                nbytes += 0 if state.spans is None or state.live else state.spans.nbytes
+        return nbytes
+
     def _evict_while(self, over: Callable[[], int]) -> None:
         self._drop_duplicates(over)
         if over():
@@ -82,13 +93,13 @@ class Evictor:
         """Take the next step towards less; False when there is none."""
         stale = self._stale_path()
         if stale is not None:
-            self._give_up(stale, over)
+            self.give_up(stale, over)
             return True
         if self.evict_one(over()):
             return True
         shared = self._sharing_path()
         if shared is not None:
-            self._give_up(shared, over)
+            self.give_up(shared, over)
             return True
         return self._cut_idle_tail(over())
 
@@ -111,7 +122,7 @@ class Evictor:
                 return path
         return None
 
-    def _give_up(self, path: LivePath, over: Callable[[], int]) -> None:
+    def give_up(self, path: LivePath, over: Callable[[], int]) -> None:
         """Empty an idle slot: page out what is nowhere else, and the policy would not evict at once."""
         nodes = path.nodes()
         leaving = path.leave(0)

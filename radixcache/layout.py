@@ -165,6 +165,10 @@ class Layout:
         """Whether some point layer of these caches holds state."""
         return any(adapter.is_point and not adapter.is_empty(cache) for cache, adapter in self.leaves(caches))
 
+    def is_in_use(self, leaf: int) -> bool:
+        """Whether some forward pass that was seen through wrote this leaf."""
+        return self._in_use is not None and self._in_use[leaf]
+
     def evaluate(self, caches: Sequence[Any]) -> None:
         """Evaluate every live array; raises what MLX raises when one of them cannot be."""
         mx.eval(self.arrays(caches))
@@ -289,6 +293,13 @@ class Layout:
                 written += adapter.buffers(cache)
         _evaluate_written(written)
 
+    def empty(self, caches: Sequence[Any]) -> None:
+        """Let go of all state, in the cache objects themselves."""
+        self._empty_points(caches)
+        for cache, adapter in self.leaves(caches):
+            if not adapter.is_point and not adapter.is_empty(cache):
+                adapter.free(cache)
+
     def reserve(self, caches: Sequence[Any], capacity_tokens: int, like: Spans | None = None) -> None:
         """Set the capacity of the span buffers, one leaf at a time so that at most one is held twice."""
         for index, (cache, adapter) in enumerate(self.leaves(caches)):
@@ -317,7 +328,7 @@ class Layout:
             batch = {b.shape[0] for b in adapter.buffers(cache) if b.ndim > 1}
             if batch - {1}:
                 raise SnapshotError(f"layer {layer} ({type(cache).__name__}) has batch {max(batch)}; wanted 1.")
-            if known is not None and adapter.shapes(cache) != known:
+            if known is not None and not _fit(adapter.shapes(cache), known):
                 raise SnapshotError(f"layer {layer} has shapes {adapter.shapes(cache)}; the tree holds {known}.")
 
     def release(self) -> None:
@@ -343,6 +354,12 @@ class Layout:
         if type(cache) is KVCache:
             return cache.to_quantized(group_size=self._kv_group_size, bits=self._kv_bits)
         return cache
+
+
+def _fit(found: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
+    """Whether shapes are equal, but for arrays that one side does not have yet."""
+    pairs = list(zip(found, known, strict=False))
+    return len(found) == len(known) and all(a == b or ("none",) in (a, b) for a, b in pairs)
 
 
 def _evaluate_written(arrays: list[mx.array]) -> None:

@@ -6,11 +6,12 @@ by purpose:
     live         buffers of the live caches, spare capacity included
     spans        snapshot arrays of span layers (paged)
     checkpoints  snapshot arrays of point layers (paged)
+    second       the state of a cold run that verifies a request, while it lasts
 
 Invariants, asserted by `check`:
 
   L1  No amount is negative.
-  L2  total_bytes is the sum over the accounts of live + spans + checkpoints.
+  L2  total_bytes is the sum over the accounts of live + spans + checkpoints + second.
 
 The ledger also owns the lock that every PrefixCache sharing it takes: a byte freed for one may come out of another.
 """
@@ -36,6 +37,7 @@ class Account:
     checkpoint_bytes: int = 0
     #: What the owner's pins keep, when they last changed; part of the above.
     pinned_bytes: int = 0
+    second_bytes: int = 0
 
     @property
     def paged_bytes(self) -> int:
@@ -43,7 +45,7 @@ class Account:
 
     @property
     def total_bytes(self) -> int:
-        return self.live_bytes + self.paged_bytes
+        return self.live_bytes + self.paged_bytes + self.second_bytes
 
     def add_spans(self, amount_bytes: int) -> None:
         """Change the bytes of span snapshots by a signed amount."""
@@ -53,6 +55,11 @@ class Account:
     def add_checkpoints(self, amount_bytes: int) -> None:
         """Change the bytes of checkpoints by a signed amount."""
         self.checkpoint_bytes += amount_bytes
+        self.ledger.changed(amount_bytes)
+
+    def add_second(self, amount_bytes: int) -> None:
+        """Change the bytes of second states by a signed amount."""
+        self.second_bytes += amount_bytes
         self.ledger.changed(amount_bytes)
 
     def add_live(self, amount_bytes: int) -> None:
@@ -113,5 +120,6 @@ class Ledger:
     def check(self) -> None:
         """Assert L1 and L2."""
         for account in self._accounts:
-            assert min(account.live_bytes, account.span_bytes, account.checkpoint_bytes) >= 0, account
+            amounts = (account.live_bytes, account.span_bytes, account.checkpoint_bytes, account.second_bytes)
+            assert min(amounts) >= 0, account
         assert self.total_bytes == sum(a.total_bytes for a in self._accounts), self.total_bytes

@@ -37,6 +37,7 @@ class LivePath:
         is_open: a session runs on it, or is about to.
         guarded: the node whose path is held for that session.
         checkpoint_bytes: checkpoints that the session holds and the tree does not have yet.
+        second_bytes: the state of the cold run that verifies the session.
         used: tick of the last request that was served here.
     """
 
@@ -50,6 +51,7 @@ class LivePath:
         self.is_open = False
         self.guarded: StateNode | None = None
         self.checkpoint_bytes = 0
+        self.second_bytes = 0
         self.used = 0
 
     @property
@@ -88,6 +90,11 @@ class LivePath:
         """Book checkpoints that the session holds and the tree does not have yet."""
         self.checkpoint_bytes += change_bytes
         self._states.hold_checkpoint(change_bytes)
+
+    def hold_second(self, nbytes: int) -> None:
+        """Book what the cold run that verifies the session holds now."""
+        self._states.account.add_second(nbytes - self.second_bytes)
+        self.second_bytes = nbytes
 
     def leave(self, keep: int) -> list[StateNode]:
         """Declare that the buffers beyond `keep` will be overwritten; returns the nodes that are to be paged out.
@@ -173,7 +180,11 @@ class LivePath:
         if self.is_open:
             return
         assert self.guarded is None, (self.slot, self.guarded)
-        assert self.checkpoint_bytes == 0, (self.slot, self.checkpoint_bytes)
+        assert (self.checkpoint_bytes, self.second_bytes) == (0, 0), (
+            self.slot,
+            self.checkpoint_bytes,
+            self.second_bytes,
+        )
         offsets = self._layout.offsets(self.caches)
         assert offsets is None or offsets == (self.offset, self.offset), (offsets, self.offset)
         held = self._layout.live_nbytes(self.caches)

@@ -14,7 +14,8 @@ Invariants, asserted by `check`, besides those of StateTree (S), Slots (P), Live
 All public methods take one lock, which caches on the same ledger share. Forward passes run outside of it. A session
 belongs to one thread at a time; sessions on different slots may run in different threads. That several threads may
 evaluate at once MLX does not promise: a server whose threads do lets them take turns, forward passes, begin and close.
-Nothing here reads a clock or draws a random number: the same requests give the same tree.
+Nothing here reads a clock, and only `verify` draws, from a generator of its own with a seed: the same requests give the
+same tree.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from radixcache.draft import both_models
 from radixcache.events import EventKind, Events, OnEvent
 from radixcache.evictor import Evictor
 from radixcache.explain import Explanation, Foresight, explain, with_text
+from radixcache.expulsion import Expulsion
 from radixcache.interrupts import uninterrupted
 from radixcache.layout import Layout
 from radixcache.ledger import Ledger
@@ -40,6 +42,7 @@ from radixcache.memory import default_budget_bytes, parameter_bytes
 from radixcache.monitor import StatsSnapshot, snapshot
 from radixcache.pager import Pager
 from radixcache.pins import NamedPin, Pins
+from radixcache.quarantine import Quarantine
 from radixcache.recorder import Recorder
 from radixcache.render import render_node
 from radixcache.resume import ResumePlan, plan_resume
@@ -51,6 +54,7 @@ from radixcache.stats import CacheStats
 from radixcache.tokens import TokenIds, edge_keys, token_ids, vocabulary_size
 from radixcache.trace import Clock, TraceWriter
 from radixcache.tree import Keys, Match, below
+from radixcache.verifier import Mismatch, Verifier
 from radixcache.view import TreeView, collect, render_view
 from radixcache.view.words import bytes_words
 
@@ -80,6 +84,11 @@ class PrefixCache:
         trim_tokens: step in which a leaf of a pure span model loses its tail.
         merges: join a node with its only child where nothing keeps them apart. Without it keys of different history
             stay apart, as policies are defined on blocks.
+        verify: share of the resumed requests, 0 to 1, that are prefilled cold beside the restored state before their
+            first forward pass, to compare every layer and the logits of the prompt's last token. Wrong state is
+            quarantined and the request served as if nothing had been stored. The second state counts against the
+            budget and others are evicted for it.
+        verify_seed: which requests are drawn.
 
     Raises:
         ValueError: an argument out of its range.
@@ -106,6 +115,8 @@ class PrefixCache:
         layout: Layout | None = None,
         trim_tokens: int | None = None,
         merges: bool = True,
+        verify: float = 0.0,
+        verify_seed: int = 0,
     ) -> None:
         if model is None and caches is None and layout is None:
             raise ValueError("PrefixCache needs a model, or caches= with a callable that returns fresh mlx-lm caches.")
@@ -118,6 +129,11 @@ class PrefixCache:
             raise ValueError(f"kv_bits is {kv_bits!r}; wanted None, 2, 3, 4, 5, 6 or 8.")
         chosen_policy = make_policy(policy)
         self._policy_name = policy if isinstance(policy, str) else type(policy).__name__
+        _require_share("verify", verify)
+        if isinstance(verify_seed, bool) or not isinstance(verify_seed, int):
+            raise ValueError(f"verify_seed is {verify_seed!r}; wanted a whole number.")
+        if verify and layout is not None:
+            raise ValueError("verify needs the state of a model; a layout that holds sizes has none.")
         self.budget_source = "given"
         if budget_bytes is None:
             budget_bytes, self.budget_source = default_budget_bytes(model)
@@ -142,6 +158,9 @@ class PrefixCache:
         self._pins = Pins(self.layout, self._states, self._evictor, self._ledger.budget_bytes)
         self._events = self._states.events = Events(on_event, self.lock)
         self._tokenizer = tokenizer
+        self._quarantine = Quarantine()
+        self._expulsion = Expulsion(self.layout, self._states, self._evictor, self._pager, self._slots, self._pins)
+        self._verifier = Verifier(self.layout, verify, verify_seed, self.lock, self._events)
         self._tick = 0
         self._clock = clock
         self._trace = _trace_writer(trace, "requests" if clock is None else "ms")
@@ -209,7 +228,7 @@ class PrefixCache:
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
         with uninterrupted(), self.lock:
             use = self._next_use()
-            match = self._states.match(prompt_keys, namespace)
+            match = self._states.match(self._allowed(prompt_keys, namespace), namespace)
             hidden = self._slots.hidden(match.node.path(), None)
             plan = plan_resume(self.layout, match, len(prompt) - 1, None, hidden)
             nodes = [node for node in plan.path if node.start < plan.resume]
@@ -239,14 +258,19 @@ class PrefixCache:
                 stand at the last token.
 
         Returns:
-            Tokens of the sequence that the tree holds afterwards.
+            Tokens of the sequence that the tree holds afterwards; none beyond where it is quarantined.
 
         Raises:
             SnapshotError: the caches do not fit; nothing was changed.
         """
         _, prompt_keys = self._checked(tokens, keys, namespace)
         with uninterrupted(), self.lock:
-            end = self._recorder.record_foreign(caches, prompt_keys, namespace, self._next_use(priority))
+            allowed = self._allowed(prompt_keys, namespace)
+            if len(allowed) < len(prompt_keys) and self.layout.has_points:
+                self.layout.compare(caches)  # point state cannot be cut back to where the quarantine begins
+                end = len(allowed)
+            else:
+                end = self._recorder.record_foreign(caches, allowed, namespace, self._next_use(priority))
             self._keep_budget()
             return self._states.match(prompt_keys[:end], namespace).offset
 
@@ -390,6 +414,19 @@ class PrefixCache:
             self.layout.release()
             return freed
 
+    # Quarantine
+
+    @property
+    def mismatches(self) -> tuple[Mismatch, ...]:
+        """The last mismatches that verification found, of all namespaces, oldest first."""
+        with self.lock:
+            return tuple(self._verifier.mismatches)
+
+    def clear_quarantine(self, namespace: str | None = None) -> None:
+        """Let quarantined prefixes of a namespace (None: of all) be stored and resumed again."""
+        with uninterrupted(), self.lock:
+            self._quarantine.clear(namespace)
+
     # Looking
 
     def explain(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> Explanation:
@@ -402,8 +439,10 @@ class PrefixCache:
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
         with self.lock:
-            seen = self._foresee(prompt_keys, namespace)
-            found = explain(prompt, prompt_keys, namespace, seen, self._states.history, self._states.cost)
+            quarantined_from = self._quarantine.offset(prompt_keys, namespace)
+            seen = self._foresee(prompt_keys[:quarantined_from], len(prompt) - 1, namespace)
+            history, cost = self._states.history, self._states.cost
+            found = explain(prompt, prompt_keys, namespace, seen, history, cost, quarantined_from)
         return found if self._tokenizer is None else with_text(found, self._tokenizer)
 
     @property
@@ -433,6 +472,12 @@ class PrefixCache:
                 peak_bytes=self._ledger.peak_bytes,
                 event_failures=self._events.failures,
                 dropped_events=self._events.dropped,
+                verified_requests=self._verifier.verified,
+                verify_skipped=self._verifier.skipped,
+                verify_mismatches=self._verifier.mismatch_count,
+                verify_largest_error=self._verifier.largest_error,
+                verify_bytes=self._account.second_bytes,
+                quarantined=len(self._quarantine),
             )
 
     def snapshot_stats(self, namespace: str | None = None) -> StatsSnapshot:
@@ -473,12 +518,15 @@ class PrefixCache:
                 assert not (bare and self.layout.has_points), node
             held = sum(path.checkpoint_bytes for path in self._slots.paths)
             assert held == self._states.session_checkpoint_bytes, (held, self._states.session_checkpoint_bytes)
+            second = sum(path.second_bytes for path in self._slots.paths)
+            assert second == self._account.second_bytes, (second, self._account.second_bytes)
             live = sum(path.nbytes for path in self._slots.paths)
             assert live == self._account.live_bytes, (live, self._account.live_bytes)
             idle = not any(path.is_open for path in self._slots.paths)
             if idle and not self._pins.nbytes and self._ledger.is_sole(self._account):
                 assert self._ledger.over_bytes() == 0, self._ledger.total_bytes
             self._pins.check()
+            self._quarantine.check()
 
     def dump(self, tokenizer: Any = None) -> str:
         """The tree as text, a line per node: span, tokens, bytes, residency, pins; with a tokenizer the edge's text."""
@@ -551,6 +599,7 @@ class PrefixCache:
             raise
         finally:
             live.hold_checkpoint(-live.checkpoint_bytes)
+            live.hold_second(0)
             session.checkpoints.clear()
             self._release(live)
             self._slots.free(live)
@@ -606,6 +655,38 @@ class PrefixCache:
         session.live.measure([cache for cache in session.caches if id(cache) not in ours])
         self._evictor.make_room()
 
+    def hold_second_state(self, live: LivePath, nbytes: int) -> bool:
+        """Book the state of a cold run beside a session, in all; False: it does not fit, and nothing is booked."""
+        growth = nbytes - live.second_bytes
+        # Nothing is evicted for what cannot fit.
+        is_possible = growth <= 0 or self._evictor.fixed_bytes() + growth <= self._ledger.budget_bytes
+        fits = is_possible and (growth <= 0 or self._evictor.make_room(growth))
+        live.hold_second(nbytes if fits else 0)
+        return fits
+
+    def quarantine(self, session: Session, length: int, start: int | None) -> int:
+        """Take what begins with `length` tokens of a session's prompt out, from `start` on, and empty its live caches.
+
+        Without a start it is where the node begins on which those tokens end. Returns the start.
+        """
+        keys, live = session.prompt_keys[:length], session.live
+        if start is None:
+            start = self._expulsion.start_of(keys, session.namespace)
+        self._quarantine.add(keys, start, session.namespace)
+        live.hold_checkpoint(-live.checkpoint_bytes)
+        session.checkpoints.clear()
+        self._expulsion.expel(live, keys, start, session.namespace)
+        self._keep_budget()
+        return start
+
+    def storable_tokens(self, session: Session) -> int:
+        """How many of the tokens that a session knows may be stored: all that are not quarantined."""
+        ids = session.known_ids()
+        if not len(self._quarantine):
+            return len(ids)
+        keys = np.concatenate([session.prompt_keys, ids[len(session.prompt) :].astype(np.int64)])
+        return self._quarantine.limit(keys, session.namespace)
+
     # Private: opening
 
     def _open(
@@ -629,20 +710,26 @@ class PrefixCache:
         self._count(plan, len(prompt))
         self._note_request(keys, namespace, plan, "begin")
         session = Session(self, live, plan, prompt, keys, namespace, use, marks, reserve)
+        session.verify_with(self._verifier.draw(session))
         self._slots.seat(live, session)
         self._evictor.make_room()
         return session
 
     def _cut_match(self, keys: Keys, namespace: str) -> Match[NodeState]:
         """The match, cut from what lies behind it: that is not this request's, neither touched nor guarded with it."""
-        match = self._states.match(keys, namespace)
+        match = self._states.match(self._allowed(keys, namespace), namespace)
         if 0 < match.offset < match.node.end:
             return Match(self._states.split(match.node, match.offset), match.offset)
         return match
 
-    def _foresee(self, keys: Keys, namespace: str) -> Foresight:
-        """What `_open` would plan for a prompt, or `fetch` while no slot is free; changes nothing."""
-        match, limit = self._states.match(keys, namespace), len(keys) - 1
+    def _foresee(self, keys: Keys, limit: int, namespace: str) -> Foresight:
+        """What `_open` would plan, or `fetch` while no slot is free; changes nothing.
+
+        Args:
+            keys: of the prompt, up to where it is quarantined.
+            limit: the most tokens that may be restored.
+        """
+        match = self._states.match(keys, namespace)
         vanished = self._slots.vanished()
         gone = sum(1 << path.slot for path in vanished)
         for node in match.node.path() if gone else []:
@@ -705,11 +792,15 @@ class PrefixCache:
 
     def _is_resumable(self, keys: Keys, namespace: str) -> bool:
         """Whether a request that goes on from these keys would resume at their end; it counts as a use if so."""
-        match = self._states.match(keys, namespace)
+        match = self._states.match(self._allowed(keys, namespace), namespace)
         plan = plan_resume(self.layout, match, len(keys), None)
         if plan.resume == len(keys):
             self._states.touch(plan.path, plan.source, self._next_use())
         return plan.resume == len(keys)
+
+    def _allowed(self, keys: Keys, namespace: str) -> Keys:
+        """The keys up to where they are quarantined."""
+        return keys[: self._quarantine.limit(keys, namespace)]
 
     def _next_use(self, priority: int = 0, turn: int | None = None, kind: str = "") -> Use:
         self._tick = max(self._tick + 1, 0 if self._clock is None else self._clock())
@@ -720,6 +811,7 @@ class PrefixCache:
         """A session vanished without closing, its finalizer interrupted: free the slot, keep what was paged."""
         self._lose(live)
         live.hold_checkpoint(-live.checkpoint_bytes)
+        live.hold_second(0)
         self._release(live)
         self._slots.free(live)
 
@@ -783,6 +875,11 @@ def _require_pin(name: Any, ttl_requests: Any) -> None:
         raise ValueError(f"name is {name!r}; wanted a str that is not empty.")
     if ttl_requests is not None:
         _require_count("ttl_requests", ttl_requests, "requests")
+
+
+def _require_share(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value!r}; wanted a share from 0 to 1.")
 
 
 def _require_count(name: str, value: Any, unit: str) -> None:

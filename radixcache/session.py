@@ -41,6 +41,7 @@ from radixcache.snapshots import Checkpoint
 from radixcache.state_tree import Use
 from radixcache.tokens import TokenIds, token_ids
 from radixcache.tree import Keys
+from radixcache.verifier import Check, Mismatch
 
 if TYPE_CHECKING:
     from radixcache.prefix_cache import PrefixCache
@@ -58,6 +59,8 @@ class Session:
         reason: why less than the match was resumed, from ShortReason; None when all of it was.
         remaining: int32 token ids that were left to evaluate at begin, never empty.
         caches: the live mlx-lm caches. Read it again after each forward pass and keep no arrays out of it.
+        mismatch: what verification found wrong with what was restored; the session then began again, at offset 0, and
+            cached_tokens and matched_tokens are 0.
         thread: the thread that began or last used the session; sessions of other threads do not read its buffers.
     """
 
@@ -85,6 +88,7 @@ class Session:
         self.live = live
         self.reserve_tokens = reserve
         self.checkpoints: list[Checkpoint] = []
+        self.mismatch: Mismatch | None = None
         self.is_closed = False
         self.is_lost = False
         self.thread = threading.current_thread()
@@ -99,6 +103,9 @@ class Session:
         self._blind = BlindLeaves(self._layout, live.caches)
         self._broke_off = False
         self._handled: BaseException | None = None
+        self._check: Check | None = None
+        self._step_size = 2048
+        self._owed = 0
 
     def __enter__(self) -> Session:
         return self
@@ -144,8 +151,15 @@ class Session:
         if step_size < 1:
             raise ValueError(f"step_size is {step_size}; wanted 1 or more tokens.")
         self._require_open()
+        self._step_size = step_size
+        self._compare_restored(model)
         self._sync()
-        last = len(self.prompt) - 1
+        self._evaluate_prompt(model, len(self.prompt) - 1, step_size, on_progress)
+
+    def _evaluate_prompt(
+        self, model: Any, last: int, step_size: int, on_progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Evaluate the prompt up to offset `last` in chunks, with checkpoints on the way."""
         stops = self._checkpoint_stops(last)
         if on_progress is not None:
             on_progress(min(self._position, last), len(self.prompt))
@@ -173,11 +187,16 @@ class Session:
             SessionClosedError: the session is closed, or its state was lost.
         """
         self._require_open()
+        self._compare_restored(model)
         self._sync()
+        if self._position < self._owed:
+            self._evaluate_prompt(model, self._owed, self._step_size)
         array, count = self._next_tokens(tokens)
-        if self._span_capacity and self._position + count >= self._span_capacity:
-            self._grow(self._position + count)
-        logits: mx.array = self._forward(model, array, count)
+        start = self._position
+        logits = self._forward_with_room(model, array, count)
+        if self._check is not None and not self._check.agrees(self, logits, start):
+            self._evaluate_prompt(model, start, self._step_size)
+            logits = self._forward_with_room(model, array, count)
         if self._position > self.known_tokens:
             fresh = self._position - self.known_tokens
             self._reported.append(array.reshape(-1)[count - fresh :])
@@ -212,6 +231,8 @@ class Session:
                 self.caches = []
                 self._blind.forget()
                 self._reported = []
+                if self._check is not None:
+                    self._check.close()
                 self._handled = None
 
     def _close_unattended(self) -> None:
@@ -220,6 +241,46 @@ class Session:
         except Exception as error:
             # Nobody waits for this; whoever runs into it called for something else.
             warnings.warn(f"a session that nobody closed could not be stored: {error}", ResourceWarning, stacklevel=1)
+
+    # What the verifier asks
+
+    def verify_with(self, check: Check | None) -> None:
+        """Have this session verified; None: not."""
+        self._check = check
+
+    def is_untouched(self) -> bool:
+        """Whether no forward pass has gone through the leaves without an offset since begin."""
+        return self._position == self.cached_tokens and self._blind.moved(self.caches) is Moved.NONE
+
+    def hold_second_state(self, nbytes: int) -> bool:
+        """Book what a cold run beside this session holds; False when it does not fit the budget."""
+        with uninterrupted(), self._cache.lock:
+            return self._cache.hold_second_state(self.live, nbytes)
+
+    def note_interrupted(self, error: BaseException) -> None:
+        """An exception came while no forward pass was changing the live caches."""
+        self._handled = error
+
+    def start_over(self, position: int, length: int, start: int | None) -> int:
+        """Quarantine what begins with the prompt's first `length` tokens, and stand at 0 with empty caches.
+
+        Args:
+            position: where the next tokens given to step() belong; what is before them is evaluated first.
+            start: the offset from which on it is quarantined; None: where the node begins on which they end.
+
+        Returns:
+            That offset.
+        """
+        with uninterrupted(), self._cache.lock:
+            start = self._cache.quarantine(self, length, start)
+            self.cached_tokens = self.matched_tokens = 0
+            self.reason = None
+            self.remaining = self.prompt.copy()
+            self.caches = list(self.live.caches)
+            self._owed = position
+            self._position, self._span_capacity, self._recheck_at = 0, 0, -1
+            self._blind = BlindLeaves(self._layout, self.caches)
+        return start
 
     # What PrefixCache asks at close
 
@@ -236,7 +297,7 @@ class Session:
                 self.is_lost = True
         if self.is_lost:
             return 0
-        known = len(self.known_ids())
+        known = self._cache.storable_tokens(self)
         target = self._evaluated(caches, known)
         if target is None:
             low = (self._layout.offsets(caches) or (known, known))[0]
@@ -283,6 +344,11 @@ class Session:
             raise SessionClosedError("the session is closed; begin() another one.")
         if self.is_lost:
             raise SessionClosedError("the session's live state was lost to a failure; close it and begin() again.")
+
+    def _compare_restored(self, model: Any) -> None:
+        """Verify what was restored, where this session was drawn for it and has not evaluated anything yet."""
+        if self._check is not None:
+            self._check.before_first_pass(self, model, self._step_size)
 
     def _sync(self) -> None:
         """Take note of forward passes that the caller's own loop ran."""
@@ -361,6 +427,11 @@ class Session:
         if self._blind:
             self._blind.note(self.caches)
         return logits
+
+    def _forward_with_room(self, model: Any, array: mx.array, count: int) -> mx.array:
+        if self._span_capacity and self._position + count >= self._span_capacity:
+            self._grow(self._position + count)
+        return self._forward(model, array, count)
 
     def _undo(self, held: list[Any], probe: bool) -> None:
         """Bring the layers back to `position` after a forward pass that raised."""

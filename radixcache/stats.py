@@ -11,7 +11,8 @@ class CacheStats:
 
     Attributes:
         requests: begin() and fetch() calls.
-        hit_tokens, miss_tokens: prompt tokens that were restored, and that were left to prefill.
+        hit_tokens, miss_tokens: prompt tokens that were restored, and that were left to prefill. Hits that turned out
+            wrong when they were verified stay hits.
         short_reasons: how often a request resumed short of its match, by reason.
         evictions, evicted_bytes: entries given up under pressure, and what that freed.
         copied_bytes: spans copied: paged in, paged out, and cut or joined at a split or merge.
@@ -24,6 +25,13 @@ class CacheStats:
         pinned_bytes: what pins keep.
         nodes, tokens: tree nodes, and distinct tokens on their edges.
         budget_bytes, budget_source: the budget and where it came from.
+        verified_requests: resumed requests whose restored state was compared with a cold prefill.
+        verify_skipped: requests that were drawn for it and not compared: the second state did not fit the budget, the
+            caller's own loop had moved on, or the tokens do not say all that the model was given. Counted at close.
+        verify_mismatches: verified requests whose state, or the logits after it, were wrong.
+        verify_largest_error: the largest error of all comparisons, relative to the largest magnitude in the same array.
+        verify_bytes: the second states of checks that are under way; counts against the budget beside live and paged.
+        quarantined: prefixes in quarantine.
         peak_bytes: the most that live and paged bytes came to, over all caches that share the budget.
         event_failures, dropped_events: calls of on_event that raised, and events of which too many waited to be told.
     """
@@ -48,5 +56,11 @@ class CacheStats:
     budget_bytes: int
     budget_source: str
     peak_bytes: int
+    verified_requests: int
+    verify_skipped: int
+    verify_mismatches: int
+    verify_largest_error: float
+    verify_bytes: int
+    quarantined: int
     event_failures: int = 0
     dropped_events: int = 0

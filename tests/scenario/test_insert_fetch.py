@@ -177,6 +177,14 @@ def test_unequal_offsets_beside_point_state_are_refused_with_the_numbers(kind: s
     assert state(cache) == before
 
 
+def test_a_prompt_too_short_for_some_arrays_says_nothing_of_their_shape() -> None:
+    model = tiny_model("deepseek_v41")
+    cache = PrefixCache(model)
+    serve(cache, model, [1])
+    assert cache.insert(PROMPT, filled(model, PROMPT)) == len(PROMPT)
+    cache.check()
+
+
 def test_a_batch_is_refused(llama: Any) -> None:
     cache = PrefixCache(llama)
     caches = make_prompt_cache(llama)

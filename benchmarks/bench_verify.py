@@ -1,0 +1,122 @@
+"""What does verification cost: a request that is checked beside one that is not, and a share of them in throughput?
+
+Conversations of several users who share a system prompt grow turn by turn; every request but the first of all resumes.
+The same requests are served by a cache that verifies nothing and by one that verifies every one of them, in turns. At a
+share p of checked requests the time per request grows by p times the difference: `adds % at SHARE`.
+
+A check is a cold prefill of the whole prompt and a comparison, so that it costs the more the less there is to do
+otherwise: long prompts, short replies. Prompt and reply here are those of a chat; `prefill only` has no reply at all.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+import runner  # noqa: F401  loads OpenBLAS before MLX
+from benchmarks.random_models import VOCABULARY, random_model
+from benchmarks.record import REPEATS, Spread, arguments, in_turns, publish, say
+from radixcache import PrefixCache
+from radixcache.session import Session
+
+SHARE = 0.01
+AIM_PERCENT = 3.0
+KINDS = ("kv", "sliding", "hybrid")
+BUDGET_BYTES = 8 << 30
+USERS = 3
+TURNS = 4
+SYSTEM_TOKENS = 300
+MESSAGE_TOKENS = 60
+REPLIES = {"chat": 64, "prefill only": 0}
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(__doc__, given)
+    repeats = 2 if options.quick else REPEATS
+    rows = []
+    for kind in KINDS:
+        model = random_model(kind, small=options.quick)
+        for name, reply_tokens in REPLIES.items():
+            say(f"{kind}, {name}")
+            rows.append(measure(f"{kind} x {len(model.layers)}", model, name, reply_tokens, repeats))
+    title = "A request that is checked beside one that is not, and what 1 % of them add"
+    publish("verify", title, rows, folder=options.results, repeats=repeats, conclusion=conclusion(rows))
+
+
+def conclusion(rows: Sequence[dict[str, Any]]) -> str:
+    """Say what the figures mean for the aim, from the figures."""
+    column = f"adds % at {SHARE:g}"
+    chat = max((row for row in rows if row["requests"] == "chat"), key=lambda row: row[column])
+    worst = max(rows, key=lambda row: row[column])
+    verdict = "under" if chat[column] < AIM_PERCENT else "NOT under"
+    return (
+        f"verify={SHARE:g} adds {chat[column]:.2f} % to a chat request at most, with {chat['model']} ({verdict} "
+        f"{AIM_PERCENT:g}); where nothing is decoded it adds {worst[column]:.2f} % ({worst['model']}). The largest "
+        f"relative error of {sum(row['checked'] for row in rows)} checks is {max(row['error'] for row in rows):.1e}."
+    )
+
+
+def measure(name: str, model: Any, requests: str, reply_tokens: int, repeats: int) -> dict[str, Any]:
+    """Serve the same conversations unchecked and checked, in turns."""
+    pairs = in_turns(lambda: serve(model, 0.0, reply_tokens), lambda: serve(model, 1.0, reply_tokens), repeats)
+    plain = [statistics.mean(ms) for (ms, _), _ in pairs]
+    checked = [statistics.mean(ms) for _, (ms, _) in pairs]
+    adds = Spread.of(SHARE * (theirs - ours) / ours * 100 for ours, theirs in zip(plain, checked, strict=True))
+    stats = [stats for _, (_, stats) in pairs]
+    return {
+        "model": name,
+        "requests": requests,
+        "prompt tokens": SYSTEM_TOKENS + MESSAGE_TOKENS * TURNS + reply_tokens * (TURNS - 1),
+        "reply tokens": reply_tokens,
+        "request ms": statistics.median(plain),
+        "checked request ms": statistics.median(checked),
+        f"adds % at {SHARE:g}": adds.median,
+        "least and most": adds.range,
+        "checked": sum(each.verified_requests for each in stats),
+        "error": max(each.verify_largest_error for each in stats),
+    }
+
+
+def serve(model: Any, share: float, reply_tokens: int) -> tuple[list[float], Any]:
+    """Wall time in ms of each resumed request of all conversations, and the cache's stats."""
+    random = np.random.default_rng(1)
+    cache = PrefixCache(model, budget_bytes=BUDGET_BYTES, verify=share)
+    system = random.integers(0, VOCABULARY, SYSTEM_TOKENS).tolist()
+    histories = [list(system) for _ in range(USERS)]
+    times = []
+    for _ in range(TURNS):
+        for history in histories:
+            history += random.integers(0, VOCABULARY, MESSAGE_TOKENS).tolist()
+            began = time.perf_counter()
+            with cache.begin(history, marks=[SYSTEM_TOKENS], reserve=reply_tokens) as session:
+                history += reply(session, model, reply_tokens)
+            if session.cached_tokens:
+                times.append((time.perf_counter() - began) * 1e3)
+    stats = cache.stats
+    assert (stats.verify_mismatches, stats.verify_skipped) == (0, 0), stats
+    assert stats.verified_requests == (len(times) if share else 0), stats
+    return times, stats
+
+
+def reply(session: Session, model: Any, count: int) -> list[int]:
+    """Prefill and decode greedily; the tokens."""
+    session.prefill(model, step_size=512)
+    token = mx.argmax(session.step(model, session.prompt[-1:])[:, -1, :], axis=-1)
+    tokens = []
+    for _ in range(count):
+        following = mx.argmax(session.step(model, token)[:, -1, :], axis=-1)
+        mx.async_eval(following)
+        tokens.append(int(token.item()))  # type: ignore[arg-type]
+        token = following
+    mx.eval(token)
+    return tokens
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
