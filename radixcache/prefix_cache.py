@@ -22,13 +22,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from policies import CostModel, Entry, EvictionPolicy, make_policy
-from radixcache.evictor import Evictor
+from radixcache.evictor import TRIM_TOKENS, Evictor
+from radixcache.grid import Tails
 from radixcache.interrupts import uninterrupted
 from radixcache.layout import Layout
 from radixcache.ledger import Ledger
@@ -38,7 +40,7 @@ from radixcache.pager import Pager
 from radixcache.pins import Pins
 from radixcache.recorder import Recorder
 from radixcache.render import render_node
-from radixcache.resume import ResumePlan, plan_resume
+from radixcache.resume import ResumePlan, ShortReason, plan_resume
 from radixcache.session import Session
 from radixcache.slots import Slots
 from radixcache.snapshots import Checkpoint
@@ -71,6 +73,9 @@ class PrefixCache:
         trim_tokens: step in which a leaf of a pure span model loses its tail.
         merges: join a node with its only child where nothing keeps them apart. Without it keys of different history
             stay apart, as policies are defined on blocks.
+        exact: resume only where a warm answer is bit for bit the cold one of the same cache: on state made by prefill
+            in whole chunks of step_size tokens from offset 0.
+        step_size: tokens per forward pass of prefill; in exact mode no other is taken.
 
     Raises:
         ValueError: an argument out of its range.
@@ -95,6 +100,8 @@ class PrefixCache:
         layout: Layout | None = None,
         trim_tokens: int | None = None,
         merges: bool = True,
+        exact: bool = False,
+        step_size: int = 2048,
     ) -> None:
         if model is None and caches is None and layout is None:
             raise ValueError("PrefixCache needs a model, or caches= with a callable that returns fresh mlx-lm caches.")
@@ -102,6 +109,7 @@ class PrefixCache:
             raise ValueError(f"caches is a {type(caches).__name__}; wanted a callable that returns mlx-lm caches.")
         _require_count("checkpoint_interval", checkpoint_interval, "tokens")
         _require_count("kv_group_size", kv_group_size, "elements")
+        _require_count("step_size", step_size, "tokens")
         _require_count("live_slots", live_slots, "slots")
         if kv_bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"kv_bits is {kv_bits!r}; wanted None, 2, 3, 4, 5, 6 or 8.")
@@ -113,6 +121,9 @@ class PrefixCache:
         if checkpoint_budget_bytes is not None:
             _require_count("checkpoint_budget_bytes", checkpoint_budget_bytes, "bytes")
         self.layout = layout or Layout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size)
+        self.exact, self.step_size = exact, step_size
+        if exact:
+            self.layout.grid_tokens = step_size
         self.lock = self._ledger.lock
         self.vocab_size = None if model is None else vocabulary_size(model)
         self.checkpoint_interval = checkpoint_interval
@@ -121,7 +132,10 @@ class PrefixCache:
         cap = checkpoint_budget_bytes if checkpoint_budget_bytes is not None else self._ledger.budget_bytes // 2
         if trim_tokens is not None:
             _require_count("trim_tokens", trim_tokens, "tokens")
+        if exact:
+            trim_tokens = -(-(trim_tokens or TRIM_TOKENS) // step_size) * step_size
         self._evictor = Evictor(self._states, cap, trim_tokens)
+        self._tails = Tails()
         self._slots = Slots(self.layout, self._states, live_slots)
         self._evictor.paths = self._slots.paths
         self._evictor.lose = self._lose
@@ -131,7 +145,7 @@ class PrefixCache:
         self._tick = 0
         self._clock = clock
         self._trace = _trace_writer(trace, "requests" if clock is None else "ms")
-        self._requests = self._hit_tokens = self._miss_tokens = 0
+        self._requests = self._hit_tokens = self._miss_tokens = self._off_grid_tokens = 0
         self._short_reasons: dict[str, int] = {}
 
     # Requests
@@ -187,7 +201,8 @@ class PrefixCache:
 
         Returns:
             (caches, remaining): caches at offset len(tokens) - len(remaining), and the int32 ids left to evaluate,
-            never empty. On a miss the caches are empty. Their bytes are the caller's, not the budget's.
+            never empty. On a miss the caches are empty. Their bytes are the caller's, not the budget's. In exact mode
+            they stand at a multiple of step_size; go on in whole chunks from there, or it is in vain.
 
         Raises:
             ValueError: tokens or keys out of their range.
@@ -198,6 +213,7 @@ class PrefixCache:
             match = self._states.match(prompt_keys, namespace)
             hidden = self._slots.hidden(match.node.path(), None)
             plan = plan_resume(self.layout, match, len(prompt) - 1, None, hidden)
+            plan = self._with_tail(plan, match, prompt_keys)
             nodes = [node for node in plan.path if node.start < plan.resume]
             if not match.node.is_root:
                 self._states.guard(match.node, 1)
@@ -228,7 +244,13 @@ class PrefixCache:
 
         Raises:
             SnapshotError: the caches do not fit; nothing was changed.
+            ValueError: the cache is exact.
         """
+        if self.exact:
+            raise ValueError(
+                f"insert() into an exact cache: nobody knows whether these caches were prefilled in whole chunks of "
+                f"{self.step_size} tokens from offset 0. Use begin() and session.prefill(), or exact=False."
+            )
         _, prompt_keys = self._checked(tokens, keys, namespace)
         with uninterrupted(), self.lock:
             end = self._recorder.record_foreign(caches, prompt_keys, namespace, self._next_use(priority))
@@ -289,6 +311,7 @@ class PrefixCache:
                 requests=self._requests,
                 hit_tokens=self._hit_tokens,
                 miss_tokens=self._miss_tokens,
+                off_grid_tokens=self._off_grid_tokens,
                 short_reasons=dict(self._short_reasons),
                 evictions=self._evictor.evictions,
                 evicted_bytes=self._evictor.evicted_bytes,
@@ -320,6 +343,7 @@ class PrefixCache:
                 assert state.live or state.spans is not None, node
                 bare = node.is_leaf and state.checkpoint is None and not state.live and not state.held
                 assert not (bare and self.layout.has_points), node
+                assert state.checkpoint is None or node.end % self.layout.grid_tokens == 0, node
             held = sum(path.checkpoint_bytes for path in self._slots.paths)
             assert held == self._states.session_checkpoint_bytes, (held, self._states.session_checkpoint_bytes)
             live = sum(path.nbytes for path in self._slots.paths)
@@ -343,6 +367,7 @@ class PrefixCache:
         """Drop everything that no open session stands on, pins included."""
         with uninterrupted(), self.lock:
             self._pins.clear()
+            self._tails.clear()
             self._evictor.shrink_to(0)
             self.layout.release()
 
@@ -426,11 +451,15 @@ class PrefixCache:
         path = match.node.path()
         live = self._slots.choose(path, len(prompt) - 1)
         plan = plan_resume(self.layout, match, len(prompt) - 1, live, self._slots.hidden(path, live))
+        plan = self._with_tail(plan, match, keys)
         live.hold(match.node if path else None)
         live.is_open, live.used = True, use.tick
         try:
             self._pager.keep_point_state(live, use)
             self._pager.move(live, plan, len(prompt) + reserve, len(prompt))
+            if self.exact:
+                # Where the session comes back to if it makes no whole chunk.
+                self._pager.keep_point_state(live, use)
         except BaseException:
             self._lose(live)
             self._release(live)
@@ -453,6 +482,15 @@ class PrefixCache:
     def _resumed_from(self, plan: ResumePlan, live: LivePath) -> StateNode | None:
         return plan.source if plan.source is not None else live.tip
 
+    def _with_tail(self, plan: ResumePlan, match: Match[NodeState], keys: Keys) -> ResumePlan:
+        """The plan, counting as matched what an earlier request had evaluated off the grid behind the match."""
+        tail = self._tails.matched(match, keys) if self.exact else 0
+        if not tail:
+            return plan
+        off_grid = plan.off_grid + min(tail, len(keys) - 1 - match.offset)
+        reason = plan.reason or (ShortReason.OFF_GRID if off_grid else ShortReason.LAST_TOKEN)
+        return replace(plan, matched=match.offset + tail, reason=reason, off_grid=off_grid)
+
     # Private: closing
 
     def _commit(self, session: Session, end: int) -> None:
@@ -461,8 +499,11 @@ class PrefixCache:
         if end < live.offset:
             self._pager.retreat(live, end)
         ids = session.known_ids()
-        keys = np.concatenate([session.prompt_keys, ids[len(session.prompt) :].astype(np.int64)])[:end]
-        self._recorder.record_live(live, keys, session.namespace, session.checkpoints, session.use)
+        keys = np.concatenate([session.prompt_keys, ids[len(session.prompt) :].astype(np.int64)])
+        self._recorder.record_live(live, keys[:end], session.namespace, session.checkpoints, session.use)
+        if self.exact:
+            tip = live.tip if live.tip is not None else self._states.tree.root(session.namespace)
+            self._tails.add(tip, keys[end : session.evaluated_tokens])
 
     def _release(self, live: LivePath) -> None:
         """Let go of the path that a session was begun on, and join what was cut for it in vain."""
@@ -508,6 +549,7 @@ class PrefixCache:
         self._requests += 1
         self._hit_tokens += plan.resume
         self._miss_tokens += length - plan.resume
+        self._off_grid_tokens += plan.off_grid
         if plan.reason is not None:
             self._short_reasons[plan.reason] = self._short_reasons.get(plan.reason, 0) + 1
 
