@@ -352,7 +352,11 @@ class Session:
             self._grow(start + len(chunk))
         self._forward(model, mx.array(chunk)[None], len(chunk), held)
         try:
-            self._layout.own(self.caches)
+            if len(chunk) == 1 < self._cache.step_size and self._cache.exact:
+                # A ring that goes round stays as it is: mlx-lm goes on from there too, and adds up in that order.
+                self._layout.evaluate(self.caches)
+            else:
+                self._layout.own(self.caches)
         except Exception as error:
             self.is_lost = True
             self._handled = error
