@@ -30,7 +30,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from policies import CostModel, Entry, EvictionPolicy, make_policy
 from radixcache.evictor import TRIM_TOKENS, Evictor
-from radixcache.grid import Tails
+from radixcache.grid import Tails, floor
 from radixcache.interrupts import uninterrupted
 from radixcache.layout import Layout
 from radixcache.ledger import Ledger
@@ -262,10 +262,12 @@ class PrefixCache:
     def pin(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> int:
         """Keep a stored prefix whatever the pressure, until unpin(); pins count. Returns the bytes all pins keep.
 
+        In exact mode as much of it as a prefill of these tokens stores: whole chunks in front of the last token.
+
         Raises:
             ValueError: the prefix is not stored whole, or the pins would not fit the budget.
         """
-        _, prompt_keys = self._checked(tokens, keys, namespace)
+        prompt_keys = self._pinned_keys(self._checked(tokens, keys, namespace)[1])
         with uninterrupted(), self.lock:
             self._pins.add(prompt_keys, namespace)
             self._keep_budget()
@@ -277,7 +279,7 @@ class PrefixCache:
         Raises:
             ValueError: they are not pinned.
         """
-        _, prompt_keys = self._checked(tokens, keys, namespace)
+        prompt_keys = self._pinned_keys(self._checked(tokens, keys, namespace)[1])
         with uninterrupted(), self.lock:
             self._pins.remove(prompt_keys, namespace)
             self._keep_budget()
@@ -533,6 +535,14 @@ class PrefixCache:
         if not isinstance(namespace, str):
             raise ValueError(f"namespace is a {type(namespace).__name__}; wanted a str.")
         return ids, ids.astype(np.int64) if keys is None else edge_keys(keys, len(ids))
+
+    def _pinned_keys(self, keys: Keys) -> Keys:
+        if not self.exact:
+            return keys
+        end = floor(len(keys) - 1, self.step_size)
+        if end == 0:
+            raise ValueError(f"{len(keys)} tokens: no whole chunk of {self.step_size} in front of the last of them.")
+        return keys[:end]
 
     def _next_use(self, priority: int = 0, turn: int | None = None, kind: str = "") -> Use:
         self._tick = max(self._tick + 1, 0 if self._clock is None else self._clock())

@@ -155,7 +155,7 @@ def test_cold_answers_are_those_of_mlx_lm_to_the_bit(kind: str) -> None:
 
 
 def test_without_exact_warm_answers_differ_in_their_last_bits() -> None:
-    model: Any = tiny_model("llama")
+    model: Any = tiny_model("falcon_h1")
     cold = cold_answers(model, lambda: PrefixCache(model, step_size=STEP))
     assert other_answers(PrefixCache(model, step_size=STEP), model, cold)
 
