@@ -185,7 +185,7 @@ def explain(
     evicted = history.evicted_tokens(keys, namespace, plan.matched) if plan.matched < length else []
     gaps = [
         *_stored_gaps(foresight, checkpoint, length),
-        *_missing_gaps(foresight.match, tokens, keys, evicted, quarantined_from),
+        *_missing_gaps(foresight.match, plan.matched, tokens, keys, evicted, quarantined_from),
     ]
     hints = tuple(
         Hint(
@@ -243,19 +243,27 @@ def _stored_gaps(foresight: Foresight, lost: Part | None, length: int) -> Iterat
     if lost is not None and start < lost.end <= end:
         yield replace(_gap(start, lost.end, Reason.EVICTED), tick=lost.tick, checkpoint=lost.end)
         start = lost.end
-    if start < end:
+    grid_end = max(start, end - readable.off_grid)
+    if start < grid_end:
         assert readable.reason is not None, (readable.resume, readable.matched)
         reason = Reason(readable.reason.value)
-        yield _gap(start, end, Reason.NO_CHECKPOINT if reason == Reason.LAST_TOKEN else reason)
+        yield _gap(start, grid_end, Reason.LIVE_ELSEWHERE if reason == Reason.LIVE_ELSEWHERE else Reason.NO_CHECKPOINT)
+    if grid_end < end:
+        yield _gap(grid_end, end, Reason.OFF_GRID)
     if plan.matched == length:
         yield _gap(length - 1, length, Reason.LAST_TOKEN)
 
 
 def _missing_gaps(
-    match: Match[Any], tokens: TokenIds, keys: Keys, evicted: Sequence[Part], quarantined_from: int | None
+    match: Match[Any],
+    matched: int,
+    tokens: TokenIds,
+    keys: Keys,
+    evicted: Sequence[Part],
+    quarantined_from: int | None,
 ) -> Iterator[Gap]:
-    """What the tree does not hold: [matched, length)."""
-    start, length = match.offset, len(keys)
+    """What the tree does not hold: [matched, length), where in exact mode a match may go on behind the tree's."""
+    start, length = matched, len(keys)
     end = length if quarantined_from is None else max(start, min(length, quarantined_from))
     for part in evicted:
         if start < end:

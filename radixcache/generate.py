@@ -142,7 +142,7 @@ def _respond(
 def _tokens(
     model: Any, draft_model: Any, session: Session, stream: Any, max_tokens: int, kwargs: dict[str, Any]
 ) -> Any:
-    step_size = kwargs.pop("prefill_step_size", 2048)
+    step_size = kwargs.pop("prefill_step_size", None)
     progress: Callable[[int, int], None] | None = kwargs.pop("prompt_progress_callback", None)
     draft_count = kwargs.pop("num_draft_tokens", 2)
     if draft_model is None:
@@ -155,7 +155,7 @@ def _plain(
     session: Session,
     stream: Any,
     max_tokens: int,
-    step_size: int,
+    step_size: int | None,
     progress: Callable[[int, int], None] | None,
     sampler: Callable[[mx.array], mx.array] | None = None,
     logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None,
@@ -201,7 +201,7 @@ def _speculative(
     session: Session,
     stream: Any,
     max_tokens: int,
-    step_size: int,
+    step_size: int | None,
     progress: Callable[[int, int], None] | None,
     draft_count: int,
     kwargs: dict[str, Any],

@@ -39,6 +39,9 @@ class Layout:
         UnsupportedCacheError: a cache class has no adapter.
     """
 
+    #: State is resumed at multiples of this many tokens only: 1, or in exact mode the chunk of prefill.
+    grid_tokens = 1
+
     def __init__(self, factory: Callable[[], Sequence[Any]], kv_bits: int | None, kv_group_size: int) -> None:
         self._factory = factory
         self._kv_bits = kv_bits

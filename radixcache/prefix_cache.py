@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from policies import CostModel, Entry, EvictionPolicy, make_policy
 from radixcache.draft import both_models
 from radixcache.events import EventKind, Events, OnEvent
-from radixcache.evictor import Evictor
+from radixcache.evictor import TRIM_TOKENS, Evictor
 from radixcache.explain import Explanation, Foresight, explain, with_text
 from radixcache.expulsion import Expulsion
+from radixcache.grid import Tails, floor
 from radixcache.interrupts import uninterrupted
 from radixcache.layout import Layout
 from radixcache.ledger import Ledger
@@ -45,7 +47,7 @@ from radixcache.pins import NamedPin, Pins
 from radixcache.quarantine import Quarantine
 from radixcache.recorder import Recorder
 from radixcache.render import render_node
-from radixcache.resume import ResumePlan, plan_resume
+from radixcache.resume import ResumePlan, ShortReason, plan_resume
 from radixcache.session import Session
 from radixcache.slots import Slots
 from radixcache.snapshots import Checkpoint
@@ -89,6 +91,9 @@ class PrefixCache:
             quarantined and the request served as if nothing had been stored. The second state counts against the
             budget and others are evicted for it.
         verify_seed: which requests are drawn.
+        exact: resume only where a warm answer is bit for bit the cold one of the same cache: on state made by prefill
+            in whole chunks of step_size tokens from offset 0.
+        step_size: tokens per forward pass of prefill; in exact mode no other is taken.
 
     Raises:
         ValueError: an argument out of its range.
@@ -117,6 +122,8 @@ class PrefixCache:
         merges: bool = True,
         verify: float = 0.0,
         verify_seed: int = 0,
+        exact: bool = False,
+        step_size: int = 2048,
     ) -> None:
         if model is None and caches is None and layout is None:
             raise ValueError("PrefixCache needs a model, or caches= with a callable that returns fresh mlx-lm caches.")
@@ -124,6 +131,7 @@ class PrefixCache:
             raise ValueError(f"caches is a {type(caches).__name__}; wanted a callable that returns mlx-lm caches.")
         _require_count("checkpoint_interval", checkpoint_interval, "tokens")
         _require_count("kv_group_size", kv_group_size, "elements")
+        _require_count("step_size", step_size, "tokens")
         _require_count("live_slots", live_slots, "slots")
         if kv_bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"kv_bits is {kv_bits!r}; wanted None, 2, 3, 4, 5, 6 or 8.")
@@ -141,6 +149,9 @@ class PrefixCache:
         if checkpoint_budget_bytes is not None:
             _require_count("checkpoint_budget_bytes", checkpoint_budget_bytes, "bytes")
         self.layout = layout or Layout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size)
+        self.exact, self.step_size = exact, step_size
+        if exact:
+            self.layout.grid_tokens = step_size
         self.lock = self._ledger.lock
         self.vocab_size = None if model is None else vocabulary_size(model)
         self.checkpoint_interval = checkpoint_interval
@@ -149,7 +160,10 @@ class PrefixCache:
         cap = checkpoint_budget_bytes if checkpoint_budget_bytes is not None else self._ledger.budget_bytes // 2
         if trim_tokens is not None:
             _require_count("trim_tokens", trim_tokens, "tokens")
+        if exact:
+            trim_tokens = -(-(trim_tokens or TRIM_TOKENS) // step_size) * step_size
         self._evictor = Evictor(self._states, cap, trim_tokens)
+        self._tails = Tails()
         self._slots = Slots(self.layout, self._states, live_slots)
         self._evictor.paths = self._slots.paths
         self._evictor.lose = self._lose
@@ -164,7 +178,7 @@ class PrefixCache:
         self._tick = 0
         self._clock = clock
         self._trace = _trace_writer(trace, "requests" if clock is None else "ms")
-        self._requests = self._hit_tokens = self._miss_tokens = 0
+        self._requests = self._hit_tokens = self._miss_tokens = self._off_grid_tokens = 0
         self._short_reasons: dict[str, int] = {}
 
     # Requests
@@ -220,7 +234,8 @@ class PrefixCache:
 
         Returns:
             (caches, remaining): caches at offset len(tokens) - len(remaining), and the int32 ids left to evaluate,
-            never empty. On a miss the caches are empty. Their bytes are the caller's, not the budget's.
+            never empty. On a miss the caches are empty. Their bytes are the caller's, not the budget's. In exact mode
+            they stand at a multiple of step_size; go on in whole chunks from there, or it is in vain.
 
         Raises:
             ValueError: tokens or keys out of their range.
@@ -228,9 +243,11 @@ class PrefixCache:
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
         with uninterrupted(), self.lock:
             use = self._next_use()
-            match = self._states.match(self._allowed(prompt_keys, namespace), namespace)
+            allowed = self._allowed(prompt_keys, namespace)
+            match = self._states.match(allowed, namespace)
             hidden = self._slots.hidden(match.node.path(), None)
             plan = plan_resume(self.layout, match, len(prompt) - 1, None, hidden)
+            plan = self._with_tail(plan, match, allowed, len(prompt) - 1)
             nodes = [node for node in plan.path if node.start < plan.resume]
             if not match.node.is_root:
                 self._states.guard(match.node, 1)
@@ -262,7 +279,13 @@ class PrefixCache:
 
         Raises:
             SnapshotError: the caches do not fit; nothing was changed.
+            ValueError: the cache is exact.
         """
+        if self.exact:
+            raise ValueError(
+                f"insert() into an exact cache: nobody knows whether these caches were prefilled in whole chunks of "
+                f"{self.step_size} tokens from offset 0. Use begin() and session.prefill(), or exact=False."
+            )
         _, prompt_keys = self._checked(tokens, keys, namespace)
         with uninterrupted(), self.lock:
             allowed = self._allowed(prompt_keys, namespace)
@@ -294,12 +317,14 @@ class PrefixCache:
                 once they are stored beside the old ones.
             ttl_requests: the pin ends with so many more begin() and fetch() calls; None: it stays.
 
+        In exact mode as much of it as a prefill of these tokens stores: whole chunks in front of the last token.
+
         Raises:
             ValueError: the prefix is not stored whole, or the pins, those of other caches on the ledger among them,
                 would not fit the budget. What was pinned before stays, a pin of the same name too.
         """
-        _, prompt_keys = self._checked(tokens, keys, namespace)
         _require_pin(name, ttl_requests)
+        prompt_keys = self._pinned_keys(self._checked(tokens, keys, namespace)[1])
         with uninterrupted(), self.lock:
             self._pins.add(prompt_keys, namespace, name, ttl_requests)
             self._keep_budget()
@@ -313,7 +338,7 @@ class PrefixCache:
         """
         if (tokens is None) == (name is None):
             raise ValueError("unpin() takes tokens or name=; wanted exactly one of them.")
-        prompt_keys = None if name is not None else self._checked(tokens, keys, namespace)[1]
+        prompt_keys = None if name is not None else self._pinned_keys(self._checked(tokens, keys, namespace)[1])
         with uninterrupted(), self.lock:
             if prompt_keys is not None:
                 self._pins.remove(prompt_keys, namespace)
@@ -336,12 +361,14 @@ class PrefixCache:
         ttl_requests: int | None = None,
         marks: Sequence[int] = (),
         keys: Any = None,
-        step_size: int = 2048,
+        step_size: int | None = None,
         priority: int = 0,
         draft_model: Any = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> int:
         """Prefill a prefix ahead of use: a prompt that goes on from it will resume at its end, whatever the layers.
+
+        In exact mode that is the end of its last whole chunk.
 
         With `name` or `ttl_requests` it is pinned as well, as pin() does. What is there already is not computed again
         and takes no live slot; else this is a request like any other, in stats and traces too.
@@ -365,10 +392,11 @@ class PrefixCache:
         for mark in marks:
             if not 0 <= mark <= length:
                 raise ValueError(f"mark {mark} is outside the prefix of {length} tokens.")
+        pinned_keys = self._pinned_keys(prompt_keys)
         with uninterrupted(), self.lock:
             if self._is_resumable(prompt_keys, namespace):
                 if pinned:
-                    self._pins.add(prompt_keys, namespace, name, ttl_requests)
+                    self._pins.add(pinned_keys, namespace, name, ttl_requests)
                 return 0
         # With any token behind it the prefix is prefilled to its very end, as the request it is meant for will need it.
         asked, asked_keys = np.append(prompt, prompt[-1]), np.append(prompt_keys, prompt_keys[-1])
@@ -382,8 +410,8 @@ class PrefixCache:
                     session.checkpoints.remove(checkpoint)  # nothing rewrites the end of this prompt
                     session.live.hold_checkpoint(-checkpoint.nbytes)
                 if pinned:
-                    point_bytes = sum(c.nbytes for c in session.checkpoints if c.offset == length)
-                    self._pins.require_room(prompt_keys, namespace, name, point_bytes)
+                    point_bytes = sum(c.nbytes for c in session.checkpoints if c.offset == len(pinned_keys))
+                    self._pins.require_room(pinned_keys, namespace, name, point_bytes)
                 session.close()
                 if not self._is_resumable(prompt_keys, namespace):
                     stored = self._states.match(prompt_keys, namespace).offset
@@ -392,7 +420,7 @@ class PrefixCache:
                         f" the budget of {self._ledger.budget_bytes} bytes."
                     )
                 if pinned:
-                    self._pins.add(prompt_keys, namespace, name, ttl_requests)
+                    self._pins.add(pinned_keys, namespace, name, ttl_requests)
         return length - session.cached_tokens
 
     def make_room(self, nbytes: int) -> bool:
@@ -453,6 +481,7 @@ class PrefixCache:
                 requests=self._requests,
                 hit_tokens=self._hit_tokens,
                 miss_tokens=self._miss_tokens,
+                off_grid_tokens=self._off_grid_tokens,
                 short_reasons=dict(self._short_reasons),
                 evictions=self._evictor.evictions,
                 evicted_bytes=self._evictor.evicted_bytes,
@@ -516,6 +545,7 @@ class PrefixCache:
                 assert state.live or state.spans is not None, node
                 bare = node.is_leaf and state.checkpoint is None and not state.live and not state.held
                 assert not (bare and self.layout.has_points), node
+                assert state.checkpoint is None or node.end % self.layout.grid_tokens == 0, node
             held = sum(path.checkpoint_bytes for path in self._slots.paths)
             assert held == self._states.session_checkpoint_bytes, (held, self._states.session_checkpoint_bytes)
             second = sum(path.second_bytes for path in self._slots.paths)
@@ -580,6 +610,7 @@ class PrefixCache:
         """Drop everything that no open session stands on, pins included."""
         with uninterrupted(), self.lock:
             self._pins.clear()
+            self._tails.clear()
             self._evictor.shrink_to(0)
             self.layout.release()
 
@@ -692,15 +723,20 @@ class PrefixCache:
     def _open(
         self, prompt: TokenIds, keys: Keys, namespace: str, use: Use, marks: Sequence[int], reserve: int
     ) -> Session:
-        match = self._pager.allocating(lambda: self._cut_match(keys, namespace))
+        allowed = self._allowed(keys, namespace)
+        match = self._pager.allocating(lambda: self._cut_match(allowed, namespace))
         path = match.node.path()
         live = self._slots.choose(path, len(prompt) - 1)
         plan = plan_resume(self.layout, match, len(prompt) - 1, live, self._slots.hidden(path, live))
+        plan = self._with_tail(plan, match, allowed, len(prompt) - 1)
         live.hold(match.node if path else None)
         live.is_open, live.used = True, use.tick
         try:
             self._pager.keep_point_state(live, use)
             self._pager.move(live, plan, len(prompt) + reserve, len(prompt))
+            if self.exact:
+                # Where the session comes back to if it makes no whole chunk.
+                self._pager.keep_point_state(live, use)
         except BaseException:
             self._lose(live)
             self._release(live)
@@ -717,7 +753,7 @@ class PrefixCache:
 
     def _cut_match(self, keys: Keys, namespace: str) -> Match[NodeState]:
         """The match, cut from what lies behind it: that is not this request's, neither touched nor guarded with it."""
-        match = self._states.match(self._allowed(keys, namespace), namespace)
+        match = self._states.match(keys, namespace)
         if 0 < match.offset < match.node.end:
             return Match(self._states.split(match.node, match.offset), match.offset)
         return match
@@ -745,10 +781,20 @@ class PrefixCache:
         plan = readable = plan_resume(self.layout, match, limit, live, hidden)
         if hidden is not None:
             readable = plan_resume(self.layout, match, limit, live)
+        plan, readable = (self._with_tail(each, match, keys, limit) for each in (plan, readable))
         return Foresight(match, plan, readable)
 
     def _resumed_from(self, plan: ResumePlan, live: LivePath) -> StateNode | None:
         return plan.source if plan.source is not None else live.tip
+
+    def _with_tail(self, plan: ResumePlan, match: Match[NodeState], keys: Keys, limit: int) -> ResumePlan:
+        """The plan, counting as matched what an earlier request had evaluated off the grid behind the match."""
+        tail = self._tails.matched(match, keys) if self.exact else 0
+        if not tail:
+            return plan
+        off_grid = plan.off_grid + min(tail, limit - match.offset)
+        reason = plan.reason or (ShortReason.OFF_GRID if off_grid else ShortReason.LAST_TOKEN)
+        return replace(plan, matched=match.offset + tail, reason=reason, off_grid=off_grid)
 
     # Private: closing
 
@@ -758,8 +804,11 @@ class PrefixCache:
         if end < live.offset:
             self._pager.retreat(live, end)
         ids = session.known_ids()
-        keys = np.concatenate([session.prompt_keys, ids[len(session.prompt) :].astype(np.int64)])[:end]
-        self._recorder.record_live(live, keys, session.namespace, session.checkpoints, session.use)
+        keys = np.concatenate([session.prompt_keys, ids[len(session.prompt) :].astype(np.int64)])
+        self._recorder.record_live(live, keys[:end], session.namespace, session.checkpoints, session.use)
+        if self.exact:
+            tip = live.tip if live.tip is not None else self._states.tree.root(session.namespace)
+            self._tails.add(tip, keys[end : session.evaluated_tokens])
 
     def _release(self, live: LivePath) -> None:
         """Let go of the path that a session was begun on, and join what was cut for it in vain."""
@@ -791,16 +840,28 @@ class PrefixCache:
         return ids, ids.astype(np.int64) if keys is None else edge_keys(keys, len(ids))
 
     def _is_resumable(self, keys: Keys, namespace: str) -> bool:
-        """Whether a request that goes on from these keys would resume at their end; it counts as a use if so."""
+        """Whether a request that goes on from these keys would resume at their end; it counts as a use if so.
+
+        In exact mode their end is that of their last whole chunk.
+        """
         match = self._states.match(self._allowed(keys, namespace), namespace)
         plan = plan_resume(self.layout, match, len(keys), None)
-        if plan.resume == len(keys):
-            self._states.touch(plan.path, plan.source, self._next_use())
-        return plan.resume == len(keys)
+        if plan.resume < floor(len(keys), self.layout.grid_tokens):
+            return False
+        self._states.touch(plan.path, plan.source, self._next_use())
+        return True
 
     def _allowed(self, keys: Keys, namespace: str) -> Keys:
         """The keys up to where they are quarantined."""
         return keys[: self._quarantine.limit(keys, namespace)]
+
+    def _pinned_keys(self, keys: Keys) -> Keys:
+        if not self.exact:
+            return keys
+        end = floor(len(keys) - 1, self.step_size)
+        if end == 0:
+            raise ValueError(f"{len(keys)} tokens: no whole chunk of {self.step_size} in front of the last of them.")
+        return keys[:end]
 
     def _next_use(self, priority: int = 0, turn: int | None = None, kind: str = "") -> Use:
         self._tick = max(self._tick + 1, 0 if self._clock is None else self._clock())
@@ -820,6 +881,7 @@ class PrefixCache:
         self._pins.request_passed()
         self._hit_tokens += plan.resume
         self._miss_tokens += length - plan.resume
+        self._off_grid_tokens += plan.off_grid
         if plan.reason is not None:
             self._short_reasons[plan.reason] = self._short_reasons.get(plan.reason, 0) + 1
 

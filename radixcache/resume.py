@@ -5,6 +5,8 @@ With span layers alone that is the match itself. Point layers need their state a
     live         the live caches stand on the request's path and can be rewound to where the paths part
     checkpoint   a checkpoint at a node's end on the path
     cut          a checkpoint further down, on any branch, that has lost nothing yet (an unwrapped window)
+
+In exact mode only multiples of the layout's `grid_tokens` count, for span layers too.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ class ShortReason(StrEnum):
     LAST_TOKEN = "last_token"  # all of the prompt is stored; one token must be evaluated to get logits
     NO_CHECKPOINT = "no_checkpoint"  # point layers have no state between the resume offset and the match
     LIVE_ELSEWHERE = "live_elsewhere"  # only in the live buffers of a session that another thread has open
+    OFF_GRID = "off_grid"  # exact mode: what is known lies behind the last whole chunk, or ends inside one
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class ResumePlan:
         checkpoint: where the point layers' state comes from; None: from the live caches, or there are none.
         source: the node that holds `checkpoint`.
         reason: why resume < matched; None when they are equal.
+        off_grid: in exact mode, how many tokens of the match that might be restored lie behind its last grid multiple.
     """
 
     matched: int
@@ -49,6 +53,7 @@ class ResumePlan:
     checkpoint: Checkpoint | None
     source: StateNode | None
     reason: ShortReason | None
+    off_grid: int = 0
 
 
 def plan_resume(
@@ -67,27 +72,35 @@ def plan_resume(
 def _plan(layout: Layout, match: Match[NodeState], limit: int, live: LivePath | None) -> ResumePlan:
     path = match.node.path()
     limit = min(match.offset, limit)
+    off_grid = limit % layout.grid_tokens
+    limit -= off_grid
     common = live.common(path, limit) if live is not None else 0
     resume, checkpoint, source = limit, None, None
     if layout.has_points:
         resume, checkpoint, source = _deepest_point_state(layout, match, limit, live, common)
     reason = None
-    if resume < match.offset:
-        reason = ShortReason.LAST_TOKEN if resume == limit else ShortReason.NO_CHECKPOINT
-    return ResumePlan(match.offset, resume, path, common, checkpoint, source, reason)
+    if resume < limit:
+        reason = ShortReason.NO_CHECKPOINT
+    elif resume < match.offset:
+        reason = ShortReason.OFF_GRID if off_grid else ShortReason.LAST_TOKEN
+    return ResumePlan(match.offset, resume, path, common, checkpoint, source, reason, off_grid)
 
 
 def _deepest_point_state(
     layout: Layout, match: Match[NodeState], limit: int, live: LivePath | None, common: int
 ) -> tuple[int, Checkpoint | None, StateNode | None]:
     best: tuple[int, Checkpoint | None, StateNode | None] = (0, None, None)
+    common -= common % layout.grid_tokens
     if live is not None and layout.can_rewind(live.caches, live.offset, common):
         best = (common, None, None)
     done: StateNode | None = None
     for node in reversed(match.node.path()):
         offset = min(node.end, limit)
+        offset -= offset % layout.grid_tokens
         if offset <= best[0]:
             break
+        if offset <= node.start:
+            continue
         for holder in _holders(node, offset, done, layout.cut_reach):
             checkpoint = state_of(holder).checkpoint
             if checkpoint is not None and layout.can_cut(checkpoint, offset):

@@ -16,6 +16,7 @@ Invariants:
   N2  Every checkpoint held was taken when all layers stood exactly at its offset.
   N3  After a forward pass that raised, the layers stand at `position` again, or the session fell back to a
       checkpoint, or it is lost and every further call says so.
+  N4  In exact mode the state up to `grid_end` was made in whole chunks from offset 0; close stores no more than that.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import numpy as np
 from radixcache.blind_leaves import BlindLeaves, Moved
 from radixcache.errors import SessionClosedError
 from radixcache.evaluation import is_evaluation_failure
+from radixcache.grid import floor, stops_on_grid
 from radixcache.interrupts import uninterrupted
 from radixcache.layout import Layout
 from radixcache.live_path import LivePath
@@ -62,6 +64,8 @@ class Session:
         mismatch: what verification found wrong with what was restored; the session then began again, at offset 0, and
             cached_tokens and matched_tokens are 0.
         thread: the thread that began or last used the session; sessions of other threads do not read its buffers.
+        grid_end: exact mode: the multiple of step_size up to which the state is that of a cold run to the bit.
+        evaluated_tokens: once settled, how many tokens were evaluated and are known.
     """
 
     def __init__(
@@ -96,6 +100,8 @@ class Session:
         self._layout: Layout = cache.layout
         self._marks = tuple(marks)
         self._position = plan.resume
+        self.grid_end = plan.resume
+        self.evaluated_tokens = 0
         self._reported: list[int | mx.array] = []
         self._reported_count = 0
         self._span_capacity = 0
@@ -104,7 +110,7 @@ class Session:
         self._broke_off = False
         self._handled: BaseException | None = None
         self._check: Check | None = None
-        self._step_size = 2048
+        self._step_size = cache.step_size
         self._owed = 0
 
     def __enter__(self) -> Session:
@@ -136,20 +142,29 @@ class Session:
         """Prompt tokens plus the tokens reported by step() and extend()."""
         return len(self.prompt) + self._reported_count
 
-    def prefill(self, model: Any, step_size: int = 2048, on_progress: Callable[[int, int], None] | None = None) -> None:
+    def prefill(
+        self, model: Any, step_size: int | None = None, on_progress: Callable[[int, int], None] | None = None
+    ) -> None:
         """Evaluate the prompt up to its last token, in chunks, and take checkpoints on the way.
 
         Args:
             model: the mlx-lm model; called as model(tokens (1, T), cache=caches).
-            step_size: tokens per forward pass; chunks end at its multiples, counted from offset 0.
+            step_size: tokens per forward pass; chunks end at its multiples, counted from offset 0. By default the
+                cache's own.
             on_progress: called with (tokens evaluated, prompt tokens) before the first chunk and after each.
 
         Raises:
-            ValueError: step_size is below 1.
+            ValueError: step_size is below 1, or in exact mode another than the cache's.
             SessionClosedError: the session is closed, or its state was lost.
         """
+        step_size = self._cache.step_size if step_size is None else step_size
         if step_size < 1:
             raise ValueError(f"step_size is {step_size}; wanted 1 or more tokens.")
+        if self._cache.exact and step_size != self._cache.step_size:
+            raise ValueError(
+                f"step_size is {step_size}; the exact cache was made with {self._cache.step_size} and stores only "
+                "state that was prefilled in chunks of that many tokens."
+            )
         self._require_open()
         self._step_size = step_size
         self._compare_restored(model)
@@ -164,9 +179,12 @@ class Session:
         if on_progress is not None:
             on_progress(min(self._position, last), len(self.prompt))
         while self._position < last:
-            end = min(last, (self._position // step_size + 1) * step_size, *(s for s in stops if s > self._position))
-            self._evaluate(model, self.prompt[self._position : end])
-            if end in stops:
+            start = self._position
+            end = min(last, (start // step_size + 1) * step_size, *(s for s in stops if s > start))
+            self._evaluate(model, self.prompt[start:end])
+            if start == self.grid_end and end - start == step_size:
+                self.grid_end = end
+            if end in stops and (end == self.grid_end or not self._cache.exact):
                 self._take_checkpoint(stops[end])
             if on_progress is not None:
                 on_progress(end, len(self.prompt))
@@ -279,6 +297,7 @@ class Session:
             self.caches = list(self.live.caches)
             self._owed = position
             self._position, self._span_capacity, self._recheck_at = 0, 0, -1
+            self.grid_end = 0
             self._blind = BlindLeaves(self._layout, self.caches)
         return start
 
@@ -305,7 +324,10 @@ class Session:
         if target == 0:
             # The first forward pass broke off: layers that it reached hold something, the others nothing.
             self._layout.restore_points(caches, None, 0)
-        self._layout.own(caches)
+        self.evaluated_tokens = target
+        if self._cache.exact:
+            target = self._back_to_grid(target)
+        self._layout.own(self.live.caches)
         return target
 
     def is_readable(self) -> bool:
@@ -360,6 +382,7 @@ class Session:
             return
         if offset == self._position:
             return
+        self.grid_end = min(self.grid_end, floor(offset, self._cache.step_size))
         if offset > self.known_tokens:
             raise ValueError(
                 f"the caches stand at {offset}, only {self.known_tokens} tokens are known; extend() first."
@@ -389,6 +412,8 @@ class Session:
             # Close to another one it would save next to nothing and cost as much.
             if all(abs(offset - other) >= interval // 8 for other in stops):
                 stops[offset] = "interval"
+        if self._cache.exact:
+            return stops_on_grid(stops, self._cache.step_size, self._position, last)
         return {offset: kind for offset, kind in sorted(stops.items()) if self._position < offset <= last}
 
     def _evaluate(self, model: Any, chunk: TokenIds) -> None:
@@ -398,7 +423,11 @@ class Session:
             self._grow(start + len(chunk))
         self._forward(model, mx.array(chunk)[None], len(chunk), held)
         try:
-            self._layout.own(self.caches)
+            if len(chunk) == 1 < self._cache.step_size and self._cache.exact:
+                # A ring that goes round stays as it is: mlx-lm goes on from there too, and adds up in that order.
+                self._layout.evaluate(self.caches)
+            else:
+                self._layout.own(self.caches)
         except Exception as error:
             self.is_lost = True
             self._handled = error
@@ -449,10 +478,19 @@ class Session:
 
     def _fall_back(self, limit: int) -> int:
         """Return to the last checkpoint at or below `limit`, or to 0."""
-        self._position = self._cache.retreat(self, limit)
+        self._position = self._cache.retreat(self, min(limit, self.grid_end) if self._cache.exact else limit)
+        self.grid_end = min(self.grid_end, self._position)
         self.caches = list(self.live.caches)
         self._blind.note(self.caches)
         return self._position
+
+    def _back_to_grid(self, target: int) -> int:
+        """Take the live caches, which stand at `target`, back to what a cold run would have there; its offset."""
+        end = min(self.grid_end, floor(target, self._cache.step_size))
+        if end == 0 or not self._layout.can_rewind(self.live.caches, target, end):
+            return self._fall_back(end)
+        self._layout.rewind(self.live.caches, target, end)
+        return end
 
     def _evaluated(self, caches: list[Any], known: int) -> int | None:
         """The offset to store up to, the caches rewound to it; None when only a checkpoint can tell."""

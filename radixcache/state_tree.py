@@ -135,7 +135,8 @@ class StateTree:
         """Whether this is a leaf that nothing can resume on, and nobody is on."""
         state = state_of(node)
         idle = node.is_leaf and not state.live and not state.held
-        return idle and self.layout.has_points and state.checkpoint is None
+        bare = self.layout.has_points and state.checkpoint is None
+        return idle and (bare or node.end - node.end % self.layout.grid_tokens <= node.start)
 
     # Restructuring
 

@@ -13,6 +13,8 @@ class CacheStats:
         requests: begin() and fetch() calls.
         hit_tokens, miss_tokens: prompt tokens that were restored, and that were left to prefill. Hits that turned out
             wrong when they were verified stay hits.
+        off_grid_tokens: exact mode: prompt tokens that an earlier request had evaluated and that were prefilled again
+            because they lie behind the last multiple of step_size that is stored, summed over requests.
         short_reasons: how often a request resumed short of its match, by reason.
         evictions, evicted_bytes: entries given up under pressure, and what that freed.
         copied_bytes: spans copied: paged in, paged out, and cut or joined at a split or merge.
@@ -39,6 +41,7 @@ class CacheStats:
     requests: int
     hit_tokens: int
     miss_tokens: int
+    off_grid_tokens: int
     short_reasons: dict[str, int]
     evictions: int
     evicted_bytes: int

@@ -101,6 +101,10 @@ def replay(
         bool, typer.Option("--recorded", help="Generate one token per reply, then feed the recorded reply.")
     ] = False,
     step_size: Annotated[int, typer.Option(help="Tokens per chunk of prefill.")] = 2048,
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Let radix resume at multiples of --step-size only, equal to the bit."),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures, with a row per request, to this file.")
     ] = None,
@@ -140,7 +144,9 @@ def replay(
 
         from runner.replay import ReplayOptions
 
-        options = ReplayOptions(budget_bytes, policy, max_tokens, recorded, step_size, dump_tree, tree_file is not None)
+        options = ReplayOptions(
+            budget_bytes, policy, max_tokens, recorded, step_size, dump_tree, exact, tree_file is not None
+        )
         script = _script(loaded, chosen, options, users=users, seed=seed, requests=requests, skip_bad=skip_bad)
     report, was_interrupted = _run(loaded, script, caches, options)
     _print_report(report)

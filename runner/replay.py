@@ -45,6 +45,7 @@ class ReplayOptions:
     recorded: bool = False
     step_size: int = DEFAULT_STEP_SIZE
     dump_tree: bool = False
+    exact: bool = False
     keep_view: bool = False
 
 
@@ -131,7 +132,13 @@ def _replay_cache(
     _release()
     observer.run_started(cache, len(script))
     model_bytes = mx.get_active_memory()
-    backend = open_backend(cache, loaded, budget_bytes=options.budget_bytes, policy=options.policy)
+    backend = open_backend(
+        cache,
+        loaded,
+        budget_bytes=options.budget_bytes,
+        policy=options.policy,
+        exact_step_size=options.step_size if options.exact else None,
+    )
     try:
         started_s = time.perf_counter()
         rows = []

@@ -13,8 +13,13 @@ if TYPE_CHECKING:
 CACHE_NAMES = ("none", "single", "mlx-lm", "radix")
 
 
-def open_backend(name: str, loaded: "LoadedModel", *, budget_bytes: int, policy: str) -> "Backend":
+def open_backend(
+    name: str, loaded: "LoadedModel", *, budget_bytes: int, policy: str, exact_step_size: int | None = None
+) -> "Backend":
     """Make an empty cache of that name. `none` and `single` hold one request at a time and have no use for a budget.
+
+    Args:
+        exact_step_size: make the radix cache an exact one, on the grid of chunks of that many tokens.
 
     Raises:
         ValueError: the name is not in CACHE_NAMES.
@@ -35,7 +40,7 @@ def open_backend(name: str, loaded: "LoadedModel", *, budget_bytes: int, policy:
     if name == "radix":
         from runner.backends.radix import RadixPrefixes
 
-        return RadixPrefixes(loaded.model, budget_bytes=budget_bytes, policy=policy)
+        return RadixPrefixes(loaded.model, budget_bytes=budget_bytes, policy=policy, exact_step_size=exact_step_size)
     raise ValueError(f"cache {name!r} is not known. Known: {', '.join(CACHE_NAMES)}.")
 
 

@@ -4,13 +4,20 @@ from typing import Any
 
 from radixcache import PrefixCache, Session, TreeView
 from runner.backends.backend import Prompt
+from runner.pipeline import DEFAULT_STEP_SIZE
 
 
 class RadixPrefixes:
-    """A PrefixCache under the byte budget."""
+    """A PrefixCache under the byte budget; an exact one where a chunk size is given."""
 
-    def __init__(self, model: Any, *, budget_bytes: int, policy: str) -> None:
-        self._cache = PrefixCache(model, budget_bytes=budget_bytes, policy=policy)
+    def __init__(self, model: Any, *, budget_bytes: int, policy: str, exact_step_size: int | None = None) -> None:
+        self._cache = PrefixCache(
+            model,
+            budget_bytes=budget_bytes,
+            policy=policy,
+            exact=exact_step_size is not None,
+            step_size=exact_step_size or DEFAULT_STEP_SIZE,
+        )
 
     @property
     def live_bytes(self) -> int:

@@ -22,7 +22,7 @@ import radixcache.evictor
 import radixcache.layout
 import radixcache.pager
 import radixcache.state_tree
-from radixcache import CacheBusyError, Event, Explanation, PrefixCache, Reason, SnapshotError
+from radixcache import CacheBusyError, Event, Explanation, PrefixCache, Reason, Session, SnapshotError
 from radixcache.history import History
 from tests.property.spelling import LayerError, SpellingModel, spells
 from tests.snapshot import everything
@@ -49,6 +49,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     """One PrefixCache and the sequences that were ever evaluated in it."""
 
     kinds_of: Any = st.lists(st.sampled_from(SPANS + POINTS), min_size=1, max_size=4)
+    cache_class: Any = PrefixCache
+    more: Any = {}  # noqa: RUF012  further arguments of the cache
 
     @initialize(
         data=st.data(),
@@ -65,7 +67,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         # What the tree was ever seen to hold, as one path per leaf and look.
         self.held: dict[str, set[tuple[int, ...]]] = {name: set() for name in NAMESPACES}
         self.model = SpellingModel(kinds if set(kinds) - {"unused", "none"} else [*kinds, "kv"])
-        self.cache = PrefixCache(
+        self.cache = self.cache_class(
             self.model,
             budget_bytes=budget,
             policy=policy,
@@ -73,6 +75,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             checkpoint_budget_bytes=budget,
             live_slots=slots,
             on_event=self.listen,
+            **self.more,
         )
         self.slots = slots
         # Sessions that stay open from one rule to the next: the session, its tokens so far, its namespace.
@@ -448,8 +451,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             if node.is_leaf:
                 self.held[node.namespace].add(tuple(node.prefix().tolist()))
         for tokens, namespace in self.pins:
-            keys = np.asarray(tokens, dtype=np.int64)
-            assert self.cache._states.match(keys, namespace).offset == len(tokens), (tokens, namespace)
+            keys = np.asarray(tokens[: self.pinned_length(tokens)], dtype=np.int64)
+            assert self.cache._states.match(keys, namespace).offset == len(keys), (tokens, namespace)
         for (namespace, name), (tokens, stays) in list(self.names.items()):
             pin = self.cache.names(namespace).get(name)
             if pin is None:
@@ -481,6 +484,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             # A checkpoint that goes with its tokens is not told of apart.
             assert told["checkpoint"] >= sum(node.payload.checkpoint is not None for node in nodes), namespace
         assert self.told_kinds["resumed"] == stats.requests
+
+    def pinned_length(self, tokens: list[int]) -> int:
+        return len(tokens)
 
     def layer_with_state(self, data: Any) -> int:
         """A layer behind which some state is not written: a pass that breaks off there is not complete."""
@@ -525,6 +531,47 @@ class HybridMachine(PrefixCacheMachine):
     kinds_of = st.lists(st.sampled_from(POINTS), min_size=1, max_size=3).map(lambda kinds: ["kv", *kinds])
 
 
+class OnGridSession(Session):
+    """Prefills in the chunks of its cache, whatever it is asked for."""
+
+    def prefill(self, model: Any, step_size: int | None = None, on_progress: Any = None) -> None:
+        super().prefill(model, on_progress=on_progress)
+
+
+class ExactCache(PrefixCache):
+    def begin(self, *args: Any, **kwargs: Any) -> Any:
+        session = super().begin(*args, **kwargs)
+        session.__class__ = OnGridSession
+        return session
+
+
+class ExactMachine(PrefixCacheMachine):
+    """Everything above in exact mode: what is resumed, stored and checkpointed ends on the grid."""
+
+    cache_class = ExactCache
+    more: Any = {"exact": True, "step_size": 3}  # noqa: RUF012
+
+    def open(self, data: Any, namespace: str) -> tuple[Any, list[int]]:
+        self.pure = False  # not exact to the token
+        session, tokens = super().open(data, namespace)
+        assert session.cached_tokens % 3 == 0
+        return session, tokens
+
+    def insert_one(self, data: Any, namespace: str, beyond: int) -> None:
+        tokens = self.sequence(data, namespace)
+        with pytest.raises(ValueError, match="exact cache"):
+            self.cache.insert(tokens, self.model.make_cache(), namespace=namespace)
+
+    def resumes(self, tokens: list[int], namespace: str) -> None:
+        """With room for everything, each prefilled chunk is there; how much of a sequence was, only the tree knows."""
+        for node in self.cache._states.tree.nodes():
+            if node.is_leaf and not node.payload.live and not node.payload.held:
+                assert node.end % 3 == 0, self.cache.dump()
+
+    def pinned_length(self, tokens: list[int]) -> int:
+        return (len(tokens) - 1) // 3 * 3
+
+
 quick = settings(max_examples=40, stateful_step_count=20, deadline=None)
 TestAnyLayers = PrefixCacheMachine.TestCase
 TestAnyLayers.settings = quick
@@ -532,3 +579,5 @@ TestPureSpans = PureSpanMachine.TestCase
 TestPureSpans.settings = quick
 TestHybrids = HybridMachine.TestCase
 TestHybrids.settings = quick
+TestExact = ExactMachine.TestCase
+TestExact.settings = quick
