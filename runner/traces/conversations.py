@@ -59,7 +59,7 @@ def read_conversation_trace(
         raise TraceError(str(error)) from error
     bad = BadLines(skip_bad)
     pace, draw = pace or Pace(), random.Random(seed)
-    table = KeyTable(paths[0].name)
+    table = KeyTable()
     requests: list[TraceRequest] = []
     start_s = 0.0
     for conversation in read.conversations:
