@@ -1,7 +1,5 @@
 """`radixcache simulate`: traces through eviction policies at several capacities."""
 
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -149,9 +147,6 @@ def _separate(options: TraceOptions) -> "list[Trace]":
 def _policies(listed: str, sizes: "ModelBytes | None") -> list[str]:
     from policies import OFFLINE_POLICIES, POLICIES, make_policy
 
-    # The user's own modules are looked for here too: Python does so by itself for `python -m`, not for commands.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     names = [name.strip() for name in listed.split(",") if name.strip()]
     require(bool(names), "--policy names no policy.")
     has_checkpoints = sizes is not None and sizes.checkpoint_bytes > 0

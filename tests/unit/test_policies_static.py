@@ -153,6 +153,16 @@ def test_lfuda_does_not_look_at_cost_and_bytes() -> None:
     assert _order(LFUDA(), [_entry(1, weight=1000, cost=1, uses=2), _entry(2, weight=1, cost=1000)]) == [2, 1]
 
 
+def test_cutting_and_joining_an_edge_again_and_again_leaves_no_trace_in_gdsf() -> None:
+    policy = GDSF()
+    traffic = Traffic(policy)
+    leaf = traffic.request(range(40))
+    for at in [*range(1, 39), *range(38, 0, -1)]:
+        traffic.states.coalesce(traffic.states.split(leaf, at))
+    (aged,) = policy._aged.values()
+    assert aged == [(40, 0.0)]
+
+
 @pytest.mark.parametrize("policy", [GDSF(), LFUDA()])
 def test_what_goes_raises_what_comes_and_what_is_used_later(policy: GDSF) -> None:
     popular, idle, new = _entry(1, uses=5), _entry(2), _entry(3)
