@@ -1,8 +1,9 @@
 """Which eviction policy finds how much, at which capacity, and how far is each from the best possible?
 
-Every policy at six capacities over the Mooncake conversation trace where it is at hand, else over a made-up one, by the
-simulator, which is the deployed cache with sizes in place of arrays. Then how fast that is: block references per
-second, whether a request costs more where more is stored, and the miss-ratio curve in one pass.
+Every policy at six capacities over the Mooncake conversation trace and coding-agent sessions where they are at hand,
+else over a made-up trace, by the simulator, which is the deployed cache with sizes in place of arrays. Then how fast
+that is: block references per second, whether a request costs more where more is stored, and the miss-ratio curve in
+one pass.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from runner.simulate.grid import Job, run_locally
 from runner.simulate.picture import plot_rows
 from runner.simulate.row import Row
 from runner.simulate.simulator import BlockSizes, Simulation, infinite_ratio, simulate
+from runner.simulate.table import footnotes
 from runner.traces import Trace, TraceRequest, read_trace
 from runner.traces.synth import Synth, synthesize
 
@@ -51,7 +53,7 @@ def main(given: Sequence[str] | None = None) -> None:
     table = _table(rows, capacities)
     infinite = {trace.name: infinite_ratio(trace) for trace in traces}
     title = "Block hit ratio: blocks of prompts found / blocks of prompts"
-    about = conclusion(rows, minutes)
+    about = "\n".join([conclusion(rows, minutes), *footnotes(traces, rows)])
     more = {"infinite_block_hit_ratio": infinite, "grid": [row.as_dict() for row in rows]}
     publish("policies", title, table, folder=options.results, repeats=1, conclusion=about, **more)
     plot_rows(options.results / "policies.png", rows, infinite)
@@ -82,7 +84,10 @@ def _traces(quick: bool) -> list[Trace]:
         return [synthesize(Synth(requests=60), seed=0)]
     if not SHARED.is_dir():
         return [synthesize(Synth(requests=5_000), seed=0)]
-    return [read_trace(SHARED / "mooncake" / "conversation_trace.jsonl", name="mooncake")]
+    return [
+        read_trace(SHARED / "mooncake" / "conversation_trace.jsonl", name="mooncake"),
+        read_trace(SHARED / "claude-code-traces" / "traces", name="coding agents"),
+    ]
 
 
 def _table(rows: Sequence[Row], capacities: Sequence[int]) -> list[dict[str, Any]]:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from types import ModuleType
 
 from policies.arc import ARC
 from policies.belady import Belady, BeladyBypass
@@ -57,11 +62,11 @@ OFFLINE_POLICIES: dict[str, Callable[[Callable[[Entry], float]], EvictionPolicy]
 def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
     """Return a policy from its name in POLICIES, from "my.module:Class", or the object itself.
 
-    A class is imported, from the directory of the program or anywhere else Python looks, and made without arguments.
+    A class is imported from anywhere Python looks, the working directory last, and made without arguments.
 
     Raises:
         ValueError: the name is not in POLICIES, there is no such class, making it failed, or the object does not
-            follow the EvictionPolicy protocol. The message is one line.
+            follow the EvictionPolicy protocol: the message says which methods it lacks. It is one line.
     """
     if isinstance(policy, str):
         if ":" in policy:
@@ -71,8 +76,11 @@ def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
                 f"policy {policy!r} is not known. Known: {', '.join(sorted(POLICIES))}, and my.module:Class."
             )
         return POLICIES[policy]()
-    if isinstance(policy, type) or not isinstance(policy, EvictionPolicy):
+    missing = _missing(policy)
+    if isinstance(policy, type) or missing == list(HOOKS):
         raise ValueError(f"policy is {policy!r}; wanted a name in POLICIES or an EvictionPolicy object.")
+    if missing:
+        raise ValueError(f"policy {policy!r} does not follow the EvictionPolicy protocol: no {', '.join(missing)}.")
     return policy
 
 
@@ -81,14 +89,28 @@ def _imported(path: str) -> EvictionPolicy:
     if not all(part.isidentifier() for part in [*module_name.split("."), class_name]):
         raise ValueError(f"policy {path!r} is not of the form my.module:Class.")
     try:
-        made = getattr(importlib.import_module(module_name), class_name)()
+        made: EvictionPolicy = getattr(_module(module_name), class_name)()
     except Exception as error:  # Whatever the user's module does, it is the user who can put it right.
         reason = " ".join(str(error).split()) or "no message"
         raise ValueError(f"policy {path!r} cannot be made: {type(error).__name__}: {reason}") from error
-    if not isinstance(made, EvictionPolicy):
-        missing = [hook for hook in HOOKS if not callable(getattr(made, hook, None))]
+    if missing := _missing(made):
         raise ValueError(f"policy {path!r} does not follow the EvictionPolicy protocol: no {', '.join(missing)}.")
     return made
+
+
+def _module(name: str) -> ModuleType:
+    """Import a module; the working directory is looked in as well, which an installed program does not do by itself."""
+    top = name.partition(".")[0]
+    if top not in sys.modules and find_spec(top) is None and PathFinder.find_spec(top, [os.getcwd()]) is not None:
+        sys.path.append(os.getcwd())
+    return importlib.import_module(name)
+
+
+def _missing(policy: object) -> list[str]:
+    """The methods that a policy lacks: hooks, and the key that OrderedPolicy leaves to its subclasses."""
+    missing = [hook for hook in HOOKS if not callable(getattr(policy, hook, None))]
+    leaves_key = isinstance(policy, OrderedPolicy) and type(policy).key is OrderedPolicy.key
+    return [*missing, "key"] if leaves_key else missing
 
 
 #: What the protocol asks for.

@@ -5,6 +5,7 @@ decisions: for each it is noted which victim every weight on a grid would have n
 the window ends was a mistake and costs what it takes to prefill it again, per byte that it would have freed. That is
 known of entries that stayed, by their touch, and of those that went, by their ghost. Decisions are noted in the first
 half of the window and all of it is watched. The weight with the least cost wins, the smallest of equals.
+What is remembered is no more than half the window's decisions times the weights of the grid, and ends with the window.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class AlphaSearch:
         self.costs = [0.0] * len(GRID)
         self._decided = 0
         self._waiting: dict[int, list[tuple[int, float]]] = {}
-        self._gone: dict[bytes, list[tuple[int, float]]] = {}
+        self._gone: dict[tuple[str, bytes], list[tuple[int, float]]] = {}
         self._ghosts = Ghosts()
 
     @property
@@ -57,7 +58,7 @@ class AlphaSearch:
         """A new entry, perhaps one that went before."""
         for end, digest in self._ghosts.meet(entry):
             self._ghosts.take(entry.state, end, digest)
-            self._charge(self._gone.pop(digest, []))
+            self._charge(self._gone.pop((entry.state, digest), []))
 
     def split(self, upper: Entry, lower: Entry) -> None:
         """What waits is about the last key, which is in the lower part."""
@@ -72,9 +73,8 @@ class AlphaSearch:
         """An entry goes; what waits for it waits for its ghost."""
         waiting = self._waiting.pop(entry.entry_id, None)
         if waiting is not None:
-            digest = entry.digest
             self._ghosts.add(entry, max(1, entry.tokens))
-            self._gone[digest] = waiting
+            self._gone[entry.state, entry.digest] = waiting
 
     def _charge(self, waiting: list[tuple[int, float]]) -> None:
         for index, cost_per_byte in waiting:

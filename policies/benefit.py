@@ -7,7 +7,9 @@ a checkpoint, and for a leaf that holds one, the cost since the checkpoint befor
 is what would be computed again. The quotient is rounded to half octaves so that entries of one queue share it.
 Where all bytes cost the same to compute (one kind of layer, no attention term) the order is Turn's.
 
-Complexity as Turn, plus O(depth in nodes) per filing of an entry with a checkpoint. Ours.
+Bytes become known, and checkpoints come and go, without a hook: what was filed since the last victim is weighed once
+more for the next one, and so is what would go. Complexity as Turn, plus O(depth in nodes) per filing of an entry with
+a checkpoint. Ours.
 """
 
 from __future__ import annotations
@@ -21,11 +23,39 @@ from policies.turn import Turn
 class Benefit(Turn):
     """Least prefill saved per byte and tick goes first."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        #: What was filed since the last victim.
+        self._newly_filed: dict[int, Entry] = {}
+
+    def victim(self) -> Entry | None:
+        for entry in list(self._newly_filed.values()):
+            self._weigh(entry)
+        self._newly_filed.clear()
+        while (victim := super().victim()) is not None and self._weigh(victim):
+            pass
+        return victim
+
     def weight_of(self, entry: Entry) -> int:
         saved = _cost_since_checkpoint(entry) if entry.has_checkpoint else entry.cost
         if saved <= 0 or entry.weight_bytes <= 0:
             return 0
         return round(2.0 * math.log2(saved / entry.weight_bytes))
+
+    def _weigh(self, entry: Entry) -> bool:
+        """File an entry anew if its weight has changed; whether it has."""
+        has_changed = self._filed[entry.entry_id][0][-1] != self.weight_of(entry)
+        if has_changed:
+            self._refile(entry)
+        return has_changed
+
+    def _file(self, entry: Entry) -> None:
+        super()._file(entry)
+        self._newly_filed[entry.entry_id] = entry
+
+    def _unfile(self, entry: Entry) -> None:
+        super()._unfile(entry)
+        self._newly_filed.pop(entry.entry_id, None)
 
 
 def _cost_since_checkpoint(entry: Entry) -> float:

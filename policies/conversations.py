@@ -59,7 +59,6 @@ class Request:
     continues: bool = False
     has_added: bool = False
     is_trusted: bool = False
-    is_unsettled: bool = False
     is_claimed: bool = False
     is_watched: bool = False
     is_spent: bool = False

@@ -6,6 +6,7 @@ The coefficients are fixed when the model is made, so two replays of a trace mak
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -24,7 +25,7 @@ class CostModel:
     unit: str = "tokens"
 
     def __post_init__(self) -> None:
-        if self.per_token < 0 or self.per_pair < 0:
+        if not (0 <= self.per_token < math.inf and 0 <= self.per_pair < math.inf):
             raise ValueError(f"CostModel coefficients are {self.per_token} and {self.per_pair}; wanted 0 or more.")
 
     @classmethod

@@ -33,7 +33,9 @@ class Entry:
         created, last_used: logical ticks, one per request.
         uses: 1 at creation, plus 1 for each request that used it.
         priority: the largest priority of the requests that used it.
-        turn, kind: as the caller of begin() or insert() gave them.
+        turn, kind: as the caller of begin() gave them: the conversation's turn, from 1, and the kind of request; None
+            and "" where that is not known.
+        digest_of, digests_of: where `digest` and `digests` come from.
     """
 
     entry_id: int

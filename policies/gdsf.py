@@ -75,7 +75,7 @@ class GDSF(OrderedPolicy):
         super().split(upper, lower)
 
     def merged(self, gone: Entry, into: Entry) -> None:
-        self._aged[into.entry_id] = self._aged[gone.entry_id] + self._aged[into.entry_id]
+        self._aged[into.entry_id] = _joined(self._aged[gone.entry_id] + self._aged[into.entry_id])
         self._chosen.discard(gone.entry_id)
         self._fresh = []
         super().merged(gone, into)
@@ -126,6 +126,17 @@ class GDSF(OrderedPolicy):
         _, aged = _cut(spare + self._levels, total)
         for number, tokens in reversed(self._fresh):
             aged, self._aged[number] = _cut(aged, tokens)
+
+
+def _joined(aged: list[Aged]) -> list[Aged]:
+    """The same with equal neighbours made one."""
+    joined = aged[:1]
+    for length, level in aged[1:]:
+        if level == joined[-1][1]:
+            joined[-1] = (joined[-1][0] + length, level)
+        else:
+            joined.append((length, level))
+    return joined
 
 
 def _cut(aged: list[Aged], below_tokens: int) -> tuple[list[Aged], list[Aged]]:

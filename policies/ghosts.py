@@ -2,7 +2,8 @@
 
 A ghost is a run of keys that went in one piece: the digest of the prefix that ends with it, and how many keys it had.
 A new edge meets a ghost when it spells all of it. Digests are worked out only at offsets where some ghost ends.
-O(1) amortised per operation, apart from the digests.
+
+All O(1), amortised, but `meet`: O(keys of the edge) or O(ends of ghosts), whichever is less, and the digests.
 """
 
 from __future__ import annotations

@@ -79,9 +79,10 @@ class Marconi(OrderedPolicy):
             self._search.split(upper, lower)
 
     def merged(self, gone: Entry, into: Entry) -> None:
-        super().merged(gone, into)
+        self._chosen.discard(gone.entry_id)  # It is joined to another, which is no eviction.
         if self._search is not None:
             self._search.merged(gone, into)
+        super().merged(gone, into)
 
     def evicted(self, entry: Entry) -> None:
         self._answer = None

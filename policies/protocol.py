@@ -9,7 +9,10 @@ Two attributes are optional. `ranks_whole_edges` (default True): the victim stay
 by key, so that a cache may cut as much of it as it needs at once; False: ask again after each step. `bypass` (default
 False): an offline bound that may also refuse what the request being served has added.
 
-Order of calls: the hooks of one request come deepest node first, so the root side is the newest.
+Order of calls: the hooks of one request come deepest node first, so the root side is the newest. Ticks grow from
+request to request, but with several sessions open what a request adds may be announced after hooks of later requests.
+An entry's bytes, children and has_checkpoint change without a hook; so do start, cost and parent of a checkpoint whose
+node is split or merged.
 """
 
 from __future__ import annotations

@@ -37,6 +37,10 @@ class Random(OrderedPolicy):
             self._chosen |= {upper.entry_id, lower.entry_id}
         super().split(upper, lower)
 
+    def merged(self, gone: Entry, into: Entry) -> None:
+        self._chosen.discard(gone.entry_id)  # It is joined to another, which is no eviction.
+        super().merged(gone, into)
+
     def evicted(self, entry: Entry) -> None:
         super().evicted(entry)
         if entry.entry_id in self._chosen:

@@ -11,8 +11,9 @@ each mark that the hand clears was set by a use.
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
+from typing import Any
+
+from sortedcontainers import SortedDict
 
 from policies.entry import Entry
 from policies.runs import Place, Run, RunPolicy, key_count
@@ -25,8 +26,8 @@ class SIEVE(RunPolicy):
         super().__init__()
         #: Where the hand is: at the first key from here on; None: at the oldest.
         self._hand: Place | tuple[float, int, int, int] | None = None
-        self._arrived: Counter[float] = Counter()
-        self._latest: list[float] = []
+        #: Keys held of those that came at each tick.
+        self._arrived: Any = SortedDict()
 
     def admit(self, entry: Entry) -> list[Run]:
         return [Run(key_count(entry), 0, entry.created)]
@@ -36,13 +37,13 @@ class SIEVE(RunPolicy):
 
     def inserted(self, entry: Entry) -> None:
         super().inserted(entry)
-        if not self._arrived[entry.created]:
-            heapq.heappush(self._latest, -entry.created)
-        self._arrived[entry.created] += key_count(entry)
+        self._arrived[entry.created] = self._arrived.get(entry.created, 0) + key_count(entry)
 
     def evicted(self, entry: Entry) -> None:
         for run in self._runs[entry.entry_id]:
             self._arrived[run.place] -= run.tokens
+            if not self._arrived[run.place]:
+                del self._arrived[run.place]
         super().evicted(entry)
 
     def choose(self) -> Entry:
@@ -63,15 +64,6 @@ class SIEVE(RunPolicy):
 
     def _latest_arrival(self) -> float:
         """When the newest keys came, without those that the request being served has just added; -1 for none."""
-        fresh = -self._newest.created if self.is_serving and self._newest is not None else None
-        had_fresh = False
-        while self._latest and (not self._arrived[-self._latest[0]] or self._latest[0] == fresh):
-            gone = heapq.heappop(self._latest)
-            if gone == fresh and self._arrived[-gone]:
-                had_fresh = True
-            else:
-                del self._arrived[-gone]
-        latest = -self._latest[0] if self._latest else -1.0
-        if had_fresh and fresh is not None:
-            heapq.heappush(self._latest, fresh)
-        return latest
+        fresh = self._newest.created if self.is_serving and self._newest is not None else None
+        latest = (tick for tick in reversed(self._arrived) if tick != fresh)
+        return next(latest, -1.0)

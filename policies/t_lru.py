@@ -6,7 +6,8 @@ add `next_tokens`: with only [0, s) of it cached, high_water + next_tokens - s t
 safe when that stays within `threshold_tokens` without the entry's last key.
 
 Key (0 if safe else 1, last_used, -end). The high-water length of a node is that of the longest branch through it and
-never shrinks, not even when the branch is cut back. Lengths count keys of the tree: tokens, or blocks of a block trace.
+never shrinks, not even when the branch is cut back; for a checkpoint the branch ends with it, because what lies behind
+has checkpoints of its own. Lengths count keys of the tree: tokens, or blocks of a block trace.
 
 Without arguments the policy learns what is usual: the next prompt is as long as requests have added on average, and
 the goal is four times that. O(log n) per operation, plus the path of a new leaf as long as it sets a new record.

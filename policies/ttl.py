@@ -6,13 +6,15 @@ renews that. Without kinds and priorities nothing is pinned and this is LRU.
 
 A soft pin yields when the budget cannot be met otherwise; for one that does not, see PrefixCache.pin.
 Time is what the entries say: a tick is a request, or a millisecond where the ticks follow a clock.
-O(log n) per operation: an entry expires at most once for each time it was used.
+O(log n) per operation, amortised: an entry expires at most once for each time it was used.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
+from typing import Any
+
+from sortedcontainers import SortedList
 
 from policies.entry import Entry
 from policies.ordered import Key, OrderedPolicy
@@ -32,8 +34,9 @@ class TTL(OrderedPolicy):
         if wrong:
             raise ValueError(f"ttl_ticks is {wrong}; wanted 0 or more for each kind.")
         self._now = 0
-        self._pinned: dict[int, Entry] = {}
-        self._expiries: list[tuple[int, int]] = []
+        #: The soft pins: when each expires, and of what; and (expiry, entry_id) of all of them.
+        self._pinned: dict[int, tuple[int, Entry]] = {}
+        self._expiries: Any = SortedList()
 
     def expiry(self, entry: Entry) -> int:
         """The tick from which an entry that is not used again may go."""
@@ -41,21 +44,23 @@ class TTL(OrderedPolicy):
 
     def key(self, entry: Entry) -> Key:
         self._now = max(self._now, entry.last_used)
-        unexpired = self.expiry(entry) > self._now
-        if unexpired:
-            self._pinned[entry.entry_id] = entry
-            heapq.heappush(self._expiries, (self.expiry(entry), entry.entry_id))
-        else:
-            self._pinned.pop(entry.entry_id, None)
-        return (unexpired, entry.last_used, -entry.end)
+        self._unpin(entry)
+        expiry = self.expiry(entry)
+        if expiry > self._now:
+            self._pinned[entry.entry_id] = (expiry, entry)
+            self._expiries.add((expiry, entry.entry_id))
+        return (expiry > self._now, entry.last_used, -entry.end)
 
     def evicted(self, entry: Entry) -> None:
         super().evicted(entry)
-        self._pinned.pop(entry.entry_id, None)
+        self._unpin(entry)
 
     def victim(self) -> Entry | None:
         while self._expiries and self._expiries[0][0] <= self._now:
-            entry = self._pinned.get(heapq.heappop(self._expiries)[1])
-            if entry is not None and self.expiry(entry) <= self._now:
-                self._rekey(entry)
+            self._rekey(self._pinned[self._expiries[0][1]][1])
         return super().victim()
+
+    def _unpin(self, entry: Entry) -> None:
+        if entry.entry_id in self._pinned:
+            expiry, _ = self._pinned.pop(entry.entry_id)
+            self._expiries.remove((expiry, entry.entry_id))

@@ -13,13 +13,15 @@ counts are all the same. A ReuseModel turns class and age into the worth of keep
 
 Without turn numbers from the caller, a request that takes up at least half of what another one added, where nobody else
 has branched off, is its next turn; the prior then counts half, because such a turn is a guess.
-Until 16 intervals have been seen the order is LRU.
+Until the model has been worked out from 16 intervals or more, what is spent goes first, then the least recently used.
 
 One queue per (class, branching, spent), the least recently used first; since worth does not grow with age only the
-heads are candidates: a hook is O(log n), a victim O(queues), some tens. After LPC (NeurIPS 2025) and the workload-aware
-policy of arXiv 2506.02634; classes by growth, the index and the treatment of ends are ours. The priors come from the
-first half of the Mooncake conversation trace, the other constants were chosen with all of it in view: see
-benchmarks/results/turn-research.md, also for how far that carries.
+heads are candidates. A hook is O(log n) amortised, a victim O(queues), some tens; beyond the first MAX_KINDS all kinds
+count as one. A request is remembered while it holds an entry, or until the one that may continue it is settled.
+
+After LPC (NeurIPS 2025) and the workload-aware policy of arXiv 2506.02634; classes by growth, the index and the
+treatment of ends are ours. The priors come from the first half of the Mooncake conversation trace, the other constants
+were chosen with all of it in view: see benchmarks/results/turn-research.md, also for how far that carries.
 """
 
 from __future__ import annotations
@@ -62,8 +64,11 @@ PRIOR: dict[tuple[str, str], tuple[float, float]] = {
 COMMON_PROBABILITY = 0.35
 SPENT_WORTH = 1e-6
 MAX_BRANCHING = 4
-#: The model is worked out again after this many requests, or after an eighth of those watched.
-REBUILD_REQUESTS = 100
+#: The model is worked out again after this many uses, or after an eighth of those watched.
+REBUILD_USES = 100
+#: Kinds of request that have classes of their own: a server may have one kind for each user.
+MAX_KINDS = 8
+OTHER_KINDS = "(other)"
 
 
 class Turn:
@@ -76,8 +81,8 @@ class Turn:
         self.model = ReuseModel()
         self._now = 0
         self._requests: dict[int, Request] = {}
-        #: Requests that added nothing so far, and may not: settled when the next one comes.
-        self._unsettled: list[Request] = []
+        #: Requests of which it is not known yet what they add.
+        self._unsettled: dict[int, Request] = {}
         self._user: dict[int, Request] = {}
         self._watched: dict[int, Request] = {}
         self._branching: dict[int, int] = {}
@@ -88,7 +93,8 @@ class Turn:
         self._ranked_at = 0
         self._sizes = Sizes()
         self._ends = Ends()
-        self._settled_since_rebuild = 0
+        self._uses_since_rebuild = 0
+        self._kinds: set[str] = set()
         self._turns_are_given = False
 
     # Hooks
@@ -106,7 +112,6 @@ class Turn:
         request.given_turn, request.kind = entry.turn, entry.kind
         self._turns_are_given = entry.turn is not None
         self._hold(request, entry)
-        self._unsettle(request)
 
     def touched(self, entry: Entry) -> None:
         if entry.state == "checkpoint":
@@ -144,10 +149,9 @@ class Turn:
         self._forget(entry)
 
     def evictable_changed(self, entry: Entry, evictable: bool) -> None:
+        self._unfile(entry)
         if evictable:
             self._file(entry)
-        else:
-            self._unfile(entry)
 
     def victim(self) -> Entry | None:
         if self._ranked_at != self._now:
@@ -167,25 +171,21 @@ class Turn:
     # Requests
 
     def _request(self, tick: int) -> Request:
+        """The request of this tick; it is settled when the next one comes."""
         self._advance(tick)
         if tick not in self._requests:
             self._requests[tick] = Request(tick)
+        self._unsettled[tick] = self._requests[tick]
         return self._requests[tick]
 
     def _advance(self, tick: int) -> None:
         """With the first hook of a new tick, what came before is settled."""
         if tick > self._now:
             self._now = tick
-            unsettled, self._unsettled = self._unsettled, []
-            for each in unsettled:
-                each.is_unsettled = False
+            unsettled, self._unsettled = self._unsettled, {}
+            for each in unsettled.values():
                 if each.holds:
                     self._settle(each)
-
-    def _unsettle(self, request: Request) -> None:
-        if not request.is_unsettled:
-            request.is_unsettled = True
-            self._unsettled.append(request)
 
     def _take_up(self, request: Request, entry: Entry) -> None:
         """The deepest entry that a request found: whether the request goes on from who used it last."""
@@ -211,16 +211,12 @@ class Turn:
         if not request.is_trusted:
             size = (f"{size[0]}?", size[1])
             prior = (math.sqrt(prior[0] * COMMON_PROBABILITY), 1.0)
-        request.class_key = (request.kind, *size)
-        self.model.declare(request.class_key, *prior)
+        self._classify(request, *size, prior=prior)
+        request.passed = []
         if not request.is_watched:
-            request.is_watched = True
-            self._watched[request.tick] = request
-            self._settled_since_rebuild += 1
+            self._watch(request.tick, request)
         for each in list(request.holds.values()):
             self._refile(each)
-        if self._settled_since_rebuild >= max(REBUILD_REQUESTS, len(self._watched) // 8):
-            self._rebuild()
 
     def _judge(self, request: Request, previous: Request) -> None:
         """Settle whether a request is the next turn of the one it found, and what that says of either."""
@@ -229,7 +225,6 @@ class Turn:
         if request.given_turn is not None:
             follows = request.given_turn == previous.turn + 1
             request.continues = follows and (request.takes_up or request.reaches_end)
-        passed, request.passed = request.passed, []
         if request.continues:
             # A guess needs something added: a prompt that is repeated is no next turn.
             request.turn = previous.turn + (request.has_added or request.is_trusted)
@@ -239,7 +234,7 @@ class Turn:
             for each in list(previous.holds.values()):
                 self._refile(each)
         else:
-            for each in passed:
+            for each in request.passed:
                 if self._user.get(each.entry_id) is request:
                     count = self._branching.get(each.entry_id, 0)
                     self._branching[each.entry_id] = min(MAX_BRANCHING, count + 1)
@@ -251,11 +246,26 @@ class Turn:
         old = self._user.get(entry.entry_id)
         if old is not None:
             self._stop_watching(old, entry.last_used, used=True)
-        request = Request(entry.last_used, class_key=(entry.kind, "checkpoint", how), is_watched=True)
-        self.model.declare(request.class_key, *PRIOR[request.class_key[1:]])
-        self._watched[-entry.entry_id] = request
+        request = Request(entry.last_used, kind=entry.kind)
+        self._classify(request, "checkpoint", how, prior=PRIOR["checkpoint", how])
         self._hold(request, entry)
         self._refile(entry)
+        self._watch(-entry.entry_id, request)
+
+    def _classify(self, request: Request, turn: str, size: str, prior: tuple[float, float]) -> None:
+        """Give a request its class. The first kinds of request are told apart, whatever else there is counts as one."""
+        if len(self._kinds) < MAX_KINDS:
+            self._kinds.add(request.kind)
+        request.class_key = (request.kind if request.kind in self._kinds else OTHER_KINDS, turn, size)
+        self.model.declare(request.class_key, *prior)
+
+    def _watch(self, number: int, request: Request) -> None:
+        """Wait for the next use of what a request holds."""
+        request.is_watched = True
+        self._watched[number] = request
+        self._uses_since_rebuild += 1
+        if self._uses_since_rebuild >= max(REBUILD_USES, len(self._watched) // 8):
+            self._rebuild()
 
     def _stop_watching(self, request: Request, tick: int, used: bool) -> None:
         if request.is_watched:
@@ -265,8 +275,9 @@ class Turn:
     def _rebuild(self) -> None:
         self._watched = {number: each for number, each in self._watched.items() if each.is_watched}
         watching = ((each.class_key, self._now - each.tick) for each in self._watched.values())
-        self.model.rebuild(watching, self._settled_since_rebuild)
-        self._settled_since_rebuild = 0
+        self.model.rebuild(watching, self._uses_since_rebuild)
+        self._uses_since_rebuild = 0
+        self._ranks.clear()
 
     def _hold(self, request: Request, entry: Entry) -> None:
         """`request` is now the last to have used `entry`."""
@@ -312,8 +323,6 @@ class Turn:
 
     def _file(self, entry: Entry) -> None:
         request = self._user[entry.entry_id]
-        if request.class_key == UNSETTLED:
-            self._unsettle(request)
         is_spent = entry.state == "span" and (
             request.is_spent or (entry.end == request.end > request.start and self._ends.are_spent)
         )

@@ -84,6 +84,25 @@ def render_chat(
     return tokens, tuple(sorted({end for end in (opening, *ends) if end > 0}))
 
 
+def chat_tokens(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    add_generation_prompt: bool = True,
+    **template_kwargs: Any,
+) -> NDArray[np.int32]:
+    """The tokens that `render_chat` gives, int32, without looking for marks: the template runs once.
+
+    Raises:
+        ValueError: as `render_chat`.
+    """
+    _validate(messages)
+    template = _Template(tokenizer, tools, template_kwargs)
+    _, rendering = _choose_form(template, messages, add_generation_prompt)
+    return _TokenSpans(template, rendering).tokens if isinstance(rendering, str) else np.asarray(rendering, np.int32)
+
+
 def message_ends(
     tokenizer: Any,
     messages: Sequence[Message],

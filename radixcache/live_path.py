@@ -108,10 +108,11 @@ class LivePath:
                 continue
             if node.start < keep:
                 self._states.split(node, keep)
-            self._states.set_live(node, self.slot, False)
             state = state_of(node)
-            if state.spans is None and not state.live:
+            if state.spans is None and state.live_mask == 1 << self.slot:
+                # First, so that a policy that is told of the node knows its bytes.
                 self._states.set_leaving(node, self._layout.token_bytes * (node.end - node.start))
+            self._states.set_live(node, self.slot, False)
             left.append(node)
         self.tip = self._node_at(keep)
         for node in reversed(left):

@@ -69,8 +69,8 @@ class TraceWriter:
 
         Args:
             block_tokens: tokens per digest; reuse is seen in steps of so many.
-            salt: up to 64 bytes. Traces with the same salt can be joined. None: drawn from the system and known to
-                nobody afterwards. Only digests depend on it.
+            salt: up to 64 bytes. Parts of a file that have the same salt share blocks. None: drawn from the system and
+                known to nobody afterwards. Only digests depend on it.
             plain: write token ids instead of digests.
             clock: what `time` counts.
             known_blocks: how many blocks to remember.
@@ -95,7 +95,11 @@ class TraceWriter:
         self._next_request = 0
         self._handle: int | None = self._open()
         self._is_torn = True  # until the first header is written
-        self._write([])
+        try:
+            self._write([])
+        except OSError:
+            self.close()
+            raise
 
     def append(
         self,

@@ -134,9 +134,9 @@ def curve_picture(
     axes.set_xscale("log")
     axes.set_ylim(0, max(0.01, 1.08 * curve.infinite_block_hit_ratio))
     axes.set_xlabel(f"capacity, {unit} of {trace.block_tokens} tokens" if unit == "blocks" else "capacity, GiB")
-    axes.set_ylabel("block hit ratio")
+    axes.set_ylabel("block hit ratio: blocks found / blocks asked for")
     synthetic = ", synthetic arrivals" if trace.is_timing_synthetic else ""
-    axes.set_title(f"{trace.name}: {len(trace.requests):,} requests{synthetic}")
+    axes.set_title(f"{trace.name}: {len(trace.requests):,} requests{synthetic}", parse_math=False)
     axes.grid(visible=True, which="both", alpha=0.25)
     axes.legend(loc="upper left")
     image = io.BytesIO()

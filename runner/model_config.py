@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.conversations.conversation import shown
-from runner.model_fields import Config, ModelConfigError
+from runner.model_fields import INSTEAD, Config, ModelConfigError
 from runner.model_layers import Heads, Span, State, Window, layers_of
 
 __all__ = ["ModelBytes", "ModelConfigError", "model_bytes", "read_model_bytes"]
@@ -95,7 +95,7 @@ def model_bytes(
     """
     dtype = dtype or _dtype(config)
     if dtype not in DTYPE_BYTES:
-        raise ModelConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(DTYPE_BYTES)}.")
+        raise ModelConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(DTYPE_BYTES)}. {INSTEAD}")
     if kv_bits is not None and (kv_bits not in KV_BITS or kv_group_size not in KV_GROUP_SIZES):
         raise ModelConfigError(
             f"kv_bits is {kv_bits} in groups of {kv_group_size}; wanted one of {', '.join(map(str, KV_BITS))} in groups"
@@ -108,7 +108,7 @@ def model_bytes(
     for layer in layers:
         if isinstance(layer, Window):
             windows[layer.tokens] = windows.get(layer.tokens, 0) + _span_bytes(layer.heads, element_bytes, None, 0)
-    return ModelBytes(
+    found = ModelBytes(
         model_type=parsed.model_type,
         token_bytes=sum(
             _span_bytes(layer.heads, element_bytes, kv_bits, kv_group_size)
@@ -119,6 +119,9 @@ def model_bytes(
         windows=tuple(sorted(windows.items())),
         dtype=dtype,
     )
+    if found.token_bytes + found.checkpoint_bytes <= 0 or found.state_bytes < 0:
+        raise ModelConfigError(f"{found}; wanted more than 0. {INSTEAD}")
+    return found
 
 
 def _span_bytes(heads: Heads, element_bytes: int, kv_bits: int | None, group_size: int) -> int:

@@ -17,6 +17,8 @@ class ModelConfigError(ValueError):
 
 #: How a message ends where a figure has to come from the user.
 INSTEAD = "Give the size yourself with --bytes-per-token (and --bytes-per-checkpoint)."
+#: Far more than any model has; a larger number is a mistake and would take for ever.
+MOST_LAYERS = 10_000
 
 
 class Config:
@@ -63,7 +65,10 @@ class Config:
     @property
     def layers(self) -> int:
         """Number of layers."""
-        return self.get("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
+        layers = self.get("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
+        if layers > MOST_LAYERS:
+            raise ModelConfigError(f"there are {layers} layers; wanted at most {MOST_LAYERS:,}. {INSTEAD}")
+        return layers
 
     @property
     def hidden(self) -> int:

@@ -55,7 +55,17 @@ def layers_of(config: Config) -> list[Layer]:
         raise ModelConfigError(
             f"model_type {config.model_type!r} is not known here ({len(TYPES)} types are). {INSTEAD}"
         )
-    return list(TYPES[config.model_type](config))
+    try:
+        layers = list(TYPES[config.model_type](config))
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # A list that is too short or none at all, no heads to share the width among ...
+        raise ModelConfigError(
+            f"model_type {config.model_type!r}: its fields do not fit together ({type(error).__name__}: {error})."
+            f" {INSTEAD}"
+        ) from error
+    if not layers:
+        raise ModelConfigError(f"model_type {config.model_type!r}: no layer keeps any state. {INSTEAD}")
+    return layers
 
 
 # Kinds of models ------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def lru_curve(trace: Trace, *, sample_rate: float = 1.0, seed: int = 0) -> Curve
         seed: of the hash that picks them.
 
     Raises:
-        ValueError: the trace is empty, or `sample_rate` is out of range.
+        ValueError: the trace or the sample is empty, or `sample_rate` is out of range.
     """
     if not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate is {sample_rate:g}; wanted more than 0 and at most 1.")
@@ -191,7 +191,9 @@ def _exact(references: References) -> Curve:
 
 
 def _sampled(references: References, rate: float, seed: int) -> Curve:
-    hashes = _hashed(references.blocks, seed)
+    hashes, unique = _hashed(references.blocks, seed), int(references.blocks.max()) + 1
+    if not (hashes < rate).any():
+        raise ValueError(f"a sample of {rate:g} has none of the {unique:,} blocks; wanted a larger one.")
     whole = _estimate(references, hashes < rate, rate)
     capacities = whole[0]
     errors = np.full(len(capacities), np.nan)
@@ -204,7 +206,7 @@ def _sampled(references: References, rate: float, seed: int) -> Curve:
         *whole,
         errors,
         len(references),
-        int(references.blocks.max()) + 1,
+        unique,
         int(references.tokens.sum()),
         rate,
     )

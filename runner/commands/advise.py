@@ -1,41 +1,24 @@
 """`radixcache advise`: what a prefix cache can save on a trace, and how many bytes that takes."""
 
 import json
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from runner.commands.trace_options import (
-    BlockTokens,
-    BytesPerCheckpoint,
-    BytesPerToken,
-    KvBits,
-    KvGroupSize,
-    ModelConfig,
-    Seed,
-    SessionsPerHour,
-    SkipBad,
-    Tokenizer,
-    TracePaths,
-    load_model_bytes,
-    load_trace,
-)
-from runner.commands.usage import UsageError, require, require_writable_files, say
+from runner.commands.simulate import GIB, MOST_CAPACITY, run_grid
+from runner.commands.trace_options import TraceOptions, about, with_trace_options
+from runner.commands.usage import UsageError, require, require_writable_files, say, writing
 
 if TYPE_CHECKING:
-    from runner.traces import Trace
+    from runner.model_config import ModelBytes
+    from runner.simulate.grid import Job
 
 
+@with_trace_options
 def advise(
     context: typer.Context,
-    trace: TracePaths,
-    model_config: ModelConfig = None,
-    bytes_per_token: BytesPerToken = None,
-    bytes_per_checkpoint: BytesPerCheckpoint = 0.0,
-    kv_bits: KvBits = None,
-    kv_group_size: KvGroupSize = 64,
+    options: TraceOptions,
     budget_gib: Annotated[float | None, typer.Option(help="Your budget, in GiB.")] = None,
     capacity_blocks: Annotated[int | None, typer.Option(help="Your budget, in blocks.")] = None,
     prefill_tokens_per_s: Annotated[
@@ -47,11 +30,6 @@ def advise(
     ] = None,
     jobs: Annotated[int, typer.Option(help="Processes to simulate in.")] = 1,
     sample: Annotated[float, typer.Option(metavar="RATE", help="Share of the blocks to follow; 1 is exact.")] = 1.0,
-    skip_bad: SkipBad = False,
-    seed: Seed = 0,
-    sessions_per_hour: SessionsPerHour = 30.0,
-    model: Tokenizer = None,
-    block_tokens: BlockTokens = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write the report as a page of its own.")] = None,
 ) -> None:
@@ -63,68 +41,74 @@ def advise(
         ("--capacity-blocks", capacity_blocks),
         ("--prefill-tokens-per-s", prefill_tokens_per_s),
     ):
-        require(value is None or 0 < value < float("inf"), f"{option} is {value}; wanted more than 0.")
+        require(value is None or 0 < value <= MOST_CAPACITY, f"{option} is {value}; wanted more than 0.")
     require(jobs >= 1, f"--jobs is {jobs}; wanted at least 1.")
     require_writable_files(json_file, html_file)
-    sizes = load_model_bytes(model_config, bytes_per_token, bytes_per_checkpoint, kv_bits, kv_group_size)
-    has_size = sizes is not None and sizes.token_bytes > 0
+    # Without bytes per token blocks have no size of their own: they are counted.
+    sizes = options.model_bytes if options.model_bytes is not None and options.model_bytes.token_bytes > 0 else None
     require(
-        budget_gib is None or has_size, "--budget-gib needs bytes per token: give --model-config of a model with any."
+        budget_gib is None or sizes is not None,
+        "--budget-gib needs bytes per token: give --model-config of a model with any.",
     )
     rows = None if simulation is None else _rows(simulation)
 
     from runner.advise import advice_document, advice_html, advice_of, advice_text, best_policy
     from runner.curve_report import curve_picture
     from runner.mrc import lru_curve
-    from runner.report import machine, versions, write_atomically, write_json
+    from runner.report import write_atomically, write_json
 
-    read = load_trace(
-        trace,
-        skip_bad=skip_bad,
-        seed=seed,
-        sessions_per_hour=sessions_per_hour,
-        model=model,
-        block_tokens=block_tokens,
-    )
-    curve = lru_curve(read, sample_rate=sample, seed=seed)
+    read = options.read()
+    try:
+        curve = lru_curve(read, sample_rate=sample, seed=options.seed)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     advice = advice_of(
         read,
         curve,
         token_bytes=None if sizes is None else sizes.token_bytes,
-        checkpoint_bytes=0 if sizes is None else sizes.checkpoint_bytes,
-        budget_bytes=None if budget_gib is None else budget_gib * (1 << 30),
+        checkpoint_bytes=0 if options.model_bytes is None else options.model_bytes.checkpoint_bytes,
+        budget_bytes=None if budget_gib is None else budget_gib * GIB,
         budget_blocks=capacity_blocks,
         prefill_tokens_per_s=prefill_tokens_per_s,
     )
-    best = None
-    if rows is None and advice.own is not None:
-        rows = _simulated(read, advice.own.capacity_blocks, jobs)
+    own_blocks = None if advice.own is None else advice.own.capacity_blocks
+    require(
+        own_blocks is None or own_blocks > 0,
+        f"--budget-gib is {budget_gib}; wanted at least a block of {advice.block_bytes} bytes.",
+    )
+    best, stop = None, None
+    if rows is None and own_blocks is not None:
+        found, stop = run_grid([read], _grid(own_blocks, sizes), jobs)
+        # What finished says nothing about what did not.
+        rows = [row.as_dict() for row in found] if stop is None else None
     if rows is not None:
-        own_blocks = None if advice.own is None else advice.own.capacity_blocks
         try:
             best = best_policy(rows, trace=read.name, capacity_blocks=own_blocks)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{simulation}: not the rows of a simulation ({error!r}).") from error
         require(best is not None, f"{simulation}: no row of trace {read.name!r} with a capacity in blocks.")
     print(advice_text(advice, best))
-    if json_file is not None:
-        about = {"source": read.source, "command": shlex.join(["radixcache", *context.obj])}
-        document = {**advice_document(advice, best), **about, "machine": machine(), "versions": versions()}
-        write_json(json_file, document)
-    if html_file is not None:
-        marks = {budget.name: budget.capacity_blocks for budget in (*advice.budgets[:3], advice.own) if budget}
-        picture = curve_picture(curve, read, advice.block_bytes, marks=marks, file_format="svg")
-        write_atomically(html_file, advice_html(advice, picture, best).encode())
+    with writing():
+        if json_file is not None:
+            write_json(json_file, {**advice_document(advice, best), "source": read.source, **about(context)})
+        if html_file is not None:
+            marks = {each.name: each.capacity_blocks for each in (*advice.budgets[:3], advice.own) if each}
+            # Where nothing is used twice they are at 0, which a logarithmic axis has not.
+            marks = {name: blocks for name, blocks in marks.items() if blocks}
+            picture = curve_picture(curve, read, advice.block_bytes, marks=marks, file_format="svg")
+            write_atomically(html_file, advice_html(advice, picture, best).encode())
+    if stop is not None:
+        say("interrupted: policies were not compared.")
+        raise stop
 
 
-def _simulated(trace: "Trace", capacity_blocks: int, jobs: int) -> list[dict[str, Any]]:
-    """Every policy that a cache can follow, at one capacity."""
+def _grid(capacity_blocks: int, sizes: "ModelBytes | None") -> "list[Job]":
+    """Every policy that a cache can follow at one capacity, and the optimum where there is one."""
     from policies import POLICIES
-    from runner.simulate.grid import Job, run_locally
+    from runner.simulate.grid import Job
 
-    say(f"simulating {len(POLICIES)} policies at {capacity_blocks:,} blocks ...")
-    grid = [Job(0, policy, capacity_blocks, None, None) for policy in sorted(POLICIES)]
-    return [row.as_dict() for row in run_locally([trace], grid, jobs)]
+    names = sorted(POLICIES) if sizes is not None and sizes.checkpoint_bytes else ["belady", *sorted(POLICIES)]
+    return [Job(0, name, capacity_blocks, None, sizes) for name in names]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

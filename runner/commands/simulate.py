@@ -1,36 +1,25 @@
 """`radixcache simulate`: traces through eviction policies at several capacities."""
 
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from runner.commands.trace_options import (
-    BlockTokens,
-    BytesPerCheckpoint,
-    BytesPerToken,
-    KvBits,
-    KvGroupSize,
-    ModelConfig,
-    Seed,
-    SessionsPerHour,
-    SkipBad,
-    Tokenizer,
-    TracePaths,
-    load_model_bytes,
-    load_trace,
-)
+from runner.commands.trace_options import TraceOptions, about, with_trace_options
 from runner.commands.usage import (
     EXIT_INTERRUPTED,
-    PIPE_COLUMNS,
     UsageError,
     require,
+    require_picture_format,
     require_writable_files,
     say,
+    stdout,
+    writing,
 )
 
 if TYPE_CHECKING:
@@ -40,11 +29,14 @@ if TYPE_CHECKING:
     from runner.traces import Trace
 
 GIB = 1 << 30
+#: Of blocks or GiB; beyond it floats are no longer whole numbers.
+MOST_CAPACITY = 1e15
 
 
+@with_trace_options
 def simulate(
     context: typer.Context,
-    trace: TracePaths,
+    options: TraceOptions,
     policy: Annotated[
         str,
         typer.Option(help="Policies separated by commas, my.module:Class among them; all: every one, and bounds."),
@@ -58,16 +50,6 @@ def simulate(
     separate: Annotated[
         bool, typer.Option("--separate", help="Take each file or folder for a trace of its own.")
     ] = False,
-    model_config: ModelConfig = None,
-    bytes_per_token: BytesPerToken = None,
-    bytes_per_checkpoint: BytesPerCheckpoint = 0.0,
-    kv_bits: KvBits = None,
-    kv_group_size: KvGroupSize = 64,
-    skip_bad: SkipBad = False,
-    seed: Seed = 0,
-    sessions_per_hour: SessionsPerHour = 30.0,
-    model: Tokenizer = None,
-    block_tokens: BlockTokens = None,
     jobs: Annotated[int, typer.Option(help="Processes to simulate in.")] = 1,
     ray: Annotated[
         str | None,
@@ -75,7 +57,8 @@ def simulate(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows to this file.")] = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Draw hit ratio over capacity, a line per policy, to this PNG.")
+        Path | None,
+        typer.Option("--plot", help="Draw hit ratio over capacity, a line per policy (.png, .svg or .pdf)."),
     ] = None,
 ) -> None:
     """Simulate eviction policies on traces, with the cache that a server would use.
@@ -84,45 +67,96 @@ def simulate(
     `belady-bypass` know the future: no policy can do better where all blocks weigh the same.
     """
     require(jobs >= 1, f"--jobs is {jobs}; wanted at least 1.")
+    require(ray is None or find_spec("ray") is not None, "--ray needs the package ray: pip install 'radixcache[ray]'.")
     require_writable_files(json_file, plot_file)
-    policies = _policies(policy)
-    sizes = load_model_bytes(model_config, bytes_per_token, bytes_per_checkpoint, kv_bits, kv_group_size)
-    capacities = _capacities(capacity_blocks, budget_gib, sizes)
-    traces = [
-        load_trace(
-            paths,
-            skip_bad=skip_bad,
-            seed=seed,
-            sessions_per_hour=sessions_per_hour,
-            model=model,
-            block_tokens=block_tokens,
-        )
-        for paths in ([[path] for path in trace] if separate else [trace])
-    ]
+    require_picture_format(plot_file)
+    policies = _policies(policy, options.model_bytes)
+    capacities = _capacities(capacity_blocks, budget_gib, options.model_bytes)
     from runner.simulate.grid import Job
 
+    traces = _separate(options) if separate else [options.read()]
     grid = [
-        Job(index, name, blocks, nbytes, sizes)
+        Job(index, name, blocks, nbytes, options.model_bytes)
         for index in range(len(traces))
         for name in policies
         for blocks, nbytes in capacities
     ]
-    rows, was_interrupted = _run(traces, grid, jobs, ray)
+    rows, stop = run_grid(traces, grid, jobs, ray)
+    if isinstance(stop, UsageError) and not rows:
+        raise stop
     _print(traces, rows)
-    command = shlex.join(["radixcache", *context.obj])
-    _write(traces, rows, json_file, plot_file, command=command, interrupted=was_interrupted)
-    if was_interrupted:
+    if rows:
+        _write(context, traces, rows, json_file, plot_file, interrupted=stop is not None)
+    if stop is not None:
         say(f"interrupted: {len(rows)} of {len(grid)} simulations had finished.")
-        raise typer.Exit(EXIT_INTERRUPTED)
+        raise stop
 
 
-def _policies(listed: str) -> list[str]:
+def run_grid(
+    traces: "Sequence[Trace]", grid: "Sequence[Job]", jobs: int, ray: str | None = None
+) -> "tuple[list[Row], Exception | None]":
+    """Run a grid under a bar; returns what finished, and if that is not all, what to raise once it has been shown."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,}/{task.total:,} requests"))
+    total = sum(len(traces[job.trace].requests) for job in grid)
+    rows: list[Row] = []
+    try:
+        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+            task = progress.add_task("simulating", total=total)
+            for row in _rows(traces, grid, jobs, ray, lambda done: progress.advance(task, done)):
+                rows.append(row)
+    except KeyboardInterrupt:
+        return rows, typer.Exit(EXIT_INTERRUPTED)
+    except UsageError as error:
+        return rows, error
+    return rows, None
+
+
+def _rows(
+    traces: "Sequence[Trace]", grid: "Sequence[Job]", jobs: int, ray: str | None, on_progress: "OnProgress"
+) -> "Iterator[Row]":
+    from runner.simulate.grid import PolicyError, run_locally, run_on_ray
+
+    try:
+        if ray is None:
+            yield from run_locally(traces, grid, jobs, on_progress)
+        else:
+            yield from run_on_ray(traces, grid, ray, on_progress)
+    except PolicyError as error:
+        # Ray's own exceptions tell a story around the first cause.
+        raise UsageError(f"--policy: {getattr(error, 'cause', error)}") from error
+    except BrokenProcessPool as error:
+        raise UsageError("a process of --jobs was killed, perhaps for its memory; take fewer of them.") from error
+    except ConnectionError as error:
+        raise UsageError(f"--ray {ray}: no cluster answers ({error}).") from error
+
+
+def _separate(options: TraceOptions) -> "list[Trace]":
+    """Each path as a trace, under a name of its own."""
+    paths = options.trace
+    require(len(set(paths)) == len(paths), "--separate: a path was given twice; wanted each once.")
+    traces = [options.read(path) for path in paths]
+    names = [trace.name for trace in traces]
+    return [
+        trace if names.count(trace.name) == 1 else replace(trace, name=str(path))
+        for path, trace in zip(paths, traces, strict=True)
+    ]
+
+
+def _policies(listed: str, sizes: "ModelBytes | None") -> list[str]:
     from policies import OFFLINE_POLICIES, POLICIES, make_policy
 
     names = [name.strip() for name in listed.split(",") if name.strip()]
     require(bool(names), "--policy names no policy.")
+    has_checkpoints = sizes is not None and sizes.checkpoint_bytes > 0
+    require(
+        not has_checkpoints or "belady-bypass" not in names,
+        f"--policy: belady-bypass is defined without checkpoints alone, and there are some ({sizes}).",
+    )
     if "all" in names:
-        names = [*(name for name in names if name != "all"), *sorted(POLICIES), *sorted(OFFLINE_POLICIES)]
+        bounds = [name for name in sorted(OFFLINE_POLICIES) if name != "belady-bypass" or not has_checkpoints]
+        names = [*(name for name in names if name != "all"), *sorted(POLICIES), *bounds]
     for name in names:
         if name not in OFFLINE_POLICIES:
             try:
@@ -143,10 +177,14 @@ def _capacities(
         require(
             all(each == int(each) for each in blocks), f"--capacity-blocks is {capacity_blocks}; wanted whole numbers."
         )
-        return [(int(each), None) for each in blocks]
+        require(
+            sizes is None or sizes.token_bytes > 0, f"{sizes}: blocks have no size of their own; give --budget-gib."
+        )
+        return [(int(each), None) for each in dict.fromkeys(blocks)]
     assert budget_gib is not None
     require(sizes is not None, "--budget-gib needs --model-config or --bytes-per-token.")
-    return [(None, max(1, int(_number(each, "--budget-gib") * GIB))) for each in budget_gib.split(",")]
+    budgets = [max(1, int(_number(each, "--budget-gib") * GIB)) for each in budget_gib.split(",")]
+    return [(None, each) for each in dict.fromkeys(budgets)]
 
 
 def _number(text: str, option: str) -> float:
@@ -154,79 +192,48 @@ def _number(text: str, option: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    require(0 < value < float("inf"), f"{option} has {text.strip()!r}; wanted numbers above 0.")
+    require(
+        0 < value <= MOST_CAPACITY, f"{option} has {text.strip()!r}; wanted numbers above 0, {MOST_CAPACITY:g} at most."
+    )
     return value
-
-
-def _run(traces: "Sequence[Trace]", grid: "Sequence[Job]", jobs: int, ray: str | None) -> "tuple[list[Row], bool]":
-    """Run the grid under a bar; returns what finished, and whether Ctrl-C came before the rest."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,}/{task.total:,} requests"))
-    total = sum(len(traces[job.trace].requests) for job in grid)
-    rows: list[Row] = []
-    try:
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-            task = progress.add_task("simulating", total=total)
-            for row in _rows(traces, grid, jobs, ray, lambda done: progress.advance(task, done)):
-                rows.append(row)
-    except KeyboardInterrupt:
-        return rows, True
-    return rows, False
-
-
-def _rows(
-    traces: "Sequence[Trace]", grid: "Sequence[Job]", jobs: int, ray: str | None, on_progress: "OnProgress"
-) -> "Iterator[Row]":
-    from runner.simulate.grid import run_locally, run_on_ray
-
-    if ray is None:
-        yield from run_locally(traces, grid, jobs, on_progress)
-        return
-    try:
-        yield from run_on_ray(traces, grid, ray, on_progress)
-    except ModuleNotFoundError as error:
-        raise UsageError("--ray needs the package ray: pip install 'radixcache[ray]'.") from error
-    except ConnectionError as error:
-        raise UsageError(f"--ray {ray}: no cluster answers ({error}).") from error
 
 
 def _print(traces: "Sequence[Trace]", rows: "Sequence[Row]") -> None:
     from runner.simulate.table import footnotes, rows_table
 
-    stdout = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+    console = stdout()
     if rows:
-        stdout.print(rows_table(rows))
+        console.print(rows_table(rows))
     for line in footnotes(traces, rows):
-        stdout.print(line, markup=False, soft_wrap=True)
+        console.print(line)
 
 
 def _write(
+    context: typer.Context,
     traces: "Sequence[Trace]",
     rows: "Sequence[Row]",
     json_file: Path | None,
     plot_file: Path | None,
-    **about: object,
+    *,
+    interrupted: bool,
 ) -> None:
-    from runner.report import machine, versions, write_json
+    from runner.report import write_json
     from runner.simulate.picture import plot_rows
     from runner.simulate.simulator import infinite_ratio
+    from runner.simulate.table import COUNTS
 
-    if not rows:
-        return
     infinite = {trace.name: infinite_ratio(trace) for trace in traces}
     document = {
         "rows": [row.as_dict() for row in rows],
         "infinite_block_hit_ratio": infinite,
         "sources": [trace.source for trace in traces],
-        **about,
-        "machine": machine(),
-        "versions": versions(),
+        "skipped": [len(trace.skipped) for trace in traces],
+        "counts": COUNTS,
+        "interrupted": interrupted,
+        **about(context),
     }
-    try:
+    with writing():
         if json_file is not None:
             write_json(json_file, document)
         if plot_file is not None:
             plot_rows(plot_file, rows, infinite)
-    except OSError as error:
-        raise UsageError(f"{error.filename}: cannot be written ({error.strerror}).") from error

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from runner.commands.usage import UsageError, require_writable_files, say
+from runner.commands.usage import UsageError, require_writable_files, say, writing
 
 
 class Format(StrEnum):
@@ -68,11 +68,10 @@ def synth(
         trace = synthesize(parameters, seed=seed, name=file.stem)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    with writing():
+        (write_mooncake if file_format is Format.MOONCAKE else write_compact)(file, trace)
     if file_format is Format.MOONCAKE:
-        write_mooncake(file, trace)
         say("note: this format cannot say that its times are synthetic; they are.")
-    else:
-        write_compact(file, trace)
     print(
         f"{file}: {len(trace.requests):,} requests, {trace.prompt_tokens:,} prompt tokens, {trace.block_refs:,} block"
         f" references, {trace.requests[-1].time_ms / 6e4:,.0f} minutes, seed {seed}; synthetic."

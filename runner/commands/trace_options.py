@@ -1,8 +1,12 @@
-"""Options that every command over traces has, and what comes of them: a trace, and bytes per token."""
+"""Options that every command over traces has, and what comes of them: a trace, and a model's bytes."""
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,97 +16,130 @@ if TYPE_CHECKING:
     from runner.model_config import ModelBytes
     from runner.traces import Trace
 
-TracePaths = Annotated[
-    list[Path],
-    typer.Argument(
-        help="Trace files or folders: Mooncake JSONL, coding-agent sessions, conversations (with --model), or recorded"
-        " traces. Several make one trace.",
-        show_default=False,
-    ),
-]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read.")]
-Seed = Annotated[int, typer.Option(help="Seed of whatever is drawn: arrivals that are not recorded, samples.")]
-SessionsPerHour = Annotated[
-    float, typer.Option(help="Rate at which sessions begin, for data that does not record it (synthetic arrivals).")
-]
-Tokenizer = Annotated[
-    str | None,
-    typer.Option("--model", help="Model whose tokenizer reads conversations: demo, tiny, a folder, or a hub id."),
-]
-BlockTokens = Annotated[
-    int | None, typer.Option(help="Tokens per block, for conversations and for other Mooncake hashes than by 512.")
-]
-ModelConfig = Annotated[
-    Path | None, typer.Option("--model-config", help="A model's config.json (or its folder), for sizes in bytes.")
-]
-BytesPerToken = Annotated[float | None, typer.Option(help="Bytes of cache per token, instead of --model-config.")]
-BytesPerCheckpoint = Annotated[
-    float, typer.Option(help="With --bytes-per-token: bytes of windows and recurrent state per checkpoint.")
-]
-KvBits = Annotated[int | None, typer.Option(help="With --model-config: bits per element of quantized keys and values.")]
-KvGroupSize = Annotated[int, typer.Option(help="With --kv-bits: elements per group.")]
 
+@dataclass(frozen=True)
+class TraceOptions:
+    """What was given; a field is an option of its name."""
 
-def load_trace(
-    paths: Sequence[Path],
-    *,
-    skip_bad: bool = False,
-    seed: int = 0,
-    sessions_per_hour: float = 30.0,
-    model: str | None = None,
-    block_tokens: int | None = None,
-) -> "Trace":
-    """Read a trace, and say on stderr what of it was left out or made up."""
-    from runner.traces import Pace, TraceError, read_trace
+    trace: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Trace files or folders: Mooncake JSONL, coding-agent sessions, conversations (with --model), or"
+            " recorded traces. Several make one trace.",
+            show_default=False,
+        ),
+    ]
+    model_config: Annotated[
+        Path | None, typer.Option(help="A model's config.json (or its folder), for sizes in bytes.")
+    ] = None
+    bytes_per_token: Annotated[
+        float | None, typer.Option(help="Bytes of cache per token, instead of --model-config.")
+    ] = None
+    bytes_per_checkpoint: Annotated[
+        float | None, typer.Option(help="With --bytes-per-token: bytes of windows and recurrent state per checkpoint.")
+    ] = None
+    kv_bits: Annotated[
+        int | None, typer.Option(help="With --model-config: bits per element of quantized keys and values.")
+    ] = None
+    kv_group_size: Annotated[int, typer.Option(help="With --kv-bits: elements per group.")] = 64
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read.")] = False
+    seed: Annotated[int, typer.Option(help="Seed of whatever is drawn: arrivals that are not recorded, samples.")] = 0
+    sessions_per_hour: Annotated[
+        float, typer.Option(help="Rate at which sessions begin, for data that does not record it (synthetic arrivals).")
+    ] = 30.0
+    model: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer reads conversations: demo, tiny, a folder, or a hub id.")
+    ] = None
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens per block, for conversations and for other Mooncake hashes than by 512."),
+    ] = None
 
-    require(block_tokens is None or block_tokens >= 1, f"--block-tokens is {block_tokens}; wanted at least 1.")
-    try:
-        trace = read_trace(
-            *paths,
-            skip_bad=skip_bad,
-            seed=seed,
-            pace=Pace(sessions_per_hour=sessions_per_hour),
-            tokenizer=None if model is None else _tokenizer(model),
-            block_tokens=block_tokens,
+    def read(self, *paths: Path) -> "Trace":
+        """Read these paths, or all, as one trace, and say on stderr what of it was left out or made up."""
+        from runner.traces import Pace, read_trace
+
+        require(
+            self.block_tokens is None or self.block_tokens >= 1,
+            f"--block-tokens is {self.block_tokens}; wanted at least 1.",
         )
-    except (TraceError, ValueError) as error:
-        raise UsageError(str(error)) from error
-    if trace.skipped:
-        say(f"note: {len(trace.skipped)} lines skipped, the first: {trace.skipped[0]}")
-    if trace.is_timing_synthetic:
-        say("note: arrival times are synthetic, at least in part.")
-    return trace
+        try:
+            trace = read_trace(
+                *(paths or self.trace),
+                skip_bad=self.skip_bad,
+                seed=self.seed,
+                pace=Pace(sessions_per_hour=self.sessions_per_hour),
+                tokenizer=self._tokenizer,
+                block_tokens=self.block_tokens,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        if trace.skipped:
+            say(f"note: {len(trace.skipped)} lines skipped, the first: {trace.skipped[0]}")
+        if trace.is_timing_synthetic:
+            say("note: arrival times are synthetic, at least in part.")
+        return trace
+
+    @cached_property
+    def model_bytes(self) -> "ModelBytes | None":
+        """The sizes that were asked for, or None for none."""
+        from runner.model_config import ModelBytes, ModelConfigError, read_model_bytes
+
+        given = (("--bytes-per-token", self.bytes_per_token), ("--bytes-per-checkpoint", self.bytes_per_checkpoint))
+        for option, value in given:
+            require(value is None or 0 <= value < float("inf"), f"{option} is {value}; wanted 0 or more.")
+        require(
+            self.model_config is None or self.bytes_per_token is None,
+            "give --model-config or --bytes-per-token; wanted only one.",
+        )
+        require(
+            self.bytes_per_checkpoint is None or self.bytes_per_token is not None,
+            "--bytes-per-checkpoint needs --bytes-per-token.",
+        )
+        require(self.kv_bits is None or self.model_config is not None, "--kv-bits needs --model-config.")
+        if self.bytes_per_token is not None:
+            sizes = ModelBytes(
+                "the model", round(self.bytes_per_token), round(self.bytes_per_checkpoint or 0), (), "its dtype"
+            )
+            require(sizes.token_bytes + sizes.state_bytes > 0, f"{sizes}; wanted more than 0.")
+            return sizes
+        if self.model_config is None:
+            return None
+        try:
+            return read_model_bytes(self.model_config, kv_bits=self.kv_bits, kv_group_size=self.kv_group_size)
+        except ModelConfigError as error:
+            raise UsageError(str(error)) from error
+
+    @cached_property
+    def _tokenizer(self) -> object:
+        if self.model is None:
+            return None
+        from runner.models import ModelError, load_model
+
+        try:
+            return load_model(self.model).tokenizer
+        except ModelError as error:
+            raise UsageError(str(error)) from error
 
 
-def load_model_bytes(
-    model_config: Path | None,
-    bytes_per_token: float | None,
-    bytes_per_checkpoint: float = 0.0,
-    kv_bits: int | None = None,
-    kv_group_size: int = 64,
-) -> "ModelBytes | None":
-    """The sizes that were asked for, or None for none."""
-    from runner.model_config import ModelBytes, ModelConfigError, read_model_bytes
+def with_trace_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn `command(context, options, ...)` into a command that has an option for each field of `TraceOptions`."""
+    context, _, *own = signature(command, eval_str=True).parameters.values()
+    trace, *shared = signature(TraceOptions, eval_str=True).parameters.values()
 
-    require(
-        model_config is None or bytes_per_token is None, "give --model-config or --bytes-per-token; wanted only one."
-    )
-    if bytes_per_token is not None:
-        for option, value in (("--bytes-per-token", bytes_per_token), ("--bytes-per-checkpoint", bytes_per_checkpoint)):
-            require(0 <= value < float("inf"), f"{option} is {value:g}; wanted 0 or more.")
-        return ModelBytes("given", round(bytes_per_token), round(bytes_per_checkpoint), (), "given")
-    if model_config is None:
-        return None
-    try:
-        return read_model_bytes(model_config, kv_bits=kv_bits, kv_group_size=kv_group_size)
-    except ModelConfigError as error:
-        raise UsageError(str(error)) from error
+    @wraps(command)
+    def run(context: typer.Context, **given: Any) -> None:
+        options = TraceOptions(**{each.name: given.pop(each.name) for each in (trace, *shared)})
+        command(context, options, **given)
+
+    # typer reads what to offer off the signature.
+    named = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in (trace, *own, *shared)]
+    run.__signature__ = Signature([context, *named])  # type: ignore[attr-defined]
+    return run
 
 
-def _tokenizer(model: str) -> object:
-    from runner.models import ModelError, load_model
+def about(context: typer.Context) -> dict[str, Any]:
+    """What made a result, for its JSON."""
+    from runner.report import machine, versions
 
-    try:
-        return load_model(model).tokenizer
-    except ModelError as error:
-        raise UsageError(str(error)) from error
+    return {"command": shlex.join(["radixcache", *context.obj]), "machine": machine(), "versions": versions()}

@@ -4,7 +4,11 @@ Light on purpose: nothing here imports MLX, numpy or matplotlib.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from rich.console import Console
 
 EXIT_CHECK_FAILED = 1
 EXIT_USAGE = 2
@@ -34,6 +38,33 @@ def require_writable_files(*paths: Path | None) -> None:
                 require_writable(path)
             except OSError as error:
                 raise UsageError(f"{path}: cannot be written ({error.strerror}). Name another file.") from error
+
+
+def require_picture_format(path: Path | None) -> None:
+    """Find out before a long run that there is no such kind of picture."""
+    from runner.curve_report import picture_format
+
+    if path is not None:
+        try:
+            picture_format(path)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Turn a file that cannot be written after all into one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{error.filename}: cannot be written ({error.strerror}).") from error
+
+
+def stdout() -> Console:
+    """Where results go, as they are: names may hold what looks like markup."""
+    return Console(
+        width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False, markup=False, emoji=False, soft_wrap=True
+    )
 
 
 def say(message: str) -> None:

@@ -1,13 +1,16 @@
 """Grid: every policy at every capacity over every trace, in this process, in several, or on a Ray cluster.
 
 A job is small (names and numbers), a trace is large: a worker is given the traces once and keeps them. Rows come back
-in the order of the jobs wherever they were computed, and are the same but for `seconds`.
+in the order of the jobs wherever they were computed, and are the same but for `seconds`. When the grid is interrupted
+or a job fails, the rows that have finished out of their turn come before the exception.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
@@ -19,8 +22,12 @@ from runner.traces.request import Trace
 
 OnProgress = Callable[[int], None]
 
-#: The traces of a worker process.
-_traces: Sequence[Trace] = ()
+#: How often progress in other processes is asked for.
+POLL_S = 0.1
+
+
+class PolicyError(Exception):
+    """A policy of the user's own raised an exception while it was simulated; one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,7 @@ class Job:
 
     Attributes:
         trace: index of the trace.
-        capacity_blocks: budget in blocks; None: `budget_bytes` says it.
+        capacity_blocks: budget in blocks, of span state where a model is given; None: `budget_bytes` says it.
         budget_bytes: budget in bytes, for which a model's bytes are known.
         model: the model's bytes; None: blocks are counted.
     """
@@ -42,35 +49,54 @@ class Job:
 
 
 def run_job(trace: Trace, job: Job, on_progress: OnProgress | None = None) -> Row:
-    """Run one simulation of a grid."""
+    """Run one simulation of a grid.
+
+    Raises:
+        PolicyError: the policy is a "module:Class" and raised an exception.
+    """
     sizes = BlockSizes.of(job.model, trace.block_tokens)
     if job.capacity_blocks is not None:
-        budget_bytes = job.capacity_blocks * max(1, sizes.span_bytes)
+        budget_bytes = job.capacity_blocks * sizes.span_bytes
     else:
         assert job.budget_bytes is not None, job
         budget_bytes = job.budget_bytes
-    return simulate(trace, job.policy, budget_bytes, sizes, on_progress)
+    try:
+        return simulate(trace, job.policy, budget_bytes, sizes, on_progress)
+    except Exception as error:
+        if ":" not in job.policy:
+            raise
+        raise PolicyError(f"policy {job.policy!r} failed: {_first_cause(error)}") from error
 
 
 def run_locally(
     traces: Sequence[Trace], jobs: Sequence[Job], processes: int = 1, on_progress: OnProgress | None = None
 ) -> Iterator[Row]:
     """Yield a row per job, in order, from this process or from several."""
-    if processes == 1:
+    processes = min(processes, len(jobs))
+    if processes <= 1:
         for job in jobs:
             yield run_job(traces[job.trace], job, on_progress)
         return
     # Fresh processes: MLX, which the cache imports, is not made for a fork.
     context = get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_keep, initargs=(traces,)) as pool:
+    served, stop = context.Value("q", 0), context.Event()
+    told = 0
+
+    def tell() -> None:
+        nonlocal told
+        now = served.value
+        if on_progress is not None:
+            on_progress(now - told)
+        told = now
+
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_keep, initargs=(traces, served, stop)) as pool:
         try:
-            for row in pool.map(_run_kept, jobs):
-                if on_progress is not None:
-                    on_progress(row.requests)
-                yield row
-        except BaseException:
+            with _interrupts_held():
+                futures = [pool.submit(_run_kept, job) for job in jobs]
+            yield from in_order(futures, tell)
+        finally:
+            stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 def run_on_ray(
@@ -78,10 +104,11 @@ def run_on_ray(
 ) -> Iterator[Row]:
     """Yield a row per job, in order, from a Ray cluster at `address`; "auto" finds one or starts one here.
 
-    The traces travel to the cluster once: no file needs to be there.
+    The traces travel to the cluster once: no file needs to be there but the module of a policy of one's own.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
+        ConnectionError: no cluster answers at the address, or it is none.
     """
     import ray
 
@@ -90,9 +117,8 @@ def run_on_ray(
     try:
         remote = ray.remote(run_job)
         stored = [ray.put(trace) for trace in traces]
-        pending = [remote.remote(stored[job.trace], job) for job in jobs]
-        for reference in pending:
-            row: Row = ray.get(reference)
+        futures = [remote.remote(stored[job.trace], job).future() for job in jobs]
+        for row in in_order(futures):
             if on_progress is not None:
                 on_progress(row.requests)
             yield row
@@ -106,13 +132,66 @@ def shortened(row: Row) -> Row:
     return replace(row, seconds=0.0)
 
 
-def _keep(traces: Sequence[Trace]) -> None:
-    global _traces
-    _traces = traces
+def in_order(futures: Sequence[Future[Row]], tell: Callable[[], None] = lambda: None) -> Iterator[Row]:
+    """Yield the rows in order; before an exception those that have finished out of their turn."""
+    count = 0
+    try:
+        for future in futures:
+            while not wait([future], timeout=POLL_S).done:
+                tell()
+            tell()
+            row = future.result()
+            count += 1
+            yield row
+    except (Exception, KeyboardInterrupt):
+        for future in futures[count:]:
+            if future.done() and future.exception() is None:
+                yield future.result()
+        raise
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back for a moment. Processes started meanwhile never see it: who started them stops them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _first_cause(error: BaseException) -> str:
+    """The exception that all others came of, and the line that raised it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    where = "" if step is None else f" ({step.tb_frame.f_code.co_filename}:{step.tb_lineno})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+
+
+# In a worker process
+
+_traces: Sequence[Trace] = ()
+_served: Any = None
+_stop: Any = None
+
+
+def _keep(traces: Sequence[Trace], served: Any, stop: Any) -> None:
+    global _traces, _served, _stop
+    _traces, _served, _stop = traces, served, stop
 
 
 def _run_kept(job: Job) -> Row:
-    return run_job(_traces[job.trace], job)
+    return run_job(_traces[job.trace], job, _count)
+
+
+def _count(requests: int) -> None:
+    if _stop.is_set():
+        raise KeyboardInterrupt
+    with _served.get_lock():
+        _served.value += requests
 
 
 def _connect(ray: Any, address: str) -> None:
@@ -124,3 +203,5 @@ def _connect(ray: Any, address: str) -> None:
         if address != "auto":
             raise
         ray.init(log_to_driver=False)
+    except (RuntimeError, ValueError) as error:
+        raise ConnectionError(str(error)) from error

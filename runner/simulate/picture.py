@@ -6,10 +6,11 @@ Matplotlib is imported when a picture is asked for.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.curve_report import GIB, picture_format
 from runner.report import write_atomically
 from runner.simulate.row import Row
 
@@ -18,20 +19,27 @@ if TYPE_CHECKING:
 
 DPI = 120
 PANEL_INCHES = (9.0, 5.0)
-OFFLINE = ("belady", "belady-bypass")
+OFFLINE = {"belady": "-", "belady-bypass": "--"}
+#: A marker and a colour for each of as many policies as there are.
+MARKERS = "osD^v<>pPX*hd"
+#: As many capacities find room below the axis.
+MOST_TICKS = 8
 
 
 def plot_rows(path: Path, rows: Sequence[Row], infinite: Mapping[str, float]) -> None:
-    """Write a PNG with a panel per trace, atomically.
+    """Write a picture with a panel per trace, atomically; PNG, SVG or PDF by the file's suffix.
 
     Args:
         infinite: by trace, the block hit ratio without any limit.
+
+    Raises:
+        ValueError: the suffix is that of another format.
     """
-    write_atomically(path, picture(rows, infinite))
+    write_atomically(path, picture(rows, infinite, picture_format(path)))
 
 
-def picture(rows: Sequence[Row], infinite: Mapping[str, float], kind: str = "png") -> bytes:
-    """The picture itself, as PNG or SVG."""
+def picture(rows: Sequence[Row], infinite: Mapping[str, float], file_format: str = "png") -> bytes:
+    """The picture itself."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -39,40 +47,48 @@ def picture(rows: Sequence[Row], infinite: Mapping[str, float], kind: str = "png
     figure = Figure(figsize=(PANEL_INCHES[0], PANEL_INCHES[1] * len(traces)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(traces), 1, squeeze=False)
+    styles = line_styles(dict.fromkeys(row.policy for row in rows))
     for axes, trace in zip(panels[:, 0], traces, strict=True):
-        _draw(axes, [row for row in rows if row.trace == trace], infinite.get(trace))
+        _draw(axes, [row for row in rows if row.trace == trace], infinite.get(trace), styles)
     image = io.BytesIO()
-    figure.savefig(image, format=kind, dpi=DPI)
+    figure.savefig(image, format=file_format, dpi=DPI)
     return image.getvalue()
 
 
-def _draw(axes: Axes, rows: Sequence[Row], infinite: float | None) -> None:
-    in_bytes = all(row.capacity_bytes is not None for row in rows)
+def _draw(axes: Axes, rows: Sequence[Row], infinite: float | None, styles: Mapping[str, dict[str, Any]]) -> None:
     for policy in dict.fromkeys(row.policy for row in rows):
-        of_policy = sorted((row for row in rows if row.policy == policy), key=_capacity)
-        axes.plot(
-            [_capacity(row) / (1 << 30 if in_bytes else 1) for row in of_policy],
-            [row.block_hit_ratio for row in of_policy],
-            label=policy,
-            **_style(policy),
-        )
+        points = sorted((_capacity(row), row.block_hit_ratio) for row in rows if row.policy == policy)
+        axes.plot(*zip(*points, strict=True), label=policy, **styles[policy])
     if infinite is not None:
         axes.axhline(infinite, linestyle=":", color="black", label="infinite cache")
     synthetic = " (arrival times are synthetic)" if rows[0].is_timing_synthetic else ""
-    axes.set_title(f"{rows[0].trace}{synthetic}")
+    # A name may have dollar signs, which would be taken for a formula's.
+    axes.set_title(f"{rows[0].trace}{synthetic}", parse_math=False)
     axes.set_xscale("log")
-    axes.set_xlabel("capacity, GiB" if in_bytes else "capacity, blocks")
+    capacities = sorted({_capacity(row) for row in rows})
+    if len(capacities) <= MOST_TICKS:
+        axes.set_xticks(capacities, [f"{capacity:,.7g}" for capacity in capacities])
+        axes.minorticks_off()
+    axes.set_xlabel("capacity, blocks" if rows[0].capacity_bytes is None else "capacity, GiB")
     axes.set_ylabel("block hit ratio: blocks found / blocks asked for")
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, which="both", alpha=0.25)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
-def _capacity(row: Row) -> int:
-    return row.capacity_bytes if row.capacity_bytes is not None else row.capacity_blocks or 0
+def _capacity(row: Row) -> float:
+    """In GiB where there are bytes, else in blocks."""
+    return (row.capacity_blocks or 0) if row.capacity_bytes is None else row.capacity_bytes / GIB
 
 
-def _style(policy: str) -> dict[str, Any]:
-    if policy in OFFLINE:
-        return {"color": "black", "linestyle": "-" if policy == "belady" else "--", "linewidth": 2.0}
-    return {"marker": "o", "markersize": 3.0, "linewidth": 1.2}
+def line_styles(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """How each policy is drawn: the bounds in black, the others apart by colour and marker."""
+    styles: dict[str, dict[str, Any]] = {}
+    for policy in policies:
+        index = len(styles.keys() - OFFLINE.keys())
+        if policy in OFFLINE:
+            styles[policy] = {"color": "black", "linestyle": OFFLINE[policy], "linewidth": 2.0, "marker": "."}
+        else:
+            marker = MARKERS[index % len(MARKERS)]
+            styles[policy] = {"color": f"C{index % 10}", "marker": marker, "markersize": 4.0, "linewidth": 1.2}
+    return styles

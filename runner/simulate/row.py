@@ -11,7 +11,7 @@ class Row:
     """One trace through one policy at one capacity.
 
     Attributes:
-        capacity_blocks: budget in blocks of span state; None where the budget was given in bytes.
+        capacity_blocks: budget in blocks of span state; None where blocks have no size of their own.
         capacity_bytes: budget in bytes; None where no bytes per token are known.
         block_refs, block_hits: blocks of all prompts, and those of them that were stored when they were asked for.
         block_hit_ratio: block_hits / block_refs.

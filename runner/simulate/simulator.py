@@ -40,8 +40,9 @@ class BlockSizes:
 
     Attributes:
         span_bytes: bytes of a block over the layers that can be cut anywhere.
-        checkpoint_bytes: bytes of point state that do not depend on the offset.
-        windows: the sliding windows, as (blocks, bytes per block).
+        checkpoint_bytes: bytes of point state that do not depend on the offset, shorter windows among them.
+        windows: the sliding windows of a block or more, as (whole blocks, bytes per block); together they take what the
+            model's do.
         is_counting: no model's bytes are known.
     """
 
@@ -55,8 +56,11 @@ class BlockSizes:
         """The sizes of a model's blocks of so many tokens; without a model blocks are counted."""
         if model is None:
             return cls()
-        windows = tuple((-(-tokens // block_tokens), nbytes * block_tokens) for tokens, nbytes in model.windows)
-        return cls(model.token_bytes * block_tokens, model.state_bytes, windows, is_counting=False)
+        whole = [(tokens // block_tokens, tokens * nbytes) for tokens, nbytes in model.windows]
+        windows = tuple((blocks, nbytes // blocks) for blocks, nbytes in whole if blocks)
+        # A window that is shorter than a block is full at every block's end.
+        fixed_bytes = model.state_bytes + sum(nbytes for blocks, nbytes in whole if not blocks)
+        return cls(model.token_bytes * block_tokens, fixed_bytes, windows, is_counting=False)
 
     def layout(self) -> SizedLayout:
         return SizedLayout(self.span_bytes, self.checkpoint_bytes, self.windows)
@@ -77,6 +81,9 @@ class Simulation:
         policy: a name or an object; of the offline ones, what makes it from `next_use`.
         budget_bytes: the byte budget of the cache.
         sizes: bytes per block.
+
+    Raises:
+        ValueError: a policy that bypasses the cache was given sizes with checkpoints, which it has none to resume at.
     """
 
     def __init__(
@@ -92,9 +99,12 @@ class Simulation:
         self._future: Future | None = None
         chosen = self._make(policy)
         self._bypass = getattr(chosen, "bypass", False)
+        layout = sizes.layout()
+        if self._bypass and layout.has_points:
+            raise ValueError(f"{policy}: bypassing is defined without checkpoints alone; {sizes} has some.")
         self._budget_bytes = budget_bytes
         self.cache = PrefixCache(
-            layout=sizes.layout(),
+            layout=layout,
             budget_bytes=UNLIMITED_BYTES if self._bypass else budget_bytes,
             policy=chosen,
             clock=lambda: self._now_ms,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from runner.simulate.row import Row
 from runner.simulate.simulator import infinite_ratio
@@ -23,21 +24,27 @@ FIFO_NOTE = (
     "FIFO equals LRU here because a conversation's newest blocks are always its youngest as well: each turn adds a "
     "leaf, and only leaves can go. It says nothing about FIFO on other data."
 )
+SAME_NOTE = "The same in every row, so nothing here tells them apart: {}."
 BELADY_NOTE = (
     "belady is the optimum only where all blocks weigh the same; with checkpoints it is a rule that knows the future."
 )
 
 
 def rows_table(rows: Sequence[Row]) -> Table:
-    """One row per simulation, capacities in the unit in which they were given."""
+    """One row per simulation."""
     table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("trace", "policy", "capacity", "block hits", "token hits", "prefill tokens", "evictions", "s"):
-        table.add_column(heading, justify="left" if heading in ("trace", "policy") else "right")
+    for heading in ("trace", "policy"):
+        table.add_column(heading)
+    in_bytes = any(row.capacity_bytes is not None for row in rows)
+    sizes = ("blocks", "GiB") if in_bytes else ("blocks",)
+    for heading in (*sizes, "block hits", "token hits", "prefill tokens", "evictions", "s"):
+        table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
-            row.trace,
-            row.policy,
-            _capacity(row),
+            Text(row.trace),
+            Text(row.policy),
+            "-" if row.capacity_blocks is None else f"{row.capacity_blocks:,}",
+            *([] if row.capacity_bytes is None else [f"{row.capacity_bytes / GIB:.4g}"]),
             f"{row.block_hit_ratio:.4f}",
             f"{row.token_hit_ratio:.4f}",
             f"{row.prefill_tokens:,}",
@@ -58,6 +65,9 @@ def footnotes(traces: Sequence[Trace], rows: Sequence[Row]) -> list[str]:
     notes.append(COUNTS)
     if _fifo_is_lru(rows):
         notes.append(FIFO_NOTE)
+    same = _same(rows)
+    if same:
+        notes.append(SAME_NOTE.format("; ".join(", ".join(group) for group in same)))
     if any(row.policy.startswith("belady") for row in rows) and any(row.has_checkpoints for row in rows):
         notes.append(BELADY_NOTE)
     return notes
@@ -65,13 +75,19 @@ def footnotes(traces: Sequence[Trace], rows: Sequence[Row]) -> list[str]:
 
 def _fifo_is_lru(rows: Sequence[Row]) -> bool:
     lru, fifo = (
-        {(row.trace, _capacity(row)): row.block_hit_ratio for row in rows if row.policy == policy}
-        for policy in ("lru", "fifo")
+        {(row.trace, row.capacity_blocks, row.capacity_bytes): row.block_hit_ratio for row in of_policy}
+        for of_policy in ([row for row in rows if row.policy == policy] for policy in ("lru", "fifo"))
     )
     return any(abs(ratio - lru[where]) < ALIKE for where, ratio in fifo.items() if where in lru)
 
 
-def _capacity(row: Row) -> str:
-    if row.capacity_bytes is not None:
-        return f"{row.capacity_bytes / GIB:g} GiB"
-    return f"{row.capacity_blocks:,} blocks"
+def _same(rows: Sequence[Row]) -> list[list[str]]:
+    """Groups of policies that found exactly as much wherever they ran, where that was at two places or more."""
+    found: dict[str, list[tuple[object, ...]]] = {}
+    for row in rows:
+        where = (row.trace, row.capacity_blocks, row.capacity_bytes, row.block_hits)
+        found.setdefault(row.policy, []).append(where)
+    groups: dict[frozenset[tuple[object, ...]], list[str]] = {}
+    for policy, hits in found.items():
+        groups.setdefault(frozenset(hits), []).append(policy)
+    return [group for hits, group in groups.items() if len(group) > 1 and len(hits) > 1]

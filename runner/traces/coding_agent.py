@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from runner.conversations.conversation import shown
+from runner.traces.joined import join_traces
 from runner.traces.keys import KeyTable
-from runner.traces.lines import BadLines, block_ids, seconds, unreadable, whole_number
+from runner.traces.lines import MOST_BLOCK_TOKENS, BadLines, block_ids, seconds, unreadable, whole_number
 from runner.traces.request import Trace, TraceError, TraceRequest
 
 SESSIONS_PER_HOUR = 30.0
@@ -46,23 +47,24 @@ def read_coding_agent(
     """
     bad = BadLines(skip_bad)
     draw = random.Random(seed)
-    requests: list[TraceRequest] = []
-    block_tokens: int | None = None
+    sessions: list[Trace] = []
     start_s = 0.0
     for path in paths:
         try:
             session = _Session(path, bad)
-            if block_tokens not in (None, session.block_tokens):
-                raise TraceError(f"{path}: block_size is {session.block_tokens}; wanted {block_tokens}, as before.")
+            if sessions and session.block_tokens != sessions[0].block_tokens:
+                raise TraceError(
+                    f"{path}: block_size is {session.block_tokens}; wanted {sessions[0].block_tokens}, as before."
+                )
         except TraceError as error:
             bad.add(error)
             continue
-        block_tokens = session.block_tokens
-        requests.extend(replace(each, time_ms=each.time_ms + round(1e3 * start_s)) for each in session.requests())
+        requests = [replace(each, time_ms=each.time_ms + round(1e3 * start_s)) for each in session.requests()]
+        sessions.append(Trace(path.stem, session.block_tokens, requests, True, str(path)))
         start_s += draw.expovariate(sessions_per_hour / 3600.0)
-    requests.sort(key=lambda request: request.time_ms)
+    trace = join_traces(sessions) if sessions else Trace("", 1, [], True, "")
     source = ", ".join(map(str, paths))
-    return Trace(name or paths[0].stem, block_tokens or 0, requests, True, source, tuple(bad.skipped))
+    return replace(trace, name=name or paths[0].stem, source=source, skipped=tuple(bad.skipped))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,9 @@ class _Session:
     def __init__(self, path: Path, bad: BadLines) -> None:
         self._bad = bad
         self._path = path
-        self._table = KeyTable(path.name)
+        self._table = KeyTable()
         document = _load(path)
-        self.block_tokens = whole_number(document, "block_size", str(path), at_least=1)
+        self.block_tokens = whole_number(document, "block_size", str(path), at_least=1, at_most=MOST_BLOCK_TOKENS)
         records = document.get("requests")
         if not isinstance(records, list):
             raise TraceError(f"{path}: requests is {shown(records)}; wanted a list.")

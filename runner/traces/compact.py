@@ -6,8 +6,10 @@ on from the end of the part before it. Requests are written when they end; here 
 
 import base64
 import binascii
+import os
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy as np
 from radixcache.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
 from runner.conversations.conversation import shown
 from runner.traces.keys import KeyTable
-from runner.traces.lines import BadLines, Line, read_lines, whole_number
+from runner.traces.lines import MOST_BLOCK_TOKENS, BadLines, Line, read_lines, whole_number
 from runner.traces.request import Trace, TraceError, TraceRequest
 
 
@@ -42,20 +44,22 @@ def read_compact(path: Path, *, skip_bad: bool = False) -> Trace:
 
 
 def write_compact(path: Path, trace: Trace) -> None:
-    """Write a trace as a compact one. An existing file is replaced."""
-    path.unlink(missing_ok=True)
+    """Write a trace as a compact one. An existing file is replaced once the new one is complete."""
     clock: Clock = "synthetic_ms" if trace.is_timing_synthetic else "ms"
-    with TraceWriter(path, block_tokens=trace.block_tokens, salt=b"", clock=clock) as writer:
-        for request in trace.requests:
-            writer.append_blocks(
-                [key.to_bytes(DIGEST_BYTES, "big") for key in request.keys.tolist()],
-                tokens=request.tokens,
-                time=request.time_ms,
-                output_tokens=request.output_tokens,
-                session=request.session,
-                turn=request.turn,
-                kind=request.kind,
-            )
+    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        complete = Path(folder) / path.name
+        with TraceWriter(complete, block_tokens=trace.block_tokens, salt=b"", clock=clock) as writer:
+            for request in trace.requests:
+                writer.append_blocks(
+                    [key.to_bytes(DIGEST_BYTES, "big") for key in request.keys.tolist()],
+                    tokens=request.tokens,
+                    time=request.time_ms,
+                    output_tokens=request.output_tokens,
+                    session=request.session,
+                    turn=request.turn,
+                    kind=request.kind,
+                )
+        os.replace(complete, path)
 
 
 class _Reader:
@@ -64,13 +68,14 @@ class _Reader:
     def __init__(self, path: Path, bad: BadLines) -> None:
         self._path = path
         self._bad = bad
-        self._table = KeyTable(path.name)
+        self._table = KeyTable()
         self._requests: list[TraceRequest] = []
         self._is_timing_synthetic = False
         self._block_tokens: int | None = None
         self._salt_id = ""
         self._is_plain = False
-        # Of the part: where its requests begin, the blocks of each of its lines by number.
+        # Of the part: whether its header was understood, where its requests begin, the blocks of its lines by number.
+        self._is_open = False
         self._part_start = 0
         self._digests: dict[int, list[bytes]] = {}
 
@@ -84,7 +89,7 @@ class _Reader:
                 raise line.error
             if is_header(line.value):
                 self._begin_part(line.value, line.where)
-            elif self._block_tokens is None:
+            elif not self._is_open:
                 raise TraceError(f"{line.where}: no header; wanted a line with format {FORMAT!r} first.")
             else:
                 self._requests.append(self._request(line.value, line.where))
@@ -104,14 +109,16 @@ class _Reader:
         )
 
     def _begin_part(self, header: dict[str, Any], where: str) -> None:
+        # Also where this header cannot be used: what follows it is no part of the one before.
+        self._end_part()
         if header.get("version") != VERSION:
             raise TraceError(f"{where}: version is {shown(header.get('version'))}; wanted {VERSION}.")
-        block_tokens = whole_number(header, "block_tokens", where, at_least=1)
+        block_tokens = whole_number(header, "block_tokens", where, at_least=1, at_most=MOST_BLOCK_TOKENS)
         if self._block_tokens not in (None, block_tokens):
             raise TraceError(f"{where}: block_tokens is {block_tokens}; wanted {self._block_tokens}, as before.")
         if header.get("clock") not in CLOCKS:
             raise TraceError(f"{where}: clock is {shown(header.get('clock'))}; wanted one of {', '.join(CLOCKS)}.")
-        self._end_part()
+        self._is_open = True
         self._block_tokens = block_tokens
         self._is_plain = header.get("plain") is True
         self._salt_id = str(header.get("salt_id"))
@@ -126,9 +133,13 @@ class _Reader:
             self._requests[self._part_start :] = [replace(each, time_ms=each.time_ms + shift_ms) for each in part]
         self._part_start = len(self._requests)
         self._digests = {}
+        self._is_open = False
 
     def _request(self, record: dict[str, Any], where: str) -> TraceRequest:
         number = whole_number(record, "request", where)
+        if number in self._digests:
+            self._end_part()
+            raise TraceError(f"{where}: request {number} was there before; wanted a header in front of another part.")
         time_ms = whole_number(record, "time", where)
         tokens = whole_number(record, "tokens", where, at_least=1)
         output_tokens = whole_number(record, "output", where)
@@ -136,7 +147,7 @@ class _Reader:
         session, kind = (_text(record, name, where) for name in ("session", "kind"))
         shared = self._shared(record, where)
         following = self._plain_blocks if self._is_plain else self._hashed_blocks
-        digests = shared + following(record, where, shared)
+        digests = shared + following(record, where, shared, tokens)
         assert self._block_tokens is not None
         wanted = -(-tokens // self._block_tokens)
         if len(digests) != wanted:
@@ -165,7 +176,7 @@ class _Reader:
             )
         return self._digests[earlier][:count]
 
-    def _hashed_blocks(self, record: dict[str, Any], where: str, shared: list[bytes]) -> list[bytes]:
+    def _hashed_blocks(self, record: dict[str, Any], where: str, shared: list[bytes], tokens: int) -> list[bytes]:
         try:
             content = base64.b64decode(record["blocks"], validate=True)
         except (KeyError, TypeError, ValueError, binascii.Error):
@@ -174,11 +185,14 @@ class _Reader:
             raise TraceError(f"{where}: blocks has {len(content)} bytes; wanted a multiple of {DIGEST_BYTES}.")
         return [content[start : start + DIGEST_BYTES] for start in range(0, len(content), DIGEST_BYTES)]
 
-    def _plain_blocks(self, record: dict[str, Any], where: str, shared: list[bytes]) -> list[bytes]:
+    def _plain_blocks(self, record: dict[str, Any], where: str, shared: list[bytes], tokens: int) -> list[bytes]:
         ids = record.get("ids")
         if not isinstance(ids, list) or not all(type(each) is int and abs(each) < 1 << 63 for each in ids):
             raise TraceError(f"{where}: ids is {shown(ids)}; wanted a list of whole numbers.")
         assert self._block_tokens is not None
+        wanted = max(0, tokens - len(shared) * self._block_tokens)
+        if len(ids) != wanted:
+            raise TraceError(f"{where}: {len(ids)} ids behind {len(shared)} blocks; tokens {tokens} needs {wanted}.")
         namespace = _text(record, "namespace", where)
         before = shared[-1] if shared else None
         return block_digests(np.array(ids, np.int64), self._block_tokens, namespace=namespace, before=before)

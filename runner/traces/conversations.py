@@ -1,7 +1,7 @@
 """Recorded conversations as a trace: each reply that was due is a request, in blocks of a tokenizer's tokens.
 
 Arrivals are made up (runner/traces/arrivals.py), so the timing is synthetic. This is the one reader that needs MLX,
-since mlx-lm's tokenizer and the cache's own `render_chat` do the rendering.
+since mlx-lm's tokenizer and the cache's own `chat_tokens` do the rendering.
 """
 
 import random
@@ -59,7 +59,7 @@ def read_conversation_trace(
         raise TraceError(str(error)) from error
     bad = BadLines(skip_bad)
     pace, draw = pace or Pace(), random.Random(seed)
-    table = KeyTable(paths[0].name)
+    table = KeyTable()
     requests: list[TraceRequest] = []
     start_s = 0.0
     for conversation in read.conversations:
@@ -86,12 +86,12 @@ def read_conversation_trace(
 
 def _render(conversation: Conversation, tokenizer: Any) -> list[_Rendered]:
     """The requests of a conversation. Replies that were not recorded are left out of later prompts."""
-    from radixcache import render_chat
+    from radixcache.chat import chat_tokens
 
     rendered = []
     for index, request in enumerate(requests_of(conversation)):
         try:
-            prompt, _ = render_chat(tokenizer, request.messages, request.tools)
+            prompt = chat_tokens(tokenizer, request.messages, request.tools)
         except ValueError as error:
             raise TraceError(f"{conversation.source}: conversation {conversation.conversation_id}: {error}") from error
         is_tool = bool((request.recorded_reply or {}).get("tool_calls"))

@@ -1,30 +1,22 @@
-"""KeyTable: block ids of one file become keys that no other file shares, and equal keys are held to equal prefixes.
+"""KeyTable: block ids of one file become keys, and equal ids are held to equal prefixes.
 
-Ids are numbered in the order they appear, so the same file gives the same keys whatever its ids look like:
-
-    key = salt of the file << 40 | number
-
-The salt is 22 bits of a digest of the file's name. `join_traces` numbers anew, so there nothing can collide at all.
+Ids are numbered from 0 in the order they appear, so the same file gives the same keys whatever its ids look like. Keys
+of different files mean different blocks: `join_traces` numbers them anew.
 """
 
-import hashlib
 from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from runner.traces.request import Keys
 
-NUMBER_BITS = 40
-_SALT_BITS = 22
 _NO_PARENT = -1
 
 
 class KeyTable:
     """The ids of a file with the number of each and of the block before it. O(1) per id."""
 
-    def __init__(self, file_name: str) -> None:
-        digest = hashlib.blake2b(file_name.encode("utf-8", "surrogateescape"), digest_size=4).digest()
-        self._salt = int.from_bytes(digest, "big") >> (32 - _SALT_BITS) << NUMBER_BITS
+    def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self._parents: list[int] = []
 
@@ -52,7 +44,6 @@ class KeyTable:
             keys[index] = previous = number
         if unhashed_tail:
             keys[-1] = self._append(previous)
-        keys |= self._salt
         return keys
 
     def _append(self, parent: int) -> int:

@@ -12,6 +12,10 @@ from typing import Any
 from runner.conversations.conversation import shown
 from runner.traces.request import TraceError
 
+#: Numbers up to here are exact as floats.
+MOST_EXACT = 1 << 53
+MOST_BLOCK_TOKENS = 1 << 31
+
 
 class BadLines:
     """Where readers take what they cannot use. Without `skip_bad` the first one ends the reading."""
@@ -60,15 +64,17 @@ def unreadable(path: Path, error: OSError) -> TraceError:
     return TraceError(f"{path}: cannot be read ({error.strerror}); wanted a trace.")
 
 
-def whole_number(record: dict[str, Any], name: str, where: str, *, at_least: int = 0) -> int:
+def whole_number(record: dict[str, Any], name: str, where: str, *, at_least: int = 0, at_most: int = MOST_EXACT) -> int:
     """A field that holds a whole number.
 
     Raises:
-        TraceError: it holds something else, or too little.
+        TraceError: it holds something else, too little or too much.
     """
     value = record.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise TraceError(f"{where}: {name} is {shown(value)}; wanted a whole number, {at_least} or more.")
+    if value > at_most:
+        raise TraceError(f"{where}: {name} is {shown(value)}; wanted at most {at_most:,}.")
     return value
 
 

@@ -24,7 +24,7 @@ def read_mooncake(path: Path, *, block_tokens: int = BLOCK_TOKENS, skip_bad: boo
         TraceError: the file cannot be read, or a line is bad and `skip_bad` is off.
     """
     bad = BadLines(skip_bad)
-    table = KeyTable(path.name)
+    table = KeyTable()
     requests: list[TraceRequest] = []
     time_ms = 0
     for line in read_lines(path):
@@ -42,11 +42,11 @@ def read_mooncake(path: Path, *, block_tokens: int = BLOCK_TOKENS, skip_bad: boo
 
 def write_mooncake(path: Path, trace: Trace) -> None:
     """Write a trace's requests, atomically; what the format has no field for (session, turn, kind) is left out."""
+    write_atomically(path, "".join(_lines(trace.requests)).encode())
+
+
+def _lines(requests: Iterable[TraceRequest]) -> Iterable[str]:
     numbers: dict[int, int] = {}
-    write_atomically(path, "".join(_lines(trace.requests, numbers)).encode())
-
-
-def _lines(requests: Iterable[TraceRequest], numbers: dict[int, int]) -> Iterable[str]:
     for request in requests:
         record = {
             "timestamp": request.time_ms,

@@ -16,7 +16,7 @@ from runner.traces.arrivals import Pace
 from runner.traces.coding_agent import read_coding_agent
 from runner.traces.compact import is_header, read_compact
 from runner.traces.joined import join_traces
-from runner.traces.lines import unreadable
+from runner.traces.lines import BadLines, unreadable
 from runner.traces.mooncake import read_mooncake
 from runner.traces.request import Trace, TraceError
 from runner.traces.turns import infer_turns
@@ -28,6 +28,8 @@ _PROBE_BYTES = 1 << 16
 _SUFFIXES = (".json", ".jsonl")
 #: Blanks, and the mark that some editors put before UTF-8.
 _BLANK = b" \t\r\n\xef\xbb\xbf"
+#: How compressed files begin.
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
 
 
 def read_trace(
@@ -55,22 +57,28 @@ def read_trace(
     """
     if not paths:
         raise ValueError("no trace was given; wanted at least one path.")
+    bad = BadLines(skip_bad)
     files: dict[Kind, list[Path]] = {}
     for path in (file for each in paths for file in _files(Path(each))):
-        files.setdefault(_kind(path), []).append(path)
+        beginning = _beginning(path)
+        try:
+            files.setdefault(_kind(path, beginning), []).append(path)
+        except TraceError as error:
+            bad.add(error)
     pace = pace or Pace()
     traces = [
         trace
         for kind, own in files.items()
         for trace in _read_files(kind, own, skip_bad, seed, pace, tokenizer, block_tokens)
     ]
+    source = ", ".join(map(str, paths))
+    skipped = (*bad.skipped, *(line for trace in traces for line in trace.skipped))
+    traces = [infer_turns(trace) for trace in traces if trace.requests]
+    if not traces:
+        first = f"; the first of {len(skipped)} skipped: {skipped[0]}" if skipped else "."
+        raise TraceError(f"{source}: no request found{first}")
     name = name or (Path(paths[0]).resolve().stem if len(paths) == 1 else "")
-    trace = join_traces([infer_turns(trace) for trace in traces], name=name)
-    trace = replace(trace, source=", ".join(map(str, paths)))
-    if not trace.requests:
-        first = f"; the first of {len(trace.skipped)} skipped: {trace.skipped[0]}" if trace.skipped else "."
-        raise TraceError(f"{trace.source}: no request found{first}")
-    return trace
+    return replace(join_traces(traces, name=name), source=source, skipped=skipped)
 
 
 def _read_files(
@@ -104,20 +112,30 @@ def _read_files(
 
 def _files(path: Path) -> list[Path]:
     """The path itself, or a folder's JSON and JSONL files by name."""
-    if not path.is_dir():
-        return [path]
-    files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file())
+    try:
+        if not path.is_dir():
+            return [path]
+        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file())
+    except OSError as error:
+        raise unreadable(path, error) from error
     if not files:
         raise TraceError(f"{path}: the folder has no {' or '.join(_SUFFIXES)} file; wanted a trace.")
     return files
 
 
-def _kind(path: Path) -> Kind:
+def _beginning(path: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():
+            raise TraceError(f"{path}: is a pipe or a device; wanted a file, which can be read twice.")
         with path.open("rb") as file:
-            beginning = file.read(_PROBE_BYTES)
+            return file.read(_PROBE_BYTES)
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+def _kind(path: Path, beginning: bytes) -> Kind:
+    if beginning.startswith(_COMPRESSED):
+        raise TraceError(f"{path}: is compressed; wanted it unpacked.")
     if not beginning.strip():
         raise TraceError(f"{path}: the file is empty; wanted a trace.")
     first = _first_line(beginning)

@@ -7,7 +7,7 @@ Invariants of a `Trace` that a reader returns:
   R1  len(keys) == ceil(tokens / block_tokens), and both are at least 1.
   R2  Equal keys mean equal prefixes: a key always stands at one position, behind the same keys.
   R3  `time_ms` never decreases; requests that arrived at the same time keep the order of the file.
-  R4  Keys are 0 or more, and no two files share one.
+  R4  Keys are 0 or more; files that were joined share none.
 """
 
 from collections.abc import Sequence

@@ -24,18 +24,21 @@ import numpy as np
 from runner.traces.arrivals import Pace
 from runner.traces.request import Keys, Trace, TraceRequest
 
+MOST_MEDIAN_TOKENS = 1e9
+
 
 @dataclass(frozen=True)
 class Lengths:
-    """A log-normal length in tokens, at least 1."""
+    """A log-normal length in tokens, at least 1. The median is `MOST_MEDIAN_TOKENS` at most."""
 
     median_tokens: float
     sigma: float
 
     def __post_init__(self) -> None:
-        if not (self.median_tokens >= 1 and self.sigma >= 0):
+        if not (1 <= self.median_tokens <= MOST_MEDIAN_TOKENS and self.sigma >= 0):
             raise ValueError(
-                f"a length has median {self.median_tokens:g} and sigma {self.sigma:g}; wanted 1 or more, and 0 or more."
+                f"a length has median {self.median_tokens:g} and sigma {self.sigma:g}; wanted 1 or more, at most"
+                f" {MOST_MEDIAN_TOKENS:g}, and 0 or more."
             )
 
     def draw(self, source: random.Random) -> int:
@@ -227,7 +230,7 @@ class _Traffic:
     def _begin(self) -> _Conversation:
         (application,) = self._draw.choices(self._applications, self._weights)
         text = _Text(self._numbers, self._parameters.block_tokens)
-        text.append(application.piece, application.system_tokens)
+        text.append(application.piece, self._clipped(application.system_tokens))
         return _Conversation(
             f"s{next(self._pieces)}", application, text, 1 + self._geometric(self._parameters.turns - 1)
         )
@@ -247,7 +250,11 @@ class _Traffic:
             conversation.calls_left = self._geometric(self._parameters.tool_calls)
 
     def _say(self, text: _Text, length: int) -> None:
-        text.append(next(self._pieces), length)
+        text.append(next(self._pieces), self._clipped(length))
+
+    def _clipped(self, length: int) -> int:
+        """What there is to append of a piece: beyond the context nobody asks for it."""
+        return min(length, self._parameters.context_tokens + 1)
 
     def _plan(self, at_s: float, conversation: _Conversation | None) -> None:
         heapq.heappush(self._agenda, (at_s, next(self._order), conversation))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,12 +17,13 @@ from policies import (
     EvictionPolicy,
     Marconi,
     OrderedPolicy,
+    Turn,
     make_policy,
 )
-from policies.runs import Run, RunPolicy
+from policies.runs import RunPolicy
 from radixcache.state_tree import state_of
 from tests.contract.blocks import BlockCache, Future, conversations, replay
-from tests.contract.traffic import ORDER, Traffic
+from tests.contract.traffic import ORDER, Traffic, Witness
 
 all_policies = pytest.mark.parametrize("name", sorted(POLICIES))
 
@@ -174,31 +176,44 @@ def test_asking_for_a_victim_many_times_changes_nothing(name: str) -> None:
     assert len({id(traffic.witness.victim()) for _ in range(50)}) == 1
 
 
-@all_policies
-def test_the_order_of_a_static_key_policy_is_consistent_after_5000_hooks(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in sorted(POLICIES) if isinstance(make_policy(name), OrderedPolicy)])
+def test_the_order_of_a_static_key_policy_is_consistent_after_each_step(name: str) -> None:
     policy = make_policy(name)
-    if not isinstance(policy, OrderedPolicy):
-        pytest.skip(f"{name} keeps another structure")
-    traffic = Traffic(policy, seed=2)
-    while traffic.witness.hooks < 5000:
-        traffic.step()
-    policy._order._check()
-    assert set(policy._filed) == traffic.witness.evictable
-    assert set(policy._keys) == set(traffic.witness.known)
-    assert list(policy._order) == sorted((policy._keys[number], number) for number in traffic.witness.evictable)
+    assert isinstance(policy, OrderedPolicy)
+    for witness in _steps(policy):
+        policy._order._check()
+        assert set(policy._filed) == witness.evictable
+        assert set(policy._keys) == set(witness.known)
+        assert list(policy._order) == sorted((policy._keys[number], number) for number in witness.evictable)
 
 
-@all_policies
+@pytest.mark.parametrize("name", [name for name in sorted(POLICIES) if isinstance(make_policy(name), RunPolicy)])
 def test_the_runs_of_a_queue_policy_are_consistent_after_each_step(name: str) -> None:
     policy = make_policy(name)
-    if not isinstance(policy, RunPolicy):
-        pytest.skip(f"{name} keeps another structure")
-    traffic = Traffic(policy, seed=2)
-    while traffic.witness.hooks < 3000:
-        traffic.step()
+    assert isinstance(policy, RunPolicy)
+    for witness in _steps(policy):
         policy.check()
-        assert policy._evictable == traffic.witness.evictable
-        assert set(policy._entries) == set(traffic.witness.known)
+        assert policy._evictable == witness.evictable
+        assert set(policy._entries) == set(witness.known)
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(POLICIES) if isinstance(make_policy(name), Turn)])
+def test_each_entry_is_held_by_one_request_and_filed_in_one_queue_after_each_step(name: str) -> None:
+    policy = make_policy(name)
+    assert isinstance(policy, Turn)
+    for witness in _steps(policy):
+        assert set(policy._user) == set(witness.known)
+        requests = set(policy._user.values())
+        assert sorted(number for request in requests for number in request.holds) == sorted(witness.known)
+        assert all(request in requests or request.is_claimed for request in policy._requests.values())
+        filed = [(queue, item) for queue, order in policy._queues.items() for item in order]
+        assert sorted(filed) == sorted(policy._filed.values())
+        assert {item[-1] for _, item in filed} == witness.evictable
+        assert all(policy._queues.values())
+
+
+def test_each_policy_has_a_structure_that_is_looked_into() -> None:
+    assert all(isinstance(make_policy(name), OrderedPolicy | RunPolicy | Turn) for name in POLICIES)
 
 
 @pytest.mark.parametrize("adds_first", [False, True], ids=["room-first", "adds-first"])
@@ -219,12 +234,30 @@ def test_the_same_blocks_go_whether_an_edge_stands_for_many_or_a_node_for_each(n
 
 
 @all_policies
+def test_ticks_that_begin_far_from_zero_give_the_same_victims(name: str) -> None:
+    outcomes = []
+    for start in (0, 1_700_000_000_000):
+        cache = BlockCache(make_policy(name), 40)
+        found = [cache.request(keys, start + 7 * number) for number, keys in enumerate(conversations(3, 150), 1)]
+        outcomes.append((found, cache.gone))
+    assert outcomes[0] == outcomes[1]
+
+
+@all_policies
 def test_a_policy_keeps_less_or_as_much_as_it_may_and_all_of_the_request_served(name: str) -> None:
     cache = BlockCache(make_policy(name), 20)
     for request in conversations(1, 200):
         cache.request(request)
         assert cache.states.tree.key_count <= 20
         assert cache.request(request) == min(len(request), 20)
+
+
+def _steps(policy: EvictionPolicy) -> Iterator[Witness]:
+    """Random traffic on a policy, step by step."""
+    traffic = Traffic(policy, seed=2)
+    while traffic.witness.hooks < 4000:
+        traffic.step()
+        yield traffic.witness
 
 
 def _policy(name: str, future: Future) -> EvictionPolicy:
@@ -255,8 +288,7 @@ def _entries_in(thing: Any) -> set[int]:
             stack += [*each.keys(), *each.values()]
         elif isinstance(each, list | tuple | set | frozenset | deque):
             stack += list(each)
-        elif isinstance(each, Run):
-            assert not any(isinstance(getattr(each, field), Entry) for field in Run.__slots__)
-        elif hasattr(each, "__dict__"):
-            stack += list(vars(each).values())
+        else:
+            stack += vars(each).values() if hasattr(each, "__dict__") else ()
+            stack += [getattr(each, name) for name in getattr(type(each), "__slots__", ())]
     return found

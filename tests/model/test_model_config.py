@@ -198,6 +198,14 @@ def test_dtype_comes_from_the_configuration(tmp_path) -> None:
         ({**LLAMA_8B, "num_hidden_layers": None}, "model_type 'llama' has no num_hidden_layers; wanted it."),
         ({**LLAMA_8B, "num_key_value_heads": "8"}, "num_key_value_heads is str '8'; wanted a whole number"),
         ({**LLAMA_8B, "layer_types": [1]}, "layer_types is list [1]; wanted a list of kinds."),
+        ({**LLAMA_8B, "num_attention_heads": 0}, "its fields do not fit together (ZeroDivisionError"),
+        ({**LLAMA_8B, "model_type": "lfm2"}, "its fields do not fit together (IndexError"),
+        ({**LLAMA_8B, "model_type": "nemotron-nas", "block_configs": [3]}, "do not fit together (AttributeError"),
+        ({**LLAMA_8B, "num_hidden_layers": 0}, "model_type 'llama': no layer keeps any state."),
+        ({**LLAMA_8B, "model_type": "granitemoehybrid"}, "no layer keeps any state."),
+        ({**LLAMA_8B, "num_hidden_layers": 10**12}, "there are 1000000000000 layers; wanted at most 10,000."),
+        ({**LLAMA_8B, "head_dim": 0}, "0 bytes per token; wanted more than 0."),
+        ({**LLAMA_8B, "torch_dtype": "auto"}, "dtype is 'auto'; wanted one of"),
     ],
 )
 def test_what_cannot_be_worked_out_says_how_to_give_it(tmp_path, config: dict[str, Any], message: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from policies import LRU, Entry
 from radixcache import CacheStats, Ledger, PrefixCache, Session
 from runner.tiny import TINY_KINDS, VOCABULARY_LENGTH, tiny_model
 
@@ -459,3 +460,27 @@ def test_without_a_budget_the_statistics_say_what_it_became_and_why() -> None:
 def _cold_logits(model: Any, prompt: list[int]) -> mx.array:
     logits: mx.array = model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1]
     return logits
+
+
+class Weighing(LRU):
+    """LRU that notes what each entry weighs when it is told that it may go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: dict[int, int] = {}
+
+    def evictable_changed(self, entry: Entry, evictable: bool) -> None:
+        super().evictable_changed(entry, evictable)
+        self.weights[entry.entry_id] = entry.weight_bytes
+
+
+@pytest.mark.parametrize("name", ["llama", "nemotron_h"])
+def test_a_policy_hears_of_what_may_go_with_the_bytes_that_it_frees(name: str) -> None:
+    policy = Weighing()
+    model: Any = tiny_model(name)
+    cache = PrefixCache(model, policy=policy)
+    for user in (1, 2, 1, 3, 2):
+        serve(cache, model, [7] * 20 + [user] * 30)
+        told = {number: policy.weights[number] for number in policy._filed}
+        assert told == {number: entry.weight_bytes for number, entry in policy._filed.items()}
+    assert told

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from policies import CostModel, Entry
 from policies.benefit import Benefit
 from policies.turn import Turn
+from radixcache import PrefixCache
+from radixcache.sized_layout import SizedLayout, SizedModel
 from tests.unit.test_turn_policy import Server, prompt, random_traffic, warm
 
 
@@ -53,6 +57,48 @@ def test_a_checkpoint_saves_what_lies_between_it_and_the_one_before() -> None:
     assert benefit.weight_of(third) == -1  # (10 + 30) / 50 bytes
     assert benefit.weight_of(second) == -1  # 30 / 50 bytes: half an octave down, rounded
     assert benefit.weight_of(first) == 2  # 100 / 50 bytes
+
+
+def test_bytes_that_become_known_after_an_entry_was_filed_count() -> None:
+    benefit = Benefit()
+    small, large = entry(1, 64.0, 0), entry(2, 64.0, 0)
+    for each in (small, large):
+        benefit.inserted(each)
+        benefit.evictable_changed(each, True)
+    small.weight_bytes, large.weight_bytes = 1, 64
+    assert benefit.victim() is small, "the least recently used"
+    assert [benefit._filed[each.entry_id][0][-1] for each in (small, large)] == [12, 0]
+
+
+def test_what_would_go_is_weighed_again_when_the_checkpoint_before_it_has_gone() -> None:
+    benefit = Benefit()
+    above = entry(1, 1000.0, 50, has_checkpoint=True)
+    leaf = entry(2, 10.0, 10, above, has_checkpoint=True)
+    for each in (above, leaf):
+        benefit.inserted(each)
+    benefit.evictable_changed(leaf, True)
+    assert benefit.victim() is leaf
+    assert benefit._filed[2][0][-1] == 0
+    above.has_checkpoint = False
+    assert benefit.victim() is leaf
+    assert benefit._filed[2][0][-1] == 13, "1010 / 10 bytes"
+
+
+@pytest.mark.parametrize("live_slots", [1, 3])
+def test_all_that_may_go_from_a_cache_is_weighed_with_the_bytes_that_it_has(live_slots: int) -> None:
+    policy = Benefit()
+    cache = PrefixCache(
+        layout=SizedLayout(1000, 5000), budget_bytes=1 << 40, policy=policy, cost=CostModel(), live_slots=live_slots
+    )
+    for number in range(8):
+        tokens = [0, 1, 2, *range(100 * number, 100 * number + 20)]
+        with cache.begin(tokens) as session:
+            session.prefill(SizedModel())
+            session.step(SizedModel(), tokens[-1:])
+    assert policy.victim() is not None
+    filed = {number: queue[-1] for number, (queue, _) in policy._filed.items()}
+    assert filed == {number: policy.weight_of(each) for number, each in policy._entries.items()}
+    assert len(filed) > 4
 
 
 def test_what_has_no_bytes_or_no_cost_is_weighed_as_one() -> None:

@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from radixcache.chat import message_ends, render_chat
+from radixcache.chat import chat_tokens, message_ends, render_chat
 
 CHATML = (
     "{%- if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
@@ -178,6 +178,8 @@ def test_tokens_are_those_of_apply_chat_template(name: str, kind: str) -> None:
         )
         assert tokens.tolist() == wanted
         assert tokens.dtype == np.int32
+        alone = chat_tokens(tokenizer, messages)
+        assert (alone.tolist(), alone.dtype) == (wanted, np.int32)
         assert list(marks) == sorted(set(marks))
         assert all(0 < mark <= len(tokens) for mark in marks)
 

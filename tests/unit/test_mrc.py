@@ -161,8 +161,13 @@ def test_sample_does_not_depend_on_what_the_blocks_are_called() -> None:
 
 
 def test_sample_too_small_for_an_error_says_so() -> None:
-    sampled = lru_curve(trace_of([[0, 1, 2], [0, 1, 2], [0, 1]]), sample_rate=0.5)
+    sampled = lru_curve(trace_of([[0, 1, 2], [0, 1, 2], [0, 1]]), sample_rate=0.9)
     assert math.isnan(sampled.block_error_at(10) or 0.0)
+
+
+def test_sample_without_a_block_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a sample of 1e-09 has none of the 3 blocks; wanted a larger one"):
+        lru_curve(trace_of([[0, 1, 2]] * 100), sample_rate=1e-9)
 
 
 def test_trace_without_any_reuse_has_a_flat_curve() -> None:

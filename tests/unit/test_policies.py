@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from policies import OFFLINE_POLICIES, POLICIES, CostModel, Entry, OrderedPolicy, make_policy
+from radixcache import PrefixCache
 from radixcache.state_tree import state_of
-from tests.contract.traffic import ORDER, Traffic
+from tests.contract.traffic import Traffic
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # LRU and FIFO
 
@@ -211,6 +220,57 @@ def test_a_class_that_cannot_be_made_is_refused_on_one_line(wrong: str, reason: 
     assert "\n" not in str(refused.value)
 
 
+class Unfinished(OrderedPolicy):
+    """Has no key."""
+
+
+class Forgetful:
+    """Has some of the hooks."""
+
+    victim = None
+
+    def inserted(self, entry: Entry) -> None: ...
+    def touched(self, entry: Entry) -> None: ...
+    def split(self, upper: Entry, lower: Entry) -> None: ...
+    def merged(self, gone: Entry, into: Entry) -> None: ...
+
+
+@pytest.mark.parametrize(("wrong", "lacks"), [(Unfinished, "key"), (Forgetful, "evicted, evictable_changed, victim")])
+def test_a_policy_that_lacks_a_method_is_refused_before_the_first_request(wrong: Any, lacks: str) -> None:
+    for policy in (wrong(), f"{wrong.__module__}:{wrong.__name__}"):
+        with pytest.raises(ValueError, match=rf"^policy .* does not follow the EvictionPolicy protocol: no {lacks}\.$"):
+            make_policy(policy)
+        with pytest.raises(ValueError, match=f"no {lacks}"):
+            PrefixCache(caches=list, policy=policy)
+
+
+def test_the_policy_of_the_readme_is_found_in_the_working_directory(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (block,) = re.findall(r"```python\n(from policies import .*?)```", readme, re.DOTALL)
+    (name,) = re.findall(r"--policy (my_policies:\w+)", readme)
+    (tmp_path / "my_policies.py").write_text(block)
+    program = (
+        "import sys\n"
+        "from policies import make_policy\n"
+        "from tests.contract.traffic import Traffic\n"
+        "traffic = Traffic(make_policy(sys.argv[1]))\n"
+        "for _ in range(300):\n"
+        "    traffic.step()\n"
+        "    traffic.witness.victim()\n"
+        "print(type(traffic.witness.policy).__name__)\n"
+    )
+    # -P: as for an installed program, the working directory is not where Python looks by itself.
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", program, name],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout.strip() == name.partition(":")[2], run.stderr
+
+
 @pytest.mark.parametrize("wrong", [None, 7, object(), POLICIES["lru"]])
 def test_what_is_no_policy_object_is_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match="wanted a name in POLICIES or an EvictionPolicy object"):
@@ -266,8 +326,8 @@ def test_the_analytic_cost_counts_two_flops_a_parameter_and_four_a_pair_and_widt
     assert (cost.per_token, cost.per_pair, cost.unit) == (2000.0, 96.0, "flops")
 
 
-@pytest.mark.parametrize("wrong", [{"per_token": -1.0}, {"per_pair": -0.1}])
-def test_a_negative_cost_is_refused(wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize("wrong", [{"per_token": -1.0}, {"per_pair": -0.1}, {"per_token": inf}, {"per_pair": nan}])
+def test_a_cost_that_is_negative_or_no_number_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="wanted 0 or more"):
         CostModel(**wrong)  # type: ignore[arg-type]
 
@@ -299,11 +359,12 @@ def test_a_hook_computes_a_bounded_number_of_keys_however_many_entries_there_are
 
 
 def test_a_tree_that_says_evictable_twice_does_no_harm() -> None:
-    for name in sorted(ORDER):
+    for name in POLICIES:
         policy, entry = make_policy(name), _entry(1)
         policy.inserted(entry)
         for _ in range(2):
             policy.evictable_changed(entry, True)
+        assert policy.victim() is entry
         policy.evictable_changed(entry, False)
         assert policy.victim() is None
         policy.evictable_changed(entry, False)

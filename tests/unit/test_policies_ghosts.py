@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from policies import ARC, S3FIFO, Entry
+from policies import ARC, S3FIFO, SIEVE, Entry
 from policies.ghosts import Ghosts
 from policies.runs import Run, RunPolicy, _cut
 from policies.s3fifo import MAIN, SMALL
@@ -105,6 +105,15 @@ def test_the_capacity_is_learnt_from_what_is_held_and_follows_it(kind: type[RunP
         cache.request([key, key + 1, key + 2])
     assert policy.capacity == 12
     policy.check()
+
+
+def test_sieve_remembers_the_arrival_of_nothing_that_is_gone() -> None:
+    policy = SIEVE()
+    cache = BlockCache(policy, 10)
+    for key in range(300):
+        cache.request([key % 40, 1000 + key])
+    assert sum(policy._arrived.values()) == cache.states.tree.key_count
+    assert len(policy._arrived) <= 10
 
 
 def test_what_was_removed_and_not_chosen_leaves_no_ghost() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from policies import GDSF, LFUDA, SLRU, TLRU, TTL, Entry, EvictionPolicy, Marconi, Random, make_policy
+from policies.alpha_search import AlphaSearch
 from tests.contract.blocks import BlockCache
 from tests.contract.traffic import Traffic
 
@@ -120,6 +121,20 @@ def test_expired_pins_are_forgotten_however_often_they_were_renewed() -> None:
     assert len(policy._expiries) < 10
 
 
+def test_a_pin_that_never_expires_is_remembered_once_and_goes_with_its_entry() -> None:
+    policy = TTL({"": 10**15})
+    first, second = _entry(1), _entry(2)
+    for entry in (first, second):
+        policy.inserted(entry)
+        policy.evictable_changed(entry, True)
+    for tick in range(2, 50):
+        _used(policy, first, tick)
+    assert len(policy._expiries) == len(policy._pinned) == 2
+    policy.merged(first, second)
+    policy.evicted(second)
+    assert len(policy._expiries) == len(policy._pinned) == 0
+
+
 def test_a_negative_time_to_live_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ttl_ticks is \{'chat': -1\}; wanted 0 or more"):
         TTL({"chat": -1, "system": 4})
@@ -136,6 +151,16 @@ def test_gdsf_gives_up_what_is_cheap_to_compute_and_large() -> None:
 
 def test_lfuda_does_not_look_at_cost_and_bytes() -> None:
     assert _order(LFUDA(), [_entry(1, weight=1000, cost=1, uses=2), _entry(2, weight=1, cost=1000)]) == [2, 1]
+
+
+def test_cutting_and_joining_an_edge_again_and_again_leaves_no_trace_in_gdsf() -> None:
+    policy = GDSF()
+    traffic = Traffic(policy)
+    leaf = traffic.request(range(40))
+    for at in [*range(1, 39), *range(38, 0, -1)]:
+        traffic.states.coalesce(traffic.states.split(leaf, at))
+    (aged,) = policy._aged.values()
+    assert aged == [(40, 0.0)]
 
 
 @pytest.mark.parametrize("policy", [GDSF(), LFUDA()])
@@ -293,6 +318,56 @@ def test_marconi_of_many_looks_at_a_bounded_number_and_still_at_all_ages() -> No
     victim = policy.victim()
     assert victim is not None
     assert victim.last_used <= 100
+
+
+@pytest.mark.parametrize("policy", [Random(), Marconi(alpha=1.0)])
+def test_what_is_joined_to_another_part_of_the_victim_draws_nothing_new(policy: Random | Marconi) -> None:
+    leaf, other = _entry(1), _entry(2, last_used=9)
+    for entry in (leaf, other):
+        policy.inserted(entry)
+        policy.evictable_changed(entry, True)
+    victim = policy.victim()
+    assert victim is not None
+    draw = policy._draw
+    upper = Entry(3, "span", 0, 5, 1, 1.0, created=1, last_used=victim.last_used)
+    victim.start = 5
+    policy.split(upper, victim)
+    victim.start = 0
+    policy.merged(upper, victim)
+    assert policy._draw == draw, "nothing has gone"
+    policy.evicted(victim)
+    assert policy._draw != draw
+
+
+def test_the_search_for_alpha_waits_for_no_entry_that_was_joined_to_another() -> None:
+    policy = Marconi()
+    upper, lower, again = _entry(1, tokens=5), _entry(2), _entry(3, tokens=5)
+    for entry in (upper, again):
+        entry.digest_of = lambda: b"upper"
+    policy.inserted(upper)
+    policy.evictable_changed(upper, True)
+    assert policy.victim() is upper
+    policy.evictable_changed(upper, False)
+    policy.inserted(lower)
+    policy.merged(upper, lower)
+    policy.inserted(again)
+    search = policy._search
+    assert search is not None
+    assert set(search.costs) == {0.0}, "it never went"
+
+
+def test_the_search_for_alpha_tells_a_checkpoint_from_the_span_that_ends_with_it() -> None:
+    search = AlphaSearch(100)
+    span = _entry(1)
+    point = Entry(2, "checkpoint", 0, 10, 1, 1.0, created=1, last_used=1)
+    for weight, entry in enumerate((point, span)):
+        entry.digest_of = lambda: b"the same"
+        search.decide([(_entry(7), 0.0)] * weight + [(entry, 1.0 + weight)])
+        search.evicted(entry)
+    search.inserted(point)
+    assert search.costs[:2] == [1.0, 0.0]
+    search.inserted(span)
+    assert search.costs[:2] == [1.0, 2.0]
 
 
 def test_random_takes_each_with_the_same_chance_and_the_same_with_the_same_seed() -> None:

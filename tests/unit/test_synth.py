@@ -115,6 +115,11 @@ def test_no_prompt_is_longer_than_the_context() -> None:
         synthesize(replace(SMALL, context_tokens=1))
 
 
+def test_lengths_far_beyond_the_context_cost_no_more_than_it() -> None:
+    with pytest.raises(ValueError, match="none of 1000 conversations began within 500 tokens"):
+        synthesize(replace(SMALL, context_tokens=500, system=Lengths(1e9, 0.0)))
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"requests": 0}, {"turns": 0.5}, {"agent_share": 1.1}, {"branching": -0.1}, {"zipf": float("nan")}],
@@ -125,7 +130,8 @@ def test_parameters_out_of_range_are_refused(wrong: dict) -> None:
 
 
 def test_lengths_and_paces_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match="wanted 1 or more"):
-        Lengths(0, 1.0)
+    for median in (0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="wanted 1 or more"):
+            Lengths(median, 1.0)
     with pytest.raises(ValueError, match="think_s is 0; wanted more than 0"):
         Pace(think_s=0)

@@ -82,6 +82,9 @@ def test_sampled_mrc_states_its_error(tmp_path, command, trace) -> None:
     document = json.loads(json_file.read_text())
     assert document["sample_rate"] == 0.5
     assert all(row["block_error"] is None or row["block_error"] >= 0 for row in document["rows"])
+    code, _, err = command("mrc", trace, "--sample", 0.01)
+    assert code == 0
+    assert "note: the sample is too small to tell its error" in err
 
 
 def test_advise_reports_and_writes_a_page(tmp_path, command, trace, config) -> None:
@@ -100,6 +103,16 @@ def test_advise_reports_and_writes_a_page(tmp_path, command, trace, config) -> N
     assert budgets[-1]["saved_s"] > 0
 
 
+def test_trace_without_reuse_has_no_marks_at_zero(tmp_path, command) -> None:
+    trace, page, picture = tmp_path / "t.jsonl", tmp_path / "a.html", tmp_path / "c.svg"
+    lines = [{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [index]} for index in range(5)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert command("advise", trace, "--html", page)[0] == command("mrc", trace, "--plot", picture)[0] == 0
+    assert "90% of all that can be saved" not in page.read_text().partition("<svg")[2]
+    assert "knee" not in picture.read_text()
+    assert "infinite cache" in picture.read_text()
+
+
 def test_advise_takes_the_best_policy_from_a_simulation(tmp_path, command, trace) -> None:
     rows = [
         {"trace": "small", "policy": policy, "capacity_blocks": 100, "token_hit_ratio": ratio}
@@ -110,10 +123,34 @@ def test_advise_takes_the_best_policy_from_a_simulation(tmp_path, command, trace
     code, out, _ = command("advise", trace, "--simulation", simulation)
     assert code == 0
     assert "Best policy at 100 blocks: turn, 20.0% of prefill saved, 10.0 points more than lru" in out
-    simulation.write_text(json.dumps({"rows": [{**rows[0], "trace": "other"}]}))
-    code, _, err = command("advise", trace, "--simulation", simulation)
-    assert code == 2
-    assert "no row of trace 'small'" in err
+    for wrong, message in (({"trace": "other"}, "no row of trace 'small'"), ({"token_hit_ratio": "x"}, "not the rows")):
+        simulation.write_text(json.dumps({"rows": [{**rows[0], **wrong}]}))
+        code, _, err = command("advise", trace, "--simulation", simulation)
+        assert code == 2
+        assert message in err
+
+
+def test_advise_compares_policies_with_the_optimum_and_with_checkpoints_where_there_are_some(tmp_path, command) -> None:
+    trace, json_file = tmp_path / "t.jsonl", tmp_path / "a.json"
+    command("synth", trace, "--requests", 60, "--format", "mooncake", "--block-tokens", 512)
+    given = ("--bytes-per-token", 100, "--budget-gib", 0.001, "--json", json_file)
+    code, out, _ = command("advise", trace, *given)
+    assert code == 0
+    assert "; belady, which knows the future, reaches" in out
+    spans = json.loads(json_file.read_text())["best_policy"]
+    assert spans["bound"][1] >= spans["token_hit_ratio"] > 0
+    code, out, _ = command("advise", trace, *given, "--bytes-per-checkpoint", 1_000_000)
+    assert code == 0
+    assert "belady" not in out
+    assert json.loads(json_file.read_text())["best_policy"]["token_hit_ratio"] < spans["token_hit_ratio"]
+
+
+def test_options_of_all_trace_commands_are_offered_by_each(command) -> None:
+    for name in ("simulate", "mrc", "advise"):
+        code, out, _ = command(name, "--help")
+        assert code == 0
+        for option in ("--model-config", "--bytes-per-checkpoint", "--kv-group-size", "--skip-bad", "--block-tokens"):
+            assert option in out
 
 
 @pytest.mark.parametrize(
@@ -126,15 +163,30 @@ def test_advise_takes_the_best_policy_from_a_simulation(tmp_path, command, trace
         (["mrc", "TRACE", "--block-tokens", "64"], "small.jsonl:1: hash_ids has"),
         (["mrc", "TRACE", "--model-config", "none.json"], "none.json: cannot be read"),
         (["mrc", "TRACE", "--model-config", "x", "--bytes-per-token", "3"], "wanted only one."),
-        (["mrc", "TRACE", "--bytes-per-token", "0"], "blocks have no size of their own; use radixcache simulate."),
+        (["mrc", "TRACE", "--bytes-per-token", "0"], "0 bytes per token; wanted more than 0."),
+        (
+            ["mrc", "TRACE", "--bytes-per-token", "0", "--bytes-per-checkpoint", "5"],
+            "blocks have no size of their own; use radixcache simulate.",
+        ),
+        (["mrc", "TRACE", "--bytes-per-token", "-1"], "--bytes-per-token is -1.0; wanted 0 or more."),
+        (["mrc", "TRACE", "--bytes-per-checkpoint", "5"], "--bytes-per-checkpoint needs --bytes-per-token."),
+        (["mrc", "TRACE", "--kv-bits", "4"], "--kv-bits needs --model-config."),
+        (["mrc", "TRACE", "--sample", "1e-9"], "blocks; wanted a larger one."),
         (["mrc", "TRACE", "--sessions-per-hour", "0"], "sessions_per_hour is 0; wanted more than 0."),
         (["advise", "TRACE", "--budget-gib", "1"], "--budget-gib needs bytes per token"),
         (["advise", "TRACE", "--budget-gib", "1", "--capacity-blocks", "3"], "wanted only one."),
         (["advise", "TRACE", "--prefill-tokens-per-s", "0"], "--prefill-tokens-per-s is 0.0; wanted more than 0."),
         (["advise", "TRACE", "--simulation", "none.json"], "none.json: cannot be read"),
+        (["advise", "TRACE", "--sample", "1e-9"], "blocks; wanted a larger one."),
+        (
+            ["advise", "TRACE", "--bytes-per-token", "100", "--budget-gib", "1e-6"],
+            "--budget-gib is 1e-06; wanted at least a block of 51200 bytes.",
+        ),
+        (["advise", "TRACE", "--bytes-per-token", "1", "--budget-gib", "1e305"], "--budget-gib is 1e+305; wanted"),
         (["synth", "nowhere/x.jsonl"], "nowhere/x.jsonl: cannot be written"),
         (["synth", "x.jsonl", "--requests", "0"], "requests is 0; wanted 1 or more."),
         (["synth", "x.jsonl", "--think-s", "0"], "think_s is 0; wanted more than 0."),
+        (["synth", "x.jsonl", "--user-tokens", "inf"], "a length has median inf"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(tmp_path, monkeypatch, command, trace, arguments, found) -> None:

@@ -1,6 +1,8 @@
 """Readers of traces: what each format becomes, and the one line for whatever is wrong with it."""
 
+import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.traces import Pace, Trace, TraceError, TraceRequest, join_traces, read_trace, write_compact, write_mooncake
-from runner.traces.keys import NUMBER_BITS, KeyTable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,6 +86,9 @@ def test_mooncake_lines_become_requests_in_their_order(tmp_path) -> None:
         (line(5, ids=[1, 0]), "hash id 1 (index 0) was seen behind another prefix"),
         (line(5, ids=[8, 8]), "hash id 8 (index 1) was seen behind another prefix"),
         ({"timestamp": 5}, "input_length is missing"),
+        (line(1 << 54), "timestamp is int 18014398509481984; wanted at most 9,007,199,254,740,992."),
+        (line(5, output_length=1e3), "output_length is float 1000.0; wanted a whole number, 0 or more."),
+        ('{"timestamp": NaN}', "timestamp is float nan; wanted a whole number, 0 or more."),
         ('{"timestamp": 5', "not JSON ("),
         ("[1]", "found list [1]; wanted an object."),
     ],
@@ -111,6 +115,16 @@ def test_skipped_lines_are_counted_and_leave_no_trace(tmp_path) -> None:
 def test_file_of_bad_lines_only_is_an_error_even_when_they_are_skipped(tmp_path) -> None:
     with pytest.raises(TraceError, match="no request found; the first of 1 skipped"):
         read_trace(write(tmp_path / "t.jsonl", line(tokens=9999)), skip_bad=True)
+
+
+def test_line_that_is_not_utf_8_is_named_and_a_byte_order_mark_is_none(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    lines = [json.dumps(each).encode() for each in (line(0), line(1, ids=[0, 2]))]
+    path.write_bytes(b"\xef\xbb\xbf" + lines[0] + b"\r\n" + lines[1] + b"\r\n")
+    assert [request.time_ms for request in read_trace(path).requests] == [0, 1]
+    path.write_bytes(lines[0] + b"\n" + lines[1] + b"\xff\n")
+    with pytest.raises(TraceError, match=r"t\.jsonl:2: byte 0xff at offset 78 is not UTF-8"):
+        read_trace(path)
 
 
 def test_other_block_lengths_can_be_told(tmp_path) -> None:
@@ -189,6 +203,7 @@ def test_sessions_share_no_block_and_start_by_a_seeded_poisson_process(tmp_path)
         (ask(-1, 64, [1]), "requests[0]: t is int -1; wanted seconds, 0 or more."),
         (ask(float("nan"), 64, [1]), "t is float nan; wanted seconds"),
         (7, "requests[0] is int 7; wanted an object."),
+        ({"type": "subagent", "t": 1, "duration_ms": 10**400, "requests": []}, "duration_ms is int 1000"),
         ({"type": "subagent", "t": 1, "requests": None}, "requests[0]: requests is missing; wanted a list."),
         ({"type": "subagent", "t": 1, "requests": [ask(0, 64, [])]}, "requests[0]: requests[0]: hash_ids has 0 ids"),
     ],
@@ -200,6 +215,21 @@ def test_bad_request_of_a_session_is_named(tmp_path, request_: Any, message: str
     assert str(raised.value).startswith(f"{path}: ")
     assert message in str(raised.value)
     assert len(read_trace(path, skip_bad=True).requests) == 1
+
+
+def test_sessions_in_files_of_one_name_share_no_block(tmp_path) -> None:
+    paths = []
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        paths.append(session(tmp_path / folder / "s.json", ask(0, 128, [1, 2])))
+    first, second = read_trace(*paths).requests
+    assert not set(first.keys.tolist()) & set(second.keys.tolist())
+
+
+def test_sessions_that_are_all_bad_leave_other_traces_as_they_are(tmp_path) -> None:
+    bad = session(tmp_path / "s.json", ask(0, 640, [1]))
+    trace = read_trace(bad, write(tmp_path / "m.jsonl", line()), skip_bad=True)
+    assert (trace.block_tokens, len(trace.requests), len(trace.skipped)) == (512, 1, 1)
 
 
 def test_sessions_of_unlike_blocks_are_refused(tmp_path) -> None:
@@ -262,11 +292,32 @@ def test_missing_empty_and_foreign_files_are_one_line(tmp_path) -> None:
         with pytest.raises(TraceError) as raised:
             read_trace(tmp_path / name)
         assert str(raised.value) == f"{tmp_path / name}: {message}"
+    with pytest.raises(TraceError, match=r"cannot be read \(File name too long\)"):
+        read_trace("x" * 5000)
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(TraceError, match=r"packed\.jsonl\.gz: is compressed; wanted it unpacked"):
+        read_trace(tmp_path / "packed.jsonl.gz")
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")
     with pytest.raises(TraceError, match=r"table\.csv:1: not JSON; wanted a trace"):
         read_trace(tmp_path / "table.csv")
     with pytest.raises(ValueError, match="no trace was given"):
         read_trace()
+
+
+def test_pipe_is_refused_as_its_beginning_could_not_be_read_twice(tmp_path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(TraceError, match=r"pipe\.jsonl: is a pipe or a device; wanted a file"):
+        read_trace(tmp_path / "pipe.jsonl")
+
+
+def test_files_of_a_folder_that_are_no_traces_can_be_skipped(tmp_path) -> None:
+    session(tmp_path / "a.json", ask(0, 64, [1]))
+    (tmp_path / "b.json").write_text("")
+    (tmp_path / "c.json").write_text("notes")
+    with pytest.raises(TraceError, match=r"b\.json: the file is empty"):
+        read_trace(tmp_path)
+    trace = read_trace(tmp_path, skip_bad=True)
+    assert (len(trace.requests), len(trace.skipped)) == (1, 2)
 
 
 def test_format_is_told_by_content_also_where_the_first_line_is_broken(tmp_path) -> None:
@@ -297,13 +348,6 @@ def test_traces_of_unlike_blocks_are_not_joined() -> None:
     small, large = (Trace(f"{n}", n, [], False, f"{n}.jsonl") for n in (64, 512))
     with pytest.raises(TraceError, match=r"512\.jsonl: blocks of 512 tokens; wanted 64, as in 64\.jsonl"):
         join_traces([small, large])
-
-
-def test_keys_of_files_with_other_names_differ() -> None:
-    first, second = (KeyTable(name).keys([0, 1, 2]) for name in ("a.jsonl", "b.jsonl"))
-    assert not set(first.tolist()) & set(second.tolist())
-    assert [key & ((1 << NUMBER_BITS) - 1) for key in first.tolist()] == [0, 1, 2]
-    assert first.min() >= 0
 
 
 def test_reading_a_trace_and_its_curve_imports_no_mlx() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixcache.trace import TraceWriter
-from runner.traces import Trace, TraceError, read_trace
+from runner.traces import Trace, TraceError, TraceRequest, read_trace, write_compact
 
 PROMPTS = st.lists(
     st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=12), st.sampled_from(["", "tenant"])),
@@ -169,6 +169,17 @@ def test_failed_write_costs_its_line_and_no_other(tmp_path, monkeypatch) -> None
     assert len(trace.skipped) == 1
 
 
+def test_file_of_a_header_that_could_not_be_written_can_be_opened_again(tmp_path, monkeypatch) -> None:
+    def fail(handle: int, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(OSError, match="No space left"):
+        TraceWriter(tmp_path / "t.jsonl")
+    monkeypatch.undo()
+    TraceWriter(tmp_path / "t.jsonl").close()
+
+
 def test_short_writes_are_completed(tmp_path, monkeypatch) -> None:
     real_write = os.write
     monkeypatch.setattr(os, "write", lambda handle, content: real_write(handle, content[:7]))
@@ -231,6 +242,49 @@ def test_foreign_header_is_refused(tmp_path, change: dict, message: str) -> None
     assert str(raised.value).startswith(f"{path}{message}")
 
 
+def test_requests_behind_a_header_that_is_no_use_are_not_taken_for_the_part_before(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    for start in (0, 1000):
+        with TraceWriter(path, salt=b"s") as writer:
+            writer.append(range(start, start + 128), time=1)
+            writer.append(range(start, start + 192), time=2)
+    first, second = lines(path)[:3], lines(path)[3:]
+    assert second[2]["after"] == [0, 2]
+    broken = [{**second[0], "version": 2}, *second[1:]]
+    # Without a header the numbers begin again.
+    for part, skipped in ((broken, 3), (second[1:], 2)):
+        path.write_text("".join(json.dumps(each) + "\n" for each in (*first, *part)))
+        trace = read_trace(path, skip_bad=True)
+        assert [len(request.keys) for request in trace.requests] == [2, 3]
+        assert len(trace.skipped) == skipped
+        with pytest.raises(TraceError, match=r"t\.jsonl:4: (version is int 2|request 0 was there before)"):
+            read_trace(path)
+
+
+def test_ids_of_a_plain_trace_are_counted(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    with TraceWriter(path, plain=True) as writer:
+        writer.append(range(100), time=1)
+        writer.append(range(100), time=2)
+    header, first, second = lines(path)
+    assert (second["after"], second["ids"]) == ([0, 2], [])
+    assert len(read_trace(path).requests) == 2
+    path.write_text("".join(json.dumps(each) + "\n" for each in (header, {**first, "ids": list(range(99))}, second)))
+    with pytest.raises(TraceError, match=r"t\.jsonl:2: 99 ids behind 0 blocks; tokens 100 needs 100"):
+        read_trace(path)
+
+
+def test_trace_that_cannot_be_written_whole_leaves_the_old_file(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    requests = [TraceRequest(np.arange(count, dtype=np.int64), 64, 1, 0) for count in (1, 2)]
+    write_compact(path, Trace("t", 64, requests[:1], True, "t"))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="2 digests for 64 tokens"):
+        write_compact(path, Trace("t", 64, requests[1:], True, "t"))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -251,7 +305,8 @@ def test_bad_request_line_is_named(tmp_path, change: dict, message: str) -> None
         writer.append([*range(64), *range(80)], time=2)
     header, first, second = lines(path)
     assert second["after"] == [0, 1]
-    path.write_text("".join(json.dumps(each) + "\n" for each in (header, first, {**second, **change}, first)))
+    third = {**first, "request": 2}
+    path.write_text("".join(json.dumps(each) + "\n" for each in (header, first, {**second, **change}, third)))
     with pytest.raises(TraceError) as raised:
         read_trace(path)
     assert str(raised.value).startswith(f"{path}:3: ")

@@ -15,7 +15,7 @@ from policies.entry import Entry
 from policies.lru import LRU
 from policies.protocol import EvictionPolicy
 from policies.reuse import BIN_COUNT, WARM_UP_INTERVALS, ReuseModel
-from policies.turn import MAX_BRANCHING, PRIOR, Turn
+from policies.turn import MAX_BRANCHING, MAX_KINDS, OTHER_KINDS, PRIOR, REBUILD_USES, Turn
 from radixcache.layout import Layout
 from radixcache.ledger import Ledger
 from radixcache.state_tree import StateTree, Use
@@ -330,6 +330,88 @@ def test_a_request_that_adds_nothing_keeps_its_place_until_the_next() -> None:
     server.serve(prompt(901, 12), tick + 1, 1)
     server.serve(prompt(901, 12), tick + 2, 2)
     assert 901_011 not in server.evict(20)
+
+
+def test_prompts_that_are_stored_already_are_settled_like_others_and_forgotten() -> None:
+    server = Server(Turn())
+    policy = server.policy
+    assert isinstance(policy, Turn)
+    for tick, last in enumerate((8, 9), 1):
+        server.serve([1, 2, 3, last], tick)
+    for tick in range(3, 3000):
+        server.serve([1, 2, 3], tick)
+    assert len(policy._requests) <= 2 * len(policy._user) == 6
+    assert policy._requests[2998].class_key[1] == "1?"
+    assert len(server.evict(100)) == 5
+    assert policy._requests == policy._user == {}
+
+
+def test_what_a_request_passed_is_forgotten_when_it_is_settled() -> None:
+    server = Server(Turn())
+    policy = server.policy
+    assert isinstance(policy, Turn)
+    for tick, keys in enumerate(([1, 2], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6], [9]), 1):
+        server.serve(keys, tick)
+    assert [request.passed for request in policy._requests.values()] == [[]] * len(policy._requests)
+
+
+def test_many_checkpoints_for_each_request_do_not_keep_the_model_from_learning() -> None:
+    policy = Turn()
+    for tick in range(1, 200):
+        points = [Entry(100 * tick + n, "checkpoint", 0, n, 1, 1.0, created=tick, last_used=tick) for n in range(1, 21)]
+        span = Entry(100 * tick, "span", 0, 20, 1, 1.0, created=tick, last_used=tick)
+        for entry in (span, *points):
+            policy.inserted(entry)
+        for point in points:
+            point.last_used += 1
+            policy.touched(point)
+        for entry in (span, *points):
+            policy.evicted(entry)
+        assert len(policy._watched) <= REBUILD_USES
+    assert policy.model.is_warm
+
+
+def test_what_the_model_has_learnt_since_counts_for_the_next_victim() -> None:
+    policy = Turn()
+    points = [
+        Entry(number, "checkpoint", 0, 5, 1, 1.0, created=0, last_used=1, kind=kind)
+        for number, kind in ((1, "often"), (2, "rarely"))
+    ]
+    points[1].last_used = 2
+    for point in points:
+        policy.inserted(point)
+        policy.evictable_changed(point, True)
+    assert policy.victim() is points[0], "the least recently used"
+    for number in range(3, REBUILD_USES + 3):
+        other = Entry(number, "checkpoint", 0, 5, 1, 1.0, created=2, last_used=2, kind="often")
+        policy.inserted(other)
+        policy.touched(other)
+        policy.evicted(other)
+    assert policy.model.is_warm
+    assert policy.victim() is points[1]
+
+
+def test_as_many_kinds_as_there_are_users_share_their_classes_but_for_the_first() -> None:
+    server = Server(Turn(), capacity_blocks=50)
+    policy = server.policy
+    assert isinstance(policy, Turn)
+    for number in range(1, 200):
+        server.serve(prompt(number, 8), number, 1, f"user {number}")
+        assert policy.victim() is not None
+    kinds = {key[0] for key in policy.model._classes}  # type: ignore[index]
+    assert kinds == {OTHER_KINDS, *(f"user {number}" for number in range(1, MAX_KINDS + 1))}
+    assert len(policy._queues) <= 2
+
+
+@pytest.mark.parametrize("first", [-2, 0])
+def test_turns_may_be_counted_from_anywhere(first: int) -> None:
+    server = Server(Turn())
+    for turn in range(5):
+        server.serve(prompt(1, 10 + 2 * turn), 10 * turn + 1, first + turn)
+    server.serve([9999], 100)
+    policy = server.policy
+    assert isinstance(policy, Turn)
+    assert policy._requests[41].turn == max(1, first + 4)
 
 
 def test_checkpoints_are_classes_of_their_own() -> None:
