@@ -203,10 +203,10 @@ class PrefixCache:
             namespace: nothing is shared across namespaces (model adapter, tenant, salt).
             marks: offsets worth a checkpoint, such as the end of the system prompt and of each message.
             reserve: tokens of room to allocate beyond the prompt, for the reply.
-            priority, turn, kind: passed on to the eviction policy.
+            priority, turn, kind: passed on to the eviction policy; turns count from 1.
 
         Raises:
-            ValueError: tokens, keys, marks or reserve out of their range.
+            ValueError: tokens, keys, marks, reserve, turn or kind out of their range.
             CacheBusyError: every live slot is taken by an open session; it says by which.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
@@ -215,6 +215,10 @@ class PrefixCache:
                 raise ValueError(f"mark {mark} is outside the prompt of {len(prompt)} tokens.")
         if reserve < 0:
             raise ValueError(f"reserve is {reserve}; wanted 0 or more tokens.")
+        if turn is not None:
+            _require_count("turn", turn, "turns")
+        if isinstance(priority, bool) or not isinstance(priority, int) or not isinstance(kind, str):
+            raise ValueError(f"priority is {priority!r}, kind {kind!r}; wanted a whole number and a str.")
         session = None
         try:
             with uninterrupted(), self.lock:

@@ -318,3 +318,13 @@ def _checkpoint_kinds(cache: PrefixCache) -> list[str]:
     """What the checkpoints in the tree were made for."""
     words = cache.dump().split()
     return [words[index + 1] for index, word in enumerate(words) if word == "checkpoint"]
+
+
+@pytest.mark.parametrize("about", [{"turn": 0}, {"turn": "3"}, {"turn": True}, {"priority": 1.5}, {"kind": None}])
+def test_what_a_policy_could_make_nothing_of_is_refused_before_anything_runs(about: dict[str, Any]) -> None:
+    cache = PrefixCache(tiny_model("llama"))
+    with pytest.raises(ValueError, match=f"{next(iter(about))} .*wanted"):
+        cache.begin([1, 2, 3], **about)
+    assert cache.stats.requests == 0
+    with cache.begin([1, 2, 3], turn=1, priority=-1, kind="agent"):
+        pass
