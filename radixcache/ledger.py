@@ -36,7 +36,7 @@ class Account:
     span_bytes: int = 0
     checkpoint_bytes: int = 0
     #: What the owner's pins keep, when they last changed; part of the above.
-    pinned_bytes: int = 0
+    pinned_bytes: int = field(default=0, repr=False)
     second_bytes: int = 0
 
     @property

@@ -7,6 +7,7 @@ beside them. No MLX here, and no clock: whoever scrapes has one.
 
 from __future__ import annotations
 
+import heapq
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -144,8 +145,7 @@ def snapshot(
         metrics.append(_one("namespaces", "namespaces", "Namespaces that hold anything.", len(roots)))
         metrics += _of_slots(paths)
     held = _Held(token_bytes, roots)
-    for node in nodes:
-        held.add(node)
+    held.add(nodes)
     metrics += held.metrics()
     metrics.append(_one("pins", "pins", "Pins that have not ended.", pins))
     metrics.append(_one("named_pins", "pins", "Pins with a name.", named_pins))
@@ -160,31 +160,36 @@ class _Held:
         self._depth = {id(root): 0 for root in roots}
         self._sums: dict[str, list[int]] = {place: [0, 0, 0] for place in ("live", "paged", "both")}
         self._checkpoints: dict[str, list[int]] = {}
-        self._longest = 0
-        self._sizes: list[tuple[int, dict[str, Any]]] = []
+        self._sizes: list[tuple[int, int, int, str]] = []
 
-    def add(self, node: StateNode) -> None:
-        state = node.payload
-        assert state is not None, node
-        self._depth[id(node)] = self._depth[id(node.parent)] + 1
-        tokens = node.end - node.start
-        span_bytes = self._token_bytes * tokens if state.spans is None else state.spans.nbytes
-        place = "both" if state.live and state.spans is not None else "live" if state.live else "paged"
-        for position, amount in enumerate((1, tokens, span_bytes)):
-            self._sums[place][position] += amount
-        nbytes = span_bytes
-        if state.checkpoint is not None:
-            found = self._checkpoints.setdefault(state.checkpoint.kind, [0, 0])
-            found[0] += 1
-            found[1] += state.checkpoint.nbytes
-            nbytes += state.checkpoint.nbytes
-        self._longest = max(self._longest, node.end)
-        size = {"start": node.start, "end": node.end, "tokens": tokens, "bytes": nbytes, "residency": place}
-        self._sizes.append((nbytes, size))
+    def add(self, nodes: Iterable[StateNode]) -> None:
+        """Add nodes up, parents first; all sessions wait for this, so it does little for each."""
+        depths, sizes, token_bytes = self._depth, self._sizes, self._token_bytes
+        for node in nodes:
+            state = node.payload
+            assert state is not None, node
+            depths[id(node)] = depths[id(node.parent)] + 1
+            start, tokens, spans, checkpoint = node.start, len(node.edge), state.spans, state.checkpoint
+            if spans is None:
+                place, nbytes = "live", token_bytes * tokens
+            else:
+                place, nbytes = "both" if state.live_mask else "paged", spans.nbytes
+            sums = self._sums[place]
+            sums[0] += 1
+            sums[1] += tokens
+            sums[2] += nbytes
+            if checkpoint is not None:
+                found = self._checkpoints.setdefault(checkpoint.kind, [0, 0])
+                found[0] += 1
+                found[1] += checkpoint.nbytes
+                nbytes += checkpoint.nbytes
+            sizes.append((-nbytes, start, start + tokens, place))
 
     def largest(self) -> tuple[dict[str, Any], ...]:
-        ordered = sorted(self._sizes, key=lambda pair: (-pair[0], pair[1]["start"], pair[1]["end"]))
-        return tuple(size for _, size in ordered[:LISTED_NODES])
+        return tuple(
+            {"start": start, "end": end, "tokens": end - start, "bytes": -nbytes, "residency": place}
+            for nbytes, start, end, place in heapq.nsmallest(LISTED_NODES, self._sizes)
+        )
 
     def metrics(self) -> list[Metric]:
         def by_place(name: str, unit: str, text: str, position: int) -> Metric:
@@ -196,7 +201,8 @@ class _Held:
             return Metric(f"radixcache_{name}", "gauge", unit, text, tuple(samples))
 
         deepest = max(self._depth.values(), default=0)
-        largest_bytes = max((nbytes for nbytes, _ in self._sizes), default=0)
+        longest = max((end for _, _, end, _ in self._sizes), default=0)
+        largest_bytes = -min((size[0] for size in self._sizes), default=0)
         return [
             by_place("resident_nodes", "nodes", "Tree nodes by where their spans are.", 0),
             by_place("resident_tokens", "tokens", "Distinct tokens by where their spans are.", 1),
@@ -204,7 +210,7 @@ class _Held:
             by_kind("node_checkpoints", "checkpoints", "Checkpoints in the tree by why they were taken.", 0),
             by_kind("node_checkpoint_bytes", "bytes", "Bytes of the checkpoints in the tree.", 1),
             _one("depth_nodes", "nodes", "Nodes on the path with the most of them.", deepest),
-            _one("longest_path_tokens", "tokens", "Tokens of the longest stored sequence.", self._longest),
+            _one("longest_path_tokens", "tokens", "Tokens of the longest stored sequence.", longest),
             _one("largest_node_bytes", "bytes", "Spans and checkpoint of the node that holds most.", largest_bytes),
         ]
 

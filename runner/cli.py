@@ -17,6 +17,7 @@ from rich.console import Console
 import runner
 from runner.backends import CACHE_NAMES
 from runner.commands.advise import advise
+from runner.commands.conversation_files import read_chosen
 from runner.commands.explain import explain
 from runner.commands.mrc import mrc
 from runner.commands.simulate import simulate
@@ -139,7 +140,7 @@ def replay(
     if runner.BLAS_ADVICE:
         _say(f"note: {runner.BLAS_ADVICE}")
     with _interruptible():
-        chosen = _read_conversations(conversations, skip_bad)
+        chosen = read_chosen(conversations, skip_bad)
         loaded = _load_model(model)
 
         from runner.replay import ReplayOptions
@@ -215,21 +216,6 @@ def _check_writable(*paths: Path | None) -> None:
                 require_writable(path)
             except OSError as error:
                 raise UsageError(f"{path}: cannot be written ({error.strerror}). Name another file.") from error
-
-
-def _read_conversations(paths: list[Path] | None, skip_bad: bool) -> "Sequence[Conversation]":
-    from runner.builtin import builtin_conversations
-    from runner.conversations import ConversationError, read_conversations
-
-    if not paths:
-        return builtin_conversations()
-    try:
-        result = read_conversations(*paths, skip_bad=skip_bad)
-    except ConversationError as error:
-        raise UsageError(str(error)) from error
-    if result.skipped:
-        _say(f"note: {len(result.skipped)} records skipped, the first: {result.skipped[0]}")
-    return result.conversations
 
 
 def _load_model(spec: str) -> "LoadedModel":

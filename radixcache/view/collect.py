@@ -5,10 +5,10 @@ Edges are arrays that are replaced and never written, so a reference to one is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from radixcache.tree import Keys, below
 from radixcache.view.description import NodeView, TreeView
@@ -24,28 +24,31 @@ TAIL_TOKENS = 16
 LARGEST_ID = (1 << 31) - 1
 
 
-@dataclass(slots=True)
-class _Seen:
-    """A node as it stood when the lock was held, and what is worked out about it."""
+class _Raw(NamedTuple):
+    """What is copied of a node while the lock is held: as little work as can be."""
 
-    parent: int
+    node_id: int
+    parent_id: int
     namespace: int
     start: int
     edge: Keys
-    span_bytes: int
-    is_live: bool
-    is_paged: bool
-    slots: tuple[int, ...]
+    paged_bytes: int | None
+    live_mask: int
     checkpoint: str
     checkpoint_bytes: int
-    is_pinned: bool
-    pin_names: tuple[str, ...]
-    is_open: bool
+    pins: int
+    guards: int
     uses: int
     last_used: int
-    below: int = 0
-    below_tokens: int = 0
-    below_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Below:
+    """What hangs below a node."""
+
+    nodes: int = 0
+    tokens: int = 0
+    nbytes: int = 0
 
 
 def collect(
@@ -69,74 +72,92 @@ def collect(
     """
     with lock:
         found = list(roots())
-        seen = _walk(found, token_bytes, slot_count, pin_names())
-    for node in reversed(seen):
-        if node.parent >= 0:
-            parent = seen[node.parent]
-            parent.below += 1 + node.below
-            parent.below_tokens += len(node.edge) + node.below_tokens
-            parent.below_bytes += node.span_bytes + node.checkpoint_bytes + node.below_bytes
-    nodes = _in_order(seen, tokenizer)
-    return TreeView(tuple(root.namespace for root in found), nodes, tuple(about), slot_count)
+        raw = _copied(found)
+        names = pin_names()
+    index = {node.node_id: number for number, node in enumerate(raw)}
+    parents = [index.get(node.parent_id, -1) for node in raw]
+    spans = [token_bytes * len(node.edge) if node.paged_bytes is None else node.paged_bytes for node in raw]
+    below_of = [_Below() for _ in raw]
+    for number in reversed(range(len(raw))):
+        if parents[number] >= 0:
+            above, own = below_of[parents[number]], below_of[number]
+            above.nodes += 1 + own.nodes
+            above.tokens += len(raw[number].edge) + own.tokens
+            above.nbytes += spans[number] + raw[number].checkpoint_bytes + own.nbytes
+    nodes: list[NodeView] = []
+    new_index = {-1: -1}
+    for number in _order(raw, parents, below_of):
+        node, own = raw[number], below_of[number]
+        new_index[number] = len(nodes)
+        text, text_end = (None, None) if tokenizer is None else _texts(node.edge, tokenizer)
+        nodes.append(
+            NodeView(
+                parent=new_index[parents[number]],
+                namespace=node.namespace,
+                start=node.start,
+                end=node.start + len(node.edge),
+                span_bytes=spans[number],
+                is_live=node.live_mask != 0,
+                is_paged=node.paged_bytes is not None,
+                slots=tuple(slot for slot in range(slot_count) if node.live_mask >> slot & 1),
+                checkpoint=node.checkpoint,
+                checkpoint_bytes=node.checkpoint_bytes,
+                is_pinned=node.pins > 0,
+                pin_names=tuple(names.get(node.node_id, ())),
+                is_open=node.guards > 0,
+                uses=node.uses,
+                last_used=node.last_used,
+                below=own.nodes,
+                below_tokens=own.tokens,
+                below_bytes=own.nbytes,
+                text=text,
+                text_end=text_end,
+            )
+        )
+    return TreeView(tuple(root.namespace for root in found), tuple(nodes), tuple(about), slot_count)
 
 
-def _walk(
-    roots: Sequence[StateNode], token_bytes: int, slot_count: int, pin_names: Mapping[int, Sequence[str]]
-) -> list[_Seen]:
-    seen: list[_Seen] = []
+def _copied(roots: Sequence[StateNode]) -> list[_Raw]:
+    """The nodes below the roots, parents first."""
+    raw: list[_Raw] = []
     for namespace, root in enumerate(roots):
-        index = {id(root): -1}
         for node in below(root):
             state = node.payload
             assert state is not None, node
-            index[id(node)] = len(seen)
-            checkpoint = state.checkpoint
-            length = node.end - node.start
-            seen.append(
-                _Seen(
-                    parent=index[id(node.parent)],
-                    namespace=namespace,
-                    start=node.start,
-                    edge=node.edge,
-                    span_bytes=token_bytes * length if state.spans is None else state.spans.nbytes,
-                    is_live=state.live,
-                    is_paged=state.spans is not None,
-                    slots=tuple(slot for slot in range(slot_count) if state.live_mask >> slot & 1),
-                    checkpoint="" if checkpoint is None else checkpoint.kind,
-                    checkpoint_bytes=0 if checkpoint is None else checkpoint.nbytes,
-                    is_pinned=state.pins > 0,
-                    pin_names=tuple(pin_names.get(id(node), ())),
-                    is_open=state.guards > 0,
-                    uses=state.entry.uses,
-                    last_used=state.entry.last_used,
+            spans, checkpoint, entry = state.spans, state.checkpoint, state.entry
+            raw.append(
+                _Raw(
+                    id(node),
+                    id(node.parent),
+                    namespace,
+                    node.start,
+                    node.edge,
+                    None if spans is None else spans.nbytes,
+                    state.live_mask,
+                    "" if checkpoint is None else checkpoint.kind,
+                    0 if checkpoint is None else checkpoint.nbytes,
+                    state.pins,
+                    state.guards,
+                    entry.uses,
+                    entry.last_used,
                 )
             )
-    return seen
+    return raw
 
 
-def _in_order(seen: list[_Seen], tokenizer: Any) -> tuple[NodeView, ...]:
-    """The nodes in preorder, of siblings the one with the most tokens to its name first."""
+def _order(raw: Sequence[_Raw], parents: Sequence[int], below_of: Sequence[_Below]) -> Iterator[int]:
+    """Numbers of the nodes in preorder, of siblings the one with the most tokens to its name first."""
     children: dict[int, list[int]] = {}
-    for old, node in enumerate(seen):
-        children.setdefault(node.parent, []).append(old)
+    for number, parent in enumerate(parents):
+        children.setdefault(parent, []).append(number)
     for siblings in children.values():
         # The last of them is taken off the stack first. Namespaces stay in their order.
-        siblings.sort(key=lambda old: (-seen[old].namespace, len(seen[old].edge) + seen[old].below_tokens, -old))
-    stack, new_index = list(children.get(-1, ())), {-1: -1}
-    nodes: list[NodeView] = []
+        siblings.sort(key=lambda n: (-raw[n].namespace, len(raw[n].edge) + below_of[n].tokens, -n))
+    stack = children.get(-1, [])
     while stack:
-        old = stack.pop()
-        node = seen[old]
-        new_index[old] = len(nodes)
-        stack.extend(children.get(old, ()))
-        text, text_end = (None, None) if tokenizer is None else _texts(node.edge, tokenizer)
-        values = {name: getattr(node, name) for name in _COPIED}
-        end = node.start + len(node.edge)
-        nodes.append(NodeView(parent=new_index[node.parent], end=end, text=text, text_end=text_end, **values))
-    return tuple(nodes)
-
-
-_COPIED = [name for name in _Seen.__slots__ if name not in ("parent", "edge")]
+        number = stack.pop()
+        yield number
+        stack.extend(children.get(number, ()))
 
 
 def _texts(edge: Keys, tokenizer: Any) -> tuple[str, str | None]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from runner.commands.conversation_files import read_chosen
 from runner.commands.trace_options import (
     BytesPerCheckpoint,
     BytesPerToken,
@@ -20,7 +21,7 @@ from runner.commands.view_files import ENDINGS, require_view_file, write_view
 
 if TYPE_CHECKING:
     from radixcache import TreeView
-    from runner.conversations import Conversation
+    from runner.model_config import ModelBytes
 
 #: How a saved tree begins.
 SAVED = re.compile(rb'\s*\{\s*"format":\s*"radixcache-tree"')
@@ -118,7 +119,7 @@ def _grown(
     paths: Sequence[Path],
     *,
     model: str,
-    sizes: object,
+    sizes: "ModelBytes | None",
     kv_bits: int | None,
     kv_group_size: int,
     budget_bytes: int,
@@ -134,15 +135,15 @@ def _grown(
         make_policy(policy)
     except ValueError as error:
         raise UsageError(f"--policy: {error}") from error
-    conversations = _conversations(paths, skip_bad)
+    conversations = read_chosen(paths, skip_bad)
     from runner.grown_tree import grow_tree
-    from runner.model_config import ModelBytes, ModelConfigError, model_bytes
+    from runner.model_config import ModelConfigError, model_bytes
     from runner.models import ModelError, load_tokenizer
     from runner.script import ScriptError
 
     try:
         tokenizer, config = load_tokenizer(model)
-        if not isinstance(sizes, ModelBytes):
+        if sizes is None:
             sizes = model_bytes(config, kv_bits=kv_bits, kv_group_size=kv_group_size)
         grown = grow_tree(
             conversations,
@@ -162,18 +163,3 @@ def _grown(
     if grown.skipped:
         say(f"note: {len(grown.skipped)} requests skipped, the first: {grown.skipped[0]}")
     return grown.view
-
-
-def _conversations(paths: Sequence[Path], skip_bad: bool) -> "Sequence[Conversation]":
-    from runner.builtin import builtin_conversations
-    from runner.conversations import ConversationError, read_conversations
-
-    if not paths:
-        return builtin_conversations()
-    try:
-        result = read_conversations(*paths, skip_bad=skip_bad)
-    except ConversationError as error:
-        raise UsageError(str(error)) from error
-    if result.skipped:
-        say(f"note: {len(result.skipped)} records skipped, the first: {result.skipped[0]}")
-    return result.conversations

@@ -65,8 +65,8 @@ def test_a_named_pin_is_listed_and_released_by_its_name(llama: Any) -> None:
 def test_a_named_pin_is_released_by_its_tokens_too_after_the_unnamed_ones(llama: Any) -> None:
     cache = PrefixCache(llama)
     serve(cache, llama, PROMPT)
-    cache.pin(SYSTEM, name="support")
     cache.pin(SYSTEM)
+    cache.pin(SYSTEM, name="support")
     cache.unpin(SYSTEM)
     assert list(cache.names()) == ["support"]
     cache.unpin(SYSTEM)
