@@ -180,12 +180,12 @@ def explain(
     """
     plan, length = foresight.plan, len(keys)
     checkpoint = None
-    if plan.resume < plan.matched:
+    if foresight.readable.reason == ShortReason.NO_CHECKPOINT:
         checkpoint = history.evicted_checkpoint(keys, namespace, foresight.readable.resume, plan.matched)
     evicted = history.evicted_tokens(keys, namespace, plan.matched) if plan.matched < length else []
     gaps = [
         *_stored_gaps(foresight, checkpoint, length),
-        *_missing_gaps(foresight.match, tokens, keys, evicted, quarantined_from),
+        *_missing_gaps(foresight.match, tokens, evicted, quarantined_from),
     ]
     hints = tuple(
         Hint(
@@ -245,24 +245,23 @@ def _stored_gaps(foresight: Foresight, lost: Part | None, length: int) -> Iterat
         start = lost.end
     if start < end:
         assert readable.reason is not None, (readable.resume, readable.matched)
-        reason = Reason(readable.reason.value)
-        yield _gap(start, end, Reason.NO_CHECKPOINT if reason == Reason.LAST_TOKEN else reason)
+        yield _gap(start, end, Reason(readable.reason.value))
     if plan.matched == length:
         yield _gap(length - 1, length, Reason.LAST_TOKEN)
 
 
 def _missing_gaps(
-    match: Match[Any], tokens: TokenIds, keys: Keys, evicted: Sequence[Part], quarantined_from: int | None
+    match: Match[Any], tokens: TokenIds, evicted: Sequence[Part], quarantined_from: int | None
 ) -> Iterator[Gap]:
     """What the tree does not hold: [matched, length)."""
-    start, length = match.offset, len(keys)
+    start, length = match.offset, len(tokens)
     end = length if quarantined_from is None else max(start, min(length, quarantined_from))
     for part in evicted:
         if start < end:
             yield replace(_gap(start, min(part.end, end), Reason.EVICTED), tick=part.tick)
             start = min(part.end, end)
     if start < end:
-        path = _other_way(match, keys) if start == match.offset else None
+        path = _other_way(match) if start == match.offset else None
         if path is None:
             yield _gap(start, end, Reason.NEVER_STORED)
         else:
@@ -274,7 +273,7 @@ def _missing_gaps(
         yield _gap(start, length, Reason.QUARANTINED)
 
 
-def _other_way(match: Match[Any], keys: Keys) -> tuple[int, ...] | None:
+def _other_way(match: Match[Any]) -> tuple[int, ...] | None:
     """Keys of a stored path behind a match, along the child made last; None where no path goes on."""
     node: StateNode = match.node
     edge = node.edge[match.offset - node.start :]
