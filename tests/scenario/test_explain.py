@@ -147,6 +147,7 @@ def test_a_branch_of_which_part_came_back_is_evicted_beyond_it() -> None:
     cache.reclaim(0)
     serve(cache, [*A[:30], 1, 2, 3])
     assert reasons(cache.explain(A)) == [(Reason.EVICTED, 30, 100)]
+    assert reasons(cache.explain([*A, 5])) == [(Reason.EVICTED, 30, 100), (Reason.NEVER_STORED, 100, 101)]
 
 
 def test_beyond_the_last_checkpoint_point_layers_have_nothing_to_resume() -> None:
@@ -272,7 +273,9 @@ def test_what_a_vanished_session_left_unreadable_is_foreseen() -> None:
     before = everything(cache)
     found = cache.explain(A)
     assert everything(cache) == before
-    assert serve(cache, A) == found.resumable_tokens == 0
+    with cache.begin(A, reserve=0) as session:
+        assert (session.matched_tokens, session.cached_tokens) == (0, 0)
+    assert (found.matched_tokens, found.resumable_tokens) == (0, 0)
 
 
 def test_explain_in_a_cache_without_room_still_answers() -> None:
