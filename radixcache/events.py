@@ -49,6 +49,10 @@ class EventKind(StrEnum):
     QUARANTINED = "quarantined"
 
 
+# The same by their names: looked up on the class they take a call each time, in Python 3.11.
+STORED, RESUMED, EVICTED, SPLIT, MERGED, PAGED_OUT, PAGED_IN, QUARANTINED = EventKind
+
+
 class Event(NamedTuple):
     """Something that happened to the tokens [start, end) of one namespace. A tuple, as there are many of them.
 

@@ -180,12 +180,12 @@ def explain(
     """
     plan, length = foresight.plan, len(keys)
     checkpoint = None
-    if plan.resume < plan.matched:
+    if foresight.readable.reason == ShortReason.NO_CHECKPOINT:
         checkpoint = history.evicted_checkpoint(keys, namespace, foresight.readable.resume, plan.matched)
     evicted = history.evicted_tokens(keys, namespace, plan.matched) if plan.matched < length else []
     gaps = [
         *_stored_gaps(foresight, checkpoint, length),
-        *_missing_gaps(foresight.match, plan.matched, tokens, keys, evicted, quarantined_from),
+        *_missing_gaps(foresight.match, plan.matched, tokens, evicted, quarantined_from),
     ]
     hints = tuple(
         Hint(
@@ -246,8 +246,7 @@ def _stored_gaps(foresight: Foresight, lost: Part | None, length: int) -> Iterat
     grid_end = max(start, end - readable.off_grid)
     if start < grid_end:
         assert readable.reason is not None, (readable.resume, readable.matched)
-        reason = Reason(readable.reason.value)
-        yield _gap(start, grid_end, Reason.LIVE_ELSEWHERE if reason == Reason.LIVE_ELSEWHERE else Reason.NO_CHECKPOINT)
+        yield _gap(start, grid_end, Reason(readable.reason.value))
     if grid_end < end:
         yield _gap(grid_end, end, Reason.OFF_GRID)
     if plan.matched == length:
@@ -255,22 +254,17 @@ def _stored_gaps(foresight: Foresight, lost: Part | None, length: int) -> Iterat
 
 
 def _missing_gaps(
-    match: Match[Any],
-    matched: int,
-    tokens: TokenIds,
-    keys: Keys,
-    evicted: Sequence[Part],
-    quarantined_from: int | None,
+    match: Match[Any], matched: int, tokens: TokenIds, evicted: Sequence[Part], quarantined_from: int | None
 ) -> Iterator[Gap]:
     """What the tree does not hold: [matched, length), where in exact mode a match may go on behind the tree's."""
-    start, length = matched, len(keys)
+    start, length = matched, len(tokens)
     end = length if quarantined_from is None else max(start, min(length, quarantined_from))
     for part in evicted:
         if start < end:
             yield replace(_gap(start, min(part.end, end), Reason.EVICTED), tick=part.tick)
             start = min(part.end, end)
     if start < end:
-        path = _other_way(match, keys) if start == match.offset else None
+        path = _other_way(match) if start == match.offset else None
         if path is None:
             yield _gap(start, end, Reason.NEVER_STORED)
         else:
@@ -282,7 +276,7 @@ def _missing_gaps(
         yield _gap(start, length, Reason.QUARANTINED)
 
 
-def _other_way(match: Match[Any], keys: Keys) -> tuple[int, ...] | None:
+def _other_way(match: Match[Any]) -> tuple[int, ...] | None:
     """Keys of a stored path behind a match, along the child made last; None where no path goes on."""
     node: StateNode = match.node
     edge = node.edge[match.offset - node.start :]

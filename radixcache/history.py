@@ -107,7 +107,7 @@ class History:
     def evicted(self, node: Node[Any], start: int, tick: int) -> None:
         """The tokens [start, node.end), on the node's edge, are about to go."""
         last = self._pieces[-1] if self._pieces else None
-        if last is None or last.below is not node or last.start != node.end:
+        if last is None or last.below is not node:
             last = self._add(Piece(node, Part(start, node.end, tick)))
         elif last.parts[-1].tick == tick:
             last.parts[-1] = Part(start, last.parts[-1].end, tick)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from radixcache.evaluation import NATIVE_ERRORS
-from radixcache.events import EventKind
+from radixcache.events import PAGED_OUT
 from radixcache.layout import Layout
 from radixcache.snapshots import Checkpoint, Spans
 from radixcache.state_tree import StateNode, StateTree, state_of
@@ -130,7 +130,7 @@ class LivePath:
         self._states.set_spans(node, spans)
         self._states.paged_out_bytes += spans.nbytes
         if self._states.events.is_on:
-            self._states.events.emit(EventKind.PAGED_OUT, node.namespace, node.start, node.end, spans.nbytes)
+            self._states.events.emit(PAGED_OUT, node.namespace, node.start, node.end, spans.nbytes)
 
     def page_in(self, spans: Spans, target: int) -> None:
         """Write spans behind what is live, up to offset `target`; `advance` says for which node."""

@@ -31,7 +31,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from policies import CostModel, Entry, EvictionPolicy, make_policy
 from radixcache.draft import both_models
-from radixcache.events import EventKind, Events, OnEvent
+from radixcache.events import RESUMED, Events, OnEvent
 from radixcache.evictor import TRIM_TOKENS, Evictor
 from radixcache.explain import Explanation, Foresight, explain, with_text
 from radixcache.expulsion import Expulsion
@@ -892,9 +892,17 @@ class PrefixCache:
     def _note_request(self, keys: Keys, namespace: str, plan: ResumePlan, by: str) -> None:
         self._states.history.asked(namespace, keys)
         if self._events.is_on:
-            about = {"prompt_tokens": len(keys), "matched_tokens": plan.matched, "reason": plan.reason, "by": by}
-            nbytes = plan.resume * self.layout.token_bytes
-            self._events.emit(EventKind.RESUMED, namespace, 0, plan.resume, nbytes, **about)
+            self._events.emit(
+                RESUMED,
+                namespace,
+                0,
+                plan.resume,
+                plan.resume * self.layout.token_bytes,
+                prompt_tokens=len(keys),
+                matched_tokens=plan.matched,
+                reason=plan.reason,
+                by=by,
+            )
 
     def _record(self, keys: Keys, output_tokens: int, namespace: str, use: Use) -> None:
         """Write a request to the trace; a trace that cannot be written is no reason not to serve."""

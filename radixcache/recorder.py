@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from radixcache.errors import SnapshotError
-from radixcache.events import EventKind
+from radixcache.events import STORED
 from radixcache.evictor import Evictor
 from radixcache.layout import Layout
 from radixcache.live_path import LivePath
@@ -95,7 +95,7 @@ class Recorder:
             node = self._states.add_leaf(node, keys[match.offset :], use)
             if self._states.events.is_on:
                 nbytes = self._layout.token_bytes * (len(keys) - match.offset)
-                self._states.events.emit(EventKind.STORED, namespace, match.offset, len(keys), nbytes, state="tokens")
+                self._states.events.emit(STORED, namespace, match.offset, len(keys), nbytes, state="tokens")
         return node
 
     def _attach(self, tip: StateNode, checkpoint: Checkpoint, use: Use) -> None:

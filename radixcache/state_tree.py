@@ -31,7 +31,7 @@ from sortedcontainers import SortedList
 from policies import CostModel, Entry, EvictionPolicy
 from policies.entry import EntryState
 from radixcache.evaluation import NATIVE_ERRORS
-from radixcache.events import EventKind, Events
+from radixcache.events import EVICTED, MERGED, SPLIT, STORED, Events
 from radixcache.history import History
 from radixcache.layout import Layout
 from radixcache.ledger import Account
@@ -178,7 +178,7 @@ class StateTree:
         self.refresh(node)
         self.refresh(upper)
         if self.events.is_on:
-            self.events.emit(EventKind.SPLIT, node.namespace, upper.start, node.end, at=at)
+            self.events.emit(SPLIT, node.namespace, upper.start, node.end, at=at)
         return upper
 
     def coalesce(self, node: StateNode) -> StateNode:
@@ -220,7 +220,7 @@ class StateTree:
         node.payload = None
         self.refresh(child)
         if self.events.is_on:
-            self.events.emit(EventKind.MERGED, child.namespace, child.start, child.end, at=gone.end)
+            self.events.emit(MERGED, child.namespace, child.start, child.end, at=gone.end)
         return child
 
     def coalesce_all(self, nodes: list[StateNode]) -> None:
@@ -316,7 +316,7 @@ class StateTree:
             self.policy.inserted(state.checkpoint_entry)
             if self.events.is_on:
                 at, nbytes = node.end, checkpoint.nbytes
-                self.events.emit(EventKind.STORED, node.namespace, at, at, nbytes, state="checkpoint")
+                self.events.emit(STORED, node.namespace, at, at, nbytes, state="checkpoint")
         self._reweigh(state)
         self.refresh(node)
 
@@ -327,7 +327,7 @@ class StateTree:
         self.history.dropped_checkpoint(node, self.events.tick)
         if self.events.is_on:
             at, nbytes = node.end, checkpoint.nbytes
-            self.events.emit(EventKind.EVICTED, node.namespace, at, at, nbytes, state="checkpoint")
+            self.events.emit(EVICTED, node.namespace, at, at, nbytes, state="checkpoint")
         self.set_checkpoint(node, None)
 
     def remove_subtree(self, node: StateNode) -> StateNode:
@@ -476,7 +476,7 @@ class StateTree:
         if self.events.is_on:
             end, checkpoint = leaf.end, state_of(leaf).checkpoint
             nbytes = self.layout.token_bytes * (end - start) + (0 if checkpoint is None else checkpoint.nbytes)
-            self.events.emit(EventKind.EVICTED, leaf.namespace, start, end, nbytes, state="tokens")
+            self.events.emit(EVICTED, leaf.namespace, start, end, nbytes, state="tokens")
 
     def _copied(self, make: Callable[[], tuple[*tuple[Any, ...], int]], spare: bool) -> tuple[Any, ...] | None:
         """Results of a copy that also says how many bytes it copied, tried twice; None: failed, and can be spared.

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from radixcache.comparison import Difference, Part, compare_logits, compare_states
-from radixcache.events import EventKind, Events
+from radixcache.events import QUARANTINED, Events
 from radixcache.interrupts import uninterrupted
 from radixcache.layout import Layout
 from radixcache.tokens import TokenIds
@@ -123,7 +123,7 @@ class Verifier:
         self.mismatch_count += 1
         self.mismatches.append(mismatch)
         start, end = mismatch.quarantined_from, mismatch.resume_offset
-        self._events.emit(EventKind.QUARANTINED, mismatch.namespace, start, end, mismatch=mismatch)
+        self._events.emit(QUARANTINED, mismatch.namespace, start, end, mismatch=mismatch)
 
     def warn(self, mismatch: Mismatch) -> None:
         """Warn of the first mismatch; the others are counted."""

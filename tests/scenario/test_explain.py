@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixcache import Event, EventKind, Explanation, Gap, PrefixCache, Reason
+from radixcache import CacheBusyError, Event, EventKind, Explanation, Gap, Ledger, PrefixCache, Reason
 from radixcache.explain import Foresight, explain
 from radixcache.sized_layout import SizedLayout, SizedModel
 from runner.tiny import tiny_model, tiny_tokenizer
@@ -147,6 +147,7 @@ def test_a_branch_of_which_part_came_back_is_evicted_beyond_it() -> None:
     cache.reclaim(0)
     serve(cache, [*A[:30], 1, 2, 3])
     assert reasons(cache.explain(A)) == [(Reason.EVICTED, 30, 100)]
+    assert reasons(cache.explain([*A, 5])) == [(Reason.EVICTED, 30, 100), (Reason.NEVER_STORED, 100, 101)]
 
 
 def test_beyond_the_last_checkpoint_point_layers_have_nothing_to_resume() -> None:
@@ -272,7 +273,9 @@ def test_what_a_vanished_session_left_unreadable_is_foreseen() -> None:
     before = everything(cache)
     found = cache.explain(A)
     assert everything(cache) == before
-    assert serve(cache, A) == found.resumable_tokens == 0
+    with cache.begin(A, reserve=0) as session:
+        assert (session.matched_tokens, session.cached_tokens) == (0, 0)
+    assert (found.matched_tokens, found.resumable_tokens) == (0, 0)
 
 
 def test_explain_in_a_cache_without_room_still_answers() -> None:
@@ -414,3 +417,46 @@ def test_losing_the_live_state_is_told_as_evicted() -> None:
         session.is_lost = True
     assert [(e.kind, e.start, e.end) for e in told if e.kind == EventKind.EVICTED] == [(EventKind.EVICTED, 0, 99)]
     assert cache.stats.tokens == 0
+
+
+def test_what_one_cache_takes_from_another_is_told_to_the_other() -> None:
+    ledger = Ledger(300)
+    one, told_one = listening(spans, budget_bytes=ledger)
+    two, told_two = listening(spans, budget_bytes=ledger)
+    serve(one, A)
+    told_one.clear()
+    serve(two, numbers(20, 250))
+    assert set(kinds(told_one)) == {"evicted"}
+    assert kinds(told_two) == ["resumed", "stored"]
+    assert {gap.reason for gap in one.explain(A).gaps} == {Reason.EVICTED}
+
+
+def test_sessions_in_several_threads_and_a_listener_that_looks_do_not_stand_in_each_others_way() -> None:
+    told: list[Event] = []
+
+    def listen(event: Event) -> None:
+        told.append(event)
+        assert cache.stats.requests > 0
+        cache.explain(A, namespace=event.namespace)
+
+    cache = spans(budget_bytes=1_000, live_slots=3, on_event=listen)
+
+    def work(name: str) -> None:
+        for turn in range(12):
+            try:
+                serve(cache, [*A[: 30 + turn], *numbers(turn, 20)], namespace=name)
+            except CacheBusyError:
+                cache.explain(A, namespace=name)
+
+    threads = [threading.Thread(target=work, args=(f"tenant {index}",)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    cache.check()
+    stats = cache.stats
+    assert (stats.event_failures, stats.dropped_events) == (0, 0)
+    assert kinds(told).count("resumed") == stats.requests
+    stored = sum(e.end - e.start for e in told if e.kind == EventKind.STORED)
+    assert stored - sum(e.end - e.start for e in told if e.kind == EventKind.EVICTED) == stats.tokens

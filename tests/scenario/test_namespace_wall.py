@@ -97,6 +97,22 @@ def test_the_same_questions_have_the_same_explanations_beside_another_namespace_
         serve(alone, prompt, "open tenant")
 
 
+def test_a_checkpoint_that_another_namespace_lost_on_the_same_tokens_is_not_told_of() -> None:
+    cache = PrefixCache(layout=SizedLayout(1, 10), budget_bytes=1 << 30, checkpoint_budget_bytes=20)
+    prompt = prompts()[0]
+    for length in range(40, len(prompt), 10):
+        serve(cache, prompt[:length], "hidden tenant", marks=[length - 5])
+    serve(cache, prompt, "open tenant")
+    cuts = [[*prompt[:length], 7, 8] for length in range(30, len(prompt), 7)]
+    hidden, told = (
+        {gap.checkpoint for cut in cuts for gap in cache.explain(cut, name).gaps if gap.tick is not None}
+        for name in ("hidden tenant", "open tenant")
+    )
+    own = {len(prompt) - 16}
+    assert hidden - own
+    assert told <= own
+
+
 def test_the_events_of_one_namespace_tell_nothing_of_another() -> None:
     cache, told = populated(budget_bytes=20_000)
     for prompt in prompts():

@@ -115,6 +115,7 @@ def test_explain_has_a_row_for_each_prompt_and_says_what_it_found(tmp_path: Path
         assert (row["resumable"] == 0) == (row["prompt"] == "hint"), row
     assert {row["request"] for row in kept} == {"next turn", "switch", "miss", "full budget"}
     assert all(row["events/request"] >= 2 for row in kept)
+    assert all(abs(row["with reply %"]) <= abs(row["both %"]) for row in kept)
 
 
 @pytest.mark.parametrize(("explain_ms", "verdict"), [(0.2, "under 1"), (1.5, "NOT under 1")])

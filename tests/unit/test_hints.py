@@ -113,6 +113,14 @@ def test_an_id_per_conversation_is_found_while_conversations_take_turns() -> Non
             [
                 chat(f"Question {index}", system=f"For {tenant}. {SYSTEM}")
                 for index in range(3)
+                for tenant in ("Rome", "Oslo", "Bern")
+            ],
+            id="three tenants who come back",
+        ),
+        pytest.param(
+            [
+                chat(f"Question {index}", system=f"For {tenant}. {SYSTEM}")
+                for index in range(3)
                 for tenant in ("A", "B")
             ],
             id="two tenants who take turns",

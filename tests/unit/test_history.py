@@ -90,6 +90,7 @@ def test_an_evicted_checkpoint_is_found_by_prompts_that_reach_it() -> None:
     assert history.evicted_checkpoint(np.arange(30), "", 0, 30) == Part(20, 20, 8)
     assert history.evicted_checkpoint(np.arange(30), "", 20, 30) is None
     assert history.evicted_checkpoint(np.arange(30), "", 0, 19) is None
+    assert history.evicted_checkpoint(np.arange(30), "other", 0, 30) is None
     assert history.evicted_checkpoint(np.arange(30)[::-1].copy(), "", 0, 30) is None
 
 
