@@ -29,11 +29,11 @@ SHARE = 0.01
 AIM_PERCENT = 3.0
 KINDS = ("kv", "sliding", "hybrid")
 BUDGET_BYTES = 8 << 30
-USERS = 3
-TURNS = 4
+USERS = 2
+TURNS = 3
 SYSTEM_TOKENS = 300
 MESSAGE_TOKENS = 60
-REPLIES = {"chat": 64, "prefill only": 0}
+REPLIES = {"chat": 48, "prefill only": 0}
 
 
 def main(given: Sequence[str] | None = None) -> None:

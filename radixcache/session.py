@@ -257,10 +257,6 @@ class Session:
         with uninterrupted(), self._cache.lock:
             return self._cache.hold_second_state(self.live, nbytes)
 
-    def note_interrupted(self, error: BaseException) -> None:
-        """An exception came while no forward pass was changing the live caches."""
-        self._handled = error
-
     def start_over(self, position: int, length: int, start: int | None) -> int:
         """Quarantine what begins with the prompt's first `length` tokens, and stand at 0 with empty caches.
 

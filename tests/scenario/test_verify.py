@@ -289,6 +289,8 @@ def test_other_paths_that_hold_the_wrong_state_step_back_and_the_session_on_one_
             found = answer(session, model)
         cache.check()
         assert all(node.end <= 20 for node in nodes(cache))
+        # What is right of the path is there for others, also while this request has not stored it again.
+        assert cache.stats.tokens == 20
         # The one that stands on it goes on, and nothing beyond token 20 of it is stored.
         standing.close()
         cache.check()
@@ -376,13 +378,15 @@ def test_where_only_the_logits_differ_the_whole_path_is_quarantined(kind: str, t
     cache = PrefixCache(model.model, verify=1.0)
     serve(cache, model, PROMPT_A)
     serve(cache, model, PROMPT_B)
-    prompt = [*PROMPT_A, 0, 1, 2, 9, 8]
+    prompt = [*PROMPT_A, 0, 1, 2, *TAIL_B]
     with cache.begin(prompt) as session:
         ours = id(session.caches[0])
         model.wrong = lambda live: id(live[0]) == ours and session.mismatch is None
         with pytest.warns(RuntimeWarning, match="the logits, relative error"):
             found = answer(session, model) if takes == "prefill" else steps(session, model)
         cache.check()
+        offsets = [checkpoint.offset for checkpoint in session.checkpoints]
+        assert len(offsets) == len(set(offsets))
     cache.check()
     assert session.mismatch is not None
     assert (session.mismatch.part, session.mismatch.quarantined_from) == (Part.LOGITS, 0)
@@ -392,6 +396,8 @@ def test_where_only_the_logits_differ_the_whole_path_is_quarantined(kind: str, t
         assert not far_apart(found, cold(model.model, prompt))
     with cache.begin([*prompt, 1]) as session:
         assert session.matched_tokens == 0
+    _, remaining = cache.fetch(prompt)
+    assert remaining.tolist() == prompt
     # What others share with it is theirs.
     with cache.begin([*PROMPT_B, 9]) as session:
         assert session.matched_tokens == len(PROMPT_B)
@@ -546,8 +552,7 @@ def test_a_loop_that_called_the_model_before_prefill_is_skipped(kind: str) -> No
     with cache.begin([*PROMPT_A, 0, 1, 2, *TURN]) as session:
         at = session.cached_tokens
         model(mx.array(session.prompt[at : at + 4])[None], cache=session.caches)
-        if kind == "llama":
-            answer(session, model)
+        session.prefill(model)
     assert (cache.stats.verified_requests, cache.stats.verify_skipped) == (0, 1)
     cache.check()
 
