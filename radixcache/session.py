@@ -139,6 +139,8 @@ class Session:
     def prefill(self, model: Any, step_size: int = 2048, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Evaluate the prompt up to its last token, in chunks, and take checkpoints on the way.
 
+        A session that was drawn for verification first prefills cold beside the restored state and compares the two.
+
         Args:
             model: the mlx-lm model; called as model(tokens (1, T), cache=caches).
             step_size: tokens per forward pass; chunks end at its multiples, counted from offset 0.
@@ -180,7 +182,7 @@ class Session:
                 the prompt is through: nothing here waits for it.
 
         Returns:
-            Logits (1, T, V), unevaluated.
+            Logits (1, T, V), unevaluated. A session that is verified waits for those of the prompt's last token.
 
         Raises:
             ValueError: tokens that contradict the rest of the prompt, or what was reported by extend().

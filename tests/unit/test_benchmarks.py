@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_growth, bench_memory, bench_paging, bench_restore
+from benchmarks import bench_growth, bench_memory, bench_paging, bench_restore, bench_verify
 from benchmarks.record import Spread, in_turns, publish
 
 ORIGIN = {"benchmark", "question", "repeats", "rows", "machine", "versions", "date", "commit", "command"}
@@ -96,3 +96,19 @@ def test_memory_is_what_the_caches_say_and_not_below_the_least(tmp_path: Path) -
     for row in kept:
         assert 0 <= row["radix hit"] <= row["possible"], row
         assert 0 <= row["mlx-lm hit"] <= row["possible"], row
+
+
+@pytest.mark.slow
+def test_every_resumed_request_of_the_checked_side_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _run(bench_verify.main, tmp_path)
+
+    rows = found.pop("verify")["rows"]
+    assert not found
+    assert {row["requests"] for row in rows} == set(bench_verify.REPLIES)
+    for row in rows:
+        assert row["checked"] == 2 * (bench_verify.USERS * bench_verify.TURNS - 1), row
+        assert 0 < row["error"] < 1e-3, row
+        assert row["checked request ms"] > 0, row
+    assert "adds" in capsys.readouterr().out
