@@ -157,6 +157,7 @@ class Session:
         self._compare_restored(model)
         self._sync()
         self._evaluate_prompt(model, len(self.prompt) - 1, step_size, on_progress)
+        self._owed = 0
 
     def _evaluate_prompt(
         self, model: Any, last: int, step_size: int, on_progress: Callable[[int, int], None] | None = None
@@ -191,13 +192,12 @@ class Session:
         self._require_open()
         self._compare_restored(model)
         self._sync()
-        if self._position < self._owed:
-            self._evaluate_prompt(model, self._owed, self._step_size)
+        self._catch_up(model)
         array, count = self._next_tokens(tokens)
         start = self._position
         logits = self._forward_with_room(model, array, count)
         if self._check is not None and not self._check.agrees(self, logits, start):
-            self._evaluate_prompt(model, start, self._step_size)
+            self._catch_up(model)
             logits = self._forward_with_room(model, array, count)
         if self._position > self.known_tokens:
             fresh = self._position - self.known_tokens
@@ -343,6 +343,12 @@ class Session:
         """Verify what was restored, where this session was drawn for it and has not evaluated anything yet."""
         if self._check is not None:
             self._check.before_first_pass(self, model, self._step_size)
+
+    def _catch_up(self, model: Any) -> None:
+        """Evaluate what a session that started over had evaluated before."""
+        if self._owed:
+            self._evaluate_prompt(model, self._owed, self._step_size)
+            self._owed = 0
 
     def _sync(self) -> None:
         """Take note of forward passes that the caller's own loop ran."""
