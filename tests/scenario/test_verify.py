@@ -8,14 +8,16 @@ the fault matters.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm import stream_generate as plain_stream_generate
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from numpy.typing import NDArray
 
 from radixcache import PrefixCache, Session, stream_generate
@@ -25,6 +27,7 @@ from radixcache.comparison import Part
 from radixcache.sized_layout import SizedLayout
 from radixcache.state_tree import StateNode, state_of
 from runner.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
+from tests.scenario.test_failures import LineInterrupt, interruptible
 
 STEP_SIZE = 16
 #: What a planted fault must come to in the logits, relative to the largest.
@@ -269,7 +272,7 @@ def test_after_the_quarantine_was_cleared_the_path_is_stored_again(fault: Any, m
 
 def spoil_live(cache: PrefixCache, slot: int, row: int) -> None:
     """A wrong byte in a row of the live buffers of a slot."""
-    leaf = cache._slots.paths[slot].caches[-1]
+    leaf = [each for each in cache._slots.paths[slot].caches if isinstance(each, KVCache)][-1]
     leaf.keys = spoilt(leaf.keys, (0, slice(None), row))
     mx.eval(leaf.keys)
 
@@ -682,6 +685,36 @@ def test_a_verified_request_gives_back_all_the_memory_of_its_second_state() -> N
     after = mx.get_active_memory() - cache.stats.live_bytes - cache.stats.paged_bytes
     assert abs(after - before) < 4096
     assert cache.stats.verified_requests == 7
+
+
+@pytest.mark.parametrize(("kind", "moments"), [("llama", 6), pytest.param("nemotron_h", 60, marks=pytest.mark.slow)])
+def test_after_ctrl_c_at_any_line_of_a_check_that_finds_a_fault_the_next_answer_is_right(
+    kind: str, moments: int
+) -> None:
+    model = tiny_model(kind)
+    prompt = [*PROMPT_A, 0, 1, 2, *TURN]
+    expected = cold(model, prompt)
+
+    def interrupted(line: int) -> tuple[int, int]:
+        cache = PrefixCache(model, verify=1.0, live_slots=2)
+        serve(cache, model, PROMPT_A)
+        spoil_live(cache, 0, 20)
+        with interruptible(), LineInterrupt(line).installed() as lines, suppress(KeyboardInterrupt):
+            serve(cache, model, prompt)
+        gc.collect()
+        cache.check()
+        assert cache.stats.verify_bytes == 0
+        assert not far_apart(serve(cache, model, prompt), expected)
+        assert cache.stats.verify_mismatches == len(cache.mismatches) == 1
+        return lines.lines, cache.stats.quarantined
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        total, _ = interrupted(0)
+        for line in range(1, total, total // moments):
+            reached, quarantined = interrupted(line)
+            assert reached >= line
+            assert quarantined == 1
 
 
 # Through the generators
