@@ -33,7 +33,7 @@ USERS = 2
 TURNS = 3
 SYSTEM_TOKENS = 300
 MESSAGE_TOKENS = 60
-REPLIES = {"chat": 48, "prefill only": 0}
+REPLIES = {"chat": 128, "prefill only": 0}
 
 
 def main(given: Sequence[str] | None = None) -> None:
