@@ -147,6 +147,8 @@ class Session:
     ) -> None:
         """Evaluate the prompt up to its last token, in chunks, and take checkpoints on the way.
 
+        A session that was drawn for verification first prefills cold beside the restored state and compares the two.
+
         Args:
             model: the mlx-lm model; called as model(tokens (1, T), cache=caches).
             step_size: tokens per forward pass; chunks end at its multiples, counted from offset 0. By default the
@@ -170,6 +172,7 @@ class Session:
         self._compare_restored(model)
         self._sync()
         self._evaluate_prompt(model, len(self.prompt) - 1, step_size, on_progress)
+        self._owed = 0
 
     def _evaluate_prompt(
         self, model: Any, last: int, step_size: int, on_progress: Callable[[int, int], None] | None = None
@@ -198,7 +201,7 @@ class Session:
                 the prompt is through: nothing here waits for it.
 
         Returns:
-            Logits (1, T, V), unevaluated.
+            Logits (1, T, V), unevaluated. A session that is verified waits for those of the prompt's last token.
 
         Raises:
             ValueError: tokens that contradict the rest of the prompt, or what was reported by extend().
@@ -207,13 +210,12 @@ class Session:
         self._require_open()
         self._compare_restored(model)
         self._sync()
-        if self._position < self._owed:
-            self._evaluate_prompt(model, self._owed, self._step_size)
+        self._catch_up(model)
         array, count = self._next_tokens(tokens)
         start = self._position
         logits = self._forward_with_room(model, array, count)
         if self._check is not None and not self._check.agrees(self, logits, start):
-            self._evaluate_prompt(model, start, self._step_size)
+            self._catch_up(model)
             logits = self._forward_with_room(model, array, count)
         if self._position > self.known_tokens:
             fresh = self._position - self.known_tokens
@@ -274,10 +276,6 @@ class Session:
         """Book what a cold run beside this session holds; False when it does not fit the budget."""
         with uninterrupted(), self._cache.lock:
             return self._cache.hold_second_state(self.live, nbytes)
-
-    def note_interrupted(self, error: BaseException) -> None:
-        """An exception came while no forward pass was changing the live caches."""
-        self._handled = error
 
     def start_over(self, position: int, length: int, start: int | None) -> int:
         """Quarantine what begins with the prompt's first `length` tokens, and stand at 0 with empty caches.
@@ -371,6 +369,12 @@ class Session:
         """Verify what was restored, where this session was drawn for it and has not evaluated anything yet."""
         if self._check is not None:
             self._check.before_first_pass(self, model, self._step_size)
+
+    def _catch_up(self, model: Any) -> None:
+        """Evaluate what a session that started over had evaluated before."""
+        if self._owed:
+            self._evaluate_prompt(model, self._owed, self._step_size)
+            self._owed = 0
 
     def _sync(self) -> None:
         """Take note of forward passes that the caller's own loop ran."""

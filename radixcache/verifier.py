@@ -163,9 +163,6 @@ class Check:
                 differences = self._run_cold(session, model)
         except Exception:
             self._cold_logits = None
-        except BaseException as error:
-            session.note_interrupted(error)
-            raise
         finally:
             session.hold_second_state(0)
             self._layout.release()

@@ -17,7 +17,7 @@ from runner.architectures.temporal import places, stand_in
 from runner.tiny import VOCABULARY_LENGTH, tiny_model
 
 LENGTH = 60
-KINDS = ["llama", "llama_sliding", "llama4", "mamba", "nemotron_h", "gemma3_text", "deepseek_v41", "deepseek_v32"]
+KINDS = ["llama", "llama_sliding", "llama4", "mamba", "deepseek_v41"]
 
 _random = np.random.default_rng(7)
 PROMPT, OTHER = (_random.integers(0, VOCABULARY_LENGTH, LENGTH).tolist() for _ in range(2))
@@ -39,7 +39,7 @@ def compared(layout: Layout, restored: list[Any], cold: list[Any], end: int = LE
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("step_size", [1, 7, 59])
+@pytest.mark.parametrize("step_size", [1, 7])
 def test_the_same_state_agrees_however_it_was_made_and_laid_out(kind: str, step_size: int) -> None:
     model: Any = tiny_model(kind)
     layout = Layout(

@@ -8,14 +8,16 @@ the fault matters.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm import stream_generate as plain_stream_generate
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from numpy.typing import NDArray
 
 from radixcache import PrefixCache, Session, stream_generate
@@ -25,6 +27,7 @@ from radixcache.comparison import Part
 from radixcache.sized_layout import SizedLayout
 from radixcache.state_tree import StateNode, state_of
 from runner.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
+from tests.scenario.test_failures import LineInterrupt, interruptible
 
 STEP_SIZE = 16
 #: What a planted fault must come to in the logits, relative to the largest.
@@ -269,7 +272,7 @@ def test_after_the_quarantine_was_cleared_the_path_is_stored_again(fault: Any, m
 
 def spoil_live(cache: PrefixCache, slot: int, row: int) -> None:
     """A wrong byte in a row of the live buffers of a slot."""
-    leaf = cache._slots.paths[slot].caches[-1]
+    leaf = [each for each in cache._slots.paths[slot].caches if isinstance(each, KVCache)][-1]
     leaf.keys = spoilt(leaf.keys, (0, slice(None), row))
     mx.eval(leaf.keys)
 
@@ -289,6 +292,8 @@ def test_other_paths_that_hold_the_wrong_state_step_back_and_the_session_on_one_
             found = answer(session, model)
         cache.check()
         assert all(node.end <= 20 for node in nodes(cache))
+        # What is right of the path is there for others, also while this request has not stored it again.
+        assert cache.stats.tokens == 20
         # The one that stands on it goes on, and nothing beyond token 20 of it is stored.
         standing.close()
         cache.check()
@@ -376,13 +381,15 @@ def test_where_only_the_logits_differ_the_whole_path_is_quarantined(kind: str, t
     cache = PrefixCache(model.model, verify=1.0)
     serve(cache, model, PROMPT_A)
     serve(cache, model, PROMPT_B)
-    prompt = [*PROMPT_A, 0, 1, 2, 9, 8]
+    prompt = [*PROMPT_A, 0, 1, 2, *TAIL_B]
     with cache.begin(prompt) as session:
         ours = id(session.caches[0])
         model.wrong = lambda live: id(live[0]) == ours and session.mismatch is None
         with pytest.warns(RuntimeWarning, match="the logits, relative error"):
             found = answer(session, model) if takes == "prefill" else steps(session, model)
         cache.check()
+        offsets = [checkpoint.offset for checkpoint in session.checkpoints]
+        assert len(offsets) == len(set(offsets))
     cache.check()
     assert session.mismatch is not None
     assert (session.mismatch.part, session.mismatch.quarantined_from) == (Part.LOGITS, 0)
@@ -392,6 +399,8 @@ def test_where_only_the_logits_differ_the_whole_path_is_quarantined(kind: str, t
         assert not far_apart(found, cold(model.model, prompt))
     with cache.begin([*prompt, 1]) as session:
         assert session.matched_tokens == 0
+    _, remaining = cache.fetch(prompt)
+    assert remaining.tolist() == prompt
     # What others share with it is theirs.
     with cache.begin([*PROMPT_B, 9]) as session:
         assert session.matched_tokens == len(PROMPT_B)
@@ -423,16 +432,15 @@ def test_where_warnings_are_errors_the_request_can_go_on_after_it(fault: str) ->
 def test_a_check_leaves_no_handle_on_the_live_buffers_behind() -> None:
     model = tiny_model("llama")
     cache = PrefixCache(model, verify=1.0)
-    (prompt,) = long_prompts(3_000)
+    (prompt,) = long_prompts(1_500)
     with cache.begin(prompt, reserve=64) as session:
         session.prefill(model)
     with cache.begin(prompt, reserve=64) as session:
         session.prefill(model)
-        mx.eval(session.step(model, prompt[-1:]))
         gc.collect()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        mx.eval(session.step(model, [1]))
+        mx.eval(session.step(model, prompt[-1:]))
         # A buffer that somebody holds is copied when it is written.
         assert mx.get_peak_memory() - before < session.caches[0].keys.nbytes
     assert cache.stats.verified_requests == 1
@@ -546,8 +554,7 @@ def test_a_loop_that_called_the_model_before_prefill_is_skipped(kind: str) -> No
     with cache.begin([*PROMPT_A, 0, 1, 2, *TURN]) as session:
         at = session.cached_tokens
         model(mx.array(session.prompt[at : at + 4])[None], cache=session.caches)
-        if kind == "llama":
-            answer(session, model)
+        session.prefill(model)
     assert (cache.stats.verified_requests, cache.stats.verify_skipped) == (0, 1)
     cache.check()
 
@@ -677,6 +684,36 @@ def test_a_verified_request_gives_back_all_the_memory_of_its_second_state() -> N
     after = mx.get_active_memory() - cache.stats.live_bytes - cache.stats.paged_bytes
     assert abs(after - before) < 4096
     assert cache.stats.verified_requests == 7
+
+
+@pytest.mark.parametrize(("kind", "moments"), [("llama", 6), pytest.param("nemotron_h", 60, marks=pytest.mark.slow)])
+def test_after_ctrl_c_at_any_line_of_a_check_that_finds_a_fault_the_next_answer_is_right(
+    kind: str, moments: int
+) -> None:
+    model = tiny_model(kind)
+    prompt = [*PROMPT_A, 0, 1, 2, *TURN]
+    expected = cold(model, prompt)
+
+    def interrupted(line: int) -> tuple[int, int]:
+        cache = PrefixCache(model, verify=1.0, live_slots=2)
+        serve(cache, model, PROMPT_A)
+        spoil_live(cache, 0, 20)
+        with interruptible(), LineInterrupt(line).installed() as lines, suppress(KeyboardInterrupt):
+            serve(cache, model, prompt)
+        gc.collect()
+        cache.check()
+        assert cache.stats.verify_bytes == 0
+        assert not far_apart(serve(cache, model, prompt), expected)
+        assert cache.stats.verify_mismatches == len(cache.mismatches) == 1
+        return lines.lines, cache.stats.quarantined
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        total, _ = interrupted(0)
+        for line in range(1, total, total // moments):
+            reached, quarantined = interrupted(line)
+            assert reached >= line
+            assert quarantined == 1
 
 
 # Through the generators

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_explain, bench_growth, bench_memory, bench_paging, bench_restore
+from benchmarks import bench_explain, bench_growth, bench_memory, bench_paging, bench_restore, bench_verify
 from benchmarks.record import Spread, in_turns, publish
 
 ORIGIN = {"benchmark", "question", "repeats", "rows", "machine", "versions", "date", "commit", "command"}
@@ -122,3 +122,19 @@ def test_explain_has_a_row_for_each_prompt_and_says_what_it_found(tmp_path: Path
 def test_the_conclusion_of_explain_says_whether_the_aim_is_met(explain_ms: float, verdict: str) -> None:
     row = {"nodes": 10_000, "prompt": "stored", "layers": "span", "explain ms": explain_ms, "with text ms": 2.0}
     assert f"; {verdict})" in bench_explain.asking([row])
+
+
+@pytest.mark.slow
+def test_every_resumed_request_of_the_checked_side_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _run(bench_verify.main, tmp_path)
+
+    rows = found.pop("verify")["rows"]
+    assert not found
+    assert {row["requests"] for row in rows} == set(bench_verify.REPLIES)
+    for row in rows:
+        assert row["checked"] == 2 * (bench_verify.USERS * bench_verify.TURNS - 1), row
+        assert 0 < row["error"] < 1e-3, row
+        assert row["checked request ms"] > 0, row
+    assert "adds" in capsys.readouterr().out
