@@ -166,6 +166,20 @@ def test_cold_answers_are_those_of_mlx_lm_to_the_bit(kind: str) -> None:
     assert {name: offsets for name, offsets in found.items() if offsets} == {}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_a_token_does_not_depend_on_what_follows_it_in_its_chunk(kind: str) -> None:
+    # What lets two paths that part inside a chunk share the node in front of that place.
+    model: Any = tiny_model(kind)
+    found = []
+    for seed in (1, 2):
+        caches = make_prompt_cache(model)
+        recorded = Recorded(model, 0)
+        for chunk in (SYSTEM[:STEP], SYSTEM[STEP : 2 * STEP], [*SYSTEM[2 * STEP :], *tokens(seed, 8)]):
+            recorded(mx.array([chunk]), cache=caches)
+        found.append(recorded.logits)
+    assert differing(*found) == list(range(len(SYSTEM), 3 * STEP))
+
+
 def test_without_exact_warm_answers_differ_in_their_last_bits() -> None:
     model: Any = tiny_model("falcon_h1")
     cold = cold_answers(model, lambda: PrefixCache(model, step_size=STEP))
@@ -408,6 +422,23 @@ def test_a_loop_of_the_callers_own_is_not_resumed_beyond_the_prefill() -> None:
             session.step(model, tokens(3, 50)[start : start + STEP])
     cache.check()
     assert cache.stats.tokens == 48
+
+
+def test_what_an_own_loop_took_back_is_not_resumed() -> None:
+    model: Any = tiny_model("llama")
+    cache = exact_cache(model)
+    prompt = tokens(1, 50)
+    with cache.begin(prompt) as session:
+        session.prefill(model)
+        for layer in session.caches:
+            layer.trim(30)
+        # Token by token over what was a whole chunk.
+        for token in prompt[19:]:
+            session.step(model, [token])
+    cache.check()
+    assert cache.stats.tokens == STEP
+    cold = serve(exact_cache(model), model, prompt)
+    assert differing(serve(cache, model, prompt), cold) == []
 
 
 def test_what_an_own_loop_put_in_front_keeps_prefill_off_the_grid() -> None:
