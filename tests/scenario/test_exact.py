@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from numpy.typing import NDArray
 
 from radixcache import PrefixCache, Session, ShortReason, stream_generate
@@ -248,6 +248,21 @@ def test_a_quantized_cache_gives_the_answers_of_a_cold_one() -> None:
     cache = exact_cache(model, kv_bits=8)
     assert other_answers(cache, model, cold) == {}
     assert cache.stats.hit_tokens > 0
+
+
+@pytest.mark.parametrize("max_size", [100, 512])
+def test_a_window_is_cut_back_to_the_grid_alone_before_it_wraps(max_size: int) -> None:
+    model: Any = tiny_model("llama")
+
+    def make() -> PrefixCache:
+        return exact_cache(model, caches=lambda: [RotatingKVCache(max_size=max_size) for _ in model.layers])
+
+    cold = cold_answers(model, make)
+    cache = make()
+    for _ in range(2):
+        assert other_answers(cache, model, cold) == {}
+    assert cache.stats.hit_tokens % STEP == 0
+    assert cache.stats.hit_tokens > 800
 
 
 class Walk:
