@@ -99,8 +99,6 @@ def _deepest_point_state(
         offset -= offset % layout.grid_tokens
         if offset <= best[0]:
             break
-        if offset <= node.start:
-            continue
         for holder in _holders(node, offset, done, layout.cut_reach):
             checkpoint = state_of(holder).checkpoint
             if checkpoint is not None and layout.can_cut(checkpoint, offset):

@@ -492,7 +492,7 @@ class Session:
         """Take the live caches, which stand at `target`, back to what a cold run would have there; its offset."""
         end = min(self.grid_end, floor(target, self._cache.step_size))
         if end == 0 or not self._layout.can_rewind(self.live.caches, target, end):
-            return self._fall_back(end)
+            return self._cache.retreat(self, end)
         self._layout.rewind(self.live.caches, target, end)
         return end
 

@@ -376,3 +376,15 @@ def test_a_reply_closed_early_leaves_the_radix_cache_sound():
     cached_tokens, _, reply = serve(backend, loaded, longer)
     assert cached_tokens >= 184
     assert reply == serve(open_backend("none", loaded, budget_bytes=1, policy="lru"), loaded, longer)[2]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_an_exact_replay_resumes_on_the_grid_alone_and_says_so(kind):
+    caches = ["none", "radix"]
+    free, exact = (run(f"tiny:{kind}", caches, step_size=32, exact=wanted) for wanted in (False, True))
+    rows = exact["radix"].rows
+    assert {row.cached_tokens % 32 for row in rows} == {0}
+    assert 0 < sum(row.cached_tokens for row in rows) < sum(row.cached_tokens for row in free["radix"].rows)
+    assert "off_grid" in {row.reason for row in rows}
+    assert "off_grid" not in {row.reason for row in free["radix"].rows}
+    assert [row.output_hash for row in rows] == [row.output_hash for row in exact["none"].rows]

@@ -214,7 +214,7 @@ def test_help_lists_every_option(command):
     assert code == 0
     for option in (
         *("--cache", "--conversations", "--skip-bad", "--model", "--policy", "--users", "--seed", "--requests"),
-        *("--budget-mib", "--max-tokens", "--recorded", "--json", "--plot", "--dump-tree", "--step-size"),
+        *("--budget-mib", "--max-tokens", "--recorded", "--json", "--plot", "--dump-tree", "--step-size", "--exact"),
     ):
         assert option in stdout
 
