@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from runner.traces import Trace
 
 
+ModelConfig = Annotated[Path | None, typer.Option(help="A model's config.json (or its folder), for sizes in bytes.")]
+BytesPerToken = Annotated[float | None, typer.Option(help="Bytes of cache per token, instead of --model-config.")]
+BytesPerCheckpoint = Annotated[
+    float | None, typer.Option(help="With --bytes-per-token: bytes of windows and recurrent state per checkpoint.")
+]
+KvBits = Annotated[int | None, typer.Option(help="Bits per element of quantized keys and values of the model.")]
+KvGroupSize = Annotated[int, typer.Option(help="With --kv-bits: elements per group.")]
+
+
 @dataclass(frozen=True)
 class TraceOptions:
     """What was given; a field is an option of its name."""
@@ -29,19 +38,11 @@ class TraceOptions:
             show_default=False,
         ),
     ]
-    model_config: Annotated[
-        Path | None, typer.Option(help="A model's config.json (or its folder), for sizes in bytes.")
-    ] = None
-    bytes_per_token: Annotated[
-        float | None, typer.Option(help="Bytes of cache per token, instead of --model-config.")
-    ] = None
-    bytes_per_checkpoint: Annotated[
-        float | None, typer.Option(help="With --bytes-per-token: bytes of windows and recurrent state per checkpoint.")
-    ] = None
-    kv_bits: Annotated[
-        int | None, typer.Option(help="With --model-config: bits per element of quantized keys and values.")
-    ] = None
-    kv_group_size: Annotated[int, typer.Option(help="With --kv-bits: elements per group.")] = 64
+    model_config: ModelConfig = None
+    bytes_per_token: BytesPerToken = None
+    bytes_per_checkpoint: BytesPerCheckpoint = None
+    kv_bits: KvBits = None
+    kv_group_size: KvGroupSize = 64
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read.")] = False
     seed: Annotated[int, typer.Option(help="Seed of whatever is drawn: arrivals that are not recorded, samples.")] = 0
     sessions_per_hour: Annotated[
@@ -83,43 +84,52 @@ class TraceOptions:
     @cached_property
     def model_bytes(self) -> "ModelBytes | None":
         """The sizes that were asked for, or None for none."""
-        from runner.model_config import ModelBytes, ModelConfigError, read_model_bytes
-
-        given = (("--bytes-per-token", self.bytes_per_token), ("--bytes-per-checkpoint", self.bytes_per_checkpoint))
-        for option, value in given:
-            require(value is None or 0 <= value < float("inf"), f"{option} is {value}; wanted 0 or more.")
-        require(
-            self.model_config is None or self.bytes_per_token is None,
-            "give --model-config or --bytes-per-token; wanted only one.",
-        )
-        require(
-            self.bytes_per_checkpoint is None or self.bytes_per_token is not None,
-            "--bytes-per-checkpoint needs --bytes-per-token.",
-        )
         require(self.kv_bits is None or self.model_config is not None, "--kv-bits needs --model-config.")
-        if self.bytes_per_token is not None:
-            sizes = ModelBytes(
-                "the model", round(self.bytes_per_token), round(self.bytes_per_checkpoint or 0), (), "its dtype"
-            )
-            require(sizes.token_bytes + sizes.state_bytes > 0, f"{sizes}; wanted more than 0.")
-            return sizes
-        if self.model_config is None:
-            return None
-        try:
-            return read_model_bytes(self.model_config, kv_bits=self.kv_bits, kv_group_size=self.kv_group_size)
-        except ModelConfigError as error:
-            raise UsageError(str(error)) from error
+        return load_model_bytes(
+            self.model_config, self.bytes_per_token, self.bytes_per_checkpoint, self.kv_bits, self.kv_group_size
+        )
 
     @cached_property
     def _tokenizer(self) -> object:
         if self.model is None:
             return None
-        from runner.models import ModelError, load_model
+        from runner.models import ModelError, load_tokenizer
 
         try:
-            return load_model(self.model).tokenizer
+            return load_tokenizer(self.model)[0]
         except ModelError as error:
             raise UsageError(str(error)) from error
+
+
+def load_model_bytes(
+    model_config: Path | None,
+    bytes_per_token: float | None,
+    bytes_per_checkpoint: float | None,
+    kv_bits: int | None,
+    kv_group_size: int,
+) -> "ModelBytes | None":
+    """The sizes that these options name, or None where there is neither a configuration nor bytes per token."""
+    from runner.model_config import ModelBytes, ModelConfigError, read_model_bytes
+
+    for option, value in (("--bytes-per-token", bytes_per_token), ("--bytes-per-checkpoint", bytes_per_checkpoint)):
+        require(value is None or 0 <= value < float("inf"), f"{option} is {value}; wanted 0 or more.")
+    require(
+        model_config is None or bytes_per_token is None,
+        "give --model-config or --bytes-per-token; wanted only one.",
+    )
+    require(
+        bytes_per_checkpoint is None or bytes_per_token is not None, "--bytes-per-checkpoint needs --bytes-per-token."
+    )
+    if bytes_per_token is not None:
+        sizes = ModelBytes("the model", round(bytes_per_token), round(bytes_per_checkpoint or 0), (), "its dtype")
+        require(sizes.token_bytes + sizes.state_bytes > 0, f"{sizes}; wanted more than 0.")
+        return sizes
+    if model_config is None:
+        return None
+    try:
+        return read_model_bytes(model_config, kv_bits=kv_bits, kv_group_size=kv_group_size)
+    except ModelConfigError as error:
+        raise UsageError(str(error)) from error
 
 
 def with_trace_options(command: Callable[..., None]) -> Callable[..., None]:

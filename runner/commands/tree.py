@@ -55,7 +55,7 @@ def tree(
     requests: Annotated[int | None, typer.Option(help="Requests to serve at most.  [default: all]")] = None,
     model_config: ModelConfig = None,
     bytes_per_token: BytesPerToken = None,
-    bytes_per_checkpoint: BytesPerCheckpoint = 0.0,
+    bytes_per_checkpoint: BytesPerCheckpoint = None,
     kv_bits: KvBits = None,
     kv_group_size: KvGroupSize = 64,
     skip_bad: Annotated[
