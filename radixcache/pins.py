@@ -126,6 +126,10 @@ class Pins:
             self._next_end = min(pin.last_request, self._next_end or pin.last_request)
         self._book()
 
+    def holds(self, keys: Keys, namespace: str) -> bool:
+        """Whether exactly this sequence is pinned."""
+        return (namespace, keys.tobytes()) in self._held
+
     def require_room(self, keys: Keys, namespace: str, name: str | None, checkpoint_bytes: int) -> None:
         """Raise ValueError unless a pin of a sequence that is yet to be stored will fit the budget."""
         replaced = None if name is None else self._named.get((namespace, name))

@@ -314,23 +314,22 @@ class PrefixCache:
     ) -> int:
         """Keep a stored prefix whatever the pressure, until unpin(); pins count. Returns the bytes all pins keep.
 
-        Only clear(), and the loss of the state itself to a failed forward pass, end a pin before its time.
+        Only clear(), and the loss of the state itself to a failed forward pass, end a pin before its time. In exact
+        mode it keeps whole chunks, the last one of exactly these tokens only if something longer has stored it.
 
         Args:
             name: what names() lists it by, within its namespace. A name that is taken changes over to these tokens,
                 once they are stored beside the old ones.
             ttl_requests: the pin ends with so many more begin() and fetch() calls; None: it stays.
 
-        In exact mode as much of it as a prefill of these tokens stores: whole chunks in front of the last token.
-
         Raises:
             ValueError: the prefix is not stored whole, or the pins, those of other caches on the ledger among them,
                 would not fit the budget. What was pinned before stays, a pin of the same name too.
         """
         _require_pin(name, ttl_requests)
-        prompt_keys = self._pinned_keys(self._checked(tokens, keys, namespace)[1])
+        _, prompt_keys = self._checked(tokens, keys, namespace)
         with uninterrupted(), self.lock:
-            self._pins.add(prompt_keys, namespace, name, ttl_requests)
+            self._pins.add(self._pinnable(prompt_keys, namespace), namespace, name, ttl_requests)
             self._keep_budget()
             return self._pins.nbytes
 
@@ -342,10 +341,10 @@ class PrefixCache:
         """
         if (tokens is None) == (name is None):
             raise ValueError("unpin() takes tokens or name=; wanted exactly one of them.")
-        prompt_keys = None if name is not None else self._pinned_keys(self._checked(tokens, keys, namespace)[1])
+        prompt_keys = None if name is not None else self._checked(tokens, keys, namespace)[1]
         with uninterrupted(), self.lock:
             if prompt_keys is not None:
-                self._pins.remove(prompt_keys, namespace)
+                self._pins.remove(self._pinned(prompt_keys, namespace), namespace)
             elif name is not None:
                 self._pins.remove_named(name, namespace)
             self._keep_budget()
@@ -396,7 +395,7 @@ class PrefixCache:
         for mark in marks:
             if not 0 <= mark <= length:
                 raise ValueError(f"mark {mark} is outside the prefix of {length} tokens.")
-        pinned_keys = self._pinned_keys(prompt_keys)
+        pinned_keys = self._whole_chunks(prompt_keys, length)
         with uninterrupted(), self.lock:
             if self._is_resumable(prompt_keys, namespace):
                 if pinned:
@@ -859,13 +858,26 @@ class PrefixCache:
         """The keys up to where they are quarantined."""
         return keys[: self._quarantine.limit(keys, namespace)]
 
-    def _pinned_keys(self, keys: Keys) -> Keys:
-        if not self.exact:
-            return keys
-        end = floor(len(keys) - 1, self.step_size)
+    def _whole_chunks(self, keys: Keys, length: int) -> Keys:
+        """The first `length` keys, in exact mode without what lies behind the last whole chunk of them."""
+        end = floor(length, self.layout.grid_tokens)
         if end == 0:
-            raise ValueError(f"{len(keys)} tokens: no whole chunk of {self.step_size} in front of the last of them.")
+            raise ValueError(f"{len(keys)} tokens: no whole chunk of {self.step_size} to keep.")
         return keys[:end]
+
+    def _pinnable(self, keys: Keys, namespace: str) -> Keys:
+        """What a pin keeps: a prefill of exactly these tokens stores only the chunks in front of the last of them."""
+        whole = self._whole_chunks(keys, len(keys))
+        if not self.exact or self._states.match(whole, namespace).offset == len(whole):
+            return whole
+        return self._whole_chunks(keys, len(keys) - 1)
+
+    def _pinned(self, keys: Keys, namespace: str) -> Keys:
+        """What a pin on these tokens keeps."""
+        whole = self._whole_chunks(keys, len(keys))
+        if not self.exact or self._pins.holds(whole, namespace):
+            return whole
+        return self._whole_chunks(keys, len(keys) - 1)
 
     def _next_use(self, priority: int = 0, turn: int | None = None, kind: str = "") -> Use:
         self._tick = max(self._tick + 1, 0 if self._clock is None else self._clock())

@@ -574,8 +574,10 @@ def test_pins_and_namespaces_hold_in_exact_mode() -> None:
     assert cache.stats.tokens == 64
     with cache.begin([*prompt, 1]) as session:
         assert session.cached_tokens == 64
-    with pytest.raises(ValueError, match="16 tokens: no whole chunk of 16 in front of the last"):
-        cache.pin(prompt[:16])
+    with pytest.raises(ValueError, match="15 tokens: no whole chunk of 16 to keep"):
+        cache.pin(prompt[:15])
+    cache.pin(prompt[:16])
+    cache.unpin(prompt[:16])
     with cache.begin([*prompt, 1], namespace="other") as session:
         assert (session.cached_tokens, session.matched_tokens, session.reason) == (0, 0, None)
     cache.unpin(prompt)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from radixcache import CacheBusyError, Event, EventKind, Explanation, Gap, Ledger, PrefixCache, Reason
-from radixcache.explain import Foresight, explain
 from radixcache.sized_layout import SizedLayout, SizedModel
 from runner.tiny import tiny_model, tiny_tokenizer
 from tests.snapshot import everything
@@ -192,13 +191,16 @@ def test_quarantined_tokens_are_named_from_where_they_begin() -> None:
     cache = spans()
     serve(cache, A[:60])
     keys = np.array(A, np.int64)
-    seen = cache._foresee(keys, "")
-    history, cost = cache._states.history, cache._states.cost
-    found = explain(keys.astype(np.int32), keys, "", seen, history, cost, quarantined_from=80)
-    assert isinstance(seen, Foresight)
-    assert reasons(found) == [(Reason.NEVER_STORED, 60, 80), (Reason.QUARANTINED, 80, 100)]
-    found = explain(keys.astype(np.int32), keys, "", seen, history, cost, quarantined_from=30)
-    assert reasons(found) == [(Reason.QUARANTINED, 60, 100)]
+    cache._quarantine.add(keys[:90], 80, "")
+    assert reasons(cache.explain(A)) == [(Reason.NEVER_STORED, 60, 80), (Reason.QUARANTINED, 80, 100)]
+    cache._quarantine.add(keys[:90], 30, "")
+    found = cache.explain(A)
+    assert reasons(found) == [(Reason.QUARANTINED, 30, 100)]
+    assert (found.matched_tokens, found.resumable_tokens) == (30, 30)
+    with cache.begin(A) as session:
+        assert (session.matched_tokens, session.cached_tokens) == (30, 30)
+    cache.clear_quarantine()
+    assert reasons(cache.explain(A)) == [(Reason.NEVER_STORED, 60, 100)]
 
 
 def test_every_reason_has_words_of_its_own() -> None:
