@@ -162,18 +162,7 @@ class Evictor:
         path = node.path()
         while not node.is_root and self._states.is_useless(node):
             node = self._states.remove(node)
-        self._cut_to_grid(node)
         self._states.coalesce_all(path)
-
-    def _cut_to_grid(self, node: StateNode) -> None:
-        """In exact mode, take from a leaf what no branch shares any more and nothing resumes on."""
-        off_grid = node.end % self._layout.grid_tokens
-        if node.is_root or not off_grid or not node.is_leaf or state_of(node).live or state_of(node).held:
-            return
-        try:
-            self._states.truncate(node, node.end - off_grid)
-        except NATIVE_ERRORS:
-            self._layout.release()  # there is not even room to cut it: it stays whole
 
     def _drop_branch(self, leaf: StateNode) -> None:
         """Remove a leaf, and above it what nothing can resume on any more; join what is left single."""
