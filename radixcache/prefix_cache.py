@@ -215,8 +215,8 @@ class PrefixCache:
                 raise ValueError(f"mark {mark} is outside the prompt of {len(prompt)} tokens.")
         if reserve < 0:
             raise ValueError(f"reserve is {reserve}; wanted 0 or more tokens.")
-        if turn is not None:
-            _require_count("turn", turn, "turns")
+        if turn is not None and (isinstance(turn, bool) or not isinstance(turn, int) or turn < 0):
+            raise ValueError(f"turn is {turn!r}; wanted a whole number, 0 or more, or None.")
         if isinstance(priority, bool) or not isinstance(priority, int) or not isinstance(kind, str):
             raise ValueError(f"priority is {priority!r}, kind {kind!r}; wanted a whole number and a str.")
         session = None

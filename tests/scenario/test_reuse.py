@@ -320,7 +320,7 @@ def _checkpoint_kinds(cache: PrefixCache) -> list[str]:
     return [words[index + 1] for index, word in enumerate(words) if word == "checkpoint"]
 
 
-@pytest.mark.parametrize("about", [{"turn": 0}, {"turn": "3"}, {"turn": True}, {"priority": 1.5}, {"kind": None}])
+@pytest.mark.parametrize("about", [{"turn": -1}, {"turn": "3"}, {"turn": True}, {"priority": 1.5}, {"kind": None}])
 def test_what_a_policy_could_make_nothing_of_is_refused_before_anything_runs(about: dict[str, Any]) -> None:
     cache = PrefixCache(tiny_model("llama"))
     with pytest.raises(ValueError, match=f"{next(iter(about))} .*wanted"):

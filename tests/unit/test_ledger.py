@@ -216,5 +216,5 @@ def test_work_that_waits_runs_also_after_the_turn_failed() -> None:
 def test_an_account_shows_its_bytes_and_not_its_ledger() -> None:
     account = Ledger(100).open_account(no_reclaim)
     account.add_spans(7)
-    assert repr(account) == "Account(live_bytes=0, span_bytes=7, checkpoint_bytes=0)"
+    assert repr(account) == "Account(live_bytes=0, span_bytes=7, checkpoint_bytes=0, second_bytes=0)"
     assert isinstance(account, Account)
