@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from radixcache.stats import CacheStats
     from radixcache.trace import TraceWriter
     from radixcache.tree import RadixTree
+    from radixcache.verifier import Mismatch
     from radixcache.view import TreeView
 
 _MODULES = {
@@ -46,6 +47,7 @@ _MODULES = {
     "Gap": "radixcache.explain",
     "Hint": "radixcache.explain",
     "Ledger": "radixcache.ledger",
+    "Mismatch": "radixcache.verifier",
     "NamedPin": "radixcache.pins",
     "PrefixCache": "radixcache.prefix_cache",
     "RadixCacheError": "radixcache.errors",
@@ -77,6 +79,7 @@ __all__ = [
     "Gap",
     "Hint",
     "Ledger",
+    "Mismatch",
     "NamedPin",
     "PrefixCache",
     "RadixCacheError",

@@ -81,7 +81,7 @@ class PrefixCache:
             than the one before in any case.
         on_event: called with an Event for all that happens to stored state, once the call that caused it is over; it
             may call the cache. What it raises is counted and warned of once, and goes no further.
-        tokenizer: anything with `decode`, so that explain() shows text beside token ids.
+        tokenizer: anything with `decode`, so that explain(), dump() and render() show text beside token ids.
         layout: what stands for the layers instead of a model's caches: a SizedLayout holds sizes and no arrays.
         trim_tokens: step in which a leaf of a pure span model loses its tail.
         merges: join a node with its only child where nothing keeps them apart. Without it keys of different history
@@ -561,11 +561,16 @@ class PrefixCache:
             self._pins.check()
             self._quarantine.check()
 
-    def dump(self, tokenizer: Any = None) -> str:
-        """The tree as text, a line per node: span, tokens, bytes, residency, pins; with a tokenizer the edge's text."""
+    def dump(self, tokenizer: Any = None, namespace: str | None = None) -> str:
+        """The tree as text, a line per node: span, tokens, bytes, residency, pins; with a tokenizer the edge's text.
+
+        Args:
+            tokenizer: by default the cache's own, if it was given one.
+            namespace: only this one; None: all.
+        """
+        shown, slots = tokenizer or self._tokenizer, len(self._slots.paths)
         with self.lock:
-            slots = len(self._slots.paths)
-            return self._states.dump(lambda node: render_node(node, self.layout.token_bytes, tokenizer, slots))
+            return self._states.dump(lambda node: render_node(node, self.layout.token_bytes, shown, slots), namespace)
 
     def render(
         self,
@@ -579,7 +584,7 @@ class PrefixCache:
 
         Args:
             namespace: show only this one, and nothing that would tell of others; None: all.
-            tokenizer: shows how edges begin and end; without it there is no text.
+            tokenizer: shows how edges begin and end; by default the cache's own, if it was given one.
             max_nodes: nodes shown; the others are counted where they hang. By default 200, on a page 50,000.
 
         Raises:
@@ -592,7 +597,7 @@ class PrefixCache:
 
         Args:
             namespace: describe only this one, and nothing that would tell of others; None: all.
-            tokenizer: decodes how edges begin and end.
+            tokenizer: decodes how edges begin and end; by default the cache's own.
         """
         about = [("policy", self._policy_name), ("budget", bytes_words(self._ledger.budget_bytes))]
         return collect(
@@ -600,7 +605,7 @@ class PrefixCache:
             lambda: self._states.tree.roots(namespace),
             token_bytes=self.layout.token_bytes,
             pin_names=self._pins.names_at,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer or self._tokenizer,
             about=about if namespace is None else [],
             slot_count=len(self._slots.paths),
         )

@@ -424,8 +424,8 @@ class StateTree:
         assert total == self.account.checkpoint_bytes, (total, self.account.checkpoint_bytes)
         assert (leaving, duplicates) == (self.leaving_bytes, self.duplicate_bytes), (leaving, duplicates)
 
-    def dump(self, label: Callable[[StateNode], str]) -> str:
-        return self.tree.dump(label)
+    def dump(self, label: Callable[[StateNode], str], namespace: str | None = None) -> str:
+        return self.tree.dump(label, namespace)
 
     # Private
 

@@ -241,11 +241,11 @@ class RadixTree(Generic[P]):
                 _check_children(node)
         assert (node_count, key_count) == (self.node_count, self.key_count), (node_count, key_count)
 
-    def dump(self, label: Callable[[Node[P]], str] = repr) -> str:
-        """The trees as text, one line a node, indented by depth."""
+    def dump(self, label: Callable[[Node[P]], str] = repr, namespace: str | None = None) -> str:
+        """The trees, or that of one namespace, as text, one line a node, indented by depth."""
         lines: list[str] = []
-        for name, root in self._roots.items():
-            lines.append(f"namespace {name!r}")
+        for root in self.roots(namespace):
+            lines.append(f"namespace {root.namespace!r}")
             depth: dict[int, int] = {id(root): 0}
             for node in below(root):
                 depth[id(node)] = depth[id(node.parent)] + 1

@@ -45,9 +45,10 @@ def said(value: Any) -> str:
 
 
 def require_secret_free(text: str) -> None:
-    found = [
-        sign for sign in {*SECRET, "hidden tenant", str(LEN_SECRET_PROMPT), f"{LEN_SECRET_PROMPT:,}"} if sign in text
-    ]
+    # As JSON and HTML write them too.
+    letters = [form for letter in SECRET for form in (letter, f"\\u{ord(letter):04x}", f"&#{ord(letter)};")]
+    signs = {*letters, "hidden tenant", str(LEN_SECRET_PROMPT), f"{LEN_SECRET_PROMPT:,}"}
+    found = [sign for sign in signs if sign in text]
     assert not found, (found, text)
 
 
@@ -151,5 +152,22 @@ def test_the_dump_shows_a_namespace_below_its_own_name_only() -> None:
     (theirs,) = [part for part in parts if part.startswith("'open tenant'")]
     require_secret_free(theirs)
     assert any(SECRET[0] in part for part in parts)
+    assert cache.dump(TOKENIZER, "open tenant") == "namespace " + theirs.rstrip("\n")
     keys = np.asarray(prompts()[0], np.int64)
     assert cache._states.match(keys, "open tenant").offset == len(keys)
+
+
+def test_no_view_name_or_figure_of_one_namespace_tells_of_another() -> None:
+    cache, _ = populated(budget_bytes=1 << 30)
+    cache.pin(secret_prompt(4)[:200], "hidden tenant", name=SECRET)
+    for prompt in prompts():
+        serve(cache, prompt, "open tenant")
+    cache.pin(prompts()[0], "open tenant", name="rules")
+    for format_name in ("text", "svg", "html", "json"):
+        shown = cache.render(format_name, namespace="open tenant", tokenizer=TOKENIZER)
+        assert "rules" in shown or format_name == "svg"
+        require_secret_free(shown)
+        assert "hidden tenant" in cache.render(format_name, tokenizer=TOKENIZER)
+    require_secret_free(said(cache.names("open tenant")))
+    figures = cache.snapshot_stats("open tenant")
+    require_secret_free(f"{figures.exposition()} {said(figures.as_dict())}")

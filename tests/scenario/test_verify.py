@@ -20,7 +20,7 @@ from mlx_lm import stream_generate as plain_stream_generate
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from numpy.typing import NDArray
 
-from radixcache import PrefixCache, Session, stream_generate
+from radixcache import Event, EventKind, PrefixCache, Reason, Session, stream_generate
 from radixcache.adapters.rotating import RotatingKVAdapter
 from radixcache.adapters.span import SpanAdapter, SpanSnapshot
 from radixcache.comparison import Part
@@ -209,7 +209,8 @@ def test_a_planted_fault_is_found_quarantined_and_answered_cold(fault: Any, monk
         unnoticed = answer(session, model)
     assert far_apart(unnoticed, expected)
 
-    cache = make(verify=1.0)
+    told: list[Event] = []
+    cache = make(verify=1.0, on_event=told.append)
     warned = pytest.warns(RuntimeWarning, match="is not what a cold prefill gives")
     with cache.begin(prompt) as session:
         resumed = session.cached_tokens
@@ -231,6 +232,11 @@ def test_a_planted_fault_is_found_quarantined_and_answered_cold(fault: Any, monk
     monkeypatch.undo()
     # Nothing of it is stored any more, nor resumed: begin, fetch and insert all stop in front of it.
     start = mismatch.quarantined_from
+    (event,) = [event for event in told if event.kind == EventKind.QUARANTINED]
+    assert (event.start, event.end, event.detail["mismatch"]) == (start, resumed, mismatch)
+    explained = cache.explain(prompt)
+    assert explained.matched_tokens <= start
+    assert (explained.gaps[-1].reason, explained.gaps[-1].start) == (Reason.QUARANTINED, start)
     assert cache._quarantine.offset(np.array(prompt), "") == start < resumed
     caches, remaining = cache.fetch(prompt)
     assert len(prompt) - len(remaining) <= start

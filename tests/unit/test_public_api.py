@@ -23,6 +23,7 @@ PUBLIC_NAMES = [
     "Gap",
     "Hint",
     "Ledger",
+    "Mismatch",
     "NamedPin",
     "PrefixCache",
     "RadixCacheError",
