@@ -23,7 +23,18 @@ from runner.commands.mrc import mrc
 from runner.commands.simulate import simulate
 from runner.commands.synth import synth
 from runner.commands.tree import tree
-from runner.commands.usage import UsageError
+from runner.commands.usage import (
+    EXIT_CHECK_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    PIPE_COLUMNS,
+    UsageError,
+    bytes_of,
+    require,
+    require_policy,
+    require_writable_files,
+    say,
+)
 from runner.commands.view_files import require_view_file, write_view
 
 if TYPE_CHECKING:
@@ -33,12 +44,7 @@ if TYPE_CHECKING:
     from runner.report import Report
     from runner.script import Script
 
-EXIT_CHECK_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 
-# Wide enough for the table where the output is a file or a pipe, which have no width of their own.
-PIPE_COLUMNS = 120
 # How many differing answers are named one by one.
 NAMED_DIFFERENCES = 10
 
@@ -124,21 +130,21 @@ def replay(
     Each cache answers all of them in turn, and its answers are compared with those computed without a cache.
     """
     caches = _cache_names(cache)
-    _check_policy(policy)
+    require_policy(policy)
     for option, value in (
         ("--users", 1 if users is None else users),
         ("--requests", requests),
         ("--max-tokens", max_tokens),
         ("--step-size", step_size),
     ):
-        _require(value >= 1, f"{option} is {value}; wanted at least 1.")
-    budget_bytes = _budget_bytes(budget_mib)
+        require(value >= 1, f"{option} is {value}; wanted at least 1.")
+    budget_bytes = bytes_of(budget_mib)
     if tree_file is not None:
         require_view_file(tree_file)
-        _require("radix" in caches, f"--tree {tree_file} shows the radix cache; wanted radix among --cache.")
-    _check_writable(json_file, plot_file, tree_file)
+        require("radix" in caches, f"--tree {tree_file} shows the radix cache; wanted radix among --cache.")
+    require_writable_files(json_file, plot_file, tree_file)
     if runner.BLAS_ADVICE:
-        _say(f"note: {runner.BLAS_ADVICE}")
+        say(f"note: {runner.BLAS_ADVICE}")
     with _interruptible():
         chosen = read_chosen(conversations, skip_bad)
         loaded = _load_model(model)
@@ -164,7 +170,7 @@ def replay(
         if run.view is not None and tree_file is not None:
             write_view(tree_file, run.view)
     if was_interrupted:
-        _say(f"interrupted: {len(report.runs)} of {len(caches)} caches had finished.")
+        say(f"interrupted: {len(report.runs)} of {len(caches)} caches had finished.")
         raise typer.Exit(EXIT_INTERRUPTED)
     if _name_differences(report):
         raise typer.Exit(EXIT_CHECK_FAILED)
@@ -176,7 +182,7 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _say("interrupted: nothing had finished.")
+        say("interrupted: nothing had finished.")
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
@@ -186,36 +192,10 @@ def _interruptible() -> Iterator[None]:
 def _cache_names(listed: str) -> list[str]:
     """Split and check --cache; a cache named twice runs once."""
     names = list(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
-    _require(bool(names), f"--cache names no cache; wanted some of {', '.join(CACHE_NAMES)}.")
+    require(bool(names), f"--cache names no cache; wanted some of {', '.join(CACHE_NAMES)}.")
     for name in names:
-        _require(name in CACHE_NAMES, f"--cache has {name!r}; wanted some of {', '.join(CACHE_NAMES)}.")
+        require(name in CACHE_NAMES, f"--cache has {name!r}; wanted some of {', '.join(CACHE_NAMES)}.")
     return names
-
-
-def _check_policy(policy: str) -> None:
-    from policies import make_policy
-
-    try:
-        make_policy(policy)
-    except ValueError as error:
-        raise UsageError(f"--policy: {error}") from error
-
-
-def _budget_bytes(budget_mib: float) -> int:
-    _require(0 < budget_mib < float("inf"), f"--budget-mib is {budget_mib:g}; wanted more than 0.")
-    return max(1, int(budget_mib * (1 << 20)))
-
-
-def _check_writable(*paths: Path | None) -> None:
-    """Find out before a run of minutes that its result could not be written."""
-    from runner.report import require_writable
-
-    for path in paths:
-        if path is not None:
-            try:
-                require_writable(path)
-            except OSError as error:
-                raise UsageError(f"{path}: cannot be written ({error.strerror}). Name another file.") from error
 
 
 def _load_model(spec: str) -> "LoadedModel":
@@ -249,7 +229,7 @@ def _script(
     except ScriptError as error:
         raise UsageError(str(error)) from error
     if script.skipped_requests:
-        _say(f"note: {script.skipped_requests} of {len(scheduled)} requests skipped: not fit for {loaded.name}.")
+        say(f"note: {script.skipped_requests} of {len(scheduled)} requests skipped: not fit for {loaded.name}.")
     return script
 
 
@@ -296,13 +276,13 @@ def _name_differences(report: "Report") -> int:
     """Say on stderr which answers differ; returns how many."""
     differences = report.differences()
     for cache, index, row in differences[:NAMED_DIFFERENCES]:
-        _say(
+        say(
             f"check failed: {cache}, request {index + 1} (user {row.user}, {row.conversation_id}, turn {row.turn}): "
             f"the output tokens differ from those without a cache; {row.cached_tokens:,} of {row.prompt_tokens:,} "
             "prompt tokens were restored."
         )
     if len(differences) > NAMED_DIFFERENCES:
-        _say(f"check failed: {len(differences) - NAMED_DIFFERENCES} more answers differ; --json names them all.")
+        say(f"check failed: {len(differences) - NAMED_DIFFERENCES} more answers differ; --json names them all.")
     return len(differences)
 
 
@@ -326,13 +306,8 @@ def _write_files(report: "Report", json_file: Path | None, plot_file: Path | Non
 # Words ---------------------------------------------------------------------------------------------------------------
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise UsageError(message)
-
-
 def _complain(message: str) -> int:
-    _say(f"error: {message}")
+    say(f"error: {message}")
     return EXIT_USAGE
 
 
@@ -340,11 +315,6 @@ def _explain(error: Exception) -> str:
     """What was wrong with the command line, with the option's name where there is one."""
     describe = getattr(error, "format_message", None)
     return str(describe() if describe is not None else error)
-
-
-def _say(message: str) -> None:
-    """One line on stderr, whatever the message holds."""
-    print(" ".join(message.split()), file=sys.stderr)
 
 
 def _stderr() -> Console:

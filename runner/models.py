@@ -27,9 +27,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from runner.demo_model import FetchError, ModelError, OnProgress, demo_model_folder
 from runner.tiny import TINY_KINDS, tiny_model, tiny_tokenizer
 
-__all__ = ["DEMO", "FetchError", "LoadedModel", "ModelError", "load_model", "load_tokenizer"]
+__all__ = ["DEMO", "FetchError", "LoadedModel", "ModelError", "ModelOutline", "load_model", "load_outline"]
 
 DEMO = "demo"
+DEMO_NAME = "SmolLM2-135M-Instruct"
 TINY = "tiny"
 DEFAULT_TINY_KIND = "llama"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -64,6 +65,16 @@ class LoadedModel:
     weight_bytes: int
 
 
+@dataclass(frozen=True)
+class ModelOutline:
+    """What there is of a model without its weights. `context_length` is in tokens, None where there is no bound."""
+
+    tokenizer: Any
+    name: str
+    config: Mapping[str, Any]
+    context_length: int | None
+
+
 def load_model(spec: str = DEMO, *, show_progress: bool = True) -> LoadedModel:
     """Load the model that `spec` names; see the head of this file.
 
@@ -76,28 +87,22 @@ def load_model(spec: str = DEMO, *, show_progress: bool = True) -> LoadedModel:
         ModelError: `spec` names nothing, or what it names cannot be loaded.
     """
     if spec == DEMO:
-        with _progress_on_stderr() if show_progress else contextlib.nullcontext() as on_progress:
-            folder = demo_model_folder(on_progress=on_progress)
-        return _load_with_mlx_lm(str(folder), name="SmolLM2-135M-Instruct")
+        return _load_with_mlx_lm(str(_demo_folder(show_progress)), name=DEMO_NAME)
     if spec == TINY or spec.startswith(f"{TINY}:"):
         return _load_tiny(spec.partition(":")[2] or DEFAULT_TINY_KIND)
     folder = Path(spec).expanduser()
     if spec and folder.exists():
         _require_model_folder(folder)
         return _load_with_mlx_lm(str(folder), name=folder.resolve().name)
-    if not HUB_ID.fullmatch(spec):
-        raise ModelError(
-            f"model {spec!r}: no such folder. "
-            f"Give {DEMO}, {TINY}, {TINY}:KIND, a folder in mlx-lm's format, or a hub id OWNER/NAME."
-        )
+    _require_hub_id(spec)
     try:
         return _load_with_mlx_lm(spec, name=spec)
     except ModelError as error:
         raise ModelError(f"model {spec!r}: no such folder, and as a hub id: {error}") from error
 
 
-def load_tokenizer(spec: str = DEMO, *, show_progress: bool = True) -> tuple[Any, Mapping[str, Any]]:
-    """Load the tokenizer that `spec` names as for `load_model`, and the model's configuration; no weights.
+def load_outline(spec: str = DEMO, *, show_progress: bool = True) -> ModelOutline:
+    """Load what there is of a model without its weights: `spec` as for `load_model`; of a hub id a few small files.
 
     Raises:
         FetchError: the demo model could not be fetched.
@@ -105,34 +110,44 @@ def load_tokenizer(spec: str = DEMO, *, show_progress: bool = True) -> tuple[Any
     """
     if spec == TINY or spec.startswith(f"{TINY}:"):
         kind = spec.partition(":")[2] or DEFAULT_TINY_KIND
-        if kind not in TINY_KINDS:
-            raise ModelError(f"model {TINY}:{kind}: no such kind. Known: {', '.join(sorted(TINY_KINDS))}.")
-        return tiny_tokenizer(), {**TINY_KINDS[kind].config, "dtype": "float32"}
+        return _outline(tiny_tokenizer(), {**_tiny_config(kind), "dtype": "float32"}, f"{TINY}:{kind}")
     if spec == DEMO:
-        with _progress_on_stderr() if show_progress else contextlib.nullcontext() as on_progress:
-            folder = demo_model_folder(on_progress=on_progress)
+        folder, name = _demo_folder(show_progress), DEMO_NAME
     else:
-        folder = Path(spec).expanduser()
+        folder, name = Path(spec).expanduser(), Path(spec).expanduser().resolve().name
         if not (spec and folder.exists()):
-            if not HUB_ID.fullmatch(spec):
-                raise ModelError(
-                    f"model {spec!r}: no such folder. "
-                    f"Give {DEMO}, {TINY}, {TINY}:KIND, a folder in mlx-lm's format, or a hub id OWNER/NAME."
-                )
+            _require_hub_id(spec)
             try:
-                folder = Path(snapshot_download(spec, allow_patterns=TOKENIZER_FILES))
+                folder, name = Path(snapshot_download(spec, allow_patterns=TOKENIZER_FILES)), spec
             except Exception as error:  # files and networks fail in more ways than the hub's client names
                 raise ModelError(
                     f"model {spec!r}: no such folder, and as a hub id: {type(error).__name__}: {_one_line(error)}"
                 ) from error
     config = _read_config(folder)
     try:
-        return mlx_lm.utils.load_tokenizer(folder), config
+        return _outline(mlx_lm.utils.load_tokenizer(folder), config, name)
     except Exception as error:
         raise ModelError(f"{folder} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
 
 
-def context_length(config: Mapping[str, Any]) -> int | None:
+def _demo_folder(show_progress: bool) -> Path:
+    with _progress_on_stderr() if show_progress else contextlib.nullcontext() as on_progress:
+        return demo_model_folder(on_progress=on_progress)
+
+
+def _require_hub_id(spec: str) -> None:
+    if not HUB_ID.fullmatch(spec):
+        raise ModelError(
+            f"model {spec!r}: no such folder. "
+            f"Give {DEMO}, {TINY}, {TINY}:KIND, a folder in mlx-lm's format, or a hub id OWNER/NAME."
+        )
+
+
+def _outline(tokenizer: Any, config: Mapping[str, Any], name: str) -> ModelOutline:
+    return ModelOutline(tokenizer, name, config, _context_length(config))
+
+
+def _context_length(config: Mapping[str, Any]) -> int | None:
     """The longest sequence that a configuration says the model was made for, in tokens; None where it says nothing."""
     text_config = config.get("text_config") or {}
     lengths = [source[key] for source in (config, text_config) for key in CONTEXT_KEYS if source.get(key)]
@@ -140,9 +155,14 @@ def context_length(config: Mapping[str, Any]) -> int | None:
 
 
 def _load_tiny(kind: str) -> LoadedModel:
+    config = _tiny_config(kind)
+    return _describe(tiny_model(kind), tiny_tokenizer(), config, name=f"{TINY}:{kind}")
+
+
+def _tiny_config(kind: str) -> Mapping[str, Any]:
     if kind not in TINY_KINDS:
         raise ModelError(f"model {TINY}:{kind}: no such kind. Known: {', '.join(sorted(TINY_KINDS))}.")
-    return _describe(tiny_model(kind), tiny_tokenizer(), TINY_KINDS[kind].config, name=f"{TINY}:{kind}")
+    return TINY_KINDS[kind].config
 
 
 def _require_model_folder(folder: Path) -> None:
@@ -184,7 +204,7 @@ def _describe(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], *, na
         model=model,
         tokenizer=tokenizer,
         name=name,
-        context_length=context_length(config),
+        context_length=_context_length(config),
         vocabulary_length=int(vocabulary_length),
         weight_bytes=sum(weight.nbytes for weight in weights.values()),
     )

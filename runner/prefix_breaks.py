@@ -25,7 +25,7 @@ from radixcache.chat import message_ends
 from radixcache.hints import ANCHOR, MIN_BEHIND, MIN_BEHIND_SPANS, parting
 from radixcache.sized_layout import SizedLayout, SizedModel
 from runner.conversations import Conversation
-from runner.model_outline import ModelOutline
+from runner.models import ModelOutline
 from runner.schedule import Request
 from runner.script import AWAITED_REPLY, RenderedRequest, Script
 

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from radixcache import render_chat
 from runner.backends.backend import Prompt
 from runner.backends.plain_run import common_prefix_tokens
-from runner.model_outline import ModelOutline
-from runner.models import LoadedModel
+from runner.models import LoadedModel, ModelOutline
 from runner.schedule import GeneratedReplies, Request
 
 # Stands for a reply that is not generated yet, where only the length of the prompt matters.

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from runner.commands.usage import UsageError, require, require_writable_files, say
+from runner.commands.conversation_files import read_chosen
+from runner.commands.usage import UsageError, bytes_of, require, require_policy, require_writable_files, say
 
 if TYPE_CHECKING:
     from radixcache.sized_layout import SizedLayout
     from runner.conversations import Conversation
-    from runner.model_outline import ModelOutline
+    from runner.models import ModelOutline
     from runner.schedule import Request
 
 PROGRESS_REQUESTS = 200
@@ -46,9 +47,8 @@ def explain(
     """
     for option, value in (("--users", users), ("--requests", requests), ("--top", top)):
         require(value is None or value >= 1, f"{option} is {value}; wanted at least 1.")
-    if budget_mib is not None:
-        require(0 < budget_mib < float("inf"), f"--budget-mib is {budget_mib:g}; wanted more than 0.")
-    _check_policy(policy)
+    budget_bytes = 1 << 62 if budget_mib is None else bytes_of(budget_mib)
+    require_policy(policy)
     require_writable_files(json_file)
     conversations = _read(file, skip_bad)
     outline = _outline(model)
@@ -64,7 +64,7 @@ def explain(
             outline,
             _layout(outline),
             scheduled,
-            budget_bytes=1 << 62 if budget_mib is None else max(1, int(budget_mib * (1 << 20))),
+            budget_bytes=budget_bytes,
             policy=policy,
             skip_bad=skip_bad,
             on_progress=lambda done: _show_progress(done, len(scheduled)),
@@ -87,37 +87,21 @@ def explain(
         write_json(json_file, {**breaks_document(report), **about, "machine": machine(), "versions": versions()})
 
 
-def _check_policy(policy: str) -> None:
-    from policies import make_policy
-
-    try:
-        make_policy(policy)
-    except ValueError as error:
-        raise UsageError(f"--policy: {error}") from error
-
-
 def _read(files: list[Path], skip_bad: bool) -> "list[Conversation]":
-    from runner.conversations import ConversationError, read_conversations
     from runner.prefix_breaks import with_replies
 
-    try:
-        read = read_conversations(*files, skip_bad=skip_bad)
-    except ConversationError as error:
-        raise UsageError(str(error)) from error
-    if read.skipped:
-        say(f"note: {len(read.skipped)} records skipped, the first: {read.skipped[0]}")
-    unanswered = sum(not each.replies_recorded for each in read.conversations)
+    read = read_chosen(files, skip_bad)
+    unanswered = sum(not each.replies_recorded for each in read)
     if unanswered:
         say(f"note: {unanswered} conversations have no replies recorded; a short one stands in for each.")
-    return with_replies(read.conversations)
+    return with_replies(read)
 
 
 def _outline(model: str) -> "ModelOutline":
-    from runner.demo_model import ModelError
-    from runner.model_outline import read_outline
+    from runner.models import ModelError, load_outline
 
     try:
-        return read_outline(model)
+        return load_outline(model)
     except ModelError as error:
         raise UsageError(str(error)) from error
 

@@ -93,10 +93,10 @@ class TraceOptions:
     def _tokenizer(self) -> object:
         if self.model is None:
             return None
-        from runner.models import ModelError, load_tokenizer
+        from runner.models import ModelError, load_outline
 
         try:
-            return load_tokenizer(self.model)[0]
+            return load_outline(self.model).tokenizer
         except ModelError as error:
             raise UsageError(str(error)) from error
 

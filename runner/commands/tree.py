@@ -16,7 +16,7 @@ from runner.commands.trace_options import (
     ModelConfig,
     load_model_bytes,
 )
-from runner.commands.usage import UsageError, require, require_writable_files, say
+from runner.commands.usage import UsageError, bytes_of, require, require_policy, require_writable_files, say
 from runner.commands.view_files import ENDINGS, require_view_file, write_view
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def tree(
     require(format_name in ENDINGS.values(), f"--format is {format_name!r}; wanted {', '.join(ENDINGS.values())}.")
     for option, value in (("--max-nodes", max_nodes), ("--requests", requests), ("--users", users)):
         require(value is None or value >= 1, f"{option} is {value}; wanted at least 1.")
-    require(0 < budget_mib < float("inf"), f"--budget-mib is {budget_mib:g}; wanted more than 0.")
+    budget_bytes = bytes_of(budget_mib)
     if out is not None:
         require_view_file(out)
     require_writable_files(out)
@@ -82,7 +82,7 @@ def tree(
             sizes=load_model_bytes(model_config, bytes_per_token, bytes_per_checkpoint, kv_bits, kv_group_size),
             kv_bits=kv_bits,
             kv_group_size=kv_group_size,
-            budget_bytes=max(1, int(budget_mib * (1 << 20))),
+            budget_bytes=budget_bytes,
             policy=policy,
             users=users,
             seed=seed,
@@ -129,25 +129,20 @@ def _grown(
     requests: int | None,
     skip_bad: bool,
 ) -> "TreeView":
-    from policies import make_policy
-
-    try:
-        make_policy(policy)
-    except ValueError as error:
-        raise UsageError(f"--policy: {error}") from error
+    require_policy(policy)
     conversations = read_chosen(paths, skip_bad)
     from runner.grown_tree import grow_tree
     from runner.model_config import ModelConfigError, model_bytes
-    from runner.models import ModelError, load_tokenizer
+    from runner.models import ModelError, load_outline
     from runner.script import ScriptError
 
     try:
-        tokenizer, config = load_tokenizer(model)
+        outline = load_outline(model)
         if sizes is None:
-            sizes = model_bytes(config, kv_bits=kv_bits, kv_group_size=kv_group_size)
+            sizes = model_bytes(outline.config, kv_bits=kv_bits, kv_group_size=kv_group_size)
         grown = grow_tree(
             conversations,
-            tokenizer,
+            outline.tokenizer,
             sizes,
             budget_bytes=budget_bytes,
             policy=policy,

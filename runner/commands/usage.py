@@ -28,6 +28,22 @@ def require(holds: bool, message: str) -> None:
         raise UsageError(message)
 
 
+def require_policy(policy: str) -> None:
+    """Find out before a long run that there is no such policy."""
+    from policies import make_policy
+
+    try:
+        make_policy(policy)
+    except ValueError as error:
+        raise UsageError(f"--policy: {error}") from error
+
+
+def bytes_of(budget_mib: float) -> int:
+    """The bytes of a --budget-mib."""
+    require(0 < budget_mib < float("inf"), f"--budget-mib is {budget_mib:g}; wanted more than 0.")
+    return max(1, int(budget_mib * (1 << 20)))
+
+
 def require_writable_files(*paths: Path | None) -> None:
     """Find out before a long run that its result could not be written."""
     from runner.report import require_writable

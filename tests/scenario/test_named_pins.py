@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -13,37 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from radixcache import CacheBusyError, Ledger, NamedPin, PrefixCache, Session
+from radixcache import CacheBusyError, Ledger, NamedPin, PrefixCache
 from radixcache.sized_layout import SizedLayout, SizedModel
-from runner.tiny import TINY_KINDS, VOCABULARY_LENGTH, tiny_model
+from runner.tiny import TINY_KINDS, tiny_model
+from tests.scenario.test_pins import PROMPT, ROUNDING, SYSTEM, TOKEN_BYTES_OF_LLAMA, llama, serve, tokens
 
-TOKEN_BYTES_OF_LLAMA = 3 * 2 * 2 * 64 * 4
-ROUNDING = 1e-4
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return tiny_model("llama")
-
-
-def tokens(seed: int, length: int) -> list[int]:
-    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
-    return drawn
-
-
-SYSTEM = tokens(0, 40)
-PROMPT = [*SYSTEM, *tokens(1, 30)]
-
-
-def serve(cache: PrefixCache, model: Any, prompt: list[int], marks: Sequence[int] = (), namespace: str = "") -> Session:
-    with cache.begin(prompt, marks=marks, namespace=namespace, reserve=16) as session:
-        session.prefill(model)
-        logits = np.array(session.step(model, prompt[-1:])[0, -1])
-    cold = np.array(model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1])
-    assert np.abs(logits - cold).max() < ROUNDING
-    cache.check()
-    return session
-
+__all__ = ["llama"]  # a fixture
 
 # Names
 

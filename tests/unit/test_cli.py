@@ -10,7 +10,6 @@ import pytest
 
 from runner import progress
 from runner.backends import single
-from runner.cli import main
 
 TALK = [
     {"role": "system", "content": "You answer in one word."},
@@ -27,19 +26,6 @@ def talks(tmp_path):
     records = [{"id": name, "user": name, "messages": TALK} for name in ("ann", "bob")]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
-
-
-@pytest.fixture
-def command(capsys):
-    """Run the command line; gives (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return stopped.value.code, captured.out, captured.err
-
-    return run
 
 
 def replay(talks, *more):

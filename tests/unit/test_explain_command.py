@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from runner.breaks_report import breaks_text
-from runner.cli import main
 from runner.conversations import Conversation
-from runner.model_outline import ModelError, read_outline
+from runner.models import ModelError, load_outline
 from runner.prefix_breaks import BreakReport, find_breaks, with_replies
 from runner.schedule import schedule
 from tests.unit.test_hints import SYSTEM
 
-OUTLINE = read_outline("tiny")
+OUTLINE = load_outline("tiny")
 QUESTIONS = ("Is it open today?", "Where do I return books?", "How much is a card?", "May I bring my dog?", "Who?")
 
 
@@ -62,7 +61,7 @@ def test_a_date_in_the_system_prompt_is_the_dearest_break_and_a_hint() -> None:
 
 
 def test_reasoning_that_the_template_leaves_out_later_is_put_down_to_the_template() -> None:
-    outline = read_outline("tiny")
+    outline = load_outline("tiny")
     outline.tokenizer._tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
         "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
@@ -131,17 +130,6 @@ def talks(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def command(capsys: Any) -> Any:
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stopped:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return int(stopped.value.code or 0), captured.out, captured.err
-
-    return run
-
-
 def test_the_command_prints_a_report_and_writes_its_figures(talks: Path, command: Any, tmp_path: Path) -> None:
     code, out, err = command("explain", talks, "--model", "tiny", "--json", tmp_path / "breaks.json")
     assert (code, err) == (0, "")
@@ -193,9 +181,9 @@ def test_a_file_that_is_not_there_is_one_line(command: Any) -> None:
 
 def test_an_outline_of_a_folder_needs_no_weights(tmp_path: Path) -> None:
     OUTLINE.tokenizer._tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"config\.json: cannot be read"):
-        read_outline(str(tmp_path))
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_outline(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 77}))
-    outline = read_outline(str(tmp_path))
+    outline = load_outline(str(tmp_path))
     assert outline.context_length == 77
     assert outline.tokenizer.encode("abc") == OUTLINE.tokenizer.encode("abc")

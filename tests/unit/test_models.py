@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from runner.models import LoadedModel, ModelError, load_model, load_tokenizer
+from runner.models import LoadedModel, ModelError, load_model, load_outline
 from runner.tiny import CONTEXT_LENGTH, TINY_KINDS, VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -80,27 +80,27 @@ def test_context_and_vocabulary_are_found_in_a_nested_configuration(kind: str) -
 def test_what_names_nothing_is_an_error_of_one_line(spec: str, message: str) -> None:
     assert _failure(spec, message)
     with pytest.raises(ModelError, match=message) as raised:
-        load_tokenizer(spec)
+        load_outline(spec)
     assert "\n" not in str(raised.value)
 
 
 def test_a_tokenizer_and_its_configuration_need_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    tokenizer, config = load_tokenizer(str(folder))
-    assert tokenizer.encode("abc") == tiny_tokenizer().encode("abc")
-    assert config["model_type"] == "qwen3"
+    outline = load_outline(str(folder))
+    assert outline.tokenizer.encode("abc") == tiny_tokenizer().encode("abc")
+    assert (outline.config["model_type"], outline.name) == ("qwen3", folder.name)
     with pytest.raises(ModelError, match=r"has no model\*\.safetensors"):
         load_model(str(folder))
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be loaded") as raised:
-        load_tokenizer(str(folder))
+        load_outline(str(folder))
     assert "\n" not in str(raised.value)
 
 
 def test_a_tiny_kind_has_the_configuration_of_its_float32_model() -> None:
-    tokenizer, config = load_tokenizer("tiny:mamba")
-    assert (config["model_type"], config["dtype"]) == ("mamba", "float32")
-    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+    outline = load_outline("tiny:mamba")
+    assert (outline.config["model_type"], outline.config["dtype"]) == ("mamba", "float32")
+    assert outline.tokenizer.decode(outline.tokenizer.encode("abc")) == "abc"
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from runner.cli import main
-
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -13,19 +11,6 @@ LLAMA = {
     "num_attention_heads": 4,
     "torch_dtype": "bfloat16",
 }
-
-
-@pytest.fixture
-def command(capsys):
-    """Run the command line; gives (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return stopped.value.code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

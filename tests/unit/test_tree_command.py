@@ -12,7 +12,6 @@ from xml.etree import ElementTree
 import pytest
 
 from radixcache.view import TreeView, read_view
-from runner.cli import main
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -21,20 +20,6 @@ TALKS = [
     ["You answer in one word.", "Which river runs through Vienna?", "Danube.", "And through Paris?", "Seine."],
     ["You tell stories.", "Tell me one of a fox."],
 ]
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run the command line; gives (exit code, stdout, stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stopped:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        assert isinstance(stopped.value.code, int)
-        return stopped.value.code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture
