@@ -46,7 +46,7 @@ from radixcache.tree import Keys
 from radixcache.verifier import Check, Mismatch
 
 if TYPE_CHECKING:
-    from radixcache.prefix_cache import PrefixCache
+    from radixcache.requests import Requests
 
 #: Chat templates rewrite the end of a prompt; a checkpoint this many tokens before it survives that.
 TAIL_TOKENS = 16
@@ -70,7 +70,7 @@ class Session:
 
     def __init__(
         self,
-        cache: PrefixCache,
+        cache: Requests,
         live: LivePath,
         plan: ResumePlan,
         prompt: TokenIds,
