@@ -51,7 +51,7 @@ class SizedCache:
             self.capacity = max(capacity, self.spans + 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SizedSpan:
     """Stands for the snapshots of [start, end)."""
 

@@ -385,7 +385,10 @@ class StateTree:
         state = state_of(node)
         state.entry.children = len(node.children)
         state.entry.has_checkpoint = state.checkpoint is not None
-        self._set_evictable(state.entry, node.is_leaf and not state.live and not state.held)
+        # Asked some ten times a request: without the properties, and without a call where nothing changes.
+        free = not (node.children or state.live_mask or state.guards or state.pins)
+        if free != (state.entry.entry_id in self._evictable):
+            self._set_evictable(state.entry, free)
         entry = state.checkpoint_entry
         if entry is not None and state.checkpoint is not None:
             entry.children, entry.has_checkpoint = len(node.children), True
