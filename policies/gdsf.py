@@ -1,7 +1,8 @@
 """GDSF: the smallest H = L + uses * cost / bytes goes first, where L is the H of what went last.
 
 Source: Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", HPL-98-69R1,
-after Cao and Irani's GreedyDual-Size. O(log n) per operation; ties go to the least recently used, then the deepest.
+after Cao and Irani's GreedyDual-Size. O(log n) per operation, plus the runs of equal L on the edge it is about; ties
+go to the least recently used, then the deepest.
 
 L is taken when a key is added or used, and kept until it is used again: a node that merely becomes a
 leaf keeps its old L, else every shared prefix would come back to life when its last branch goes. A split inherits it.

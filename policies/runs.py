@@ -15,7 +15,8 @@ Invariants:
   R2  `_filed[id]` says where an evictable entry's last run stands; nothing else is in a queue.
   R3  `tokens[q]` is the sum over all runs in queue q.
 
-O(log n) per operation, and a victim costs what it takes to pass over the marks that uses have left.
+O(log n) per operation, plus the runs of the edge it is about (one, unless uses ended inside it or its keys were moved
+apart); a victim costs what it takes to pass over the marks that uses have left.
 """
 
 from __future__ import annotations
