@@ -30,6 +30,7 @@ from sortedcontainers import SortedList
 
 from policies import CostModel, Entry, EvictionPolicy
 from policies.entry import EntryState
+from radixcache.errors import RadixCacheError
 from radixcache.evaluation import NATIVE_ERRORS
 from radixcache.events import EVICTED, MERGED, SPLIT, STORED, Events
 from radixcache.history import History
@@ -119,7 +120,9 @@ class StateTree:
         entry = self.policy.victim()
         if entry is None:
             return None
-        assert entry.entry_id in self._evictable, entry
+        if entry.entry_id not in self._evictable:
+            name = type(self.policy).__name__
+            raise RadixCacheError(f"policy {name}: victim() gave {entry}, which may not go; wanted one that may.")
         return self._node_of[entry.entry_id], entry.state
 
     def last_key(self, entry: Entry) -> int | None:

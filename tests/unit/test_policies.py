@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies import OFFLINE_POLICIES, POLICIES, CostModel, Entry, OrderedPolicy, make_policy
-from radixcache import PrefixCache
+from policies import LRU, OFFLINE_POLICIES, POLICIES, CostModel, Entry, OrderedPolicy, make_policy
+from radixcache import PrefixCache, RadixCacheError
+from radixcache.sized_layout import SizedLayout, SizedModel
 from radixcache.state_tree import state_of
 from tests.contract.traffic import Traffic
 
@@ -167,6 +168,28 @@ def test_a_policy_can_read_the_digest_of_an_entry_while_it_is_told_that_it_goes(
 
 def test_an_entry_is_as_long_as_its_span() -> None:
     assert _entry(1, end=70).tokens == 70
+
+
+def test_a_policy_that_gives_up_what_may_not_go_is_named() -> None:
+    class Stubborn(LRU):
+        held: Entry | None = None
+
+        def inserted(self, entry: Entry) -> None:
+            super().inserted(entry)
+            self.held = self.held or entry
+
+        def victim(self) -> Entry | None:
+            return self.held
+
+    cache = PrefixCache(layout=SizedLayout(1), budget_bytes=4, policy=Stubborn())
+
+    def serve(prompt: list[int]) -> None:
+        with cache.begin(prompt, reserve=0) as session:
+            session.prefill(SizedModel())
+
+    serve([1, 2, 3])
+    with pytest.raises(RadixCacheError, match=r"policy Stubborn: victim\(\) gave Entry\(entry_id=1.*may not go"):
+        serve([9, 8, 7, 6, 5, 4])
 
 
 # The registry and the cost model
