@@ -1,0 +1,281 @@
+"""What was made apart and meets in one cache: verification, exact mode, pins, warming, explain, one ledger for two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from radixcache import Ledger, PrefixCache, Reason, Session
+from runner.tiny import tiny_model
+from tests.property.spelling import SpellingModel
+from tests.scenario.test_exact import REPLY, STEP, Logits, Recorded, differing, exact_cache, serve, tokens
+from tests.scenario.test_verify import nodes, spoil_live
+
+PROMPT = tokens(11, 70)
+
+
+# Verification in exact mode
+
+
+class OwnPasses(Recorded):
+    """Records what a session evaluates in its own caches, and lets the cold run of a check pass."""
+
+    def __init__(self, model: Any, session: Session) -> None:
+        super().__init__(model, session.position)
+        self.session = session
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        if cache is not self.session.caches:
+            return self.model(ids, cache=cache)
+        self.offset = self.session.position
+        return super().__call__(ids, cache)
+
+
+def own_logits(session: Session, model: Any) -> Logits:
+    recorded = OwnPasses(model, session)
+    session.prefill(recorded)
+    for token in (int(session.prompt[-1]), *REPLY):
+        session.step(recorded, [token])
+    return recorded.logits
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding"])
+def test_a_session_that_starts_over_in_exact_mode_answers_as_a_cold_one_and_stores_whole_chunks(kind: str) -> None:
+    model = tiny_model(kind)
+    prompt = [*PROMPT, *tokens(12, 40)]
+    cold = serve(exact_cache(model), model, prompt)
+    cache = exact_cache(model, verify=1.0)
+    serve(cache, model, PROMPT)
+    spoil_live(cache, 0, 20)
+    with cache.begin(prompt) as session:
+        assert session.cached_tokens == 64
+        with pytest.warns(RuntimeWarning, match="cold prefill"):
+            found = own_logits(session, model)
+        assert session.grid_end == 96
+        assert found.keys() == cold.keys()
+        assert differing(found, cold) == []
+    cache.check()
+    start = cache.mismatches[0].quarantined_from
+    assert cache._states.match(np.array(prompt), "").offset <= start
+    assert cache.explain(prompt).resumable_tokens <= start
+    # Once nothing is quarantined any more its whole chunks are stored again, and are right.
+    cache.clear_quarantine()
+    with cache.begin(prompt) as session:
+        assert differing(own_logits(session, model), cold) == []
+        assert session.mismatch is None
+    cache.check()
+    with cache.begin([*prompt, 1]) as session:
+        assert session.cached_tokens == 96
+        own_logits(session, model)
+        assert session.mismatch is None
+    cache.check()
+
+
+def test_step_before_prefill_starts_over_in_whole_chunks_and_stores_them_alone() -> None:
+    model = tiny_model("llama")
+    prompt = [*PROMPT, *tokens(12, 40)]
+    cold = serve(exact_cache(model), model, prompt)
+    cache = exact_cache(model, verify=1.0)
+    serve(cache, model, PROMPT)
+    spoil_live(cache, 0, 20)
+    with cache.begin(prompt) as session:
+        with pytest.warns(RuntimeWarning, match="from token 20 on"):
+            logits = session.step(model, prompt[64:70])
+        assert logits.shape[1] == 6
+        assert np.allclose(np.array(logits[0]), [cold[at] for at in range(64, 70)], atol=1e-4)
+        cache.clear_quarantine()
+        session.prefill(model)
+        # What step() evaluated was not made in a whole chunk: the chunks in front of it are all that is on the grid.
+        assert (session.position, session.grid_end) == (109, 64)
+    assert cache.explain(prompt).resumable_tokens == 64
+    with cache.begin(prompt) as session:
+        assert differing(own_logits(session, model), cold) == []
+        assert session.mismatch is None
+    cache.check()
+
+
+def test_in_exact_mode_tails_of_a_quarantined_path_are_not_matched_and_cost_nothing() -> None:
+    model = tiny_model("llama")
+    cache = exact_cache(model, verify=1.0)
+    serve(cache, model, PROMPT)
+    assert cache.explain([*PROMPT, 1]).matched_tokens == len(PROMPT)
+    spoil_live(cache, 0, 20)
+    with pytest.warns(RuntimeWarning, match="cold prefill"):
+        serve(cache, model, PROMPT)
+    before = cache.stats.off_grid_tokens
+    explained = cache.explain([*PROMPT, 1])
+    assert explained.matched_tokens <= 20
+    assert [gap.reason for gap in explained.gaps][-1] == Reason.QUARANTINED
+    with cache.begin([*PROMPT, 1]) as session:
+        assert (session.matched_tokens, session.cached_tokens) == (explained.matched_tokens, 16)
+    assert cache.stats.off_grid_tokens - before == explained.matched_tokens - 16
+
+
+def test_a_leaf_that_lost_its_tail_is_not_matched_with_what_followed_its_former_end() -> None:
+    model = SpellingModel(["kv"])
+    cache = PrefixCache(model, exact=True, step_size=4, trim_tokens=4, budget_bytes=1 << 20)
+    with cache.begin([1, 2, 3, 4, 5, 6, 7, 8, 9, 9]) as session:
+        session.prefill(model)
+    assert cache.explain([1, 2, 3, 4, 5, 6, 7, 8, 9, 0]).matched_tokens == 9
+    cache.reclaim(6 * cache.layout.token_bytes)
+    assert [node.end for node in nodes(cache)] == [4]
+    # Nobody ever asked for 9 behind the first four.
+    other = [1, 2, 3, 4, 9, 9, 9]
+    explained = cache.explain(other)
+    assert (explained.matched_tokens, [gap.reason for gap in explained.gaps]) == (4, [Reason.NEVER_STORED])
+    with cache.begin(other) as session:
+        assert (session.matched_tokens, session.cached_tokens, session.reason) == (4, 4, None)
+    assert cache.stats.off_grid_tokens == 0
+
+
+# Pins and warming
+
+
+def quarantined_cache(**more: Any) -> tuple[Any, PrefixCache]:
+    """A cache in which PROMPT is quarantined from token 20 on."""
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, step_size=STEP, **more)
+    for _ in range(2):
+        if nodes(cache):
+            spoil_live(cache, 0, 20)
+        with cache.begin(PROMPT) as session:
+            session.prefill(model)
+    return model, cache
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+@pytest.mark.parametrize("exact", [False, True])
+def test_quarantined_tokens_are_neither_warmed_nor_pinned_and_the_message_says_so(exact: bool) -> None:
+    model, cache = quarantined_cache(exact=exact)
+    assert cache.stats.quarantined == 1
+    before = cache.stats.requests
+    for call in pin_and_warm(cache, lambda *_, **__: pytest.fail("evaluated in vain")):
+        with pytest.raises(ValueError, match=r"tokens are stored; from offset 20 on they are quarantined.*clear_"):
+            call()
+    assert (cache.stats.requests, cache.names()) == (before, {})
+    assert cache.warm(model, PROMPT[:20]) >= 0
+    cache.clear_quarantine()
+    assert cache.warm(model, PROMPT, name="a") > 0
+    assert list(cache.names()) == ["a"]
+    cache.check()
+
+
+def pin_and_warm(cache: PrefixCache, model: Any) -> list[Callable[[], object]]:
+    return [
+        lambda: cache.pin(PROMPT),
+        lambda: cache.pin(PROMPT, name="a"),
+        lambda: cache.warm(model, PROMPT),
+        lambda: cache.warm(model, PROMPT, name="a"),
+    ]
+
+
+def test_warming_that_finds_the_state_wrong_says_so() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, step_size=STEP)
+    cache.warm(model, PROMPT)
+    spoil_live(cache, 0, 20)
+    with (
+        pytest.warns(RuntimeWarning, match="cold prefill"),
+        pytest.raises(ValueError, match="from offset 20 on they are quarantined"),
+    ):
+        cache.warm(model, [*PROMPT, 1, 2], name="a")
+    assert cache.names() == {}
+    cache.check()
+
+
+def test_in_exact_mode_unpin_takes_the_pin_of_the_same_tokens_back_whatever_was_stored_since() -> None:
+    model = SpellingModel(["kv"])
+    cache = PrefixCache(model, exact=True, step_size=4)
+    eight, nine = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    with cache.begin(eight) as session:
+        session.prefill(model)
+    cache.pin(eight)  # keeps 4
+    with cache.begin(nine) as session:
+        session.prefill(model)
+    cache.pin(nine)  # keeps 8
+    cache.unpin(eight)
+    assert cache.stats.pinned_bytes == 8 * cache.layout.token_bytes
+    with pytest.raises(ValueError, match="not pinned"):
+        cache.unpin([*nine[:8], 0])
+    cache.unpin(nine)
+    assert cache.stats.pinned_bytes == 0
+    # Twice the same tokens, the last chunk stored in between: the newer pin goes first.
+    cache.clear()
+    with cache.begin(eight) as session:
+        session.prefill(model)
+    cache.pin(eight)
+    cache.warm(model, eight)
+    cache.pin(eight)
+    cache.unpin(eight)
+    assert cache.stats.pinned_bytes == 4 * cache.layout.token_bytes
+    cache.unpin(eight)
+    assert cache.stats.pinned_bytes == 0
+    cache.check()
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 12])
+def test_in_exact_mode_what_was_warmed_is_named_resumed_and_unpinned_by_its_tokens(length: int) -> None:
+    model = SpellingModel(["kv", "arrays"])
+    cache = PrefixCache(model, exact=True, step_size=4, verify=1.0)
+    prefix = list(range(1, length + 1))
+    if length < 4:
+        with pytest.raises(ValueError, match="no whole chunk of 4"):
+            cache.warm(model, prefix, name="a")
+        return
+    kept = length // 4 * 4
+    cache.warm(model, prefix, name="a")
+    assert cache.warm(model, prefix, name="b", ttl_requests=1) == 0
+    assert {name: pin.tokens for name, pin in cache.names().items()} == {"a": kept, "b": kept}
+    cache.reclaim(0)
+    assert cache.explain([*prefix, 7]).resumable_tokens == kept
+    with cache.begin([*prefix, 7]) as session:
+        # One of them ends with this request.
+        assert list(cache.names()) == ["a"]
+        assert session.cached_tokens == kept
+        cache.unpin(prefix)
+        cache.reclaim(0)
+        cache.check()
+        session.prefill(model)
+        assert session.mismatch is None
+    assert cache.stats.pinned_bytes == 0
+    cache.check()
+
+
+# One ledger for two
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+def test_the_second_state_counts_for_all_caches_on_the_ledger_and_takes_from_the_other() -> None:
+    model = tiny_model("llama")
+    per_token = 0
+    for budget in (1 << 30, None):
+        ledger = Ledger(budget or 3 * 80 * per_token)
+        cache, other = (PrefixCache(model, budget_bytes=ledger, verify=1.0, step_size=STEP) for _ in range(2))
+        serve(other, model, PROMPT)
+        serve(cache, model, PROMPT)
+        spoil_live(cache, 0, 20)
+        seen = []
+
+        def looking(ids: Any, cache: Any, ledger: Any = ledger, one: Any = cache, two: Any = other) -> Any:
+            stats = [one.stats, two.stats]
+            seen.append(stats[0].verify_bytes)  # noqa: B023
+            total = sum(each.live_bytes + each.paged_bytes + each.verify_bytes for each in stats)
+            assert ledger.total_bytes == total
+            one.check()
+            two.check()
+            return model(ids, cache=cache)
+
+        with cache.begin([*PROMPT, 1, 2]) as session:
+            session.prefill(looking)
+            session.step(looking, [2])
+        per_token = cache.layout.token_bytes
+        assert max(seen) >= 70 * per_token
+        assert session.mismatch is not None
+        ledger.check()
+        assert ledger.over_bytes() == 0
+        assert (cache.stats.verify_bytes, other.stats.quarantined) == (0, 0)
+    mx.clear_cache()
