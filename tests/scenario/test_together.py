@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from radixcache import Ledger, PrefixCache, Reason, Session
+from radixcache import Ledger, PrefixCache, Reason, Session, StatsSnapshot
 from runner.tiny import tiny_model
 from tests.property.spelling import SpellingModel
 from tests.scenario.test_exact import REPLY, STEP, Logits, Recorded, differing, exact_cache, serve, tokens
@@ -279,3 +280,52 @@ def test_the_second_state_counts_for_all_caches_on_the_ledger_and_takes_from_the
         assert ledger.over_bytes() == 0
         assert (cache.stats.verify_bytes, other.stats.quarantined) == (0, 0)
     mx.clear_cache()
+
+
+# Figures
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+def test_figures_of_a_run_with_mismatches_are_counters_only_where_they_never_fall() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, step_size=STEP)
+    seen: list[StatsSnapshot] = []
+
+    def looking(ids: Any, cache_list: Any) -> Any:
+        seen.append(cache.snapshot_stats())
+        return model(ids, cache=cache_list)
+
+    for _ in range(2):
+        if nodes(cache):
+            spoil_live(cache, 0, 20)
+        with cache.begin(PROMPT) as session:
+            session.prefill(lambda ids, cache: looking(ids, cache))
+    cache.clear_quarantine()
+    seen.append(cache.snapshot_stats())
+    for name in ("quarantined", "verify_bytes"):
+        assert max(each.value(f"radixcache_{name}") for each in seen) > seen[-1].value(f"radixcache_{name}") == 0
+    for metric in seen[0].metrics:
+        if metric.kind == "counter":
+            values = [sum(s.value for m in each.metrics if m.name == metric.name for s in m.samples) for each in seen]
+            assert values == sorted(values), metric.name
+    units = {metric.name: metric.unit for metric in seen[-1].metrics}
+    assert units["radixcache_quarantined"] == "prefixes"
+    assert units["radixcache_verify_mismatches_total"] == units["radixcache_verify_skipped_total"] == "requests"
+
+
+def test_an_infinite_error_is_written_as_prometheus_and_json_can_read_it() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, step_size=STEP)
+    with cache.begin(PROMPT) as session:
+        session.prefill(model)
+    leaf = cache._slots.paths[0].caches[-1]
+    leaf.keys = mx.where(mx.arange(leaf.keys.shape[2])[:, None] == 20, mx.nan, leaf.keys)
+    mx.eval(leaf.keys)
+    with pytest.warns(RuntimeWarning, match="relative error inf"), cache.begin(PROMPT) as session:
+        session.prefill(model)
+    found = cache.snapshot_stats()
+    assert "radixcache_verify_largest_error +Inf\n" in found.exposition()
+    text = json.dumps(found.as_dict(), allow_nan=False)
+    assert json.loads(text)["metrics"]["radixcache_verify_largest_error"]["samples"] == [
+        {"labels": {}, "value": "+Inf"}
+    ]
