@@ -329,3 +329,58 @@ def test_an_infinite_error_is_written_as_prometheus_and_json_can_read_it() -> No
     assert json.loads(text)["metrics"]["radixcache_verify_largest_error"]["samples"] == [
         {"labels": {}, "value": "+Inf"}
     ]
+
+
+# Two sessions on one wrong path
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+def test_a_session_that_stood_on_wrong_state_stores_none_of_it_also_once_the_quarantine_is_cleared() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, live_slots=2, step_size=STEP)
+    with cache.begin(PROMPT) as session:
+        session.prefill(model)
+    spoil_live(cache, 0, 20)
+    # A loop of its own: what it was handed is never compared.
+    standing = cache.begin([*PROMPT, 1])
+    model(mx.array([standing.remaining.tolist()]), cache=standing.caches)
+    with cache.begin([*PROMPT, 2]) as session:
+        session.prefill(model)
+        assert session.mismatch is not None
+    cache.clear_quarantine()
+    standing.close()
+    cache.check()
+    assert cache._states.match(np.array([*PROMPT, 1]), "").offset == 20
+    # The slot is as good as any other afterwards.
+    with cache.begin([*PROMPT, 1, 3]) as session:
+        assert session.cached_tokens == 20
+        session.prefill(model)
+        assert session.mismatch is None
+    assert cache._states.match(np.array([*PROMPT, 1]), "").offset == len(PROMPT) + 1
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+def test_a_second_session_that_finds_the_same_checkpoint_wrong_does_not_quarantine_what_is_in_front_of_it() -> None:
+    model = SpellingModel(["kv", "arrays"])
+    cache = PrefixCache(model, verify=1.0, live_slots=3)
+    prefix, prompt = [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8]
+    cache.warm(model, prefix)
+    cache.warm(model, prompt)
+    (node,) = (each for each in nodes(cache) if each.end == len(prompt))
+    assert node.start == len(prefix)
+    checkpoint = node.payload.checkpoint  # type: ignore[union-attr]
+    assert checkpoint is not None
+    (slots,) = (leaf.slots for leaf in checkpoint.leaves if leaf is not None)
+    slots[1] = slots[1] + 1
+    for path in cache._slots.paths:
+        if path.tip is not None:
+            path.restore_points(checkpoint, len(prompt))
+    first, second = cache.begin([*prompt, 9]), cache.begin([*prompt, 10])
+    assert first.cached_tokens == second.cached_tokens == len(prompt)
+    for session in (first, second):
+        session.step(model, session.prompt[-1:])
+        assert session.mismatch is not None
+        assert session.mismatch.quarantined_from == len(prefix)
+        session.close()
+        cache.check()
+    assert cache.explain([*prompt, 9]).resumable_tokens == len(prefix)
