@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import hypothesis.strategies as st
@@ -25,6 +26,23 @@ from tests.property.test_verify_machine import _small_steps as _small_steps
 from tests.snapshot import everything
 
 STEP = 3
+
+
+def pin(cache: Any, tokens: list[int], namespace: str) -> None:
+    with suppress(ValueError):  # not stored whole, or found wrong
+        cache.pin(tokens, namespace, name="meanwhile", ttl_requests=2)
+
+
+MEANWHILE: dict[str, Any] = {
+    "clear": lambda cache, tokens, namespace: cache.clear(),
+    "clear_quarantine": lambda cache, tokens, namespace: cache.clear_quarantine(),
+    "explain": lambda cache, tokens, namespace: cache.explain([*tokens, 1], namespace),
+    "fetch": lambda cache, tokens, namespace: cache.fetch(tokens, namespace),
+    "pin": pin,
+    "reclaim": lambda cache, tokens, namespace: cache.reclaim(0),
+    "snapshot_stats": lambda cache, tokens, namespace: cache.snapshot_stats(namespace).exposition(),
+    "view": lambda cache, tokens, namespace: cache.render(namespace=namespace),
+}
 
 
 class Explained:
@@ -86,7 +104,6 @@ class TogetherMachine(VerifyMachine):
         self.opened: list[tuple[Any, list[int], str]] = []
         self.stored: dict[str, list[list[int]]] = {name: [] for name in NAMESPACES}
         self.pins: list[tuple[list[int], str]] = []
-        self.names: dict[tuple[str, str], tuple[int, int | None]] = {}
         self.is_spoilt = False
 
     def listen(self, event: Event) -> None:
@@ -202,6 +219,36 @@ class TogetherMachine(VerifyMachine):
             except kind:
                 pass
         self.stored[namespace].append(tokens)
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
+    def others_call_meanwhile(self, data: Any, namespace: str) -> None:
+        """Between the forward passes of a request, those of its cold run among them, others use the cache."""
+        if all(path.is_open for path in self.cache._slots.paths) or not self.stored[namespace]:
+            return
+        base = data.draw(st.sampled_from(self.stored[namespace][-6:]))
+        tokens = base + data.draw(short)
+        calls = data.draw(st.lists(st.sampled_from(sorted(MEANWHILE)), min_size=1, max_size=8))
+        left = list(calls)
+
+        def model(ids: Any, cache: Any) -> Any:
+            logits = self.model(ids, cache=cache)
+            if left:
+                MEANWHILE[left.pop()](self.cache, base, namespace)
+                self.cache.check()
+            return logits
+
+        before = self.cache.stats.verified_requests
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            with self.cache.begin(tokens, namespace=namespace) as session:
+                resumed = session.cached_tokens
+                session.prefill(model)
+                session.step(model, tokens[-1:])
+                if not resumed or self.cache.stats.verified_requests > before or not self.is_spoilt:
+                    spells(session.caches, tokens, self.model.kinds)
+        self.stored[namespace].append(tokens)
+        if "clear" in calls:
+            self.pins.clear()
 
     @invariant()
     def adds_up(self) -> None:
