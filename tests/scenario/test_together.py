@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from radixcache import Ledger, PrefixCache, Reason, Session, StatsSnapshot
+from radixcache import Event, EventKind, Ledger, PrefixCache, Reason, Session, StatsSnapshot
 from runner.tiny import tiny_model
 from tests.property.spelling import SpellingModel
 from tests.scenario.test_exact import REPLY, STEP, Logits, Recorded, differing, exact_cache, serve, tokens
@@ -384,3 +385,99 @@ def test_a_second_session_that_finds_the_same_checkpoint_wrong_does_not_quaranti
         session.close()
         cache.check()
     assert cache.explain([*prompt, 9]).resumable_tokens == len(prefix)
+
+
+# What breaks off, and what is told
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_all_memory_is_accounted_for_while_and_after_a_check_breaks_off(at: int, error: type[BaseException]) -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, exact=True, step_size=STEP)
+    for _ in range(2):
+        with cache.begin(PROMPT) as session:
+            session.prefill(model)
+
+    def unbooked() -> int:
+        gc.collect()
+        stats = cache.stats
+        return int(mx.get_active_memory()) - stats.live_bytes - stats.paged_bytes - stats.verify_bytes
+
+    before, passes = unbooked(), 0
+
+    def failing(ids: mx.array, cache: Any) -> mx.array:
+        nonlocal passes
+        passes += 1
+        if passes == at:
+            raise error
+        logits: mx.array = model(ids, cache=cache)
+        return logits
+
+    def request() -> None:
+        with cache.begin([*PROMPT, 1, 2]) as session:
+            session.prefill(failing)
+
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            request()
+    else:
+        request()
+    assert passes >= at
+    cache.check()
+    assert cache.stats.verify_bytes == 0
+    assert abs(unbooked() - before) < 4096
+    with cache.begin(PROMPT) as session:
+        assert session.cached_tokens == 64
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+def test_a_mismatch_is_told_after_the_request_was_resumed_and_its_state_was_taken_out() -> None:
+    model = tiny_model("llama")
+    told: list[Event] = []
+    cache = PrefixCache(model, verify=1.0, step_size=STEP, on_event=told.append)
+    for namespace in ("other", "tenant"):
+        with cache.begin(PROMPT, namespace=namespace) as session:
+            session.prefill(model)
+    spoil_live(cache, 0, 20)
+    told.clear()
+    with cache.begin([*PROMPT, 1], namespace="tenant") as session:
+        session.prefill(model)
+    kinds = [event.kind for event in told if event.kind in ("resumed", "evicted", "quarantined", "stored")]
+    assert kinds == ["resumed", "evicted", "quarantined"]
+    quarantined = told[[event.kind for event in told].index(EventKind.QUARANTINED)]
+    assert quarantined.detail["mismatch"] is session.mismatch
+    assert {event.namespace for event in told} == {"tenant"}
+    assert all(event.end == 20 or event.start >= 20 or event.kind != "evicted" for event in told)
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+def test_what_is_quarantined_in_one_namespace_is_as_it_was_in_another() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, step_size=STEP, live_slots=2)
+    for namespace in ("mine", "hidden"):
+        with cache.begin(PROMPT, namespace=namespace) as session:
+            session.prefill(model)
+    before = (
+        cache.explain([*PROMPT, 1], "mine"),
+        cache.snapshot_stats("mine").exposition(),
+        cache.render(namespace="mine"),
+    )
+    slot = next(path.slot for path in cache._slots.paths if path.tip is not None and path.tip.namespace == "hidden")
+    spoil_live(cache, slot, 20)
+    with cache.begin([*PROMPT, 1], namespace="hidden") as session:
+        session.prefill(model)
+        assert session.mismatch is not None
+    after = (
+        cache.explain([*PROMPT, 1], "mine"),
+        cache.snapshot_stats("mine").exposition(),
+        cache.render(namespace="mine"),
+    )
+    assert after[:2] == before[:2]
+    assert "hidden" not in str(after)
+    assert {gap.reason for gap in cache.explain([*PROMPT, 1], "elsewhere").gaps} == {Reason.NEVER_STORED}
+    assert cache.pin(PROMPT[:-1], "mine", name="a") > 0
+    assert cache.warm(model, PROMPT[:-1], "mine") == 0
+    cache.clear_quarantine("mine")
+    assert cache.stats.quarantined == 1
+    cache.check()
