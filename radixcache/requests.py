@@ -19,7 +19,7 @@ from radixcache.events import RESUMED, Events, OnEvent
 from radixcache.evictor import Evictor
 from radixcache.explain import Foresight
 from radixcache.expulsion import Expulsion
-from radixcache.grid import Tails
+from radixcache.grid import Tails, floor
 from radixcache.layout import Layout
 from radixcache.ledger import Ledger
 from radixcache.live_path import LivePath
@@ -174,13 +174,15 @@ class Requests:
         """Take what begins with `length` tokens of a session's prompt out, from `start` on, and empty its live caches.
 
         Without a start it is where they are quarantined already, by a check of another session on the same path, or
-        else where the node begins on which they end. Returns the start.
+        else where the node begins on which they end. In exact mode it moves to the multiple of step_size below, since
+        nothing resumes behind that. Returns the start.
         """
         keys, live = session.prompt_keys[:length], session.live
         if start is None:
             start = self._quarantine.offset(keys, session.namespace)
         if start is None:
             start = self._expulsion.start_of(keys, session.namespace)
+        start = floor(start, self.layout.grid_tokens)
         self._quarantine.add(keys, start, session.namespace)
         live.hold_checkpoint(-live.checkpoint_bytes)
         session.checkpoints.clear()

@@ -262,6 +262,8 @@ class TogetherMachine(VerifyMachine):
             assert told["checkpoint"] >= sum(node.payload.checkpoint is not None for node in nodes), namespace
         assert self.told_kinds["resumed"] == stats.requests
         assert self.told_kinds["quarantined"] == stats.verify_mismatches
+        for node in self.cache._states.tree.nodes() if self.exact else []:
+            assert not node.is_leaf or node.payload.live or node.payload.held or node.end % STEP == 0, node
         if not self.is_spoilt:
             for tokens, namespace in self.pins:
                 length = (len(tokens) - 1) // STEP * STEP if self.exact else len(tokens)
