@@ -5,7 +5,8 @@
 
 The session in which it was found out leaves its path altogether: its caches are emptied, what is right of it is paged
 out first. An idle slot that held any of it is emptied likewise. Another open session keeps its caches, which are ahead
-of the path from then on; at its close only what is not quarantined is stored.
+of the path from then on; at its close only what was in front of the wrong state is stored, whether that is quarantined
+still or not.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class Expulsion:
                 went_on = True
         if went_on:
             path.tip = rest
+            path.right_tokens = path.offset
         return went_on
 
     def _empty(self, live: LivePath) -> None:
@@ -99,6 +101,7 @@ class Expulsion:
             self._pager.retreat(live, 0)
         except NATIVE_ERRORS:
             self._evictor.lose(live)
+        live.right_tokens = None
         self._layout.empty(live.caches)
         live.measure()
         self._states.coalesce_all(nodes)

@@ -33,7 +33,7 @@ MAX_TAIL_KEYS = 1 << 18
 #: Tails remembered at one node.
 TAILS_PER_NODE = 8
 
-Place = tuple[str, int]
+Place = tuple[str, int, int]
 
 
 def floor(offset: int, step_size: int) -> int:
@@ -92,5 +92,8 @@ def _length(tails: list[Keys]) -> int:
 
 
 def _place(node: StateNode) -> Place:
-    """Names a node for as long as it is there; the number of an entry is never given again."""
-    return node.namespace, -1 if node.is_root else state_of(node).entry.entry_id
+    """Names the end of a node for as long as it is there.
+
+    The number of an entry is never given again, but a leaf that loses its tail keeps it and ends elsewhere.
+    """
+    return node.namespace, -1 if node.is_root else state_of(node).entry.entry_id, node.end

@@ -38,6 +38,8 @@ class LivePath:
         guarded: the node whose path is held for that session.
         checkpoint_bytes: checkpoints that the session holds and the tree does not have yet.
         second_bytes: the state of the cold run that verifies the session.
+        right_tokens: how many of the tokens that the session was begun on are right, where others were found wrong
+            since; None: nothing was.
         used: tick of the last request that was served here.
     """
 
@@ -52,6 +54,7 @@ class LivePath:
         self.guarded: StateNode | None = None
         self.checkpoint_bytes = 0
         self.second_bytes = 0
+        self.right_tokens: int | None = None
         self.used = 0
 
     @property

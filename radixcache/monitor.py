@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import inspect
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -34,8 +35,19 @@ GAUGES = frozenset(
         "nodes",
         "tokens",
         "budget_bytes",
+        "verify_bytes",
+        "quarantined",
     )
 )
+#: Units that a field's last word does not say.
+UNITS = {
+    "dropped_events": "events",
+    "event_failures": "calls",
+    "quarantined": "prefixes",
+    "verify_largest_error": "",
+    "verify_mismatches": "requests",
+    "verify_skipped": "requests",
+}
 _GAUGE_WORDS = re.compile(r"(^|_)(max|largest|peak|error|ratio)(_|$)")
 #: Nodes that `largest_nodes` lists.
 LISTED_NODES = 10
@@ -94,13 +106,19 @@ class StatsSnapshot:
         raise KeyError(f"{name} {labels}" if labels else name)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as values that JSON has: {name: {kind, unit, help, samples: [{labels, value}]}}."""
+        """All of it as values that JSON has: {name: {kind, unit, help, samples: [{labels, value}]}}.
+
+        An infinite error is the text "+Inf", as in Prometheus' own JSON.
+        """
         metrics = {
             metric.name: {
                 "kind": metric.kind,
                 "unit": metric.unit,
                 "help": metric.help,
-                "samples": [{"labels": dict(sample.labels), "value": sample.value} for sample in metric.samples],
+                "samples": [
+                    {"labels": dict(sample.labels), "value": "+Inf" if sample.value == math.inf else sample.value}
+                    for sample in metric.samples
+                ],
             }
             for metric in self.metrics
         }
@@ -116,7 +134,8 @@ class StatsSnapshot:
                 shown = ",".join(
                     f'{name}="{_escaped(text)}"' for name, text in (*(labels or {}).items(), *sample.labels)
                 )
-                lines.append(f"{metric.name}{{{shown}}} {sample.value}" if shown else f"{metric.name} {sample.value}")
+                value = "+Inf" if sample.value == math.inf else sample.value
+                lines.append(f"{metric.name}{{{shown}}} {value}" if shown else f"{metric.name} {value}")
         return "\n".join(lines) + "\n"
 
 
@@ -141,7 +160,9 @@ def snapshot(
     metrics: list[Metric] = []
     if stats is not None:
         metrics += [_info(policy, stats.budget_source), *_of_stats(stats), _hit_ratio(stats)]
-        metrics.append(_one("ledger_bytes", "bytes", "Live and paged bytes of all caches on the budget.", shared_bytes))
+        metrics.append(
+            _one("ledger_bytes", "bytes", "Live, paged and verify bytes of all caches on the budget.", shared_bytes)
+        )
         metrics.append(_one("namespaces", "namespaces", "Namespaces that hold anything.", len(roots)))
         metrics += _of_slots(paths)
     held = _Held(token_bytes, roots)
@@ -223,7 +244,7 @@ def _of_stats(stats: CacheStats) -> list[Metric]:
         value = getattr(stats, field.name)
         is_gauge = field.name in GAUGES or _GAUGE_WORDS.search(field.name) is not None
         name = f"radixcache_{field.name}" + ("" if is_gauge else "_total")
-        unit = field.name.rpartition("_")[2]
+        unit = UNITS.get(field.name, field.name.rpartition("_")[2])
         if isinstance(value, Mapping):
             label, unit = ("reason", "requests") if field.name == "short_reasons" else ("key", unit)
             pairs = [(str(key), number) for key, number in value.items() if isinstance(number, Number)]

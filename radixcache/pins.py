@@ -44,8 +44,12 @@ class NamedPin:
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """One pin(): its name, and the number of the request with which it ends."""
+    """One pin(): what was asked for, its name, and the number of the request with which it ends.
 
+    `asked` is the bytes of the keys that it was made for, which are more than those held where only whole chunks are.
+    """
+
+    asked: bytes
     name: str | None = None
     last_request: int | None = None
 
@@ -100,8 +104,10 @@ class Pins:
             found.setdefault(id(self._held[sequence].nodes[0]), []).append(name)
         return found
 
-    def add(self, keys: Keys, namespace: str, name: str | None = None, ttl_requests: int | None = None) -> None:
+    def add(self, keys: Keys, namespace: str, name: str | None, ttl_requests: int | None, asked_keys: Keys) -> None:
         """Pin a stored sequence, once more if it is pinned already; a name that is taken changes over to it.
+
+        `asked_keys` is what the pin was asked for, of which `keys` is kept.
 
         Raises:
             ValueError: it is not stored whole, or the pins would not fit the budget. Nothing was changed.
@@ -116,7 +122,7 @@ class Pins:
             self._held[sequence] = Held(len(keys), self._nodes_to_hold(match.node, match.offset), [])
             for each in self._held[sequence].nodes:
                 self._states.pin(each, 1)
-        pin = Pin(name, None if ttl_requests is None else self._requests + ttl_requests)
+        pin = Pin(asked_keys.tobytes(), name, None if ttl_requests is None else self._requests + ttl_requests)
         self._held[sequence].pins.append(pin)
         if replaced is not None:
             self._end(*replaced)
@@ -126,10 +132,6 @@ class Pins:
             self._next_end = min(pin.last_request, self._next_end or pin.last_request)
         self._book()
 
-    def holds(self, keys: Keys, namespace: str) -> bool:
-        """Whether exactly this sequence is pinned."""
-        return (namespace, keys.tobytes()) in self._held
-
     def require_room(self, keys: Keys, namespace: str, name: str | None, checkpoint_bytes: int) -> None:
         """Raise ValueError unless a pin of a sequence that is yet to be stored will fit the budget."""
         replaced = None if name is None else self._named.get((namespace, name))
@@ -137,16 +139,19 @@ class Pins:
             self._require_fit(keys, namespace, replaced, checkpoint_bytes)
 
     def remove(self, keys: Keys, namespace: str) -> None:
-        """Take one pin of this sequence back, the newest, named ones last; the last one lets go.
+        """Take one pin that was made for these keys back, the newest, named ones last; the last one lets go.
 
         Raises:
             ValueError: the sequence is not pinned.
         """
-        sequence = (namespace, keys.tobytes())
-        if sequence not in self._held:
+        asked = keys.tobytes()
+        here = [(sequence, held) for sequence, held in self._held.items() if sequence[0] == namespace]
+        pins = [(sequence, pin) for sequence, held in here for pin in held.pins if pin.asked == asked]
+        if not pins:
             raise ValueError(f"these {len(keys)} tokens are not pinned in namespace {namespace!r}.")
-        pins = self._held[sequence].pins
-        self._end(sequence, next((pin for pin in reversed(pins) if pin.name is None), pins[-1]))
+        # What was asked for once more holds more, if it does not hold the same: it is the newer one.
+        pins.sort(key=lambda each: len(each[0][1]))
+        self._end(*next((each for each in reversed(pins) if each[1].name is None), pins[-1]))
         self._book()
 
     def remove_named(self, name: str, namespace: str) -> None:

@@ -294,8 +294,9 @@ class PrefixCache(Requests):
     ) -> int:
         """Keep a stored prefix whatever the pressure, until unpin(); pins count. Returns the bytes all pins keep.
 
-        Only clear(), and the loss of the state itself to a failed forward pass, end a pin before its time. In exact
-        mode it keeps whole chunks, the last one of exactly these tokens only if something longer has stored it.
+        Only clear(), and the loss of the state itself to a failed forward pass or to verification that found it wrong,
+        end a pin before its time. In exact mode it keeps whole chunks, the last one of exactly these tokens only if
+        something longer has stored it.
 
         Args:
             name: what names() lists it by, within its namespace. A name that is taken changes over to these tokens,
@@ -303,13 +304,15 @@ class PrefixCache(Requests):
             ttl_requests: the pin ends with so many more begin() and fetch() calls; None: it stays.
 
         Raises:
-            ValueError: the prefix is not stored whole, or the pins, those of other caches on the ledger among them,
-                would not fit the budget. What was pinned before stays, a pin of the same name too.
+            ValueError: the prefix is not stored whole, or is quarantined, or the pins, those of other caches on the
+                ledger among them, would not fit the budget. What was pinned before stays, a pin of the same name too.
         """
         _require_pin(name, ttl_requests)
         _, prompt_keys = self._checked(tokens, keys, namespace)
         with uninterrupted(), self.lock:
-            self._pins.add(self._pinnable(prompt_keys, namespace), namespace, name, ttl_requests)
+            kept = self._pinnable(prompt_keys, namespace)
+            self._require_allowed(kept, namespace)
+            self._pins.add(kept, namespace, name, ttl_requests, prompt_keys)
             self._keep_budget()
             return self._pins.nbytes
 
@@ -324,7 +327,7 @@ class PrefixCache(Requests):
         prompt_keys = None if name is not None else self._checked(tokens, keys, namespace)[1]
         with uninterrupted(), self.lock:
             if prompt_keys is not None:
-                self._pins.remove(self._pinned(prompt_keys, namespace), namespace)
+                self._pins.remove(prompt_keys, namespace)
             elif name is not None:
                 self._pins.remove_named(name, namespace)
             self._keep_budget()
@@ -365,8 +368,9 @@ class PrefixCache(Requests):
             Tokens evaluated; 0 when the prefix was there.
 
         Raises:
-            ValueError: an argument out of its range; the pins would not fit the budget; or open sessions and pins
-                leave no room for it. What was evaluated stays as an ordinary prefix.
+            ValueError: an argument out of its range; the prefix is quarantined, or verification found it wrong just
+                now; the pins would not fit the budget; or open sessions and pins leave no room for it. What was
+                evaluated stays as an ordinary prefix.
             CacheBusyError: it has to be evaluated, and every live slot is taken.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
@@ -377,9 +381,10 @@ class PrefixCache(Requests):
                 raise ValueError(f"mark {mark} is outside the prefix of {length} tokens.")
         pinned_keys = self._whole_chunks(prompt_keys, length)
         with uninterrupted(), self.lock:
+            self._require_allowed(pinned_keys, namespace)
             if self._is_resumable(prompt_keys, namespace):
                 if pinned:
-                    self._pins.add(pinned_keys, namespace, name, ttl_requests)
+                    self._pins.add(pinned_keys, namespace, name, ttl_requests, prompt_keys)
                 return 0
         # With any token behind it the prefix is prefilled to its very end, as the request it is meant for will need it.
         asked, asked_keys = np.append(prompt, prompt[-1]), np.append(prompt_keys, prompt_keys[-1])
@@ -389,6 +394,7 @@ class PrefixCache(Requests):
                 model = both_models(model, draft_model, len(session.caches))
             session.prefill(model, step_size, progress)
             with uninterrupted(), self.lock:
+                self._require_allowed(pinned_keys, namespace)
                 for checkpoint in [c for c in session.checkpoints if c.kind == "tail"]:
                     session.checkpoints.remove(checkpoint)  # nothing rewrites the end of this prompt
                     session.live.hold_checkpoint(-checkpoint.nbytes)
@@ -403,7 +409,7 @@ class PrefixCache(Requests):
                         f" the budget of {self._ledger.budget_bytes} bytes."
                     )
                 if pinned:
-                    self._pins.add(pinned_keys, namespace, name, ttl_requests)
+                    self._pins.add(pinned_keys, namespace, name, ttl_requests, prompt_keys)
         return length - session.cached_tokens
 
     def make_room(self, nbytes: int) -> bool:
@@ -636,12 +642,15 @@ class PrefixCache(Requests):
             return whole
         return self._whole_chunks(keys, len(keys) - 1)
 
-    def _pinned(self, keys: Keys, namespace: str) -> Keys:
-        """What a pin on these tokens keeps."""
-        whole = self._whole_chunks(keys, len(keys))
-        if not self.exact or self._pins.holds(whole, namespace):
-            return whole
-        return self._whole_chunks(keys, len(keys) - 1)
+    def _require_allowed(self, keys: Keys, namespace: str) -> None:
+        """Raise ValueError where these keys cannot be kept because they are quarantined."""
+        start = self._quarantine.limit(keys, namespace)
+        if start < len(keys):
+            stored = self._states.match(keys, namespace).offset
+            raise ValueError(
+                f"only {stored} of {len(keys)} tokens are stored; from offset {start} on they are quarantined: what "
+                "was stored there was found wrong. clear_quarantine() lets it be stored again."
+            )
 
 
 def _trace_writer(trace: str | os.PathLike[str] | TraceWriter | None, clock: Clock) -> TraceWriter | None:

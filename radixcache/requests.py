@@ -19,7 +19,7 @@ from radixcache.events import RESUMED, Events, OnEvent
 from radixcache.evictor import Evictor
 from radixcache.explain import Foresight
 from radixcache.expulsion import Expulsion
-from radixcache.grid import Tails
+from radixcache.grid import Tails, floor
 from radixcache.layout import Layout
 from radixcache.ledger import Ledger
 from radixcache.live_path import LivePath
@@ -173,11 +173,16 @@ class Requests:
     def quarantine(self, session: Session, length: int, start: int | None) -> int:
         """Take what begins with `length` tokens of a session's prompt out, from `start` on, and empty its live caches.
 
-        Without a start it is where the node begins on which those tokens end. Returns the start.
+        Without a start it is where they are quarantined already, by a check of another session on the same path, or
+        else where the node begins on which they end. In exact mode it moves to the multiple of step_size below, since
+        nothing resumes behind that. Returns the start.
         """
         keys, live = session.prompt_keys[:length], session.live
         if start is None:
+            start = self._quarantine.offset(keys, session.namespace)
+        if start is None:
             start = self._expulsion.start_of(keys, session.namespace)
+        start = floor(start, self.layout.grid_tokens)
         self._quarantine.add(keys, start, session.namespace)
         live.hold_checkpoint(-live.checkpoint_bytes)
         session.checkpoints.clear()
@@ -186,12 +191,13 @@ class Requests:
         return start
 
     def storable_tokens(self, session: Session) -> int:
-        """How many of the tokens that a session knows may be stored: all that are not quarantined."""
-        ids = session.known_ids()
+        """How many of the tokens that a session knows may be stored: all in front of what was found wrong."""
+        ids, right = session.known_ids(), session.live.right_tokens
+        count = len(ids) if right is None else min(right, len(ids))
         if not len(self._quarantine):
-            return len(ids)
+            return count
         keys = np.concatenate([session.prompt_keys, ids[len(session.prompt) :].astype(np.int64)])
-        return self._quarantine.limit(keys, session.namespace)
+        return min(count, self._quarantine.limit(keys, session.namespace))
 
     # Opening
 
@@ -205,7 +211,7 @@ class Requests:
         plan = plan_resume(self.layout, match, len(prompt) - 1, live, self._slots.hidden(path, live))
         plan = self._with_tail(plan, match, allowed, len(prompt) - 1)
         live.hold(match.node if path else None)
-        live.is_open, live.used = True, use.tick
+        live.is_open, live.used, live.right_tokens = True, use.tick, None
         try:
             self._pager.keep_point_state(live, use)
             self._pager.move(live, plan, len(prompt) + reserve, len(prompt))

@@ -34,7 +34,7 @@ class CacheStats:
         verify_largest_error: the largest error of all comparisons, relative to the largest magnitude in the same array.
         verify_bytes: the second states of checks that are under way; counts against the budget beside live and paged.
         quarantined: prefixes in quarantine.
-        peak_bytes: the most that live and paged bytes came to, over all caches that share the budget.
+        peak_bytes: the most that live, paged and verify bytes came to, over all caches that share the budget.
         event_failures, dropped_events: calls of on_event that raised, and events of which too many waited to be told.
     """
 
