@@ -93,13 +93,13 @@ class CellMachine(RuleBasedStateMachine):
             self.append_rows([(self.pick(data), most)])
 
     @precondition(lambda self: any(self.lists.values()))
-    @rule(data=st.data(), back=st.integers(0, 3))
-    def rewind(self, data: Any, back: int) -> None:
+    @rule(data=st.data(), back=st.integers(0, 3), shift=st.booleans())
+    def rewind(self, data: Any, back: int, shift: bool) -> None:
         name = data.draw(st.sampled_from([name for name, each in self.lists.items() if each]))
         begin = self.ends[name]
         while begin - 1 in self.lists[name] and begin > self.ends[name] - back:
             begin -= 1
-        self.remove(data, name, begin, self.ends[name])
+        self.remove(data, name, begin, self.ends[name], shift)
 
     @precondition(lambda self: any(len(each) > 1 for each in self.lists.values()))
     @rule(data=st.data(), length=st.integers(1, 3), shift=st.booleans(), half=st.sampled_from([False, False, True]))

@@ -132,6 +132,8 @@ def test_tokens_that_a_window_has_left_go_without_a_shift() -> None:
         [0, 1, 1, 0, 0, 0],
     ]
     assert table.ranges(1, 4, 6) == ((4, 2, 4),)
+    table.remove(1, 7, 9, shift=False)
+    assert table.end(1) == 7, "nothing followed, so this was a rewind"
     table.check()
 
 

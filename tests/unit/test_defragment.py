@@ -102,6 +102,10 @@ def test_the_longest_run_goes_to_the_smallest_hole_that_takes_it_whole() -> None
     sources = np.array([20, 21, 22, 30], dtype=np.int32)
     holes = np.array([0, 2, 3, 5, 6, 7, 9, 10, 11, 12], dtype=np.int32)
     assert pack(sources, holes) == ((20, 5, 3), (30, 0, 1))
+    # Beginning with the shortest would break the longest in two.
+    sources = np.array([30, 40, 41, 50, 51, 52], dtype=np.int32)
+    holes = np.array([0, 1, 5, 6, 7, 8], dtype=np.int32)
+    assert pack(sources, holes) == ((30, 8, 1), (40, 0, 2), (50, 5, 3))
 
 
 def test_a_run_longer_than_every_hole_is_split_and_all_of_it_moves() -> None:
