@@ -11,8 +11,7 @@ the plan is applied.
     defragment(room=4)          2 2 2 2 . . . .      one cell moved
 
 A sequence set is a row of 64-bit words, a bit per sequence, as wide as there are sequences. Beside it each sequence has
-the list of its cells in order of position: masks, ranges and removals cost what the sequence is long, not what the
-table is.
+the list of its cells in order of position: masks and ranges cost what the sequence is long, not what the table is.
 
 Invariants, asserted by `CellTable.check`:
 
@@ -23,9 +22,9 @@ Invariants, asserted by `CellTable.check`:
   C4  Every sequence has a bit of its own, and no other bits are set.
   C5  Positions are int32 and sets uint64, one row per cell.
 
-A method that raises leaves the table as it was. Finding room is O(capacity) in NumPy, the others are O(cells of the
-sequences named); defragmentation is O(capacity + cells of all sequences). Not thread-safe: the cache that owns it
-holds the lock.
+A method that raises leaves the table as it was. Finding room and removal are O(capacity) in NumPy, defragmentation is
+O(capacity + cells of all sequences), the others are O(cells of the sequences named). Not thread-safe: the cache that
+owns it holds the lock.
 """
 
 from __future__ import annotations
