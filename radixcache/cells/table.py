@@ -37,38 +37,12 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from radixcache.cells.batch import Batch, BatchRow, bounds, seen
 from radixcache.cells.plans import Cells, DefragPlan, RemovalPlan, Run, Shift, cut, destinations, pack
 from radixcache.errors import CacheFullError
 
 _FREE = -1
-_NEVER = np.iinfo(np.int32).max
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRow:
-    """Tokens of one sequence in a batch: positions [begin, begin + length)."""
-
-    sequence: int
-    begin: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Tokens of one forward pass, row after row in cells [start, start + length)."""
-
-    start: int
-    rows: tuple[BatchRow, ...]
-
-    @property
-    def length(self) -> int:
-        """Tokens in all rows."""
-        return sum(row.length for row in self.rows)
-
-    @property
-    def positions(self) -> Cells:
-        """Position of each token, int32, shape (length,): what RoPE wants."""
-        return np.concatenate([np.arange(row.begin, row.begin + row.length, dtype=np.int32) for row in self.rows])
+_MAX = np.iinfo(np.int32).max
 
 
 @dataclass(slots=True)
@@ -92,8 +66,8 @@ class CellTable:
     """Positions and sequence sets of `capacity` cells."""
 
     def __init__(self, capacity: int) -> None:
-        if not 0 < capacity < _NEVER:
-            raise ValueError(f"capacity is {capacity} cells; wanted 1 to {_NEVER - 1}.")
+        if not 0 < capacity < _MAX:
+            raise ValueError(f"capacity is {capacity} cells; wanted 1 to {_MAX - 1}.")
         self.capacity = capacity
         self._positions: Cells = np.full(capacity, _FREE, dtype=np.int32)
         self._sets: NDArray[np.uint64] = np.zeros((capacity, 1), dtype=np.uint64)
@@ -204,8 +178,8 @@ class CellTable:
                 raise ValueError(f"sequence {sequence} is in {rows_of[sequence]} rows of one batch; wanted one.")
             if tokens < 1:
                 raise ValueError(f"sequence {sequence}: a row of {tokens} tokens; wanted at least 1.")
-            if end + tokens >= _NEVER:
-                raise ValueError(f"sequence {sequence}: position {end + tokens} is past {_NEVER - 1}.")
+            if end + tokens >= _MAX:
+                raise ValueError(f"sequence {sequence}: position {end + tokens} is past {_MAX - 1}.")
         if total > self.capacity:
             raise ValueError(f"a batch of {total} tokens in {len(wanted)} rows never fits {self.capacity} cells.")
         start = self.find(total)
@@ -331,7 +305,7 @@ class CellTable:
 
         Raises and `window`: see `mask`.
         """
-        return _bounds(self._visible(batch, window))
+        return bounds(self._visible(batch, window))
 
     def mask(self, batch: Batch, *, window: int | None = None) -> NDArray[np.bool_]:
         """Which cells each token of a batch sees: those of its own sequence at its own position or before.
@@ -348,22 +322,7 @@ class CellTable:
             ValueError: window below 1; a sequence of the batch is gone, or its cells have been removed or moved.
         """
         visible = self._visible(batch, window)
-        start, stop = _bounds(visible)
-        mask = np.zeros((batch.length, stop - start), dtype=np.bool_)
-        at = 0
-        for row, cells in zip(batch.rows, visible, strict=True):
-            if row.length == 1:
-                mask[at, cells - start] = True
-            else:
-                positions = np.full(stop - start, _NEVER, dtype=np.int32)
-                positions[cells - start] = self._positions[cells]
-                queries = np.arange(row.begin, row.begin + row.length, dtype=np.int32)[:, None]
-                part = mask[at : at + row.length]
-                np.less_equal(positions, queries, out=part)
-                if window is not None:
-                    part &= positions > queries - np.int32(min(window, _NEVER))
-            at += row.length
-        return mask
+        return seen(batch, visible, [self._positions[cells] for cells in visible], window)
 
     def check(self) -> None:
         """Assert C1 to C5."""
@@ -490,8 +449,3 @@ class CellTable:
             visible.append(each.cells[seen:last])
             cell += row.length
         return visible
-
-
-def _bounds(visible: list[Cells]) -> tuple[int, int]:
-    """The first of all these cells, and the one after the last."""
-    return min(int(cells.min()) for cells in visible), max(int(cells.max()) for cells in visible) + 1

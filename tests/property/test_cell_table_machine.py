@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixcache import CacheFullError
+from radixcache.cells.batch import Batch
 from radixcache.cells.plans import Move, Shift
-from radixcache.cells.table import Batch, CellTable
+from radixcache.cells.table import CellTable
 from tests.cell_state import state_of
 
 #: Few ids, so that sequences come back after they were freed.
