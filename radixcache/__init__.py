@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from radixcache.chat import render_chat
     from radixcache.errors import (
         CacheBusyError,
+        CacheFullError,
         RadixCacheError,
         SessionClosedError,
         SnapshotError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "POLICIES": "policies",
     "CacheBusyError": "radixcache.errors",
+    "CacheFullError": "radixcache.errors",
     "CacheStats": "radixcache.stats",
     "CostModel": "policies",
     "Entry": "policies",
@@ -69,6 +71,7 @@ _MODULES = {
 __all__ = [
     "POLICIES",
     "CacheBusyError",
+    "CacheFullError",
     "CacheStats",
     "CostModel",
     "Entry",

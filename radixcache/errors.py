@@ -19,6 +19,33 @@ class CacheBusyError(RadixCacheError):
         self.holders = holders
 
 
+class CacheFullError(RadixCacheError):
+    """No room for more tokens in a buffer of cells. Nothing has changed; the caller decides what goes.
+
+    Attributes:
+        capacity: cells in the buffer.
+        used: cells that hold a token.
+        free: cells that hold none. From `wanted` up: defragmentation makes room.
+        largest_free_run: the most free cells in a row.
+        wanted: cells that were asked for.
+    """
+
+    def __init__(self, capacity: int, used: int, largest_free_run: int, wanted: int) -> None:
+        super().__init__(capacity, used, largest_free_run, wanted)
+        self.capacity = capacity
+        self.used = used
+        self.free = capacity - used
+        self.largest_free_run = largest_free_run
+        self.wanted = wanted
+
+    def __str__(self) -> str:
+        what = "Defragment." if self.wanted <= self.free else "Free a sequence or remove a range."
+        return (
+            f"no room for {self.wanted} tokens: {self.used} of {self.capacity} cells used, {self.free} free, "
+            f"{self.largest_free_run} of them in a row. {what}"
+        )
+
+
 class SessionClosedError(RadixCacheError):
     """The session was closed, or its live state was lost to an earlier failure."""
 

@@ -33,6 +33,7 @@ def _loaded_by(statement: str) -> set[str]:
     [
         "import policies, radixcache.tree, radixcache.ledger",
         "import radixcache",
+        "import radixcache.cells.table; from radixcache import CacheFullError",
         "from radixcache import POLICIES, CostModel, Entry, EvictionPolicy, Ledger, RadixTree, RadixCacheError",
         "import radixcache.snapshots, radixcache.errors, radixcache.interrupts, radixcache.tokens",
     ],

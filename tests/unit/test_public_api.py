@@ -13,6 +13,7 @@ from policies import EvictionPolicy
 PUBLIC_NAMES = [
     "POLICIES",
     "CacheBusyError",
+    "CacheFullError",
     "CacheStats",
     "CostModel",
     "Entry",
