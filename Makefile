@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 # A process per core, and in each one thread for linear algebra: the models of the tests are tiny.
-PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4
+PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist worksteal
 # The interpreter for .venv; empty: the first one found that is new enough.
 PYTHON ?=
 

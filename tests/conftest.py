@@ -17,3 +17,8 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("shared/data is not beside the repository")
     return SHARED_DATA
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest tests first: several processes are through soonest when none is left alone with one of them."""
+    items.sort(key=lambda item: "test_soak" not in item.nodeid)
