@@ -50,6 +50,10 @@ class SessionClosedError(RadixCacheError):
     """The session was closed, or its live state was lost to an earlier failure."""
 
 
+class ShiftError(RadixCacheError, ValueError):
+    """Keys cannot be moved to other positions: the model's way of marking positions does not allow it."""
+
+
 class SnapshotError(RadixCacheError, ValueError):
     """Snapshots or caches do not fit together: spans do not touch, shapes, dtypes or offsets differ."""
 

@@ -1,0 +1,379 @@
+"""CausalCache: a live cache for many sequences, which hold their tokens' keys and values in one buffer of cells.
+
+    causal = CausalCache(model, capacity=4096)
+    causal.add(1)
+    logits = causal.prefill(model, 1, system + question)        # (1, T, V), in chunks of the caller's choice
+    causal.add(2)
+    causal.copy_prefix(1, 2, len(system))                       # shared: no cell is taken, nothing is copied
+    causal.prefill(model, 2, other_question)
+    logits = causal.step(model, [1, 2], [token, other_token])   # (2, 1, V): both in one forward pass
+
+Full attention and sliding windows live in cells; recurrent and linear-attention layers beside them keep a state per
+sequence. What a sequence sees is its own tokens alone, wherever their cells are and whoever else shares them.
+
+Invariants, asserted by `check`, besides those of CellTable:
+
+  K1  Every sequence of the table has a state in each layer that has no cells, and no other has.
+  K2  No layer's buffer has more cells than the table, and each holds all cells that were ever written.
+  K3  A sequence is tainted from the first position that a removal from its middle moved.
+
+A call that raises leaves every sequence as it was, but for an evaluation that fails later: MLX evaluates lazily, and
+then all that is in the buffers is lost. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from radixcache.adapters.cache_list import leaves
+from radixcache.cells.batch import Batch
+from radixcache.cells.layers import CellLayer, CellPass
+from radixcache.cells.plans import DefragPlan, Move
+from radixcache.cells.row_states import RowStates
+from radixcache.cells.table import CellTable
+from radixcache.cells.trial import steps_together
+from radixcache.errors import CacheFullError, ShiftError, UnsupportedCacheError
+from radixcache.tokens import token_ids
+
+#: Modules of mlx-lm whose attention goes by where in the buffer a token stands, which in cells says nothing.
+BY_SLOT = {"minimax_m3_vl": "its attention keeps blocks of neighbouring slots of the cache"}
+
+
+class CausalCache:
+    """Cells for `capacity` tokens, shared by sequences with ids of the caller's choice.
+
+    Args:
+        model: an mlx-lm model; its caches say which layers there are.
+        capacity: tokens of all sequences together, a shared one counted once. Buffers grow up to it as they fill.
+        caches: instead of a model's own, a callable that returns a fresh list of mlx-lm caches.
+
+    Raises:
+        UnsupportedCacheError: a layer's state can be in no cells and is not a sequence's own either: quantized and
+            chunked caches, windows that keep their first tokens, and classes that nobody knows. Or the model's
+            attention goes by slots; known at the first forward pass where no model is given.
+    """
+
+    def __init__(self, model: Any = None, *, capacity: int, caches: Callable[[], Sequence[Any]] | None = None) -> None:
+        if model is None and caches is None:
+            raise ValueError("CausalCache needs a model, or caches= with a callable that returns fresh mlx-lm caches.")
+        self._model: Any = None
+        if model is not None:
+            self._know(model)
+        self._fresh = caches or (lambda: make_prompt_cache(model))
+        self._table = CellTable(capacity)
+        self._layers = [self._layer(each) for each in self._fresh()]
+        self._cells = [leaf for leaf in leaves(self._layers) if isinstance(leaf, CellLayer)]
+        self._states = RowStates([len(leaf.cache) for leaf in leaves(self._layers) if isinstance(leaf, ArraysCache)])
+        self._tainted: dict[int, int] = {}
+        self._rotations: list[Any] | None = None
+        self._steps_together: bool | None = None
+
+    # What there is
+
+    @property
+    def table(self) -> CellTable:
+        """Which cell holds what; to read. It changes through this class alone."""
+        return self._table
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Ids, in the order they were added."""
+        return self._table.sequences
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers and of the sequences' own states."""
+        return sum(each.nbytes for each in self._cells) + sum(array.nbytes for array in self._states.arrays())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a cell takes in all layers; 0 before the first forward pass."""
+        return sum(buffer.nbytes // buffer.shape[2] for each in self._cells for buffer in each.state)
+
+    @property
+    def state(self) -> list[mx.array]:
+        """All arrays, for mx.eval."""
+        return [buffer for each in self._cells for buffer in each.state] + self._states.arrays()
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence. ValueError: no such sequence."""
+        return self._table.end(sequence)
+
+    def clean_tokens(self, sequence: int) -> int:
+        """How many tokens from the first on have the state that they would have alone: all, until a shift."""
+        return min(self.length(sequence), self._tainted.get(sequence, self.length(sequence)))
+
+    # Sequences come, share and go
+
+    def add(self, sequence: int) -> None:
+        """Make a sequence, without tokens. ValueError: there is one of that id."""
+        self._table.add(sequence)
+        self._states.add(sequence)
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Let `target`, which has no tokens yet, share the first `length` tokens of `source`. Nothing is copied.
+
+        Raises:
+            ValueError: one of them does not exist, `target` has tokens, `source` ends before `length` or, with layers
+                whose state cannot be cut, behind it.
+        """
+        if self._states and length != self._table.end(source):
+            raise ValueError(
+                f"sequence {source} has {self._table.end(source)} tokens, and layers whose state cannot be cut back "
+                f"to {length}; share all of them, at that moment."
+            )
+        self._table.copy_prefix(source, target, length)
+        self._states.copy(source, target)
+        if self._tainted.get(source, length) < length:
+            self._tainted[target] = self._tainted[source]
+
+    def free(self, sequence: int) -> int:
+        """Take a sequence out; returns how many cells that frees. ValueError: no such sequence."""
+        freed = self._table.free(sequence)
+        self._states.free(sequence)
+        self._tainted.pop(sequence, None)
+        return freed
+
+    # Forward passes
+
+    def prefill(self, model: Any, sequence: int, tokens: Any) -> mx.array:
+        """Run the next tokens of one sequence through the model.
+
+        Args:
+            tokens: ids, shape (T,), T >= 1: all of a prompt or a chunk of it.
+
+        Returns:
+            Logits (1, T, V), not evaluated.
+
+        Raises:
+            ValueError: no such sequence, no tokens, or more than capacity.
+            CacheFullError: fewer than T cells are free.
+        """
+        ids = mx.array(token_ids(tokens))
+        if ids.size == 0:
+            raise ValueError("no tokens to prefill; a forward pass takes at least one.")
+        return self._forward(model, [(sequence, ids.size)], ids[None])
+
+    def step(self, model: Any, sequences: Sequence[int], tokens: Any) -> mx.array:
+        """Run one more token of each of some sequences through the model, in one forward pass.
+
+        A model that does not take rows at different positions, which the first call finds out, runs once per row.
+
+        Args:
+            sequences: ids, N >= 1 of them, each with at least one token.
+            tokens: their next tokens' ids, shape (N,) or (N, 1); an array may be unevaluated.
+
+        Returns:
+            Logits (N, 1, V), not evaluated.
+
+        Raises:
+            ValueError: no sequences, one twice, unknown or without tokens, another number of tokens than sequences.
+            CacheFullError: fewer than N cells are free.
+        """
+        ids = tokens if isinstance(tokens, mx.array) else mx.array(token_ids(tokens))
+        ids = ids.reshape(-1, 1)
+        if len(ids) != len(sequences):
+            raise ValueError(f"{len(ids)} tokens for {len(sequences)} sequences; wanted one each.")
+        for each in sequences:
+            if self._table.end(each) == 0:
+                raise ValueError(f"sequence {each} has no tokens yet; its first ones go through prefill().")
+        if len(sequences) == 1 or self.steps_together(model):
+            return self._forward(model, [(each, 1) for each in sequences], ids)
+        self._make_room(len(sequences))
+        if len(set(sequences)) < len(sequences):
+            raise ValueError(f"sequences {list(sequences)}: one of them is there twice.")
+        return self._one_by_one(model, sequences, ids)
+
+    def steps_together(self, model: Any) -> bool:
+        """Whether the model gives sequences at different positions, in one forward pass, what it gives each alone.
+
+        Tried once, on two sequences of a few tokens each in a cache of their own.
+
+        Raises:
+            UnsupportedCacheError: not even one at a time do they get it, once their cells are mixed.
+        """
+        self._know(model)
+        if self._steps_together is None:
+            self._steps_together = steps_together(model, self._for_trial)
+        return self._steps_together
+
+    # Cells
+
+    def remove(self, model: Any, sequence: int, begin: int, end: int) -> None:
+        """Take positions [begin, end) out of a sequence, and let what follows move up to close the gap.
+
+        At the end of the sequence this is a rewind. Else keys behind the gap are rotated to their new positions, those
+        that are shared in copies of their own, and the sequence is tainted from `begin` on: its state is not what its
+        tokens alone would have given.
+
+        Raises:
+            ValueError: no such sequence, or it does not hold all of the range.
+            ShiftError: the model's keys cannot be rotated, or it has layers that cannot forget.
+            CacheFullError: fewer cells are free than shared ones have to be copied to.
+        """
+        moves_rest = begin < end < self._table.end(sequence)
+        if self._states and begin < end:
+            raise ShiftError("layers of recurrent state cannot forget tokens; a model that has some cannot be shifted.")
+        plan = self._table.plan_remove(sequence, begin, end)
+        if moves_rest:
+            self._move(plan.copies)
+            self._rotate(model, [(shift.start, shift.length, shift.delta) for shift in plan.shifts])
+        self._table.apply(plan)
+        if moves_rest:
+            self._tainted[sequence] = min(begin, self._tainted.get(sequence, begin))
+        elif self._tainted.get(sequence, 0) >= self._table.end(sequence):
+            self._tainted.pop(sequence, None)
+
+    def defragment(self, room: int | None = None) -> DefragPlan:
+        """Bring free cells together: `room` of them in a row, or (None) all behind all used ones.
+
+        Raises:
+            ValueError, CacheFullError: as `CellTable.plan_defragment`.
+        """
+        plan = self._table.plan_defragment(room)
+        self._move(plan.moves)
+        self._table.apply(plan)
+        return plan
+
+    def check(self) -> None:
+        """Assert K1 to K3 and the table's invariants."""
+        self._table.check()
+        assert self._states.sequences == self._table.sequences, (self._states.sequences, self._table.sequences)
+        assert set(self._tainted) <= set(self._table.sequences), (self._tainted, self._table.sequences)
+        used = max((int(self._table.cells(each).max(initial=-1)) for each in self.sequences), default=-1)
+        for index, layer in enumerate(self._cells):
+            for buffer in layer.state:
+                assert used < buffer.shape[2] <= self._table.capacity, (index, used, buffer.shape)
+
+    # Private
+
+    def _layer(self, cache: Any) -> Any:
+        """What stands for one of the model's caches in a forward pass; an ArraysCache only marks the place."""
+        if cache is None or type(cache) is ArraysCache:
+            return cache
+        if type(cache) is CacheList:
+            return CacheList(*(self._layer(each) for each in cache.caches))
+        if type(cache) is KVCache:
+            return CellLayer(self._table.capacity)
+        if type(cache) is RotatingKVCache and not cache.keep:
+            return CellLayer(self._table.capacity, cache.max_size)
+        kept = f" that keeps its first {cache.keep} tokens" if type(cache) is RotatingKVCache else ""
+        raise UnsupportedCacheError(f"a layer's {type(cache).__name__}{kept} cannot be put into cells.")
+
+    def _know(self, model: Any) -> None:
+        """Refuse a model that cells would mislead; looked at once."""
+        if model is self._model:
+            return
+        modules = {type(each).__module__.rpartition(".")[2] for each in (model, *getattr(model, "layers", ()))}
+        for name in modules & set(BY_SLOT):
+            raise UnsupportedCacheError(f"{name} cannot run on cells: {BY_SLOT[name]}.")
+        self._model = model
+
+    def _for_trial(self, capacity: int) -> CausalCache:
+        causal = CausalCache(capacity=capacity, caches=self._fresh)
+        causal._steps_together = True
+        return causal
+
+    def _forward(self, model: Any, rows: list[tuple[int, int]], ids: mx.array) -> mx.array:
+        self._know(model)
+        if len(self.sequences) > 1:
+            self.steps_together(model)
+        batch = self._append(rows)
+        sequences = tuple(sequence for sequence, _ in rows)
+        held = self._states.hold(sequences) if self._states else []
+        current = CellPass(self._table, batch)
+        for layer in self._cells:
+            layer.enter(current)
+        try:
+            logits: mx.array = model(ids, cache=self._caches_for(sequences))
+        except BaseException:
+            self._states.roll_back(held)
+            for row in batch.rows:
+                self._table.remove(row.sequence, row.begin, row.begin + row.length)
+            raise
+        finally:
+            for layer in self._cells:
+                layer.enter(None)
+        return logits
+
+    def _one_by_one(self, model: Any, sequences: Sequence[int], ids: mx.array) -> mx.array:
+        logits: list[mx.array] = []
+        held = [self._states.hold((each,)) for each in sequences] if self._states else []
+        try:
+            for each, row in zip(sequences, ids, strict=True):
+                logits.append(self._forward(model, [(each, 1)], row[None]))
+        except BaseException:
+            for done, states in zip(sequences[: len(logits)], held or [[]] * len(logits), strict=False):
+                self._states.roll_back(states)
+                self._table.remove(done, self._table.end(done) - 1, self._table.end(done))
+            raise
+        return mx.concatenate(logits)
+
+    def _caches_for(self, sequences: tuple[int, ...]) -> list[Any]:
+        if not self._states:
+            return self._layers
+        states = iter(self._states.take(sequences))
+
+        def filled(layer: Any) -> Any:
+            if type(layer) is CacheList:
+                return CacheList(*(filled(each) for each in layer.caches))
+            return next(states) if type(layer) is ArraysCache else layer
+
+        return [filled(layer) for layer in self._layers]
+
+    def _append(self, rows: list[tuple[int, int]]) -> Batch:
+        self._make_room(sum(tokens for _, tokens in rows))
+        return self._table.append(rows)
+
+    def _make_room(self, wanted: int) -> None:
+        """See to it that so many cells in a row are free, if there are so many."""
+        try:
+            self._table.find(wanted)
+        except CacheFullError as error:
+            if wanted > error.free:
+                raise
+            self.defragment(wanted)
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        """Copy cells to others, which are free: read all, evaluate, then write. See P1 and P2 of plans.py."""
+        if not moves:
+            return
+        sources = mx.array(np.concatenate([np.arange(m.source, m.source + m.length) for m in moves]).astype(np.int32))
+        for layer in self._cells:
+            if layer.empty():
+                continue
+            keys, values = layer.read(sources)
+            mx.eval(keys, values)
+            at = 0
+            for move in moves:
+                layer.write(move.target, keys[..., at : at + move.length, :], values[..., at : at + move.length, :])
+                at += move.length
+            mx.eval(layer.state)
+
+    def _rotate(self, model: Any, runs: Sequence[tuple[int, int, int]]) -> None:
+        """Rotate the keys of each run of cells (start, length, delta): all of them first, then write."""
+        from radixcache.cells.shift import rotations
+
+        if self._rotations is None:
+            self._rotations = rotations(model)
+        rotated = []
+        for layer, rotation in zip(self._cells, self._rotations, strict=True):
+            for start, length, delta in runs if rotation is not None and not layer.empty() else ():
+                assert layer.keys is not None
+                rotated.append((layer, start, rotation.shift(layer.keys[..., start : start + length, :], delta)))
+        mx.eval([keys for _, _, keys in rotated])
+        for layer, start, keys in rotated:
+            assert layer.keys is not None
+            layer.keys[..., start : start + keys.shape[2], :] = keys
+        mx.eval([layer.state for layer in self._cells])

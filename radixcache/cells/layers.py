@@ -1,0 +1,192 @@
+"""CellLayer: what an attention layer of an mlx-lm model sees of the cells during one forward pass.
+
+A forward pass is either one row of any length or several rows of one token:
+
+    one row         keys (1, H, T, D) are written behind each other; the fetch is a view (1, H, C, D), mask (T, C)
+    several rows    keys (N, H, 1, D) are written side by side; the fetch is the same view for every row, by broadcast
+                    (N, H, C, D), and the mask (N, 1, 1, C) says which cells belong to whom
+
+C are the cells between the first and the last that any row sees. Nothing is gathered and no cell is copied.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import _BaseCache
+
+from radixcache.cells.batch import Batch
+from radixcache.cells.table import CellTable
+
+Mask = mx.array | str | None
+
+#: Cells that buffers grow by at least; beyond that by an eighth of what there is.
+GROWTH_CELLS = 256
+
+
+class CellPass:
+    """One forward pass over the cells: where its tokens go, and what each of them sees."""
+
+    def __init__(self, table: CellTable, batch: Batch) -> None:
+        self._table = table
+        self.batch = batch
+        self.rows = len(batch.rows)
+        self.tokens = batch.rows[0].length
+        self._spans: dict[int | None, tuple[int, int]] = {}
+        self._masks: dict[tuple[int | None, int | None, bool], Mask] = {}
+
+    @cached_property
+    def before(self) -> Any:
+        """Tokens in front of each row's: an int for one row, an int32 array (N,) for several."""
+        begins = [row.begin for row in self.batch.rows]
+        return begins[0] if self.rows == 1 else mx.array(begins, dtype=mx.int32)
+
+    @cached_property
+    def after(self) -> Any:
+        return self.before + self.tokens
+
+    def span(self, window: int | None) -> tuple[int, int]:
+        """The cells [start, stop) that a layer with this window fetches."""
+        if window not in self._spans:
+            self._spans[window] = self._table.span(self.batch, window=window)
+        return self._spans[window]
+
+    def mask(self, span_window: int | None, window: int | None, as_array: bool) -> Mask:
+        """What each token sees of `span(span_window)`, with a window that is no wider: as mlx-lm's caches say it.
+
+        Returns:
+            None: all of it. "causal": all in front of it, and itself. Else bool, (T, C) or (N, 1, 1, C).
+        """
+        key = span_window, window, as_array
+        if key not in self._masks:
+            self._masks[key] = self._in_order(*key) if self._is_in_order(span_window) else self._any_order(*key[:2])
+        return self._masks[key]
+
+    def _is_in_order(self, window: int | None) -> bool:
+        """Whether there is one row, and what it sees stands in the order of its positions, and nothing in between."""
+        row = self.batch.rows[0]
+        first = 0 if window is None else max(row.begin - window + 1, 0)
+        return self.rows == 1 and len(self._table.ranges(row.sequence, first)) == 1
+
+    def _in_order(self, span_window: int | None, window: int | None, as_array: bool) -> Mask:
+        start, stop = self.span(span_window)
+        cells = stop - start
+        is_cut = window is not None and cells > window
+        if not is_cut and not as_array:
+            return None if self.tokens == 1 else "causal"
+        mask: mx.array = create_causal_mask(self.tokens, cells - self.tokens, window_size=window if is_cut else None)
+        return mask
+
+    def _any_order(self, span_window: int | None, window: int | None) -> Mask:
+        start, stop = self.span(span_window)
+        first, last = self._table.span(self.batch, window=window)
+        mask = mx.array(self._table.mask(self.batch, window=window))
+        if (first, last) != (start, stop):
+            mask = mx.pad(mask, [(0, 0), (first - start, stop - last)])
+        return mask if self.rows == 1 else mask[:, None, None, :]
+
+
+class CellLayer(_BaseCache):  # type: ignore[misc]
+    """Keys and values of one layer for all cells: buffers (1, H, cells, Dk) and (1, H, cells, Dv), made when written.
+
+    Args:
+        capacity: cells at most.
+        window: tokens that a token sees at most, itself included; None: all.
+    """
+
+    def __init__(self, capacity: int, window: int | None = None) -> None:
+        self.capacity = capacity
+        self.window = window
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self._pass: CellPass | None = None
+        self._is_written = False
+
+    def enter(self, current: CellPass | None) -> None:
+        """A forward pass begins; None: it is over."""
+        self._pass = current
+        self._is_written = False
+
+    # What a model asks
+
+    @property
+    def offset(self) -> Any:
+        """Tokens in front of each row's, and with them once they are written: an int, or an int32 array (N,)."""
+        return self._running.after if self._is_written else self._running.before
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        """What each of the pass's N tokens per row sees of what `update_and_fetch` returns."""
+        given = [each for each in (window_size, self.window) if each is not None]
+        return self._running.mask(self.window, min(given, default=None), return_array)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the pass's keys and values, shape (N, H, T, D), and return views of all cells that it sees."""
+        current = self._running
+        if keys.shape[0] != current.rows or keys.shape[2] != current.tokens:
+            found = f"keys of shape {keys.shape}"
+            raise ValueError(f"{found} in a pass of {current.rows} rows with {current.tokens} tokens each.")
+        if current.rows > 1:
+            keys, values = keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3)
+        self.write(current.batch.start, keys, values)
+        self._is_written = True
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Views of all cells that the pass sees: for layers that read what another one wrote."""
+        return self._view(self.keys), self._view(self.values)
+
+    @property
+    def state(self) -> tuple[mx.array, ...]:
+        """The buffers, for mx.eval."""
+        return () if self.keys is None or self.values is None else (self.keys, self.values)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.state)
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+    def is_trimmable(self) -> bool:
+        return False
+
+    # What the cache asks
+
+    def write(self, start: int, keys: mx.array, values: mx.array) -> None:
+        """Put keys and values (1, H, T, D) into the cells [start, start + T)."""
+        stop = start + keys.shape[2]
+        self.keys = _with_room(self.keys, keys, stop, self.capacity)
+        self.values = _with_room(self.values, values, stop, self.capacity)
+        self.keys[..., start:stop, :] = keys
+        self.values[..., start:stop, :] = values
+
+    def read(self, cells: mx.array) -> tuple[mx.array, mx.array]:
+        """Copies of the keys and values in some cells, int32, shape (T,): (1, H, T, D) each."""
+        assert self.keys is not None and self.values is not None
+        return mx.take(self.keys, cells, axis=2), mx.take(self.values, cells, axis=2)
+
+    @property
+    def _running(self) -> CellPass:
+        if self._pass is None:
+            raise ValueError("cells are read and written by CausalCache.prefill and step; no forward pass is running.")
+        return self._pass
+
+    def _view(self, buffer: mx.array | None) -> mx.array:
+        assert buffer is not None
+        start, stop = self._running.span(self.window)
+        view = buffer[..., start:stop, :]
+        rows = self._running.rows
+        return view if rows == 1 else mx.broadcast_to(view, (rows, *view.shape[1:]))
+
+
+def _with_room(buffer: mx.array | None, like: mx.array, cells: int, capacity: int) -> mx.array:
+    """A buffer of at least so many cells, with what is in it."""
+    held = 0 if buffer is None else buffer.shape[2]
+    if buffer is not None and cells <= held:
+        return buffer
+    wanted = min(capacity, max(cells, held + max(GROWTH_CELLS, held // 8)))
+    fresh = mx.zeros((*like.shape[:2], wanted - held, like.shape[3]), dtype=like.dtype)
+    return fresh if buffer is None else mx.concatenate([buffer, fresh], axis=2)

@@ -1,0 +1,92 @@
+"""RowStates: the layers beside the cells whose state belongs to one sequence: recurrent and linear attention.
+
+Each sequence has an ArraysCache per such layer. A step of several sequences runs on one that holds a row for each. It
+is kept while the same sequences step in the same order, and taken apart when others do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+Held = list[tuple[Any, list[mx.array | None]]]
+
+
+class RowStates:
+    """State of all sequences in the layers that have no cells.
+
+    Args:
+        slots: number of arrays of each such layer, in the order of the layers; empty: there are none.
+    """
+
+    def __init__(self, slots: list[int]) -> None:
+        self._slots = slots
+        self._own: dict[int, list[Any]] = {}
+        self._joined: tuple[int, ...] = ()
+        self._batch: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return tuple(self._own)
+
+    def add(self, sequence: int) -> None:
+        self._own[sequence] = [ArraysCache(size) for size in self._slots]
+
+    def free(self, sequence: int) -> None:
+        self._settle()
+        del self._own[sequence]
+
+    def copy(self, source: int, target: int) -> None:
+        """Give `target` the state of `source`. Arrays are shared: models replace them, and never write into them."""
+        self._settle()
+        for theirs, mine in zip(self._own[source], self._own[target], strict=True):
+            mine.cache = list(theirs.cache)
+
+    def of(self, sequence: int) -> list[Any]:
+        """A sequence's caches, an ArraysCache per layer; what is put into them is its state."""
+        self._settle()
+        return self._own[sequence]
+
+    def take(self, sequences: tuple[int, ...]) -> list[Any]:
+        """Caches for a forward pass of these sequences, a row for each: an ArraysCache per layer."""
+        if len(sequences) == 1:
+            return self.of(sequences[0])
+        if sequences != self._joined:
+            self._settle()
+            columns = zip(*(self._own[each] for each in sequences), strict=True)
+            self._joined, self._batch = sequences, [_join(column) for column in columns]
+        return self._batch
+
+    def hold(self, sequences: tuple[int, ...]) -> Held:
+        """What `roll_back` needs to undo a forward pass of these sequences that has not started yet."""
+        return [(cache, list(cache.cache)) for cache in self.take(sequences)]
+
+    def roll_back(self, held: Held) -> None:
+        for cache, arrays in held:
+            cache.cache = arrays
+
+    def arrays(self) -> list[mx.array]:
+        """All that is held, for mx.eval and for counting."""
+        joined = set(self._joined)
+        caches = [cache for name, own in self._own.items() if name not in joined for cache in own]
+        return [array for cache in (*caches, *self._batch) for array in cache.cache if array is not None]
+
+    def _settle(self) -> None:
+        """Give each sequence of the joined caches its own again."""
+        for row, sequence in enumerate(self._joined):
+            for joined, own in zip(self._batch, self._own[sequence], strict=True):
+                own.cache = [None if array is None else array[row : row + 1] for array in joined.cache]
+        self._joined, self._batch = (), []
+
+
+def _join(caches: tuple[Any, ...]) -> Any:
+    joined = ArraysCache(len(caches[0].cache))
+    for slot, arrays in enumerate(zip(*(cache.cache for cache in caches), strict=True)):
+        if arrays[0] is not None:
+            joined.cache[slot] = mx.concatenate(list(arrays))
+    return joined
