@@ -114,7 +114,7 @@ def test_rows_answer_as_cold_runs_do_and_what_they_leave_is_resumed_at_its_end(k
         logits = [prefilled(group, model, row) for row in group.rows]
         for prompt, found in zip(prompts, logits, strict=True):
             assert error(found, cold(model, prompt)) < ROUNDING
-        other = [SYSTEM[1], *prompts[0][1:]]
+        other = [*prompts[0][:-3], 250, *prompts[0][-2:]]
         assert error(logits[0], cold(model, other)) > WRONG
         said = decoded(group, model, group.rows, logits, 5)
         checked(cache, group)
@@ -240,9 +240,10 @@ def test_recurrent_state_is_shared_only_where_it_is_known(kind: str) -> None:
             (60, None), (50, "no_checkpoint"), (30, "no_checkpoint"),
         ]  # fmt: skip
         decoded(group, model, [first], [logits], 2)
+        assert error(prefilled(group, model, same), cold(model, same.prompt.tolist())) < ROUNDING
         late = group.admit([*prompt, 5])
         assert late.cached_tokens == 44
-        for row in (same, parted, before, late):
+        for row in (parted, before, late):
             assert error(prefilled(group, model, row), cold(model, row.prompt.tolist())) < ROUNDING
         checked(cache, group)
     cache.check()
@@ -307,9 +308,9 @@ def test_rows_count_as_requests_in_stats_history_events_pins_and_traces(tmp_path
     ticks = [entry.priority for node in cache._states.tree.nodes() if (entry := node.payload.entry)]  # type: ignore[union-attr]
     assert 2 in ticks
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len([line for line in lines if "hash_ids" in line]) == requests + 3
+    assert [line["output"] for line in lines if "request" in line] == [0, 2, 0, 0]
     cache.clear()
-    assert [gap.reason for gap in cache.explain(PROMPTS[0]).gaps] == [Reason.EVICTED]
+    assert {gap.reason for gap in cache.explain(PROMPTS[0]).gaps} == {Reason.EVICTED}
     cache.check()
 
 
@@ -595,7 +596,6 @@ class Failing:
     def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
         self.calls += 1
         if self.calls == self.at:
-            self.model.layers[0](mx.zeros((1, ids.shape[1], 64)), None, cache[0]) if False else None
             raise self.error("the model broke off")
         return self.model(ids, cache=cache)
 
@@ -646,8 +646,6 @@ def test_a_failed_evaluation_loses_the_cells_and_nothing_of_them_is_stored(monke
 
         def failing(*arrays: Any) -> None:
             monkeypatch.setattr(mx, "eval", real)
-            real([mx.array(0.0)])
-            divmod(1, 1)
             raise_natively()
 
         monkeypatch.setattr(mx, "eval", failing)
@@ -662,7 +660,7 @@ def test_a_failed_evaluation_loses_the_cells_and_nothing_of_them_is_stored(monke
 
 def raise_natively() -> None:
     """Raise as MLX does, without a raise statement."""
-    mx.array([1.0]).reshape(2, 2) if False else mx.load("/nonexistent/file.safetensors")
+    mx.load("/nonexistent/file.safetensors")
 
 
 def test_a_group_that_nobody_closed_is_stored_and_its_bytes_are_given_back() -> None:
