@@ -13,7 +13,14 @@ import mlx.core as mx
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import BudgetFullError, CacheFullError, Group, PrefixCache, Row
@@ -75,7 +82,7 @@ class Groups(RuleBasedStateMachine):
     @precondition(lambda self: self.groups)
     @rule(data=st.data(), prompt=prompts, mark=st.integers(0, 60))
     def admit(self, data: st.DataObject, prompt: tuple[int, ...], mark: int) -> None:
-        group = data.draw(st.sampled_from(self.groups))
+        group = drawn(data, self.groups)
         before = self.cache.stats.requests
         longest = self.longest(prompt, group.namespace)
         try:
@@ -95,7 +102,7 @@ class Groups(RuleBasedStateMachine):
     @precondition(lambda self: self.rows())
     @rule(data=st.data(), chunk=st.sampled_from([1, 7, 20, None]))
     def prefill(self, data: st.DataObject, chunk: int | None) -> None:
-        group, row = data.draw(st.sampled_from(self.rows()))
+        group, row = drawn(data, self.rows())
         if not row.prompt_left:
             return
         before = row.position
@@ -111,7 +118,7 @@ class Groups(RuleBasedStateMachine):
     @precondition(lambda self: self.rows())
     @rule(data=st.data(), token=st.integers(30, 33))
     def step(self, data: st.DataObject, token: int) -> None:
-        group = data.draw(st.sampled_from([group for group in self.groups if group.rows]))
+        group = drawn(data, [group for group in self.groups if group.rows])
         rows = [row for row in group.rows if not row.prompt_left]
         if not rows:
             return
@@ -129,7 +136,7 @@ class Groups(RuleBasedStateMachine):
     def rewind(self, data: st.DataObject, count: int) -> None:
         if self.kind != "llama":
             return
-        group, row = data.draw(st.sampled_from(self.rows()))
+        group, row = drawn(data, self.rows())
         if row.prompt_left or row.position - count < len(row.prompt):
             return
         group.remove(self.model, row, row.position - count, row.position)
@@ -137,7 +144,7 @@ class Groups(RuleBasedStateMachine):
     @precondition(lambda self: self.rows())
     @rule(data=st.data())
     def close_row(self, data: st.DataObject) -> None:
-        group, row = data.draw(st.sampled_from(self.rows()))
+        group, row = drawn(data, self.rows())
         told = self.evaluated(row)
         row.close()
         assert row not in group.rows
@@ -195,6 +202,11 @@ class Groups(RuleBasedStateMachine):
         known = [told for name, told in self.asked if name == namespace]
         known += [self.evaluated(row) for group, row in self.rows() if group.namespace == namespace]
         return max((common(told, prompt) for told in known), default=0)
+
+
+def drawn(data: st.DataObject, values: list[Any]) -> Any:
+    """One of some values. Hypothesis would keep them, and with them a group that is to be let go of."""
+    return values[data.draw(st.integers(0, len(values) - 1))]
 
 
 def common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
