@@ -24,7 +24,9 @@ TYPES: dict[str, Callable[[Config], Iterator[Layer]]] = {
         attending.full,
     ),
     "mistral3": attending.mistral3,
-    **dict.fromkeys(("cohere", "helium", "hunyuan", "internlm2", "lille-130m", "minicpm", "nanochat"), attending.by_hidden),
+    **dict.fromkeys(
+        ("cohere", "helium", "hunyuan", "internlm2", "lille-130m", "minicpm", "nanochat"), attending.by_hidden
+    ),
     **dict.fromkeys(("gpt2", "gpt_neox", "gptj", "phixtral", "qwen", "talkie"), attending.all_heads),
     "gpt_bigcode": attending.one_head,
     "afm7": attending.reused_tail,
@@ -41,8 +43,8 @@ TYPES: dict[str, Callable[[Config], Iterator[Layer]]] = {
     "longcat_flash_ngram": attending.two_latents_and_ids,
     "minimax_m3_vl": attending.minimax_m3,
     # Windows beside full attention.
-    **dict.fromkeys(("afmoe", "exaone_moe", "laguna", "llama", "mellum", "ministral3", "muse_glimmer"), attending.typed()),
-    **dict.fromkeys(("gemma3n", "spark2_5", "step3p5"), attending.typed()),
+    **dict.fromkeys(("afmoe", "exaone_moe", "gemma3n", "laguna", "llama", "mellum"), attending.typed()),
+    **dict.fromkeys(("ministral3", "muse_glimmer", "spark2_5", "step3p5"), attending.typed()),
     "gpt_oss": attending.typed(lambda index: "full_attention" if index % 2 else "sliding_attention"),
     "olmo3": attending.typed(lambda index: "sliding_attention" if (index + 1) % 4 else "full_attention"),
     **dict.fromkeys(("cohere2", "gemma3_text", "plamo3"), attending.patterned),
