@@ -50,6 +50,10 @@ class SessionClosedError(RadixCacheError):
     """The session was closed, or its live state was lost to an earlier failure."""
 
 
+class ShiftError(RadixCacheError, TypeError):
+    """The keys of a layer, or of a RoPE, cannot be rotated to other positions; says which, and why."""
+
+
 class SnapshotError(RadixCacheError, ValueError):
     """Snapshots or caches do not fit together: spans do not touch, shapes, dtypes or offsets differ."""
 
