@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         CacheFullError,
         RadixCacheError,
         SessionClosedError,
+        ShiftError,
         SnapshotError,
         UnsupportedCacheError,
     )
@@ -57,6 +58,7 @@ _MODULES = {
     "Reason": "radixcache.explain",
     "Session": "radixcache.session",
     "SessionClosedError": "radixcache.errors",
+    "ShiftError": "radixcache.errors",
     "ShortReason": "radixcache.resume",
     "SnapshotError": "radixcache.errors",
     "StatsSnapshot": "radixcache.monitor",
@@ -90,6 +92,7 @@ __all__ = [
     "Reason",
     "Session",
     "SessionClosedError",
+    "ShiftError",
     "ShortReason",
     "SnapshotError",
     "StatsSnapshot",

@@ -32,6 +32,7 @@ PUBLIC_NAMES = [
     "Reason",
     "Session",
     "SessionClosedError",
+    "ShiftError",
     "ShortReason",
     "SnapshotError",
     "StatsSnapshot",
