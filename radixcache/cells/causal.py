@@ -368,7 +368,9 @@ class CausalCache:
             self._rotations = rotations(model, self._fresh())
         rotated = []
         for layer, rotation in zip(self._layers, self._rotations, strict=True):
-            for start, length, delta in runs if rotation is not None else ():
+            if rotation is None:
+                continue
+            for start, length, delta in runs:
                 rotated.append((layer, start, rotation.shift(layer.keys[..., start : start + length, :], delta)))
         mx.eval([keys for _, _, keys in rotated])
         for layer, start, keys in rotated:
