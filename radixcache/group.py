@@ -461,7 +461,9 @@ class Group:
             self.cache.row_checkpoint(self, row, kind)
 
     def _make_room(self, tokens: int, cells: int = 0) -> None:
-        if tokens and self.causal.table.has_run(tokens, self.pager.cells):
+        table, held = self.causal.table, self.pager.cells
+        is_grown = held == table.capacity and tokens <= held - table.used
+        if not cells and (is_grown or table.has_run(tokens, held)):
             return
         with uninterrupted(), self.cache.lock:
             self._run(lambda: self.cache.room_in_cells(self, tokens, cells))

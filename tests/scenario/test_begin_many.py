@@ -468,6 +468,22 @@ def test_the_ledger_says_what_is_held_while_a_group_is_open_and_after(kind: str)
     cache.check()
 
 
+def test_the_logits_of_a_prompt_hold_the_bytes_of_one_token_and_no_cells() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    with cache.begin_many([tokens(1, 30)], capacity=256) as group:
+        logits = group.prefill(model, group.rows[0])
+        held = active_bytes()
+        assert logits is not None
+        nbytes = logits.nbytes
+        del logits
+        assert held - active_bytes() <= nbytes + 64
+        # A write into cells that something else holds would copy them all.
+        mx.reset_peak_memory()
+        mx.eval(group.step(model, group.rows, [1]))
+        assert mx.get_peak_memory() - held < group.nbytes // 2
+
+
 def test_cells_that_do_not_fit_evict_what_they_may_and_are_refused_with_the_numbers() -> None:
     model = tiny_model("llama")
     cache = PrefixCache(model)
