@@ -294,6 +294,7 @@ class Group:
             logits = self._evaluate(model, row, stop - row.position)
             if stop in stops:
                 self._take_checkpoint(row, stops[stop])
+            self.cache.layout.release()
         return logits
 
     def step(self, model: Any, rows: Sequence[Row], tokens: Any) -> mx.array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from radixcache import (
     PrefixCache,
     Reason,
     Row,
+    Session,
     SessionClosedError,
     UnsupportedCacheError,
 )
@@ -742,6 +744,44 @@ def raise_natively() -> None:
     mx.load("/nonexistent/file.safetensors")
 
 
+@pytest.mark.parametrize("failures", [1, 2])
+@pytest.mark.parametrize("close", ["row", "group"])
+def test_a_copy_out_of_the_cells_is_tried_again_once_and_one_that_fails_leaks_nothing(
+    monkeypatch: pytest.MonkeyPatch, failures: int, close: str
+) -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    group = cache.begin_many(PROMPTS[:2], capacity=512)
+    for row in group.rows:
+        prefilled(group, model, row)
+    real, left = mx.take, [failures]
+
+    def failing(*arguments: Any, **more: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise MemoryError("no room")
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(mx, "take", failing)
+    closing = group.rows[0].close if close == "row" else group.close
+    if failures == 1:
+        closing()
+    else:
+        with pytest.raises(MemoryError, match="no room"):
+            closing()
+    cache.check()
+    assert cache.explain([*PROMPTS[0], 1]).matched_tokens == (100 if failures == 1 else 0)
+    if close == "row":
+        checked(cache, group)
+        assert error(group.step(model, group.rows, [1])[0, -1], cold(model, [*PROMPTS[1], 1])) < ROUNDING
+    group.close()
+    cache.check()
+    assert cache.stats.live_bytes == 0
+    assert cache.explain([*PROMPTS[1], 1]).matched_tokens == (
+        0 if (failures, close) == (2, "group") else 111 + (close == "row")
+    )
+
+
 def test_a_group_that_nobody_closed_is_stored_and_its_bytes_are_given_back() -> None:
     model = tiny_model("llama")
     cache = PrefixCache(model)
@@ -816,6 +856,32 @@ def test_sessions_and_groups_are_open_at_the_same_time_and_take_up_each_others_s
         with cache.begin([*PROMPTS[1], 1]) as next_session:
             assert next_session.cached_tokens == len(PROMPTS[1])
         checked(cache, group)
+    cache.check()
+
+
+def test_what_another_threads_session_alone_holds_is_not_read_unless_a_row_has_it_in_cells() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    sessions: list[Session] = []
+
+    def begin_elsewhere() -> None:
+        thread = threading.Thread(target=lambda: sessions.append(cache.begin([*PROMPTS[0], 1])))
+        thread.start()
+        thread.join()
+
+    stored(cache, model, PROMPTS[0])
+    with cache.begin_many([[*PROMPTS[0][:60], 2]], capacity=512) as early:
+        assert early.rows[0].cached_tokens == 60
+        begin_elsewhere()
+        with cache.begin_many([[*PROMPTS[0], 3]], capacity=512) as group:
+            (row,) = group.rows
+            assert (row.cached_tokens, row.matched_tokens, row.reason) == (0, 100, "live_elsewhere")
+            assert error(prefilled(group, model, row), cold(model, [*PROMPTS[0], 3])) < ROUNDING
+            cache.check()
+            group.check()
+        row = early.admit([*PROMPTS[0][:60], 4])
+        assert (row.cached_tokens, row.reason) == (60, None)
+    sessions[0].close()
     cache.check()
 
 
