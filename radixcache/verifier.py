@@ -123,7 +123,7 @@ class Verifier:
         self.mismatch_count += 1
         self.mismatches.append(mismatch)
         start, end = mismatch.quarantined_from, mismatch.resume_offset
-        self._events.emit(QUARANTINED, mismatch.namespace, start, end, mismatch=mismatch)
+        self._events.emit(QUARANTINED, mismatch.namespace, start, end, 0, {"mismatch": mismatch})
 
     def warn(self, mismatch: Mismatch) -> None:
         """Warn of the first mismatch; the others are counted."""
