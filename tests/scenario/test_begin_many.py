@@ -506,6 +506,18 @@ def test_the_ledger_says_what_is_held_while_a_group_is_open_and_after(kind: str)
     cache.check()
 
 
+@pytest.mark.parametrize("kind", ["mamba", "rwkv7", "nemotron_h"])
+def test_recurrent_state_does_not_keep_the_activations_of_its_chunk(kind: str) -> None:
+    model = tiny_model(kind)
+    mx.eval(model.parameters())
+    cache = PrefixCache(model)
+    base = active_bytes()
+    with cache.begin_many([tokens(1, 512)], capacity=520) as group:
+        prefilled(group, model, group.rows[0])
+        stats = cache.stats
+        assert active_bytes() - base == pytest.approx(stats.live_bytes + stats.paged_bytes, rel=0.05)
+
+
 def test_the_logits_of_a_prompt_hold_the_bytes_of_one_token_and_no_cells() -> None:
     model = tiny_model("llama")
     cache = PrefixCache(model)
