@@ -513,7 +513,7 @@ def test_recurrent_state_does_not_keep_the_activations_of_its_chunk(kind: str) -
     cache = PrefixCache(model)
     base = active_bytes()
     with cache.begin_many([tokens(1, 512)], capacity=520) as group:
-        prefilled(group, model, group.rows[0])
+        group.prefill(model, group.rows[0], 500)
         stats = cache.stats
         assert active_bytes() - base == pytest.approx(stats.live_bytes + stats.paged_bytes, rel=0.05)
 
