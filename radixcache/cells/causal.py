@@ -330,7 +330,8 @@ class CausalCache:
         with uninterrupted():
             self._states.roll_back(held)
             for each, end in zip(sequences, ends, strict=True):
-                self._table.remove(each, end, self._table.end(each))
+                if self._table.end(each) > end:
+                    self._table.remove(each, end, self._table.end(each))
 
     def _caches_for(self, sequences: tuple[int, ...]) -> list[Any]:
         if not self._states:

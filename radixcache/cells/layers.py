@@ -63,7 +63,8 @@ class CellPass:
         """What each token sees of `span(span_window)`, with a window that is no wider: as mlx-lm's caches say it.
 
         Returns:
-            None: all of it. "causal": all in front of it, and itself. Else bool, (T, C) or (N, 1, 1, C).
+            None: all of it. "causal": all in front of it, and itself. Else bool, (T, C) for T > 1, or
+            (N, 1, 1, C) as in mlx-lm's own batches: some models gather from a mask of one token.
         """
         key = span_window, window, as_array
         if key not in self._masks:
@@ -93,7 +94,7 @@ class CellPass:
         mask = mx.array(self._table.mask(self.batch, window=window))
         if (first, last) != (start, stop):
             mask = mx.pad(mask, [(0, 0), (first - start, stop - last)])
-        return mask if self.rows == 1 else mask[:, None, None, :]
+        return mask if self.tokens > 1 else mask[:, None, None, :]
 
 
 class CellLayer(_BaseCache):  # type: ignore[misc]
