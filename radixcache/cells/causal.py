@@ -318,12 +318,16 @@ class CausalCache:
         self._table.find(len(sequences))
         ends = [self._table.end(each) for each in sequences]
         held = [state for each in sequences for state in self._states.hold((each,))]
+        logits: list[mx.array] = []
         try:
-            rows = [self._forward(model, [(each, 1)], row[None]) for each, row in zip(sequences, ids, strict=True)]
+            for index, each in enumerate(sequences):
+                # Rows that do not wait for each other would find the buffers in use, and copy them to write.
+                row = mx.depends(ids[index : index + 1], logits[-1:])
+                logits.append(self._forward(model, [(each, 1)], row))
         except BaseException:
             self._undo(sequences, ends, held)
             raise
-        return mx.concatenate(rows)
+        return mx.concatenate(logits)
 
     def _undo(self, sequences: Sequence[int], ends: Sequence[int], held: Held) -> None:
         """Take back what a forward pass has appended."""
