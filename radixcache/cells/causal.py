@@ -277,8 +277,13 @@ class CausalCache:
         """Refuse a model that cells would mislead, and another one while there is state; looked at once."""
         if model is self._model:
             return
-        if self._table.used:
-            raise ValueError(f"{self._table.used} cells hold state of another model; free their sequences first.")
+        if self._model is not None:
+            if self._table.used:
+                raise ValueError(f"{self._table.used} cells hold state of another model; free their sequences first.")
+            if _kinds(make_prompt_cache(model)) != _kinds(self._fresh()):
+                raise ValueError("another model, with other layers than this cache was made for; make one for it.")
+            for layer in self._cells:
+                layer.clear()
         modules = {type(each).__module__.rpartition(".")[2] for each in (model, *getattr(model, "layers", ()))}
         for name in modules & set(BY_SLOT):
             raise UnsupportedCacheError(f"{name} cannot run on cells: {BY_SLOT[name]}.")
@@ -404,3 +409,7 @@ def _one_each(tokens: Any, rows: int, vocab_size: int | None) -> mx.array:
     if rows == 0 or ids.shape not in ((rows,), (rows, 1)):
         raise ValueError(f"tokens of shape {ids.shape} for {rows} sequences; wanted one each, and at least one.")
     return ids.reshape(rows, 1)
+
+
+def _kinds(caches: Sequence[Any]) -> list[tuple[type, int | None]]:
+    return [(type(leaf), getattr(leaf, "max_size", None)) for leaf in leaves(caches)]

@@ -164,6 +164,10 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
 
     # What the cache asks
 
+    def clear(self) -> None:
+        """Drop the buffers."""
+        self.keys = self.values = None
+
     def write(self, start: int, keys: mx.array, values: mx.array) -> None:
         """Put keys and values (1, H, T, D) into the cells [start, start + T).
 

@@ -62,8 +62,11 @@ class RowStates:
             return self.of(sequences[0])
         if sequences != self._joined:
             self._settle()
-            columns = zip(*(self._own[each] for each in sequences), strict=True)
-            self._joined, self._batch = sequences, [_join(column) for column in columns]
+            owners = [self._own[each] for each in sequences]
+            self._batch = [_join(column) for column in zip(*owners, strict=True)]
+            self._joined = sequences
+            for cache in (cache for own in owners for cache in own):
+                cache.cache = [None] * len(cache.cache)  # what is in the batch now is not kept twice
         return self._batch
 
     def can_join(self, sequences: tuple[int, ...]) -> bool:

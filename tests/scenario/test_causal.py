@@ -89,6 +89,19 @@ def test_what_cannot_run_on_cells_is_refused_by_name(kind: str) -> None:
         CausalCache(model, capacity=64).steps_together(model)
 
 
+def test_what_cannot_run_on_cells_is_refused_before_a_second_sequence_gets_wrong_logits() -> None:
+    model = build(kind_of("afm7"))
+    causal = CausalCache(model, capacity=64)
+    causal.add(1)
+    causal.prefill(model, 1, words(1, 5))
+    causal.add(2)
+    for sequence in (1, 2):
+        with pytest.raises(UnsupportedCacheError):
+            causal.prefill(model, sequence, words(2, 5))
+    causal.check()
+    assert causal.table.used == 5
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("kind", ["afm7", "gemma2", "llama", "lfm2", "gemma3_text"])
 def test_the_trial_tells_wrong_positions_in_every_dtype(kind: str, dtype: mx.Dtype) -> None:
@@ -141,7 +154,8 @@ def test_recurrent_state_follows_those_who_leave_join_and_share_between_steps(ki
         rows.join(sequence, words(sequence, 6 + sequence))
     rows.step({0: 1, 1: 2, 2: 3})
     rows.share(1, 10, rows.causal.length(1))  # out of the joined state
-    rows.step({10: 4, 1: 5})
+    rows.step({1: 5})
+    rows.step({10: 4})
     rows.step({2: 6, 10: 7, 0: 8})
     rows.leave(0)
     rows.step({2: 9, 10: 10})

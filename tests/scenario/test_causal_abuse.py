@@ -239,6 +239,24 @@ def test_another_model_is_refused_while_there_is_state(other: str) -> None:
     unharmed(rows)
 
 
+def test_an_empty_cache_takes_another_model_with_the_same_layers_and_tries_it_anew() -> None:
+    first, second = build(kind_of("gemma2")), build(kind_of("gemma"))
+    second.set_dtype(mx.bfloat16)
+    causal = CausalCache(first, capacity=CAPACITY)
+    assert not causal.steps_together(first)
+    causal.add(1)
+    causal.prefill(first, 1, [1, 2, 3])
+    causal.free(1)
+
+    assert causal.steps_together(second)
+    causal.add(1)
+    causal.prefill(second, 1, [1, 2, 3])
+    assert {buffer.dtype for buffer in causal.state} == {mx.bfloat16}
+    causal.free(1)
+    with pytest.raises(ValueError, match="other layers"):
+        causal.steps_together(tiny_model("gemma3_text"))
+
+
 def test_keys_of_other_heads_never_reach_the_cells() -> None:
     rows = busy()
     layer = rows.causal._cells[0]

@@ -153,11 +153,18 @@ def test_recurrent_state_after_a_prefill_keeps_no_activations(kind: str) -> None
 
 def test_who_leaves_a_batch_of_recurrent_rows_keeps_one_rows_state() -> None:
     model = build(kind_of("mamba"))
+    CausalCache(model, capacity=64).steps_together(model)
+    gc.collect()
+    at_first = mx.get_active_memory()
     causal = CausalCache(model, capacity=64)
     for row in range(8):
         causal.add(row)
         causal.prefill(model, row, words(row, 2))
     mx.eval(causal.step(model, range(8), [1] * 8), causal.state)
+    joined = causal.nbytes
+    memory, _ = held_bytes(lambda: mx.eval(causal.step(model, range(8), [1] * 8), causal.state))
+    assert memory <= 1_024
+    assert mx.get_active_memory() - at_first <= 1.1 * joined
 
     def last_one() -> CausalCache:
         for row in range(1, 8):
