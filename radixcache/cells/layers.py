@@ -136,7 +136,6 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         if keys.shape[0] != current.rows or keys.shape[2] != current.tokens:
             found = f"keys of shape {keys.shape}"
             raise ValueError(f"{found} in a pass of {current.rows} rows with {current.tokens} tokens each.")
-        keys, values = without_overflow(keys, values)
         if current.rows > 1:
             keys, values = keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3)
         self.write(current.batch.start, keys, values)
@@ -177,6 +176,7 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         for buffer, new in ((self.keys, keys), (self.values, values)):
             if buffer is not None and (buffer.shape[1], buffer.shape[3]) != (new.shape[1], new.shape[3]):
                 raise ValueError(f"keys or values of shape {new.shape} for cells of {buffer.shape}: of another model?")
+        keys, values = without_overflow(keys, values)
         stop = start + keys.shape[2]
         self.keys = _with_room(self.keys, keys, stop, self.capacity)
         self.values = _with_room(self.values, values, stop, self.capacity)
@@ -203,7 +203,7 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
 
 
 def without_overflow(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-    """Keys and values (N, H, T, D) with zeros for what is not finite, and NaN where that harms its own row alone.
+    """Keys and values (1, H, T, D) with zeros for what is not finite, and NaN where that harms its own row alone.
 
     Scores of cells that a row does not see are replaced before they count, whatever they are. So the mark goes into
     what makes scores alone: the keys; or, in latent attention, the second array, as its first one is keys and values.
