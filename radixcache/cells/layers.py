@@ -7,6 +7,10 @@ A forward pass is either one row of any length or several rows of one token:
                     (N, H, C, D), and the mask (N, 1, 1, C) says which cells belong to whom
 
 C are the cells between the first and the last that any row sees. Nothing is gathered and no cell is copied.
+
+What a row may not see is multiplied by 0 in MLX's attention, where it is not skipped; so no cell may hold a value that
+is not finite. A token that has some (an overflow in float16, say) is written with zeros and a mark of NaN that only
+those who see the token run into, as they would have alone: see `without_overflow`.
 """
 
 from __future__ import annotations
@@ -24,8 +28,9 @@ from radixcache.cells.table import CellTable
 
 Mask = mx.array | str | None
 
-#: Cells that buffers grow by at least; beyond that by an eighth of what there is.
-GROWTH_CELLS = 256
+#: Buffers grow by a twentieth, so that no more than that is spare, and by so many cells at least.
+GROWTH_CELLS = 64
+GROWTH_PART = 20
 
 
 class CellPass:
@@ -59,7 +64,8 @@ class CellPass:
         """What each token sees of `span(span_window)`, with a window that is no wider: as mlx-lm's caches say it.
 
         Returns:
-            None: all of it. "causal": all in front of it, and itself. Else bool, (T, C) or (N, 1, 1, C).
+            None: all of it. "causal": all in front of it, and itself. Else bool, (T, C) for T > 1, or
+            (N, 1, 1, C) as in mlx-lm's own batches: some models gather from a mask of one token.
         """
         key = span_window, window, as_array
         if key not in self._masks:
@@ -76,8 +82,10 @@ class CellPass:
         start, stop = self.span(span_window)
         cells = stop - start
         is_cut = window is not None and cells > window
+        if not is_cut and self.tokens == 1:
+            return None
         if not is_cut and not as_array:
-            return None if self.tokens == 1 else "causal"
+            return "causal"
         mask: mx.array = create_causal_mask(self.tokens, cells - self.tokens, window_size=window if is_cut else None)
         return mask
 
@@ -87,7 +95,7 @@ class CellPass:
         mask = mx.array(self._table.mask(self.batch, window=window))
         if (first, last) != (start, stop):
             mask = mx.pad(mask, [(0, 0), (first - start, stop - last)])
-        return mask if self.rows == 1 else mask[:, None, None, :]
+        return mask if self.tokens > 1 else mask[:, None, None, :]
 
 
 class CellLayer(_BaseCache):  # type: ignore[misc]
@@ -156,8 +164,20 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
 
     # What the cache asks
 
+    def clear(self) -> None:
+        """Drop the buffers."""
+        self.keys = self.values = None
+
     def write(self, start: int, keys: mx.array, values: mx.array) -> None:
-        """Put keys and values (1, H, T, D) into the cells [start, start + T)."""
+        """Put keys and values (1, H, T, D) into the cells [start, start + T).
+
+        Raises:
+            ValueError: the buffers are for other heads or head sizes: another model's.
+        """
+        for buffer, new in ((self.keys, keys), (self.values, values)):
+            if buffer is not None and (buffer.shape[1], buffer.shape[3]) != (new.shape[1], new.shape[3]):
+                raise ValueError(f"keys or values of shape {new.shape} for cells of {buffer.shape}: of another model?")
+        keys, values = without_overflow(keys, values)
         stop = start + keys.shape[2]
         self.keys = _with_room(self.keys, keys, stop, self.capacity)
         self.values = _with_room(self.values, values, stop, self.capacity)
@@ -197,6 +217,20 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         return view if rows == 1 else mx.broadcast_to(view, (rows, *view.shape[1:]))
 
 
+def without_overflow(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    """Keys and values (1, H, T, D) with zeros for what is not finite, and NaN where that harms its own row alone.
+
+    Scores of cells that a row does not see are replaced before they count, whatever they are. So the mark goes into
+    what makes scores alone: the keys; or, in latent attention, the second array, as its first one is keys and values.
+    """
+    is_latent = keys.shape[1] == 1 and keys.shape[3] != values.shape[3] > 0
+    content, scored = (keys, values) if is_latent else (values, keys)
+    is_finite = mx.isfinite(content)
+    scored = mx.where(mx.all(is_finite, axis=-1, keepdims=True), scored, mx.array(float("nan"), scored.dtype))
+    content = mx.where(is_finite, content, mx.array(0, content.dtype))
+    return (content, scored) if is_latent else (scored, content)
+
+
 def _with_room(buffer: mx.array | None, like: mx.array, cells: int, capacity: int) -> mx.array:
     """A buffer of at least so many cells, with what is in it."""
     held = 0 if buffer is None else buffer.shape[2]
@@ -210,7 +244,7 @@ def _with_room(buffer: mx.array | None, like: mx.array, cells: int, capacity: in
 
 def grown(held: int, cells: int, capacity: int) -> int:
     """How many cells a buffer of `held` grows to when it needs `cells`: so many that growing copies O(n) in all."""
-    return min(capacity, max(cells, held + max(GROWTH_CELLS, held // 8)))
+    return min(capacity, max(cells, held + max(GROWTH_CELLS, held // GROWTH_PART)))
 
 
 def _extended(buffer: mx.array, cells: int) -> mx.array:
