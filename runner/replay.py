@@ -27,7 +27,8 @@ from runner.backends import open_backend
 from runner.backends.backend import Backend, CachedRun, Prompt
 from runner.backends.plain_run import PlainRun
 from runner.models import LoadedModel
-from runner.pipeline import DEFAULT_STEP_SIZE, Completion, feed, generate
+from runner.pipeline import DEFAULT_STEP_SIZE, feed, generate
+from runner.reply import Completion
 from runner.script import RenderedRequest, Script
 
 # Enough to compile kernels and touch every weight, little enough to take a second on two slow cores.
