@@ -1,0 +1,111 @@
+"""Who waits and who runs, and who there is room for.
+
+    capacity    cells of the group: those that running requests hold, shared ones once, and those they will take
+    bytes       the cache's budget: the group asks for them when a request comes in and when its buffers grow
+
+Neither is looked at twice: cells are reckoned here, before a request comes in; bytes by the group, which refuses.
+"""
+
+from bisect import insort
+from typing import Any
+
+from runner.parallel_request import Request
+from runner.turn_taking import admissible
+
+
+class Admission:
+    """The requests of one generator, in order of arrival.
+
+    Args:
+        capacity: cells.
+        max_rows: requests that run at a time at most.
+        context: tokens that a request has in cells at most; None: no such bound.
+
+    Attributes:
+        waiting, running: to read; they change through the methods.
+    """
+
+    def __init__(self, capacity: int, max_rows: int, context: int | None) -> None:
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._capacity = capacity
+        self._max_rows = max_rows
+        self._context = context
+        self._is_refused = False
+
+    @property
+    def prefilling(self) -> list[Request]:
+        """Those whose prompt is not through."""
+        return [request for request in self.running if not request.is_decoding]
+
+    @property
+    def decoding(self) -> list[Request]:
+        """Those whose next token is on its way."""
+        return [request for request in self.running if request.is_decoding]
+
+    @property
+    def last_come(self) -> Request:
+        """Of those that run, the one that came last."""
+        return max(self.running, key=lambda request: request.number)
+
+    def next(self, group: Any) -> Request | None:
+        """Who comes in next; None: nobody may now."""
+        if len(self.running) >= self._max_rows or (self._is_refused and self.running):
+            return None
+        return admissible(
+            self.waiting, lambda request: self._fits(request, group), lambda request: self._gains(request, group)
+        )
+
+    def refuse(self) -> None:
+        """The group had no bytes for who came next: nobody is asked for again before one is through."""
+        self._is_refused = True
+
+    def start(self, request: Request, row: Any) -> None:
+        """A waiting request got a row."""
+        request.row = row
+        self.waiting.remove(request)
+        self.running.append(request)
+
+    def send_back(self, request: Request) -> None:
+        """A running request waits again, at its old place."""
+        self.end(request)
+        request.go_back()
+        insort(self.waiting, request, key=lambda each: each.number)
+
+    def end(self, request: Request) -> None:
+        """A request is over."""
+        self._is_refused = False
+        for requests in (self.waiting, self.running):
+            if request in requests:
+                requests.remove(request)
+
+    def _fits(self, request: Request, group: Any) -> bool:
+        """Whether there are cells for it, besides those that the others hold and will still take."""
+        if not self.running:
+            return True
+        owed = sum(max(0, self._needed(each) - each.row.position) for each in self.running)
+        shared = max(_shared(request, each, group) for each in self.running)
+        free = self._capacity - group.causal.table.used
+        return bool(owed + self._needed(request) - shared <= free)
+
+    def _gains(self, request: Request, group: Any) -> bool:
+        """Whether a prompt that is being prefilled right now is the same further than all that is evaluated yet."""
+        evaluated = max((_shared(request, each, group) for each in self.running), default=0)
+        others = [each for each in self.prefilling if not each.ticket.cancelled()]
+        return any(_sharable(each, group, request.shares(each)) > evaluated for each in others)
+
+    def _needed(self, request: Request) -> int:
+        return request.needed_tokens if self._context is None else min(request.needed_tokens, self._context)
+
+
+def _shared(request: Request, running: Request, group: Any) -> int:
+    """How many tokens a request would share with a running one now."""
+    evaluated = group.causal.clean_tokens(running.row.id)
+    return _sharable(running, group, min(request.shares(running), evaluated))
+
+
+def _sharable(running: Request, group: Any, length: int) -> int:
+    """How many of so many common tokens can be shared: with recurrent layers those up to a checkpoint."""
+    if not group.pager.has_states:
+        return length
+    return max((at for at in running.row.stops if at <= length), default=0)
