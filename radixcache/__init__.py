@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from radixcache.adapters import register_adapter
     from radixcache.chat import render_chat
     from radixcache.errors import (
+        BudgetFullError,
         CacheBusyError,
         CacheFullError,
         RadixCacheError,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from radixcache.events import Event, EventKind
     from radixcache.explain import Explanation, Gap, Hint, Reason
     from radixcache.generate import stream_generate
+    from radixcache.group import Group, Row
     from radixcache.ledger import Ledger
     from radixcache.monitor import StatsSnapshot
     from radixcache.pins import NamedPin
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "POLICIES": "policies",
+    "BudgetFullError": "radixcache.errors",
     "CacheBusyError": "radixcache.errors",
     "CacheFullError": "radixcache.errors",
     "CacheStats": "radixcache.stats",
@@ -47,6 +50,7 @@ _MODULES = {
     "EvictionPolicy": "policies",
     "Explanation": "radixcache.explain",
     "Gap": "radixcache.explain",
+    "Group": "radixcache.group",
     "Hint": "radixcache.explain",
     "Ledger": "radixcache.ledger",
     "Mismatch": "radixcache.verifier",
@@ -55,6 +59,7 @@ _MODULES = {
     "RadixCacheError": "radixcache.errors",
     "RadixTree": "radixcache.tree",
     "Reason": "radixcache.explain",
+    "Row": "radixcache.group",
     "Session": "radixcache.session",
     "SessionClosedError": "radixcache.errors",
     "ShortReason": "radixcache.resume",
@@ -70,6 +75,7 @@ _MODULES = {
 
 __all__ = [
     "POLICIES",
+    "BudgetFullError",
     "CacheBusyError",
     "CacheFullError",
     "CacheStats",
@@ -80,6 +86,7 @@ __all__ = [
     "EvictionPolicy",
     "Explanation",
     "Gap",
+    "Group",
     "Hint",
     "Ledger",
     "Mismatch",
@@ -88,6 +95,7 @@ __all__ = [
     "RadixCacheError",
     "RadixTree",
     "Reason",
+    "Row",
     "Session",
     "SessionClosedError",
     "ShortReason",

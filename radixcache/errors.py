@@ -7,6 +7,28 @@ class RadixCacheError(Exception):
     """Base of the errors below."""
 
 
+class BudgetFullError(RadixCacheError):
+    """The byte budget cannot hold what a call needs, all that is evictable gone. Nothing but that has changed.
+
+    Attributes:
+        budget_bytes: the budget.
+        held_bytes: what open sessions, groups and pins hold of it.
+        wanted_bytes: what was asked for on top.
+    """
+
+    def __init__(self, budget_bytes: int, held_bytes: int, wanted_bytes: int) -> None:
+        super().__init__(budget_bytes, held_bytes, wanted_bytes)
+        self.budget_bytes = budget_bytes
+        self.held_bytes = held_bytes
+        self.wanted_bytes = wanted_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.wanted_bytes} more bytes do not fit the budget of {self.budget_bytes}: open sessions, groups and "
+            f"pins hold {self.held_bytes}. Close a row, give a smaller capacity, or a larger budget_bytes."
+        )
+
+
 class CacheBusyError(RadixCacheError):
     """Every live slot is taken by an open session.
 

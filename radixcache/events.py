@@ -63,7 +63,8 @@ class Event(NamedTuple):
         start, end: offsets in tokens; equal for a checkpoint.
         nbytes: bytes of the state it happened to; 0 where no state was moved, made or dropped.
         detail: what only some kinds have. stored, evicted: `state`, "tokens" or "checkpoint". split, merged: `at`.
-            resumed: `prompt_tokens`, `matched_tokens`, `reason` (None or a ShortReason), `by` ("begin" or "fetch").
+            resumed: `prompt_tokens`, `matched_tokens`, `reason` (None or a ShortReason), `by` ("begin", "begin_many"
+            or "fetch").
             quarantined: `mismatch`, a Mismatch.
     """
 

@@ -74,7 +74,7 @@ class Evictor:
     def fixed_bytes(self) -> int:
         """Bytes that no eviction gives back: what open sessions and pins hold. O(nodes)."""
         nbytes = self._account.second_bytes + self._states.session_checkpoint_bytes
-        nbytes += sum(path.nbytes for path in self.paths if path.is_open)
+        nbytes += self._account.live_bytes - sum(path.nbytes for path in self.paths if not path.is_open)
         for node in self._states.tree.nodes():
             state = state_of(node)
             if state.held:

@@ -10,6 +10,7 @@ Everything it hands out is evaluated, so any thread may use it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -164,6 +165,15 @@ class Layout:
             if not adapter.is_point:
                 self.token_bytes += sum(b.nbytes // b.shape[2] for b in adapter.buffers(cache))
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether KVCache layers are quantized from offset 0."""
+        return self._kv_bits is not None
+
+    def leaf_token_bytes(self, leaf: int) -> int:
+        """Bytes that a token takes in a leaf with a time axis; 0 while no forward pass has shown it."""
+        return sum(math.prod(shape) * dtype.size for *shape, dtype in self._shapes[leaf] or ())
+
     def uses_points(self, caches: Sequence[Any]) -> bool:
         """Whether some point layer of these caches holds state."""
         return any(adapter.is_point and not adapter.is_empty(cache) for cache, adapter in self.leaves(caches))
@@ -225,6 +235,10 @@ class Layout:
     def page_out(self, caches: Sequence[Any], start: int, end: int) -> Spans:
         """Copy the tokens [start, end) of all span layers out of the live buffers."""
         snapshots = [None if a.is_point else a.snapshot(c, start, end) for c, a in self.leaves(caches)]
+        return self.spans_of(snapshots, start, end)
+
+    def spans_of(self, snapshots: list[Any], start: int, end: int) -> Spans:
+        """The span leaves' snapshots of [start, end) as one, evaluated; None for every other leaf."""
         return _spans(start, end, snapshots)
 
     def page_in(self, caches: Sequence[Any], spans: Spans, target: int) -> int:
@@ -271,6 +285,10 @@ class Layout:
     def checkpoint(self, caches: Sequence[Any], offset: int, kind: str) -> Checkpoint:
         """Copy the state of all point layers, which stand at `offset`."""
         snapshots = [a.snapshot(c, 0, offset) if a.is_point else None for c, a in self.leaves(caches)]
+        return self.checkpoint_of(snapshots, offset, kind)
+
+    def checkpoint_of(self, snapshots: list[Any], offset: int, kind: str) -> Checkpoint:
+        """The point leaves' snapshots at `offset` as one, evaluated; None for every other leaf."""
         arrays = [array for s in snapshots if s is not None for array in s.arrays()]
         mx.eval(arrays)
         checkpoint = Checkpoint(offset, snapshots, sum(a.nbytes for a in arrays), kind)

@@ -68,7 +68,7 @@ class Pager:
         for node in nodes if self._layout.token_bytes else []:
             offset, end = node.start, min(node.end, plan.resume)
             while offset < end:
-                spans = self._spans_at(node, offset, end)
+                spans = self.spans_at(node, offset, end)
                 if self._layout.is_empty(caches):
                     self._layout.reserve(caches, plan.resume + 256, spans)
                 self._layout.page_in(caches, spans, min(spans.end, end))
@@ -138,7 +138,7 @@ class Pager:
             self._layout.rewind_spans(live.caches, keep)
         like = None
         if incoming and self._layout.token_bytes:
-            like = self.allocating(lambda: self._spans_at(incoming[0], keep, keep + 1))
+            like = self.allocating(lambda: self.spans_at(incoming[0], keep, keep + 1))
         if not self._layout.is_empty(live.caches) or like is not None:
             tight = self._evictor.over_bytes() > 0
             self.allocating(lambda: live.reserve(capacity_tokens, like, exactly=tight))
@@ -154,7 +154,7 @@ class Pager:
     def _page_in(self, live: LivePath, node: StateNode) -> None:
         offset = node.start
         while offset < node.end and self._layout.token_bytes:
-            spans = self.allocating(lambda start=offset: self._spans_at(node, start, node.end))  # type: ignore[misc]
+            spans = self.allocating(lambda start=offset: self.spans_at(node, start, node.end))  # type: ignore[misc]
             self.allocating(lambda cut=spans: live.page_in(cut, cut.end))  # type: ignore[misc]
             offset = spans.end
         live.advance(node)
@@ -165,7 +165,7 @@ class Pager:
     def _page_out(self, live: LivePath, node: StateNode) -> None:
         self.allocating(lambda: live.page_out(node))
 
-    def _spans_at(self, node: StateNode, start: int, end: int) -> Spans:
+    def spans_at(self, node: StateNode, start: int, end: int) -> Spans:
         """A node's snapshot, or as much of [start, end) as is copied at a time from where it is live."""
         if node.payload is None:
             raise LiveStateError(f"the tokens [{node.start}, {node.end}) were lost while they were paged in.")

@@ -28,6 +28,8 @@ from radixcache.events import OnEvent
 from radixcache.evictor import TRIM_TOKENS
 from radixcache.explain import Explanation, explain, with_text
 from radixcache.grid import floor
+from radixcache.group import Group
+from radixcache.group_requests import GroupRequests
 from radixcache.interrupts import uninterrupted
 from radixcache.layout import Layout
 from radixcache.ledger import Ledger
@@ -35,12 +37,12 @@ from radixcache.memory import default_budget_bytes, parameter_bytes
 from radixcache.monitor import StatsSnapshot, snapshot
 from radixcache.pins import NamedPin
 from radixcache.render import render_node
-from radixcache.requests import Requests
 from radixcache.resume import plan_resume
 from radixcache.session import Session
+from radixcache.sized_layout import SizedLayout
 from radixcache.state_tree import state_of
 from radixcache.stats import CacheStats
-from radixcache.tokens import TokenIds, edge_keys, token_ids, vocabulary_size
+from radixcache.tokens import TokenIds, vocabulary_size
 from radixcache.trace import Clock, TraceWriter
 from radixcache.tree import Keys
 from radixcache.verifier import Mismatch
@@ -48,7 +50,7 @@ from radixcache.view import TreeView, collect, render_view
 from radixcache.view.words import bytes_words
 
 
-class PrefixCache(Requests):
+class PrefixCache(GroupRequests):
     """A radix tree of layer snapshots with one live path or several, under a byte budget.
 
     Args:
@@ -189,10 +191,7 @@ class PrefixCache(Requests):
             ValueError: tokens, keys, marks, reserve, turn or kind out of their range.
             CacheBusyError: every live slot is taken by an open session; it says by which.
         """
-        prompt, prompt_keys = self._checked(tokens, keys, namespace)
-        for mark in marks:
-            if not 0 <= mark <= len(prompt):
-                raise ValueError(f"mark {mark} is outside the prompt of {len(prompt)} tokens.")
+        prompt, prompt_keys = self.checked_prompt(tokens, keys, namespace, marks)
         if reserve < 0:
             raise ValueError(f"reserve is {reserve}; wanted 0 or more tokens.")
         if turn is not None and (isinstance(turn, bool) or not isinstance(turn, int) or turn < 0):
@@ -204,6 +203,7 @@ class PrefixCache(Requests):
             with uninterrupted(), self.lock:
                 for path in self._slots.vanished():
                     self._abandon(path)
+                self._abandon_groups()
                 self._slots.require_free(namespace)
                 use = self._next_use(priority, turn, kind)
                 session = self._open(prompt, prompt_keys, namespace, use, marks, reserve)
@@ -212,6 +212,47 @@ class PrefixCache(Requests):
                 session.close()
             raise
         return session
+
+    def begin_many(
+        self, prompts: Sequence[Any] = (), *, capacity: int, namespace: str = "", priority: int = 0
+    ) -> Group:
+        """Open a group: many requests on one buffer of cells, in which every distinct prefix is held once.
+
+            with cache.begin_many([first, second], capacity=8192) as group:
+                for row in group.rows:
+                    logits = group.prefill(model, row)
+                logits = group.step(model, group.rows, tokens)      # (2, 1, V): both in one forward pass
+
+        Each prompt is a row, restored as `Group.admit` says, and more may be admitted later. A group takes no live
+        slot, and sessions may be open beside it. Its rows are not verified.
+
+        Args:
+            prompts: token ids of each prompt: list, tuple, np.ndarray or mx.array.
+            capacity: cells, which is tokens of all rows together, a shared one counted once. Buffers grow up to it as
+                they fill, and count as live bytes of the budget.
+            namespace, priority: as in `begin`, for all rows.
+
+        Raises:
+            ValueError: an argument out of its range; the cache is exact, quantized, or made for sizes alone.
+            UnsupportedCacheError: a layer's state cannot be put into cells.
+            CacheFullError, BudgetFullError: no room for what is to be restored.
+        """
+        _require_count("capacity", capacity, "cells")
+        if isinstance(priority, bool) or not isinstance(priority, int) or not isinstance(namespace, str):
+            raise ValueError(f"priority is {priority!r}, namespace {namespace!r}; wanted a whole number and a str.")
+        self._require_cells()
+        group = None
+        try:
+            with uninterrupted(), self.lock:
+                self._abandon_groups()
+                group = self._open_group(capacity, namespace, priority)
+            for prompt in prompts:
+                group.admit(prompt)
+        except BaseException:
+            if group is not None:
+                group.close()
+            raise
+        return group
 
     def fetch(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> tuple[list[Any], TokenIds]:
         """Restore the longest usable prefix into fresh caches that the caller owns.
@@ -535,13 +576,14 @@ class PrefixCache(Requests):
                 bare = node.is_leaf and state.checkpoint is None and not state.live and not state.held
                 assert not (bare and self.layout.has_points), node
                 assert state.checkpoint is None or node.end % self.layout.grid_tokens == 0, node
-            held = sum(path.checkpoint_bytes for path in self._slots.paths)
+            held = sum(each.checkpoint_bytes for each in self._slots.paths)
+            held += sum(each.checkpoint_bytes for each in self._bookings)
             assert held == self._states.session_checkpoint_bytes, (held, self._states.session_checkpoint_bytes)
             second = sum(path.second_bytes for path in self._slots.paths)
             assert second == self._account.second_bytes, (second, self._account.second_bytes)
-            live = sum(path.nbytes for path in self._slots.paths)
+            live = sum(each.nbytes for each in self._slots.paths) + sum(each.nbytes for each in self._bookings)
             assert live == self._account.live_bytes, (live, self._account.live_bytes)
-            idle = not any(path.is_open for path in self._slots.paths)
+            idle = not self._bookings and not any(path.is_open for path in self._slots.paths)
             if idle and not self._pins.nbytes and self._ledger.is_sole(self._account):
                 assert self._ledger.over_bytes() == 0, self._ledger.total_bytes
             self._pins.check()
@@ -610,11 +652,17 @@ class PrefixCache(Requests):
 
     # Private: the rest
 
-    def _checked(self, tokens: Any, keys: Any, namespace: Any) -> tuple[TokenIds, Keys]:
-        ids = token_ids(tokens, self.vocab_size)
-        if not isinstance(namespace, str):
-            raise ValueError(f"namespace is a {type(namespace).__name__}; wanted a str.")
-        return ids, ids.astype(np.int64) if keys is None else edge_keys(keys, len(ids))
+    def _require_cells(self) -> None:
+        """Raise ValueError where state cannot be put into cells whatever the layers."""
+        if self.exact:
+            raise ValueError(
+                f"begin_many() on an exact cache: rows that decode together add up in another order than one alone, "
+                f"and prefill goes in other chunks than {self.step_size} tokens. Use begin(), or exact=False."
+            )
+        if isinstance(self.layout, SizedLayout):
+            raise ValueError("begin_many() needs the state of a model; a layout that holds sizes has none.")
+        if self.layout.is_quantized:
+            raise ValueError("begin_many() with kv_bits: quantized keys and values cannot be put into cells.")
 
     def _is_resumable(self, keys: Keys, namespace: str) -> bool:
         """Whether a request that goes on from these keys would resume at their end; it counts as a use if so.

@@ -63,15 +63,29 @@ class Recorder:
             end = self._fitting_end(start, end)
             checkpoint = self._checkpoint_of(caches, end) if self._layout.has_points else None
             spans = self._pager.allocating(lambda: self._layout.page_out(caches, start, end)) if end > start else None
-            self._put(keys[:end], namespace, spans, checkpoint, use)
+            self.put(keys[:end], namespace, spans, checkpoint, use)
         finally:
             if guarded is not None:
                 self._states.guard(guarded, -1)
                 self._evictor.let_go(guarded)
         return end
 
-    def _put(self, keys: Keys, namespace: str, spans: Spans | None, checkpoint: Checkpoint | None, use: Use) -> None:
-        """Give the path to `keys`, whose end may be new, this state."""
+    def put(
+        self,
+        keys: Keys,
+        namespace: str,
+        spans: Spans | None,
+        checkpoint: Checkpoint | None,
+        use: Use,
+        others: Sequence[Checkpoint] = (),
+    ) -> None:
+        """Give the path to `keys`, whose end may be new, this state.
+
+        Args:
+            spans: of all that the tree does not hold yet; None: it holds all.
+            checkpoint: at the end.
+            others: checkpoints on the way.
+        """
         if len(keys) == 0:
             return
         held = self._states.match(keys, namespace).offset
@@ -81,6 +95,8 @@ class Recorder:
             self._states.paged_out_bytes += spans.nbytes
         if checkpoint is not None and state_of(node).checkpoint is None:
             self._states.set_checkpoint(node, checkpoint, use)
+        for other in others:
+            self._attach(node, other, use)
         # What is new was made by this use, and is not used a second time.
         self._states.touch([each for each in node.path() if each.end <= held], node, use)
         self._evictor.let_go(node)

@@ -134,16 +134,7 @@ class Requests:
     def session_checkpoint(self, session: Session, checkpoint: Checkpoint) -> None:
         """Book a checkpoint that a session took; over the cap or the budget the session's interval ones thin out."""
         session.live.hold_checkpoint(checkpoint.nbytes)
-        self._evictor.thin_checkpoints()
-        fits = self._evictor.make_room()
-        cap = self._evictor.checkpoint_budget_bytes
-        while not fits or self._account.checkpoint_bytes > cap:
-            victim = _least_covering(session.checkpoints)
-            if victim is None:
-                return
-            session.checkpoints.remove(victim)
-            session.live.hold_checkpoint(-victim.nbytes)
-            fits = self._evictor.over_bytes() == 0
+        self._thin(session.checkpoints, session.live.hold_checkpoint)
 
     def take_checkpoint(self, session: Session, offset: int, kind: str) -> Checkpoint:
         """Copy the point state of a session that stands at `offset`."""
@@ -198,6 +189,24 @@ class Requests:
             return count
         keys = np.concatenate([session.prompt_keys, ids[len(session.prompt) :].astype(np.int64)])
         return min(count, self._quarantine.limit(keys, session.namespace))
+
+    def _thin(self, checkpoints: list[Checkpoint], hold: Callable[[int], None]) -> None:
+        """A request took a checkpoint: keep cap and budget, at the cost of its interval ones in the end.
+
+        Args:
+            checkpoints: all that the request holds.
+            hold: books a change of their bytes.
+        """
+        self._evictor.thin_checkpoints()
+        fits = self._evictor.make_room()
+        cap = self._evictor.checkpoint_budget_bytes
+        while not fits or self._account.checkpoint_bytes > cap:
+            victim = _least_covering(checkpoints)
+            if victim is None:
+                return
+            checkpoints.remove(victim)
+            hold(-victim.nbytes)
+            fits = self._evictor.over_bytes() == 0
 
     # Opening
 

@@ -41,15 +41,13 @@ from radixcache.live_path import LivePath
 from radixcache.resume import ResumePlan, ShortReason
 from radixcache.snapshots import Checkpoint
 from radixcache.state_tree import Use
+from radixcache.stops import checkpoint_stops
 from radixcache.tokens import TokenIds, token_ids
 from radixcache.tree import Keys
 from radixcache.verifier import Check, Mismatch
 
 if TYPE_CHECKING:
     from radixcache.requests import Requests
-
-#: Chat templates rewrite the end of a prompt; a checkpoint this many tokens before it survives that.
-TAIL_TOKENS = 16
 
 
 class Session:
@@ -407,15 +405,8 @@ class Session:
         """Offsets in (position, last] at which point state is to be kept, with the reason, the most lasting first."""
         if not self._layout.has_points:
             return {}
-        stops = {len(self.prompt) - TAIL_TOKENS: "tail"}
-        stops.update(dict.fromkeys(self._marks, "mark"))
-        if self.matched_tokens > self.cached_tokens:
-            stops[min(self.matched_tokens, last)] = "branch"
-        interval = self._cache.checkpoint_interval
-        for offset in range(interval, last + 1, interval):
-            # Close to another one it would save next to nothing and cost as much.
-            if all(abs(offset - other) >= interval // 8 for other in stops):
-                stops[offset] = "interval"
+        interval, length = self._cache.checkpoint_interval, len(self.prompt)
+        stops = checkpoint_stops(length, self._marks, self.matched_tokens, self.cached_tokens, interval, last)
         if self._cache.exact:
             return stops_on_grid(stops, self._cache.step_size, self._position, last)
         return {offset: kind for offset, kind in sorted(stops.items()) if self._position < offset <= last}

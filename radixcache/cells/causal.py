@@ -246,6 +246,45 @@ class CausalCache:
         self._table.apply(plan)
         return plan
 
+    # State that is written rather than evaluated
+
+    @property
+    def leaves(self) -> list[Any]:
+        """What stands for each of the model's caches, in order: a CellLayer, or an ArraysCache that marks its place."""
+        return leaves(self._layers)
+
+    def row_states(self, sequence: int) -> list[Any]:
+        """An ArraysCache for each layer without cells, in order; what is put into them is the sequence's state."""
+        return self._states.of(sequence)
+
+    def share_cells(self, source: int, target: int, length: int) -> None:
+        """`copy_prefix` without the layers that have no cells: their state at `length` is put in by the caller."""
+        self._table.copy_prefix(source, target, length)
+        if self._tainted.get(source, length) < length:
+            self._tainted[target] = self._tainted[source]
+
+    def take_cells(self, sequence: int, tokens: int) -> int:
+        """Take cells in a row for the next tokens of a sequence, to be written to by the caller; returns the first.
+
+        Raises:
+            ValueError, CacheFullError: as `prefill`.
+        """
+        return self._append([(sequence, tokens)]).start
+
+    def room_for(self, tokens: int) -> int:
+        """Bring so many free cells together; returns how many cells buffers need to hold what is put there.
+
+        Raises:
+            CacheFullError: fewer cells are free.
+        """
+        self._make_room(tokens)
+        return self._table.find(tokens) + tokens
+
+    def grow(self, cells: int) -> None:
+        """Give every buffer that is there room for so many cells, without waiting for it."""
+        for layer in self._cells:
+            layer.grow(cells)
+
     def check(self) -> None:
         """Assert K1 to K3 and the table's invariants."""
         self._table.check()

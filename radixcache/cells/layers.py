@@ -163,6 +163,17 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         self.keys[..., start:stop, :] = keys
         self.values[..., start:stop, :] = values
 
+    def grow(self, cells: int) -> None:
+        """Give the buffers, if there are any, room for so many cells."""
+        for name in ("keys", "values"):
+            buffer = getattr(self, name)
+            if buffer is not None and buffer.shape[2] < cells:
+                setattr(self, name, _extended(buffer, cells))
+
+    def free(self) -> None:
+        """Let go of the buffers."""
+        self.keys = self.values = None
+
     def read(self, cells: mx.array) -> tuple[mx.array, mx.array]:
         """Copies of the keys and values in some cells, int32, shape (T,): (1, H, T, D) each."""
         assert self.keys is not None and self.values is not None
@@ -187,6 +198,17 @@ def _with_room(buffer: mx.array | None, like: mx.array, cells: int, capacity: in
     held = 0 if buffer is None else buffer.shape[2]
     if buffer is not None and cells <= held:
         return buffer
-    wanted = min(capacity, max(cells, held + max(GROWTH_CELLS, held // 8)))
-    fresh = mx.zeros((*like.shape[:2], wanted - held, like.shape[3]), dtype=like.dtype)
-    return fresh if buffer is None else mx.concatenate([buffer, fresh], axis=2)
+    wanted = grown(held, cells, capacity)
+    if buffer is None:
+        return mx.zeros((*like.shape[:2], wanted, like.shape[3]), dtype=like.dtype)
+    return _extended(buffer, wanted)
+
+
+def grown(held: int, cells: int, capacity: int) -> int:
+    """How many cells a buffer of `held` grows to when it needs `cells`: so many that growing copies O(n) in all."""
+    return min(capacity, max(cells, held + max(GROWTH_CELLS, held // 8)))
+
+
+def _extended(buffer: mx.array, cells: int) -> mx.array:
+    more = mx.zeros((*buffer.shape[:2], cells - buffer.shape[2], buffer.shape[3]), dtype=buffer.dtype)
+    return mx.concatenate([buffer, more], axis=2)

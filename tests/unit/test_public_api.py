@@ -12,6 +12,7 @@ from policies import EvictionPolicy
 
 PUBLIC_NAMES = [
     "POLICIES",
+    "BudgetFullError",
     "CacheBusyError",
     "CacheFullError",
     "CacheStats",
@@ -22,6 +23,7 @@ PUBLIC_NAMES = [
     "EvictionPolicy",
     "Explanation",
     "Gap",
+    "Group",
     "Hint",
     "Ledger",
     "Mismatch",
@@ -30,6 +32,7 @@ PUBLIC_NAMES = [
     "RadixCacheError",
     "RadixTree",
     "Reason",
+    "Row",
     "Session",
     "SessionClosedError",
     "ShortReason",

@@ -1,0 +1,210 @@
+"""CellPager: copies between the cells of a CausalCache and the snapshots of a PrefixCache.
+
+    span     a KVCache layer: a token's keys and values are in its cell
+    window   a RotatingKVCache layer: in cells too; a checkpoint is the window's last cells before an offset, and goes
+             back into the cells of the same positions. Cells before that hold nothing for such a layer
+    row      an ArraysCache layer: a state per sequence, valid where the sequence stands
+
+Snapshots are those that the adapters of these classes make, so state goes from cells to live caches and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+from radixcache.adapters.arrays import ArraysSnapshot
+from radixcache.adapters.owned import owned
+from radixcache.adapters.rotating import RotatingSnapshot
+from radixcache.adapters.span import SpanSnapshot, segment_bounds
+from radixcache.cells.causal import CausalCache
+from radixcache.cells.layers import CellLayer
+from radixcache.evaluation import NATIVE_ERRORS, LiveStateError
+from radixcache.layout import Layout
+from radixcache.snapshots import Checkpoint, Spans
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """State to be copied out: the tokens [start, end) of a sequence, and what its point layers hold at `end`.
+
+    Attributes:
+        with_points: False: the point layers' state is there already, or there are none.
+    """
+
+    sequence: int
+    start: int
+    end: int
+    with_points: bool
+
+
+class CellPager:
+    """Copies between one CausalCache and snapshots of the same model's state."""
+
+    def __init__(self, layout: Layout, causal: CausalCache) -> None:
+        self._layout = layout
+        self._causal = causal
+        self.windows = [
+            leaf.window for leaf in causal.leaves if isinstance(leaf, CellLayer) and leaf.window is not None
+        ]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer's state is a sequence's own, valid only where the sequence stands."""
+        return any(isinstance(leaf, ArraysCache) for leaf in self._causal.leaves)
+
+    @property
+    def cells(self) -> int:
+        """Cells that the largest buffer holds."""
+        return max((buffer.shape[2] for _, leaf in self._in_cells() for buffer in leaf.state), default=0)
+
+    def needed_bytes(self, cells: int) -> int:
+        """Bytes that all buffers take with so many cells; of a layer that was never seen 0."""
+        return cells * sum(
+            self._layout.leaf_token_bytes(index)
+            if leaf.empty()
+            else sum(buffer.nbytes // buffer.shape[2] for buffer in leaf.state)
+            for index, leaf in self._in_cells()
+        )
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(leaf.nbytes for _, leaf in self._in_cells())
+
+    def point_bytes(self, sequence: int, end: int) -> int:
+        """Bytes of a checkpoint of a sequence at `end`."""
+        states = self._causal.row_states(sequence)
+        nbytes = sum(array.nbytes for state in states for array in state.cache if array is not None)
+        for _, leaf in self._in_cells():
+            if leaf.window is not None:
+                nbytes += sum(min(leaf.window, end) * buffer.nbytes // buffer.shape[2] for buffer in leaf.state)
+        return int(nbytes)
+
+    def free(self) -> None:
+        """Let go of all buffers."""
+        for _, leaf in self._in_cells():
+            leaf.free()
+
+    # In
+
+    def write(self, spans: Spans, start: int, end: int, cell: int) -> int:
+        """Write the tokens [start, end) of some spans into cells from `cell` on; returns the bytes written."""
+        written = 0
+        for leaf, snapshot in zip(self._causal.leaves, spans.leaves, strict=True):
+            if snapshot is None:
+                continue
+            bounds = segment_bounds(snapshot.start, snapshot.end)
+            for (low, high), segment in zip(bounds, snapshot.segments, strict=True):
+                first, last = max(low, start), min(high, end)
+                if first < last:
+                    parts = [array[..., first - low : last - low, :] for array in segment]
+                    leaf.write(cell + first - start, *parts)
+                    written += sum(part.nbytes for part in parts)
+        self._evaluate_written()
+        return written
+
+    def restore_points(self, sequence: int, checkpoint: Checkpoint, target: int) -> None:
+        """Give the point layers of a sequence that stands at `target` what a checkpoint says; it can be cut there."""
+        states = iter(self._causal.row_states(sequence))
+        for leaf, snapshot in zip(self._causal.leaves, checkpoint.leaves, strict=True):
+            if isinstance(leaf, ArraysCache):
+                state = next(states)
+                if snapshot is not None:
+                    state.cache = [None if slot is None else owned(slot) for slot in snapshot.slots]
+            elif snapshot is not None:
+                length = snapshot.keys.shape[2] if target == checkpoint.offset else target
+                begin = target - length
+                for run in self._causal.table.ranges(sequence, begin, target):
+                    first = run.position - begin
+                    parts = [array[..., first : first + run.length, :] for array in snapshot.arrays()]
+                    leaf.write(run.start, *parts)
+        self._evaluate_written()
+
+    # Out
+
+    def checkpoint(self, sequence: int, kind: str) -> Checkpoint:
+        """Copy the point state of a sequence where it stands."""
+        end = self._causal.length(sequence)
+        piece = Piece(sequence, end, end, True)
+        snapshots = [self._point(index, leaf, piece) for index, leaf in enumerate(self._causal.leaves)]
+        return self._layout.checkpoint_of(snapshots, end, kind)
+
+    def read(
+        self,
+        pieces: Sequence[Piece],
+        allocating: Callable[[Callable[[], list[Any]]], list[Any]],
+        freeing: bool = False,
+    ) -> list[tuple[Spans, Checkpoint | None]]:
+        """Copy pieces out of the cells, a layer at a time.
+
+        Args:
+            allocating: runs a copy, and may run it again when its allocation fails.
+            freeing: let go of each layer's buffers once it is copied, so that no more than one layer is held twice.
+        """
+        columns = []
+        for index, leaf in enumerate(self._causal.leaves):
+            columns.append(allocating(lambda at=index, of=leaf: self._column(at, of, pieces)))  # type: ignore[misc]
+            if freeing and isinstance(leaf, CellLayer):
+                leaf.free()
+        found: list[tuple[Spans, Checkpoint | None]] = []
+        for number, piece in enumerate(pieces):
+            spans = [column[number][0] for column in columns]
+            points = [column[number][1] for column in columns]
+            checkpoint = self._layout.checkpoint_of(points, piece.end, "end") if piece.with_points else None
+            found.append((self._layout.spans_of(spans, piece.start, piece.end), checkpoint))
+        return found
+
+    def specimen(self, sequence: int) -> list[Any]:
+        """Live caches with one token of every layer in use, for the layout to learn from; to look at only."""
+        caches = self._layout.fresh()
+        states = iter(self._causal.row_states(sequence))
+        for leaf, (cache, _) in zip(self._causal.leaves, self._layout.leaves(caches), strict=True):
+            if isinstance(leaf, ArraysCache):
+                cache.cache = list(next(states).cache)
+            elif leaf.keys is not None and leaf.values is not None:
+                cache.keys, cache.values = leaf.keys[..., :1, :], leaf.values[..., :1, :]
+                cache.offset = 1
+        return caches
+
+    # Private
+
+    def _in_cells(self) -> list[tuple[int, CellLayer]]:
+        return [(index, leaf) for index, leaf in enumerate(self._causal.leaves) if isinstance(leaf, CellLayer)]
+
+    def _column(self, index: int, leaf: Any, pieces: Sequence[Piece]) -> list[tuple[Any, Any]]:
+        """One layer's part of every piece, as (span, point)."""
+        column = [(self._span(leaf, piece), self._point(index, leaf, piece)) for piece in pieces]
+        mx.eval([array for pair in column for snapshot in pair if snapshot is not None for array in snapshot.arrays()])
+        return column
+
+    def _span(self, leaf: Any, piece: Piece) -> SpanSnapshot | None:
+        if not isinstance(leaf, CellLayer) or leaf.window is not None or leaf.empty() or piece.start == piece.end:
+            return None
+        cells = self._causal.table.cells(piece.sequence)
+        bounds = segment_bounds(piece.start, piece.end)
+        return SpanSnapshot(piece.start, piece.end, [leaf.read(mx.array(cells[low:high])) for low, high in bounds])
+
+    def _point(self, index: int, leaf: Any, piece: Piece) -> Any:
+        if not piece.with_points:
+            return None
+        if isinstance(leaf, ArraysCache):
+            before = sum(isinstance(each, ArraysCache) for each in self._causal.leaves[:index])
+            slots = self._causal.row_states(piece.sequence)[before].cache
+            if all(slot is None for slot in slots):
+                return None
+            return ArraysSnapshot(piece.end, [None if slot is None else owned(slot) for slot in slots], None, None)
+        if leaf.window is None or leaf.empty():
+            return None
+        cells = self._causal.table.cells(piece.sequence)[max(0, piece.end - leaf.window) : piece.end]
+        keys, values = leaf.read(mx.array(cells))
+        return RotatingSnapshot(piece.end, keys, values, leaf.window)
+
+    def _evaluate_written(self) -> None:
+        try:
+            mx.eval(self._causal.state)
+        except NATIVE_ERRORS as error:
+            raise LiveStateError(f"restoring state into cells failed: {error}") from error

@@ -1,0 +1,455 @@
+"""Group: many requests on one CausalCache, a row each, restored from the tree into cells and stored back from there.
+
+    admit          cells of an open row are shared as far as it goes along; what the tree has behind that is restored
+    prefill        evaluates the row's next prompt tokens, a chunk at a time
+    step           evaluates one token of each of many rows, in one forward pass
+    close          what the row evaluated, and the tree does not hold, is copied out of the cells and stored
+
+Invariants, asserted by `check`, besides those of CausalCache:
+
+  G1  A row that is open is a sequence of `causal`, and has evaluated no more tokens than are known of it.
+  G2  A row's checkpoints stand at offsets that it evaluated, and their bytes are booked.
+  G3  `nbytes` is what the cache has booked as live bytes for the group, once a call is over.
+
+Not thread-safe: a group belongs to one thread at a time. The cache's lock is taken where the tree or the budget are
+touched; forward passes run outside of it.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from radixcache.adapters.owned import owned
+from radixcache.cells.causal import CausalCache
+from radixcache.cells.paging import CellPager
+from radixcache.errors import SessionClosedError, ShiftError
+from radixcache.evaluation import is_evaluation_failure
+from radixcache.interrupts import uninterrupted
+from radixcache.resume import ResumePlan, ShortReason
+from radixcache.snapshots import Checkpoint
+from radixcache.state_tree import Use
+from radixcache.stops import checkpoint_stops
+from radixcache.tokens import TokenIds, token_ids
+from radixcache.tree import Keys
+
+if TYPE_CHECKING:
+    from radixcache.group_requests import GroupRequests
+
+
+class Row:
+    """A request of a Group; made by Group.admit().
+
+    Attributes:
+        id: the row's sequence in `group.causal`; never given twice in a group.
+        prompt: int32 token ids of the whole prompt.
+        cached_tokens: prompt tokens that were there already: restored, or shared with another row.
+        matched_tokens: prompt tokens that tree and rows held; more than cached_tokens when `reason` says why.
+        reason: why less than the match was resumed, from ShortReason; None when all of it was.
+        remaining: int32 token ids that were left to evaluate when the row was admitted, never empty.
+        is_closed: whether the row was closed; its cells are free then.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        row_id: int,
+        prompt: TokenIds,
+        keys: Keys,
+        use: Use,
+        marks: Sequence[int],
+        plan: ResumePlan,
+        points_from: int,
+    ) -> None:
+        self.id = row_id
+        self.prompt = prompt
+        self.prompt_keys = keys
+        self.use = use
+        self.cached_tokens = plan.resume
+        self.matched_tokens = plan.matched
+        self.reason: ShortReason | None = plan.reason
+        self.remaining = prompt[plan.resume :].copy()
+        self.is_closed = False
+        #: Checkpoints taken on the way, which the tree does not have yet.
+        self.checkpoints: list[Checkpoint] = []
+        #: The offset at which a window was restored: cells of the windows that end before it hold nothing.
+        self.points_from = points_from
+        #: How many of the tokens it was admitted on are right, where others were found wrong since; None: nothing was.
+        self.right_tokens: int | None = None
+        self._group = weakref.ref(group)
+        self._ids = prompt
+        self._keys = keys
+        self._prompt_end = len(prompt)
+        self._reported: list[tuple[mx.array, int]] = []
+        self._is_cut_short = False
+        limit, interval = len(prompt) - 1, group.cache.checkpoint_interval
+        stops = checkpoint_stops(len(prompt), marks, plan.matched, plan.resume, interval, limit)
+        #: Where its prefill is cut for a checkpoint, with the reason.
+        self.stops = {at: kind for at, kind in sorted(stops.items()) if plan.resume < at <= limit}
+
+    @property
+    def group(self) -> Group:
+        """The group it belongs to. SessionClosedError: that is gone."""
+        group = self._group()
+        if group is None:
+            raise SessionClosedError("the row's group is gone; hold it, in a with block, for as long as its rows.")
+        return group
+
+    @property
+    def position(self) -> int:
+        """Tokens in its cells: evaluated, restored or shared."""
+        return self.group.causal.length(self.id)
+
+    @property
+    def prompt_left(self) -> int:
+        """Prompt tokens that are not evaluated yet."""
+        return max(0, self._prompt_end - self.position)
+
+    @property
+    def known_tokens(self) -> int:
+        """Prompt tokens plus those given to step(), less those removed."""
+        return len(self._ids) + len(self._reported)
+
+    def close(self) -> None:
+        """Store what the row evaluated and free its cells. Closing twice is fine."""
+        group = self._group()
+        if not self.is_closed and group is not None:
+            group.close_rows([self])
+
+    # What the group asks
+
+    def next_ids(self, count: int) -> TokenIds:
+        """The next tokens of the prompt."""
+        position = self.position
+        return self._ids[position : position + count]
+
+    def report(self, tokens: mx.array, index: int) -> None:
+        """The token at `index` of an array, which need not be evaluated, follows what is known."""
+        self._reported.append((tokens, index))
+
+    def known_keys(self) -> Keys:
+        """Keys of all that is known, up to the first reported token that is not a token id. Waits for reported ones."""
+        ceiling = self.group.cache.vocab_size or 1 << 31
+        ids: list[int] = []
+        for array, index in self._reported if not self._is_cut_short else ():
+            try:
+                token = int(np.asarray(array).reshape(-1)[index])
+            except Exception:  # a sampled token that cannot be evaluated is not known, nor is any after it
+                token = -1
+            if not 0 <= token < ceiling:
+                self._is_cut_short = True
+                break
+            ids.append(token)
+        if ids:
+            self._ids = np.concatenate([self._ids, np.array(ids, dtype=np.int32)])
+            self._keys = np.concatenate([self._keys, np.array(ids, dtype=np.int64)])
+            del self._reported[: len(ids)]
+        return self._keys
+
+    def clean_keys(self, at_most: int | None = None) -> Keys:
+        """Keys of the tokens in its cells that have the state they would have alone, `at_most` of them.
+
+        Waits for reported tokens only when more than the prompt is asked for.
+        """
+        clean = self.group.causal.clean_tokens(self.id)
+        if self.right_tokens is not None:
+            clean = min(clean, self.right_tokens)
+        if at_most is not None:
+            clean = min(clean, at_most)
+        keys = self._keys if clean <= len(self._keys) else self.known_keys()
+        return keys[:clean]
+
+    def cut(self, begin: int, end: int) -> None:
+        """The tokens [begin, end), all evaluated, are gone."""
+        self.known_keys()
+        self._ids = np.delete(self._ids, np.s_[begin:end])
+        self._keys = np.delete(self._keys, np.s_[begin:end])
+        self._prompt_end -= max(0, min(end, self._prompt_end) - begin)
+        self.stops = {}
+
+
+class Group:
+    """Requests that share one buffer of cells; made by PrefixCache.begin_many(), used as a context manager.
+
+    Attributes:
+        namespace: of all its rows.
+        causal: the cells; to look at, and for its forward passes where no row's tokens are concerned.
+        is_closed: whether the group was closed.
+    """
+
+    def __init__(self, cache: GroupRequests, causal: CausalCache, namespace: str, priority: int) -> None:
+        self.cache = cache
+        self.causal = causal
+        self.namespace = namespace
+        self.priority = priority
+        self.pager = CellPager(cache.layout, causal)
+        self.is_closed = False
+        self.is_lost = False
+        self._rows: dict[int, Row] = {}
+        self._next_id = 0
+        self._handled: BaseException | None = None
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not self._handled and is_evaluation_failure(error):
+            # The caller's own evaluation of what step() returned: the cells were part of it.
+            self.is_lost = True
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "is_closed", True) and not sys.is_finalizing():
+            self.cache.lock.when_free(self._close_unattended)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The open rows, in order of admission."""
+        return list(self._rows.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers of cells and of the rows' own states."""
+        return self.causal.nbytes
+
+    def admit(self, tokens: Any, keys: Any = None, marks: Sequence[int] = ()) -> Row:
+        """Open a row on a prompt, and restore what is there of it.
+
+        The prompt shares the cells of the open row that it goes along with furthest, as far as that one's tokens are
+        evaluated; what the tree holds behind that is restored. With recurrent layers a prompt is taken up only where
+        there is a checkpoint, in the tree or taken by an open row, or where another row stands. What is shared is
+        settled now: of prompts that begin alike and are nowhere yet, admit the second once the first is prefilled.
+
+        Args:
+            tokens: token ids of the whole prompt: list, tuple, np.ndarray or mx.array.
+            keys: int64, one per token: what the tree goes by where a position stands for more than its token id.
+            marks: offsets worth a checkpoint, such as the end of the system prompt and of each message.
+
+        Raises:
+            ValueError: tokens, keys or marks out of their range.
+            CacheFullError: fewer cells are free than there are tokens to restore.
+            BudgetFullError: the cells for them do not fit the byte budget.
+            SessionClosedError: the group is closed, or its cells were lost.
+        """
+        self._require_open()
+        prompt, prompt_keys = self.cache.checked_prompt(tokens, keys, self.namespace, marks)
+        with uninterrupted(), self.cache.lock:
+            row = self.cache.admit_row(self, self._next_id, prompt, prompt_keys, marks)
+            self._rows[row.id] = row
+            self._next_id += 1
+        return row
+
+    def prefill(self, model: Any, row: Row, tokens: int | None = None) -> mx.array | None:
+        """Evaluate the next tokens of a row's prompt, with checkpoints of point state on the way.
+
+        Args:
+            model: the mlx-lm model; called as model(tokens (1, T), cache=...).
+            tokens: how many, at most what is left; None: all that is left.
+
+        Returns:
+            Logits (1, 1, V) of the prompt's last token, evaluated, from the chunk that ends there; else None.
+
+        Raises:
+            ValueError: tokens is below 1, the prompt is through, or the row is another group's.
+            CacheFullError, BudgetFullError: no room for the chunk; nothing was evaluated.
+            SessionClosedError: row or group is closed, or the cells were lost.
+        """
+        self._require_row(row)
+        left = row.prompt_left
+        if left == 0:
+            raise ValueError(f"row {row.id}: all {len(row.prompt)} tokens of its prompt are evaluated; use step().")
+        if tokens is not None and tokens < 1:
+            raise ValueError(f"tokens is {tokens}; wanted 1 or more, or None.")
+        count = left if tokens is None else min(tokens, left)
+        self._make_room(count)
+        end, logits = row.position + count, None
+        while row.position < end:
+            start = row.position
+            stops = row.stops if self.cache.layout.has_points else {}
+            stop = min([end, *(at for at in stops if at > start)])
+            logits = self._evaluate(model, row, stop - start)
+            if stop in stops:
+                self._take_checkpoint(row, stops[stop])
+        return logits
+
+    def step(self, model: Any, rows: Sequence[Row], tokens: Any) -> mx.array:
+        """Evaluate one more token of each of some rows, in one forward pass where the model can.
+
+        Args:
+            model: as in `prefill`.
+            rows: N >= 1 of the open rows.
+            tokens: their next tokens' ids, shape (N,) or (N, 1): the rest of a prompt first, then sampled ones; an
+                mx.array need not be evaluated once the prompts are through: nothing here waits for it.
+
+        Returns:
+            Logits (N, 1, V), not evaluated.
+
+        Raises:
+            ValueError: no rows, one twice or another group's, another number of tokens, or tokens that contradict the
+                rest of a prompt.
+            CacheFullError, BudgetFullError: no room for N tokens; nothing was evaluated.
+            SessionClosedError: a row or the group is closed, or the cells were lost.
+        """
+        if not rows:
+            raise ValueError("no rows to step; wanted at least one.")
+        for row in rows:
+            self._require_row(row)
+        array = tokens if isinstance(tokens, mx.array) else mx.array(token_ids(tokens, self.cache.vocab_size))
+        array = array.reshape(-1)
+        self._require_prompts(rows, array)
+        self._make_room(len(rows))
+        logits: mx.array = self._run(lambda: self.causal.step(model, [row.id for row in rows], array))
+        for index, row in enumerate(rows):
+            if row.position > row.known_tokens:
+                row.report(array, index)
+        self._measure()
+        return logits
+
+    def remove(self, model: Any, row: Row, begin: int, end: int) -> None:
+        """Take the tokens [begin, end), all evaluated, out of a row; what follows moves up (context shift).
+
+        At the end of the row this is a rewind. Else the row's state from `begin` on is not what its tokens alone would
+        have given: of what is behind nothing is stored or shared.
+
+        Raises:
+            ValueError: the row does not hold all of the range, or is another group's.
+            ShiftError: the model's keys cannot be rotated, it has recurrent layers, or windows of which the row has
+                restored no more than it needed to go on where it did.
+            CacheFullError, BudgetFullError: no room for the copies of cells that other rows hold too.
+            SessionClosedError: row or group is closed, or the cells were lost.
+        """
+        self._require_row(row)
+        widest = max(self.pager.windows, default=0)
+        points_from = row.points_from
+        if points_from and end <= points_from - widest:
+            points_from -= end - begin
+        if row.position - (end - begin) < points_from:
+            raise ShiftError(
+                f"row {row.id} was restored at {row.points_from} with windows of {widest} tokens; what is in front of "
+                f"them is not there to go back to by removing [{begin}, {end})."
+            )
+        copies = self.causal.table.plan_remove(row.id, begin, end).copies if end < row.position else ()
+        self._make_room(0, max((move.target + move.length for move in copies), default=0))
+        self._run(lambda: self.causal.remove(model, row.id, begin, end))
+        row.points_from = points_from
+        row.cut(begin, end)
+        self._measure()
+
+    def close(self) -> None:
+        """Close all rows and give the cells back. Closing twice is fine."""
+        if self.is_closed:
+            return
+        with uninterrupted(), self.cache.lock:
+            self.is_closed = True
+            try:
+                self.cache.finish_group(self)
+            finally:
+                self._rows.clear()
+                self._handled = None
+
+    def close_rows(self, rows: Sequence[Row]) -> None:
+        """Close some rows: store what they evaluated, each after the other, and free their cells."""
+        with uninterrupted(), self.cache.lock:
+            rows = [row for row in rows if not row.is_closed]
+            try:
+                self.cache.finish_rows(self, rows)
+            finally:
+                for row in rows:
+                    self._rows.pop(row.id, None)
+
+    def settle(self) -> bool:
+        """Evaluate what is pending; False: that failed, and the cells are lost."""
+        try:
+            mx.eval(self.causal.state)
+        except Exception:  # whatever MLX raised: the state behind it is gone, and that is what counts here
+            self.is_lost = True
+        return not self.is_lost
+
+    def check(self) -> None:
+        """Assert G1 to G3, and the invariants of the cells."""
+        self.causal.check()
+        assert set(self._rows) == set(self.causal.sequences), (list(self._rows), self.causal.sequences)
+        for row in self._rows.values():
+            assert row.position <= row.known_tokens, (row.id, row.position, row.known_tokens)
+            assert all(each.offset <= row.position for each in row.checkpoints), (row.id, row.position)
+
+    # Private
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise SessionClosedError("the group is closed; begin_many() another one.")
+        if self.is_lost:
+            raise SessionClosedError("the group's cells were lost to a failure; close it and begin_many() again.")
+
+    def _require_row(self, row: Row) -> None:
+        self._require_open()
+        if row.is_closed:
+            raise SessionClosedError(f"row {row.id} is closed; admit() another one.")
+        if self._rows.get(row.id) is not row:
+            raise ValueError(f"row {row.id} is of another group.")
+
+    def _require_prompts(self, rows: Sequence[Row], tokens: mx.array) -> None:
+        """Raise ValueError where a token is not the next of a prompt that is not through; waits only for those."""
+        if len(tokens) != len(rows):
+            raise ValueError(f"{len(tokens)} tokens for {len(rows)} rows; wanted one each.")
+        for index, row in enumerate(rows):
+            if row.prompt_left:
+                wanted, found = int(row.next_ids(1)[0]), int(np.asarray(tokens)[index])
+                if wanted != found:
+                    raise ValueError(f"row {row.id}: token {row.position} is {found}; {wanted} follows in its prompt.")
+
+    def _run(self, forward: Callable[[], Any]) -> Any:
+        """Run what touches the cells; one that fails in an evaluation loses them."""
+        try:
+            return forward()
+        except BaseException as error:
+            self._handled = error
+            if is_evaluation_failure(error):
+                self.is_lost = True
+            raise
+
+    def _evaluate(self, model: Any, row: Row, count: int) -> mx.array | None:
+        """Evaluate prompt tokens of a row; returns the last one's logits where the prompt ends with it."""
+        logits: mx.array = self._run(lambda: self.causal.prefill(model, row.id, row.next_ids(count)))[:, -1:]
+        is_last = row.prompt_left == 0
+        try:
+            # With the logits, which otherwise would hold the buffers and have the next write copy them.
+            mx.eval(self.causal.state, [logits] if is_last else [])
+            for state in self.causal.row_states(row.id):
+                state.cache = [None if slot is None else owned(slot) for slot in state.cache]
+            mx.eval(self.causal.state)
+        except Exception as error:
+            self.is_lost, self._handled = True, error
+            raise
+        with uninterrupted(), self.cache.lock:
+            self.cache.learn_from(self, row)
+            self.cache.group_measured(self)
+        return logits if is_last else None
+
+    def _take_checkpoint(self, row: Row, kind: str) -> None:
+        with uninterrupted(), self.cache.lock:
+            self.cache.row_checkpoint(self, row, kind)
+
+    def _make_room(self, tokens: int, cells: int = 0) -> None:
+        with uninterrupted(), self.cache.lock:
+            self._run(lambda: self.cache.room_in_cells(self, tokens, cells))
+
+    def _measure(self) -> None:
+        with uninterrupted(), self.cache.lock:
+            self.cache.group_measured(self)
+
+    def _close_unattended(self) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            # Nobody waits for this; whoever runs into it called for something else.
+            warnings.warn(f"a group that nobody closed could not be stored: {error}", ResourceWarning, stacklevel=1)

@@ -1,0 +1,402 @@
+"""GroupRequests: what a Group asks of its PrefixCache: rows are opened like requests, and closed into the tree.
+
+    opening   match -> plan over tree and open rows -> make room in cells and budget -> share -> restore -> Row
+    closing   what is evaluated, known, clean and not quarantined -> copied out of the cells, layer by layer -> tree
+
+Invariants, asserted by `check`:
+
+  R1  The account's live bytes are those of the slots and of the bookings, one per open group; the checkpoints that
+      sessions and rows hold are what the tree says they are.
+
+A group that vanished without closing leaves its booking behind, which the next request takes back. The lock is held
+wherever nothing else is said.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from radixcache.cells.causal import CausalCache
+from radixcache.cells.layers import GROWTH_CELLS, grown
+from radixcache.cells.paging import Piece
+from radixcache.errors import BudgetFullError
+from radixcache.evaluation import NATIVE_ERRORS, LiveStateError
+from radixcache.events import PAGED_IN
+from radixcache.group import Group, Row
+from radixcache.requests import Requests
+from radixcache.resume import ResumePlan, ShortReason, plan_resume
+from radixcache.session import Session
+from radixcache.snapshots import Checkpoint
+from radixcache.state_tree import StateNode
+from radixcache.tokens import TokenIds, edge_keys, token_ids
+from radixcache.tree import Keys, common_length
+
+
+@dataclass(slots=True, eq=False)
+class Booking:
+    """What is booked for one group."""
+
+    group: weakref.ref[Group]
+    nbytes: int = 0
+    checkpoint_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """Where a row resumes, and what it shares.
+
+    Attributes:
+        resume: the offset.
+        shared: tokens whose cells it shares with `source`; what is behind comes from `nodes`.
+        source: an open row, or None.
+        checkpoint: where the point layers' state comes from; None: from the source, or there are none.
+        nodes: of the tree, root side first, those that the request uses.
+        counted: as a request on the tree is.
+    """
+
+    resume: int
+    shared: int
+    source: Row | None
+    checkpoint: Checkpoint | None
+    nodes: list[StateNode]
+    counted: ResumePlan
+
+
+@dataclass(slots=True)
+class Stored:
+    """What of a row is to be stored: the tokens [start, end), and the checkpoint at `end`."""
+
+    row: Row
+    keys: Keys
+    start: int
+    end: int
+    with_points: bool
+    checkpoint: Checkpoint | None = None
+    guarded: StateNode | None = field(default=None, repr=False)
+
+
+class GroupRequests(Requests):
+    """Requests that share one buffer of cells."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._bookings: list[Booking] = []
+
+    # Arguments
+
+    def checked_prompt(self, tokens: Any, keys: Any, namespace: Any, marks: Sequence[int]) -> tuple[TokenIds, Keys]:
+        """The ids and keys of a prompt, once they and its marks are in their range. ValueError: they are not."""
+        prompt, prompt_keys = self._checked(tokens, keys, namespace)
+        for mark in marks:
+            if not 0 <= mark <= len(prompt):
+                raise ValueError(f"mark {mark} is outside the prompt of {len(prompt)} tokens.")
+        return prompt, prompt_keys
+
+    def _checked(self, tokens: Any, keys: Any, namespace: Any) -> tuple[TokenIds, Keys]:
+        ids = token_ids(tokens, self.vocab_size)
+        if not isinstance(namespace, str):
+            raise ValueError(f"namespace is a {type(namespace).__name__}; wanted a str.")
+        return ids, ids.astype(np.int64) if keys is None else edge_keys(keys, len(ids))
+
+    # Groups
+
+    def _open_group(self, capacity: int, namespace: str, priority: int) -> Group:
+        group = Group(self, CausalCache(capacity=capacity, caches=self.layout.fresh), namespace, priority)
+        self._bookings.append(Booking(weakref.ref(group)))
+        return group
+
+    def _abandon_groups(self) -> None:
+        """Take back what is booked for groups that vanished without closing, their finalizer interrupted."""
+        for booking in [each for each in self._bookings if each.group() is None]:
+            self._unbook(booking)
+
+    def _groups(self, namespace: str) -> list[Group]:
+        groups = [booking.group() for booking in self._bookings]
+        return [group for group in groups if group is not None and group.namespace == namespace]
+
+    def group_measured(self, group: Group) -> None:
+        """The cells may have changed: book them, keep the budget."""
+        self._book(group)
+        self._evictor.make_room()
+
+    def learn_from(self, group: Group, row: Row) -> None:
+        """A row has been through a forward pass: learn from it what the model's state looks like."""
+        self.layout.learn(group.pager.specimen(row.id))
+
+    def room_in_cells(self, group: Group, tokens: int, cells: int = 0) -> None:
+        """Make room for so many more tokens, or for buffers of so many cells.
+
+        Raises:
+            CacheFullError, BudgetFullError: there is none; nothing but what is evictable has changed.
+        """
+        if tokens:
+            cells = max(cells, group.causal.room_for(tokens))
+        pager, capacity = group.pager, group.causal.table.capacity
+        held = pager.cells
+        if cells <= held:
+            return
+        least = cells if held else min(capacity, max(cells, GROWTH_CELLS))
+        wanted = grown(held, cells, capacity)
+        if self._evictor.over_bytes(pager.needed_bytes(wanted) - pager.buffer_bytes):
+            wanted = least
+        growth = pager.needed_bytes(wanted) - pager.buffer_bytes
+        if self._evictor.over_bytes(growth):
+            # Nothing is evicted for what cannot fit.
+            fixed = self._evictor.fixed_bytes()
+            if fixed + growth > self._ledger.budget_bytes or not self._evictor.make_room(growth):
+                raise BudgetFullError(self._ledger.budget_bytes, self._evictor.fixed_bytes(), growth)
+        group.causal.grow(wanted)
+        self._book(group)
+
+    def finish_group(self, group: Group) -> None:
+        """Close all rows of a group, and let go of its cells."""
+        try:
+            self.finish_rows(group, group.rows, freeing=True)
+        finally:
+            group.pager.free()
+            self._unbook(self._booking(group))
+            self.layout.release()
+            self._keep_budget()
+
+    # Rows
+
+    def admit_row(self, group: Group, row_id: int, prompt: TokenIds, keys: Keys, marks: Sequence[int]) -> Row:
+        """Open a row: share and restore as much of the prompt as there is."""
+        self._abandon_groups()
+        use = self._next_use(group.priority)
+        plan = self._plan_row(group, keys, len(prompt) - 1)
+        if plan.resume > plan.shared:
+            self.room_in_cells(group, plan.resume - plan.shared)
+        last = plan.nodes[-1] if plan.nodes else None
+        if last is not None:
+            self._states.guard(last, 1)
+        try:
+            self._restore_row(group, row_id, plan)
+        except BaseException as error:
+            if isinstance(error, (LiveStateError, *NATIVE_ERRORS)):
+                group.is_lost = True
+            if row_id in group.causal.sequences:
+                group.causal.free(row_id)
+            self._book(group)
+            raise
+        finally:
+            if last is not None:
+                self._states.guard(last, -1)
+        self._states.touch(plan.nodes, plan.counted.source, use)
+        if last is not None:
+            self._evictor.let_go(last)
+        self._count(plan.counted, len(prompt))
+        self._note_request(keys, group.namespace, plan.counted, "begin_many")
+        self.group_measured(group)
+        return Row(group, row_id, prompt, keys, use, marks, plan.counted, self._points_from(group, plan))
+
+    def row_checkpoint(self, group: Group, row: Row, kind: str) -> None:
+        """Copy and book the point state of a row where it stands."""
+        row.checkpoints.append(self._pager.allocating(lambda: group.pager.checkpoint(row.id, kind)))
+        self._hold(group, row.checkpoints[-1].nbytes)
+        self._thin(row.checkpoints, lambda nbytes: self._hold(group, nbytes))
+
+    def finish_rows(self, group: Group, rows: Sequence[Row], freeing: bool = False) -> None:
+        """Close rows: store what they evaluated, free their cells; `freeing`: and those of all others."""
+        try:
+            if rows and not group.is_lost and group.settle():
+                self._store(group, rows, freeing)
+        finally:
+            for row in rows:
+                row.is_closed = True
+                self._hold(group, -sum(each.nbytes for each in row.checkpoints))
+                row.checkpoints.clear()
+                group.causal.free(row.id)
+                self._record(row.prompt_keys, max(0, row.known_tokens - len(row.prompt)), group.namespace, row.use)
+            self._book(group)
+            self._keep_budget()
+
+    # What sessions ask
+
+    def quarantine(self, session: Session, length: int, start: int | None) -> int:
+        start = super().quarantine(session, length, start)
+        keys = session.prompt_keys[:length]
+        for group in self._groups(session.namespace):
+            for row in group.rows:
+                if min(row.cached_tokens, common_length(row.prompt_keys, keys)) > start:
+                    row.right_tokens = start if row.right_tokens is None else min(start, row.right_tokens)
+        return start
+
+    # Opening
+
+    def _plan_row(self, group: Group, keys: Keys, limit: int) -> RowPlan:
+        namespace = group.namespace
+        allowed = self._allowed(keys, namespace)
+        match = self._states.match(allowed, namespace)
+        hidden = self._slots.hidden(match.node.path(), None)
+        tree = plan_resume(self.layout, match, limit, None, hidden)
+        shares = [(common_length(row.clean_keys(len(allowed)), allowed), row) for row in group.rows]
+        common, neighbour = max(shares, key=lambda share: share[0], default=(0, None))
+        resume, source, checkpoint = self._among_rows(group, shares, limit)
+        if resume < tree.resume or resume == 0:
+            resume, source, checkpoint = tree.resume, neighbour, tree.checkpoint
+        shared = min(common, resume) if checkpoint is not None or source is None else resume
+        if checkpoint is not None or not self.layout.has_points:
+            source = neighbour
+            shared = min(common, resume)
+        matched = max(tree.matched, common)
+        reason = None
+        if resume < min(matched, limit):
+            reason = tree.reason if resume == tree.resume and tree.reason is not None else ShortReason.NO_CHECKPOINT
+        elif resume < matched:
+            reason = ShortReason.LAST_TOKEN
+        counted = replace(tree, matched=matched, resume=resume, reason=reason)
+        if checkpoint is not tree.checkpoint:
+            counted = replace(counted, checkpoint=None, source=None)
+        nodes = [node for node in tree.path if node.start < resume]
+        return RowPlan(resume, shared, source if shared else None, checkpoint, nodes, counted)
+
+    def _among_rows(
+        self, group: Group, shares: list[tuple[int, Row]], limit: int
+    ) -> tuple[int, Row | None, Checkpoint | None]:
+        """How far open rows alone take a prompt, which of them, and the checkpoint that this goes by."""
+        best: tuple[int, Row | None, Checkpoint | None] = (0, None, None)
+        for common, row in shares:
+            offset = min(common, limit)
+            stands = offset == row.position or not group.pager.has_states
+            if offset > best[0] and stands and offset >= row.points_from:
+                best = (offset, row, None)
+            for checkpoint in row.checkpoints:
+                reach = min(checkpoint.offset, offset)
+                if reach > best[0] and self.layout.can_cut(checkpoint, reach):
+                    best = (reach, row, checkpoint)
+        return best
+
+    def _restore_row(self, group: Group, row_id: int, plan: RowPlan) -> None:
+        """Make the row a sequence that stands at `plan.resume`."""
+        causal, pager = group.causal, group.pager
+        causal.add(row_id)
+        if plan.source is not None and pager.has_states and plan.checkpoint is None:
+            causal.copy_prefix(plan.source.id, row_id, plan.shared)
+        elif plan.source is not None:
+            causal.share_cells(plan.source.id, row_id, plan.shared)
+        for node in plan.nodes:
+            start, end = max(node.start, plan.shared), min(node.end, plan.resume)
+            if start < end:
+                self._page_in_cells(group, row_id, node, start, end)
+        if plan.checkpoint is not None:
+            pager.restore_points(row_id, plan.checkpoint, plan.resume)
+
+    def _page_in_cells(self, group: Group, row_id: int, node: StateNode, start: int, end: int) -> None:
+        """Write the tokens [start, end) of a node into cells of their own."""
+        cell = group.causal.take_cells(row_id, end - start)
+        offset = start
+        while offset < end and self.layout.token_bytes:
+            spans = self._pager.allocating(lambda at=offset: self._pager.spans_at(node, at, end))  # type: ignore[misc]
+            stop = min(spans.end, end)
+            self._states.paged_in_bytes += group.pager.write(spans, offset, stop, cell + offset - start)
+            offset = stop
+        if self._states.events.is_on:
+            nbytes = self.layout.token_bytes * (end - start)
+            self._states.events.emit(PAGED_IN, node.namespace, start, end, nbytes)
+
+    def _points_from(self, group: Group, plan: RowPlan) -> int:
+        """From where on the row's cells hold all that its windows see; 0: all of them do."""
+        source = plan.source
+        if source is not None and plan.shared == plan.resume >= source.points_from:
+            return source.points_from
+        return plan.resume if plan.resume > min(group.pager.windows, default=plan.resume) else 0
+
+    # Closing
+
+    def _store(self, group: Group, rows: Sequence[Row], freeing: bool) -> None:
+        """Copy what these rows evaluated, and the tree lacks, out of the cells into the tree."""
+        wanted = [each for row in rows if (each := self._storable(group, row)) is not None]
+        try:
+            for each in wanted:
+                node = self._states.match(each.keys, group.namespace).node
+                if not node.is_root:
+                    self._states.guard(node, 1)
+                    each.guarded = node
+            kept = self._fitting(group, wanted, freeing)
+            pieces = [Piece(each.row.id, each.start, each.end, each.with_points) for each in kept]
+            found = group.pager.read(pieces, self._pager.allocating, freeing)
+            self._book(group)
+            for each, (spans, checkpoint) in zip(kept, found, strict=True):
+                self._recorder.put(
+                    each.keys[: each.end],
+                    group.namespace,
+                    spans if each.start < each.end else None,
+                    checkpoint or each.checkpoint,
+                    each.row.use,
+                    [other for other in each.row.checkpoints if other.offset < each.end],
+                )
+        finally:
+            for each in wanted:
+                if each.guarded is not None:
+                    self._states.guard(each.guarded, -1)
+            for each in wanted:
+                if each.guarded is not None and each.guarded.payload is not None:
+                    self._evictor.let_go(each.guarded)
+
+    def _storable(self, group: Group, row: Row) -> Stored | None:
+        """What of a row may become a stored prefix; None: nothing that the tree does not hold."""
+        keys = self._allowed(row.clean_keys(), group.namespace)
+        end, checkpoint, with_points = len(keys), None, False
+        if self.layout.has_points:
+            with_points = end == row.position or (not group.pager.has_states and end >= row.points_from)
+            if not with_points:
+                held = [each for each in row.checkpoints if each.offset <= end]
+                if not held:
+                    return None
+                checkpoint = max(held, key=lambda each: each.offset)
+                end = checkpoint.offset
+        start = self._states.match(keys[:end], group.namespace).offset
+        if end == 0 or (start == end and (end <= row.cached_tokens or not self.layout.has_points)):
+            return None
+        return Stored(row, keys[:end], start, end, with_points, checkpoint)
+
+    def _fitting(self, group: Group, wanted: list[Stored], freeing: bool) -> list[Stored]:
+        """Make room for what is wanted; where it does not fit, for as much of it as does."""
+        kept = list(wanted)
+        while kept:
+            self._start_behind_each_other(kept, group.namespace)
+            need = sum((each.end - each.start) * self.layout.token_bytes for each in kept)
+            need += sum(group.pager.point_bytes(each.row.id, each.end) for each in kept if each.with_points)
+            need -= group.nbytes if freeing else 0
+            if need <= 0 or self._evictor.make_room(need):
+                break
+            last = kept[-1]
+            tokens = -(-self._evictor.over_bytes(need) // max(1, self.layout.token_bytes))
+            last.end = max(last.start, last.end - tokens)
+            if self.layout.has_points or last.end == last.start:
+                kept.pop()
+        return kept
+
+    def _start_behind_each_other(self, kept: list[Stored], namespace: str) -> None:
+        """Let each begin where the tree will end once those before it are stored."""
+        for index, each in enumerate(kept):
+            keys = each.keys[: each.end]
+            each.start = self._states.match(keys, namespace).offset
+            for other in kept[:index]:
+                each.start = max(each.start, common_length(other.keys[: other.end], keys))
+
+    # Booking
+
+    def _booking(self, group: Group) -> Booking:
+        return next(each for each in self._bookings if each.group() is group)
+
+    def _book(self, group: Group) -> None:
+        booking, held = self._booking(group), group.nbytes
+        self._account.add_live(held - booking.nbytes)
+        booking.nbytes = held
+
+    def _hold(self, group: Group, change_bytes: int) -> None:
+        """Book checkpoints that a row holds and the tree does not have yet."""
+        self._booking(group).checkpoint_bytes += change_bytes
+        self._states.hold_checkpoint(change_bytes)
+
+    def _unbook(self, booking: Booking) -> None:
+        self._account.add_live(-booking.nbytes)
+        self._states.hold_checkpoint(-booking.checkpoint_bytes)
+        self._bookings.remove(booking)
