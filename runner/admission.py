@@ -7,8 +7,8 @@ Neither is looked at twice: cells are reckoned here, before a request comes in; 
 """
 
 from bisect import insort
-from typing import Any
 
+from radixcache import Group, Row
 from runner.parallel_request import Request
 from runner.turn_taking import admissible
 
@@ -48,7 +48,7 @@ class Admission:
         """Of those that run, the one that came last."""
         return max(self.running, key=lambda request: request.number)
 
-    def next(self, group: Any) -> Request | None:
+    def next(self, group: Group) -> Request | None:
         """Who comes in next; None: nobody may now."""
         if len(self.running) >= self._max_rows or (self._is_refused and self.running):
             return None
@@ -60,9 +60,9 @@ class Admission:
         """The group had no bytes for who came next: nobody is asked for again before one is through."""
         self._is_refused = True
 
-    def start(self, request: Request, row: Any) -> None:
+    def start(self, request: Request, row: Row) -> None:
         """A waiting request got a row."""
-        request.row = row
+        request.held_row = row
         self.waiting.remove(request)
         self.running.append(request)
 
@@ -79,16 +79,16 @@ class Admission:
             if request in requests:
                 requests.remove(request)
 
-    def _fits(self, request: Request, group: Any) -> bool:
+    def _fits(self, request: Request, group: Group) -> bool:
         """Whether there are cells for it, besides those that the others hold and will still take."""
         if not self.running:
             return True
         owed = sum(max(0, self._needed(each) - each.row.position) for each in self.running)
         shared = max(_shared(request, each, group) for each in self.running)
         free = self._capacity - group.causal.table.used
-        return bool(owed + self._needed(request) - shared <= free)
+        return owed + self._needed(request) - shared <= free
 
-    def _gains(self, request: Request, group: Any) -> bool:
+    def _gains(self, request: Request, group: Group) -> bool:
         """Whether a prompt that is being prefilled right now is the same further than all that is evaluated yet."""
         evaluated = max((_shared(request, each, group) for each in self.running), default=0)
         others = [each for each in self.prefilling if not each.ticket.cancelled()]
@@ -98,13 +98,13 @@ class Admission:
         return request.needed_tokens if self._context is None else min(request.needed_tokens, self._context)
 
 
-def _shared(request: Request, running: Request, group: Any) -> int:
+def _shared(request: Request, running: Request, group: Group) -> int:
     """How many tokens a request would share with a running one now."""
     evaluated = group.causal.clean_tokens(running.row.id)
     return _sharable(running, group, min(request.shares(running), evaluated))
 
 
-def _sharable(running: Request, group: Any, length: int) -> int:
+def _sharable(running: Request, group: Group, length: int) -> int:
     """How many of so many common tokens can be shared: with recurrent layers those up to a checkpoint."""
     if not group.pager.has_states:
         return length

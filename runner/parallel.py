@@ -24,15 +24,15 @@ Invariants, each with a test:
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
 
 import mlx.core as mx
 import numpy as np
 
-from radixcache import PrefixCache
-from radixcache.errors import BudgetFullError, CacheFullError, SessionClosedError, ShiftError
+from radixcache import BudgetFullError, CacheFullError, Group, PrefixCache, SessionClosedError, ShiftError
 from radixcache.interrupts import uninterrupted
 from radixcache.tokens import edge_keys, token_ids, vocabulary_size
 from runner.admission import Admission
@@ -92,7 +92,9 @@ class ParallelGenerator:
         self._window = None if context is None else ContextWindow(context, free_share)
         self._cache, self._model, self._tokenizer = cache, model, tokenizer
         self._capacity, self._max_rows, self._step_size = capacity, max_rows, step_size
-        self._new_group = lambda: cache.begin_many(capacity=capacity, namespace=namespace, priority=priority)
+        self._new_group: Callable[[], Group] = partial(
+            cache.begin_many, capacity=capacity, namespace=namespace, priority=priority
+        )
         self._vocabulary_length = vocabulary_size(model)
         self._turns = ChunkTurns()
         self._steps = 0
@@ -217,7 +219,7 @@ class ParallelGenerator:
             self._group.close()
 
     @property
-    def group(self) -> Any:
+    def group(self) -> Group:
         """The cache's group of running rows; to read."""
         return self._group
 
@@ -412,8 +414,8 @@ class ParallelGenerator:
             self._ready.append((request.ticket, piece))
             self._admission.end(request)
             request.unread.clear()
-            if request.row is not None:
-                request.row.close()
+            if request.held_row is not None:
+                request.held_row.close()
 
     def _fail(self, request: Request, error: Exception) -> None:
         self._finish(request, request.reply.end("error", error=error))

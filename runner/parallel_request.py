@@ -4,12 +4,13 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from radixcache import Row
 from radixcache.tokens import TokenIds
 from runner.context_window import Outline
 from runner.pipeline import ProgressCallback
@@ -61,7 +62,7 @@ class Request:
         tokens, keys: the prompt, less what was left out or shifted out; once it has gone back to waiting the reply too.
         marks: offsets in `tokens`.
         outline: of the whole prompt; `dropped` tokens behind its beginning are not in `tokens` any more.
-        row: in the cache's group; None: waiting.
+        held_row: in the cache's group; None: it waits.
         unread: predictions that were dispatched and not read: two while a step is under way.
         failure: what its sampler raised, or the step it was in; said once the tokens before are read.
         in_reply: how many of the reply's tokens are part of `tokens`.
@@ -79,7 +80,7 @@ class Request:
     reserve: int
     on_progress: ProgressCallback | None
     dropped: int = 0
-    row: Any = None
+    held_row: Row | None = None
     failure: Exception | None = None
     in_reply: int = 0
     note: str | None = None
@@ -93,9 +94,15 @@ class Request:
         return self.ticket.number
 
     @property
+    def row(self) -> Row:
+        """Its row, while it runs."""
+        assert self.held_row is not None, self.ticket
+        return self.held_row
+
+    @property
     def remaining_tokens(self) -> int:
         """Tokens left to prefill."""
-        return cast(int, self.row.prompt_left)
+        return self.row.prompt_left
 
     @property
     def is_decoding(self) -> bool:
@@ -132,7 +139,7 @@ class Request:
         self.tokens, self.keys = np.append(self.tokens, fresh), np.append(self.keys, fresh)
         self.in_reply = len(self.reply.tokens)
         self.reserve = self.reply.max_tokens
-        self.row = None
+        self.held_row = None
         self.unread.clear()
 
 
@@ -145,7 +152,7 @@ def sample(requests: Sequence[Request], logits: mx.array) -> None:
     logprobs = log_probabilities(logits)
     is_nan = mx.any(mx.isnan(logprobs), axis=-1)
     likeliest = greedy(logprobs)
-    pending = []
+    pending: list[mx.array] = []
     for row, request in enumerate(requests):
         own = slice(row, row + 1)
         try:
