@@ -32,7 +32,8 @@ from typing import Any, Self, cast
 import mlx.core as mx
 import numpy as np
 
-from radixcache import BudgetFullError, CacheFullError, Group, PrefixCache, SessionClosedError, ShiftError
+from radixcache import BudgetFullError, CacheFullError, Group, PrefixCache, SessionClosedError
+from radixcache.errors import ShiftError
 from radixcache.interrupts import uninterrupted
 from radixcache.tokens import edge_keys, token_ids, vocabulary_size
 from runner.admission import Admission
