@@ -57,7 +57,7 @@ class Admission:
         )
 
     def refuse(self) -> None:
-        """The group had no bytes for who came next: nobody is asked for again before one is through."""
+        """The group had no room after all: nobody comes in before one of those that run is through."""
         self._is_refused = True
 
     def start(self, request: Request, row: Row) -> None:

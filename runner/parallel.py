@@ -6,9 +6,9 @@
         for ticket, piece in generator:
             print(ticket.number, piece.text)
 
-A round is: end what was cancelled, admit what there is room for, evaluate one chunk of one prompt, dispatch a decode
-step for all replies that go on, read the tokens of the step before. So between two tokens of a running reply lie one
-step and at most one chunk: `step_size` bounds its pauses, and what prefill takes from those who are being served.
+A round admits what there is room for, evaluates one chunk of one prompt, dispatches a decode step for all replies that
+go on, and reads the tokens of the step before. So between two tokens of a running reply lie one step and at most one
+chunk: `step_size` bounds its pauses, and what prefill takes from those who are being served.
 
 Invariants, each with a test:
 
@@ -23,32 +23,26 @@ Invariants, each with a test:
 """
 
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
-import mlx.core as mx
 import numpy as np
 
-from radixcache import BudgetFullError, CacheFullError, Group, PrefixCache, SessionClosedError
-from radixcache.errors import ShiftError
+from radixcache import Group, PrefixCache
 from radixcache.interrupts import uninterrupted
 from radixcache.tokens import edge_keys, token_ids, vocabulary_size
 from runner.admission import Admission
-from runner.context_window import FREE_SHARE, ContextError, ContextWindow, Outline
-from runner.parallel_request import Request, Ticket, sample
-from runner.pipeline import RELEASE_INTERVAL_TOKENS, ProgressCallback, compile_mode
+from runner.context_window import FREE_SHARE, ContextWindow, Outline
+from runner.parallel_engine import Engine
+from runner.parallel_request import Request, Ticket
+from runner.pipeline import ProgressCallback, compile_mode
 from runner.reply import Piece, Reply, Sampler
-from runner.turn_taking import ChunkTurns
 
 # Half a second or so of a small model on slow cores, a few hundredths on a GPU.
 DEFAULT_STEP_SIZE = 512
 DEFAULT_MAX_ROWS = 16
-
-# No room for a row: others have to end first.
-NO_ROOM = (CacheFullError, BudgetFullError)
 
 
 class ParallelGenerator:
@@ -91,23 +85,16 @@ class ParallelGenerator:
         if context is not None and context > capacity:
             raise ValueError(f"a context of {context} tokens does not fit {capacity} cells; raise capacity.")
         self._window = None if context is None else ContextWindow(context, free_share)
-        self._cache, self._model, self._tokenizer = cache, model, tokenizer
-        self._capacity, self._max_rows, self._step_size = capacity, max_rows, step_size
-        self._new_group: Callable[[], Group] = partial(
-            cache.begin_many, capacity=capacity, namespace=namespace, priority=priority
-        )
+        self._model, self._tokenizer, self._capacity = model, tokenizer, capacity
         self._vocabulary_length = vocabulary_size(model)
-        self._turns = ChunkTurns()
-        self._steps = 0
-        self._failure: Exception | None = None
-        self._ready: deque[tuple[Ticket, Piece]] = deque()
         self._admission = Admission(capacity, max_rows, context)
+        new_group = partial(cache.begin_many, capacity=capacity, namespace=namespace, priority=priority)
+        self._engine = Engine(model, new_group, self._admission, self._window, step_size)
         # The only state that several threads change.
         self._arrivals = threading.Condition()
         self._submitted: list[Request] = []
         self._tickets = 0
         self._is_closed = False
-        self._group = self._new_group()
 
     def __enter__(self) -> Self:
         return self
@@ -203,227 +190,34 @@ class ParallelGenerator:
     def __iter__(self) -> Iterator[tuple[Ticket, Piece]]:
         """Serve until all that was handed in is done. Whoever breaks off may go on with another iteration."""
         with compile_mode(self._model):
-            while self._ready or self._round():
-                while self._ready:
-                    yield self._ready.popleft()
+            while self._engine.ready or self._round():
+                while self._engine.ready:
+                    yield self._engine.ready.popleft()
 
     def close(self) -> None:
         """Cancel what waits and runs, keeping what was evaluated. Closing twice is fine."""
         with self._arrivals:
             self._is_closed = True
             self._arrivals.notify_all()
+            self._admission.waiting += self._submitted
+            self._submitted.clear()
         with uninterrupted():
-            self._take_submitted()
             for request in [*self._admission.waiting, *self._admission.running]:
-                self._finish(request, request.reply.end("cancelled"))
-            self._ready.clear()
-            self._group.close()
+                self._engine.finish(request, request.reply.end("cancelled"))
+            self._engine.ready.clear()
+            self._engine.group.close()
 
     @property
     def group(self) -> Group:
         """The cache's group of running rows; to read."""
-        return self._group
-
-    # A round
+        return self._engine.group
 
     def _round(self) -> bool:
-        """Do what there is to do once; False: nothing is left."""
-        self._take_submitted()
-        self._end_cancelled()
-        self._admit()
-        self._prefill()
-        decoding = self._admission.decoding
-        self._step([request for request in decoding if self._goes_on(request)])
-        self._read(decoding)
-        if self._group.is_lost:
-            self._lose_all(self._failure or SessionClosedError("the cells of all requests were lost."))
-        return bool(self._admission.running or self._admission.waiting or self._submitted or self._ready)
-
-    def _take_submitted(self) -> None:
+        """Do what there is to do once; False: nothing was left."""
         with self._arrivals:
             self._admission.waiting += self._submitted
             self._submitted.clear()
-
-    def _end_cancelled(self) -> None:
-        """End what was cancelled before its first token; a reply ends with the token that is on its way."""
-        for request in [*self._admission.waiting, *self._admission.running]:
-            if request.ticket.cancelled() and not request.is_decoding:
-                self._finish(request, request.reply.end("cancelled"))
-
-    def _admit(self) -> None:
-        while request := self._admission.next(self._group):
-            try:
-                with uninterrupted():
-                    row = self._group.admit(request.tokens, keys=request.keys, marks=request.marks)
-                    self._admission.start(request, row)
-            except NO_ROOM as error:
-                if self._admission.running:
-                    self._admission.refuse()
-                    return
-                self._fail(request, error)
-            except Exception as error:
-                self._fail(request, error)
-            else:
-                if not request.reply.tokens:
-                    request.reply.start()
-                    request.reply.cached_tokens = row.cached_tokens
-                self._report(request)
-
-    # Prefill
-
-    def _prefill(self) -> None:
-        """Dispatch one chunk of one prompt; with its last one the first token is on its way."""
-        if not self._admission.prefilling:
-            return
-        request = self._turns.choose(self._admission.prefilling)
-        try:
-            while request in self._admission.running:
-                try:
-                    with uninterrupted():
-                        logits = self._group.prefill(self._model, request.row, self._step_size)
-                        if logits is not None:
-                            sample([request], logits)
-                    break
-                except NO_ROOM as error:
-                    self._make_room(error)
-        except Exception as error:
-            self._failure = error
-            self._fail(request, error)
-            return
-        mx.clear_cache()
-        if request.failure is not None:
-            self._fail(request, request.failure)
-        elif request in self._admission.running:
-            self._report(request)
-
-    def _report(self, request: Request) -> None:
-        if request.on_progress is not None:
-            try:
-                request.on_progress(request.row.position, len(request.tokens))
-            except Exception as error:
-                self._fail(request, error)
-
-    # Decode
-
-    def _goes_on(self, request: Request) -> bool:
-        """Whether a reply takes part in the next step, for which its conversation may have to be shifted."""
-        if len(request.unread) > 1 or request.reply.left == 1 or request.failure is not None:
+        if not self._admission.waiting and not self._admission.running:
             return False
-        return self._window is None or request.row.position < self._window.tokens or self._shift(request, self._window)
-
-    def _shift(self, request: Request, window: ContextWindow) -> bool:
-        """Take the oldest turns out of the cells; False, with a note why: nothing can be taken out."""
-        begin = request.outline.keep
-        try:
-            length = window.excess(request.outline, request.row.position, 1, request.dropped)
-            while request in self._admission.running:
-                try:
-                    with uninterrupted():
-                        self._group.remove(self._model, request.row, begin, begin + length)
-                        request.shift(length)
-                    return True
-                except NO_ROOM as error:
-                    self._make_room(error)
-        except (ContextError, ShiftError, *NO_ROOM) as error:
-            request.note = f"The context of {window.tokens} tokens is full: {error}"
-        return False
-
-    def _step(self, requests: list[Request]) -> None:
-        """Dispatch the next forward pass of some replies, on tokens that nobody has read yet."""
-        while requests := [request for request in requests if request in self._admission.running]:
-            try:
-                with uninterrupted():
-                    tokens = mx.concatenate([request.unread[0].token for request in requests])
-                    logits = self._group.step(self._model, [request.row for request in requests], tokens)
-                    sample(requests, logits)
-                break
-            except NO_ROOM as error:
-                try:
-                    self._make_room(error)
-                except NO_ROOM:
-                    requests[0].failure = error
-                    break
-            except Exception as error:
-                self._failure = error
-                for request in requests:
-                    request.failure = error
-                break
-        self._steps += 1
-        if self._steps % RELEASE_INTERVAL_TOKENS == 0:
-            mx.clear_cache()
-
-    def _read(self, decoding: Sequence[Request]) -> None:
-        """Hand out the tokens of the step before the one that is under way."""
-        for request in decoding:
-            if request not in self._admission.running:
-                continue
-            self._read_next(request)
-            if request in self._admission.running and not request.unread:
-                self._finish(request, request.reply.end("length", note=request.note))
-
-    def _read_next(self, request: Request) -> None:
-        """Wait for a reply's next token, and hand it out."""
-        sampled = request.unread[0]
-        try:
-            token, is_nan = cast(int, sampled.token.item()), sampled.is_nan.item()
-        except Exception as error:
-            self._lose_all(error)
-            return
-        with uninterrupted():
-            request.unread.popleft()
-            if is_nan:
-                # Nobody knows where it began, so nothing that this request evaluated is kept.
-                request.row.right_tokens = request.row.cached_tokens
-                self._fail(request, FloatingPointError("the model's logits for this request are not numbers."))
-                return
-            try:
-                piece = request.reply.add(token, sampled.logprobs, request.ticket.cancelled)
-            except Exception as error:
-                self._fail(request, error)
-                return
-            if piece.completion is not None:
-                self._finish(request, piece)
-                return
-            self._ready.append((request.ticket, piece))
-            if request.failure is not None:
-                self._fail(request, request.failure)
-
-    # Ends
-
-    def _make_room(self, error: Exception) -> None:
-        """Let the request that came last wait again; raises the error when it is the only one."""
-        if len(self._admission.running) == 1:
-            raise error
-        request = self._admission.last_come
-        while request.unread and request in self._admission.running:
-            self._read_next(request)
-        if request not in self._admission.running:
-            return
-        with uninterrupted():
-            request.row.close()
-            self._admission.send_back(request)
-        if self._window is not None and len(request.tokens) > self._window.tokens:
-            try:
-                request.shift(self._window.excess(request.outline, len(request.tokens), 0, request.dropped))
-            except ContextError as error:
-                self._finish(request, request.reply.end("length", note=str(error)))
-
-    def _finish(self, request: Request, piece: Piece) -> None:
-        """Hand out a last piece and store what was evaluated."""
-        with uninterrupted():
-            request.ticket.completion = piece.completion
-            self._ready.append((request.ticket, piece))
-            self._admission.end(request)
-            request.unread.clear()
-            if request.held_row is not None:
-                request.held_row.close()
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        self._finish(request, request.reply.end("error", error=error))
-
-    def _lose_all(self, error: Exception) -> None:
-        """An evaluation failed, and with it whatever was in the cells. What waits goes on with new ones."""
-        self._group.__exit__(type(error), error, error.__traceback__)
-        for request in list(self._admission.running):
-            self._fail(request, error)
-        self._group = self._new_group()
+        self._engine.round()
+        return True

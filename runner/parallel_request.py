@@ -51,7 +51,11 @@ class Sampled(NamedTuple):
 
     token: mx.array
     logprobs: mx.array
-    is_nan: mx.array
+    has_nan: mx.array
+
+    def is_wrong(self) -> bool:
+        """Whether the model said anything but numbers; waits for it."""
+        return bool(self.has_nan.item())
 
 
 @dataclass(eq=False)
@@ -68,6 +72,7 @@ class Request:
         in_reply: how many of the reply's tokens are part of `tokens`.
         reserve: tokens of the reply to keep cells free for.
         note: why the reply cannot go on, though nothing failed.
+        is_suspect: it may be what brought values that are not numbers into the cells.
     """
 
     ticket: Ticket
@@ -84,6 +89,7 @@ class Request:
     failure: Exception | None = None
     in_reply: int = 0
     note: str | None = None
+    is_suspect: bool = False
 
     def __post_init__(self) -> None:
         self.unread: deque[Sampled] = deque()
@@ -115,9 +121,21 @@ class Request:
         left = max(min(self.reserve, self.reply.max_tokens) - self.in_reply, 1)
         return len(self.tokens) + left - 1
 
+    @property
+    def proven_tokens(self) -> int:
+        """Tokens in its cells whose state was good enough for a token that was read; 0 before the first."""
+        read = len(self.reply.tokens) - self.in_reply
+        return len(self.tokens) + read - 1 if read else 0
+
     def shares(self, other: "Request") -> int:
         """How many tokens this one could share with another's prompt; at least one is left to evaluate."""
         return min(common_length(self.keys, other.keys), len(self.keys) - 1)
+
+    def admitted(self) -> None:
+        """It got its row."""
+        if not self.reply.tokens:
+            self.reply.start()
+            self.reply.cached_tokens = self.row.cached_tokens
 
     def drop(self, length: int) -> None:
         """Leave out so many tokens behind those that stay at the beginning."""
@@ -150,14 +168,14 @@ def sample(requests: Sequence[Request], logits: mx.array) -> None:
         logits: (N, T, V) of a forward pass, a row for each request.
     """
     logprobs = log_probabilities(logits)
-    is_nan = mx.any(mx.isnan(logprobs), axis=-1)
+    has_nan = mx.any(mx.isnan(logprobs), axis=-1)
     likeliest = greedy(logprobs)
     pending: list[mx.array] = []
     for row, request in enumerate(requests):
         own = slice(row, row + 1)
         try:
             token = likeliest[own] if request.sampler is None else request.sampler(logprobs[own])
-            sampled = Sampled(token.reshape(1), logprobs[row], is_nan[row])
+            sampled = Sampled(token.reshape(1), logprobs[row], has_nan[row])
         except Exception as error:
             request.failure = error
             continue
