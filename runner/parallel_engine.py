@@ -74,6 +74,7 @@ class Engine:
         """Do what there is to do once."""
         self._end_cancelled()
         self._admit()
+        self._end_cancelled()  # a callback may have asked for it just now
         self._prefill()
         decoding = self._admission.decoding
         self._step([request for request in decoding if self._goes_on(request)])
