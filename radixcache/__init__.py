@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         CacheFullError,
         RadixCacheError,
         SessionClosedError,
+        ShiftError,
         SnapshotError,
         UnsupportedCacheError,
     )
@@ -62,6 +63,7 @@ _MODULES = {
     "Row": "radixcache.group",
     "Session": "radixcache.session",
     "SessionClosedError": "radixcache.errors",
+    "ShiftError": "radixcache.errors",
     "ShortReason": "radixcache.resume",
     "SnapshotError": "radixcache.errors",
     "StatsSnapshot": "radixcache.monitor",
@@ -98,6 +100,7 @@ __all__ = [
     "Row",
     "Session",
     "SessionClosedError",
+    "ShiftError",
     "ShortReason",
     "SnapshotError",
     "StatsSnapshot",

@@ -13,41 +13,24 @@ rendering conversations that differ only in what follows. A mark is a promise, k
 
 C2 holds for text first, then for tokens: tokens that reach over the border are left out, and where no control token
 closes the border, so are those that other text behind it could merge with. (A tokenizer that does not cut text into
-words could merge over any distance; there, C2 holds for merges with the beginnings of text in `_FOLLOWERS`.)
+words could merge over any distance; there, C2 holds for merges with the beginnings of text that TokenSpans tries.)
 
 Cost: one tokenization of the whole text, and one rendering (no tokenization) per message. Tokenizers without offsets,
 and those that render in their own way, are compared token by token instead: one tokenization per message. MLX is never
 imported here.
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Message = Mapping[str, Any]
-Rendering = str | list[int]
+from radixcache.chat_template import ChatTemplate, Message, Rendering, choose_form
+from radixcache.token_spans import TokenSpans, common_length
 
-# Arguments of `apply_chat_template` that would change what it returns; everything else belongs to the template.
-_RESERVED_ARGUMENTS = (
-    "continue_final_message",
-    "max_length",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tokenizer_kwargs",
-    "truncation",
-)
 # What may follow a border: contents that differ from the first character on.
 _PROBE_CONTENTS = ("alpha", "Zulu")
-# Beginnings of text that a tokenizer may merge with what stands before them, one per character class.
-_FOLLOWERS = ("a", "s", "B", " a", " ", "  ", "\n", "\na", "\t", "1", ".", "'", "<", "_", "é", "中")
-# Merges reach back over a word, not over a page: so many characters before a border are looked at.
-_WINDOW_CHARS = 256
 # What templates write before the user's first words at least; where it is more, it is a system prompt or a tool list.
 _HEADER_CHARS = 64
 _HEADER_TOKENS = 8
@@ -98,9 +81,9 @@ def chat_tokens(
         ValueError: as `render_chat`.
     """
     _validate(messages)
-    template = _Template(tokenizer, tools, template_kwargs)
-    _, rendering = _choose_form(template, messages, add_generation_prompt)
-    return _TokenSpans(template, rendering).tokens if isinstance(rendering, str) else np.asarray(rendering, np.int32)
+    template = ChatTemplate(tokenizer, tools, template_kwargs)
+    _, rendering = choose_form(template, messages, add_generation_prompt)
+    return TokenSpans(template, rendering).tokens if isinstance(rendering, str) else np.asarray(rendering, np.int32)
 
 
 def message_ends(
@@ -119,91 +102,12 @@ def message_ends(
         not sorted, where `ends[k]` belongs to `messages[: k + 1]`. 0 stands for an end that is not certain.
     """
     _validate(messages)
-    template = _Template(tokenizer, tools, template_kwargs)
-    chosen = _choose_form(template, messages, add_generation_prompt)
+    template = ChatTemplate(tokenizer, tools, template_kwargs)
+    chosen = choose_form(template, messages, add_generation_prompt)
     borders = _Borders(template, *chosen)
     text_ends = [borders.message_end(count) for count in range(1, len(messages) + 1)]
     tokens, (opening, *ends) = borders.to_tokens([borders.opening_end(text_ends[0]), *text_ends])
     return tokens, opening, ends
-
-
-class _Template:
-    """A tokenizer's chat template with the arguments of one call."""
-
-    def __init__(
-        self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None, template_kwargs: dict[str, Any]
-    ) -> None:
-        for name in _RESERVED_ARGUMENTS:
-            if name in template_kwargs:
-                raise ValueError(
-                    f"{name} is not an argument of the chat template; render_chat sets it itself. Leave it out."
-                )
-        _require_template(tokenizer, template_kwargs)
-        self._tokenizer = tokenizer
-        # mlx-lm's wrapper forwards attributes, but a call needs the tokenizer inside.
-        self._inner = tokenizer if callable(tokenizer) else getattr(tokenizer, "_tokenizer", tokenizer)
-        self._kwargs: dict[str, Any] = {"tools": [dict(tool) for tool in tools] if tools else None, **template_kwargs}
-        self.as_text = self._renders_text_that_it_tokenizes()
-        if not self.as_text and not self._has_python_template():
-            self._kwargs["return_dict"] = False
-
-    def render(self, messages: Sequence[Message], generation_prompt: bool) -> Rendering:
-        """Render as text, or as tokens where text does not tell them; raises whatever the template raises."""
-        rendered = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=generation_prompt,
-            tokenize=not self.as_text,
-            **self._kwargs,
-        )
-        return str(rendered) if self.as_text else [int(token) for token in rendered]
-
-    def attempt(self, messages: Sequence[Message], generation_prompt: bool = False) -> Rendering | None:
-        """Render, or None where the template refuses these messages."""
-        try:
-            return self.render(messages, generation_prompt)
-        except Exception:  # a template may raise anything: each of them is a refusal, and the caller has another way
-            return None
-
-    def encode(self, texts: Sequence[str]) -> Any:
-        """Tokenize rendered texts, with the character span of each token."""
-        return self._inner(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-
-    def control_tokens(self) -> dict[int, str]:
-        """Ids and texts of the tokens that no text beside them can change.
-
-        White space among the added tokens is left out: of several such tokens the longest that fits is taken, so
-        that one is changed by more white space after it.
-        """
-        added = self._inner.added_tokens_decoder.items()
-        return {int(token_id): token.content for token_id, token in added if token.content.strip()}
-
-    def _has_python_template(self) -> bool:
-        """Whether mlx-lm brings a function in place of the tokenizer's Jinja template."""
-        return self._inner is not self._tokenizer and getattr(self._tokenizer, "_chat_template", None) is not None
-
-    def _renders_text_that_it_tokenizes(self) -> bool:
-        if not getattr(self._inner, "is_fast", False) or self._kwargs.get("sanitize_control_tokens"):
-            return False
-        return self._has_python_template() or _has_stock_renderer(self._inner)
-
-
-def _has_stock_renderer(tokenizer: Any) -> bool:
-    """Whether `apply_chat_template` is the one of transformers, which tokenizes the text that it renders."""
-    method = getattr(type(tokenizer), "apply_chat_template", None)
-    return getattr(method, "__module__", None) == "transformers.tokenization_utils_base"
-
-
-def _require_template(tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
-    has_template = callable(getattr(tokenizer, "apply_chat_template", None))
-    if has_template and _has_stock_renderer(tokenizer):
-        has_template = getattr(tokenizer, "chat_template", None) is not None
-    if has_template:
-        has_template = bool(getattr(tokenizer, "has_chat_template", True))
-    if not has_template and template_kwargs.get("chat_template") is None:
-        raise ValueError(
-            f"the tokenizer ({type(tokenizer).__name__}) has no chat template; wanted an instruct model's tokenizer."
-            " Load one, or pass chat_template=."
-        )
 
 
 def _validate(messages: Sequence[Message]) -> None:
@@ -220,102 +124,16 @@ def _validate(messages: Sequence[Message]) -> None:
             raise ValueError(f"messages[{index}] has no role (keys: {', '.join(map(str, message)) or 'none'}).")
 
 
-def _choose_form(
-    template: _Template, messages: Sequence[Message], add_generation_prompt: bool
-) -> tuple[list[dict[str, Any]], Rendering]:
-    """Find the form of the messages that the template takes, and what it makes of it.
-
-    Most templates want the arguments of a tool call as an object and write JSON themselves; given text they would write
-    it quoted twice. A few join them to a string, and need text. Most do without the content of a message that only
-    calls tools; a few need it to be a string.
-    """
-    generation_prompt = add_generation_prompt and messages[-1]["role"] != "assistant"
-    accepted: list[tuple[list[dict[str, Any]], Rendering]] = []
-    refusals: list[Exception] = []
-    for form in _forms(messages):
-        try:
-            accepted.append((form, template.render(form, generation_prompt)))
-        except Exception as error:  # a template may raise anything: another form may still do
-            refusals.append(error)
-            continue
-        if not _shows_python_objects(accepted[-1][1], form):
-            return accepted[-1]
-    if accepted:
-        return accepted[0]
-    raise _refused(messages, refusals[0]) from refusals[0]
-
-
-def _refused(messages: Sequence[Message], refusal: Exception) -> ValueError:
-    roles = ", ".join(message["role"] for message in messages[:8]) + (", ..." if len(messages) > 8 else "")
-    reason = " ".join(str(refusal).split()) or type(refusal).__name__
-    return ValueError(f"the chat template refused {len(messages)} message(s) ({roles}): {reason}")
-
-
-def _forms(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
-    """The same messages, with tool arguments as objects or as text, and missing content as missing or as ''."""
-    parsed = [_plain(message, parse_arguments=True) for message in messages]
-    written = [_plain(message, parse_arguments=False) for message in messages]
-    for form in [parsed, written] if parsed != written else [parsed]:
-        yield form
-        if any("content" not in message for message in form):
-            yield [{"content": "", **message} for message in form]
-
-
-def _plain(message: Message, parse_arguments: bool) -> dict[str, Any]:
-    """A copy without the keys whose value is None (templates write them as text), with text parts joined."""
-    plain = {key: value for key, value in message.items() if value is not None}
-    content = plain.get("content")
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        plain["content"] = "".join(str(part.get("text", "")) for part in content)
-    calls = plain.get("tool_calls")
-    if isinstance(calls, Sequence) and not isinstance(calls, str):
-        plain["tool_calls"] = [_plain_call(call, parse_arguments) for call in calls]
-    return plain
-
-
-def _plain_call(call: Any, parse_arguments: bool) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or "arguments" not in function:
-        return call
-    arguments = function["arguments"]
-    if parse_arguments and isinstance(arguments, str):
-        arguments = _parse_object(arguments)
-    elif not parse_arguments and isinstance(arguments, Mapping):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _parse_object(text: str) -> Any:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
-
-
-def _shows_python_objects(rendering: Rendering, form: Sequence[dict[str, Any]]) -> bool:
-    """Whether the template wrote an arguments object with Python's quotes: it expects them as text then."""
-    if not isinstance(rendering, str):
-        return False
-    for message in form:
-        for call in message.get("tool_calls", ()):
-            function = call.get("function") if isinstance(call, Mapping) else None
-            arguments = function.get("arguments") if isinstance(function, Mapping) else None
-            if isinstance(arguments, dict) and arguments and str(arguments) in rendering:
-                return True
-    return False
-
-
 class _Borders:
     """Where the messages of one rendered conversation end."""
 
-    def __init__(self, template: _Template, messages: list[dict[str, Any]], full: Rendering) -> None:
+    def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], full: Rendering) -> None:
         self._template = template
         self._messages = messages
         self._full = full
         self._later = self._render_with_a_later_turn()
         # Up to here the rendering stays as it is when another user turn follows.
-        self._lasting = _common_length(full, self._later) if self._later is not None else len(full)
+        self._lasting = common_length(full, self._later) if self._later is not None else len(full)
         # Ends after which the template, not a message's content, goes on.
         self._complete: set[int] = set()
 
@@ -327,7 +145,7 @@ class _Borders:
             # Refused, or written otherwise once more follows: compare conversations that go on from here.
             end = self._parting(beginning, _next_roles(beginning[-1]))
             if end is None:
-                end = _common_length(self._full, alone) if alone else 0
+                end = common_length(self._full, alone) if alone else 0
         elif count == 1 and _is_held_back(beginning[0], alone):
             end = 0
         else:
@@ -352,10 +170,10 @@ class _Borders:
         """Tokens of the whole conversation, and the ends as token offsets."""
         if not isinstance(self._full, str):
             return np.asarray(self._full, dtype=np.int32), text_ends
-        spans = _TokenSpans(self._template, self._full)
+        spans = TokenSpans(self._template, self._full)
         return spans.tokens, [spans.offset(end, self._is_closed(end, spans)) if end else 0 for end in text_ends]
 
-    def _is_closed(self, end: int, spans: "_TokenSpans") -> bool:
+    def _is_closed(self, end: int, spans: TokenSpans) -> bool:
         """Whether the template goes on with a control token there, so that nothing merges over the border."""
         text = self._full if end < len(self._full) else self._later
         return end in self._complete and isinstance(text, str) and text.startswith(spans.control_texts, end)
@@ -372,7 +190,7 @@ class _Borders:
         probes = [[*beginning, _probe(role, content, beginning)] for role in roles for content in _PROBE_CONTENTS]
         others = [other for other in map(self._template.attempt, probes) if other is not None]
         # One alone could go on just as this conversation does.
-        return min(_common_length(self._full, other) for other in others) if len(others) > 1 else None
+        return min(common_length(self._full, other) for other in others) if len(others) > 1 else None
 
     def _render_with_a_later_turn(self) -> Rendering | None:
         for roles in (("user",), ("assistant", "user"), ("tool", "assistant", "user")):
@@ -383,66 +201,6 @@ class _Borders:
             if later is not None:
                 return later
         return None
-
-
-class _TokenSpans:
-    """Tokens of a text, and the characters that each stands for."""
-
-    def __init__(self, template: _Template, text: str) -> None:
-        encoding = template.encode([text])
-        spans = np.asarray(encoding["offset_mapping"][0], dtype=np.int64).reshape(-1, 2)
-        self._template = template
-        self._text = text
-        self.tokens = np.asarray(encoding["input_ids"][0], dtype=np.int32)
-        # Several tokens may stand for one character, and some leave out the spaces they hold: make both columns ascend.
-        self._starts = np.maximum.accumulate(spans[:, 0])
-        self._ends = np.maximum.accumulate(spans[:, 1])
-        control = template.control_tokens()
-        self.control_texts = tuple(control.values())
-        self._control_indices = np.flatnonzero(np.isin(self.tokens, np.fromiter(control, dtype=np.int32)))
-
-    def offset(self, end: int, closed: bool) -> int:
-        """How many tokens lie before the character at `end`, whatever text follows there."""
-        if not closed and not self._ends_with_control_token(end):
-            end = self._settled_end(end)
-        return int(np.searchsorted(self._ends, end, "right"))
-
-    def _ends_with_control_token(self, end: int) -> bool:
-        return bool(np.any(self._ends[self._control_indices] == end))
-
-    def _settled_end(self, end: int) -> int:
-        """Go back from a border to where no text behind it can change the tokens before.
-
-        The last word before the border (in the pre-tokenizer's sense) may grow, so it is left out; tokenizing the same
-        text with a follower of each kind shows what else changes.
-        """
-        before = self._control_indices[self._ends[self._control_indices] <= end]
-        control_start = int(self._starts[before[-1]]) if len(before) else -1
-        start = max(control_start, end - _WINDOW_CHARS, 0)
-        window = self._text[start:end]
-        encoding = self._template.encode([window, *(window + follower for follower in _FOLLOWERS)])
-        settled = min(_common_end(encoding, other, len(window)) for other in range(1, len(_FOLLOWERS) + 1))
-        return start + min(settled, _last_word_start(encoding, len(window), skip=start == control_start))
-
-
-def _common_end(encoding: Any, other: int, length: int) -> int:
-    """Where the tokens of text 0 and those of another text of the batch part, as a character offset in text 0."""
-    spans, tokens = encoding["offset_mapping"][0], encoding["input_ids"][0]
-    shared = _common_length(tokens, encoding["input_ids"][other])
-    return length if shared == len(tokens) else max((int(end) for _, end in spans[:shared]), default=0)
-
-
-def _last_word_start(encoding: Any, length: int, skip: bool) -> int:
-    """Where the last word of text 0 starts, or its length where it is one word, so that words tell nothing.
-
-    Args:
-        skip: the text starts with a control token, which is no word.
-    """
-    words = encoding.word_ids(0)
-    first = len(words)
-    while first > 0 and words[first - 1] == words[-1]:
-        first -= 1
-    return int(encoding["offset_mapping"][0][first][0]) if first > int(skip) else length
 
 
 def _is_system(message: Mapping[str, Any]) -> bool:
@@ -474,15 +232,3 @@ def _probe(role: str, content: str, beginning: Sequence[dict[str, Any]]) -> dict
     name = function.get("name") if isinstance(function, Mapping) else None
     answer = {"role": role, "content": content, "tool_call_id": call.get("id"), "name": name}
     return {key: value for key, value in answer.items() if value is not None}
-
-
-def _common_length(left: Rendering, right: Rendering) -> int:
-    """Length of the longest common beginning, by comparing whole slices."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -72,8 +72,8 @@ class SessionClosedError(RadixCacheError):
     """The session was closed, or its live state was lost to an earlier failure."""
 
 
-class ShiftError(RadixCacheError, ValueError):
-    """Keys cannot be moved to other positions: the model's way of marking positions does not allow it."""
+class ShiftError(RadixCacheError, TypeError):
+    """The keys of a layer, or of a RoPE, cannot be rotated to other positions; says which, and why."""
 
 
 class SnapshotError(RadixCacheError, ValueError):

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from runner.conversations.conversation import shown
+from runner.layer_kinds import Heads, Span, State, Window
 from runner.model_fields import INSTEAD, Config, ModelConfigError
-from runner.model_layers import Heads, Span, State, Window, layers_of
+from runner.model_layers import layers_of
 
 __all__ = ["ModelBytes", "ModelConfigError", "model_bytes", "read_model_bytes"]
 

@@ -41,6 +41,7 @@ from radixcache.cells.batch import Batch
 from radixcache.cells.layers import CellLayer, CellPass
 from radixcache.cells.plans import DefragPlan, Move
 from radixcache.cells.row_states import RowStates
+from radixcache.cells.shift import Rotation, rotations
 from radixcache.cells.table import CellTable
 from radixcache.cells.trial import steps_together
 from radixcache.errors import CacheFullError, ShiftError, UnsupportedCacheError
@@ -76,7 +77,7 @@ class CausalCache:
         self._cells = [leaf for leaf in leaves(self._layers) if isinstance(leaf, CellLayer)]
         self._states = RowStates([len(leaf.cache) for leaf in leaves(self._layers) if isinstance(leaf, ArraysCache)])
         self._tainted: dict[int, int] = {}
-        self._rotations: list[Any] | None = None
+        self._rotations: list[Rotation | None] | None = None
         self._steps_together: bool | None = None
 
     # What there is
@@ -402,14 +403,13 @@ class CausalCache:
 
     def _rotate(self, model: Any, runs: Sequence[tuple[int, int, int]]) -> None:
         """Rotate the keys of each run of cells (start, length, delta): all of them first, then write."""
-        from radixcache.cells.shift import rotations
-
         if self._rotations is None:
-            self._rotations = rotations(model)
+            self._rotations = rotations(model, self._fresh())
         rotated = []
-        for layer, rotation in zip(self._cells, self._rotations, strict=True):
-            for start, length, delta in runs if rotation is not None and not layer.empty() else ():
-                assert layer.keys is not None
+        for layer, rotation in zip(self._layers, self._rotations, strict=True):
+            if rotation is None:
+                continue
+            for start, length, delta in runs:
                 rotated.append((layer, start, rotation.shift(layer.keys[..., start : start + length, :], delta)))
         mx.eval([keys for _, _, keys in rotated])
         for layer, start, keys in rotated:

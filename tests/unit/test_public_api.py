@@ -35,6 +35,7 @@ PUBLIC_NAMES = [
     "Row",
     "Session",
     "SessionClosedError",
+    "ShiftError",
     "ShortReason",
     "SnapshotError",
     "StatsSnapshot",

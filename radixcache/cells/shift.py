@@ -1,0 +1,261 @@
+"""Shift: keys that RoPE has rotated to their positions are rotated on when their tokens move.
+
+Rotations add up: a key at position p, rotated by d, is the key at p + d. So no token is evaluated again. Where a RoPE
+scales keys before it rotates them (YaRN, longrope), the stored key is scaled already, and a shift only rotates.
+
+Which rotation the keys of a layer have is measured, not looked up: modules hold a RoPE that they do not use, share one,
+or have another per layer. The model evaluates one token alone, at position 0 and again at position 500:
+
+    it sees itself alone             attention gives its value, whatever query and key are
+    so hidden states are the same    unless positions come in elsewhere; then values differ, and the model is refused
+    so keys differ by a rotation     that of a RoPE in the model, or none; or the layer is refused
+
+What is left of a removed range is what later tokens took from it while it was there: their values, and their keys but
+for the position. No shift takes that out.
+
+Precision: an angle of a radians is good to about a / 2^24 in float32, so keys made 10,000 positions apart differ by
+about 1e-3 for this reason alone, shifted or not. In half precision every shift rounds once more, by at most half of the
+dtype's eps, and a pair that turns by less than that does not turn: few shifts by much are better than many by little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from radixcache.errors import ShiftError
+
+#: Caches of keys and values, one per token.
+_ORDINARY = (KVCache, RotatingKVCache, ChunkedKVCache, ConcatenateKVCache)
+
+#: Classes whose frequencies never change, and where they keep them. The last two rotate without a module for it.
+_FREQUENCIES = {
+    "mlx_lm.models.rope_utils.Llama3RoPE": "_freqs",
+    "mlx_lm.models.rope_utils.ProportionalRoPE": "_freqs",
+    "mlx_lm.models.rope_utils.SuScaledRoPE": "_freqs",
+    "mlx_lm.models.rope_utils.YarnRoPE": "_freqs",
+    "mlx_lm.models.hunyuan.DynamicNTKAlphaRoPE": "_freqs",
+    "mlx_lm.models.hunyuan_v1_dense.DynamicNTKAlphaRoPE": "_freqs",
+    "mlx_lm.models.nanochat.Attention": "_rope_freqs",
+    "mlx_lm.models.talkie.Attention": "_rope_freqs",
+}
+
+#: The token that is evaluated to find rotations (any whose keys are not zero would do), and how far apart its two
+#: positions are: within reach of learned position embeddings, and far enough to tell slow frequencies apart.
+_TOKEN = 100
+_DISTANCE = 500
+
+#: How far two keys of one token at both positions may be apart, relative to their size: rounding of the angles, and
+#: roundings of the dtype.
+_TOLERANCE = 3e-4
+_ROUNDINGS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What RoPE does to the keys of a layer per position; a value, equal to another that rotates the same way.
+
+    Attributes:
+        dims: how many dimensions of a key are rotated, the first ones, in pairs.
+        traditional: pairs are neighbours (0 and 1, 2 and 3); False: dims / 2 apart.
+        base: pair i turns by scale / base ** (2 i / dims) radians per position; None: `frequencies` say so.
+        scale: positions are multiplied by it.
+        frequencies: pair i turns by scale / frequencies[i] radians per position, as `mx.fast.rope` has it.
+    """
+
+    dims: int
+    traditional: bool
+    base: float | None = None
+    scale: float = 1.0
+    frequencies: tuple[float, ...] | None = None
+
+    def shift(self, keys: mx.array, delta: int) -> mx.array:
+        """Rotate every key by the same number of positions.
+
+        Args:
+            keys: (B, H, T, D), D >= dims.
+            delta: positions; negative: towards the beginning.
+
+        Returns:
+            Shape and dtype of `keys`, computed in float32.
+        """
+        # Each key is a head with one token, at offset `delta`. The sign goes to the scale: Metal's kernel adds the
+        # offset to an unsigned index.
+        rows = keys.astype(mx.float32).reshape(1, -1, 1, keys.shape[-1])
+        rotated = mx.fast.rope(
+            rows,
+            self.dims,
+            traditional=self.traditional,
+            base=self.base,
+            scale=-self.scale if delta < 0 else self.scale,
+            offset=abs(delta),
+            freqs=None if self.frequencies is None else mx.array(self.frequencies),
+        )
+        return rotated.reshape(keys.shape).astype(keys.dtype)
+
+
+def rotation_of(rope: nn.Module) -> Rotation:
+    """The rotation of a RoPE module of MLX or mlx-lm.
+
+    Raises:
+        ShiftError: its base depends on the length of the sequence, or its class is not known.
+
+    Source: mlx.nn.RoPE, mlx 0.32.4; mlx_lm.models.rope_utils, mlx-lm 0.32.2.
+    """
+    if type(rope) is nn.RoPE:
+        return Rotation(rope.dims, rope.traditional, float(rope.base), float(rope.scale))
+    name = _class_path(rope)
+    if name in _FREQUENCIES:
+        frequencies = tuple(getattr(rope, _FREQUENCIES[name]).tolist())
+        return Rotation(2 * len(frequencies), getattr(rope, "traditional", False), frequencies=frequencies)
+    if type(rope).__name__ == "DynamicNTKScalingRoPE":
+        raise ShiftError(
+            f"{name}: its base depends on the length of the sequence, so that no rotation by a number of positions "
+            "takes a key made at one length to what it would be at another."
+        )
+    raise ShiftError(f"{name} is not known. Known: mlx.nn.RoPE, {', '.join(_FREQUENCIES)}.")
+
+
+def rotations(model: Any, caches: Sequence[Any] | None = None) -> list[Rotation | None]:
+    """Find out what rotation the keys in each cache of a model have, in two forward passes of one token.
+
+    Args:
+        model: of mlx-lm, ready for inference.
+        caches: of the model, one per layer, in any state; only their classes are looked at. None: those that mlx-lm's
+            `make_prompt_cache` makes.
+
+    Returns:
+        A rotation per cache; None: its keys are the same at every position, or it holds none.
+
+    Raises:
+        ShiftError: the state or the keys of a layer cannot be shifted: recurrent state, latent attention, learned
+            positions, a RoPE without fixed frequencies, or anything unknown.
+    """
+    layers = make_prompt_cache(model) if caches is None else caches
+    for index, layer in enumerate(layers):
+        if layer is not None and type(layer) not in _ORDINARY:
+            raise ShiftError(f"layer {index}: {_describe(layer)}")
+    ropes, found = _ropes(model)
+    here, there = (_record(model, layers, offset) for offset in (0, _DISTANCE))
+    measured: list[Rotation | None] = []
+    for index, (before, after) in enumerate(zip(here, there, strict=True)):
+        try:
+            measured.append(_rotation_between(before, after, ropes) if before.stored else None)
+        except ShiftError as error:
+            raise ShiftError(f"layer {index} ({type(layers[index]).__name__}): {error} RoPEs: {found}.") from None
+    return measured
+
+
+class _Recorder:
+    """A cache that stands at `offset`, lets a token see itself alone, and keeps what the layer stores."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+        self.start_position = offset
+        self.stored: list[tuple[mx.array, mx.array]] = []
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.stored.append((keys, values))
+        self.offset += keys.shape[-2]
+        return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        return self.stored[-1]
+
+    @property
+    def keys(self) -> mx.array:
+        return mx.concatenate([keys for keys, _ in self.stored], axis=2)
+
+    @property
+    def values(self) -> mx.array:
+        return mx.concatenate([values for _, values in self.stored], axis=2)
+
+    def make_mask(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def maybe_trim_front(self) -> None:
+        pass
+
+
+def _record(model: Any, layers: Sequence[Any], offset: int) -> list[_Recorder]:
+    """Evaluate the token at `offset`. A recorder per layer; a layer that has no cache stores nothing in its one."""
+    recorders = [_Recorder(offset) for _ in layers]
+    caches = [None if layer is None else recorder for layer, recorder in zip(layers, recorders, strict=True)]
+    model(mx.array([[_TOKEN]]), cache=caches)
+    mx.eval([recorder.stored for recorder in recorders])
+    return recorders
+
+
+def _rotation_between(before: _Recorder, after: _Recorder, ropes: list[Rotation]) -> Rotation | None:
+    """The rotation that explains what a layer stored at both positions. ShiftError: there is none."""
+    rotation, keys_fit = _closest(before.keys, after.keys, [None, *ropes])
+    of_values, values_fit = _closest(before.values, after.values, [None, *ropes])
+    if not values_fit:
+        raise ShiftError("values depend on the position, as with learned position embeddings.")
+    if of_values is not None:
+        raise ShiftError("what it stores as values is rotated, as in latent attention (MLA); only keys can be shifted.")
+    if not mx.any(before.keys):
+        raise ShiftError(f"keys of token {_TOKEN} are zero, and tell nothing about a rotation.")
+    if not keys_fit:
+        raise ShiftError("keys depend on the position, and not as a known RoPE of the model rotates them.")
+    return rotation
+
+
+def _closest(before: mx.array, after: mx.array, candidates: list[Rotation | None]) -> tuple[Rotation | None, bool]:
+    """Which rotation turns `before` into `after` best, and whether it does up to rounding. None: they are the same."""
+    errors = {}
+    for each in candidates:
+        if each is None or each.dims <= before.shape[-1]:
+            made = before if each is None else each.shift(before, _DISTANCE)
+            errors[each] = _norm(after.astype(mx.float32) - made.astype(mx.float32))
+    best = min(errors, key=lambda each: errors[each])
+    allowed = (_TOLERANCE + _ROUNDINGS * mx.finfo(before.dtype).eps) * _norm(after)
+    return best, errors[best] <= allowed
+
+
+def _norm(a: mx.array) -> float:
+    return float(mx.linalg.norm(a.astype(mx.float32)))
+
+
+def _ropes(model: nn.Module) -> tuple[list[Rotation], str]:
+    """The rotations of a model's modules, each once; its RoPEs in words, with what is wrong with them."""
+    ropes: dict[Rotation, None] = {}
+    found: dict[str, None] = {}
+    for _, module in model.named_modules():
+        path = _class_path(module)
+        if any(word in type(module).__name__.lower() for word in ("rope", "rotary")) or path in _FREQUENCIES:
+            try:
+                ropes[rotation_of(module)] = None
+                found[path] = None
+            except ShiftError as error:
+                found[str(error).rstrip(".")] = None
+    return list(ropes), "; ".join(found) or "none"
+
+
+def _describe(layer: Any) -> str:
+    """A cache that cannot be shifted, by its class, and why."""
+    leaves = layer.caches if isinstance(layer, CacheList) else [layer]
+    name = type(layer).__name__
+    if isinstance(layer, CacheList):
+        name += f"({', '.join(type(leaf).__name__ for leaf in leaves)})"
+    if any(isinstance(leaf, ArraysCache) for leaf in leaves):
+        return f"{name} holds recurrent state, which cannot forget what was removed."
+    known = ", ".join(each.__name__ for each in _ORDINARY)
+    return f"{name} is not known to hold a key and a value per token. Known: {known}."
+
+
+def _class_path(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
