@@ -21,6 +21,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ from radixcache.snapshots import Checkpoint
 from radixcache.state_tree import Use
 from radixcache.stops import checkpoint_stops
 from radixcache.tokens import TokenIds, token_ids
-from radixcache.tree import Keys
+from radixcache.tree import Keys, common_length
 
 if TYPE_CHECKING:
     from radixcache.group_requests import GroupRequests
@@ -83,7 +84,10 @@ class Row:
         self.points_from = points_from
         #: How many of the tokens it was admitted on are right, where others were found wrong since; None: nothing was.
         self.right_tokens: int | None = None
+        # Of the group itself a row holds nothing: one that is let go of closes at once, without the garbage collector.
         self._group = weakref.ref(group)
+        self._causal = group.causal
+        self._vocab_size = group.cache.vocab_size
         self._ids = prompt
         self._keys = keys
         self._prompt_end = len(prompt)
@@ -95,22 +99,14 @@ class Row:
         self.stops = {at: kind for at, kind in sorted(stops.items()) if plan.resume < at <= limit}
 
     @property
-    def group(self) -> Group:
-        """The group it belongs to. SessionClosedError: that is gone."""
-        group = self._group()
-        if group is None:
-            raise SessionClosedError("the row's group is gone; hold it, in a with block, for as long as its rows.")
-        return group
-
-    @property
     def position(self) -> int:
-        """Tokens in its cells: evaluated, restored or shared."""
-        return self.group.causal.length(self.id)
+        """Tokens in its cells: evaluated, restored or shared; once it is closed 0."""
+        return 0 if self.is_closed else self._causal.length(self.id)
 
     @property
     def prompt_left(self) -> int:
-        """Prompt tokens that are not evaluated yet."""
-        return max(0, self._prompt_end - self.position)
+        """Prompt tokens that are not evaluated yet; once it is closed 0."""
+        return 0 if self.is_closed else max(0, self._prompt_end - self.position)
 
     @property
     def known_tokens(self) -> int:
@@ -136,7 +132,7 @@ class Row:
 
     def known_keys(self) -> Keys:
         """Keys of all that is known, up to the first reported token that is not a token id. Waits for reported ones."""
-        ceiling = self.group.cache.vocab_size or 1 << 31
+        ceiling = self._vocab_size or 1 << 31
         ids: list[int] = []
         for array, index in self._reported if not self._is_cut_short else ():
             try:
@@ -153,18 +149,23 @@ class Row:
             del self._reported[: len(ids)]
         return self._keys
 
-    def clean_keys(self, at_most: int | None = None) -> Keys:
-        """Keys of the tokens in its cells that have the state they would have alone, `at_most` of them.
+    @property
+    def clean_tokens(self) -> int:
+        """How many tokens in its cells, from the first on, have the state that they would have alone."""
+        clean = self._causal.clean_tokens(self.id)
+        return clean if self.right_tokens is None else min(clean, self.right_tokens)
 
-        Waits for reported tokens only when more than the prompt is asked for.
-        """
-        clean = self.group.causal.clean_tokens(self.id)
-        if self.right_tokens is not None:
-            clean = min(clean, self.right_tokens)
-        if at_most is not None:
-            clean = min(clean, at_most)
-        keys = self._keys if clean <= len(self._keys) else self.known_keys()
-        return keys[:clean]
+    def clean_keys(self) -> Keys:
+        """Keys of the clean tokens, as far as they are known."""
+        return self.known_keys()[: self.clean_tokens]
+
+    def common(self, keys: Keys) -> int:
+        """How far these keys go along with the clean tokens; waits for reported ones only where the prompt does."""
+        clean = self.clean_tokens
+        length = common_length(self._keys[:clean], keys)
+        if length == len(self._keys) < min(clean, len(keys)):
+            return common_length(self.known_keys()[:clean], keys)
+        return length
 
     def cut(self, begin: int, end: int) -> None:
         """The tokens [begin, end), all evaluated, are gone."""
@@ -173,6 +174,15 @@ class Row:
         self._keys = np.delete(self._keys, np.s_[begin:end])
         self._prompt_end -= max(0, min(end, self._prompt_end) - begin)
         self.stops = {}
+
+
+@dataclass(slots=True, eq=False)
+class Booking:
+    """What the cache has booked for a group; it outlives one that vanished without closing."""
+
+    group: weakref.ref[Group]
+    nbytes: int = 0
+    checkpoint_bytes: int = 0
 
 
 class Group:
@@ -190,10 +200,12 @@ class Group:
         self.namespace = namespace
         self.priority = priority
         self.pager = CellPager(cache.layout, causal)
+        self.booking = Booking(weakref.ref(self))
         self.is_closed = False
         self.is_lost = False
         self._rows: dict[int, Row] = {}
         self._next_id = 0
+        self._is_known = False
         self._handled: BaseException | None = None
 
     def __enter__(self) -> Group:
@@ -381,6 +393,9 @@ class Group:
         for row in self._rows.values():
             assert row.position <= row.known_tokens, (row.id, row.position, row.known_tokens)
             assert all(each.offset <= row.position for each in row.checkpoints), (row.id, row.position)
+        held = sum(each.nbytes for row in self._rows.values() for each in row.checkpoints)
+        assert held == self.booking.checkpoint_bytes, (held, self.booking.checkpoint_bytes)
+        assert self.nbytes == self.booking.nbytes, (self.nbytes, self.booking.nbytes)
 
     # Private
 
@@ -431,7 +446,9 @@ class Group:
             self.is_lost, self._handled = True, error
             raise
         with uninterrupted(), self.cache.lock:
-            self.cache.learn_from(self, row)
+            if not self._is_known:
+                self.cache.layout.learn(self.pager.specimen(row.id))
+                self._is_known = True
             self.cache.group_measured(self)
         return logits if is_last else None
 
@@ -440,6 +457,8 @@ class Group:
             self.cache.row_checkpoint(self, row, kind)
 
     def _make_room(self, tokens: int, cells: int = 0) -> None:
+        if tokens and self.causal.table.has_run(tokens, self.pager.cells):
+            return
         with uninterrupted(), self.cache.lock:
             self._run(lambda: self.cache.room_in_cells(self, tokens, cells))
 

@@ -14,7 +14,6 @@ wherever nothing else is said.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +26,7 @@ from radixcache.cells.paging import Piece
 from radixcache.errors import BudgetFullError
 from radixcache.evaluation import NATIVE_ERRORS, LiveStateError
 from radixcache.events import PAGED_IN
-from radixcache.group import Group, Row
+from radixcache.group import Booking, Group, Row
 from radixcache.requests import Requests
 from radixcache.resume import ResumePlan, ShortReason, plan_resume
 from radixcache.session import Session
@@ -35,15 +34,6 @@ from radixcache.snapshots import Checkpoint
 from radixcache.state_tree import StateNode
 from radixcache.tokens import TokenIds, edge_keys, token_ids
 from radixcache.tree import Keys, common_length
-
-
-@dataclass(slots=True, eq=False)
-class Booking:
-    """What is booked for one group."""
-
-    group: weakref.ref[Group]
-    nbytes: int = 0
-    checkpoint_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +97,7 @@ class GroupRequests(Requests):
 
     def _open_group(self, capacity: int, namespace: str, priority: int) -> Group:
         group = Group(self, CausalCache(capacity=capacity, caches=self.layout.fresh), namespace, priority)
-        self._bookings.append(Booking(weakref.ref(group)))
+        self._bookings.append(group.booking)
         return group
 
     def _abandon_groups(self) -> None:
@@ -124,17 +114,13 @@ class GroupRequests(Requests):
         self._book(group)
         self._evictor.make_room()
 
-    def learn_from(self, group: Group, row: Row) -> None:
-        """A row has been through a forward pass: learn from it what the model's state looks like."""
-        self.layout.learn(group.pager.specimen(row.id))
-
     def room_in_cells(self, group: Group, tokens: int, cells: int = 0) -> None:
         """Make room for so many more tokens, or for buffers of so many cells.
 
         Raises:
             CacheFullError, BudgetFullError: there is none; nothing but what is evictable has changed.
         """
-        if tokens:
+        if tokens > 0:
             cells = max(cells, group.causal.room_for(tokens))
         pager, capacity = group.pager, group.causal.table.capacity
         held = pager.cells
@@ -159,7 +145,7 @@ class GroupRequests(Requests):
             self.finish_rows(group, group.rows, freeing=True)
         finally:
             group.pager.free()
-            self._unbook(self._booking(group))
+            self._unbook(group.booking)
             self.layout.release()
             self._keep_budget()
 
@@ -170,12 +156,17 @@ class GroupRequests(Requests):
         self._abandon_groups()
         use = self._next_use(group.priority)
         plan = self._plan_row(group, keys, len(prompt) - 1)
-        if plan.resume > plan.shared:
-            self.room_in_cells(group, plan.resume - plan.shared)
-        last = plan.nodes[-1] if plan.nodes else None
-        if last is not None:
-            self._states.guard(last, 1)
+        self._guard(plan, 1)
         try:
+            try:
+                self.room_in_cells(group, plan.resume - plan.shared)
+            except BudgetFullError:
+                # The tree's copy and the one in cells do not fit together: what is in the way of the request goes.
+                self._guard(plan, -1)
+                plan = replace(plan, nodes=[])
+                self.room_in_cells(group, plan.resume - plan.shared)
+                plan = self._plan_row(group, keys, len(prompt) - 1)
+                self._guard(plan, 1)
             self._restore_row(group, row_id, plan)
         except BaseException as error:
             if isinstance(error, (LiveStateError, *NATIVE_ERRORS)):
@@ -185,11 +176,10 @@ class GroupRequests(Requests):
             self._book(group)
             raise
         finally:
-            if last is not None:
-                self._states.guard(last, -1)
+            self._guard(plan, -1)
         self._states.touch(plan.nodes, plan.counted.source, use)
-        if last is not None:
-            self._evictor.let_go(last)
+        if plan.nodes:
+            self._evictor.let_go(plan.nodes[-1])
         self._count(plan.counted, len(prompt))
         self._note_request(keys, group.namespace, plan.counted, "begin_many")
         self.group_measured(group)
@@ -235,15 +225,14 @@ class GroupRequests(Requests):
         match = self._states.match(allowed, namespace)
         hidden = self._slots.hidden(match.node.path(), None)
         tree = plan_resume(self.layout, match, limit, None, hidden)
-        shares = [(common_length(row.clean_keys(len(allowed)), allowed), row) for row in group.rows]
+        shares = [(row.common(allowed), row) for row in group.rows]
         common, neighbour = max(shares, key=lambda share: share[0], default=(0, None))
         resume, source, checkpoint = self._among_rows(group, shares, limit)
-        if resume < tree.resume or resume == 0:
-            resume, source, checkpoint = tree.resume, neighbour, tree.checkpoint
-        shared = min(common, resume) if checkpoint is not None or source is None else resume
-        if checkpoint is not None or not self.layout.has_points:
-            source = neighbour
-            shared = min(common, resume)
+        if resume < tree.resume:
+            resume, source, checkpoint = tree.resume, None, tree.checkpoint
+        if source is None or checkpoint is not None:
+            source = neighbour  # of cells alone, whoever has most
+        shared = min(common, resume)
         matched = max(tree.matched, common)
         reason = None
         if resume < min(matched, limit):
@@ -271,6 +260,11 @@ class GroupRequests(Requests):
                 if reach > best[0] and self.layout.can_cut(checkpoint, reach):
                     best = (reach, row, checkpoint)
         return best
+
+    def _guard(self, plan: RowPlan, change: int) -> None:
+        """Hold (+1) or let go (-1) the nodes that a plan uses."""
+        if plan.nodes:
+            self._states.guard(plan.nodes[-1], change)
 
     def _restore_row(self, group: Group, row_id: int, plan: RowPlan) -> None:
         """Make the row a sequence that stands at `plan.resume`."""
@@ -383,20 +377,20 @@ class GroupRequests(Requests):
 
     # Booking
 
-    def _booking(self, group: Group) -> Booking:
-        return next(each for each in self._bookings if each.group() is group)
-
     def _book(self, group: Group) -> None:
-        booking, held = self._booking(group), group.nbytes
-        self._account.add_live(held - booking.nbytes)
-        booking.nbytes = held
+        if group.booking in self._bookings:
+            held = group.nbytes
+            self._account.add_live(held - group.booking.nbytes)
+            group.booking.nbytes = held
 
     def _hold(self, group: Group, change_bytes: int) -> None:
         """Book checkpoints that a row holds and the tree does not have yet."""
-        self._booking(group).checkpoint_bytes += change_bytes
-        self._states.hold_checkpoint(change_bytes)
+        if group.booking in self._bookings:
+            self._states.hold_checkpoint(change_bytes)
+            group.booking.checkpoint_bytes += change_bytes
 
     def _unbook(self, booking: Booking) -> None:
-        self._account.add_live(-booking.nbytes)
-        self._states.hold_checkpoint(-booking.checkpoint_bytes)
-        self._bookings.remove(booking)
+        if booking in self._bookings:
+            self._account.add_live(-booking.nbytes)
+            self._states.hold_checkpoint(-booking.checkpoint_bytes)
+            self._bookings.remove(booking)

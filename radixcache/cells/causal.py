@@ -95,7 +95,9 @@ class CausalCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers and of the sequences' own states."""
-        return sum(each.nbytes for each in self._cells) + sum(array.nbytes for array in self._states.arrays())
+        # Sequences that were copied share the arrays of their states until their next forward pass.
+        states = {id(array): array.nbytes for array in self._states.arrays()}
+        return sum(each.nbytes for each in self._cells) + sum(states.values())
 
     @property
     def token_bytes(self) -> int:

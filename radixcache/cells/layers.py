@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache
 
+from radixcache.adapters.owned import owned
 from radixcache.cells.batch import Batch
 from radixcache.cells.table import CellTable
 
@@ -160,6 +161,9 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         stop = start + keys.shape[2]
         self.keys = _with_room(self.keys, keys, stop, self.capacity)
         self.values = _with_room(self.values, values, stop, self.capacity)
+        if stop - start == self.keys.shape[2]:
+            # MLX would take what is written for the buffer, and with it all that this is a part of.
+            keys, values = owned(keys), owned(values)
         self.keys[..., start:stop, :] = keys
         self.values[..., start:stop, :] = values
 

@@ -48,14 +48,11 @@ class CellPager:
     def __init__(self, layout: Layout, causal: CausalCache) -> None:
         self._layout = layout
         self._causal = causal
+        #: Whether some layer's state is a sequence's own, valid only where the sequence stands.
+        self.has_states = any(isinstance(leaf, ArraysCache) for leaf in causal.leaves)
         self.windows = [
             leaf.window for leaf in causal.leaves if isinstance(leaf, CellLayer) and leaf.window is not None
         ]
-
-    @property
-    def has_states(self) -> bool:
-        """Whether some layer's state is a sequence's own, valid only where the sequence stands."""
-        return any(isinstance(leaf, ArraysCache) for leaf in self._causal.leaves)
 
     @property
     def cells(self) -> int:

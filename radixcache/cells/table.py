@@ -203,6 +203,12 @@ class CellTable:
             raise self._full(wanted)
         return int(starts[fits[0]])
 
+    def has_run(self, wanted: int, stop: int) -> bool:
+        """Whether `find(wanted)` would give cells that all lie in front of `stop`."""
+        starts, lengths = cut(self._free_cells())
+        fits = np.flatnonzero(lengths >= wanted)
+        return len(fits) > 0 and int(starts[fits[0]]) + wanted <= stop
+
     def free(self, sequence: int) -> int:
         """Take a sequence out; cells that no other one shares are free. Their count. ValueError: no such sequence."""
         each = self._known(sequence)
