@@ -12,7 +12,7 @@ Ways in which a request, or all of them, leave this order:
     one failed        a sampler, a callback or a prompt's forward pass raised: that request ends, nobody else notices
     a step failed     the model raised in a pass of several: they all end, each with that error
     cells lost        an evaluation failed: all that run end, those that wait go on in new cells
-    not a number      see `_start_over`
+    not a number      a row's logits are NaN: that request ends, and nothing is stored but what was good for a token
 
 Not thread-safe.
 """
@@ -124,8 +124,6 @@ class Engine:
             else:
                 request.admitted()
                 self._report(request)
-                if request.is_suspect:
-                    self._try_alone(request)
 
     def _prefill(self) -> None:
         if self._admission.prefilling:
@@ -198,12 +196,12 @@ class Engine:
         except Exception as error:
             self._lose_all(error)
             return
-        if is_wrong:
-            self._start_over()
-            return
         with uninterrupted():
+            if is_wrong:
+                request.row.right_tokens = request.proven_tokens
+                self.fail(request, FloatingPointError("the model's logits for this request are not numbers."))
+                return
             request.unread.popleft()
-            request.is_suspect = False
             try:
                 piece = request.reply.add(token, sampled.logprobs, request.ticket.cancelled)
             except Exception as error:
@@ -264,34 +262,6 @@ class Engine:
         for request in list(self._admission.running):
             self.fail(request, error)
         self.group, self._failure = self._new_group(), None
-
-    def _start_over(self) -> None:
-        """One row's state is not a number, and whoever looks past it in the same cells will soon say the same.
-
-        A value that is masked counts 0 times, which is no number either. So the cells are given up, all requests go
-        back to waiting, and those who may be the cause run alone to their next token: who fails then has failed for
-        itself. What was right of the others is stored, and they go on from it.
-        """
-        with uninterrupted():
-            for request in list(self._admission.running):
-                while request.unread and request in self._admission.running and not request.unread[0].is_wrong():
-                    self._read(request)
-            for request in list(self._admission.running):
-                request.row.right_tokens = request.proven_tokens
-                request.is_suspect = bool(request.unread) or not request.proven_tokens
-            self.group.close()
-            for request in list(self._admission.running):
-                self._admission.send_back(request)
-            self.group = self._new_group()
-
-    def _try_alone(self, request: Request) -> None:
-        """Take one that may be the cause to its next token, while no other moves."""
-        while request in self._admission.running and not request.is_decoding:
-            self._prefill_chunk(request)
-        if request in self._admission.running and request.unread[0].is_wrong():
-            request.row.right_tokens = 0
-            self.fail(request, FloatingPointError("the model's logits for this request are not numbers."))
-            self._start_over()
 
 
 def _full(window: ContextWindow, error: Exception) -> str:

@@ -72,7 +72,6 @@ class Request:
         in_reply: how many of the reply's tokens are part of `tokens`.
         reserve: tokens of the reply to keep cells free for.
         note: why the reply cannot go on, though nothing failed.
-        is_suspect: it may be what brought values that are not numbers into the cells.
     """
 
     ticket: Ticket
@@ -89,7 +88,6 @@ class Request:
     failure: Exception | None = None
     in_reply: int = 0
     note: str | None = None
-    is_suspect: bool = False
 
     def __post_init__(self) -> None:
         self.unread: deque[Sampled] = deque()
