@@ -7,6 +7,10 @@ A forward pass is either one row of any length or several rows of one token:
                     (N, H, C, D), and the mask (N, 1, 1, C) says which cells belong to whom
 
 C are the cells between the first and the last that any row sees. Nothing is gathered and no cell is copied.
+
+What a row may not see is multiplied by 0 in MLX's attention, where it is not skipped; so no cell may hold a value that
+is not finite. A token that has some (an overflow in float16, say) is written with zeros and a mark of NaN that only
+those who see the token run into, as they would have alone: see `without_overflow`.
 """
 
 from __future__ import annotations
@@ -129,6 +133,7 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         if keys.shape[0] != current.rows or keys.shape[2] != current.tokens:
             found = f"keys of shape {keys.shape}"
             raise ValueError(f"{found} in a pass of {current.rows} rows with {current.tokens} tokens each.")
+        keys, values = without_overflow(keys, values)
         if current.rows > 1:
             keys, values = keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3)
         self.write(current.batch.start, keys, values)
@@ -195,6 +200,20 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         view = buffer[..., start:stop, :]
         rows = self._running.rows
         return view if rows == 1 else mx.broadcast_to(view, (rows, *view.shape[1:]))
+
+
+def without_overflow(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    """Keys and values (N, H, T, D) with zeros for what is not finite, and NaN where that harms its own row alone.
+
+    Scores of cells that a row does not see are replaced before they count, whatever they are. So the mark goes into
+    what makes scores alone: the keys; or, in latent attention, the second array, as its first one is keys and values.
+    """
+    is_latent = keys.shape[1] == 1 and keys.shape[3] != values.shape[3] > 0
+    content, scored = (keys, values) if is_latent else (values, keys)
+    is_finite = mx.isfinite(content)
+    scored = mx.where(mx.all(is_finite, axis=-1, keepdims=True), scored, mx.array(float("nan"), scored.dtype))
+    content = mx.where(is_finite, content, mx.array(0, content.dtype))
+    return (content, scored) if is_latent else (scored, content)
 
 
 def _with_room(buffer: mx.array | None, like: mx.array, cells: int, capacity: int) -> mx.array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from runner.models import LoadedModel, load_model
 from runner.parallel import ParallelGenerator
 from runner.parallel_request import Ticket
 from runner.pipeline import generate
-from runner.reply import Piece
+from runner.reply import Completion, Piece
 from tests.scenario.test_failures import Fuse, failed_decomposition, fused, raising, refused_product, spoiling
 
 BUDGET_BYTES = 64 << 20
@@ -68,8 +69,7 @@ def alone(loaded: LoadedModel, prompt: Any, max_tokens: int = MAX_TOKENS) -> tup
     if key not in _alone:
         with new_cache(loaded).begin(prompt) as session:
             *_, last = generate(session, loaded.model, loaded.tokenizer, max_tokens=max_tokens, stop_tokens=())
-        assert last.completion is not None
-        _alone[key] = last.completion.tokens
+        _alone[key] = done(last).tokens
     return _alone[key]
 
 
@@ -77,10 +77,8 @@ def submit(generator: ParallelGenerator, prompt: Any, max_tokens: int = MAX_TOKE
     return generator.submit(prompt, max_tokens=max_tokens, **{"marks": MARKS, "stop_tokens": (), **more})
 
 
-def drain(
-    generator: ParallelGenerator, at: Callable[[int], None] = lambda count: None
-) -> dict[Ticket, list[Piece]]:
-    """Serve until all is done, checking the cells after every piece; `at` is called with the number of pieces so far."""
+def drain(generator: ParallelGenerator, at: Callable[[int], None] = lambda count: None) -> dict[Ticket, list[Piece]]:
+    """Serve until all is done, with a check of the cells after each piece; `at` is told the number of pieces."""
     pieces: dict[Ticket, list[Piece]] = {}
     at(0)
     for count, (ticket, piece) in enumerate(generator, start=1):
@@ -90,16 +88,19 @@ def drain(
     return pieces
 
 
-def tokens_of(ticket: Ticket) -> tuple[int, ...]:
+def done(ticket: Ticket) -> Completion:
     assert ticket.completion is not None
-    return ticket.completion.tokens
+    return ticket.completion
+
+
+def tokens_of(ticket: Ticket) -> tuple[int, ...]:
+    return done(ticket).tokens
 
 
 def require_alone(loaded: LoadedModel, tickets: Iterable[Ticket], prompts: Iterable[Any]) -> None:
     for ticket, prompt in zip(tickets, prompts, strict=True):
-        assert ticket.completion is not None
-        assert ticket.completion.done_reason == "length", ticket.completion
-        assert ticket.completion.tokens == alone(loaded, prompt, len(ticket.completion.tokens))
+        assert done(ticket).done_reason == "length", done(ticket)
+        assert done(ticket).tokens == alone(loaded, prompt, len(done(ticket).tokens))
 
 
 def require_right_tree(loaded: LoadedModel, cache: PrefixCache, prompts: Iterable[Any]) -> None:
@@ -108,19 +109,13 @@ def require_right_tree(loaded: LoadedModel, cache: PrefixCache, prompts: Iterabl
     for prompt in prompts:
         with cache.begin(prompt) as session:
             *_, last = generate(session, loaded.model, loaded.tokenizer, max_tokens=2, stop_tokens=())
-        assert last.completion is not None
-        assert last.completion.tokens == alone(loaded, prompt, 2)
+        assert done(last).tokens == alone(loaded, prompt, 2)
 
 
 def scripted(tokens: Sequence[int]) -> Callable[[mx.array], mx.array]:
     """A sampler that says what it is told to, whatever the model thinks."""
     script = iter(tokens)
     return lambda logprobs: mx.array([next(script)])
-
-
-def sharing(kind: str) -> int:
-    """How many tokens of the system prompt two prompts share while both are new: with recurrent layers up to a mark."""
-    return len(SYSTEM)
 
 
 # Together
@@ -134,26 +129,23 @@ def test_replies_are_those_of_one_at_a_time_and_the_system_prompt_is_evaluated_o
         tickets = [submit(generator, prompt) for prompt in PROMPTS]
         pieces = drain(generator)
         require_alone(loaded, tickets, PROMPTS)
-        assert [ticket.completion.cached_tokens for ticket in tickets if ticket.completion] == [0, *[len(SYSTEM)] * 4]
+        assert [done(ticket).cached_tokens for ticket in tickets] == [0, *[len(SYSTEM)] * 4]
         assert generator.group.causal.table.used == 0
         # What was stored at the end of one request is there for the next.
         again = submit(generator, [*PROMPTS[1], *tokens_of(tickets[1])[:-1], 30])
         drain(generator)
-        assert again.completion is not None
-        assert again.completion.cached_tokens == len(PROMPTS[1]) + MAX_TOKENS - 1
+        assert done(again).cached_tokens == len(PROMPTS[1]) + MAX_TOKENS - 1
     for ticket in tickets:
         assert [piece.token for piece in pieces[ticket]] == list(tokens_of(ticket))
         assert [piece.completion for piece in pieces[ticket]] == [None] * (MAX_TOKENS - 1) + [ticket.completion]
-        assert ticket.completion is not None and ticket.completion.ttft_ms is not None
+        assert done(ticket).ttft_ms is not None
     require_right_tree(loaded, cache, PROMPTS)
 
 
 def test_all_that_decode_take_one_forward_pass_together(llama: LoadedModel) -> None:
     passes: list[tuple[int, int]] = []
     model = Watched(llama.model, passes)
-    generator = ParallelGenerator(
-        new_cache(llama), model, llama.tokenizer, capacity=CAPACITY, step_size=STEP_SIZE
-    )
+    generator = ParallelGenerator(new_cache(llama), model, llama.tokenizer, capacity=CAPACITY, step_size=STEP_SIZE)
     with generator:
         for prompt in PROMPTS[:3]:
             submit(generator, prompt, 20)
@@ -203,7 +195,7 @@ def test_between_two_tokens_of_a_reply_lies_one_chunk_of_prefill_at_most(llama: 
             if ticket is talking:
                 marks_at.append(sum(tokens > 1 for _, tokens in passes))
     chunks = sum(-(-len(prompt) // STEP_SIZE) for prompt in PROMPTS[1:])
-    steps = [later - earlier for earlier, later in zip(marks_at[3:], marks_at[4:], strict=False)]
+    steps = [later - earlier for earlier, later in pairwise(marks_at[3:])]
     assert max(steps) == 1
     assert marks_at[-1] >= chunks
 
@@ -247,17 +239,16 @@ def test_each_row_has_its_own_sampler_stop_tokens_and_text(llama: LoadedModel) -
         said = [piece.text for piece in pieces[ticket]]
         assert "".join(said) == text
         assert all(text.startswith("".join(said[:count])) for count in range(len(said)))
-        assert ticket.completion is not None
-        assert (ticket.completion.done_reason, ticket.completion.tokens) == ("stop", (*tokens, stop))
+        assert (done(ticket).done_reason, done(ticket).tokens) == ("stop", (*tokens, stop))
     require_alone(llama, [greedy], [PROMPTS[4]])
-    assert own_stop.completion is not None and own_stop.completion.done_reason == "stop"
+    assert done(own_stop).done_reason == "stop"
     assert tokens_of(own_stop) == alone(llama, PROMPTS[3])[: len(tokens_of(own_stop))]
 
 
 # Joining and leaving
 
 
-@pytest.mark.parametrize("at", range(0, 2 * MAX_TOKENS, 3))
+@pytest.mark.parametrize("at", [0, 1, 5, 12])
 def test_who_joins_changes_nothing_for_the_others(loaded: LoadedModel, at: int) -> None:
     cache = new_cache(loaded)
     joined: list[Ticket] = []
@@ -276,9 +267,7 @@ def test_who_joins_changes_nothing_for_the_others(loaded: LoadedModel, at: int) 
 def test_replies_of_different_lengths_leave_one_after_the_other(loaded: LoadedModel) -> None:
     lengths = (1, 2, 9, 4, 16)
     with new_generator(loaded, new_cache(loaded)) as generator:
-        tickets = [
-            submit(generator, prompt, length) for prompt, length in zip(PROMPTS, lengths, strict=True)
-        ]
+        tickets = [submit(generator, prompt, length) for prompt, length in zip(PROMPTS, lengths, strict=True)]
         drain(generator)
     require_alone(loaded, tickets, PROMPTS)
     assert tuple(len(tokens_of(ticket)) for ticket in tickets) == lengths
@@ -339,17 +328,20 @@ def test_an_iteration_that_is_broken_off_goes_on_with_the_next(loaded: LoadedMod
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_whatever_ends_the_block_what_was_evaluated_is_stored(
-    loaded: LoadedModel, error: type[BaseException]
-) -> None:
+def test_whatever_ends_the_block_what_was_evaluated_is_stored(loaded: LoadedModel, error: type[BaseException]) -> None:
     cache = new_cache(loaded)
     tickets: list[Ticket] = []
-    with pytest.raises(error), new_generator(loaded, cache) as generator:
-        tickets += [submit(generator, prompt, 50) for prompt in PROMPTS[:2]]
-        for count, _ in enumerate(generator):
-            if count == 9:
-                raise error
-    assert [ticket.completion.done_reason for ticket in tickets if ticket.completion] == ["cancelled"] * 2
+
+    def serve() -> None:
+        with new_generator(loaded, cache) as generator:
+            tickets.extend(submit(generator, prompt, 50) for prompt in PROMPTS[:2])
+            for count, _ in enumerate(generator):
+                if count == 9:
+                    raise error
+
+    with pytest.raises(error):
+        serve()
+    assert [done(ticket).done_reason for ticket in tickets] == ["cancelled"] * 2
     for ticket, prompt in zip(tickets, PROMPTS, strict=False):
         said = tokens_of(ticket)
         assert len(said) >= 4
@@ -363,21 +355,29 @@ def test_whatever_ends_the_block_what_was_evaluated_is_stored(
 # Cancelling
 
 
-@pytest.mark.parametrize("at", range(3 * MAX_TOKENS))
-def test_a_reply_cancelled_at_any_point_leaves_the_others_as_they_are(loaded: LoadedModel, at: int) -> None:
+def cancelled_at(loaded: LoadedModel, at: int) -> None:
     cache = new_cache(loaded)
     with new_generator(loaded, cache) as generator:
         tickets = [submit(generator, prompt) for prompt in PROMPTS[:3]]
         drain(generator, lambda count: tickets[1].cancel() if count == at else None)
         require_alone(loaded, [tickets[0], tickets[2]], [PROMPTS[0], PROMPTS[2]])
-    cancelled = tickets[1].completion
-    assert cancelled is not None
-    assert cancelled.done_reason == ("cancelled" if len(cancelled.tokens) < MAX_TOKENS else "length")
-    assert cancelled.tokens == alone(loaded, PROMPTS[1])[: len(cancelled.tokens)]
+    said = tokens_of(tickets[1])
+    assert done(tickets[1]).done_reason == ("cancelled" if len(said) < MAX_TOKENS else "length")
+    assert said == alone(loaded, PROMPTS[1])[: len(said)]
     require_right_tree(loaded, cache, PROMPTS)
 
 
-@pytest.mark.parametrize("offset", [0, 40, 72, 104, 130])
+@pytest.mark.parametrize("at", [0, 3, 8, 14])
+def test_a_reply_that_is_cancelled_leaves_the_others_as_they_are(loaded: LoadedModel, at: int) -> None:
+    cancelled_at(loaded, at)
+
+
+def test_a_reply_may_be_cancelled_at_any_point(llama: LoadedModel) -> None:
+    for at in range(3 * MAX_TOKENS):
+        cancelled_at(llama, at)
+
+
+@pytest.mark.parametrize("offset", [0, 72, 130])
 def test_a_prompt_cancelled_between_chunks_keeps_the_chunks_that_were_done(loaded: LoadedModel, offset: int) -> None:
     cache = new_cache(loaded)
     with new_generator(loaded, cache) as generator:
@@ -394,8 +394,8 @@ def test_a_prompt_cancelled_between_chunks_keeps_the_chunks_that_were_done(loade
         tickets.append(submit(generator, PROMPTS[2], on_progress=progress))
         drain(generator)
         require_alone(loaded, tickets[:1], PROMPTS[:1])
-    cancelled = tickets[1].completion
-    assert cancelled is not None and cancelled.done_reason == "cancelled"
+    cancelled = done(tickets[1])
+    assert cancelled.done_reason == "cancelled"
     assert len(cancelled.tokens) <= 1
     if cancelled.tokens == ():
         assert cancelled.ttft_ms is None
@@ -410,7 +410,7 @@ def test_what_is_cancelled_before_it_ran_evaluates_nothing(llama: LoadedModel) -
         tickets[1].cancel()
         pieces = drain(generator)
         require_alone(llama, tickets[:1], PROMPTS[:1])
-    assert tickets[1].completion is not None and tickets[1].completion.done_reason == "cancelled"
+    assert done(tickets[1]).done_reason == "cancelled"
     assert [(piece.text, piece.token) for piece in pieces[tickets[1]]] == [("", None)]
 
 
@@ -425,7 +425,7 @@ def test_who_asks_the_same_at_the_same_time_waits_and_evaluates_one_token(kind: 
         other = submit(generator, PROMPTS[0][::-1].copy(), marks=())
         drain(generator)
     require_alone(loaded, [*tickets, other], [*[PROMPTS[2]] * 3, PROMPTS[0][::-1]])
-    cached = [ticket.completion.cached_tokens for ticket in tickets if ticket.completion]
+    cached = [done(ticket).cached_tokens for ticket in tickets]
     assert cached == [0, len(PROMPTS[2]) - 1, len(PROMPTS[2]) - 1]
 
 
@@ -436,7 +436,7 @@ def test_who_waits_to_share_comes_in_as_soon_as_what_is_shared_is_there(llama: L
         submit(generator, long, 2, on_progress=lambda done, total: order.append(("long", done)))
         short = submit(generator, PROMPTS[0], 2, on_progress=lambda done, total: order.append(("short", done)))
         drain(generator)
-    assert short.completion is not None and short.completion.cached_tokens == len(SYSTEM)
+    assert done(short).cached_tokens == len(SYSTEM)
     assert order[:4] == [("long", 0), ("long", 32), ("long", 64), ("short", 40)]
 
 
@@ -445,15 +445,15 @@ def test_nobody_waits_for_a_prompt_that_was_cancelled(llama: LoadedModel) -> Non
         first = submit(generator, PROMPTS[2], on_progress=lambda done, total: first.cancel() if done else None)
         second = submit(generator, PROMPTS[2])
         drain(generator)
-    assert first.completion is not None and first.completion.done_reason == "cancelled"
+    assert done(first).done_reason == "cancelled"
     require_alone(llama, [second], [PROMPTS[2]])
-    assert second.completion is not None and second.completion.cached_tokens == STEP_SIZE
+    assert done(second).cached_tokens == STEP_SIZE
 
 
 # Failing
 
 
-@pytest.mark.parametrize("at", range(MAX_TOKENS))
+@pytest.mark.parametrize("at", [0, 1, 5])
 def test_a_sampler_that_raises_ends_its_own_reply_alone(loaded: LoadedModel, at: int) -> None:
     cache = new_cache(loaded)
 
@@ -470,8 +470,8 @@ def test_a_sampler_that_raises_ends_its_own_reply_alone(loaded: LoadedModel, at:
         ]
         drain(generator)
         require_alone(loaded, [tickets[0], tickets[2]], [PROMPTS[0], PROMPTS[2]])
-    failed = tickets[1].completion
-    assert failed is not None and failed.done_reason == "error"
+    failed = done(tickets[1])
+    assert failed.done_reason == "error"
     assert isinstance(failed.error, ZeroDivisionError)
     assert failed.tokens == alone(loaded, PROMPTS[1])[:at]
     require_right_tree(loaded, cache, PROMPTS)
@@ -510,8 +510,8 @@ def test_a_text_that_cannot_be_made_ends_its_own_reply_alone(llama: LoadedModel)
         tickets = [submit(generator, prompt) for prompt in PROMPTS[:3]]
         drain(generator)
         require_alone(llama, [tickets[0], tickets[2]], [PROMPTS[0], PROMPTS[2]])
-    failed = tickets[1].completion
-    assert failed is not None and (failed.done_reason, type(failed.error)) == ("error", KeyError)
+    failed = done(tickets[1])
+    assert (failed.done_reason, type(failed.error)) == ("error", KeyError)
 
 
 def test_a_progress_callback_that_raises_ends_its_own_request_alone(llama: LoadedModel) -> None:
@@ -523,11 +523,11 @@ def test_a_progress_callback_that_raises_ends_its_own_request_alone(llama: Loade
         tickets = [submit(generator, PROMPTS[0]), submit(generator, PROMPTS[2], on_progress=progress)]
         drain(generator)
         require_alone(llama, tickets[:1], PROMPTS[:1])
-    assert tickets[1].completion is not None and isinstance(tickets[1].completion.error, OSError)
+    assert isinstance(done(tickets[1]).error, OSError)
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("at", range(1, 16))
+@pytest.mark.parametrize("at", [1, 2, 4, 5, 7, 9, 12, 15])
 def test_a_model_that_raises_at_any_pass_leaves_right_state_and_clear_errors(
     loaded: LoadedModel, at: int, after: bool
 ) -> None:
@@ -540,13 +540,12 @@ def test_a_model_that_raises_at_any_pass_leaves_right_state_and_clear_errors(
             drain(generator)
         assert fuse.passes >= at
         for ticket, prompt in zip(tickets, PROMPTS, strict=False):
-            assert ticket.completion is not None
-            assert ticket.completion.tokens == alone(loaded, prompt)[: len(ticket.completion.tokens)]
-            if ticket.completion.done_reason == "error":
-                assert str(ticket.completion.error) == "blown"
+            assert tokens_of(ticket) == alone(loaded, prompt)[: len(tokens_of(ticket))]
+            if done(ticket).done_reason == "error":
+                assert str(done(ticket).error) == "blown"
             else:
-                assert len(ticket.completion.tokens) == MAX_TOKENS
-        assert any(ticket.completion and ticket.completion.done_reason == "error" for ticket in tickets)
+                assert len(done(ticket).tokens) == MAX_TOKENS
+        assert any(done(ticket).done_reason == "error" for ticket in tickets)
         generator.group.check()
         again = [submit(generator, prompt) for prompt in PROMPTS]
         drain(generator)
@@ -555,7 +554,7 @@ def test_a_model_that_raises_at_any_pass_leaves_right_state_and_clear_errors(
 
 
 @pytest.mark.parametrize("poison", [refused_product, failed_decomposition])
-@pytest.mark.parametrize("at", [2, 5, 7, 9, 12])
+@pytest.mark.parametrize("at", [2, 7, 12])
 def test_an_evaluation_that_fails_costs_those_who_run_and_nobody_else(
     loaded: LoadedModel, at: int, poison: Callable[[], mx.array]
 ) -> None:
@@ -565,13 +564,13 @@ def test_an_evaluation_that_fails_costs_those_who_run_and_nobody_else(
         with fused(loaded.model, Fuse(at, spoiling(poison))):
             tickets = [submit(generator, prompt) for prompt in PROMPTS]
             drain(generator)
-        reasons = [ticket.completion.done_reason for ticket in tickets if ticket.completion]
+        reasons = [done(ticket).done_reason for ticket in tickets]
         assert len(reasons) == len(PROMPTS)
         assert 1 <= reasons.count("error") <= 2
         for ticket, prompt in zip(tickets, PROMPTS, strict=True):
             assert tokens_of(ticket) == alone(loaded, prompt)[: len(tokens_of(ticket))]
-            if ticket.completion and ticket.completion.done_reason == "error":
-                assert isinstance(ticket.completion.error, Exception)
+            if done(ticket).done_reason == "error":
+                assert isinstance(done(ticket).error, Exception)
             else:
                 assert len(tokens_of(ticket)) == MAX_TOKENS
         generator.group.check()
@@ -607,8 +606,8 @@ def test_a_prompt_whose_state_is_not_a_number_takes_nobody_along(poisoned: Loade
         later = submit(generator, PROMPTS[4])
         drain(generator)
         require_alone(poisoned, [later], [PROMPTS[4]])
-    failed = tickets[1].completion
-    assert failed is not None and isinstance(failed.error, FloatingPointError)
+    failed = done(tickets[1])
+    assert isinstance(failed.error, FloatingPointError)
     with cache.begin(bad) as session:
         assert session.cached_tokens <= 50
     require_right_tree(poisoned, cache, PROMPTS)
@@ -624,7 +623,7 @@ def test_a_reply_that_stops_being_numbers_takes_nobody_along(poisoned: LoadedMod
         tickets.append(submit(generator, PROMPTS[2]))
         pieces = drain(generator)
         require_alone(poisoned, tickets, PROMPTS[:3])
-    assert bad.completion is not None and isinstance(bad.completion.error, FloatingPointError)
+    assert isinstance(done(bad).error, FloatingPointError)
     assert tokens_of(bad) == (*said, BAD_TOKEN)
     for ticket in [*tickets, bad]:
         assert [piece.token for piece in pieces[ticket] if piece.token is not None] == list(tokens_of(ticket))
@@ -676,7 +675,7 @@ def test_at_most_max_rows_run_at_a_time(llama: LoadedModel) -> None:
     assert max(rows) == 2
 
 
-@pytest.mark.parametrize("capacity", [131 + 40, 131 + 60, 131 + 100])
+@pytest.mark.parametrize("capacity", [131 + 40, 131 + 100])
 def test_who_came_last_goes_back_to_waiting_when_cells_run_out_and_loses_no_text(
     loaded: LoadedModel, capacity: int
 ) -> None:
@@ -702,7 +701,7 @@ def test_going_back_to_waiting_happens_and_resumes_where_the_reply_stood(llama: 
         require_alone(llama, [first, second], [PROMPTS[0], PROMPTS[3]])
     starts = [(done, total) for done, total in progress if total > len(PROMPTS[3])]
     # It was admitted again, with what it had said as part of its prompt, all of it restored but the last token.
-    assert starts and starts[0][0] == starts[0][1] - 1
+    assert starts[0][0] == starts[0][1] - 1
 
 
 def test_bytes_are_kept_within_the_budget_and_replies_as_they_are(loaded: LoadedModel) -> None:
@@ -737,8 +736,8 @@ def test_what_the_budget_cannot_hold_is_a_clear_error_for_that_request_alone(lla
         tickets = [submit(generator, prompt) for prompt in (PROMPTS[1], _random.integers(20, 200, 500), PROMPTS[2])]
         drain(generator)
         require_alone(llama, [tickets[0], tickets[2]], [PROMPTS[1], PROMPTS[2]])
-    failed = tickets[1].completion
-    assert failed is not None and isinstance(failed.error, BudgetFullError)
+    failed = done(tickets[1])
+    assert isinstance(failed.error, BudgetFullError)
     assert "do not fit the budget of 900000" in str(failed.error)
     cache.check()
 
@@ -746,7 +745,7 @@ def test_what_the_budget_cannot_hold_is_a_clear_error_for_that_request_alone(lla
 # Whatever happens
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_mixture_of_joining_cancelling_and_short_room_leaves_every_reply_as_it_is(data: st.DataObject) -> None:
     loaded = load(data.draw(st.sampled_from(FEW_KINDS)))
@@ -769,7 +768,6 @@ def test_any_mixture_of_joining_cancelling_and_short_room_leaves_every_reply_as_
 
         drain(generator, happen)
     for ticket, prompt in tickets:
-        assert ticket.completion is not None
-        assert ticket.completion.done_reason in ("length", "cancelled"), ticket.completion
-        assert ticket.completion.tokens == alone(loaded, prompt, 12)[: len(ticket.completion.tokens)]
+        assert done(ticket).done_reason in ("length", "cancelled"), done(ticket)
+        assert done(ticket).tokens == alone(loaded, prompt, 12)[: len(done(ticket).tokens)]
     require_right_tree(loaded, cache, PROMPTS)

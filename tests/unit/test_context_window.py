@@ -1,5 +1,7 @@
 """What a conversation loses when it is longer than the context, and what it never loses."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ def test_nothing_goes_while_all_fits():
 
 
 def test_whole_messages_go_the_oldest_first_until_a_quarter_is_free():
-    # 27 too many; a quarter is 25, so 50 are to go; the second message behind the system prompt ends at 42, the third at 70.
+    # 27 too many; a quarter is 25, so 50 are to go: the second message behind the system prompt ends at 42, then 70.
     assert WINDOW.excess(OUTLINE, length=126, room=1) == 70
     # 10 too many: the first message would do, a quarter takes the second one too.
     assert WINDOW.excess(OUTLINE, length=109, room=1) == 42
@@ -76,7 +78,7 @@ def test_the_turns_of_a_conversation_are_cut_at_few_places():
         ends = [10, *(10 + 6 * message for message in range(1, 2 * turn + 2))]
         length = ends[-1] + 3
         cuts.append(WINDOW.excess(Outline.of(length, ends), length, room=10))
-    grown = [after for before, after in zip(cuts, cuts[1:], strict=False) if after != before]
+    grown = [after for before, after in pairwise(cuts) if after != before]
     assert cuts == sorted(cuts)
     assert cuts[-1] >= 390
     # Once in a quarter of a context, so that between two cuts a turn finds what the last one left.
