@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from radixcache.group_requests import GroupRequests
 
 
+#: A chunk's logits are (1, T, V), all of them at once: beyond so many tokens the last goes by itself for its own.
+LOGITS_TOKENS = 32
+
+
 class Row:
     """A request of a Group; made by Group.admit().
 
@@ -206,7 +210,6 @@ class Group:
         self._rows: dict[int, Row] = {}
         self._next_id = 0
         self._is_known = False
-        self._handled: BaseException | None = None
 
     def __enter__(self) -> Group:
         return self
@@ -214,8 +217,8 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not self._handled and is_evaluation_failure(error):
-            # The caller's own evaluation of what step() returned: the cells were part of it.
+        if is_evaluation_failure(error):
+            # Also the caller's own evaluation of what step() returned: the cells were part of it.
             self.is_lost = True
         self.close()
 
@@ -284,11 +287,11 @@ class Group:
         count = left if tokens is None else min(tokens, left)
         self._make_room(count)
         end, logits = row.position + count, None
+        stops = dict(row.stops) if self.cache.layout.has_points else {}
+        cuts = {end, *stops} | ({end - 1} if count == left > LOGITS_TOKENS else set())
         while row.position < end:
-            start = row.position
-            stops = row.stops if self.cache.layout.has_points else {}
-            stop = min([end, *(at for at in stops if at > start)])
-            logits = self._evaluate(model, row, stop - start)
+            stop = min(at for at in cuts if at > row.position)
+            logits = self._evaluate(model, row, stop - row.position)
             if stop in stops:
                 self._take_checkpoint(row, stops[stop])
         return logits
@@ -340,6 +343,8 @@ class Group:
             SessionClosedError: row or group is closed, or the cells were lost.
         """
         self._require_row(row)
+        if not 0 <= begin <= end <= row.position:
+            raise ValueError(f"row {row.id} has tokens [0, {row.position}); [{begin}, {end}) is not in there.")
         widest = max(self.pager.windows, default=0)
         points_from = row.points_from
         if points_from and end <= points_from - widest:
@@ -366,7 +371,6 @@ class Group:
                 self.cache.finish_group(self)
             finally:
                 self._rows.clear()
-                self._handled = None
 
     def close_rows(self, rows: Sequence[Row]) -> None:
         """Close some rows: store what they evaluated, each after the other, and free their cells."""
@@ -427,23 +431,23 @@ class Group:
         try:
             return forward()
         except BaseException as error:
-            self._handled = error
             if is_evaluation_failure(error):
                 self.is_lost = True
             raise
 
     def _evaluate(self, model: Any, row: Row, count: int) -> mx.array | None:
         """Evaluate prompt tokens of a row; returns the last one's logits where the prompt ends with it."""
-        logits: mx.array = self._run(lambda: self.causal.prefill(model, row.id, row.next_ids(count)))[:, -1:]
+        logits: mx.array = self._run(lambda: self.causal.prefill(model, row.id, row.next_ids(count)))
         is_last = row.prompt_left == 0
+        logits = owned(logits[:, -1:])
         try:
             # With the logits, which otherwise would hold the buffers and have the next write copy them.
             mx.eval(self.causal.state, [logits] if is_last else [])
             for state in self.causal.row_states(row.id):
                 state.cache = [None if slot is None else owned(slot) for slot in state.cache]
             mx.eval(self.causal.state)
-        except Exception as error:
-            self.is_lost, self._handled = True, error
+        except Exception:
+            self.is_lost = True
             raise
         with uninterrupted(), self.cache.lock:
             if not self._is_known:
@@ -457,14 +461,18 @@ class Group:
             self.cache.row_checkpoint(self, row, kind)
 
     def _make_room(self, tokens: int, cells: int = 0) -> None:
-        if tokens and self.causal.table.has_run(tokens, self.pager.cells):
+        table, held = self.causal.table, self.pager.cells
+        is_grown = held == table.capacity and tokens <= held - table.used
+        if not cells and (is_grown or table.has_run(tokens, held)):
             return
         with uninterrupted(), self.cache.lock:
             self._run(lambda: self.cache.room_in_cells(self, tokens, cells))
 
     def _measure(self) -> None:
-        with uninterrupted(), self.cache.lock:
-            self.cache.group_measured(self)
+        """Book what the cells have come to hold, if that is not what they held."""
+        if self.nbytes != self.booking.nbytes:
+            with uninterrupted(), self.cache.lock:
+                self.cache.group_measured(self)
 
     def _close_unattended(self) -> None:
         try:

@@ -223,10 +223,10 @@ class GroupRequests(Requests):
         namespace = group.namespace
         allowed = self._allowed(keys, namespace)
         match = self._states.match(allowed, namespace)
-        hidden = self._slots.hidden(match.node.path(), None)
-        tree = plan_resume(self.layout, match, limit, None, hidden)
         shares = [(row.common(allowed), row) for row in group.rows]
         common, neighbour = max(shares, key=lambda share: share[0], default=(0, None))
+        hidden = self._slots.hidden([node for node in match.node.path() if node.end > common], None)
+        tree = plan_resume(self.layout, match, limit, None, hidden)
         resume, source, checkpoint = self._among_rows(group, shares, limit)
         if resume < tree.resume:
             resume, source, checkpoint = tree.resume, None, tree.checkpoint
@@ -355,16 +355,18 @@ class GroupRequests(Requests):
         kept = list(wanted)
         while kept:
             self._start_behind_each_other(kept, group.namespace)
+            kept = [each for each in kept if each.start < each.end or self.layout.has_points]
             need = sum((each.end - each.start) * self.layout.token_bytes for each in kept)
             need += sum(group.pager.point_bytes(each.row.id, each.end) for each in kept if each.with_points)
             need -= group.nbytes if freeing else 0
             if need <= 0 or self._evictor.make_room(need):
                 break
+            if self.layout.has_points:
+                kept.pop()
+                continue
             last = kept[-1]
             tokens = -(-self._evictor.over_bytes(need) // max(1, self.layout.token_bytes))
             last.end = max(last.start, last.end - tokens)
-            if self.layout.has_points or last.end == last.start:
-                kept.pop()
         return kept
 
     def _start_behind_each_other(self, kept: list[Stored], namespace: str) -> None:

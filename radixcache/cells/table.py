@@ -205,9 +205,8 @@ class CellTable:
 
     def has_run(self, wanted: int, stop: int) -> bool:
         """Whether `find(wanted)` would give cells that all lie in front of `stop`."""
-        starts, lengths = cut(self._free_cells())
-        fits = np.flatnonzero(lengths >= wanted)
-        return len(fits) > 0 and int(starts[fits[0]]) + wanted <= stop
+        lengths = cut(np.flatnonzero(self._positions[:stop] == _FREE).astype(np.int32))[1]
+        return bool((lengths >= wanted).any())
 
     def free(self, sequence: int) -> int:
         """Take a sequence out; cells that no other one shares are free. Their count. ValueError: no such sequence."""

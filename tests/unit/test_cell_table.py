@@ -46,6 +46,16 @@ def test_the_picture_at_the_top_of_the_file_is_what_happens() -> None:
     table.check()
 
 
+def test_has_run_says_whether_find_gives_cells_in_front_of_another() -> None:
+    table = table_with(12, 2, 3, 2)
+    table.free(2)
+    assert picture(table) == "11...33....."
+    for wanted in range(1, 6):
+        for stop in range(13):
+            assert table.has_run(wanted, stop) == (table.find(wanted) + wanted <= stop), (wanted, stop)
+    assert not table.has_run(6, 12)
+
+
 def test_sixteen_users_of_a_common_prefix_take_one_copy_of_it() -> None:
     table = table_with(4096, 2000)
     for name in range(2, 17):
