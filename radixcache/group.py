@@ -359,6 +359,8 @@ class Group:
         self._run(lambda: self.causal.remove(model, row.id, begin, end))
         row.points_from = points_from
         row.cut(begin, end)
+        with uninterrupted(), self.cache.lock:
+            self.cache.drop_checkpoints(self, row, begin)
         self._measure()
 
     def close(self) -> None:

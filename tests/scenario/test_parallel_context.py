@@ -258,3 +258,23 @@ def test_with_short_room_and_a_short_context_all_is_served_and_nothing_wrong_is_
         assert gone <= max(0, len(prompt) - len(SYSTEM) - min(OPENING_TOKENS, len(OPENING)))
         finals.append(final(ticket, prompt))
     require_untainted(loaded, cache, finals)
+
+
+@pytest.mark.parametrize("kind", ["llama_sliding", "gemma3_text"])
+def test_a_checkpoint_behind_a_rewind_is_not_taken_for_the_tokens_that_came_instead(kind: str) -> None:
+    loaded = load(kind)
+    cache = new_cache(loaded, verify=1.0)
+    prompt = _random.integers(20, 200, 100)
+    instead = np.concatenate([prompt[:60], _random.integers(20, 200, 40)])
+    with cache.begin_many([prompt], capacity=256) as group:
+        (row,) = group.rows
+        group.prefill(loaded.model, row)
+        assert [each.offset for each in row.checkpoints] == [len(prompt) - 16]
+        group.remove(loaded.model, row, 60, 100)
+        group.check()
+        for token in instead[60:]:
+            group.step(loaded.model, [row], [int(token)])
+        same = group.admit([*instead[:95], 30, 31])
+        assert same.cached_tokens == 95
+        same.close()
+    require_untainted(loaded, cache, [[*instead[:90], 30], [*instead, 30]])
