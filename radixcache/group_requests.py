@@ -191,11 +191,11 @@ class GroupRequests(Requests):
         self._hold(group, row.checkpoints[-1].nbytes)
         self._thin(row.checkpoints, lambda nbytes: self._hold(group, nbytes))
 
-    def drop_checkpoints(self, group: Group, row: Row, offset: int) -> None:
-        """Drop a row's checkpoints behind an offset: its tokens there are not those that they were taken of."""
-        kept = [each for each in row.checkpoints if each.offset <= offset]
-        self._hold(group, sum(each.nbytes for each in kept) - sum(each.nbytes for each in row.checkpoints))
-        row.checkpoints[:] = kept
+    def drop_checkpoints(self, group: Group, row: Row, limit: int) -> None:
+        """Give up a row's checkpoints beyond an offset: the tokens there are others now."""
+        gone = [each for each in row.checkpoints if each.offset > limit]
+        row.checkpoints = [each for each in row.checkpoints if each.offset <= limit]
+        self._hold(group, -sum(each.nbytes for each in gone))
 
     def finish_rows(self, group: Group, rows: Sequence[Row], freeing: bool = False) -> None:
         """Close rows: store what they evaluated, free their cells; `freeing`: and those of all others."""

@@ -277,8 +277,18 @@ def test_windows_are_not_shared_from_where_a_row_holds_none_of_them() -> None:
             row = group.admit(parted)
             assert row.cached_tokens == cached
             assert error(prefilled(group, model, row), cold(model, parted)) < ROUNDING
-        # Cells are the first row's all the same.
+        # Cells are the first row's all the same, and what holds of them holds for those that share them.
         assert group.causal.table.used == 140 + (60 + 1) + (10 + 1) + 1
+        group.rows[0].close()
+        row = group.admit([*prompt[:50], 5])
+        assert row.cached_tokens == 50
+        for each in group.rows[:2]:
+            each.close()
+        row.close()
+        cache.clear()
+        row = group.admit([*prompt[:50], 6])
+        assert row.cached_tokens == 0
+        assert error(prefilled(group, model, row), cold(model, row.prompt.tolist())) < ROUNDING
         checked(cache, group)
     cache.check()
 
@@ -394,6 +404,32 @@ def test_a_tainted_row_with_point_layers_is_stored_up_to_where_their_state_is_kn
         assert session.cached_tokens == session.matched_tokens == kept
         session.prefill(model)
         assert error(session.step(model, [1])[0, -1], cold(model, [*prompt, 1])) < ROUNDING
+    cache.check()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_a_shifted_row_goes_on_stores_what_is_in_front_of_the_shift_and_leaves_other_rows_alone(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model, checkpoint_interval=16)
+    with cache.begin_many(capacity=512) as group:
+        one = group.admit(PROMPTS[0])
+        prefilled(group, model, one)
+        two = group.admit([*PROMPTS[0], 1])
+        logits = prefilled(group, model, two)
+        assert len(one.checkpoints) == (7 if kind == "gemma3_text" else 0)
+        group.remove(model, one, 30, 50)
+        checked(cache, group)
+        assert (one.position, one.known_tokens, one.clean_tokens) == (80, 80, 30)
+        group.step(model, [one], [3])
+        # Nobody takes up what was moved.
+        late = group.admit([*PROMPTS[0][:30], *PROMPTS[0][50:], 3, 4])
+        assert late.cached_tokens == 30
+        decoded(group, model, [two], [logits], 2)
+        two.close()
+        late.close()
+        checked(cache, group)
+    assert cache.explain([*PROMPTS[0][:30], *PROMPTS[0][50:], 3, 4]).matched_tokens == 30
+    assert cache.explain([*PROMPTS[0], 1, 2]).matched_tokens >= len(PROMPTS[0]) + 1
     cache.check()
 
 
@@ -738,17 +774,23 @@ def test_a_group_whose_finalizer_was_interrupted_is_taken_back_by_the_next_reque
     model = tiny_model("llama")
     cache = PrefixCache(model)
     monkeypatch.setattr(Group, "__del__", lambda self: None)
-    for ask in (lambda: stored(cache, model, PROMPTS[2]), lambda: cache.begin_many(capacity=8).close()):
+    other = cache.begin_many(capacity=64)
+    requests = [
+        lambda: stored(cache, model, PROMPTS[2]),
+        lambda: cache.begin_many(capacity=8).close(),
+        lambda: other.admit(PROMPTS[2]),
+    ]
+    for ask in requests:
         group = cache.begin_many([PROMPTS[0]], capacity=256)
         prefilled(group, model, group.rows[0])
         held = group.nbytes
         del group
         gc.collect()
-        before = cache.stats.live_bytes
-        assert before >= held
+        assert cache.stats.live_bytes >= held
         ask()
         cache.check()
-        assert cache.stats.live_bytes == sum(path.nbytes for path in cache._slots.paths)
+        assert cache.stats.live_bytes == other.nbytes + sum(path.nbytes for path in cache._slots.paths)
+    other.close()
 
 
 # Beside sessions
