@@ -43,14 +43,8 @@ def main(given: Sequence[str] | None = None) -> None:
     # A paging takes milliseconds, in which a busy machine shows: more repeats than elsewhere.
     lengths, repeats = ((100, 600), 2) if options.quick else ((500, 2000, 8000), 2 * REPEATS + 1)
     rows = [row for tokens in lengths for row in _measure(tokens, repeats)]
-    publish(
-        "paging",
-        "Page-out and page-in beside a plain copy of the same bytes",
-        rows,
-        folder=options.results,
-        repeats=repeats,
-        conclusion=conclusion(rows),
-    )
+    title = "Page-out and page-in beside a plain copy of the same bytes"
+    publish("paging", title, rows, folder=options.results, repeats=repeats, conclusion=conclusion(rows))
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:

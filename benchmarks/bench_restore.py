@@ -85,14 +85,8 @@ def main(given: Sequence[str] | None = None) -> None:
     options = arguments(__doc__, given)
     sizes, repeats = (QUICK_SIZES, 2) if options.quick else (SIZES, REPEATS)
     rows = [row for name, model in _models(options.quick) for row in _measure(name, model, sizes, repeats)]
-    publish(
-        "restore",
-        "Time to first token of a hit, beside the forward pass of its uncached tokens alone",
-        rows,
-        folder=options.results,
-        repeats=repeats,
-        conclusion=conclusion(rows),
-    )
+    title = "Time to first token of a hit, beside the forward pass of its uncached tokens alone"
+    publish("restore", title, rows, folder=options.results, repeats=repeats, conclusion=conclusion(rows))
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:

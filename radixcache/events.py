@@ -79,6 +79,9 @@ class Event(NamedTuple):
 
 OnEvent = Callable[[Event], object]
 
+#: What an Event is made of, kept until it is told.
+_Told = tuple[EventKind, int, str, int, int, int, Mapping[str, Any]]
+
 _new = tuple.__new__
 
 
@@ -101,8 +104,7 @@ class Events:
             raise ValueError(f"on_event is a {type(on_event).__name__}; wanted a callable that takes an Event.")
         self._on_event = on_event
         self._lock = lock or Turns()
-        self._waiting: deque[Event] = deque()
-        self._is_announced = False
+        self._waiting: deque[_Told] = deque()
         self._handing_over = threading.Lock()
         self._hand_over = self.hand_over
         self.is_on = on_event is not None
@@ -110,29 +112,30 @@ class Events:
         self.failures = 0
         self.dropped = 0
 
-    def emit(self, kind: EventKind, namespace: str, start: int, end: int, nbytes: int = 0, **detail: Any) -> None:
+    def emit(
+        self, kind: EventKind, namespace: str, start: int, end: int, nbytes: int, detail: Mapping[str, Any]
+    ) -> None:
         """Tell the listener, if there is one, when the lock is free again."""
         if not self.is_on:
             return
-        if len(self._waiting) >= MAX_WAITING:
+        if len(self._waiting) < MAX_WAITING:
+            self._waiting.append((kind, self.tick, namespace, start, end, nbytes, detail))
+        else:
             self.dropped += 1
-            return
-        # Past Event's own constructor, which takes three times as long.
-        self._waiting.append(_new(Event, (kind, self.tick, namespace, start, end, nbytes, detail)))
-        if not self._is_announced:
-            self._is_announced = True
-            self._lock.afterwards(self._hand_over)
+        after = self._lock.afterwards
+        if self._hand_over not in after:
+            after.append(self._hand_over)
 
     def hand_over(self) -> None:
         """Call the listener with what waits, unless somebody is at it: then that one goes on with it."""
-        self._is_announced = False
         waiting, listener, left = self._waiting, self._on_event, MAX_WAITING
         assert listener is not None
         while waiting and left > 0 and self._handing_over.acquire(False):
             try:
                 while waiting and left > 0:
                     left -= 1
-                    event = waiting.popleft()
+                    # Past Event's own constructor, which takes twice as long.
+                    event = _new(Event, waiting.popleft())
                     try:
                         listener(event)
                     except Exception as error:

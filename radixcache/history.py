@@ -55,13 +55,18 @@ class Piece:
 
     __slots__ = ("below", "edges", "end", "last_start", "namespace", "parts", "start")
 
-    def __init__(self, node: Node[Any], part: Part) -> None:
+    def __init__(self, node: Node[Any], start: int, end: int, tick: int) -> None:
         self.namespace = node.namespace
-        self.edges = [each.edge for each in node.path()]
+        self.edges = edges = [node.edge]
+        above = node.parent
+        while above is not None and above.parent is not None:
+            edges.append(above.edge)
+            above = above.parent
+        edges.reverse()
         self.last_start = node.start
-        self.parts = [part]
-        self.start = part.start
-        self.end = part.end
+        self.parts = [Part(start, end, tick)]
+        self.start = start
+        self.end = end
         self.below: Node[Any] | None = None
 
     def key_at(self, offset: int) -> int:
@@ -108,7 +113,7 @@ class History:
         """The tokens [start, node.end), on the node's edge, are about to go."""
         last = self._pieces[-1] if self._pieces else None
         if last is None or last.below is not node:
-            last = self._add(Piece(node, Part(start, node.end, tick)))
+            last = self._add(Piece(node, start, node.end, tick))
         elif last.parts[-1].tick == tick:
             last.parts[-1] = Part(start, last.parts[-1].end, tick)
         else:
@@ -118,7 +123,7 @@ class History:
 
     def dropped_checkpoint(self, node: Node[Any], tick: int) -> None:
         """The checkpoint at a node's end is about to go, its tokens stay."""
-        self._add(Piece(node, Part(node.end, node.end, tick)))
+        self._add(Piece(node, node.end, node.end, tick))
 
     def asked(self, namespace: str, keys: Keys) -> None:
         """A prompt came."""

@@ -133,7 +133,7 @@ class LivePath:
         self._states.set_spans(node, spans)
         self._states.paged_out_bytes += spans.nbytes
         if self._states.events.is_on:
-            self._states.events.emit(PAGED_OUT, node.namespace, node.start, node.end, spans.nbytes)
+            self._states.events.emit(PAGED_OUT, node.namespace, node.start, node.end, spans.nbytes, {})
 
     def page_in(self, spans: Spans, target: int) -> None:
         """Write spans behind what is live, up to offset `target`; `advance` says for which node."""

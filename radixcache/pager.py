@@ -160,7 +160,7 @@ class Pager:
         live.advance(node)
         if self._states.events.is_on:
             nbytes = self._layout.token_bytes * (node.end - node.start)
-            self._states.events.emit(PAGED_IN, node.namespace, node.start, node.end, nbytes)
+            self._states.events.emit(PAGED_IN, node.namespace, node.start, node.end, nbytes, {})
 
     def _page_out(self, live: LivePath, node: StateNode) -> None:
         self.allocating(lambda: live.page_out(node))

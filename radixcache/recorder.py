@@ -111,7 +111,7 @@ class Recorder:
             node = self._states.add_leaf(node, keys[match.offset :], use)
             if self._states.events.is_on:
                 nbytes = self._layout.token_bytes * (len(keys) - match.offset)
-                self._states.events.emit(STORED, namespace, match.offset, len(keys), nbytes, state="tokens")
+                self._states.events.emit(STORED, namespace, match.offset, len(keys), nbytes, {"state": "tokens"})
         return node
 
     def _attach(self, tip: StateNode, checkpoint: Checkpoint, use: Use) -> None:

@@ -352,17 +352,9 @@ class Requests:
     def _note_request(self, keys: Keys, namespace: str, plan: ResumePlan, by: str) -> None:
         self._states.history.asked(namespace, keys)
         if self._events.is_on:
-            self._events.emit(
-                RESUMED,
-                namespace,
-                0,
-                plan.resume,
-                plan.resume * self.layout.token_bytes,
-                prompt_tokens=len(keys),
-                matched_tokens=plan.matched,
-                reason=plan.reason,
-                by=by,
-            )
+            nbytes = plan.resume * self.layout.token_bytes
+            detail = {"prompt_tokens": len(keys), "matched_tokens": plan.matched, "reason": plan.reason, "by": by}
+            self._events.emit(RESUMED, namespace, 0, plan.resume, nbytes, detail)
 
     def _record(self, keys: Keys, output_tokens: int, namespace: str, use: Use) -> None:
         """Write a request to the trace; a trace that cannot be written is no reason not to serve."""

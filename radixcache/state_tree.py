@@ -181,7 +181,7 @@ class StateTree:
         self.refresh(node)
         self.refresh(upper)
         if self.events.is_on:
-            self.events.emit(SPLIT, node.namespace, upper.start, node.end, at=at)
+            self.events.emit(SPLIT, node.namespace, upper.start, node.end, 0, {"at": at})
         return upper
 
     def coalesce(self, node: StateNode) -> StateNode:
@@ -223,7 +223,7 @@ class StateTree:
         node.payload = None
         self.refresh(child)
         if self.events.is_on:
-            self.events.emit(MERGED, child.namespace, child.start, child.end, at=gone.end)
+            self.events.emit(MERGED, child.namespace, child.start, child.end, 0, {"at": end})
         return child
 
     def coalesce_all(self, nodes: list[StateNode]) -> None:
@@ -319,7 +319,7 @@ class StateTree:
             self.policy.inserted(state.checkpoint_entry)
             if self.events.is_on:
                 at, nbytes = node.end, checkpoint.nbytes
-                self.events.emit(STORED, node.namespace, at, at, nbytes, state="checkpoint")
+                self.events.emit(STORED, node.namespace, at, at, nbytes, {"state": "checkpoint"})
         self._reweigh(state)
         self.refresh(node)
 
@@ -330,7 +330,7 @@ class StateTree:
         self.history.dropped_checkpoint(node, self.events.tick)
         if self.events.is_on:
             at, nbytes = node.end, checkpoint.nbytes
-            self.events.emit(EVICTED, node.namespace, at, at, nbytes, state="checkpoint")
+            self.events.emit(EVICTED, node.namespace, at, at, nbytes, {"state": "checkpoint"})
         self.set_checkpoint(node, None)
 
     def remove_subtree(self, node: StateNode) -> StateNode:
@@ -482,7 +482,7 @@ class StateTree:
         if self.events.is_on:
             end, checkpoint = leaf.end, state_of(leaf).checkpoint
             nbytes = self.layout.token_bytes * (end - start) + (0 if checkpoint is None else checkpoint.nbytes)
-            self.events.emit(EVICTED, leaf.namespace, start, end, nbytes, state="tokens")
+            self.events.emit(EVICTED, leaf.namespace, start, end, nbytes, {"state": "tokens"})
 
     def _copied(self, make: Callable[[], tuple[*tuple[Any, ...], int]], spare: bool) -> tuple[Any, ...] | None:
         """Results of a copy that also says how many bytes it copied, tried twice; None: failed, and can be spared.

@@ -29,7 +29,8 @@ class CacheStats:
         budget_bytes, budget_source: the budget and where it came from.
         verified_requests: resumed requests whose restored state was compared with a cold prefill.
         verify_skipped: requests that were drawn for it and not compared: the second state did not fit the budget, the
-            caller's own loop had moved on, or the tokens do not say all that the model was given. Counted at close.
+            caller's own loop had moved on, the tokens do not say all that the model was given, or the cold run broke
+            off. Counted at close.
         verify_mismatches: verified requests whose state, or the logits after it, were wrong.
         verify_largest_error: the largest error of all comparisons, relative to the largest magnitude in the same array.
         verify_bytes: the second states of checks that are under way; counts against the budget beside live and paged.

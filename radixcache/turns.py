@@ -17,14 +17,18 @@ from collections.abc import Callable, Sequence
 
 
 class Turns:
-    """A reentrant lock, used as a context manager."""
+    """A reentrant lock, used as a context manager.
+
+    Attributes:
+        afterwards: what to do when the thread whose turn it is has let go of the lock; only that one adds to it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._depth = 0
         self._owner = 0
         self._waiting: list[Callable[[], object]] = []
-        self._afterwards: list[Callable[[], object]] = []
+        self.afterwards: list[Callable[[], object]] = []
 
     def __enter__(self) -> Turns:
         self._lock.acquire()
@@ -41,8 +45,8 @@ class Turns:
             after: Sequence[Callable[[], object]] = ()
             if self._depth == 0:
                 self._owner = 0
-                if self._afterwards:
-                    after, self._afterwards = self._afterwards, []
+                if self.afterwards:
+                    after, self.afterwards = self.afterwards, []
             self._lock.release()
             for action in after:
                 action()
@@ -51,12 +55,5 @@ class Turns:
         """Do this now, or at the end of this thread's turn if it is in the middle of one."""
         if self._owner == threading.get_ident():
             self._waiting.append(action)
-        else:
-            action()
-
-    def afterwards(self, action: Callable[[], object]) -> None:
-        """Do this now, or when this thread has let go of the lock."""
-        if self._owner == threading.get_ident():
-            self._afterwards.append(action)
         else:
             action()

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from radixcache.comparison import Difference, Part, compare_logits, compare_states
+from radixcache.evaluation import NATIVE_ERRORS
 from radixcache.events import QUARANTINED, Events
 from radixcache.interrupts import uninterrupted
 from radixcache.layout import Layout
@@ -106,7 +107,7 @@ class Verifier:
         self._share = share
         self._random = random.Random(seed)
         self._events = events
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_failure = False
 
     def draw(self, session: Session) -> Check | None:
         """Decide about a request that was just restored."""
@@ -123,7 +124,7 @@ class Verifier:
         self.mismatch_count += 1
         self.mismatches.append(mismatch)
         start, end = mismatch.quarantined_from, mismatch.resume_offset
-        self._events.emit(QUARANTINED, mismatch.namespace, start, end, mismatch=mismatch)
+        self._events.emit(QUARANTINED, mismatch.namespace, start, end, 0, {"mismatch": mismatch})
 
     def warn(self, mismatch: Mismatch) -> None:
         """Warn of the first mismatch; the others are counted."""
@@ -131,6 +132,13 @@ class Verifier:
             self._has_warned = True
             text = f"{mismatch}. The request is served cold and the path is quarantined; see PrefixCache.mismatches."
             warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+    def warn_of_failure(self, error: Exception) -> None:
+        """Warn of the first check that broke off for another reason than want of memory."""
+        if not self._has_warned_of_failure:
+            self._has_warned_of_failure = True
+            text = f"verification broke off with {error!r}. The request is served as it was restored, and not verified."
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 class Check:
@@ -149,7 +157,8 @@ class Check:
     def before_first_pass(self, session: Session, model: Any, step_size: int) -> None:
         """Compare the restored state with a cold run, the first time this is called; start the session over if wrong.
 
-        A failure of the cold run, such as an allocation, only means that there is nothing to compare with.
+        A failure of the cold run only means that there is nothing to compare with. An evaluation or allocation that
+        failed is counted as skipped and no more; of anything else, the model's or ours, the first is warned of.
         """
         if not self._is_pending:
             return
@@ -161,8 +170,11 @@ class Check:
         try:
             if session.hold_second_state(self._second_nbytes(session)):
                 differences = self._run_cold(session, model)
-        except Exception:
+        except NATIVE_ERRORS:
             self._cold_logits = None
+        except Exception as error:
+            self._cold_logits = None
+            self._verifier.warn_of_failure(error)
         finally:
             session.hold_second_state(0)
             self._layout.release()

@@ -5,7 +5,6 @@ checkpoint, with windows that are full (a prompt shorter than a window takes les
 are keys and values of full attention, as mlx-lm does: packed elements, and a scale and a bias per group.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.conversations.conversation import shown
+from runner.json_file import read_json
 from runner.layer_kinds import Heads, Span, State, Window
 from runner.model_fields import INSTEAD, Config, ModelConfigError
 from runner.model_layers import layers_of
@@ -67,12 +67,7 @@ def read_model_bytes(
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_bytes())
-    except OSError as error:
-        raise ModelConfigError(f"{file}: cannot be read ({error.strerror}); wanted a model's config.json.") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelConfigError(f"{file}: not JSON ({error}); wanted a model's config.json.") from error
+    config = read_json(file, "a model's config.json", ModelConfigError)
     if not isinstance(config, dict):
         raise ModelConfigError(f"{file}: found {shown(config)}; wanted the object of a model's config.json.")
     try:

@@ -1,6 +1,5 @@
 """`radixcache advise`: what a prefix cache can save on a trace, and how many bytes that takes."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +8,7 @@ import typer
 from runner.commands.simulate import GIB, MOST_CAPACITY, run_grid
 from runner.commands.trace_options import TraceOptions, about, with_trace_options
 from runner.commands.usage import UsageError, require, require_writable_files, say, writing
+from runner.json_file import read_json
 
 if TYPE_CHECKING:
     from runner.model_config import ModelBytes
@@ -112,12 +112,7 @@ def _grid(capacity_blocks: int, sizes: "ModelBytes | None") -> "list[Job]":
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        document = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}); wanted rows of radixcache simulate.") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: not JSON ({error}); wanted rows of radixcache simulate.") from error
+    document = read_json(path, "rows of radixcache simulate", UsageError)
     rows: list[dict[str, Any]] | None = document.get("rows") if isinstance(document, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{path}: has no list of rows; wanted rows of radixcache simulate.")

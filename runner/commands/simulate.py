@@ -16,6 +16,7 @@ from runner.commands.usage import (
     UsageError,
     require,
     require_picture_format,
+    require_policy,
     require_writable_files,
     say,
     stdout,
@@ -145,7 +146,7 @@ def _separate(options: TraceOptions) -> "list[Trace]":
 
 
 def _policies(listed: str, sizes: "ModelBytes | None") -> list[str]:
-    from policies import OFFLINE_POLICIES, POLICIES, make_policy
+    from policies import OFFLINE_POLICIES, POLICIES
 
     names = [name.strip() for name in listed.split(",") if name.strip()]
     require(bool(names), "--policy names no policy.")
@@ -159,10 +160,7 @@ def _policies(listed: str, sizes: "ModelBytes | None") -> list[str]:
         names = [*(name for name in names if name != "all"), *sorted(POLICIES), *bounds]
     for name in names:
         if name not in OFFLINE_POLICIES:
-            try:
-                make_policy(name)
-            except ValueError as error:
-                raise UsageError(f"--policy: {error}") from error
+            require_policy(name)
     return list(dict.fromkeys(names))
 
 

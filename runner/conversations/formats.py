@@ -20,6 +20,7 @@ from runner.conversations.conversation import (
     shortened,
     shown,
 )
+from runner.json_file import read_json
 
 # ShareGPT's speakers, as its many converters name them.
 _SHAREGPT_ROLES = {
@@ -163,13 +164,7 @@ def _tau_tools(messages: tuple[dict[str, Any], ...], path: Path) -> tuple[dict[s
 @lru_cache(maxsize=len(_TAU_TOOL_FILES))
 def _read_tools(path: Path, modified_ns: int) -> tuple[dict[str, Any], ...] | None:
     """A tool list; kept, as every trajectory of a file asks for it again."""
-    try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConversationError(f"{path}: cannot be read ({error.strerror}); wanted a list of tools.") from error
-    except (ValueError, RecursionError) as error:
-        raise ConversationError(f"{path}: not JSON ({error}); wanted a list of tools.") from error
-    return checked_tools(values, str(path))
+    return checked_tools(read_json(path, "a list of tools", ConversationError), str(path))
 
 
 def _parse_mt_bench(record: dict[str, Any], origin: Origin) -> Conversation:

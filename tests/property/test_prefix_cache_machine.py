@@ -7,7 +7,6 @@ cross them. With several live slots, sessions overlap: one is left open while ot
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import hypothesis.strategies as st
@@ -17,32 +16,16 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import radixcache.adapters.span
-import radixcache.evictor
-import radixcache.layout
-import radixcache.pager
-import radixcache.state_tree
-from radixcache import CacheBusyError, Event, Explanation, PrefixCache, Reason, Session, SnapshotError
+from radixcache import CacheBusyError, Explanation, PrefixCache, Reason, Session, SnapshotError
 from radixcache.history import History
 from tests.property.spelling import LayerError, SpellingModel, spells
+from tests.property.test_tree_machine import common
+from tests.property.walks import NAMESPACES, Told, short
+from tests.property.walks import small_steps as small_steps
 from tests.snapshot import everything
 
 SPANS = ("kv", "concatenate", "quantized", "unused", "none")
 POINTS = ("rotating", "rotating_keep", "arrays", "chunked", "list", "pair", "layer", "echo")
-NAMESPACES = ("", "tenant")
-
-short = st.lists(st.integers(0, 3), min_size=1, max_size=14)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_steps() -> Any:
-    patch = pytest.MonkeyPatch()
-    for module in (radixcache.adapters.span, radixcache.layout, radixcache.state_tree):
-        patch.setattr(module, "SEGMENT_TOKENS", 8)
-    patch.setattr(radixcache.evictor, "TRIM_TOKENS", 4)
-    patch.setattr(radixcache.pager, "CUT_TOKENS", 8)
-    yield
-    patch.undo()
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -61,9 +44,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     )
     def make(self, data: Any, budget: int, policy: str, interval: int, slots: int) -> None:
         kinds = data.draw(self.kinds_of)
-        # What the events say there is, tokens and checkpoints by namespace, and how many of each kind there were.
-        self.told = {name: {"tokens": 0, "checkpoint": 0} for name in NAMESPACES}
-        self.told_kinds: Counter[str] = Counter()
+        self.told = Told()
         # What the tree was ever seen to hold, as one path per leaf and look.
         self.held: dict[str, set[tuple[int, ...]]] = {name: set() for name in NAMESPACES}
         self.model = SpellingModel(kinds if set(kinds) - {"unused", "none"} else [*kinds, "kv"])
@@ -74,7 +55,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             checkpoint_interval=interval,
             checkpoint_budget_bytes=budget,
             live_slots=slots,
-            on_event=self.listen,
+            on_event=self.told,
             **self.more,
         )
         self.slots = slots
@@ -447,7 +428,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         stats = self.cache.stats
         if not self.is_pinned and not self.opened:
             assert stats.live_bytes + stats.paged_bytes <= stats.budget_bytes, stats
-        self.events_add_up()
+        self.told.check(self.cache)
         for node in self.cache._states.tree.nodes():
             if node.is_leaf:
                 self.held[node.namespace].add(tuple(node.prefix().tolist()))
@@ -468,24 +449,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @property
     def is_pinned(self) -> bool:
         return bool(self.pins or self.names)
-
-    def listen(self, event: Event) -> None:
-        self.told_kinds[event.kind] += 1
-        if event.kind in ("stored", "evicted"):
-            sign = 1 if event.kind == "stored" else -1
-            count = event.end - event.start if event.detail["state"] == "tokens" else 1
-            self.told[event.namespace][event.detail["state"]] += sign * count
-
-    def events_add_up(self) -> None:
-        """What was told of the tokens of each namespace, and of requests, is what there is."""
-        stats = self.cache.stats
-        assert (stats.event_failures, stats.dropped_events) == (0, 0)
-        for namespace, told in self.told.items():
-            nodes = list(self.cache._states.tree.nodes(namespace))
-            assert told["tokens"] == sum(len(node.edge) for node in nodes), namespace
-            # A checkpoint that goes with its tokens is not told of apart.
-            assert told["checkpoint"] >= sum(node.payload.checkpoint is not None for node in nodes), namespace
-        assert self.told_kinds["resumed"] == stats.requests
 
     def pinned_length(self, tokens: list[int]) -> int:
         return len(tokens)
@@ -513,15 +476,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if self.lossless and tokens:
             keys = np.asarray(tokens, dtype=np.int64)
             assert self.cache._states.match(keys, namespace).offset == len(tokens)
-
-
-def common(left: list[int], right: list[int]) -> int:
-    length = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length
 
 
 class PureSpanMachine(PrefixCacheMachine):

@@ -7,8 +7,6 @@ breaks off gives the second state back.
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -20,9 +18,11 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from radixcache import Event, PrefixCache, Reason
 from tests.property.spelling import SpellingModel, spells
-from tests.property.test_prefix_cache_machine import ExactCache, common
-from tests.property.test_verify_machine import NAMESPACES, POINTS, SPANS, VerifyMachine, short
-from tests.property.test_verify_machine import _small_steps as _small_steps
+from tests.property.test_prefix_cache_machine import ExactCache
+from tests.property.test_tree_machine import common
+from tests.property.test_verify_machine import POINTS, SPANS, VerifyMachine
+from tests.property.walks import NAMESPACES, Told, quietly, short
+from tests.property.walks import small_steps as small_steps
 from tests.snapshot import everything
 
 STEP = 3
@@ -87,8 +87,7 @@ class TogetherMachine(VerifyMachine):
     def make(self, kinds: list[str], budget: int, slots: int, exact: bool = False) -> None:
         self.model = SpellingModel(kinds)
         self.exact = exact
-        self.told = {name: Counter() for name in NAMESPACES}
-        self.told_kinds: Counter[str] = Counter()
+        self.told = Told()
         more: dict[str, Any] = {"exact": True, "step_size": STEP} if exact else {}
         self.cache = (ExplainedExactCache if exact else ExplainedCache)(
             self.model,
@@ -107,11 +106,7 @@ class TogetherMachine(VerifyMachine):
         self.is_spoilt = False
 
     def listen(self, event: Event) -> None:
-        self.told_kinds[event.kind] += 1
-        if event.kind in ("stored", "evicted"):
-            sign = 1 if event.kind == "stored" else -1
-            count = event.end - event.start if event.detail["state"] == "tokens" else 1
-            self.told[event.namespace][event.detail["state"]] += sign * count
+        self.told(event)
         if event.kind == "quarantined":
             mismatch = event.detail["mismatch"]
             assert mismatch in self.cache.mismatches
@@ -166,8 +161,7 @@ class TogetherMachine(VerifyMachine):
         lasts = lasts if name is not None else None
         mismatches = self.cache.stats.verify_mismatches
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)
+            with quietly():
                 self.cache.warm(self.model, tokens, namespace, name=name, ttl_requests=lasts)
             failure = ""
         except ValueError as error:
@@ -210,8 +204,7 @@ class TogetherMachine(VerifyMachine):
                 raise kind
             return self.model(ids, cache=cache)
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
+        with quietly():
             try:
                 with self.cache.begin(tokens, namespace=namespace) as session:
                     session.prefill(model)
@@ -238,14 +231,12 @@ class TogetherMachine(VerifyMachine):
             return logits
 
         before = self.cache.stats.verified_requests
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            with self.cache.begin(tokens, namespace=namespace) as session:
-                resumed = session.cached_tokens
-                session.prefill(model)
-                session.step(model, tokens[-1:])
-                if not resumed or self.cache.stats.verified_requests > before or not self.is_spoilt:
-                    spells(session.caches, tokens, self.model.kinds)
+        with quietly(), self.cache.begin(tokens, namespace=namespace) as session:
+            resumed = session.cached_tokens
+            session.prefill(model)
+            session.step(model, tokens[-1:])
+            if not resumed or self.cache.stats.verified_requests > before or not self.is_spoilt:
+                spells(session.caches, tokens, self.model.kinds)
         self.stored[namespace].append(tokens)
         if "clear" in calls:
             self.pins.clear()
@@ -254,14 +245,8 @@ class TogetherMachine(VerifyMachine):
     def adds_up(self) -> None:
         if not hasattr(self, "cache"):
             return
-        stats = self.cache.stats
-        assert (stats.event_failures, stats.dropped_events) == (0, 0)
-        for namespace, told in self.told.items():
-            nodes = list(self.cache._states.tree.nodes(namespace))
-            assert told["tokens"] == sum(len(node.edge) for node in nodes), namespace
-            assert told["checkpoint"] >= sum(node.payload.checkpoint is not None for node in nodes), namespace
-        assert self.told_kinds["resumed"] == stats.requests
-        assert self.told_kinds["quarantined"] == stats.verify_mismatches
+        self.told.check(self.cache)
+        assert self.told.kinds["quarantined"] == self.cache.stats.verify_mismatches
         for node in self.cache._states.tree.nodes() if self.exact else []:
             assert not node.is_leaf or node.payload.live or node.payload.held or node.end % STEP == 0, node
         if not self.is_spoilt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -168,7 +169,7 @@ class TreeMachine(RuleBasedStateMachine):
         return f"{node.edge.tolist()} {node.weight} {node.payload}"
 
 
-def common(left: Sequence, right: Sequence) -> int:
+def common(left: Iterable[int], right: Iterable[int]) -> int:
     """Length of the common prefix, one key at a time."""
     length = 0
     for a, b in zip(left, right, strict=False):

@@ -6,7 +6,6 @@ path; the cache stays sound, and nothing that is quarantined is stored. Without 
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,34 +15,15 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import radixcache.adapters.span
-import radixcache.comparison
-import radixcache.evictor
-import radixcache.layout
-import radixcache.pager
-import radixcache.state_tree
 from radixcache import PrefixCache
 from radixcache.adapters.cache_list import leaves
 from radixcache.state_tree import state_of
 from tests.property.spelling import SpellingModel, spells
+from tests.property.walks import NAMESPACES, quietly, short
+from tests.property.walks import small_steps as small_steps
 
 SPANS = ("kv", "concatenate", "quantized")
 POINTS = ("rotating", "arrays", "chunked", "list", "pair", "layer")
-NAMESPACES = ("", "tenant")
-
-short = st.lists(st.integers(0, 3), min_size=1, max_size=14)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_steps() -> Any:
-    patch = pytest.MonkeyPatch()
-    for module in (radixcache.adapters.span, radixcache.layout, radixcache.state_tree):
-        patch.setattr(module, "SEGMENT_TOKENS", 8)
-    patch.setattr(radixcache.comparison, "ROWS", 4)
-    patch.setattr(radixcache.evictor, "TRIM_TOKENS", 4)
-    patch.setattr(radixcache.pager, "CUT_TOKENS", 8)
-    yield
-    patch.undo()
 
 
 class VerifyMachine(RuleBasedStateMachine):
@@ -81,8 +61,7 @@ class VerifyMachine(RuleBasedStateMachine):
         before = self.cache.stats.verified_requests
         session = self.cache.begin(tokens, namespace=namespace, reserve=data.draw(st.integers(0, 20)))
         resumed = session.cached_tokens
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
+        with quietly():
             if data.draw(st.booleans()):
                 session.prefill(self.model, step_size=data.draw(st.sampled_from([3, 7, 2048])))
                 session.step(self.model, tokens[-1:])

@@ -13,7 +13,8 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 
 from policies import LRU, Entry
 from radixcache import CacheStats, Ledger, PrefixCache, Session
-from runner.tiny import TINY_KINDS, VOCABULARY_LENGTH, tiny_model
+from runner.tiny import TINY_KINDS, tiny_model
+from tests.scenario.prompts import tokens
 
 #: float32 keys and values of one token, from the configurations in runner/tiny.py; 8 bits: packed, scales, biases.
 TOKEN_BYTES = {
@@ -28,13 +29,7 @@ MEASURED_KINDS = [*VIEW_KINDS, "llama", "llama_sliding"]
 
 SYSTEM_LENGTH = 300
 
-
-@pytest.fixture(autouse=True)
-def _exact_allocations() -> Iterator[None]:
-    """Without MLX's pool of freed buffers, which hands out larger ones than asked for."""
-    limit = mx.set_cache_limit(0)
-    yield
-    mx.set_cache_limit(limit)
+pytestmark = pytest.mark.usefixtures("exact_allocations")
 
 
 @pytest.fixture(params=sorted(TOKEN_BYTES))
@@ -44,11 +39,6 @@ def pure(request: pytest.FixtureRequest) -> tuple[Any, Callable[..., PrefixCache
     model: Any = tiny_model(name.removesuffix(" in 8 bits"))
     bits = 8 if name.endswith("8 bits") else None
     return model, lambda **more: PrefixCache(model, kv_bits=bits, **more), TOKEN_BYTES[name]
-
-
-def tokens(seed: int, length: int) -> list[int]:
-    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
-    return drawn
 
 
 def serve(cache: PrefixCache, model: Any, prompt: list[int], reply: Sequence[int] = (1, 2, 3), **begin: Any) -> Session:

@@ -7,7 +7,7 @@ buffers lie. A last test holds a reference to a buffer, which makes MLX copy it,
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +16,8 @@ import pytest
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
 from radixcache import PrefixCache, Session
-from runner.tiny import VOCABULARY_LENGTH, tiny_model
+from runner.tiny import tiny_model
+from tests.scenario.prompts import tokens
 
 #: Bytes that the span layers of the tiny models take per token, from the configurations in runner/tiny.py.
 TOKEN_BYTES = {
@@ -33,14 +34,7 @@ LONG_LENGTH = 2000
 SHARED_LENGTH = 1500
 TAIL_LENGTH = 200
 
-
-@pytest.fixture(autouse=True)
-def _exact_allocations() -> Iterator[None]:
-    """Without MLX's pool of freed buffers, so that every allocation shows in the peak."""
-    limit = mx.set_cache_limit(0)
-    yield
-    mx.set_cache_limit(limit)
-
+pytestmark = pytest.mark.usefixtures("exact_allocations")
 
 SLOW_KINDS = {"deepseek_v3", "falcon_h1", "llama in 8 bits"}
 
@@ -53,11 +47,6 @@ def kind(request: pytest.FixtureRequest) -> str:
 def model_and_cache(kind: str, **more: Any) -> tuple[Any, PrefixCache]:
     model: Any = tiny_model(kind.removesuffix(" in 8 bits"))
     return model, PrefixCache(model, kv_bits=8 if kind.endswith("8 bits") else None, **more)
-
-
-def tokens(seed: int, length: int) -> list[int]:
-    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
-    return drawn
 
 
 def serve(

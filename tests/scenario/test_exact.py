@@ -20,7 +20,8 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from numpy.typing import NDArray
 
 from radixcache import PrefixCache, Session, ShortReason, stream_generate
-from runner.tiny import TINY_KINDS, VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
+from runner.tiny import TINY_KINDS, tiny_model, tiny_tokenizer
+from tests.scenario.prompts import tokens
 
 STEP = 16
 REPLY = (5, 77, 130, 9, 201)
@@ -29,11 +30,6 @@ FAST_KINDS = ["gemma3_text", "falcon_h1"]
 WALKED_KINDS = ["llama", "llama_sliding", "llama4", "mamba", "falcon_h1"]
 
 Logits = dict[int, NDArray[Any]]
-
-
-def tokens(seed: int, length: int) -> list[int]:
-    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
-    return drawn
 
 
 def exact_cache(model: Any, **more: Any) -> PrefixCache:

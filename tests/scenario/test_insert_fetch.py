@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from radixcache import PrefixCache, Session, SnapshotError
 from runner.tiny import VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
+from tests.scenario.prompts import tokens
 
 ROUNDING = 1e-4
 KINDS = ["llama", "llama_sliding", "llama4", "mamba", "nemotron_h", "falcon_h1", "deepseek_v32", "deepseek_v41"]
@@ -24,16 +25,6 @@ TOKEN_BYTES_OF_LLAMA = 3 * 2 * 2 * 64 * 4
 @pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest) -> Any:
     return tiny_model(request.param)
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return tiny_model("llama")
-
-
-def tokens(seed: int, length: int) -> list[int]:
-    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
-    return drawn
 
 
 PROMPT = tokens(1, 60)

@@ -15,9 +15,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from radixcache import CacheBusyError, Ledger, NamedPin, PrefixCache
 from radixcache.sized_layout import SizedLayout, SizedModel
 from runner.tiny import TINY_KINDS, tiny_model
-from tests.scenario.test_pins import PROMPT, ROUNDING, SYSTEM, TOKEN_BYTES_OF_LLAMA, llama, serve, tokens
-
-__all__ = ["llama"]  # a fixture
+from tests.scenario.prompts import tokens
+from tests.scenario.test_pins import PROMPT, ROUNDING, SYSTEM, TOKEN_BYTES_OF_LLAMA, serve
 
 # Names
 

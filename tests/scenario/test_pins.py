@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import PrefixCache, Session
 from runner.tiny import VOCABULARY_LENGTH, tiny_model
+from tests.scenario.prompts import tokens
 
 KINDS = ["llama", "llama_sliding", "mamba", "nemotron_h"]
 TOKEN_BYTES_OF_LLAMA = 3 * 2 * 2 * 64 * 4
@@ -21,16 +22,6 @@ ROUNDING = 1e-4
 @pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest) -> Any:
     return tiny_model(request.param)
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return tiny_model("llama")
-
-
-def tokens(seed: int, length: int) -> list[int]:
-    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
-    return drawn
 
 
 SYSTEM = tokens(0, 40)

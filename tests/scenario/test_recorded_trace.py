@@ -5,26 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from radixcache import PrefixCache
 from radixcache.trace import TraceWriter
 from runner.simulate.simulator import simulate
-from runner.tiny import VOCABULARY_LENGTH, tiny_model
 from runner.traces import read_trace
+from tests.scenario.prompts import tokens
 
 BLOCK_TOKENS = 8
-
-
-def tokens(seed: int, length: int) -> list[int]:
-    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
-    return drawn
-
-
-@pytest.fixture
-def llama() -> Any:
-    return tiny_model("llama")
 
 
 def serve(cache: PrefixCache, model: Any, prompt: list[int], **more: Any) -> int:

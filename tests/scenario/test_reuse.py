@@ -11,6 +11,7 @@ import pytest
 
 from radixcache import PrefixCache, Session, ShortReason
 from runner.tiny import CHUNK_LENGTH, VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
+from tests.scenario.prompts import tokens
 
 POINT_KINDS = ["llama_sliding", "llama4", "mamba", "nemotron_h", "falcon_h1"]
 MORE_POINT_KINDS = ["gemma3n", "rwkv7", "recurrent_gemma", "qwen3_next", "baichuan_m1", "deepseek_v41"]
@@ -25,12 +26,6 @@ SYSTEM_LENGTH = 60
 )
 def model(request: pytest.FixtureRequest) -> Any:
     return tiny_model(request.param)
-
-
-def tokens(seed: int, length: int, first: int | None = None) -> list[int]:
-    """Random tokens; `first` tells sequences apart from their first token on."""
-    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
-    return drawn if first is None else [first, *drawn[1:]]
 
 
 def serve(

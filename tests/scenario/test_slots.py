@@ -20,18 +20,14 @@ import radixcache.pager
 from radixcache import CacheBusyError, PrefixCache, Session, ShortReason
 from radixcache.evaluation import LiveStateError
 from radixcache.render import render_node
-from runner.tiny import VOCABULARY_LENGTH, tiny_model
+from runner.tiny import tiny_model
+from tests.scenario.prompts import tokens
 from tests.scenario.test_failures import FailingCopies, failed_decomposition
 
 ROUNDING = 1e-4
 LLAMA_TOKEN_BYTES = 3 * 2 * 2 * 64 * 4
 
 KINDS = ["llama", "llama_sliding", "nemotron_h", "mamba", "llama4"]
-
-
-def tokens(seed: int, length: int) -> list[int]:
-    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
-    return drawn
 
 
 SYSTEM = tokens(0, 200)
@@ -41,11 +37,6 @@ ANNA, BEN, CARLA = ([*SYSTEM, *tokens(seed, 60)] for seed in (1, 2, 3))
 @pytest.fixture(params=KINDS)
 def model(request: pytest.FixtureRequest) -> Any:
     return tiny_model(request.param)
-
-
-@pytest.fixture
-def llama() -> Any:
-    return tiny_model("llama")
 
 
 @pytest.fixture

@@ -7,19 +7,14 @@ import re
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import pytest
 
 from radixcache import CacheStats, Ledger, PrefixCache, StatsSnapshot
 from radixcache.view import NodeView
-from runner.tiny import VOCABULARY_LENGTH, tiny_model
+from runner.tiny import tiny_model
+from tests.scenario.prompts import tokens
 
 SAMPLE = re.compile(r'(radixcache_[a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*)\})? (-?[0-9.e+-]+)')
-
-
-def tokens(seed: int, length: int) -> list[int]:
-    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
-    return drawn
 
 
 def serve(cache: PrefixCache, model: Any, prompt: list[int], namespace: str = "") -> None:

@@ -14,7 +14,8 @@ import pytest
 from radixcache import Event, EventKind, Ledger, PrefixCache, Reason, Session, StatsSnapshot
 from runner.tiny import tiny_model
 from tests.property.spelling import SpellingModel
-from tests.scenario.test_exact import REPLY, STEP, Logits, Recorded, differing, exact_cache, serve, tokens
+from tests.scenario.prompts import tokens
+from tests.scenario.test_exact import REPLY, STEP, Logits, Recorded, differing, exact_cache, serve
 from tests.scenario.test_verify import nodes, spoil_live
 
 PROMPT = tokens(11, 70)
@@ -45,14 +46,20 @@ def own_logits(session: Session, model: Any) -> Logits:
     return recorded.logits
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_sliding"])
-def test_a_session_that_starts_over_in_exact_mode_answers_as_a_cold_one_and_stores_whole_chunks(kind: str) -> None:
-    model = tiny_model(kind)
+def asked_where_it_is_wrong(model: Any) -> tuple[list[int], Logits, PrefixCache]:
+    """A prompt, its cold logits, and an exact cache that verifies and has its beginning wrong from token 20 on."""
     prompt = [*PROMPT, *tokens(12, 40)]
     cold = serve(exact_cache(model), model, prompt)
     cache = exact_cache(model, verify=1.0)
     serve(cache, model, PROMPT)
     spoil_live(cache, 0, 20)
+    return prompt, cold, cache
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding"])
+def test_a_session_that_starts_over_in_exact_mode_answers_as_a_cold_one_and_stores_whole_chunks(kind: str) -> None:
+    model = tiny_model(kind)
+    prompt, cold, cache = asked_where_it_is_wrong(model)
     with cache.begin(prompt) as session:
         assert session.cached_tokens == 64
         with pytest.warns(RuntimeWarning, match="cold prefill"):
@@ -82,11 +89,7 @@ def test_a_session_that_starts_over_in_exact_mode_answers_as_a_cold_one_and_stor
 
 def test_step_before_prefill_starts_over_in_whole_chunks_and_stores_them_alone() -> None:
     model = tiny_model("llama")
-    prompt = [*PROMPT, *tokens(12, 40)]
-    cold = serve(exact_cache(model), model, prompt)
-    cache = exact_cache(model, verify=1.0)
-    serve(cache, model, PROMPT)
-    spoil_live(cache, 0, 20)
+    prompt, cold, cache = asked_where_it_is_wrong(model)
     with cache.begin(prompt) as session:
         with pytest.warns(RuntimeWarning, match="from token 20 on"):
             logits = session.step(model, prompt[64:70])

@@ -11,6 +11,7 @@ import gc
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -642,6 +643,39 @@ def test_a_check_that_breaks_off_leaves_the_session_as_it_was(kind: str, error: 
         stats = cache.stats
         assert stats.verified_requests + stats.verify_skipped == 1
         assert (stats.verify_mismatches, stats.verify_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("where", ["the comparison", "the model"])
+def test_a_check_that_breaks_off_by_a_mistake_is_warned_of_once_and_counted(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0)
+    serve(cache, model, PROMPT_A)
+    passes = 0
+
+    def mistaken(tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        if where == "the comparison" or passes == 1:
+            raise TypeError("a mistake")
+        return model(tokens, *args, **kwargs)
+
+    if where == "the comparison":
+        monkeypatch.setattr("radixcache.verifier.compare_states", mistaken)
+    prompt = PROMPT_A
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            prompt = [*prompt, 0, 1, 2, *TURN]
+            passes = 0
+            found = serve(cache, mistaken if where == "the model" else model, prompt)
+            assert not far_apart(found, cold(model, prompt))
+    (told,) = caught
+    assert str(told.message).startswith("verification broke off with TypeError('a mistake').")
+    assert (told.category, Path(told.filename).name) == (RuntimeWarning, "session.py")
+    stats = cache.stats
+    assert (stats.verified_requests, stats.verify_skipped, stats.verify_mismatches, stats.verify_bytes) == (0, 2, 0, 0)
 
 
 def test_a_session_that_breaks_off_in_its_check_stores_what_was_restored() -> None:

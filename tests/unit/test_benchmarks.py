@@ -115,13 +115,36 @@ def test_explain_has_a_row_for_each_prompt_and_says_what_it_found(tmp_path: Path
         assert (row["resumable"] == 0) == (row["prompt"] == "hint"), row
     assert {row["request"] for row in kept} == {"next turn", "switch", "miss", "full budget"}
     assert all(row["events/request"] >= 2 for row in kept)
-    assert all(abs(row["with reply %"]) <= abs(row["both %"]) for row in kept)
+    for row in kept:
+        assert row["request us"] >= row["begin and close us"] > 0, row
+        assert row["+- us"] > 0, row
+        assert row["of request %"] == pytest.approx(100 * row["both add us"] / row["request us"]), row
+        assert row["of begin and close %"] == pytest.approx(100 * row["both add us"] / row["begin and close us"]), row
 
 
 @pytest.mark.parametrize(("explain_ms", "verdict"), [(0.2, "under 1"), (1.5, "NOT under 1")])
 def test_the_conclusion_of_explain_says_whether_the_aim_is_met(explain_ms: float, verdict: str) -> None:
     row = {"nodes": 10_000, "prompt": "stored", "layers": "span", "explain ms": explain_ms, "with text ms": 2.0}
     assert f"; {verdict})" in bench_explain.asking([row])
+
+
+def test_the_conclusion_of_keeping_counts_who_is_under_the_aim_of_each_of_the_two() -> None:
+    rows = [
+        {
+            "model": "kv x 4",
+            "request": name,
+            "begin and close us": 100.0,
+            "request us": 500.0,
+            "both add us": us,
+            "+- us": 2.0,
+            "of request %": us / 5,
+            "of begin and close %": us,
+        }
+        for name, us in (("next turn", 1.0), ("miss", 9.0), ("switch", 12.0))
+    ]
+    said = bench_explain.keeping(rows)
+    assert "are 2.4 % at most (switch with kv x 4), less than 2 % in 2 of 3 kinds of requests, in 1 also" in said
+    assert "alone 12.0 % at most (switch with kv x 4), less than 2 % in 1 of 3 kinds of requests, in 0 also" in said
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ def test_an_event_is_told_in_order_when_the_lock_is_free_and_not_before() -> Non
     events = Events(told.append, lock)
     with lock:
         with lock:
-            events.emit(EventKind.STORED, "", 0, 1)
-            events.emit(EventKind.SPLIT, "", 1, 9, at=4)
+            events.emit(EventKind.STORED, "", 0, 1, 0, {})
+            events.emit(EventKind.SPLIT, "", 1, 9, 0, {"at": 4})
         assert told == []
     assert [(event.kind, event.start, event.detail) for event in told] == [("stored", 0, {}), ("split", 1, {"at": 4})]
 
@@ -42,7 +42,7 @@ def test_a_listener_runs_without_the_lock() -> None:
 
     events = Events(listen, lock)
     with lock:
-        events.emit(EventKind.STORED, "", 0, 1)
+        events.emit(EventKind.STORED, "", 0, 1, 0, {})
     assert reached == [True]
     assert events.failures == 0
 
@@ -53,14 +53,14 @@ def test_what_a_listener_causes_follows_in_its_turn() -> None:
     def listen(event: Event) -> None:
         if event.start < 10:
             with lock:
-                events.emit(EventKind.STORED, "", event.start + 10, 0)
+                events.emit(EventKind.STORED, "", event.start + 10, 0, 0, {})
             assert event.start + 10 not in offsets(told), "told before the listener was through"
         told.append(event)
 
     events = Events(listen, lock)
     with lock:
         for start in range(3):
-            events.emit(EventKind.STORED, "", start, 0)
+            events.emit(EventKind.STORED, "", start, 0, 0, {})
     assert offsets(told) == [0, 1, 2, 10, 11, 12]
     assert events.failures == 0
 
@@ -72,14 +72,14 @@ def test_a_listener_that_always_causes_another_event_comes_to_an_end() -> None:
         nonlocal count
         count += 1
         with lock:
-            events.emit(EventKind.STORED, "", event.start + 1, 0)
+            events.emit(EventKind.STORED, "", event.start + 1, 0, 0, {})
 
     events = Events(listen, lock)
     with lock:
-        events.emit(EventKind.STORED, "", 0, 0)
+        events.emit(EventKind.STORED, "", 0, 0, 0, {})
     assert count == MAX_WAITING
     with lock:
-        events.emit(EventKind.STORED, "", 0, 0)
+        events.emit(EventKind.STORED, "", 0, 0, 0, {})
     assert count == 2 * MAX_WAITING, "the one left over is told next time"
 
 
@@ -88,7 +88,8 @@ def test_more_events_than_may_wait_are_counted_as_dropped() -> None:
     events = Events(told.append, lock)
     with lock:
         for start in range(MAX_WAITING + 3):
-            events.emit(EventKind.STORED, "", start, 0)
+            events.emit(EventKind.STORED, "", start, 0, 0, {})
+        assert len(lock.afterwards) == 1
     assert offsets(told) == list(range(MAX_WAITING))
     assert events.dropped == 3
 
@@ -103,8 +104,8 @@ def test_what_a_listener_raises_is_counted_and_warned_of_once() -> None:
 
     def emit_two() -> None:
         with lock:
-            events.emit(EventKind.STORED, "", 0, 1)
-            events.emit(EventKind.STORED, "", 1, 2)
+            events.emit(EventKind.STORED, "", 0, 1, 0, {})
+            events.emit(EventKind.STORED, "", 1, 2, 0, {})
 
     with pytest.warns(RuntimeWarning, match=r"on_event raised LookupError\('no such metric'\) for stored") as caught:
         emit_two()
@@ -122,7 +123,7 @@ def test_a_warning_that_is_an_error_does_not_reach_the_caller_either() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with lock:
-            events.emit(EventKind.STORED, "", 0, 1)
+            events.emit(EventKind.STORED, "", 0, 1, 0, {})
     assert events.failures == 1
 
 
@@ -140,7 +141,7 @@ def test_an_interrupt_in_a_listener_passes_and_the_rest_is_told_later(kind: type
     def emit(*starts: int) -> None:
         with lock:
             for start in starts:
-                events.emit(EventKind.STORED, "", start, 0)
+                events.emit(EventKind.STORED, "", start, 0, 0, {})
 
     with pytest.raises(kind):
         emit(0, 1)
@@ -149,13 +150,39 @@ def test_an_interrupt_in_a_listener_passes_and_the_rest_is_told_later(kind: type
     assert offsets(told) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("count", [1, MAX_WAITING])
+def test_an_interrupt_in_the_listener_of_one_cache_does_not_silence_another_on_the_same_lock(count: int) -> None:
+    lock, told = Turns(), []
+
+    def interrupt(_: Event) -> None:
+        raise KeyboardInterrupt
+
+    first, second = Events(interrupt, lock), Events(told.append, lock)
+
+    def emit(*starts: int) -> None:
+        with lock:
+            for start in starts:
+                second.emit(EventKind.EVICTED, "", start, start, 0, {})
+
+    def emit_both() -> None:
+        with lock:
+            first.emit(EventKind.EVICTED, "", 0, 0, 0, {})
+            emit(*range(count))
+
+    with pytest.raises(KeyboardInterrupt):
+        emit_both()
+    assert told == []
+    emit(count)
+    assert offsets(told) == list(range(min(count + 1, MAX_WAITING)))
+
+
 def test_events_are_told_when_the_call_that_caused_them_raises() -> None:
     lock, told = Turns(), []
     events = Events(told.append, lock)
 
     def fail() -> None:
         with lock:
-            events.emit(EventKind.EVICTED, "", 0, 1)
+            events.emit(EventKind.EVICTED, "", 0, 1, 0, {})
             raise ValueError
 
     with pytest.raises(ValueError):  # noqa: PT011
@@ -170,7 +197,7 @@ def test_threads_lose_no_event_and_each_keeps_its_order() -> None:
     def work(first: int) -> None:
         for start in range(first, first + 200):
             with lock:
-                events.emit(EventKind.STORED, "", start, 0)
+                events.emit(EventKind.STORED, "", start, 0, 0, {})
 
     threads = [threading.Thread(target=work, args=(1000 * index,)) for index in range(4)]
     for thread in threads:
@@ -185,7 +212,7 @@ def test_threads_lose_no_event_and_each_keeps_its_order() -> None:
 def test_without_a_listener_no_event_is_made(monkeypatch: Any) -> None:
     monkeypatch.setattr("radixcache.events.Event", None)
     events = Events()
-    events.emit(EventKind.STORED, "", 0, 1)
+    events.emit(EventKind.STORED, "", 0, 1, 0, {})
     assert not events.is_on
 
 

@@ -49,3 +49,8 @@ def test_the_cache_itself_does_import_mlx() -> None:
 def test_policies_import_nothing_of_radixcache_and_radixcache_nothing_of_runner() -> None:
     assert _loaded_by("import policies").isdisjoint({"radixcache", "runner"})
     assert "runner" not in _loaded_by("from radixcache import *")
+
+
+def test_reading_a_trace_and_its_curve_imports_no_mlx() -> None:
+    loaded = _loaded_by("import runner.traces.synth, runner.mrc, runner.model_config, runner.advise, radixcache.trace")
+    assert loaded.isdisjoint({"mlx", "mlx_lm", "transformers", "matplotlib"})

@@ -3,8 +3,6 @@
 import gzip
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -348,20 +346,3 @@ def test_traces_of_unlike_blocks_are_not_joined() -> None:
     small, large = (Trace(f"{n}", n, [], False, f"{n}.jsonl") for n in (64, 512))
     with pytest.raises(TraceError, match=r"512\.jsonl: blocks of 512 tokens; wanted 64, as in 64\.jsonl"):
         join_traces([small, large])
-
-
-def test_reading_a_trace_and_its_curve_imports_no_mlx() -> None:
-    code = (
-        "import runner.traces.synth, runner.mrc, runner.model_config, runner.advise, radixcache.trace, sys;"
-        "print({name.partition('.')[0] for name in sys.modules} & {'mlx', 'mlx_lm', 'transformers', 'matplotlib'})"
-    )
-    run = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert run.stdout.strip() == "set()"
