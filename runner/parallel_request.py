@@ -24,12 +24,15 @@ class Ticket:
     Attributes:
         number: order of arrival, from 0.
         prompt_tokens: length of the prompt as it was handed in.
+        matched_tokens, reason: what the cache found of the prompt, as for a Session; 0 and None until it is admitted.
         completion: what came of it, once it is over; the last piece carries the same.
     """
 
     def __init__(self, number: int, prompt_tokens: int) -> None:
         self.number = number
         self.prompt_tokens = prompt_tokens
+        self.matched_tokens = 0
+        self.reason: str | None = None
         self.completion: Completion | None = None
         self._cancelled = threading.Event()
 
@@ -134,6 +137,7 @@ class Request:
         if not self.reply.tokens:
             self.reply.start()
             self.reply.cached_tokens = self.row.cached_tokens
+            self.ticket.matched_tokens, self.ticket.reason = self.row.matched_tokens, self.row.reason
 
     def drop(self, length: int) -> None:
         """Leave out so many tokens behind those that stay at the beginning."""
