@@ -294,6 +294,7 @@ class Group:
             logits = self._evaluate(model, row, stop - row.position)
             if stop in stops:
                 self._take_checkpoint(row, stops[stop])
+            self.cache.layout.release()
         return logits
 
     def step(self, model: Any, rows: Sequence[Row], tokens: Any) -> mx.array:
@@ -309,8 +310,8 @@ class Group:
             Logits (N, 1, V), not evaluated.
 
         Raises:
-            ValueError: no rows, one twice or another group's, another number of tokens, or tokens that contradict the
-                rest of a prompt.
+            ValueError: no rows, one twice or another group's, another number of tokens, tokens that are no integers
+                or contradict the rest of a prompt.
             CacheFullError, BudgetFullError: no room for N tokens; nothing was evaluated.
             SessionClosedError: a row or the group is closed, or the cells were lost.
         """
@@ -319,6 +320,8 @@ class Group:
         for row in rows:
             self._require_row(row)
         array = tokens if isinstance(tokens, mx.array) else mx.array(token_ids(tokens, self.cache.vocab_size))
+        if not mx.issubdtype(array.dtype, mx.integer):
+            raise ValueError(f"tokens is an array of {array.dtype}; wanted integers.")
         array = array.reshape(-1)
         self._require_prompts(rows, array)
         self._make_room(len(rows))

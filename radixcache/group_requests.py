@@ -298,7 +298,7 @@ class GroupRequests(Requests):
             offset = stop
         if self._states.events.is_on:
             nbytes = self.layout.token_bytes * (end - start)
-            self._states.events.emit(PAGED_IN, node.namespace, start, end, nbytes)
+            self._states.events.emit(PAGED_IN, node.namespace, start, end, nbytes, {})
 
     def _points_from(self, group: Group, plan: RowPlan) -> int:
         """From where on the row's cells hold all that its windows see; 0: all of them do."""

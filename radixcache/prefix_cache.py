@@ -229,7 +229,7 @@ class PrefixCache(GroupRequests):
         Args:
             prompts: token ids of each prompt: list, tuple, np.ndarray or mx.array.
             capacity: cells, which is tokens of all rows together, a shared one counted once. Buffers grow up to it as
-                they fill, and count as live bytes of the budget.
+                they fill, count as live bytes of the budget, and are given back when the group closes.
             namespace, priority: as in `begin`, for all rows.
 
         Raises:

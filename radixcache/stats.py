@@ -19,11 +19,11 @@ class CacheStats:
         evictions, evicted_bytes: entries given up under pressure, and what that freed.
         copied_bytes: spans copied: paged in, paged out, and cut or joined at a split or merge.
         paged_in_bytes, paged_out_bytes: the parts of copied_bytes that went in and out.
-        live_bytes: buffers of the live caches, spare capacity included.
+        live_bytes: buffers of the live caches and the cells of open groups, spare capacity included.
         paged_bytes: snapshot arrays, checkpoints included.
         checkpoint_bytes: the part of paged_bytes that is point state.
         duplicate_bytes: the part of paged_bytes whose spans are live as well.
-        spare_bytes: the part of live_bytes beyond what the live state needs.
+        spare_bytes: the part of the live caches' bytes beyond what the live state needs.
         pinned_bytes: what pins keep.
         nodes, tokens: tree nodes, and distinct tokens on their edges.
         budget_bytes, budget_source: the budget and where it came from.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from radixcache import (
     PrefixCache,
     Reason,
     Row,
+    Session,
     SessionClosedError,
     UnsupportedCacheError,
 )
@@ -504,6 +506,18 @@ def test_the_ledger_says_what_is_held_while_a_group_is_open_and_after(kind: str)
     cache.check()
 
 
+@pytest.mark.parametrize("kind", ["mamba", "rwkv7", "nemotron_h"])
+def test_recurrent_state_does_not_keep_the_activations_of_its_chunk(kind: str) -> None:
+    model = tiny_model(kind)
+    mx.eval(model.parameters())
+    cache = PrefixCache(model)
+    base = active_bytes()
+    with cache.begin_many([tokens(1, 512)], capacity=520) as group:
+        group.prefill(model, group.rows[0], 500)
+        stats = cache.stats
+        assert active_bytes() - base == pytest.approx(stats.live_bytes + stats.paged_bytes, rel=0.05)
+
+
 def test_the_logits_of_a_prompt_hold_the_bytes_of_one_token_and_no_cells() -> None:
     model = tiny_model("llama")
     cache = PrefixCache(model)
@@ -742,6 +756,44 @@ def raise_natively() -> None:
     mx.load("/nonexistent/file.safetensors")
 
 
+@pytest.mark.parametrize("failures", [1, 2])
+@pytest.mark.parametrize("close", ["row", "group"])
+def test_a_copy_out_of_the_cells_is_tried_again_once_and_one_that_fails_leaks_nothing(
+    monkeypatch: pytest.MonkeyPatch, failures: int, close: str
+) -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    group = cache.begin_many(PROMPTS[:2], capacity=512)
+    for row in group.rows:
+        prefilled(group, model, row)
+    real, left = mx.take, [failures]
+
+    def failing(*arguments: Any, **more: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise MemoryError("no room")
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(mx, "take", failing)
+    closing = group.rows[0].close if close == "row" else group.close
+    if failures == 1:
+        closing()
+    else:
+        with pytest.raises(MemoryError, match="no room"):
+            closing()
+    cache.check()
+    assert cache.explain([*PROMPTS[0], 1]).matched_tokens == (100 if failures == 1 else 0)
+    if close == "row":
+        checked(cache, group)
+        assert error(group.step(model, group.rows, [1])[0, -1], cold(model, [*PROMPTS[1], 1])) < ROUNDING
+    group.close()
+    cache.check()
+    assert cache.stats.live_bytes == 0
+    assert cache.explain([*PROMPTS[1], 1]).matched_tokens == (
+        0 if (failures, close) == (2, "group") else 111 + (close == "row")
+    )
+
+
 def test_a_group_that_nobody_closed_is_stored_and_its_bytes_are_given_back() -> None:
     model = tiny_model("llama")
     cache = PrefixCache(model)
@@ -819,6 +871,32 @@ def test_sessions_and_groups_are_open_at_the_same_time_and_take_up_each_others_s
     cache.check()
 
 
+def test_what_another_threads_session_alone_holds_is_not_read_unless_a_row_has_it_in_cells() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    sessions: list[Session] = []
+
+    def begin_elsewhere() -> None:
+        thread = threading.Thread(target=lambda: sessions.append(cache.begin([*PROMPTS[0], 1])))
+        thread.start()
+        thread.join()
+
+    stored(cache, model, PROMPTS[0])
+    with cache.begin_many([[*PROMPTS[0][:60], 2]], capacity=512) as early:
+        assert early.rows[0].cached_tokens == 60
+        begin_elsewhere()
+        with cache.begin_many([[*PROMPTS[0], 3]], capacity=512) as group:
+            (row,) = group.rows
+            assert (row.cached_tokens, row.matched_tokens, row.reason) == (0, 100, "live_elsewhere")
+            assert error(prefilled(group, model, row), cold(model, [*PROMPTS[0], 3])) < ROUNDING
+            cache.check()
+            group.check()
+        row = early.admit([*PROMPTS[0][:60], 4])
+        assert (row.cached_tokens, row.reason) == (60, None)
+    sessions[0].close()
+    cache.check()
+
+
 # What is refused
 
 
@@ -870,6 +948,8 @@ def test_arguments_out_of_their_range_are_named_and_change_nothing() -> None:
             group.prefill(model, row)
         with pytest.raises(ValueError, match="one each"):
             group.step(model, [row], [1, 2])
+        with pytest.raises(ValueError, match="wanted integers"):
+            group.step(model, [row], mx.array([1.0]))
         with pytest.raises(ValueError, match="no rows"):
             group.step(model, [], [])
         with pytest.raises(ValueError, match=r"twice|2 rows"):
