@@ -278,6 +278,7 @@ class GroupRequests(Requests):
         causal.add(row_id)
         if plan.source is not None and pager.has_states and plan.checkpoint is None:
             causal.copy_prefix(plan.source.id, row_id, plan.shared)
+            pager.own_states(row_id)
         elif plan.source is not None:
             causal.share_cells(plan.source.id, row_id, plan.shared)
         for node in plan.nodes:

@@ -18,7 +18,8 @@ Invariants, asserted by `check`, besides those of CellTable:
   K3  A sequence is tainted from the first position that a removal from its middle moved.
 
 A call that raises leaves every sequence as it was, but for an evaluation that fails later: MLX evaluates lazily, and
-then all that is in the buffers is lost. Not thread-safe.
+then all that is in the buffers is lost. A sequence whose keys or values overflow gets NaN from there on, as it would
+alone, and the others do not. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ from radixcache.adapters.cache_list import leaves
 from radixcache.cells.batch import Batch
 from radixcache.cells.layers import CellLayer, CellPass
 from radixcache.cells.plans import DefragPlan, Move
-from radixcache.cells.row_states import RowStates
+from radixcache.cells.row_states import Held, RowStates
 from radixcache.cells.shift import Rotation, rotations
 from radixcache.cells.table import CellTable
 from radixcache.cells.trial import steps_together
 from radixcache.errors import CacheFullError, ShiftError, UnsupportedCacheError
-from radixcache.tokens import token_ids
+from radixcache.interrupts import uninterrupted
+from radixcache.tokens import token_ids, vocabulary_size
 
 #: Modules of mlx-lm whose attention goes by where in the buffer a token stands, which in cells says nothing.
 BY_SLOT = {"minimax_m3_vl": "its attention keeps blocks of neighbouring slots of the cache"}
@@ -68,17 +70,17 @@ class CausalCache:
     def __init__(self, model: Any = None, *, capacity: int, caches: Callable[[], Sequence[Any]] | None = None) -> None:
         if model is None and caches is None:
             raise ValueError("CausalCache needs a model, or caches= with a callable that returns fresh mlx-lm caches.")
+        self._table = CellTable(capacity)
         self._model: Any = None
+        self._rotations: list[Rotation | None] | None = None
+        self._steps_together: bool | None = None
         if model is not None:
             self._know(model)
         self._fresh = caches or (lambda: make_prompt_cache(model))
-        self._table = CellTable(capacity)
         self._layers = [self._layer(each) for each in self._fresh()]
         self._cells = [leaf for leaf in leaves(self._layers) if isinstance(leaf, CellLayer)]
         self._states = RowStates([len(leaf.cache) for leaf in leaves(self._layers) if isinstance(leaf, ArraysCache)])
         self._tainted: dict[int, int] = {}
-        self._rotations: list[Rotation | None] | None = None
-        self._steps_together: bool | None = None
 
     # What there is
 
@@ -121,8 +123,9 @@ class CausalCache:
 
     def add(self, sequence: int) -> None:
         """Make a sequence, without tokens. ValueError: there is one of that id."""
-        self._table.add(sequence)
-        self._states.add(sequence)
+        with uninterrupted():
+            self._table.add(sequence)
+            self._states.add(sequence)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let `target`, which has no tokens yet, share the first `length` tokens of `source`. Nothing is copied.
@@ -136,16 +139,18 @@ class CausalCache:
                 f"sequence {source} has {self._table.end(source)} tokens, and layers whose state cannot be cut back "
                 f"to {length}; share all of them, at that moment."
             )
-        self._table.copy_prefix(source, target, length)
-        self._states.copy(source, target)
-        if self._tainted.get(source, length) < length:
-            self._tainted[target] = self._tainted[source]
+        with uninterrupted():
+            self._table.copy_prefix(source, target, length)
+            self._states.copy(source, target)
+            if self._tainted.get(source, length) < length:
+                self._tainted[target] = self._tainted[source]
 
     def free(self, sequence: int) -> int:
         """Take a sequence out; returns how many cells that frees. ValueError: no such sequence."""
-        freed = self._table.free(sequence)
-        self._states.free(sequence)
-        self._tainted.pop(sequence, None)
+        with uninterrupted():
+            freed = self._table.free(sequence)
+            self._states.free(sequence)
+            self._tainted.pop(sequence, None)
         return freed
 
     # Forward passes
@@ -157,15 +162,14 @@ class CausalCache:
             tokens: ids, shape (T,), T >= 1: all of a prompt or a chunk of it.
 
         Returns:
-            Logits (1, T, V), not evaluated.
+            Logits (1, T, V), not evaluated. Evaluate `state` with them, or what led to it stays in memory.
 
         Raises:
-            ValueError: no such sequence, no tokens, or more than capacity.
+            ValueError: no such sequence, no tokens, ids that the model does not have, more than capacity, or another
+                model than the one whose state is here.
             CacheFullError: fewer than T cells are free.
         """
-        ids = mx.array(token_ids(tokens))
-        if ids.size == 0:
-            raise ValueError("no tokens to prefill; a forward pass takes at least one.")
+        ids = mx.array(token_ids(tokens, vocabulary_size(model)))
         return self._forward(model, [(sequence, ids.size)], ids[None])
 
     def step(self, model: Any, sequences: Sequence[int], tokens: Any) -> mx.array:
@@ -175,27 +179,25 @@ class CausalCache:
 
         Args:
             sequences: ids, N >= 1 of them, each with at least one token.
-            tokens: their next tokens' ids, shape (N,) or (N, 1); an array may be unevaluated.
+            tokens: their next tokens' ids, shape (N,). An mx.array of integers may be unevaluated and (N, 1); whether
+                the model has its ids is the caller's to know.
 
         Returns:
             Logits (N, 1, V), not evaluated.
 
         Raises:
-            ValueError: no sequences, one twice, unknown or without tokens, another number of tokens than sequences.
+            ValueError: no sequences, one twice, unknown or without tokens; tokens of another shape, no integers or none
+                of the model's; another model than the one whose state is here.
             CacheFullError: fewer than N cells are free.
         """
-        ids = tokens if isinstance(tokens, mx.array) else mx.array(token_ids(tokens))
-        ids = ids.reshape(-1, 1)
-        if len(ids) != len(sequences):
-            raise ValueError(f"{len(ids)} tokens for {len(sequences)} sequences; wanted one each.")
+        ids = _one_each(tokens, len(sequences), vocabulary_size(model))
+        if len(set(sequences)) < len(sequences):
+            raise ValueError(f"sequences {list(sequences)}: one of them is there twice.")
         for each in sequences:
             if self._table.end(each) == 0:
                 raise ValueError(f"sequence {each} has no tokens yet; its first ones go through prefill().")
-        if len(sequences) == 1 or self.steps_together(model):
+        if len(sequences) == 1 or (self.steps_together(model) and self._states.can_join(tuple(sequences))):
             return self._forward(model, [(each, 1) for each in sequences], ids)
-        self._make_room(len(sequences))
-        if len(set(sequences)) < len(sequences):
-            raise ValueError(f"sequences {list(sequences)}: one of them is there twice.")
         return self._one_by_one(model, sequences, ids)
 
     def steps_together(self, model: Any) -> bool:
@@ -208,7 +210,7 @@ class CausalCache:
         """
         self._know(model)
         if self._steps_together is None:
-            self._steps_together = steps_together(model, self._for_trial)
+            self._steps_together = steps_together(model, self._fresh, self._for_trial)
         return self._steps_together
 
     # Cells
@@ -314,35 +316,44 @@ class CausalCache:
         raise UnsupportedCacheError(f"a layer's {type(cache).__name__}{kept} cannot be put into cells.")
 
     def _know(self, model: Any) -> None:
-        """Refuse a model that cells would mislead; looked at once."""
+        """Refuse a model that cells would mislead, and another one while there is state; looked at once."""
         if model is self._model:
             return
+        if self._model is not None:
+            if self._table.used:
+                raise ValueError(f"{self._table.used} cells hold state of another model; free their sequences first.")
+            if _kinds(make_prompt_cache(model)) != _kinds(self._fresh()):
+                raise ValueError("another model, with other layers than this cache was made for; make one for it.")
+            for layer in self._cells:
+                layer.clear()
         modules = {type(each).__module__.rpartition(".")[2] for each in (model, *getattr(model, "layers", ()))}
         for name in modules & set(BY_SLOT):
             raise UnsupportedCacheError(f"{name} cannot run on cells: {BY_SLOT[name]}.")
         self._model = model
+        self._rotations, self._steps_together = None, None
 
     def _for_trial(self, capacity: int) -> CausalCache:
-        causal = CausalCache(capacity=capacity, caches=self._fresh)
+        causal = CausalCache(self._model, capacity=capacity, caches=self._fresh)
         causal._steps_together = True
         return causal
 
     def _forward(self, model: Any, rows: list[tuple[int, int]], ids: mx.array) -> mx.array:
         self._know(model)
-        if len(self.sequences) > 1:
+        if len(self.sequences) > 1 or self._tainted:
             self.steps_together(model)
-        batch = self._append(rows)
         sequences = tuple(sequence for sequence, _ in rows)
+        ends = [self._table.end(each) for each in sequences]
         held = self._states.hold(sequences) if self._states else []
-        current = CellPass(self._table, batch)
-        for layer in self._cells:
-            layer.enter(current)
         try:
+            with uninterrupted():
+                current = CellPass(self._table, self._append(rows))
+            for layer in self._cells:
+                layer.enter(current)
             logits: mx.array = model(ids, cache=self._caches_for(sequences))
+            if self._states and ids.size > len(rows):
+                self._states.compact(*sequences)
         except BaseException:
-            self._states.roll_back(held)
-            for row in batch.rows:
-                self._table.remove(row.sequence, row.begin, row.begin + row.length)
+            self._undo(sequences, ends, held)
             raise
         finally:
             for layer in self._cells:
@@ -350,17 +361,28 @@ class CausalCache:
         return logits
 
     def _one_by_one(self, model: Any, sequences: Sequence[int], ids: mx.array) -> mx.array:
+        self._make_room(len(sequences))
+        self._table.find(len(sequences))
+        ends = [self._table.end(each) for each in sequences]
+        held = [state for each in sequences for state in self._states.hold((each,))]
         logits: list[mx.array] = []
-        held = [self._states.hold((each,)) for each in sequences] if self._states else []
         try:
-            for each, row in zip(sequences, ids, strict=True):
-                logits.append(self._forward(model, [(each, 1)], row[None]))
+            for index, each in enumerate(sequences):
+                # Rows that do not wait for each other would find the buffers in use, and copy them to write.
+                row = mx.depends(ids[index : index + 1], logits[-1:])
+                logits.append(self._forward(model, [(each, 1)], row))
         except BaseException:
-            for done, states in zip(sequences[: len(logits)], held or [[]] * len(logits), strict=False):
-                self._states.roll_back(states)
-                self._table.remove(done, self._table.end(done) - 1, self._table.end(done))
+            self._undo(sequences, ends, held)
             raise
         return mx.concatenate(logits)
+
+    def _undo(self, sequences: Sequence[int], ends: Sequence[int], held: Held) -> None:
+        """Take back what a forward pass has appended."""
+        with uninterrupted():
+            self._states.roll_back(held)
+            for each, end in zip(sequences, ends, strict=True):
+                if self._table.end(each) > end:
+                    self._table.remove(each, end, self._table.end(each))
 
     def _caches_for(self, sequences: tuple[int, ...]) -> list[Any]:
         if not self._states:
@@ -383,9 +405,8 @@ class CausalCache:
         try:
             self._table.find(wanted)
         except CacheFullError as error:
-            if wanted > error.free:
-                raise
-            self.defragment(wanted)
+            if wanted <= error.free:
+                self.defragment(wanted)
 
     def _move(self, moves: Sequence[Move]) -> None:
         """Copy cells to others, which are free: read all, evaluate, then write. See P1 and P2 of plans.py."""
@@ -405,6 +426,7 @@ class CausalCache:
 
     def _rotate(self, model: Any, runs: Sequence[tuple[int, int, int]]) -> None:
         """Rotate the keys of each run of cells (start, length, delta): all of them first, then write."""
+        self._know(model)
         if self._rotations is None:
             self._rotations = rotations(model, self._fresh())
         rotated = []
@@ -418,3 +440,17 @@ class CausalCache:
             assert layer.keys is not None
             layer.keys[..., start : start + keys.shape[2], :] = keys
         mx.eval([layer.state for layer in self._cells])
+
+
+def _one_each(tokens: Any, rows: int, vocab_size: int | None) -> mx.array:
+    """Next tokens of so many rows, shape (rows, 1). ValueError: see `CausalCache.step`."""
+    ids = tokens if isinstance(tokens, mx.array) else mx.array(token_ids(tokens, vocab_size))
+    if not mx.issubdtype(ids.dtype, mx.integer):
+        raise ValueError(f"tokens are of dtype {ids.dtype}; wanted integers.")
+    if rows == 0 or ids.shape not in ((rows,), (rows, 1)):
+        raise ValueError(f"tokens of shape {ids.shape} for {rows} sequences; wanted one each, and at least one.")
+    return ids.reshape(rows, 1)
+
+
+def _kinds(caches: Sequence[Any]) -> list[tuple[type, int | None]]:
+    return [(type(leaf), getattr(leaf, "max_size", None)) for leaf in leaves(caches)]

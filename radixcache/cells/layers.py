@@ -28,8 +28,9 @@ from radixcache.cells.table import CellTable
 
 Mask = mx.array | str | None
 
-#: Cells that buffers grow by at least; beyond that by an eighth of what there is.
-GROWTH_CELLS = 256
+#: Buffers grow by a twentieth, so that no more than that is spare, and by so many cells at least.
+GROWTH_CELLS = 64
+GROWTH_PART = 20
 
 
 class CellPass:
@@ -63,7 +64,8 @@ class CellPass:
         """What each token sees of `span(span_window)`, with a window that is no wider: as mlx-lm's caches say it.
 
         Returns:
-            None: all of it. "causal": all in front of it, and itself. Else bool, (T, C) or (N, 1, 1, C).
+            None: all of it. "causal": all in front of it, and itself. Else bool, (T, C) for T > 1, or
+            (N, 1, 1, C) as in mlx-lm's own batches: some models gather from a mask of one token.
         """
         key = span_window, window, as_array
         if key not in self._masks:
@@ -80,8 +82,10 @@ class CellPass:
         start, stop = self.span(span_window)
         cells = stop - start
         is_cut = window is not None and cells > window
+        if not is_cut and self.tokens == 1:
+            return None
         if not is_cut and not as_array:
-            return None if self.tokens == 1 else "causal"
+            return "causal"
         mask: mx.array = create_causal_mask(self.tokens, cells - self.tokens, window_size=window if is_cut else None)
         return mask
 
@@ -91,7 +95,7 @@ class CellPass:
         mask = mx.array(self._table.mask(self.batch, window=window))
         if (first, last) != (start, stop):
             mask = mx.pad(mask, [(0, 0), (first - start, stop - last)])
-        return mask if self.rows == 1 else mask[:, None, None, :]
+        return mask if self.tokens > 1 else mask[:, None, None, :]
 
 
 class CellLayer(_BaseCache):  # type: ignore[misc]
@@ -133,7 +137,6 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         if keys.shape[0] != current.rows or keys.shape[2] != current.tokens:
             found = f"keys of shape {keys.shape}"
             raise ValueError(f"{found} in a pass of {current.rows} rows with {current.tokens} tokens each.")
-        keys, values = without_overflow(keys, values)
         if current.rows > 1:
             keys, values = keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3)
         self.write(current.batch.start, keys, values)
@@ -161,8 +164,20 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
 
     # What the cache asks
 
+    def clear(self) -> None:
+        """Drop the buffers."""
+        self.keys = self.values = None
+
     def write(self, start: int, keys: mx.array, values: mx.array) -> None:
-        """Put keys and values (1, H, T, D) into the cells [start, start + T)."""
+        """Put keys and values (1, H, T, D) into the cells [start, start + T).
+
+        Raises:
+            ValueError: the buffers are for other heads or head sizes: another model's.
+        """
+        for buffer, new in ((self.keys, keys), (self.values, values)):
+            if buffer is not None and (buffer.shape[1], buffer.shape[3]) != (new.shape[1], new.shape[3]):
+                raise ValueError(f"keys or values of shape {new.shape} for cells of {buffer.shape}: of another model?")
+        keys, values = without_overflow(keys, values)
         stop = start + keys.shape[2]
         self.keys = _with_room(self.keys, keys, stop, self.capacity)
         self.values = _with_room(self.values, values, stop, self.capacity)
@@ -203,7 +218,7 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
 
 
 def without_overflow(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-    """Keys and values (N, H, T, D) with zeros for what is not finite, and NaN where that harms its own row alone.
+    """Keys and values (1, H, T, D) with zeros for what is not finite, and NaN where that harms its own row alone.
 
     Scores of cells that a row does not see are replaced before they count, whatever they are. So the mark goes into
     what makes scores alone: the keys; or, in latent attention, the second array, as its first one is keys and values.
@@ -229,7 +244,7 @@ def _with_room(buffer: mx.array | None, like: mx.array, cells: int, capacity: in
 
 def grown(held: int, cells: int, capacity: int) -> int:
     """How many cells a buffer of `held` grows to when it needs `cells`: so many that growing copies O(n) in all."""
-    return min(capacity, max(cells, held + max(GROWTH_CELLS, held // 8)))
+    return min(capacity, max(cells, held + max(GROWTH_CELLS, held // GROWTH_PART)))
 
 
 def _extended(buffer: mx.array, cells: int) -> mx.array:

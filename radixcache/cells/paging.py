@@ -121,6 +121,12 @@ class CellPager:
                     leaf.write(run.start, *parts)
         self._evaluate_written()
 
+    def own_states(self, sequence: int) -> None:
+        """Give a sequence copies of its states in buffers of their own: counted once, and no views of activations."""
+        for state in self._causal.row_states(sequence):
+            state.cache = [None if slot is None else owned(slot) for slot in state.cache]
+        self._evaluate_written()
+
     # Out
 
     def checkpoint(self, sequence: int, kind: str) -> Checkpoint:

@@ -2,6 +2,8 @@
 
 Each sequence has an ArraysCache per such layer. A step of several sequences runs on one that holds a row for each. It
 is kept while the same sequences step in the same order, and taken apart when others do.
+
+An array is handed out once: `mx.array(x)` costs nothing and keeps what a model writes into one from reaching another.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
+
+from radixcache.adapters.owned import owned
 
 Held = list[tuple[Any, list[mx.array | None]]]
 
@@ -42,10 +46,10 @@ class RowStates:
         del self._own[sequence]
 
     def copy(self, source: int, target: int) -> None:
-        """Give `target` the state of `source`. Arrays are shared: models replace them, and never write into them."""
+        """Give `target` the state of `source`."""
         self._settle()
         for theirs, mine in zip(self._own[source], self._own[target], strict=True):
-            mine.cache = list(theirs.cache)
+            mine.cache = _copies(theirs.cache)
 
     def of(self, sequence: int) -> list[Any]:
         """A sequence's caches, an ArraysCache per layer; what is put into them is its state."""
@@ -58,13 +62,28 @@ class RowStates:
             return self.of(sequences[0])
         if sequences != self._joined:
             self._settle()
-            columns = zip(*(self._own[each] for each in sequences), strict=True)
-            self._joined, self._batch = sequences, [_join(column) for column in columns]
+            owners = [self._own[each] for each in sequences]
+            self._batch = [_join(column) for column in zip(*owners, strict=True)]
+            self._joined = sequences
+            for cache in (cache for own in owners for cache in own):
+                cache.cache = [None] * len(cache.cache)  # what is in the batch now is not kept twice
         return self._batch
+
+    def can_join(self, sequences: tuple[int, ...]) -> bool:
+        """Whether their arrays have the same shapes; those that remember their last tokens are shorter at first."""
+        if len(sequences) == 1 or sequences == self._joined:
+            return True
+        self._settle()
+        return all(_shapes(self._own[each]) == _shapes(self._own[sequences[0]]) for each in sequences)
+
+    def compact(self, sequence: int) -> None:
+        """Replace a sequence's arrays by copies of their own: after a pass of many tokens most are views of it."""
+        for cache in self.of(sequence):
+            cache.cache = [None if array is None else owned(array) for array in cache.cache]
 
     def hold(self, sequences: tuple[int, ...]) -> Held:
         """What `roll_back` needs to undo a forward pass of these sequences that has not started yet."""
-        return [(cache, list(cache.cache)) for cache in self.take(sequences)]
+        return [(cache, _copies(cache.cache)) for cache in self.take(sequences)]
 
     def roll_back(self, held: Held) -> None:
         for cache, arrays in held:
@@ -80,8 +99,17 @@ class RowStates:
         """Give each sequence of the joined caches its own again."""
         for row, sequence in enumerate(self._joined):
             for joined, own in zip(self._batch, self._own[sequence], strict=True):
-                own.cache = [None if array is None else array[row : row + 1] for array in joined.cache]
+                rows = [None if array is None else array[row : row + 1] for array in joined.cache]
+                own.cache = [None if each is None else mx.contiguous(each) for each in rows]
         self._joined, self._batch = (), []
+
+
+def _copies(arrays: list[mx.array | None]) -> list[mx.array | None]:
+    return [None if array is None else mx.array(array) for array in arrays]
+
+
+def _shapes(caches: list[Any]) -> list[list[tuple[int, ...] | None]]:
+    return [[None if array is None else array.shape for array in cache.cache] for cache in caches]
 
 
 def _join(caches: tuple[Any, ...]) -> Any:
