@@ -1,9 +1,10 @@
 """Who waits and who runs, and who there is room for.
 
     capacity    cells of the group: those that running requests hold, shared ones once, and those they will take
-    bytes       the cache's budget: the group asks for them when a request comes in and when its buffers grow
+    bytes       what buffers of that many cells take of the cache's budget, all that is evictable gone
 
-Neither is looked at twice: cells are reckoned here, before a request comes in; bytes by the group, which refuses.
+Where one of them runs out all the same (requests may reserve less than they ask for; pins and open sessions come and
+go), the group refuses, and the engine makes room.
 """
 
 from bisect import insort
@@ -80,13 +81,13 @@ class Admission:
                 requests.remove(request)
 
     def _fits(self, request: Request, group: Group) -> bool:
-        """Whether there are cells for it, besides those that the others hold and will still take."""
+        """Whether there are cells and bytes for it, besides those that the others hold and will still take."""
         if not self.running:
             return True
         owed = sum(max(0, self._needed(each) - each.row.position) for each in self.running)
         shared = max(_shared(request, each, group) for each in self.running)
-        free = self._capacity - group.causal.table.used
-        return owed + self._needed(request) - shared <= free
+        cells = group.causal.table.used + owed + self._needed(request) - shared
+        return cells <= self._capacity and group.has_bytes_for(cells)
 
     def _gains(self, request: Request, group: Group) -> bool:
         """Whether a prompt that is being prefilled right now is the same further than all that is evaluated yet."""

@@ -160,7 +160,7 @@ class Engine:
 
     def _goes_on(self, request: Request) -> bool:
         """Whether a reply takes part in the next step, for which its conversation may have to be shifted."""
-        if len(request.unread) > 1 or request.reply.left == 1:
+        if request not in self._admission.running or len(request.unread) != 1 or request.reply.left == 1:
             return False
         window = self._window
         return window is None or request.row.position < window.tokens or self._shift(request, window)
@@ -254,6 +254,8 @@ class Engine:
                     self._make_room(error)
         except (ContextError, ShiftError, *NO_ROOM) as error:
             request.note = _full(window, error)
+        except Exception as error:
+            self._failure = request.failure = error
         return False
 
     def _lose_all(self, error: Exception) -> None:

@@ -126,7 +126,13 @@ class Reply:
 
     def end(self, reason: DoneReason, *, note: str | None = None, error: Exception | None = None) -> Piece:
         """End the reply without another token."""
-        text = self._text.finish() if self.tokens else ""
+        try:
+            text = self._text.finish() if self.tokens else ""
+        except Exception:
+            # A text that cannot be made is what brought this about, most likely.
+            if reason != "error":
+                raise
+            text = ""
         return Piece(text, completion=self._complete(reason, note, error))
 
     def _complete(self, reason: DoneReason, note: str | None = None, error: Exception | None = None) -> Completion:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixcache import PrefixCache
+from radixcache.cells.causal import CausalCache
 from runner.context_window import OPENING_TOKENS
 from runner.models import LoadedModel
 from runner.parallel import ParallelGenerator
@@ -171,6 +172,40 @@ def test_a_conversation_of_three_contexts_goes_on_turn_by_turn_and_resumes_what_
     # The place of the cut moves once in a quarter of the context; in between, turns find what the last one stored.
     assert resumed >= 10
     require_untainted(loaded, cache, [history, [*SYSTEM, 30]])
+
+
+def test_a_shift_that_fails_ends_its_own_reply_alone(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: CausalCache, *arguments: Any) -> None:
+        raise OSError("no rotation")
+
+    monkeypatch.setattr(CausalCache, "remove", failing)
+    prompt, marks = conversation(5)
+    with new_generator(llama, new_cache(llama), context=CONTEXT) as generator:
+        tickets = [submit(generator, prompt, marks, 80), submit(generator, prompt[:60], (40, 50), 60)]
+        drain(generator)
+    failed = done(tickets[0])
+    assert (failed.done_reason, type(failed.error)) == ("error", OSError)
+    assert failed.tokens == alone(llama, prompt, CONTEXT - len(prompt) + 1)
+    assert tokens_of(tickets[1]) == alone(llama, prompt[:60], 60)
+
+
+@pytest.mark.parametrize("capacity", [CONTEXT + 20, CONTEXT + 60])
+def test_who_has_to_wait_while_others_are_shifted_goes_on_afterwards(loaded: LoadedModel, capacity: int) -> None:
+    cache = new_cache(loaded, verify=1.0)
+    talks = [conversation(5, seed) for seed in (1, 1, 2)]
+    with new_generator(loaded, cache, context=CONTEXT, capacity=capacity) as generator:
+        tickets = [submit(generator, prompt, marks, 75, reserve=1) for prompt, marks in talks]
+        pieces = drain(generator)
+    ended = []
+    for ticket, (prompt, _) in zip(tickets, talks, strict=True):
+        ended.append(final(ticket, prompt))
+        completion = done(ticket)
+        assert (completion.done_reason, completion.note, len(completion.tokens)) == ("length", None, 75)
+        assert completion.omitted_tokens + completion.shifted_tokens >= len(prompt) + 74 - CONTEXT
+        assert [piece.token for piece in pieces[ticket]] == list(completion.tokens)
+    require_untainted(
+        loaded, cache, [final(ticket, prompt) for ticket, (prompt, _) in zip(tickets, talks, strict=True)]
+    )
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "mamba"])

@@ -509,7 +509,10 @@ class FailingTokenizer:
                     raise KeyError("no such token")
                 add(token)
 
-            detokenizer.add_token = add_token
+            def finalize() -> None:
+                raise KeyError("nothing to end")
+
+            detokenizer.add_token, detokenizer.finalize = add_token, finalize
         return detokenizer
 
     def __getattr__(self, name: str) -> Any:
@@ -716,21 +719,31 @@ def test_going_back_to_waiting_happens_and_resumes_where_the_reply_stood(llama: 
     assert starts[0][0] == starts[0][1] - 1
 
 
-def test_bytes_are_kept_within_the_budget_and_replies_as_they_are(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize("reserve", [None, 1])
+def test_bytes_are_kept_within_the_budget_and_replies_as_they_are(loaded: LoadedModel, reserve: int | None) -> None:
     token_bytes = sum(p.nbytes for p in _one_row(loaded)) / 160
-    budget_bytes = int(token_bytes * 400) + (1 << 20)
+    budget_bytes = int(token_bytes * 260) + (1 << 20)
     cache = new_cache(loaded, budget_bytes=budget_bytes)
-    most = 0
+    most = rows = 0
+    starts: list[tuple[int, int]] = []
     with new_generator(loaded, cache) as generator:
 
         def watch(count: int) -> None:
-            nonlocal most
+            nonlocal most, rows
             most = max(most, cache.stats.live_bytes + cache.stats.paged_bytes)
+            rows = max(rows, len(generator.group.rows))
 
-        tickets = [submit(generator, prompt, 30) for prompt in PROMPTS]
+        tickets = [
+            submit(generator, prompt, 30, reserve=reserve, on_progress=lambda done, total: starts.append((done, total)))
+            for prompt in PROMPTS
+        ]
         drain(generator, watch)
         require_alone(loaded, tickets, PROMPTS)
     assert 0 < most <= budget_bytes
+    assert rows > 1
+    if reserve is None:
+        # There was room for all that was admitted: nobody had to go back to waiting.
+        assert {total for _, total in starts} == {len(prompt) for prompt in PROMPTS}
     cache.check()
 
 
