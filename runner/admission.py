@@ -21,17 +21,19 @@ class Admission:
         capacity: cells.
         max_rows: requests that run at a time at most.
         context: tokens that a request has in cells at most; None: no such bound.
+        step_size: tokens per chunk of prefill.
 
     Attributes:
         waiting, running: to read; they change through the methods.
     """
 
-    def __init__(self, capacity: int, max_rows: int, context: int | None) -> None:
+    def __init__(self, capacity: int, max_rows: int, context: int | None, step_size: int) -> None:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._capacity = capacity
         self._max_rows = max_rows
         self._context = context
+        self._step_size = step_size
         self._is_refused = False
 
     @property
@@ -91,22 +93,32 @@ class Admission:
 
     def _gains(self, request: Request, group: Group) -> bool:
         """Whether a prompt that is being prefilled right now is the same further than all that is evaluated yet."""
-        evaluated = max((_shared(request, each, group) for each in self.running), default=0)
-        others = [each for each in self.prefilling if not each.ticket.cancelled()]
-        return any(_sharable(each, group, request.shares(each)) > evaluated for each in others)
+        now = max((_shared(request, each, group) for each in self.running), default=0)
+        return any(self._sharable_later(request, each, group) > now for each in self.prefilling)
+
+    def _sharable_later(self, request: Request, running: Request, group: Group) -> int:
+        """How many tokens it would share with one that is being prefilled, if it came in at the right moment."""
+        common, position = request.shares(running), running.row.position
+        if not group.pager.has_states:
+            return common
+        reached = position + max(0, common - position) // self._step_size * self._step_size
+        return max(reached if reached <= common else 0, _last_stop(running, common))
 
     def _needed(self, request: Request) -> int:
         return request.needed_tokens if self._context is None else min(request.needed_tokens, self._context)
 
 
 def _shared(request: Request, running: Request, group: Group) -> int:
-    """How many tokens a request would share with a running one now."""
-    evaluated = group.causal.clean_tokens(running.row.id)
-    return _sharable(running, group, min(request.shares(running), evaluated))
+    """How many tokens a request would share with a running one now.
+
+    With recurrent layers they end where the other one stands, or at a checkpoint that it took on its way.
+    """
+    common, position = request.shares(running), running.row.position
+    evaluated = min(common, group.causal.clean_tokens(running.row.id))
+    if not group.pager.has_states or position <= evaluated:
+        return evaluated
+    return _last_stop(running, evaluated)
 
 
-def _sharable(running: Request, group: Group, length: int) -> int:
-    """How many of so many common tokens can be shared: with recurrent layers those up to a checkpoint."""
-    if not group.pager.has_states:
-        return length
+def _last_stop(running: Request, length: int) -> int:
     return max((at for at in running.row.stops if at <= length), default=0)

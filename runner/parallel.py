@@ -87,7 +87,7 @@ class ParallelGenerator:
         self._window = None if context is None else ContextWindow(context, free_share)
         self._model, self._tokenizer, self._capacity = model, tokenizer, capacity
         self._vocabulary_length = vocabulary_size(model)
-        self._admission = Admission(capacity, max_rows, context)
+        self._admission = Admission(capacity, max_rows, context, step_size)
         new_group = partial(cache.begin_many, capacity=capacity, namespace=namespace, priority=priority)
         self._engine = Engine(model, new_group, self._admission, self._window, step_size)
         # The only state that several threads change.
