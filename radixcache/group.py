@@ -236,6 +236,14 @@ class Group:
         """Bytes of all buffers of cells and of the rows' own states."""
         return self.causal.nbytes
 
+    def has_bytes_for(self, cells: int) -> bool:
+        """Whether buffers of so many cells would fit the byte budget, all that is evictable gone; evicts nothing.
+
+        True as well before the first forward pass, which shows what a cell takes.
+        """
+        with self.cache.lock:
+            return self.cache.has_bytes_for(self, cells)
+
     def admit(self, tokens: Any, keys: Any = None, marks: Sequence[int] = ()) -> Row:
         """Open a row on a prompt, and restore what is there of it.
 

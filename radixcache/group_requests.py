@@ -139,6 +139,13 @@ class GroupRequests(Requests):
         group.causal.grow(wanted)
         self._book(group)
 
+    def has_bytes_for(self, group: Group, cells: int) -> bool:
+        """Whether buffers of so many cells fit the budget, all that is evictable gone."""
+        growth = group.pager.needed_bytes(cells) - group.pager.buffer_bytes
+        if self._evictor.over_bytes(growth) <= 0:
+            return True
+        return self._evictor.fixed_bytes() + growth <= self._ledger.budget_bytes
+
     def finish_group(self, group: Group) -> None:
         """Close all rows of a group, and let go of its cells."""
         try:

@@ -20,6 +20,7 @@ from runner.commands.advise import advise
 from runner.commands.conversation_files import read_chosen
 from runner.commands.explain import explain
 from runner.commands.mrc import mrc
+from runner.commands.replay_parallel import require_parallel, run_parallel
 from runner.commands.simulate import simulate
 from runner.commands.synth import synth
 from runner.commands.tree import tree
@@ -40,6 +41,7 @@ from runner.commands.view_files import require_view_file, write_view
 if TYPE_CHECKING:
     from runner.conversations import Conversation
     from runner.models import LoadedModel
+    from runner.parallel_report import ParallelReport
     from runner.replay import ReplayOptions
     from runner.report import Report
     from runner.script import Script
@@ -108,6 +110,10 @@ def replay(
         bool, typer.Option("--recorded", help="Generate one token per reply, then feed the recorded reply.")
     ] = False,
     step_size: Annotated[int, typer.Option(help="Tokens per chunk of prefill.")] = 2048,
+    parallel: Annotated[
+        int | None,
+        typer.Option(help="Serve so many users at a time, on the radix cache alone, a forward pass for all of them."),
+    ] = None,
     exact: Annotated[
         bool,
         typer.Option("--exact", help="Let radix resume at multiples of --step-size only, equal to the bit."),
@@ -130,6 +136,8 @@ def replay(
     Each cache answers all of them in turn, and its answers are compared with those computed without a cache.
     """
     caches = _cache_names(cache)
+    if parallel is not None:
+        caches, step_size = require_parallel(context, parallel, caches, step_size, recorded=recorded, exact=exact)
     require_policy(policy)
     for option, value in (
         ("--users", 1 if users is None else users),
@@ -155,13 +163,17 @@ def replay(
             budget_bytes, policy, max_tokens, recorded, step_size, dump_tree, exact, tree_file is not None
         )
         script = _script(loaded, chosen, options, users=users, seed=seed, requests=requests, skip_bad=skip_bad)
-    report, was_interrupted = _run(loaded, script, caches, options)
+    report: Report | ParallelReport
+    if parallel is None:
+        report, was_interrupted = _run(loaded, script, caches, options)
+    else:
+        report, was_interrupted = run_parallel(loaded, script, options, parallel)
     _print_report(report)
     about = {
         "model": loaded.name,
         "seed": seed,
         "command": shlex.join(["radixcache", *context.obj]),
-        "options": {"users": users, "requests": requests, **vars(options)},
+        "options": {"users": users, "requests": requests, "parallel": parallel, **vars(options)},
         "skipped_requests": script.skipped_requests,
         "interrupted": was_interrupted,
     }
@@ -170,7 +182,7 @@ def replay(
         if run.view is not None and tree_file is not None:
             write_view(tree_file, run.view)
     if was_interrupted:
-        say(f"interrupted: {len(report.runs)} of {len(caches)} caches had finished.")
+        say(f"interrupted: {report.progress(len(script), len(caches))} had finished.")
         raise typer.Exit(EXIT_INTERRUPTED)
     if _name_differences(report):
         raise typer.Exit(EXIT_CHECK_FAILED)
@@ -261,7 +273,7 @@ def _run(
     return Report(runs), False
 
 
-def _print_report(report: "Report") -> None:
+def _print_report(report: "Report | ParallelReport") -> None:
     stdout = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
     if report.runs:
         stdout.print(report.table())
@@ -272,7 +284,7 @@ def _print_report(report: "Report") -> None:
             print(f"\n{run.cache}:\n{run.tree}")
 
 
-def _name_differences(report: "Report") -> int:
+def _name_differences(report: "Report | ParallelReport") -> int:
     """Say on stderr which answers differ; returns how many."""
     differences = report.differences()
     for cache, index, row in differences[:NAMED_DIFFERENCES]:
@@ -286,7 +298,9 @@ def _name_differences(report: "Report") -> int:
     return len(differences)
 
 
-def _write_files(report: "Report", json_file: Path | None, plot_file: Path | None, about: dict[str, Any]) -> None:
+def _write_files(
+    report: "Report | ParallelReport", json_file: Path | None, plot_file: Path | None, about: dict[str, Any]
+) -> None:
     from runner.plots import plot_replay
     from runner.report import write_json
 

@@ -14,7 +14,10 @@ from runner.report import MIB, write_atomically
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from runner.parallel_replay import ParallelRun
     from runner.replay import CacheRun
+
+    Run = CacheRun | ParallelRun
 
 FIGURE_INCHES = (10.0, 8.0)
 DPI = 120
@@ -27,7 +30,7 @@ STYLES = {
 }
 
 
-def plot_replay(path: Path, runs: "Sequence[CacheRun]", *, title: str, budget_bytes: int) -> None:
+def plot_replay(path: Path, runs: "Sequence[Run]", *, title: str, budget_bytes: int) -> None:
     """Write a PNG with TTFT per request above and bytes held below, atomically."""
     # A figure of its own, not pyplot's: nothing global is set, and no display is looked for.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -44,7 +47,7 @@ def plot_replay(path: Path, runs: "Sequence[CacheRun]", *, title: str, budget_by
     write_atomically(path, image.getvalue())
 
 
-def _draw_ttft(axes: "Axes", runs: "Sequence[CacheRun]") -> None:
+def _draw_ttft(axes: "Axes", runs: "Sequence[Run]") -> None:
     for run in runs:
         axes.plot(_numbers(run), [row.ttft_ms for row in run.rows], label=run.cache, **_style(run))
     axes.set_yscale("log")
@@ -54,7 +57,7 @@ def _draw_ttft(axes: "Axes", runs: "Sequence[CacheRun]") -> None:
     axes.legend(title="cache", loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
-def _draw_bytes(axes: "Axes", runs: "Sequence[CacheRun]", budget_bytes: int) -> None:
+def _draw_bytes(axes: "Axes", runs: "Sequence[Run]", budget_bytes: int) -> None:
     for run in runs:
         axes.plot(_numbers(run), [row.peak_bytes / MIB for row in run.rows], label=run.cache, **_style(run))
     held_bytes = max(row.peak_bytes for run in runs for row in run.rows)
@@ -69,9 +72,9 @@ def _draw_bytes(axes: "Axes", runs: "Sequence[CacheRun]", budget_bytes: int) -> 
     axes.grid(visible=True, alpha=0.25)
 
 
-def _numbers(run: "CacheRun") -> list[int]:
+def _numbers(run: "Run") -> list[int]:
     return list(range(1, len(run.rows) + 1))
 
 
-def _style(run: "CacheRun") -> dict[str, Any]:
+def _style(run: "Run") -> dict[str, Any]:
     return {"linewidth": 1.4, "markersize": 4.5, **STYLES.get(run.cache, {})}

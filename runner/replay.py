@@ -27,7 +27,8 @@ from runner.backends import open_backend
 from runner.backends.backend import Backend, CachedRun, Prompt
 from runner.backends.plain_run import PlainRun
 from runner.models import LoadedModel
-from runner.pipeline import DEFAULT_STEP_SIZE, Completion, feed, generate
+from runner.pipeline import DEFAULT_STEP_SIZE, feed, generate
+from runner.reply import Completion
 from runner.script import RenderedRequest, Script
 
 # Enough to compile kernels and touch every weight, little enough to take a second on two slow cores.
@@ -112,7 +113,7 @@ def replay(
 ) -> Iterator[CacheRun]:
     """Run the requests through each cache in turn, and yield each run when it is complete."""
     with wired_limit(loaded.model):
-        _warm_up(loaded, script[0].prompt)
+        warm_up(loaded, script[0].prompt)
         for cache in caches:
             yield _replay_cache(cache, loaded, script, options, observer)
 
@@ -129,7 +130,7 @@ def _replay_cache(
     options: ReplayOptions,
     observer: Observer,
 ) -> CacheRun:
-    _release()
+    release()
     observer.run_started(cache, len(script))
     model_bytes = mx.get_active_memory()
     backend = open_backend(
@@ -155,7 +156,7 @@ def _replay_cache(
     finally:
         backend.close()
         del backend
-        _release()
+        release()
 
 
 class _Replayer:
@@ -241,13 +242,13 @@ class _Replayer:
             self._allocated_bytes = max(self._allocated_bytes, mx.get_active_memory() - self._model_bytes)
 
 
-def _release() -> None:
+def release() -> None:
     """Give the buffers that nobody holds any more back to the system."""
     gc.collect()
     mx.clear_cache()
 
 
-def _warm_up(loaded: LoadedModel, prompt: Prompt) -> None:
+def warm_up(loaded: LoadedModel, prompt: Prompt) -> None:
     """Run one short prompt and one decode step, so that the first cache does not pay for compiling and paging in."""
     tokens = prompt.tokens[:WARM_UP_TOKENS]
     run = PlainRun(tokens, make_prompt_cache(loaded.model))

@@ -107,6 +107,10 @@ class Report:
             return "No cache finished its run."
         return f"{self._comparison()} {self._answers()}"
 
+    def progress(self, requests: int, caches: int) -> str:
+        """How far the replay had come."""
+        return f"{len(self.runs)} of {caches} caches"
+
     def document(self, **about: Any) -> dict[str, Any]:
         """Everything, for JSON: `about`, and per cache its summary and a row per request."""
         runs = [

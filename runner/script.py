@@ -73,6 +73,7 @@ class Script:
         self._replies = GeneratedReplies()
         self._requests: list[Request] = []
         self._rendered: list[RenderedRequest | None] = []
+        self._longest_tokens = 0
         for request in requests:
             try:
                 rendered = self._prepare(request)
@@ -93,6 +94,11 @@ class Script:
     def requests(self) -> Sequence[Request]:
         """The requests that were kept, in order."""
         return tuple(self._requests)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens that no request comes to more of, its reply and those before it at their longest."""
+        return self._longest_tokens
 
     def __getitem__(self, index: int) -> RenderedRequest:
         rendered = self._rendered[index]
@@ -134,6 +140,7 @@ class Script:
             raise ScriptError(f"{_where(request)}: {error}") from error
         reply_tokens = max(len(reply), 1) if self._recorded else self._max_tokens
         self._require_fit(request, len(tokens) + awaited_tokens, reply_tokens)
+        self._longest_tokens = max(self._longest_tokens, len(tokens) + awaited_tokens + reply_tokens)
         prompt = Prompt(
             tokens=tokens,
             marks=marks,

@@ -47,6 +47,10 @@ def last_line(text):
         (["--requests", "0"], "--requests is 0; wanted at least 1."),
         (["--max-tokens", "0"], "--max-tokens is 0; wanted at least 1."),
         (["--step-size", "-1"], "--step-size is -1; wanted at least 1."),
+        (["--parallel", "0"], "--parallel is 0; wanted at least 1."),
+        (["--parallel", "2", "--cache", "none,radix"], "--parallel serves users from the radix cache alone"),
+        (["--parallel", "2", "--recorded"], "--parallel generates replies, and --recorded feeds known ones."),
+        (["--parallel", "2", "--exact"], "--exact compares bits"),
         (["--budget-mib", "0"], "--budget-mib is 0; wanted more than 0."),
         (["--budget-mib", "-5"], "--budget-mib is -5; wanted more than 0."),
         (["--budget-mib", "nan"], "--budget-mib is nan; wanted more than 0."),
@@ -131,6 +135,60 @@ def test_a_replay_prints_a_table_and_a_sentence_and_writes_what_was_asked_for(co
     assert (document["seed"], document["model"], document["interrupted"]) == (3, "tiny:llama", False)
     assert document["command"].startswith("radixcache replay --model tiny")
     assert plot_file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_replay_of_several_users_at_a_time_gives_the_replies_of_one_after_the_other(command, talks, tmp_path):
+    alone, together, plot, tree = (tmp_path / name for name in ("1.json", "2.json", "out.png", "tree.json"))
+    assert command(*replay(talks, "--cache", "radix", "--json", alone))[0] == 0
+    code, stdout, stderr = command(
+        *replay(talks, "--parallel", 2, "--json", together, "--plot", plot, "--tree", tree, "--dump-tree")
+    )
+    assert code == 0, stderr
+    assert "2 users at a time were given 16 tokens in " in stdout
+    assert "namespace ''" in stdout
+    (serial,), (parallel,) = (json.loads(path.read_text())["runs"] for path in (alone, together))
+    assert [row["output_hash"] for row in parallel["rows"]] == [row["output_hash"] for row in serial["rows"]]
+    assert [row["prompt_tokens"] for row in parallel["rows"]] == [row["prompt_tokens"] for row in serial["rows"]]
+    assert [row["user"] for row in parallel["rows"]] == [row["user"] for row in serial["rows"]]
+    assert (parallel["users_at_a_time"], parallel["output_tokens"]) == (2, 16)
+    assert 0 < parallel["peak_cells"] <= parallel["capacity_cells"]
+    assert 0 < parallel["peak_cache_bytes"] <= 128 << 20
+    assert json.loads(together.read_text())["options"]["step_size"] == 512
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(tree.read_text())
+
+
+def test_a_model_that_cannot_serve_several_users_at_a_time_is_refused_by_name(command, talks):
+    code, stdout, stderr = command(*replay(talks), "--parallel", 2, "--model", "tiny:llama4")
+    assert (code, stdout) == (2, "")
+    assert last_line(stderr) == "error: tiny:llama4: a layer's ChunkedKVCache cannot be put into cells."
+
+
+def test_a_budget_that_one_user_does_not_fit_is_refused_with_the_numbers(command, tmp_path):
+    path = tmp_path / "long.json"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "x" * 2000}]}))
+    code, stdout, stderr = command(*replay(path), "--parallel", 2, "--budget-mib", 2)
+    assert (code, stdout) == (2, "")
+    assert last_line(stderr).startswith("error: --budget-mib is too small for 2 users at a time: ")
+    assert "2097152" in last_line(stderr)
+
+
+def test_ctrl_c_in_a_replay_of_several_users_prints_what_had_finished(command, talks, tmp_path, monkeypatch):
+    done = progress.ReplayProgress.request_done
+
+    def interrupted_at_the_third(self, prompt_tokens, seen=[]):  # noqa: B006
+        done(self, prompt_tokens)
+        seen.append(prompt_tokens)
+        if len(seen) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(progress.ReplayProgress, "request_done", interrupted_at_the_third)
+    out = tmp_path / "out.json"
+    code, stdout, stderr = command(*replay(talks, "--parallel", 2, "--json", out))
+    assert code == 130
+    assert last_line(stderr) == "interrupted: 3 of 4 requests had finished."
+    assert "2 users at a time were given 12 tokens" in stdout
+    assert json.loads(out.read_text())["interrupted"] is True
 
 
 def test_caches_run_in_the_order_given_and_once(command, talks, tmp_path):

@@ -10,7 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from runner.backends.plain_run import PlainRun
 from runner.models import load_model
-from runner.pipeline import Completion, compile_mode, feed, generate
+from runner.pipeline import compile_mode, feed, generate
+from runner.reply import Completion
 
 PROMPT = np.arange(30, 130, dtype=np.int32)
 # Small enough for the allocator to keep, large enough to be seen among what decoding leaves.

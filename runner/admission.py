@@ -1,0 +1,124 @@
+"""Who waits and who runs, and who there is room for.
+
+    capacity    cells of the group: those that running requests hold, shared ones once, and those they will take
+    bytes       what buffers of that many cells take of the cache's budget, all that is evictable gone
+
+Where one of them runs out all the same (requests may reserve less than they ask for; pins and open sessions come and
+go), the group refuses, and the engine makes room.
+"""
+
+from bisect import insort
+
+from radixcache import Group, Row
+from runner.parallel_request import Request
+from runner.turn_taking import admissible
+
+
+class Admission:
+    """The requests of one generator, in order of arrival.
+
+    Args:
+        capacity: cells.
+        max_rows: requests that run at a time at most.
+        context: tokens that a request has in cells at most; None: no such bound.
+        step_size: tokens per chunk of prefill.
+
+    Attributes:
+        waiting, running: to read; they change through the methods.
+    """
+
+    def __init__(self, capacity: int, max_rows: int, context: int | None, step_size: int) -> None:
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._capacity = capacity
+        self._max_rows = max_rows
+        self._context = context
+        self._step_size = step_size
+        self._is_refused = False
+
+    @property
+    def prefilling(self) -> list[Request]:
+        """Those whose prompt is not through."""
+        return [request for request in self.running if not request.is_decoding]
+
+    @property
+    def decoding(self) -> list[Request]:
+        """Those whose next token is on its way."""
+        return [request for request in self.running if request.is_decoding]
+
+    @property
+    def last_come(self) -> Request:
+        """Of those that run, the one that came last."""
+        return max(self.running, key=lambda request: request.number)
+
+    def next(self, group: Group) -> Request | None:
+        """Who comes in next; None: nobody may now."""
+        if len(self.running) >= self._max_rows or (self._is_refused and self.running):
+            return None
+        return admissible(
+            self.waiting, lambda request: self._fits(request, group), lambda request: self._gains(request, group)
+        )
+
+    def refuse(self) -> None:
+        """The group had no room after all: nobody comes in before one of those that run is through."""
+        self._is_refused = True
+
+    def start(self, request: Request, row: Row) -> None:
+        """A waiting request got a row."""
+        request.held_row = row
+        self.waiting.remove(request)
+        self.running.append(request)
+
+    def send_back(self, request: Request) -> None:
+        """A running request waits again, at its old place."""
+        self.end(request)
+        request.go_back()
+        insort(self.waiting, request, key=lambda each: each.number)
+
+    def end(self, request: Request) -> None:
+        """A request is over."""
+        self._is_refused = False
+        for requests in (self.waiting, self.running):
+            if request in requests:
+                requests.remove(request)
+
+    def _fits(self, request: Request, group: Group) -> bool:
+        """Whether there are cells and bytes for it, besides those that the others hold and will still take."""
+        if not self.running:
+            return True
+        owed = sum(max(0, self._needed(each) - each.row.position) for each in self.running)
+        shared = max(_shared(request, each, group) for each in self.running)
+        cells = group.causal.table.used + owed + self._needed(request) - shared
+        return cells <= self._capacity and group.has_bytes_for(cells)
+
+    def _gains(self, request: Request, group: Group) -> bool:
+        """Whether a prompt that is being prefilled right now is the same further than all that is evaluated yet."""
+        now = max((_shared(request, each, group) for each in self.running), default=0)
+        return any(self._sharable_later(request, each, group) > now for each in self.prefilling)
+
+    def _sharable_later(self, request: Request, running: Request, group: Group) -> int:
+        """How many tokens it would share with one that is being prefilled, if it came in at the right moment."""
+        common, position = request.shares(running), running.row.position
+        if not group.pager.has_states:
+            return common
+        reached = position + max(0, common - position) // self._step_size * self._step_size
+        return max(reached if reached <= common else 0, _last_stop(running, common))
+
+    def _needed(self, request: Request) -> int:
+        return request.needed_tokens if self._context is None else min(request.needed_tokens, self._context)
+
+
+def _shared(request: Request, running: Request, group: Group) -> int:
+    """How many tokens a request would share with a running one now.
+
+    With recurrent layers they end where the other one stands, or at a checkpoint that it took on its way.
+    """
+    common, position = request.shares(running), running.row.position
+    evaluated = min(common, group.causal.clean_tokens(running.row.id))
+    if not group.pager.has_states or position <= evaluated:
+        return evaluated
+    return _last_stop(running, evaluated)
+
+
+def _last_stop(running: Request, length: int) -> int:
+    return max((at for at in running.row.stops if at <= length), default=0)

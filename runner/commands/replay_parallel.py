@@ -1,0 +1,68 @@
+"""`radixcache replay --parallel N`: what goes with it, and how it is run."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from runner.commands.usage import UsageError, require
+
+if TYPE_CHECKING:
+    import typer
+
+    from runner.models import LoadedModel
+    from runner.parallel_report import ParallelReport
+    from runner.replay import ReplayOptions
+    from runner.script import Script
+
+# Chunks that hold up those who are being served for a moment only; a serial replay has nobody to hold up.
+PARALLEL_STEP_SIZE = 512
+
+
+def require_parallel(
+    context: "typer.Context", parallel: int, caches: Sequence[str], step_size: int, *, recorded: bool, exact: bool
+) -> tuple[list[str], int]:
+    """Refuse what does not go with --parallel; returns the caches and the step size, with defaults of its own."""
+
+    def is_given(name: str) -> bool:
+        source = context.get_parameter_source(name)
+        return source is not None and source.name != "DEFAULT"
+
+    require(parallel >= 1, f"--parallel is {parallel}; wanted at least 1.")
+    require(
+        not is_given("cache") or list(caches) == ["radix"],
+        f"--parallel serves users from the radix cache alone; --cache has {','.join(caches)}. Leave one of them out.",
+    )
+    require(not recorded, "--parallel generates replies, and --recorded feeds known ones. Leave one of them out.")
+    require(
+        not exact,
+        "--exact compares bits, which differ with the number of users in a forward pass. Leave it or --parallel out.",
+    )
+    return ["radix"], step_size if is_given("step_size") else PARALLEL_STEP_SIZE
+
+
+def run_parallel(
+    loaded: "LoadedModel", script: "Script", options: "ReplayOptions", parallel: int
+) -> "tuple[ParallelReport, bool]":
+    """Serve the script; returns what finished, and whether Ctrl-C came before the rest."""
+    from radixcache import BudgetFullError, UnsupportedCacheError
+    from runner.parallel_replay import ParallelReplay
+    from runner.parallel_report import ParallelReport
+    from runner.progress import ReplayProgress
+    from runner.script import ScriptError
+
+    was_interrupted = False
+    try:
+        with ReplayProgress(Console(stderr=True, highlight=False)) as progress:
+            replay = ParallelReplay(loaded, script, options, parallel, progress)
+            replay.run()
+    except KeyboardInterrupt:
+        was_interrupted = True
+    except UnsupportedCacheError as error:
+        raise UsageError(f"{loaded.name}: {error}") from error
+    except BudgetFullError as error:
+        raise UsageError(f"--budget-mib is too small for {parallel} users at a time: {error}") from error
+    except ScriptError as error:
+        # A prompt that waited for generated replies, and turned out not to fit.
+        raise UsageError(str(error)) from error
+    return ParallelReport(replay.result()), was_interrupted
