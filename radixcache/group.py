@@ -300,9 +300,10 @@ class Group:
         while row.position < end:
             stop = min(at for at in cuts if at > row.position)
             logits = self._evaluate(model, row, stop - row.position)
+            # First: a checkpoint would take buffers of the chunk's, which are larger than it is.
+            self.cache.layout.release()
             if stop in stops:
                 self._take_checkpoint(row, stops[stop])
-            self.cache.layout.release()
         return logits
 
     def step(self, model: Any, rows: Sequence[Row], tokens: Any) -> mx.array:

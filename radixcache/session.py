@@ -183,13 +183,14 @@ class Session:
             start = self._position
             end = min(last, (start // step_size + 1) * step_size, *(s for s in stops if s > start))
             self._evaluate(model, self.prompt[start:end])
+            # First: a checkpoint would take buffers of the chunk's, which are larger than it is.
+            self._layout.release()
             if start == self.grid_end and end - start == step_size:
                 self.grid_end = end
             if end in stops and (end == self.grid_end or not self._cache.exact):
                 self._take_checkpoint(stops[end])
             if on_progress is not None:
                 on_progress(end, len(self.prompt))
-            self._layout.release()
 
     def step(self, model: Any, tokens: Any) -> mx.array:
         """Run the forward pass of the next tokens: the rest of the prompt first, then sampled ones.

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -317,9 +318,9 @@ class CausalCache:
 
     def _know(self, model: Any) -> None:
         """Refuse a model that cells would mislead, and another one while there is state; looked at once."""
-        if model is self._model:
+        if model is self._model or _is_around(model, self._model):
             return
-        if self._model is not None:
+        if isinstance(self._model, nn.Module):
             if self._table.used:
                 raise ValueError(f"{self._table.used} cells hold state of another model; free their sequences first.")
             if _kinds(make_prompt_cache(model)) != _kinds(self._fresh()):
@@ -329,8 +330,9 @@ class CausalCache:
         modules = {type(each).__module__.rpartition(".")[2] for each in (model, *getattr(model, "layers", ()))}
         for name in modules & set(BY_SLOT):
             raise UnsupportedCacheError(f"{name} cannot run on cells: {BY_SLOT[name]}.")
+        if isinstance(self._model, nn.Module):
+            self._rotations, self._steps_together = None, None
         self._model = model
-        self._rotations, self._steps_together = None, None
 
     def _for_trial(self, capacity: int) -> CausalCache:
         causal = CausalCache(self._model, capacity=capacity, caches=self._fresh)
@@ -450,6 +452,13 @@ def _one_each(tokens: Any, rows: int, vocab_size: int | None) -> mx.array:
     if rows == 0 or ids.shape not in ((rows,), (rows, 1)):
         raise ValueError(f"tokens of shape {ids.shape} for {rows} sequences; wanted one each, and at least one.")
     return ids.reshape(rows, 1)
+
+
+def _is_around(model: Any, known: Any) -> bool:
+    """Whether a callable passes for a model that is known: it is no model itself, or has that one inside."""
+    if known is None:
+        return False
+    return not isinstance(model, nn.Module) or any(inner is known for inner in model.modules())
 
 
 def _kinds(caches: Sequence[Any]) -> list[tuple[type, int | None]]:

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache.cells.causal import CausalCache
 from radixcache.errors import CacheFullError
@@ -319,3 +320,26 @@ def test_a_row_that_is_cancelled_between_two_lazy_steps_takes_nothing_from_the_o
     rows.tokens[9] = []
     rows.note(9, words(9, 12), late[0])
     assert rows.error <= ROUNDING
+
+
+def test_a_callable_around_the_model_passes_for_it_before_and_after() -> None:
+    rows = busy()
+    plain = rows.model
+    before = rows.causal.steps_together(plain)
+    logits = rows.causal.step(lambda ids, cache: plain(ids, cache=cache), [1], [3])
+    mx.eval(logits)
+    rows.causal.remove(plain, 1, rows.causal.length(1) - 1, rows.causal.length(1))
+
+    assert rows.causal.steps_together(plain) == before
+    unharmed(rows)
+
+
+def test_a_callable_may_come_first_and_the_model_after_it() -> None:
+    model = tiny_model("llama")
+    causal = CausalCache(caches=lambda: make_prompt_cache(model), capacity=CAPACITY)
+    causal.add(1)
+    causal.prefill(lambda ids, cache: model(ids, cache=cache), 1, [1, 2, 3])
+    logits = causal.step(model, [1], [4])
+
+    expected = model(mx.array([[1, 2, 3, 4]]))[:, -1:]
+    assert float(mx.abs(logits - expected).max()) < 1e-5
