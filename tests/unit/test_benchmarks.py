@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_explain, bench_growth, bench_memory, bench_paging, bench_restore, bench_verify
+from benchmarks import (
+    bench_explain,
+    bench_growth,
+    bench_memory,
+    bench_paging,
+    bench_parallel,
+    bench_restore,
+    bench_verify,
+)
 from benchmarks.record import Spread, in_turns, publish
 
 ORIGIN = {"benchmark", "question", "repeats", "rows", "machine", "versions", "date", "commit", "command"}
@@ -161,3 +169,18 @@ def test_every_resumed_request_of_the_checked_side_is_checked(
         assert 0 < row["error"] < 1e-3, row
         assert row["checked request ms"] > 0, row
     assert "adds" in capsys.readouterr().out
+
+
+def test_users_at_a_time_have_a_row_for_each_way_and_hold_a_common_beginning_once(tmp_path: Path) -> None:
+    found = _run(bench_parallel.main, tmp_path)
+
+    rows = found.pop("parallel")["rows"]
+    assert not found
+    (load,) = bench_parallel.QUICK
+    assert [(row["prompt"], row["users"], row["way"]) for row in rows] == [
+        (prompt, users, way) for prompt in ("shared", "own") for users in load.users for way in bench_parallel.WAYS
+    ]
+    many = max(load.users)
+    held = {(row["prompt"], row["way"]): row["live MB"] for row in rows if row["users"] == many}
+    assert held["shared", "cells"] < held["own", "cells"] / 2
+    assert held["shared", "mlx-lm"] == held["own", "mlx-lm"]
