@@ -228,7 +228,6 @@ class Engine:
         with uninterrupted():
             request.row.close()
             self._admission.send_back(request)
-            self._admission.refuse()
         if self._window is not None:
             self._cut_waiting(request, self._window)
 

@@ -193,9 +193,16 @@ def test_a_shift_that_fails_ends_its_own_reply_alone(llama: LoadedModel, monkeyp
 def test_who_has_to_wait_while_others_are_shifted_goes_on_afterwards(loaded: LoadedModel, capacity: int) -> None:
     cache = new_cache(loaded, verify=1.0)
     talks = [conversation(5, seed) for seed in (1, 1, 2)]
+    # A token shorter and a round earlier: the context is full for both at the same time.
+    talks[0] = (talks[0][0][:-1], talks[0][1])
+    lengths: list[int] = []
     with new_generator(loaded, cache, context=CONTEXT, capacity=capacity) as generator:
-        tickets = [submit(generator, prompt, marks, 75, reserve=1) for prompt, marks in talks]
+        tickets = [
+            submit(generator, prompt, marks, 75, reserve=1, on_progress=lambda done, total: lengths.append(total))
+            for prompt, marks in talks
+        ]
         pieces = drain(generator)
+    assert max(lengths) <= CONTEXT
     ended = []
     for ticket, (prompt, _) in zip(tickets, talks, strict=True):
         ended.append(final(ticket, prompt))
