@@ -29,12 +29,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import BatchGenerator
-from runner.parallel import ParallelGenerator
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
 from benchmarks.record import arguments, publish, say
 from radixcache import PrefixCache
 from runner.models import load_model
+from runner.parallel import ParallelGenerator
 from runner.pipeline import generate
 
 BUDGET_BYTES = 8 << 30
