@@ -45,7 +45,7 @@ from radixcache.cells.plans import DefragPlan, Move
 from radixcache.cells.row_states import Held, RowStates
 from radixcache.cells.shift import Rotation, rotations
 from radixcache.cells.table import CellTable
-from radixcache.cells.trial import steps_together
+from radixcache.cells.trial import Kinds, kinds_of, steps_together, verdict
 from radixcache.errors import CacheFullError, ShiftError, UnsupportedCacheError
 from radixcache.interrupts import uninterrupted
 from radixcache.tokens import token_ids, vocabulary_size
@@ -78,7 +78,9 @@ class CausalCache:
         if model is not None:
             self._know(model)
         self._fresh = caches or (lambda: make_prompt_cache(model))
-        self._layers = [self._layer(each) for each in self._fresh()]
+        fresh = self._fresh()
+        self._kinds: Kinds = kinds_of(fresh)
+        self._layers = [self._layer(each) for each in fresh]
         self._cells = [leaf for leaf in leaves(self._layers) if isinstance(leaf, CellLayer)]
         self._states = RowStates([len(leaf.cache) for leaf in leaves(self._layers) if isinstance(leaf, ArraysCache)])
         self._tainted: dict[int, int] = {}
@@ -204,14 +206,16 @@ class CausalCache:
     def steps_together(self, model: Any) -> bool:
         """Whether the model gives sequences at different positions, in one forward pass, what it gives each alone.
 
-        Tried once, on two sequences of a few tokens each in a cache of their own.
+        Tried once per model, on two sequences of a few tokens each in a cache of their own.
 
         Raises:
             UnsupportedCacheError: not even one at a time do they get it, once their cells are mixed.
         """
         self._know(model)
         if self._steps_together is None:
-            self._steps_together = steps_together(model, self._fresh, self._for_trial)
+            self._steps_together = verdict(
+                model, self._kinds, lambda: steps_together(model, self._fresh, self._for_trial)
+            )
         return self._steps_together
 
     # Cells
@@ -323,7 +327,7 @@ class CausalCache:
         if isinstance(self._model, nn.Module):
             if self._table.used:
                 raise ValueError(f"{self._table.used} cells hold state of another model; free their sequences first.")
-            if _kinds(make_prompt_cache(model)) != _kinds(self._fresh()):
+            if kinds_of(make_prompt_cache(model)) != self._kinds:
                 raise ValueError("another model, with other layers than this cache was made for; make one for it.")
             for layer in self._cells:
                 layer.clear()
@@ -459,7 +463,3 @@ def _is_around(model: Any, known: Any) -> bool:
     if known is None:
         return False
     return not isinstance(model, nn.Module) or any(inner is known for inner in model.modules())
-
-
-def _kinds(caches: Sequence[Any]) -> list[tuple[type, int | None]]:
-    return [(type(leaf), getattr(leaf, "max_size", None)) for leaf in leaves(caches)]

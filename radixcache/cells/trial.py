@@ -7,22 +7,29 @@ hardly depends on the weights: wrong positions change the logits of random ones 
 
 What counts as rounding is measured: how far the same logits move when the model's own caches are filled in other
 chunks. A fixed tolerance wide enough for a deep bfloat16 model would let wrong positions in a short trial pass.
+
+What was found is kept as long as the model lives, for all caches that are made for it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from radixcache.adapters.cache_list import leaves
 from radixcache.errors import UnsupportedCacheError
 from radixcache.tolerances import TOLERANCES
 
 if TYPE_CHECKING:
     from radixcache.cells.causal import CausalCache
 
+#: Class and window of each of a model's caches.
+Kinds = tuple[tuple[type, int | None], ...]
 Prefills = tuple[tuple[int, tuple[int, ...]], ...]
 
 #: Prefills in order (row, tokens), so that the cells of the rows are mixed; ids that every vocabulary has.
@@ -36,6 +43,33 @@ CELLS = 16
 #: Rounding is up to so many times what was measured, and at least this part of the tolerance of the dtype.
 MARGIN = 5
 LEAST_PART = 1 / 8
+
+
+#: By the id of a model, which is no key itself: the model, and what was found for its caches.
+_found: dict[int, tuple[weakref.ref[Any], dict[Kinds, bool]]] = {}
+
+
+def kinds_of(caches: Sequence[Any]) -> Kinds:
+    """What tells the caches of one model from those of another."""
+    return tuple((type(leaf), getattr(leaf, "max_size", None)) for leaf in leaves(caches))
+
+
+def verdict(model: Any, kinds: Kinds, trial: Callable[[], bool]) -> bool:
+    """What a trial found for this model before, or finds now."""
+    if not isinstance(model, nn.Module):
+        return trial()  # a callable: nobody knows what is behind it
+    place = id(model)
+    if place not in _found or _found[place][0]() is not model:
+        _found[place] = (weakref.ref(model, lambda gone: _forget(place, gone)), {})
+    known = _found[place][1]
+    if kinds not in known:
+        known[kinds] = trial()
+    return known[kinds]
+
+
+def _forget(place: int, gone: weakref.ref[Any]) -> None:
+    if place in _found and _found[place][0] is gone:
+        del _found[place]
 
 
 def steps_together(model: Any, own: Callable[[], Sequence[Any]], cells: Callable[[int], CausalCache]) -> bool:

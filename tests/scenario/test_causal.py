@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from radixcache.cells import trial
 from radixcache.cells.causal import CausalCache
 from radixcache.cells.table import CellTable
 from radixcache.errors import UnsupportedCacheError
@@ -285,3 +287,31 @@ def overflow_at(model: Any, token: int) -> None:
     for module in model.modules():
         if type(module) is nn.Embedding and len(module.weight) == VOCABULARY_LENGTH:
             module.__class__ = Overflowing
+
+
+def test_a_model_is_tried_once_for_all_caches_that_are_made_for_it() -> None:
+    model, calls = tiny_model("llama"), 0
+    real = type(model).__call__
+
+    class Counting(type(model)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **more: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return real(self, *args, **more)
+
+    model.__class__ = Counting
+    assert CausalCache(model, capacity=64).steps_together(model)
+    assert calls > 0
+    calls = 0
+    assert CausalCache(model, capacity=64).steps_together(model)
+    assert calls == 0
+
+
+def test_what_was_found_goes_with_the_model() -> None:
+    before = dict(trial._found)
+    model = tiny_model("llama")
+    CausalCache(model, capacity=64).steps_together(model)
+    assert len(trial._found) == len(before) + 1
+    del model
+    gc.collect()
+    assert trial._found.keys() <= before.keys()
