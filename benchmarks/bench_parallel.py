@@ -57,7 +57,7 @@ class Load:
     repeats: int
 
 
-FULL = (Load("tiny", 2000, 100, 32, (1, 2, 4, 8, 16), 5), Load("demo", 500, 30, 32, (1, 4, 8, 16), 1))
+FULL = (Load("tiny", 2000, 100, 32, (1, 4, 8, 16), 3), Load("demo", 300, 30, 16, (1, 8, 16), 1))
 QUICK = (Load("tiny", 200, 10, 4, (1, 3), 1),)
 
 

@@ -55,10 +55,11 @@ class Row:
     Attributes:
         id: the row's sequence in `group.causal`; never given twice in a group.
         prompt: int32 token ids of the whole prompt.
-        cached_tokens: prompt tokens that were there already: restored, or shared with another row.
+        cached_tokens: prompt tokens that were there already: restored, or shared with another row. The first prefill()
+            of a row may find more of them.
         matched_tokens: prompt tokens that tree and rows held; more than cached_tokens when `reason` says why.
         reason: why less than the match was resumed, from ShortReason; None when all of it was.
-        remaining: int32 token ids that were left to evaluate when the row was admitted, never empty.
+        remaining: int32 token ids behind cached_tokens, never empty.
         is_closed: whether the row was closed; its cells are free then.
     """
 
@@ -82,6 +83,8 @@ class Row:
         self.reason: ShortReason | None = plan.reason
         self.remaining = prompt[plan.resume :].copy()
         self.is_closed = False
+        #: Whether nothing but admit() has been done to it.
+        self.is_fresh = True
         #: Checkpoints taken on the way, which the tree does not have yet.
         self.checkpoints: list[Checkpoint] = []
         #: The offset at which a window was restored: cells of the windows that end before it hold nothing.
@@ -124,6 +127,14 @@ class Row:
             group.close_rows([self])
 
     # What the group asks
+
+    def share_up_to(self, offset: int, points_from: int) -> None:
+        """Before anything was evaluated for it, the row has come to stand at `offset` of its prompt."""
+        self.cached_tokens, self.points_from = offset, points_from
+        self.matched_tokens = max(self.matched_tokens, offset)
+        self.remaining = self.prompt[offset:].copy()
+        if offset == self.matched_tokens:
+            self.reason = None
 
     def next_ids(self, count: int) -> TokenIds:
         """The next tokens of the prompt."""
@@ -173,6 +184,7 @@ class Row:
 
     def cut(self, begin: int, end: int) -> None:
         """The tokens [begin, end), all evaluated, are gone."""
+        self.is_fresh = False
         self.known_keys()
         self._ids = np.delete(self._ids, np.s_[begin:end])
         self._keys = np.delete(self._keys, np.s_[begin:end])
@@ -249,8 +261,7 @@ class Group:
 
         The prompt shares the cells of the open row that it goes along with furthest, as far as that one's tokens are
         evaluated; what the tree holds behind that is restored. With recurrent layers a prompt is taken up only where
-        there is a checkpoint, in the tree or taken by an open row, or where another row stands. What is shared is
-        settled now: of prompts that begin alike and are nowhere yet, admit the second once the first is prefilled.
+        there is a checkpoint, in the tree or taken by an open row, or where another row stands.
 
         Args:
             tokens: token ids of the whole prompt: list, tuple, np.ndarray or mx.array.
@@ -274,6 +285,9 @@ class Group:
     def prefill(self, model: Any, row: Row, tokens: int | None = None) -> mx.array | None:
         """Evaluate the next tokens of a row's prompt, with checkpoints of point state on the way.
 
+        A row's first call takes up what other rows have evaluated of its prompt since it was admitted: of prompts that
+        begin alike, prefilled one after the other, the beginning is evaluated and held once.
+
         Args:
             model: the mlx-lm model; called as model(tokens (1, T), cache=...).
             tokens: how many, at most what is left; None: all that is left.
@@ -287,6 +301,10 @@ class Group:
             SessionClosedError: row or group is closed, or the cells were lost.
         """
         self._require_row(row)
+        if row.is_fresh:
+            with uninterrupted(), self.cache.lock:
+                self._run(lambda: self.cache.share_more(self, row))
+                row.is_fresh = False
         left = row.prompt_left
         if left == 0:
             raise ValueError(f"row {row.id}: all {len(row.prompt)} tokens of its prompt are evaluated; use step().")
@@ -334,6 +352,8 @@ class Group:
         array = array.reshape(-1)
         self._require_prompts(rows, array)
         self._make_room(len(rows))
+        for row in rows:
+            row.is_fresh = False
         logits: mx.array = self._run(lambda: self.causal.step(model, [row.id for row in rows], array))
         for index, row in enumerate(rows):
             if row.position > row.known_tokens:

@@ -192,6 +192,23 @@ class GroupRequests(Requests):
         self.group_measured(group)
         return Row(group, row_id, prompt, keys, use, marks, plan.counted, self._points_from(group, plan))
 
+    def share_more(self, group: Group, row: Row) -> None:
+        """Let a row for which nothing was evaluated yet stand where other rows take its prompt by now, if that is more."""
+        allowed = self._allowed(row.prompt_keys, group.namespace)
+        shares = [(other.common(allowed), other) for other in group.rows if other is not row]
+        offset, source, checkpoint = self._among_rows(group, shares, len(row.prompt) - 1)
+        gained = offset - row.position
+        if gained <= 0 or source is None:
+            return
+        tree = ResumePlan(offset, offset, [], 0, None, None, None)
+        plan = RowPlan(offset, offset, source, checkpoint, [], tree)
+        group.causal.free(row.id)
+        self._restore_row(group, row.id, plan)
+        row.share_up_to(offset, self._points_from(group, plan))
+        self._hit_tokens += gained
+        self._miss_tokens -= gained
+        self.group_measured(group)
+
     def row_checkpoint(self, group: Group, row: Row, kind: str) -> None:
         """Copy and book the point state of a row where it stands."""
         row.checkpoints.append(self._pager.allocating(lambda: group.pager.checkpoint(row.id, kind)))

@@ -673,7 +673,7 @@ def test_after_an_interrupt_at_any_of_many_lines_the_cache_is_sound_and_right(ki
 def test_after_an_interrupt_at_very_many_lines_the_cache_is_sound_and_right(kind: str, tokenizer: Any) -> None:
     model = tiny_model(kind)
     total = _interrupted_at(0, model, tokenizer)
-    for line in range(2, total, total // 120):
+    for line in range(2, total, total // 60):
         _interrupted_at(line, model, tokenizer)
 
 
