@@ -34,6 +34,7 @@ TURNS = 3
 SYSTEM_TOKENS = 300
 MESSAGE_TOKENS = 60
 REPLIES = {"chat": 128, "prefill only": 0}
+QUICK_REPLY = 8
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -43,6 +44,7 @@ def main(given: Sequence[str] | None = None) -> None:
     for kind in KINDS[:1] if options.quick else KINDS:
         model = random_model(kind, small=options.quick)
         for name, reply_tokens in REPLIES.items():
+            reply_tokens = min(reply_tokens, QUICK_REPLY) if options.quick else reply_tokens
             say(f"{kind}, {name}")
             rows.append(measure(f"{kind} x {len(model.layers)}", model, name, reply_tokens, repeats))
     title = "A request that is checked beside one that is not, and what 1 % of them add"

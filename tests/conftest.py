@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -22,3 +23,9 @@ def shared_data() -> Path:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest tests first: several processes are through soonest when none is left alone with one of them."""
     items.sort(key=lambda item: "test_soak" not in item.nodeid)
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave alone what the imports made: tests that measure memory call it all the time."""
+    gc.collect()
+    gc.freeze()

@@ -780,7 +780,7 @@ def test_what_the_budget_cannot_hold_is_a_clear_error_for_that_request_alone(lla
 # Whatever happens
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_mixture_of_joining_cancelling_and_short_room_leaves_every_reply_as_it_is(data: st.DataObject) -> None:
     loaded = load(data.draw(st.sampled_from(FEW_KINDS)))
