@@ -193,7 +193,7 @@ class GroupRequests(Requests):
         return Row(group, row_id, prompt, keys, use, marks, plan.counted, self._points_from(group, plan))
 
     def share_more(self, group: Group, row: Row) -> None:
-        """Let a row for which nothing was evaluated yet stand where other rows take its prompt by now, if that is more."""
+        """Let a row for which nothing was evaluated yet stand where other rows take its prompt by now."""
         allowed = self._allowed(row.prompt_keys, group.namespace)
         shares = [(other.common(allowed), other) for other in group.rows if other is not row]
         offset, source, checkpoint = self._among_rows(group, shares, len(row.prompt) - 1)
