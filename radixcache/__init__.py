@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from policies import POLICIES, CostModel, Entry, EvictionPolicy
     from radixcache.adapters import register_adapter
+    from radixcache.cells.causal import CausalCache
     from radixcache.chat import render_chat
     from radixcache.errors import (
         BudgetFullError,
@@ -46,6 +47,7 @@ _MODULES = {
     "CacheStats": "radixcache.stats",
     "CostModel": "policies",
     "Entry": "policies",
+    "CausalCache": "radixcache.cells.causal",
     "Event": "radixcache.events",
     "EventKind": "radixcache.events",
     "EvictionPolicy": "policies",
@@ -81,6 +83,7 @@ __all__ = [
     "CacheBusyError",
     "CacheFullError",
     "CacheStats",
+    "CausalCache",
     "CostModel",
     "Entry",
     "Event",

@@ -11,6 +11,7 @@ import radixcache
 from policies import EvictionPolicy
 
 PUBLIC_NAMES = [
+    "CausalCache",
     "POLICIES",
     "BudgetFullError",
     "CacheBusyError",
