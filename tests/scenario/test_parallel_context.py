@@ -189,7 +189,7 @@ def test_a_shift_that_fails_ends_its_own_reply_alone(llama: LoadedModel, monkeyp
     assert tokens_of(tickets[1]) == alone(llama, prompt[:60], 60)
 
 
-@pytest.mark.parametrize("capacity", [CONTEXT + 20, CONTEXT + 38, CONTEXT + 60])
+@pytest.mark.parametrize("capacity", [CONTEXT + 20, CONTEXT + 38])
 def test_who_has_to_wait_while_others_are_shifted_goes_on_afterwards(loaded: LoadedModel, capacity: int) -> None:
     cache = new_cache(loaded, verify=1.0)
     talks = [conversation(5, seed) for seed in (1, 1, 2)]

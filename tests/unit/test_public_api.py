@@ -11,12 +11,12 @@ import radixcache
 from policies import EvictionPolicy
 
 PUBLIC_NAMES = [
-    "CausalCache",
     "POLICIES",
     "BudgetFullError",
     "CacheBusyError",
     "CacheFullError",
     "CacheStats",
+    "CausalCache",
     "CostModel",
     "Entry",
     "Event",
