@@ -122,6 +122,8 @@ def cold_answers(model: Any, make: Callable[[], PrefixCache]) -> dict[str, Logit
 
 
 KINDS = [pytest.param(k, marks=[pytest.mark.slow] * (k not in FAST_KINDS)) for k in TINY_KINDS]
+#: One of each class of cache, and of each mix.
+SLOT_KINDS = ("llama", "llama_sliding", "llama4", "gemma3_text", "mamba", "qwen3_next", "falcon_h1", "deepseek_v32")
 
 
 def test_there_are_at_least_20_types() -> None:
@@ -139,7 +141,7 @@ def test_warm_answers_are_cold_ones_to_the_bit(kind: str) -> None:
     assert tight.stats.evictions > 0
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "llama")) for k in TINY_KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "llama")) for k in SLOT_KINDS])
 def test_so_they_are_once_more_in_two_slots_and_after_memory_was_given_back(kind: str) -> None:
     model, cold = model_and_cold_answers(kind)
     cache = exact_cache(model)
