@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from radixcache import PrefixCache, render_chat
-from runner.models import FetchError, LoadedModel, load_model
+from runner.models import LoadedModel
 from runner.parallel import ParallelGenerator
 from runner.parallel_request import Ticket
 from runner.reply import Completion
@@ -31,14 +31,6 @@ SAID = (
     "Gladly. The museum stands on the cliff above the town. Visitors climb the stairs and look at the old lamp. Below "
     "it there are boats, nets, and a bell. In the garden grow roses and thyme. The lighthouse keeper's name is"
 )
-
-
-@pytest.fixture(scope="module")
-def demo() -> LoadedModel:
-    try:
-        return load_model("demo")
-    except FetchError as error:
-        pytest.skip(str(error))
 
 
 def done(ticket: Ticket) -> Completion:

@@ -2,21 +2,12 @@
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from runner.models import FetchError, LoadedModel, load_model
+from runner.models import LoadedModel
 
 REPLY_TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def demo() -> LoadedModel:
-    try:
-        return load_model("demo")
-    except FetchError as error:
-        pytest.skip(str(error))
 
 
 def test_the_demo_model_knows_the_capital_of_france(demo: LoadedModel) -> None:
