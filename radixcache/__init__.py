@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from radixcache.events import Event, EventKind
     from radixcache.explain import Explanation, Gap, Hint, Reason
     from radixcache.generate import stream_generate
-    from radixcache.group import Group, Row
+    from radixcache.group import Group
     from radixcache.ledger import Ledger
     from radixcache.monitor import StatsSnapshot
     from radixcache.pins import NamedPin
     from radixcache.prefix_cache import PrefixCache
     from radixcache.resume import ShortReason
+    from radixcache.row import Row
     from radixcache.session import Session
     from radixcache.stats import CacheStats
     from radixcache.trace import TraceWriter
@@ -62,7 +63,7 @@ _MODULES = {
     "RadixCacheError": "radixcache.errors",
     "RadixTree": "radixcache.tree",
     "Reason": "radixcache.explain",
-    "Row": "radixcache.group",
+    "Row": "radixcache.row",
     "Session": "radixcache.session",
     "SessionClosedError": "radixcache.errors",
     "ShiftError": "radixcache.errors",

@@ -26,9 +26,10 @@ from radixcache.cells.paging import Piece
 from radixcache.errors import BudgetFullError
 from radixcache.evaluation import NATIVE_ERRORS, LiveStateError
 from radixcache.events import PAGED_IN
-from radixcache.group import Booking, Group, Row
+from radixcache.group import Booking, Group
 from radixcache.requests import Requests
 from radixcache.resume import ResumePlan, ShortReason, plan_resume
+from radixcache.row import Row
 from radixcache.session import Session
 from radixcache.snapshots import Checkpoint
 from radixcache.state_tree import StateNode
