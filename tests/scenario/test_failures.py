@@ -132,7 +132,7 @@ def failed_decomposition() -> mx.array:
     return mx.linalg.eigh(mx.full((3, 3), mx.nan), stream=mx.cpu)[0].sum()
 
 
-POISONS = [refused_product, failed_decomposition]
+POISONS = [refused_product, pytest.param(failed_decomposition, marks=pytest.mark.own_process)]
 
 
 # Requests

@@ -569,8 +569,15 @@ def test_a_model_that_raises_at_any_pass_leaves_right_state_and_clear_errors(
     require_right_tree(loaded, cache, PROMPTS)
 
 
-@pytest.mark.parametrize("poison", [refused_product, failed_decomposition])
-@pytest.mark.parametrize("at", [2, 7, 12])
+@pytest.mark.parametrize(
+    ("at", "poison"),
+    [
+        (2, refused_product),
+        (7, refused_product),
+        (12, refused_product),
+        pytest.param(7, failed_decomposition, marks=pytest.mark.own_process),
+    ],
+)
 def test_an_evaluation_that_fails_costs_those_who_run_and_nobody_else(
     loaded: LoadedModel, at: int, poison: Callable[[], mx.array]
 ) -> None:

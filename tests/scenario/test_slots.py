@@ -239,6 +239,7 @@ def test_a_slot_that_nobody_came_back_to_does_not_shield_its_state_from_the_poli
     assert serve(cache, llama, [*SYSTEM, *tokens(14, 60), 1], reserve=0).cached_tokens == len(SYSTEM) + 60
 
 
+@pytest.mark.own_process
 def test_a_failed_slot_costs_the_others_nothing(llama: Any) -> None:
     cache = PrefixCache(llama, live_slots=2)
     serve(cache, llama, ANNA)
@@ -252,6 +253,7 @@ def test_a_failed_slot_costs_the_others_nothing(llama: Any) -> None:
     assert serve(cache, llama, [*ANNA, 6, 7]).cached_tokens == len(ANNA) + 1
 
 
+@pytest.mark.own_process
 def test_a_session_outlives_the_slot_that_held_what_it_matched() -> None:
     mamba: Any = tiny_model("mamba")
     cache = PrefixCache(mamba, live_slots=2)
@@ -269,6 +271,7 @@ def test_a_session_outlives_the_slot_that_held_what_it_matched() -> None:
     serve(cache, mamba, [*ANNA, 6])
 
 
+@pytest.mark.own_process
 def test_state_that_is_pending_on_a_failure_is_not_read_by_another_slot(llama: Any) -> None:
     cache = PrefixCache(llama, live_slots=2)
     serve(cache, llama, ANNA)
