@@ -31,11 +31,12 @@ import numpy as np
 from radixcache.adapters.owned import owned
 from radixcache.cells.causal import CausalCache
 from radixcache.cells.paging import CellPager
-from radixcache.errors import SessionClosedError, ShiftError
+from radixcache.errors import SessionClosedError
 from radixcache.evaluation import is_evaluation_failure
 from radixcache.interrupts import uninterrupted
 from radixcache.row import Row
-from radixcache.tokens import token_ids
+from radixcache.tokens import checked_prompt, token_ids
+from radixcache.tree import Keys
 
 if TYPE_CHECKING:
     from radixcache.group_requests import GroupRequests
@@ -58,9 +59,13 @@ class Group:
     """Requests that share one buffer of cells; made by PrefixCache.begin_many(), used as a context manager.
 
     Attributes:
-        namespace: of all its rows.
+        cache: the PrefixCache.
         causal: the cells; to look at, and for its forward passes where no row's tokens are concerned.
+        pager: copies between the cells and snapshots.
+        namespace, priority: of all its rows.
+        booking: what the cache has booked for it.
         is_closed: whether the group was closed.
+        is_lost: whether an evaluation failed, and with it all that is in the cells.
     """
 
     def __init__(self, cache: GroupRequests, causal: CausalCache, namespace: str, priority: int) -> None:
@@ -82,10 +87,7 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if is_evaluation_failure(error):
-            # Also the caller's own evaluation of what step() returned: the cells were part of it.
-            self.is_lost = True
-        self.close()
+        self.close_after(error)
 
     def __del__(self) -> None:
         if not getattr(self, "is_closed", True) and not sys.is_finalizing():
@@ -101,6 +103,11 @@ class Group:
         """Bytes of all buffers of cells and of the rows' own states."""
         return self.causal.nbytes
 
+    @property
+    def used_cells(self) -> int:
+        """Cells that hold a token; one that several rows share counts once."""
+        return self.causal.table.used
+
     def has_bytes_for(self, cells: int) -> bool:
         """Whether buffers of so many cells would fit the byte budget, all that is evictable gone; evicts nothing.
 
@@ -108,6 +115,20 @@ class Group:
         """
         with self.cache.lock:
             return self.cache.has_bytes_for(self, cells)
+
+    def sharable_tokens(self, keys: Keys) -> int:
+        """How many tokens of a prompt with these keys would share cells of the open rows, were it admitted now."""
+        with uninterrupted(), self.cache.lock:
+            return self.cache.sharable_tokens(self, keys)
+
+    def sharable_later(self, keys: Keys, row: Row, chunk_tokens: int) -> int:
+        """How many would share one row's cells if it were admitted at the best moment of that row's prefill.
+
+        Args:
+            chunk_tokens: what each call of `prefill` evaluates.
+        """
+        with uninterrupted(), self.cache.lock:
+            return self.cache.sharable_later(self, keys, row, chunk_tokens)
 
     def admit(self, tokens: Any, keys: Any = None, marks: Sequence[int] = ()) -> Row:
         """Open a row on a prompt, and restore what is there of it.
@@ -128,7 +149,7 @@ class Group:
             SessionClosedError: the group is closed, or its cells were lost.
         """
         self._require_open()
-        prompt, prompt_keys = self.cache.checked_prompt(tokens, keys, self.namespace, marks)
+        prompt, prompt_keys = checked_prompt(tokens, keys, marks, self.cache.vocab_size)
         with uninterrupted(), self.cache.lock:
             row = self.cache.admit_row(self, self._next_id, prompt, prompt_keys, marks)
             self._rows[row.id] = row
@@ -166,15 +187,14 @@ class Group:
         count = left if tokens is None else min(tokens, left)
         self._make_room(count)
         end, logits = row.position + count, None
-        stops = dict(row.stops) if self.cache.layout.has_points else {}
-        cuts = {end, *stops} | ({end - 1} if count == left > LOGITS_TOKENS else set())
+        cuts = {end, *row.stops} | ({end - 1} if count == left > LOGITS_TOKENS else set())
         while row.position < end:
             stop = min(at for at in cuts if at > row.position)
             logits = self._evaluate(model, row, stop - row.position)
             # First: a checkpoint would take buffers of the chunk's, which are larger than it is.
             self.cache.layout.release()
-            if stop in stops:
-                self._take_checkpoint(row, stops[stop])
+            if stop in row.stops:
+                self._take_checkpoint(row, row.stops[stop])
         return logits
 
     def step(self, model: Any, rows: Sequence[Row], tokens: Any) -> mx.array:
@@ -230,20 +250,11 @@ class Group:
         self._require_row(row)
         if not 0 <= begin <= end <= row.position:
             raise ValueError(f"row {row.id} has tokens [0, {row.position}); [{begin}, {end}) is not in there.")
-        widest = max(self.pager.windows, default=0)
-        points_from = row.points_from
-        if points_from and end <= points_from - widest:
-            points_from -= end - begin
-        if row.position - (end - begin) < points_from:
-            raise ShiftError(
-                f"row {row.id} was restored at {row.points_from} with windows of {widest} tokens; what is in front of "
-                f"them is not there to go back to by removing [{begin}, {end})."
-            )
+        windows_from = row.windows_from_after(begin, end, max(self.pager.windows, default=0))
         copies = self.causal.table.plan_remove(row.id, begin, end).copies if end < row.position else ()
         self._make_room(0, max((move.target + move.length for move in copies), default=0))
         self._run(lambda: self.causal.remove(model, row.id, begin, end))
-        row.points_from = points_from
-        row.cut(begin, end)
+        row.cut(begin, end, windows_from)
         with uninterrupted(), self.cache.lock:
             self.cache.drop_checkpoints(self, row, begin)
         self._measure()
@@ -258,6 +269,13 @@ class Group:
                 self.cache.finish_group(self)
             finally:
                 self._rows.clear()
+
+    def close_after(self, error: BaseException | None) -> None:
+        """Close the group after an error; where that is of an evaluation, nothing in its cells is stored."""
+        if is_evaluation_failure(error):
+            # Also the caller's own evaluation of what step() returned: the cells were part of it.
+            self.is_lost = True
+        self.close()
 
     def close_rows(self, rows: Sequence[Row]) -> None:
         """Close some rows: store what they evaluated, each after the other, and free their cells."""

@@ -115,6 +115,12 @@ def require_right_tree(loaded: LoadedModel, cache: PrefixCache, prompts: Iterabl
         assert done(last).tokens == alone(loaded, prompt, 2)
 
 
+def quarantine(cache: PrefixCache, prompt: Any, start: int) -> None:
+    """Have what begins with a prompt quarantined from an offset on, as verification does where state is wrong."""
+    with cache.begin(prompt) as session:
+        cache.quarantine(session, len(prompt), start)
+
+
 def scripted(tokens: Sequence[int]) -> Callable[[mx.array], mx.array]:
     """A sampler that says what it is told to, whatever the model thinks."""
     script = iter(tokens)
@@ -463,6 +469,45 @@ def test_nobody_waits_for_a_prompt_that_was_cancelled(llama: LoadedModel) -> Non
     assert done(second).cached_tokens == STEP_SIZE
 
 
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "qwen3_next"])
+def test_nobody_waits_for_what_is_quarantined(kind: str) -> None:
+    loaded = load(kind)
+    cache = new_cache(loaded)
+    quarantine(cache, PROMPTS[2], 0)
+    order: list[tuple[str, int]] = []
+    with new_generator(loaded, cache) as generator:
+        first = submit(generator, PROMPTS[2], on_progress=lambda done, total: order.append(("first", done)))
+        second = submit(generator, PROMPTS[2], on_progress=lambda done, total: order.append(("second", done)))
+        drain(generator)
+    require_alone(loaded, [first, second], [PROMPTS[2]] * 2)
+    assert done(second).cached_tokens == 0
+    assert order[:2] == [("first", 0), ("second", 0)]
+
+
+def test_who_may_share_nothing_of_a_quarantined_prompt_waits_for_cells_of_its_own(llama: LoadedModel) -> None:
+    cache = new_cache(llama)
+    progress: list[tuple[int, bool]] = []
+    tickets: list[Ticket] = []
+    with new_generator(llama, cache, capacity=200) as generator:
+
+        def ask_again(count: int) -> None:
+            if count == 1:
+                quarantine(cache, PROMPTS[2], 0)
+                tickets.append(
+                    submit(
+                        generator,
+                        PROMPTS[2],
+                        on_progress=lambda offset, total: progress.append((offset, first.completion is not None)),
+                    )
+                )
+
+        first = submit(generator, PROMPTS[2], 20)
+        drain(generator, ask_again)
+    require_alone(llama, [first, *tickets], [PROMPTS[2]] * 2)
+    # It came in once, when the first was through.
+    assert progress == [(offset, True) for offset in (0, 32, 64, 96, 128, 130)]
+
+
 # Failing
 
 
@@ -651,6 +696,29 @@ def test_a_reply_that_stops_being_numbers_takes_nobody_along(poisoned: LoadedMod
     for ticket in [*tickets, bad]:
         assert [piece.token for piece in pieces[ticket] if piece.token is not None] == list(tokens_of(ticket))
     require_right_tree(poisoned, cache, PROMPTS)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_of_a_reply_that_stops_being_numbers_nothing_is_kept_that_was_restored_wrong(
+    poisoned: LoadedModel, at: int
+) -> None:
+    cache = new_cache(poisoned)
+    prompt = [*PROMPTS[2], 30]
+    with cache.begin(prompt, marks=[40]) as session:
+        session.prefill(poisoned.model)
+    with new_generator(poisoned, cache) as generator:
+        bad = submit(generator, prompt, sampler=scripted([*range(30, 30 + at), *[BAD_TOKEN] * 20]))
+
+        def found_wrong(count: int) -> None:
+            if count == 1:
+                quarantine(cache, prompt, 40)
+                cache.clear_quarantine()
+
+        drain(generator, found_wrong)
+    assert done(bad).cached_tokens == 130
+    assert isinstance(done(bad).error, FloatingPointError)
+    assert cache.explain([*prompt, 1]).matched_tokens == 40
+    cache.check()
 
 
 # Room
