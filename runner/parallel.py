@@ -37,9 +37,8 @@ from runner.parallel_engine import Engine
 from runner.parallel_request import Request, Ticket
 from runner.pipeline import ProgressCallback, compile_mode
 from runner.reply import Piece, Reply, Sampler
+from runner.turn_taking import PARALLEL_STEP_SIZE
 
-# Half a second or so of a small model on slow cores, a few hundredths on a GPU.
-DEFAULT_STEP_SIZE = 512
 DEFAULT_MAX_ROWS = 16
 
 
@@ -71,7 +70,7 @@ class ParallelGenerator:
         *,
         capacity: int,
         max_rows: int = DEFAULT_MAX_ROWS,
-        step_size: int = DEFAULT_STEP_SIZE,
+        step_size: int = PARALLEL_STEP_SIZE,
         context: int | None = None,
         free_share: float = FREE_SHARE,
         namespace: str = "",

@@ -104,7 +104,6 @@ class ParallelReplay:
             self._observer.run_started("radix", len(self._script))
             options = self._options
             cache = PrefixCache(self._loaded.model, budget_bytes=options.budget_bytes, policy=options.policy)
-            started_s = time.perf_counter()
             try:
                 with ParallelGenerator(
                     cache,
@@ -114,7 +113,7 @@ class ParallelReplay:
                     max_rows=self._users_at_a_time,
                     step_size=options.step_size,
                 ) as generator:
-                    self._serve(generator, cache, started_s)
+                    self._serve(generator, cache)
                 self._tree = cache.dump(self._loaded.tokenizer) if options.dump_tree else None
                 self._view = cache.view(tokenizer=self._loaded.tokenizer) if options.keep_view else None
             finally:
@@ -137,7 +136,8 @@ class ParallelReplay:
             view=self._view,
         )
 
-    def _serve(self, generator: ParallelGenerator, cache: PrefixCache, started_s: float) -> None:
+    def _serve(self, generator: ParallelGenerator, cache: PrefixCache) -> None:
+        started_s = time.perf_counter()
         while self._hand_in(generator):
             for ticket, piece in generator:
                 self._texts[ticket] += piece.text
