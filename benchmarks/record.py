@@ -65,13 +65,6 @@ def arguments(description: str | None, given: Sequence[str] | None = None) -> ar
     return options
 
 
-def median_ms(run: Callable[[], Any], repeats: int = REPEATS) -> tuple[float, float, float]:
-    """Median, smallest and largest wall time of `run` in ms, after one run that is not counted."""
-    run()
-    times = Spread.of(elapsed_ms(run) for _ in range(repeats))
-    return times.median, times.least, times.most
-
-
 def elapsed_ms(run: Callable[[], Any]) -> float:
     """Wall time of one call in ms."""
     began = time.perf_counter()
@@ -95,6 +88,12 @@ def in_turns(first: Callable[[], A], second: Callable[[], B], repeats: int) -> l
     return pairs[1:]
 
 
+def rotated(items: Sequence[A], by: int) -> list[A]:
+    """The items from another one on each time, so that none is always measured first."""
+    start = by % len(items)
+    return [*items[start:], *items[:start]]
+
+
 def say(text: str) -> None:
     """Tell how far the benchmark is: progress goes to stderr."""
     print(text, file=sys.stderr, flush=True)
@@ -106,7 +105,7 @@ def publish(
     rows: list[dict[str, Any]],
     *,
     folder: Path = RESULTS,
-    repeats: int = REPEATS,
+    repeats: int | None = REPEATS,
     conclusion: str | None = None,
     **more: Any,
 ) -> None:
@@ -116,6 +115,7 @@ def publish(
         name: name of the file, without its ending.
         question: the table's title.
         rows: all with the same keys; units are in the keys. None is an empty cell.
+        repeats: how often each figure was measured; None where the rows have a column for it.
         conclusion: a sentence computed from the rows: printed below the table, and kept with them.
         more: goes into the file as it is.
     """
