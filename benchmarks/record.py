@@ -30,6 +30,7 @@ B = TypeVar("B")
 RESULTS = Path(__file__).parent / "results"
 REPEATS = 5
 TABLE_WIDTH = 160
+FOLDER_OPTIONS = ("--results", "--traces")
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,21 @@ class Spread:
         return f"{_number(self.least)} to {_number(self.most)}"
 
 
-def arguments(description: str | None, given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read what every benchmark takes: --quick, and --results FOLDER for the JSON.
+def arguments(
+    description: str | None,
+    given: Sequence[str] | None = None,
+    *,
+    add: Callable[[argparse.ArgumentParser], object] | None = None,
+) -> argparse.Namespace:
+    """Read what every benchmark takes: --quick, and --results FOLDER for the JSON; `add` adds options of its own.
 
     Without a folder the quick figures go where temporary files go: they must not take the place of real ones.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes and few repeats; figures of no use")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="where the JSON goes")
+    if add is not None:
+        add(parser)
     options = parser.parse_args(given)
     if options.results is None:
         options.results = Path(tempfile.gettempdir()) / "radixcache-quick" if options.quick else RESULTS
@@ -155,12 +163,15 @@ def _git(*words: str) -> str:
 
 
 def _command() -> str:
-    """How the benchmark was started, without where its results went; from within a program nobody can say."""
-    words = sys.orig_argv[1:]
-    for place, word in enumerate(words):
-        if word.startswith("--results"):
-            words = words[:place] + words[place + (1 if "=" in word else 2) :]
-            break
+    """How the benchmark was started, without folders of this machine; from within a program nobody can say."""
+    words = []
+    given = iter(sys.orig_argv[1:])
+    for word in given:
+        name, _, value = word.partition("=")
+        if name not in FOLDER_OPTIONS:
+            words.append(word)
+        elif not value:
+            next(given, None)
     return " ".join(["python", *words]) if words[:1] == ["-m"] and words[1].startswith("benchmarks.") else "main()"
 
 

@@ -1,11 +1,12 @@
 """The benchmarks of index, overhead and replay run in quick mode and their figures hang together; no time is judged."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
 
-from benchmarks import bench_overhead, bench_policies, bench_replay, bench_tree
+from benchmarks import bench_overhead, bench_policies, bench_replay, bench_tree, record
 from benchmarks.hollow_model import KINDS, HollowModel
 from radixcache import RadixTree
 from runner.backends.plain_run import common_prefix_tokens
@@ -107,3 +108,28 @@ def test_the_policy_benchmark_puts_no_online_policy_above_the_optimum(tmp_path, 
     assert document["conclusion"] in capsys.readouterr().out
     assert (tmp_path / "policies.png").stat().st_size > 0
     assert {row["unit"] for row in rows_of(tmp_path, "policies-speed")} == {"block references/s", "s", "us"}
+
+
+def test_recorded_traces_are_read_from_the_folder_that_is_given(tmp_path):
+    mooncake, agents = (tmp_path / path for path in bench_policies.TRACES.values())
+    mooncake.parent.mkdir()
+    agents.mkdir(parents=True)
+    mooncake.write_text('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}\n')
+    session = {"block_size": 64, "hash_id_scope": "local", "requests": [{"t": 0, "in": 64, "out": 1, "hash_ids": [1]}]}
+    (agents / "one.json").write_text(json.dumps(session))
+    traces = bench_policies._traces(tmp_path, quick=False)
+    assert [(trace.name, len(trace.requests)) for trace in traces] == [("mooncake", 1), ("coding agents", 1)]
+
+
+def test_a_folder_without_the_traces_is_refused_before_anything_is_measured(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        bench_policies.main(["--quick", "--traces", str(tmp_path)])
+    assert ended.value.code == 2
+    assert f"{tmp_path} has no mooncake/conversation_trace.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", [["--traces", "/some/where"], ["--traces=/some/where"]])
+def test_the_recorded_command_names_no_folder(monkeypatch, folder):
+    words = ["python", "-m", "benchmarks.bench_policies", *folder, "--quick", "--results", "/else/where"]
+    monkeypatch.setattr(sys, "orig_argv", words)
+    assert record._command() == "python -m benchmarks.bench_policies --quick"
