@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import bench_overhead, bench_policies, bench_replay, bench_tree, record
+from benchmarks import bench_exact, bench_overhead, bench_policies, bench_replay, bench_tree, record
 from benchmarks.hollow_model import KINDS, HollowModel
 from radixcache import RadixTree
 from runner.backends.plain_run import common_prefix_tokens
@@ -97,6 +97,16 @@ def test_the_bound_of_a_script_is_what_no_earlier_request_held():
         bound += len(prompt) - min(shared, len(prompt) - 1)
         held.append(np.concatenate([prompt, request.reply]))
     assert workload.bound_tokens == bound < workload.prompt_tokens
+
+
+def test_the_exact_benchmark_caches_less_the_wider_the_grid_and_never_more_than_without(tmp_path):
+    bench_exact.main(["--quick", "--results", str(tmp_path)])
+    rows = rows_of(tmp_path, "exact")
+    assert [row["exact, step_size"] for row in rows] == ["no", *map(str, bench_exact.STEP_SIZES)]
+    cached = [row["cached tokens"] for row in rows]
+    assert cached == sorted(cached, reverse=True)
+    assert cached[0] > cached[-1] > 0
+    assert all(row["cached tokens"] % step == 0 for step, row in zip(bench_exact.STEP_SIZES, rows[1:], strict=True))
 
 
 def test_the_policy_benchmark_puts_no_online_policy_above_the_optimum(tmp_path, capsys):
