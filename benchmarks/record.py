@@ -30,7 +30,7 @@ B = TypeVar("B")
 RESULTS = Path(__file__).parent / "results"
 REPEATS = 5
 TABLE_WIDTH = 160
-FOLDER_OPTIONS = ("--results", "--traces")
+PATH_OPTIONS = ("--conversations", "--results", "--traces")
 
 
 @dataclass(frozen=True)
@@ -163,12 +163,12 @@ def _git(*words: str) -> str:
 
 
 def _command() -> str:
-    """How the benchmark was started, without folders of this machine; from within a program nobody can say."""
+    """How the benchmark was started, without paths of this machine; from within a program nobody can say."""
     words = []
     given = iter(sys.orig_argv[1:])
     for word in given:
         name, _, value = word.partition("=")
-        if name not in FOLDER_OPTIONS:
+        if name not in PATH_OPTIONS:
             words.append(word)
         elif not value:
             next(given, None)

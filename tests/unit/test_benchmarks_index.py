@@ -138,8 +138,8 @@ def test_a_folder_without_the_traces_is_refused_before_anything_is_measured(tmp_
     assert f"{tmp_path} has no mooncake/conversation_trace.jsonl" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("folder", [["--traces", "/some/where"], ["--traces=/some/where"]])
-def test_the_recorded_command_names_no_folder(monkeypatch, folder):
-    words = ["python", "-m", "benchmarks.bench_policies", *folder, "--quick", "--results", "/else/where"]
+@pytest.mark.parametrize("given", [["--traces", "/some/where"], ["--conversations=/some/where"]])
+def test_the_recorded_command_names_no_path(monkeypatch, given):
+    words = ["python", "-m", "benchmarks.bench_policies", *given, "--quick", "--results", "/else/where"]
     monkeypatch.setattr(sys, "orig_argv", words)
     assert record._command() == "python -m benchmarks.bench_policies --quick"
