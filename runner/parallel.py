@@ -38,7 +38,7 @@ from runner.context_window import FREE_SHARE, ContextWindow, Outline
 from runner.parallel_engine import Engine
 from runner.parallel_request import Request, Ticket
 from runner.pipeline import ProgressCallback, compile_mode
-from runner.reply import Piece, Reply, Sampler
+from runner.reply import Piece, Reply, Sampler, require_count
 
 # Half a second or so of a small model on slow cores, a few hundredths on a GPU.
 DEFAULT_STEP_SIZE = 512
@@ -80,8 +80,7 @@ class ParallelGenerator:
         priority: int = 0,
     ) -> None:
         for name, value in (("capacity", capacity), ("max_rows", max_rows), ("step_size", step_size)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; wanted at least 1.")
+            require_count(name, value)
         if context is not None and context > capacity:
             raise ValueError(f"a context of {context} tokens does not fit {capacity} cells; raise capacity.")
         self._window = None if context is None else ContextWindow(context, free_share)
@@ -142,8 +141,10 @@ class ParallelGenerator:
         for mark in marks:
             if not 0 <= mark <= len(ids):
                 raise ValueError(f"mark {mark} is outside the prompt of {len(ids)} tokens.")
-        if reserve is not None and reserve < 1:
-            raise ValueError(f"reserve is {reserve} tokens; wanted at least 1.")
+        if reserve is not None:
+            require_count("reserve", reserve)
+        if sampler is not None and not callable(sampler):
+            raise ValueError(f"sampler is a {type(sampler).__name__}; wanted a function of log-probabilities.")
         outline = Outline.of(len(ids), marks, keep)
         reply = Reply(
             self._tokenizer,
