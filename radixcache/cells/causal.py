@@ -29,7 +29,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -41,7 +40,7 @@ from mlx_lm.models.cache import (
 from radixcache.adapters.cache_list import leaves
 from radixcache.cells.batch import Batch
 from radixcache.cells.layers import CellLayer, CellPass
-from radixcache.cells.plans import DefragPlan, Move
+from radixcache.cells.plans import DefragPlan, Move, Shift
 from radixcache.cells.row_states import Held, RowStates
 from radixcache.cells.shift import Rotation, rotations
 from radixcache.cells.table import CellTable
@@ -107,7 +106,7 @@ class CausalCache:
     @property
     def token_bytes(self) -> int:
         """Bytes that a cell takes in all layers; 0 before the first forward pass."""
-        return sum(buffer.nbytes // buffer.shape[2] for each in self._cells for buffer in each.state)
+        return sum(each.token_bytes for each in self._cells)
 
     @property
     def state(self) -> list[mx.array]:
@@ -238,7 +237,7 @@ class CausalCache:
         plan = self._table.plan_remove(sequence, begin, end)
         if moves_rest:
             self._move(plan.copies)
-            self._rotate(model, [(shift.start, shift.length, shift.delta) for shift in plan.shifts])
+            self._rotate(model, plan.shifts)
         self._table.apply(plan)
         if moves_rest:
             self._tainted[sequence] = min(begin, self._tainted.get(sequence, begin))
@@ -415,36 +414,19 @@ class CausalCache:
                 self.defragment(wanted)
 
     def _move(self, moves: Sequence[Move]) -> None:
-        """Copy cells to others, which are free: read all, evaluate, then write. See P1 and P2 of plans.py."""
-        if not moves:
-            return
-        sources = mx.array(np.concatenate([np.arange(m.source, m.source + m.length) for m in moves]).astype(np.int32))
         for layer in self._cells:
-            if layer.empty():
-                continue
-            keys, values = layer.read(sources)
-            mx.eval(keys, values)
-            at = 0
-            for move in moves:
-                layer.write(move.target, keys[..., at : at + move.length, :], values[..., at : at + move.length, :])
-                at += move.length
-            mx.eval(layer.state)
+            layer.move(moves)
 
-    def _rotate(self, model: Any, runs: Sequence[tuple[int, int, int]]) -> None:
-        """Rotate the keys of each run of cells (start, length, delta): all of them first, then write."""
+    def _rotate(self, model: Any, shifts: Sequence[Shift]) -> None:
+        """Rotate the keys of cells in all layers: all of them first, then write."""
         self._know(model)
         if self._rotations is None:
             self._rotations = rotations(model, self._fresh())
-        rotated = []
-        for layer, rotation in zip(self._layers, self._rotations, strict=True):
-            if rotation is None:
-                continue
-            for start, length, delta in runs:
-                rotated.append((layer, start, rotation.shift(layer.keys[..., start : start + length, :], delta)))
-        mx.eval([keys for _, _, keys in rotated])
-        for layer, start, keys in rotated:
-            assert layer.keys is not None
-            layer.keys[..., start : start + keys.shape[2], :] = keys
+        pairs = zip(self._layers, self._rotations, strict=True)
+        rotated = [(layer, layer.rotated(rotation, shifts)) for layer, rotation in pairs if rotation is not None]
+        mx.eval([keys for _, keys in rotated])
+        for layer, keys in rotated:
+            layer.rotate(shifts, keys)
         mx.eval([layer.state for layer in self._cells])
 
 

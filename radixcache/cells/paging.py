@@ -84,7 +84,7 @@ class CellPager:
     def free(self) -> None:
         """Let go of all buffers."""
         for _, leaf in self._in_cells():
-            leaf.free()
+            leaf.clear()
 
     # In
 
@@ -152,7 +152,7 @@ class CellPager:
         for index, leaf in enumerate(self._causal.leaves):
             columns.append(allocating(lambda at=index, of=leaf: self._column(at, of, pieces)))  # type: ignore[misc]
             if freeing and isinstance(leaf, CellLayer):
-                leaf.free()
+                leaf.clear()
         found: list[tuple[Spans, Checkpoint | None]] = []
         for number, piece in enumerate(pieces):
             spans = [column[number][0] for column in columns]
