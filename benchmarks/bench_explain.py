@@ -27,14 +27,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
-from benchmarks.bench_overhead import UNLIMITED_BYTES, VOCABULARY, _fill, _measure_tokens, _request_ms, _scenarios
 from benchmarks.hollow_model import HollowModel
-from benchmarks.record import REPEATS, Spread, arguments, publish, say
+from benchmarks.measured_requests import UNLIMITED_BYTES, VOCABULARY, fill, measure_tokens, request_ms, scenarios
+from benchmarks.record import REPEATS, Spread, arguments, publish, rotated, say
 from radixcache import Event, PrefixCache
 from radixcache.history import MAX_PIECES, MAX_PROMPTS, History
 from radixcache.ledger import Ledger
@@ -111,9 +113,33 @@ def keeping(rows: Sequence[dict[str, Any]]) -> str:
 
 def _measure_explain(kind: str, count: int, repeats: int) -> Iterator[dict[str, Any]]:
     say(f"explain: {kind} layers, {count:,} nodes")
+    cache, prompts = _full_of_history(kind, count)
+    for name, prompt in prompts.items():
+        explain = partial(cache.explain, prompt)
+        cache._tokenizer = None
+        explanation = explain()
+        spread = _spread_ms(explain, repeats)
+        cache._tokenizer = tiny_tokenizer()
+        text = _spread_ms(explain, repeats)
+        yield {
+            "layers": kind,
+            "prompt": name,
+            "nodes": cache.stats.nodes,
+            "evicted pieces": len(cache._states.history._pieces),
+            "tokens": len(prompt),
+            "resumable": explanation.resumable_tokens,
+            "gaps": len(explanation.gaps),
+            "hints": len(explanation.hints),
+            "explain ms": spread.median,
+            "least to most": spread.range,
+            "with text ms": text.median,
+        }
+
+
+def _full_of_history(kind: str, count: int) -> tuple[PrefixCache, dict[str, Keys]]:
+    """A cache of `count` nodes with all the history that is kept, and what it is asked about, by name."""
     layout = SizedLayout(1) if kind == "span" else SizedLayout(1, 10)
-    ledger = Ledger(UNLIMITED_BYTES)
-    cache = PrefixCache(layout=layout, budget_bytes=ledger)
+    cache = PrefixCache(layout=layout, budget_bytes=Ledger(UNLIMITED_BYTES))
     random = np.random.default_rng(count)
     shared = random.integers(0, VOCABULARY, SHARED_TOKENS)
 
@@ -129,33 +155,13 @@ def _measure_explain(kind: str, count: int, repeats: int) -> Iterator[dict[str, 
         stored = prompt()
         _serve(cache, stored)
     for index in range(MAX_PROMPTS):
-        varying = np.concatenate([[index], shared, random.integers(0, VOCABULARY, 50)])
-        _serve(cache, varying)
-    prompts = {
+        _serve(cache, np.concatenate([[index], shared, random.integers(0, VOCABULARY, 50)]))
+    return cache, {
         "stored": np.concatenate([stored, shared]),
         "diverged": prompt(),
         "evicted": evicted[-1],
         "hint": np.concatenate([[99], shared, [1, 2, 3]]),
     }
-    for name, asked in prompts.items():
-        cache._tokenizer = None
-        explanation = cache.explain(asked)
-        spread = _spread_ms(lambda asked=asked: cache.explain(asked), repeats)  # type: ignore[misc]
-        cache._tokenizer = tiny_tokenizer()
-        text = _spread_ms(lambda asked=asked: cache.explain(asked), repeats)  # type: ignore[misc]
-        yield {
-            "layers": kind,
-            "prompt": name,
-            "nodes": cache.stats.nodes,
-            "evicted pieces": len(cache._states.history._pieces),
-            "tokens": len(asked),
-            "resumable": explanation.resumable_tokens,
-            "gaps": len(explanation.gaps),
-            "hints": len(explanation.hints),
-            "explain ms": spread.median,
-            "least to most": spread.range,
-            "with text ms": text.median,
-        }
 
 
 def _serve(cache: PrefixCache, prompt: Keys) -> None:
@@ -178,44 +184,44 @@ def _spread_ms(run: Callable[[], Any], repeats: int) -> Spread:
 # Keeping -------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Filled:
+    """One of the three caches, and prompts of each kind of request: the same for all three."""
+
+    cache: PrefixCache
+    ledger: Ledger
+    prompts: dict[str, list[list[int]]]
+
+    def leave_no_room(self) -> None:
+        """Set the budget to what is held."""
+        stats = self.cache.stats
+        self.ledger.budget_bytes = stats.live_bytes + stats.paged_bytes - stats.spare_bytes
+
+
+class Listener:
+    """Counts events."""
+
+    told = 0
+
+    def hear(self, _: Event) -> None:
+        self.told += 1
+
+
 def _measure_keeping(kind: str, layers: int, count: int, rounds: int) -> Iterator[dict[str, Any]]:
     say(f"keeping: {kind} x {layers}, {count:,} nodes")
     model = HollowModel(kind, layers)
-    token = _measure_tokens(f"{kind} x {layers}", model, 4 if rounds < 10 else 30)
+    token = measure_tokens(f"{kind} x {layers}", model, 4 if rounds < 10 else 30)
     step_us, chunk_us = (max(0.0, token[key]) for key in ("step adds us", "prefill adds us/chunk"))
-    told = 0
-
-    def listen(_: Event) -> None:
-        nonlocal told
-        told += 1
-
-    caches: dict[str, tuple[PrefixCache, Ledger, list[list[int]]]] = {}
-    for name in ("neither", "history", "both"):
-        ledger = Ledger(UNLIMITED_BYTES)
-        cache = PrefixCache(model, budget_bytes=ledger, on_event=listen if name == "both" else None)
-        if name == "neither":
-            cache._states.history = NoHistory()
-        caches[name] = (cache, ledger, [])
-        _fill(cache, model, caches[name][2], count)
-    # The same draws for each cache: the same requests.
-    kinds = [list(_scenarios(conversations, rounds + 1)) for _, _, conversations in caches.values()]
-    for which, (request, _) in enumerate(kinds[0]):
-        times: dict[str, list[float]] = {name: [] for name in caches}
-        has_chunk = False
+    listener = Listener()
+    caches = _filled(model, count, rounds + 1, listener)
+    for request in caches["neither"].prompts:
         if request == "full budget":
-            for cache, ledger, _ in caches.values():
-                stats = cache.stats
-                ledger.budget_bytes = stats.live_bytes + stats.paged_bytes - stats.spare_bytes
-        told = 0
-        for index in range(rounds + 1):
-            # Which comes first changes from round to round.
-            turn = [*caches.items()][index % 3 :] + [*caches.items()][: index % 3]
-            for name, (cache, _, _) in turn:
-                prompt = kinds[list(caches).index(name)][which][1][index]
-                begin, close, copies, evaluated = _request_ms(cache, model, prompt)
-                times[name].append((begin + close - copies) * 1e3)
-                has_chunk = evaluated > 1  # the prompt's last token is stepped
+            for each in caches.values():
+                each.leave_no_room()
+        listener.told = 0
+        times, evaluated = _rounds_us(model, caches, request)
         base = statistics.median(times["neither"][1:])
+        has_chunk = evaluated > 1  # the prompt's last token is stepped
         request_us = base + has_chunk * chunk_us + REPLY_TOKENS * step_us
         (history, _), (both, uncertain) = (_added(times["neither"], times[name]) for name in ("history", "both"))
         yield {
@@ -228,8 +234,35 @@ def _measure_keeping(kind: str, layers: int, count: int, rounds: int) -> Iterato
             "+- us": uncertain,
             "of request %": 100 * both / request_us,
             "of begin and close %": 100 * both / base,
-            "events/request": told / (rounds + 1),
+            "events/request": listener.told / (rounds + 1),
         }
+
+
+def _filled(model: HollowModel, count: int, rounds: int, listener: Listener) -> dict[str, Filled]:
+    """The three caches, with `count` nodes and so many prompts of each kind."""
+    caches = {}
+    for name in ("neither", "history", "both"):
+        ledger = Ledger(UNLIMITED_BYTES)
+        cache = PrefixCache(model, budget_bytes=ledger, on_event=listener.hear if name == "both" else None)
+        if name == "neither":
+            cache._states.history = NoHistory()
+        conversations: list[list[int]] = []
+        fill(cache, model, conversations, count)
+        caches[name] = Filled(cache, ledger, dict(scenarios(conversations, rounds)))
+    return caches
+
+
+def _rounds_us(model: HollowModel, caches: dict[str, Filled], request: str) -> tuple[dict[str, list[float]], int]:
+    """Python's share of begin and close in each round, in us, by cache; and the tokens that the last one evaluated."""
+    times: dict[str, list[float]] = {name: [] for name in caches}
+    evaluated = 0
+    for index in range(len(caches["neither"].prompts[request])):
+        for name in rotated(list(caches), index):
+            begin, close, copies, evaluated = request_ms(
+                caches[name].cache, model, caches[name].prompts[request][index]
+            )
+            times[name].append((begin + close - copies) * 1e3)
+    return times, evaluated
 
 
 def _added(without: Sequence[float], with_it: Sequence[float]) -> tuple[float, float]:

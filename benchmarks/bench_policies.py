@@ -1,24 +1,27 @@
 """Which eviction policy finds how much, at which capacity, and how far is each from the best possible?
 
-Every policy at six capacities over the Mooncake conversation trace and coding-agent sessions where they are at hand,
-else over a made-up trace, by the simulator, which is the deployed cache with sizes in place of arrays. Then how fast
-that is: block references per second, whether a request costs more where more is stored, and the miss-ratio curve in
-one pass.
+Every policy at six capacities over the Mooncake conversation trace and coding-agent sessions, by the simulator, which
+is the deployed cache with sizes in place of arrays. Then how fast that is: block references per second, whether a
+request costs more where more is stored, and the miss-ratio curve in one pass.
+
+The traces are looked for in --traces FOLDER, as mooncake/conversation_trace.jsonl and claude-code-traces/traces/, and
+without the option in shared/data beside the repository; where that is no folder, a made-up trace takes their place.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.record import arguments, publish, say
+from benchmarks.record import Spread, arguments, publish, say
 from policies import OFFLINE_POLICIES, POLICIES
 from runner.mrc import lru_curve
 from runner.simulate.grid import Job, run_locally
@@ -29,7 +32,8 @@ from runner.simulate.table import footnotes
 from runner.traces import Trace, TraceRequest, read_trace
 from runner.traces.synth import Synth, synthesize
 
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data"
+TRACES = {"mooncake": "mooncake/conversation_trace.jsonl", "coding agents": "claude-code-traces/traces"}
 CAPACITIES = (1_000, 3_000, 10_000, 30_000, 50_000, 100_000)
 SPEED_BLOCKS = 10_000
 STORED_NODES = (1_000, 10_000, 100_000, 300_000)
@@ -37,8 +41,8 @@ REPEATS = 5
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    options = arguments(__doc__, given)
-    traces = _traces(options.quick)
+    options = arguments(__doc__, given, add=_add_traces)
+    traces = _traces(options.traces, options.quick)
     capacities = (20, 100) if options.quick else CAPACITIES
     names = ["lru", "belady"] if options.quick else [*sorted(POLICIES), *sorted(OFFLINE_POLICIES)]
     began = time.perf_counter()
@@ -79,15 +83,24 @@ def conclusion(rows: Sequence[Row], minutes: float) -> str:
     return f"{'; '.join(said)}. The grid took {minutes:.1f} minutes."
 
 
-def _traces(quick: bool) -> list[Trace]:
+def _add_traces(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--traces", type=_trace_folder, metavar="FOLDER", help="where the recorded traces are")
+
+
+def _trace_folder(name: str) -> Path:
+    folder = Path(name)
+    for path in TRACES.values():
+        if not (folder / path).exists():
+            raise argparse.ArgumentTypeError(f"{folder} has no {path}")
+    return folder
+
+
+def _traces(folder: Path | None, quick: bool) -> list[Trace]:
     if quick:
         return [synthesize(Synth(requests=60), seed=0)]
-    if not SHARED.is_dir():
+    if folder is None and not BESIDE.is_dir():
         return [synthesize(Synth(requests=5_000), seed=0)]
-    return [
-        read_trace(SHARED / "mooncake" / "conversation_trace.jsonl", name="mooncake"),
-        read_trace(SHARED / "claude-code-traces" / "traces", name="coding agents"),
-    ]
+    return [read_trace((folder or BESIDE) / path, name=name) for name, path in TRACES.items()]
 
 
 def _table(rows: Sequence[Row], capacities: Sequence[int]) -> list[dict[str, Any]]:
@@ -135,13 +148,7 @@ def _conversation(index: int) -> TraceRequest:
 
 
 def _figure(what: str, unit: str, values: Sequence[float]) -> dict[str, Any]:
-    return {
-        "what": what,
-        "unit": unit,
-        "median": statistics.median(values),
-        "least": min(values),
-        "most": max(values),
-    }
+    return {"what": what, "unit": unit, **asdict(Spread.of(values))}
 
 
 if __name__ == "__main__":

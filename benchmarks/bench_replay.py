@@ -10,12 +10,14 @@ infinite cache: it prefills what no earlier request held, and at least one token
               median of its repeats, and seconds are of this machine. mlx-lm's server cuts a prompt where it stores
               a segment, and on a CPU two chunks are quicker than one: with nothing to reuse it is ahead of no cache
 
-Replies are fed as they were recorded. Conversations: tau-bench's airline task beside the repository if it is there (200
-recorded agents, one system prompt), else the built-in set, repeated under other names until there are enough.
+Replies are fed as they were recorded. Conversations: --conversations FILE; without the option tau-bench's airline task
+in shared/data beside the repository if it is there (200 recorded agents, one system prompt), else the built-in set,
+repeated under other names until there are enough.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -67,14 +69,14 @@ class Workload:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    options = arguments(__doc__, given)
+    options = arguments(__doc__, given, add=_add_conversations)
     began = time.perf_counter()
     demo = load_model("tiny" if options.quick else "demo")
     vocabulary = 1 + max(demo.tokenizer.vocab.values())
     random = (
         demo if options.quick else replace(demo, model=random_model("kv", vocabulary=vocabulary), name="random llama")
     )
-    conversations, source = _conversations(None if options.quick else AIRLINE)
+    conversations, source = _conversations(None if options.quick else options.conversations)
     model: Any = HollowModel("kv", 1)
     hollow = replace(demo, model=model, name="hollow", weight_bytes=0)
     counted, timed = ((10, None), (2, 1)) if options.quick else ((600, None), (6, 2))
@@ -123,8 +125,13 @@ def _shares(rows: Sequence[dict[str, Any]]) -> list[int]:
 # What is replayed ----------------------------------------------------------------------------------------------------
 
 
+def _add_conversations(parser: argparse.ArgumentParser) -> None:
+    beside = AIRLINE if AIRLINE.exists() else None
+    parser.add_argument("--conversations", type=Path, default=beside, metavar="FILE", help="conversations to replay")
+
+
 def _conversations(path: Path | None) -> tuple[Sequence[Conversation], str]:
-    if path is not None and path.exists():
+    if path is not None:
         return read_conversations(path).conversations, path.stem
     built_in = builtin_conversations()
     copies = [

@@ -17,8 +17,6 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 WINDOW_TOKENS = 64
-# Float32 keys and values of one head of width 1.
-TOKEN_BYTES_PER_LAYER = 8
 LOGITS = 8
 
 KINDS: dict[str, Sequence[Callable[[], Any]]] = {

@@ -30,6 +30,7 @@ B = TypeVar("B")
 RESULTS = Path(__file__).parent / "results"
 REPEATS = 5
 TABLE_WIDTH = 160
+PATH_OPTIONS = ("--conversations", "--results", "--traces")
 
 
 @dataclass(frozen=True)
@@ -51,25 +52,25 @@ class Spread:
         return f"{_number(self.least)} to {_number(self.most)}"
 
 
-def arguments(description: str | None, given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read what every benchmark takes: --quick, and --results FOLDER for the JSON.
+def arguments(
+    description: str | None,
+    given: Sequence[str] | None = None,
+    *,
+    add: Callable[[argparse.ArgumentParser], object] | None = None,
+) -> argparse.Namespace:
+    """Read what every benchmark takes: --quick, and --results FOLDER for the JSON; `add` adds options of its own.
 
     Without a folder the quick figures go where temporary files go: they must not take the place of real ones.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes and few repeats; figures of no use")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="where the JSON goes")
+    if add is not None:
+        add(parser)
     options = parser.parse_args(given)
     if options.results is None:
         options.results = Path(tempfile.gettempdir()) / "radixcache-quick" if options.quick else RESULTS
     return options
-
-
-def median_ms(run: Callable[[], Any], repeats: int = REPEATS) -> tuple[float, float, float]:
-    """Median, smallest and largest wall time of `run` in ms, after one run that is not counted."""
-    run()
-    times = Spread.of(elapsed_ms(run) for _ in range(repeats))
-    return times.median, times.least, times.most
 
 
 def elapsed_ms(run: Callable[[], Any]) -> float:
@@ -95,6 +96,12 @@ def in_turns(first: Callable[[], A], second: Callable[[], B], repeats: int) -> l
     return pairs[1:]
 
 
+def rotated(items: Sequence[A], by: int) -> list[A]:
+    """The items from another one on each time, so that none is always measured first."""
+    start = by % len(items)
+    return [*items[start:], *items[:start]]
+
+
 def say(text: str) -> None:
     """Tell how far the benchmark is: progress goes to stderr."""
     print(text, file=sys.stderr, flush=True)
@@ -106,7 +113,7 @@ def publish(
     rows: list[dict[str, Any]],
     *,
     folder: Path = RESULTS,
-    repeats: int = REPEATS,
+    repeats: int | None = REPEATS,
     conclusion: str | None = None,
     **more: Any,
 ) -> None:
@@ -116,6 +123,7 @@ def publish(
         name: name of the file, without its ending.
         question: the table's title.
         rows: all with the same keys; units are in the keys. None is an empty cell.
+        repeats: how often each figure was measured; None where the rows have a column for it.
         conclusion: a sentence computed from the rows: printed below the table, and kept with them.
         more: goes into the file as it is.
     """
@@ -155,12 +163,15 @@ def _git(*words: str) -> str:
 
 
 def _command() -> str:
-    """How the benchmark was started, without where its results went; from within a program nobody can say."""
-    words = sys.orig_argv[1:]
-    for place, word in enumerate(words):
-        if word.startswith("--results"):
-            words = words[:place] + words[place + (1 if "=" in word else 2) :]
-            break
+    """How the benchmark was started, without paths of this machine; from within a program nobody can say."""
+    words = []
+    given = iter(sys.orig_argv[1:])
+    for word in given:
+        name, _, value = word.partition("=")
+        if name not in PATH_OPTIONS:
+            words.append(word)
+        elif not value:
+            next(given, None)
     return " ".join(["python", *words]) if words[:1] == ["-m"] and words[1].startswith("benchmarks.") else "main()"
 
 

@@ -29,13 +29,13 @@ import mlx.core as mx
 import numpy as np
 
 from radixcache.adapters.owned import owned
-from radixcache.cells.causal import CausalCache
+from radixcache.cells.causal import CausalCache, one_each
 from radixcache.cells.paging import CellPager
 from radixcache.errors import SessionClosedError
 from radixcache.evaluation import is_evaluation_failure
 from radixcache.interrupts import uninterrupted
 from radixcache.row import Row
-from radixcache.tokens import checked_prompt, token_ids
+from radixcache.tokens import checked_prompt
 from radixcache.tree import Keys
 
 if TYPE_CHECKING:
@@ -219,10 +219,7 @@ class Group:
             raise ValueError("no rows to step; wanted at least one.")
         for row in rows:
             self._require_row(row)
-        array = tokens if isinstance(tokens, mx.array) else mx.array(token_ids(tokens, self.cache.vocab_size))
-        if not mx.issubdtype(array.dtype, mx.integer):
-            raise ValueError(f"tokens is an array of {array.dtype}; wanted integers.")
-        array = array.reshape(-1)
+        array = one_each(tokens, len(rows), self.cache.vocab_size)
         self._require_prompts(rows, array)
         self._make_room(len(rows))
         for row in rows:
@@ -323,11 +320,9 @@ class Group:
 
     def _require_prompts(self, rows: Sequence[Row], tokens: mx.array) -> None:
         """Raise ValueError where a token is not the next of a prompt that is not through; waits only for those."""
-        if len(tokens) != len(rows):
-            raise ValueError(f"{len(tokens)} tokens for {len(rows)} rows; wanted one each.")
         for index, row in enumerate(rows):
             if row.prompt_left:
-                wanted, found = int(row.next_ids(1)[0]), int(np.asarray(tokens)[index])
+                wanted, found = int(row.next_ids(1)[0]), int(np.asarray(tokens)[index, 0])
                 if wanted != found:
                     raise ValueError(f"row {row.id}: token {row.position} is {found}; {wanted} follows in its prompt.")
 
@@ -348,9 +343,6 @@ class Group:
         try:
             # With the logits, which otherwise would hold the buffers and have the next write copy them.
             mx.eval(self.causal.state, [logits] if is_last else [])
-            for state in self.causal.row_states(row.id):
-                state.cache = [None if slot is None else owned(slot) for slot in state.cache]
-            mx.eval(self.causal.state)
         except Exception:
             self.is_lost = True
             raise

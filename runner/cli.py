@@ -166,9 +166,11 @@ def replay(
         script = _script(loaded, chosen, options, users=users, seed=seed, requests=requests, skip_bad=skip_bad)
     report: Report | ParallelReport
     if parallel is None:
-        report, was_interrupted = _run(loaded, script, caches, options)
+        report, broken_off = _run(loaded, script, caches, options)
     else:
-        report, was_interrupted = run_parallel(loaded, script, options, parallel)
+        report, broken_off = run_parallel(loaded, script, options, parallel)
+    if isinstance(broken_off, UsageError) and not report.runs:
+        raise broken_off
     _print_report(report)
     about = {
         "model": loaded.name,
@@ -176,15 +178,15 @@ def replay(
         "command": shlex.join(["radixcache", *context.obj]),
         "options": {"users": users, "requests": requests, "parallel": parallel, **vars(options)},
         "skipped_requests": script.skipped_requests,
-        "interrupted": was_interrupted,
+        "interrupted": broken_off is not None,
     }
     _write_files(report, json_file, plot_file, about)
     for run in report.runs:
         if run.view is not None and tree_file is not None:
             write_view(tree_file, run.view)
-    if was_interrupted:
+    if broken_off is not None:
         say(f"interrupted: {report.progress(len(script), len(caches))} had finished.")
-        raise typer.Exit(EXIT_INTERRUPTED)
+        raise broken_off
     if _name_differences(report):
         raise typer.Exit(EXIT_CHECK_FAILED)
 
@@ -251,8 +253,8 @@ def _script(
 
 def _run(
     loaded: "LoadedModel", script: "Script", caches: Sequence[str], options: "ReplayOptions"
-) -> "tuple[Report, bool]":
-    """Run every cache; returns what finished, and whether Ctrl-C came before the rest."""
+) -> "tuple[Report, Exception | None]":
+    """Run every cache; returns what finished, and what broke the run off before the rest."""
     from radixcache import UnsupportedCacheError
     from runner.progress import ReplayProgress
     from runner.replay import replay as replay_requests
@@ -265,13 +267,13 @@ def _run(
             for run in replay_requests(loaded, script, caches, options, progress):
                 runs.append(run)
     except KeyboardInterrupt:
-        return Report(runs), True
+        return Report(runs), typer.Exit(EXIT_INTERRUPTED)
     except UnsupportedCacheError as error:
         raise UsageError(f"{loaded.name}: {error}") from error
     except ScriptError as error:
         # A prompt that waited for generated replies, and turned out not to fit.
-        raise UsageError(str(error)) from error
-    return Report(runs), False
+        return Report(runs), UsageError(str(error))
+    return Report(runs), None
 
 
 def _print_report(report: "Report | ParallelReport") -> None:

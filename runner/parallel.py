@@ -36,7 +36,7 @@ from runner.context_window import FREE_SHARE, ContextWindow, Outline
 from runner.parallel_engine import Engine
 from runner.parallel_request import Request, Ticket
 from runner.pipeline import ProgressCallback, compile_mode
-from runner.reply import Piece, Reply, Sampler
+from runner.reply import Piece, Reply, Sampler, require_count
 from runner.turn_taking import PARALLEL_STEP_SIZE
 
 DEFAULT_MAX_ROWS = 16
@@ -77,8 +77,7 @@ class ParallelGenerator:
         priority: int = 0,
     ) -> None:
         for name, value in (("capacity", capacity), ("max_rows", max_rows), ("step_size", step_size)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; wanted at least 1.")
+            require_count(name, value)
         if context is not None and context > capacity:
             raise ValueError(f"a context of {context} tokens does not fit {capacity} cells; raise capacity.")
         self._window = None if context is None else ContextWindow(context, free_share)
@@ -135,8 +134,10 @@ class ParallelGenerator:
                 than there are cells, or what must stay of the conversation does not fit the context.
         """
         ids, own_keys = checked_prompt(tokens, keys, marks, self._vocabulary_length)
-        if reserve is not None and reserve < 1:
-            raise ValueError(f"reserve is {reserve} tokens; wanted at least 1.")
+        if reserve is not None:
+            require_count("reserve", reserve)
+        if sampler is not None and not callable(sampler):
+            raise ValueError(f"sampler is a {type(sampler).__name__}; wanted a function of log-probabilities.")
         outline = Outline.of(len(ids), marks, keep)
         reply = Reply(
             self._tokenizer,

@@ -28,7 +28,7 @@ from radixcache.errors import ShiftError
 from radixcache.interrupts import uninterrupted
 from runner.admission import Admission
 from runner.context_window import ContextError, ContextWindow
-from runner.parallel_request import Request, Ticket, sample
+from runner.parallel_request import Request, Ticket, sample_each
 from runner.pipeline import RELEASE_INTERVAL_TOKENS
 from runner.reply import Piece
 from runner.turn_taking import ChunkTurns
@@ -137,7 +137,7 @@ class Engine:
                     with uninterrupted():
                         logits = self.group.prefill(self._model, request.row, self._step_size)
                         if logits is not None:
-                            sample([request], logits)
+                            sample_each([request], logits)
                     break
                 except NO_ROOM as error:
                     self._make_room(error)
@@ -174,7 +174,7 @@ class Engine:
                 with uninterrupted():
                     tokens = mx.concatenate([request.unread[0].token for request in requests])
                     logits = self.group.step(self._model, [request.row for request in requests], tokens)
-                    sample(requests, logits)
+                    sample_each(requests, logits)
                 break
             except NO_ROOM as error:
                 if len(self._admission.running) > 1:

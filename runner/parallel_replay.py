@@ -22,10 +22,7 @@ from runner.parallel import ParallelGenerator
 from runner.parallel_request import Ticket
 from runner.replay import Observer, ReplayOptions, output_hash, release, warm_up
 from runner.reply import Completion
-from runner.script import RenderedRequest, Script
-
-# A generated reply may take more tokens when the next prompt has it than it was generated with.
-SPARE_TOKENS = 256
+from runner.script import RenderedRequest, Script, ScriptError
 
 
 @dataclass(frozen=True)
@@ -75,10 +72,10 @@ class ParallelReplay:
         self._loaded = loaded
         self._script = script
         self._options = options
-        self._users_at_a_time = users_at_a_time
+        self._users_at_a_time = min(users_at_a_time, len({request.user for request in script.requests}))
         self._observer = observer
         # So many that requests wait for their users and never for cells.
-        self._capacity = users_at_a_time * (script.longest_tokens + SPARE_TOKENS)
+        self._capacity = self._users_at_a_time * script.longest_tokens
         self._left = list(range(len(script)))
         self._busy: dict[str, int] = {}
         self._texts: dict[Ticket, str] = {}
@@ -96,7 +93,7 @@ class ParallelReplay:
         Raises:
             UnsupportedCacheError: the model's layers cannot be shared by several sequences.
             BudgetFullError: a request does not fit the byte budget, even alone.
-            ScriptError: a prompt that waited for generated replies does not fit the model.
+            ScriptError: a prompt that waited for generated replies does not fit the model or the cells.
         """
         with wired_limit(self._loaded.model):
             warm_up(self._loaded, self._script[0].prompt)
@@ -152,6 +149,7 @@ class ParallelReplay:
         chosen = list(self._next())
         for index in chosen:
             request = self._script[index]
+            self._require_cells(request)
             ticket = generator.submit(
                 request.prompt.tokens,
                 marks=request.prompt.marks,
@@ -160,6 +158,15 @@ class ParallelReplay:
             )
             self._texts[ticket], self._indices[ticket] = "", index
         return bool(chosen)
+
+    def _require_cells(self, request: RenderedRequest) -> None:
+        needed = len(request.prompt.tokens) + self._options.max_tokens
+        if needed > self._capacity:
+            raise ScriptError(
+                f"user {request.user}, {request.conversation_id}, turn {request.turn}: generated replies come to far "
+                f"more tokens in a prompt than they had; with its own reply it takes {needed:,} cells of "
+                f"{self._capacity:,}. Ask for shorter ones with --max-tokens."
+            )
 
     def _next(self) -> Iterator[int]:
         for index in list(self._left):

@@ -14,7 +14,7 @@ from radixcache import Row
 from radixcache.tokens import TokenIds
 from runner.context_window import Outline
 from runner.pipeline import ProgressCallback
-from runner.reply import Completion, Reply, Sampler, greedy, log_probabilities
+from runner.reply import Completion, Reply, Sampler, greedy, log_probabilities, sample
 
 
 class Ticket:
@@ -158,8 +158,8 @@ class Request:
         self.unread.clear()
 
 
-def sample(requests: Sequence[Request], logits: mx.array) -> None:
-    """Dispatch the sampling of each request's next token. A sampler that raises fails its own request alone.
+def sample_each(requests: Sequence[Request], logits: mx.array) -> None:
+    """Dispatch the sampling of each request's next token. A sampler that fails does so for its own request alone.
 
     Args:
         logits: (N, T, V) of a forward pass, a row for each request.
@@ -171,8 +171,8 @@ def sample(requests: Sequence[Request], logits: mx.array) -> None:
     for row, request in enumerate(requests):
         own = slice(row, row + 1)
         try:
-            token = likeliest[own] if request.sampler is None else request.sampler(logprobs[own])
-            sampled = Sampled(token.reshape(1), logprobs[row], has_nan[row])
+            token = likeliest[own] if request.sampler is None else sample(request.sampler, logprobs[own])
+            sampled = Sampled(token, logprobs[row], has_nan[row])
         except Exception as error:
             request.failure = error
             continue

@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.reply import Piece, Reply, Sampler, greedy, log_probabilities
+from runner.reply import Piece, Reply, Sampler, log_probabilities, require_count, sample
 
 DEFAULT_STEP_SIZE = 2048
 # How many decoded tokens pass between two releases of MLX's free buffers.
@@ -84,10 +84,10 @@ def generate(
         arrived_at_s: `time.perf_counter()` when the request arrived. Default: now.
 
     Raises:
-        ValueError: max_tokens or step_size is below 1.
+        ValueError: max_tokens or step_size is below 1, or the sampler returned an id outside the vocabulary.
+        TypeError: the sampler returned anything but one integer.
     """
-    if step_size < 1:
-        raise ValueError(f"step_size is {step_size} tokens; wanted at least 1.")
+    require_count("step_size", step_size)
     reply = Reply(
         tokenizer,
         max_tokens=max_tokens,
@@ -96,7 +96,7 @@ def generate(
         arrived_at_s=arrived_at_s,
     )
     with compile_mode(model):
-        yield from _generate(run, model, reply, sampler or greedy, step_size, cancelled or _never, on_progress)
+        yield from _generate(run, model, reply, sampler, step_size, cancelled or _never, on_progress)
 
 
 def feed(
@@ -140,7 +140,7 @@ def _generate(
     run: Run,
     model: Any,
     reply: Reply,
-    sampler: Sampler,
+    sampler: Sampler | None,
     step_size: int,
     cancelled: Callable[[], bool],
     on_progress: ProgressCallback | None,
@@ -188,10 +188,10 @@ def _prefill(
     run.prefill(model, step_size=step_size, on_progress=chunk_done)
 
 
-def _dispatch(run: Run, model: Any, tokens: mx.array, sampler: Sampler) -> tuple[mx.array, mx.array]:
+def _dispatch(run: Run, model: Any, tokens: mx.array, sampler: Sampler | None) -> tuple[mx.array, mx.array]:
     """Start the forward pass and the sampling behind it. Returns (token (1,), log-probabilities (V,)), both pending."""
     logprobs = log_probabilities(run.step(model, tokens))
-    sampled = sampler(logprobs)
+    sampled = sample(sampler, logprobs)
     mx.async_eval(sampled, logprobs)
     return sampled, logprobs.squeeze(0)
 

@@ -11,6 +11,7 @@ Invariants, each with a test:
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -91,8 +92,7 @@ class Reply:
         prompt_tokens: int,
         arrived_at_s: float | None = None,
     ) -> None:
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}; wanted at least 1.")
+        require_count("max_tokens", max_tokens)
         self.max_tokens = max_tokens
         self.cached_tokens = 0
         self.shifted_tokens = 0
@@ -113,7 +113,13 @@ class Reply:
         self._clock.start()
 
     def add(self, token: int, logprobs: mx.array, cancelled: Callable[[], bool]) -> Piece:
-        """Take the next token; `cancelled` is asked when it is not the last one anyway."""
+        """Take the next token; `cancelled` is asked when it is not the last one anyway.
+
+        Raises:
+            ValueError: the token is below 0: the sampler went outside the vocabulary.
+        """
+        if token < 0:
+            raise ValueError(f"the sampler returned an id outside the vocabulary of {logprobs.size} tokens.")
         self.tokens.append(token)
         self._clock.token_arrived()
         if token in self._stop_tokens:
@@ -161,6 +167,29 @@ def log_probabilities(logits: mx.array) -> mx.array:
 def greedy(logprobs: mx.array) -> mx.array:
     """The sampler that takes the likeliest token: (N, V) to (N,)."""
     return mx.argmax(logprobs, axis=-1)
+
+
+def sample(sampler: Sampler | None, logprobs: mx.array) -> mx.array:
+    """Let a sampler choose a token (1,) from log-probabilities (1, V), pending. None: the likeliest.
+
+    An id outside the vocabulary becomes -1, which a forward pass survives and `Reply.add` refuses.
+
+    Raises:
+        TypeError: it returned anything but one integer.
+    """
+    if sampler is None:
+        return greedy(logprobs)
+    token = mx.array(sampler(logprobs))
+    if token.size != 1 or not mx.issubdtype(token.dtype, mx.integer):
+        raise TypeError(f"the sampler returned {token.dtype} of shape {token.shape}; wanted one token id.")
+    token = token.reshape(1).astype(mx.int32)
+    return mx.where((token >= 0) & (token < logprobs.shape[-1]), token, -1)
+
+
+def require_count(name: str, value: Any) -> None:
+    """Raise ValueError unless the value is an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} is {value!r}; wanted at least 1.")
 
 
 class _Clock:

@@ -25,6 +25,8 @@ from runner.schedule import GeneratedReplies, Request
 
 # Stands for a reply that is not generated yet, where only the length of the prompt matters.
 AWAITED_REPLY = "..."
+# A generated token that is half a character comes back from its text as several tokens, each of one byte.
+REENCODED_TOKENS = 4
 
 Messages = Sequence[dict[str, Any]]
 
@@ -97,7 +99,7 @@ class Script:
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens that no request comes to more of, its reply and those before it at their longest."""
+        """Tokens that hardly a request comes to more of, its reply and those before it at their longest."""
         return self._longest_tokens
 
     def __getitem__(self, index: int) -> RenderedRequest:
@@ -140,7 +142,9 @@ class Script:
             raise ScriptError(f"{_where(request)}: {error}") from error
         reply_tokens = max(len(reply), 1) if self._recorded else self._max_tokens
         self._require_fit(request, len(tokens) + awaited_tokens, reply_tokens)
-        self._longest_tokens = max(self._longest_tokens, len(tokens) + awaited_tokens + reply_tokens)
+        longest = len(tokens) + REENCODED_TOKENS * awaited_tokens + reply_tokens
+        limit = self._loaded.context_length
+        self._longest_tokens = max(self._longest_tokens, longest if limit is None else min(longest, limit))
         prompt = Prompt(
             tokens=tokens,
             marks=marks,

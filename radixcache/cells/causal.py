@@ -13,9 +13,9 @@ sequence. What a sequence sees is its own tokens alone, wherever their cells are
 
 Invariants, asserted by `check`, besides those of CellTable:
 
-  K1  Every sequence of the table has a state in each layer that has no cells, and no other has.
-  K2  No layer's buffer has more cells than the table, and each holds all cells that were ever written.
-  K3  A sequence is tainted from the first position that a removal from its middle moved.
+  K1  Every sequence of the table has a state in each layer that has no cells, and no other has; see RowStates.
+  K2  No layer's buffer has more cells than the table, and each that is there reaches as far as any cell in use.
+  K3  A sequence is tainted from the first position that a removal from its middle moved, which it still has.
 
 A call that raises leaves every sequence as it was, but for an evaluation that fails later: MLX evaluates lazily, and
 then all that is in the buffers is lost. A sequence whose keys or values overflow gets NaN from there on, as it would
@@ -28,30 +28,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-import numpy as np
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    KVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from radixcache.adapters.cache_list import leaves
 from radixcache.cells.batch import Batch
+from radixcache.cells.fit import ModelFit
 from radixcache.cells.layers import CellLayer, CellPass
-from radixcache.cells.plans import DefragPlan, Move
+from radixcache.cells.plans import DefragPlan, Move, Shift
 from radixcache.cells.row_states import Held, RowStates
-from radixcache.cells.shift import Rotation, rotations
 from radixcache.cells.table import CellTable
-from radixcache.cells.trial import Kinds, kinds_of, steps_together, verdict
-from radixcache.errors import CacheFullError, ShiftError, UnsupportedCacheError
+from radixcache.errors import CacheFullError, ShiftError
 from radixcache.interrupts import uninterrupted
 from radixcache.tokens import token_ids, vocabulary_size
-
-#: Modules of mlx-lm whose attention goes by where in the buffer a token stands, which in cells says nothing.
-BY_SLOT = {"minimax_m3_vl": "its attention keeps blocks of neighbouring slots of the cache"}
 
 
 class CausalCache:
@@ -72,15 +60,10 @@ class CausalCache:
         if model is None and caches is None:
             raise ValueError("CausalCache needs a model, or caches= with a callable that returns fresh mlx-lm caches.")
         self._table = CellTable(capacity)
-        self._model: Any = None
-        self._rotations: list[Rotation | None] | None = None
-        self._steps_together: bool | None = None
+        self._fit = ModelFit(caches or (lambda: make_prompt_cache(model)))
         if model is not None:
-            self._know(model)
-        self._fresh = caches or (lambda: make_prompt_cache(model))
-        fresh = self._fresh()
-        self._kinds: Kinds = kinds_of(fresh)
-        self._layers = [self._layer(each) for each in fresh]
+            self._fit.accept(model, used_cells=0)
+        self._layers = self._fit.layers(capacity)
         self._cells = [leaf for leaf in leaves(self._layers) if isinstance(leaf, CellLayer)]
         self._states = RowStates([len(leaf.cache) for leaf in leaves(self._layers) if isinstance(leaf, ArraysCache)])
         self._tainted: dict[int, int] = {}
@@ -107,7 +90,7 @@ class CausalCache:
     @property
     def token_bytes(self) -> int:
         """Bytes that a cell takes in all layers; 0 before the first forward pass."""
-        return sum(buffer.nbytes // buffer.shape[2] for each in self._cells for buffer in each.state)
+        return sum(each.token_bytes for each in self._cells)
 
     @property
     def state(self) -> list[mx.array]:
@@ -143,10 +126,8 @@ class CausalCache:
                 f"to {length}; share all of them, at that moment."
             )
         with uninterrupted():
-            self._table.copy_prefix(source, target, length)
+            self.share_cells(source, target, length)
             self._states.copy(source, target)
-            if self._tainted.get(source, length) < length:
-                self._tainted[target] = self._tainted[source]
 
     def free(self, sequence: int) -> int:
         """Take a sequence out; returns how many cells that frees. ValueError: no such sequence."""
@@ -173,7 +154,7 @@ class CausalCache:
             CacheFullError: fewer than T cells are free.
         """
         ids = mx.array(token_ids(tokens, vocabulary_size(model)))
-        return self._forward(model, [(sequence, ids.size)], ids[None])
+        return self._forward(model, [(sequence, ids.size)], ids[None], compacting=True)
 
     def step(self, model: Any, sequences: Sequence[int], tokens: Any) -> mx.array:
         """Run one more token of each of some sequences through the model, in one forward pass.
@@ -193,7 +174,7 @@ class CausalCache:
                 of the model's; another model than the one whose state is here.
             CacheFullError: fewer than N cells are free.
         """
-        ids = _one_each(tokens, len(sequences), vocabulary_size(model))
+        ids = one_each(tokens, len(sequences), vocabulary_size(model))
         if len(set(sequences)) < len(sequences):
             raise ValueError(f"sequences {list(sequences)}: one of them is there twice.")
         for each in sequences:
@@ -212,11 +193,7 @@ class CausalCache:
             UnsupportedCacheError: not even one at a time do they get it, once their cells are mixed.
         """
         self._know(model)
-        if self._steps_together is None:
-            self._steps_together = verdict(
-                model, self._kinds, lambda: steps_together(model, self._fresh, self._for_trial)
-            )
-        return self._steps_together
+        return self._fit.steps_together(model, self._for_trial)
 
     # Cells
 
@@ -238,7 +215,7 @@ class CausalCache:
         plan = self._table.plan_remove(sequence, begin, end)
         if moves_rest:
             self._move(plan.copies)
-            self._rotate(model, [(shift.start, shift.length, shift.delta) for shift in plan.shifts])
+            self._rotate(model, plan.shifts)
         self._table.apply(plan)
         if moves_rest:
             self._tainted[sequence] = min(begin, self._tainted.get(sequence, begin))
@@ -263,15 +240,21 @@ class CausalCache:
         """What stands for each of the model's caches, in order: a CellLayer, or an ArraysCache that marks its place."""
         return leaves(self._layers)
 
-    def row_states(self, sequence: int) -> list[Any]:
-        """An ArraysCache for each layer without cells, in order; what is put into them is the sequence's state."""
-        return self._states.of(sequence)
+    def leaves_of(self, sequence: int) -> list[Any]:
+        """`leaves`, with the sequence's own ArraysCache in each place; what is put into that is its state there."""
+        return leaves(self._caches_for((sequence,)))
+
+    def compact(self, sequence: int) -> None:
+        """Replace the state that a sequence has in ArraysCaches by copies of its own, not evaluated: no views of other
+        arrays, and not what it has in common with the sequence that it was copied from."""
+        self._states.compact(sequence)
 
     def share_cells(self, source: int, target: int, length: int) -> None:
         """`copy_prefix` without the layers that have no cells: their state at `length` is put in by the caller."""
-        self._table.copy_prefix(source, target, length)
-        if self._tainted.get(source, length) < length:
-            self._tainted[target] = self._tainted[source]
+        with uninterrupted():
+            self._table.copy_prefix(source, target, length)
+            if self._tainted.get(source, length) < length:
+                self._tainted[target] = self._tainted[source]
 
     def take_cells(self, sequence: int, tokens: int) -> int:
         """Take cells in a row for the next tokens of a sequence, to be written to by the caller; returns the first.
@@ -296,54 +279,39 @@ class CausalCache:
             layer.grow(cells)
 
     def check(self) -> None:
-        """Assert K1 to K3 and the table's invariants."""
+        """Assert K1 to K3, and the invariants of the table and of the layers without cells."""
         self._table.check()
+        self._states.check()
         assert self._states.sequences == self._table.sequences, (self._states.sequences, self._table.sequences)
         assert set(self._tainted) <= set(self._table.sequences), (self._tainted, self._table.sequences)
+        for sequence, tainted in self._tainted.items():
+            assert 0 <= tainted < self.length(sequence), (sequence, tainted, self.length(sequence))
         used = max((int(self._table.cells(each).max(initial=-1)) for each in self.sequences), default=-1)
         for index, layer in enumerate(self._cells):
             for buffer in layer.state:
                 assert used < buffer.shape[2] <= self._table.capacity, (index, used, buffer.shape)
 
+    def dump(self) -> str:
+        """The cache as text: a line of bytes, those of the table, and one per sequence that is tainted."""
+        lines = [f"{self.nbytes:,} bytes, {self.token_bytes:,} of them per cell", self._table.dump()]
+        lines += [f"  sequence {name} is tainted from {begin}" for name, begin in self._tainted.items()]
+        return "\n".join(lines)
+
     # Private
 
-    def _layer(self, cache: Any) -> Any:
-        """What stands for one of the model's caches in a forward pass; an ArraysCache only marks the place."""
-        if cache is None or type(cache) is ArraysCache:
-            return cache
-        if type(cache) is CacheList:
-            return CacheList(*(self._layer(each) for each in cache.caches))
-        if type(cache) is KVCache:
-            return CellLayer(self._table.capacity)
-        if type(cache) is RotatingKVCache and not cache.keep:
-            return CellLayer(self._table.capacity, cache.max_size)
-        kept = f" that keeps its first {cache.keep} tokens" if type(cache) is RotatingKVCache else ""
-        raise UnsupportedCacheError(f"a layer's {type(cache).__name__}{kept} cannot be put into cells.")
-
     def _know(self, model: Any) -> None:
-        """Refuse a model that cells would mislead, and another one while there is state; looked at once."""
-        if model is self._model or _is_around(model, self._model):
-            return
-        if isinstance(self._model, nn.Module):
-            if self._table.used:
-                raise ValueError(f"{self._table.used} cells hold state of another model; free their sequences first.")
-            if kinds_of(make_prompt_cache(model)) != self._kinds:
-                raise ValueError("another model, with other layers than this cache was made for; make one for it.")
+        """See to it that the cells are this model's, or refuse it; another one's buffers have other heads or dtypes."""
+        if not self._fit.is_known(model) and self._fit.accept(model, self._table.used):
             for layer in self._cells:
                 layer.clear()
-        modules = {type(each).__module__.rpartition(".")[2] for each in (model, *getattr(model, "layers", ()))}
-        for name in modules & set(BY_SLOT):
-            raise UnsupportedCacheError(f"{name} cannot run on cells: {BY_SLOT[name]}.")
-        if isinstance(self._model, nn.Module):
-            self._rotations, self._steps_together = None, None
-        self._model = model
 
     def _for_trial(self, capacity: int) -> CausalCache:
-        causal = CausalCache(self._model, capacity=capacity, caches=self._fresh)
-        causal._steps_together = True
+        causal = CausalCache(self._fit.model, capacity=capacity, caches=self._fit.fresh)
+        causal._fit.takes_rows = True
         return causal
 
-    def _forward(self, model: Any, rows: list[tuple[int, int]], ids: mx.array) -> mx.array:
+    def _forward(self, model: Any, rows: list[tuple[int, int]], ids: mx.array, compacting: bool = False) -> mx.array:
+        """Run the model on rows (sequence, tokens); `compacting`: what it leaves in ArraysCaches is copied."""
         self._know(model)
         if len(self.sequences) > 1 or self._tainted:
             self.steps_together(model)
@@ -356,7 +324,7 @@ class CausalCache:
             for layer in self._cells:
                 layer.enter(current)
             logits: mx.array = model(ids, cache=self._caches_for(sequences))
-            if self._states and ids.size > len(rows):
+            if compacting:
                 self._states.compact(*sequences)
         except BaseException:
             self._undo(sequences, ends, held)
@@ -415,51 +383,29 @@ class CausalCache:
                 self.defragment(wanted)
 
     def _move(self, moves: Sequence[Move]) -> None:
-        """Copy cells to others, which are free: read all, evaluate, then write. See P1 and P2 of plans.py."""
-        if not moves:
-            return
-        sources = mx.array(np.concatenate([np.arange(m.source, m.source + m.length) for m in moves]).astype(np.int32))
         for layer in self._cells:
-            if layer.empty():
-                continue
-            keys, values = layer.read(sources)
-            mx.eval(keys, values)
-            at = 0
-            for move in moves:
-                layer.write(move.target, keys[..., at : at + move.length, :], values[..., at : at + move.length, :])
-                at += move.length
-            mx.eval(layer.state)
+            layer.move(moves)
 
-    def _rotate(self, model: Any, runs: Sequence[tuple[int, int, int]]) -> None:
-        """Rotate the keys of each run of cells (start, length, delta): all of them first, then write."""
+    def _rotate(self, model: Any, shifts: Sequence[Shift]) -> None:
+        """Rotate the keys of cells in all layers: all of them first, then write."""
         self._know(model)
-        if self._rotations is None:
-            self._rotations = rotations(model, self._fresh())
-        rotated = []
-        for layer, rotation in zip(self._layers, self._rotations, strict=True):
-            if rotation is None:
-                continue
-            for start, length, delta in runs:
-                rotated.append((layer, start, rotation.shift(layer.keys[..., start : start + length, :], delta)))
-        mx.eval([keys for _, _, keys in rotated])
-        for layer, start, keys in rotated:
-            assert layer.keys is not None
-            layer.keys[..., start : start + keys.shape[2], :] = keys
+        pairs = zip(self._layers, self._fit.rotations(model), strict=True)
+        rotated = [(layer, layer.rotated(rotation, shifts)) for layer, rotation in pairs if rotation is not None]
+        mx.eval([keys for _, keys in rotated])
+        for layer, keys in rotated:
+            layer.rotate(shifts, keys)
         mx.eval([layer.state for layer in self._cells])
 
 
-def _one_each(tokens: Any, rows: int, vocab_size: int | None) -> mx.array:
-    """Next tokens of so many rows, shape (rows, 1). ValueError: see `CausalCache.step`."""
+def one_each(tokens: Any, row_count: int, vocab_size: int | None) -> mx.array:
+    """Return the next tokens of so many rows, given as `CausalCache.step` takes them, in shape (N, 1).
+
+    Raises:
+        ValueError: not one for each, none at all, no integers, or (but in an mx.array) outside [0, vocab_size).
+    """
     ids = tokens if isinstance(tokens, mx.array) else mx.array(token_ids(tokens, vocab_size))
     if not mx.issubdtype(ids.dtype, mx.integer):
         raise ValueError(f"tokens are of dtype {ids.dtype}; wanted integers.")
-    if rows == 0 or ids.shape not in ((rows,), (rows, 1)):
-        raise ValueError(f"tokens of shape {ids.shape} for {rows} sequences; wanted one each, and at least one.")
-    return ids.reshape(rows, 1)
-
-
-def _is_around(model: Any, known: Any) -> bool:
-    """Whether a callable passes for a model that is known: it is no model itself, or has that one inside."""
-    if known is None:
-        return False
-    return not isinstance(model, nn.Module) or any(inner is known for inner in model.modules())
+    if row_count == 0 or ids.shape not in ((row_count,), (row_count, 1)):
+        raise ValueError(f"tokens of shape {ids.shape} for {row_count} rows; wanted one each, and at least one.")
+    return ids.reshape(row_count, 1)

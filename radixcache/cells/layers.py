@@ -15,15 +15,19 @@ those who see the token run into, as they would have alone: see `without_overflo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache
 
 from radixcache.adapters.owned import owned
 from radixcache.cells.batch import Batch
+from radixcache.cells.plans import Move, Shift
+from radixcache.cells.shift import Rotation
 from radixcache.cells.table import CellTable
 
 Mask = mx.array | str | None
@@ -39,8 +43,8 @@ class CellPass:
     def __init__(self, table: CellTable, batch: Batch) -> None:
         self._table = table
         self.batch = batch
-        self.rows = len(batch.rows)
-        self.tokens = batch.rows[0].length
+        self.row_count = len(batch.rows)
+        self.tokens_per_row = batch.rows[0].length
         self._spans: dict[int | None, tuple[int, int]] = {}
         self._masks: dict[tuple[int | None, int | None, bool], Mask] = {}
 
@@ -48,11 +52,12 @@ class CellPass:
     def before(self) -> Any:
         """Tokens in front of each row's: an int for one row, an int32 array (N,) for several."""
         begins = [row.begin for row in self.batch.rows]
-        return begins[0] if self.rows == 1 else mx.array(begins, dtype=mx.int32)
+        return begins[0] if self.row_count == 1 else mx.array(begins, dtype=mx.int32)
 
     @cached_property
     def after(self) -> Any:
-        return self.before + self.tokens
+        """Tokens up to and with each row's, like `before`."""
+        return self.before + self.tokens_per_row
 
     def span(self, window: int | None) -> tuple[int, int]:
         """The cells [start, stop) that a layer with this window fetches."""
@@ -69,33 +74,37 @@ class CellPass:
         """
         key = span_window, window, as_array
         if key not in self._masks:
-            self._masks[key] = self._in_order(*key) if self._is_in_order(span_window) else self._any_order(*key[:2])
+            if self._is_in_order(span_window):
+                self._masks[key] = self._in_order(span_window, window, as_array)
+            else:
+                self._masks[key] = self._any_order(span_window, window)
         return self._masks[key]
 
     def _is_in_order(self, window: int | None) -> bool:
         """Whether there is one row, and what it sees stands in the order of its positions, and nothing in between."""
         row = self.batch.rows[0]
         first = 0 if window is None else max(row.begin - window + 1, 0)
-        return self.rows == 1 and len(self._table.ranges(row.sequence, first)) == 1
+        return self.row_count == 1 and len(self._table.ranges(row.sequence, first)) == 1
 
     def _in_order(self, span_window: int | None, window: int | None, as_array: bool) -> Mask:
         start, stop = self.span(span_window)
         cells = stop - start
         is_cut = window is not None and cells > window
-        if not is_cut and self.tokens == 1:
+        if not is_cut and self.tokens_per_row == 1:
             return None
         if not is_cut and not as_array:
             return "causal"
-        mask: mx.array = create_causal_mask(self.tokens, cells - self.tokens, window_size=window if is_cut else None)
+        tokens, seen = self.tokens_per_row, window if is_cut else None
+        mask: mx.array = create_causal_mask(tokens, cells - tokens, window_size=seen)
         return mask
 
     def _any_order(self, span_window: int | None, window: int | None) -> Mask:
         start, stop = self.span(span_window)
-        first, last = self._table.span(self.batch, window=window)
+        first, last = self.span(window)
         mask = mx.array(self._table.mask(self.batch, window=window))
         if (first, last) != (start, stop):
             mask = mx.pad(mask, [(0, 0), (first - start, stop - last)])
-        return mask if self.tokens > 1 else mask[:, None, None, :]
+        return mask if self.tokens_per_row > 1 else mask[:, None, None, :]
 
 
 class CellLayer(_BaseCache):  # type: ignore[misc]
@@ -134,10 +143,10 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the pass's keys and values, shape (N, H, T, D), and return views of all cells that it sees."""
         current = self._running
-        if keys.shape[0] != current.rows or keys.shape[2] != current.tokens:
-            found = f"keys of shape {keys.shape}"
-            raise ValueError(f"{found} in a pass of {current.rows} rows with {current.tokens} tokens each.")
-        if current.rows > 1:
+        if keys.shape[0] != current.row_count or keys.shape[2] != current.tokens_per_row:
+            wanted = f"{current.row_count} rows with {current.tokens_per_row} tokens each"
+            raise ValueError(f"keys of shape {keys.shape} in a pass of {wanted}.")
+        if current.row_count > 1:
             keys, values = keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3)
         self.write(current.batch.start, keys, values)
         self._is_written = True
@@ -154,18 +163,22 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self.state)
 
     def empty(self) -> bool:
+        """Whether nothing was ever written, so that there are no buffers."""
         return self.keys is None
-
-    def is_trimmable(self) -> bool:
-        return False
 
     # What the cache asks
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a cell takes; 0 without buffers."""
+        return sum(buffer.nbytes // buffer.shape[2] for buffer in self.state)
+
     def clear(self) -> None:
-        """Drop the buffers."""
+        """Let go of the buffers."""
         self.keys = self.values = None
 
     def write(self, start: int, keys: mx.array, values: mx.array) -> None:
@@ -194,14 +207,34 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
             if buffer is not None and buffer.shape[2] < cells:
                 setattr(self, name, _extended(buffer, cells))
 
-    def free(self) -> None:
-        """Let go of the buffers."""
-        self.keys = self.values = None
-
     def read(self, cells: mx.array) -> tuple[mx.array, mx.array]:
         """Copies of the keys and values in some cells, int32, shape (T,): (1, H, T, D) each."""
         assert self.keys is not None and self.values is not None
         return mx.take(self.keys, cells, axis=2), mx.take(self.values, cells, axis=2)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy cells to others, which are free: read all, evaluate, then write. See P1 and P2 of plans.py."""
+        if not moves or self.empty():
+            return
+        sources = np.concatenate([np.arange(each.source, each.source + each.length) for each in moves])
+        keys, values = self.read(mx.array(sources.astype(np.int32)))
+        mx.eval(keys, values)
+        at = 0
+        for move in moves:
+            self.write(move.target, keys[..., at : at + move.length, :], values[..., at : at + move.length, :])
+            at += move.length
+        mx.eval(self.state)
+
+    def rotated(self, rotation: Rotation, shifts: Sequence[Shift]) -> list[mx.array]:
+        """For each shift its cells' keys (1, H, T, Dk), rotated, not evaluated; the buffer stays as it is."""
+        assert self.keys is not None
+        return [rotation.shift(self.keys[..., start : start + length, :], by) for start, length, by in shifts]
+
+    def rotate(self, shifts: Sequence[Shift], keys: Sequence[mx.array]) -> None:
+        """Put what `rotated` gave for these shifts, evaluated by now, in the place of the keys that it came from."""
+        assert self.keys is not None
+        for shift, rotated in zip(shifts, keys, strict=True):
+            self.keys[..., shift.start : shift.start + shift.length, :] = rotated
 
     @property
     def _running(self) -> CellPass:
@@ -213,8 +246,8 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         assert buffer is not None
         start, stop = self._running.span(self.window)
         view = buffer[..., start:stop, :]
-        rows = self._running.rows
-        return view if rows == 1 else mx.broadcast_to(view, (rows, *view.shape[1:]))
+        count = self._running.row_count
+        return view if count == 1 else mx.broadcast_to(view, (count, *view.shape[1:]))
 
 
 def without_overflow(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

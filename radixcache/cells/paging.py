@@ -62,29 +62,29 @@ class CellPager:
     def needed_bytes(self, cells: int) -> int:
         """Bytes that all buffers take with so many cells; of a layer that was never seen 0."""
         return cells * sum(
-            self._layout.leaf_token_bytes(index)
-            if leaf.empty()
-            else sum(buffer.nbytes // buffer.shape[2] for buffer in leaf.state)
+            self._layout.leaf_token_bytes(index) if leaf.empty() else leaf.token_bytes
             for index, leaf in self._in_cells()
         )
 
     @property
     def buffer_bytes(self) -> int:
+        """Bytes of all buffers."""
         return sum(leaf.nbytes for _, leaf in self._in_cells())
 
     def point_bytes(self, sequence: int, end: int) -> int:
         """Bytes of a checkpoint of a sequence at `end`."""
-        states = self._causal.row_states(sequence)
-        nbytes = sum(array.nbytes for state in states for array in state.cache if array is not None)
-        for _, leaf in self._in_cells():
-            if leaf.window is not None:
-                nbytes += sum(min(leaf.window, end) * buffer.nbytes // buffer.shape[2] for buffer in leaf.state)
-        return int(nbytes)
+        nbytes = 0
+        for leaf in self._causal.leaves_of(sequence):
+            if isinstance(leaf, ArraysCache):
+                nbytes += sum(array.nbytes for array in leaf.cache if array is not None)
+            elif leaf.window is not None:
+                nbytes += min(leaf.window, end) * leaf.token_bytes
+        return nbytes
 
     def free(self) -> None:
         """Let go of all buffers."""
         for _, leaf in self._in_cells():
-            leaf.free()
+            leaf.clear()
 
     # In
 
@@ -106,13 +106,12 @@ class CellPager:
 
     def restore_points(self, sequence: int, checkpoint: Checkpoint, target: int) -> None:
         """Give the point layers of a sequence that stands at `target` what a checkpoint says; it can be cut there."""
-        states = iter(self._causal.row_states(sequence))
-        for leaf, snapshot in zip(self._causal.leaves, checkpoint.leaves, strict=True):
+        for leaf, snapshot in zip(self._causal.leaves_of(sequence), checkpoint.leaves, strict=True):
+            if snapshot is None:
+                continue
             if isinstance(leaf, ArraysCache):
-                state = next(states)
-                if snapshot is not None:
-                    state.cache = [None if slot is None else owned(slot) for slot in snapshot.slots]
-            elif snapshot is not None:
+                leaf.cache = [None if slot is None else owned(slot) for slot in snapshot.slots]
+            else:
                 length = snapshot.keys.shape[2] if target == checkpoint.offset else target
                 begin = target - length
                 for run in self._causal.table.ranges(sequence, begin, target):
@@ -123,8 +122,7 @@ class CellPager:
 
     def own_states(self, sequence: int) -> None:
         """Give a sequence copies of its states in buffers of their own: counted once, and no views of activations."""
-        for state in self._causal.row_states(sequence):
-            state.cache = [None if slot is None else owned(slot) for slot in state.cache]
+        self._causal.compact(sequence)
         self._evaluate_written()
 
     # Out
@@ -133,7 +131,7 @@ class CellPager:
         """Copy the point state of a sequence where it stands."""
         end = self._causal.length(sequence)
         piece = Piece(sequence, end, end, True)
-        snapshots = [self._point(index, leaf, piece) for index, leaf in enumerate(self._causal.leaves)]
+        snapshots = [self._point(leaf, piece) for leaf in self._causal.leaves_of(sequence)]
         return self._layout.checkpoint_of(snapshots, end, kind)
 
     def read(
@@ -149,10 +147,11 @@ class CellPager:
             freeing: let go of each layer's buffers once it is copied, so that no more than one layer is held twice.
         """
         columns = []
-        for index, leaf in enumerate(self._causal.leaves):
-            columns.append(allocating(lambda at=index, of=leaf: self._column(at, of, pieces)))  # type: ignore[misc]
+        of_pieces = [self._causal.leaves_of(piece.sequence) for piece in pieces]
+        for leaf, *its in zip(self._causal.leaves, *of_pieces, strict=True):
+            columns.append(allocating(lambda leaves=its: self._column(leaves, pieces)))  # type: ignore[misc]
             if freeing and isinstance(leaf, CellLayer):
-                leaf.free()
+                leaf.clear()
         found: list[tuple[Spans, Checkpoint | None]] = []
         for number, piece in enumerate(pieces):
             spans = [column[number][0] for column in columns]
@@ -164,10 +163,9 @@ class CellPager:
     def specimen(self, sequence: int) -> list[Any]:
         """Live caches with one token of every layer in use, for the layout to learn from; to look at only."""
         caches = self._layout.fresh()
-        states = iter(self._causal.row_states(sequence))
-        for leaf, (cache, _) in zip(self._causal.leaves, self._layout.leaves(caches), strict=True):
+        for leaf, (cache, _) in zip(self._causal.leaves_of(sequence), self._layout.leaves(caches), strict=True):
             if isinstance(leaf, ArraysCache):
-                cache.cache = list(next(states).cache)
+                cache.cache = list(leaf.cache)
             elif leaf.keys is not None and leaf.values is not None:
                 cache.keys, cache.values = leaf.keys[..., :1, :], leaf.values[..., :1, :]
                 cache.offset = 1
@@ -178,9 +176,10 @@ class CellPager:
     def _in_cells(self) -> list[tuple[int, CellLayer]]:
         return [(index, leaf) for index, leaf in enumerate(self._causal.leaves) if isinstance(leaf, CellLayer)]
 
-    def _column(self, index: int, leaf: Any, pieces: Sequence[Piece]) -> list[tuple[Any, Any]]:
-        """One layer's part of every piece, as (span, point)."""
-        column = [(self._span(leaf, piece), self._point(index, leaf, piece)) for piece in pieces]
+    def _column(self, leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[tuple[Any, Any]]:
+        """One layer's part of every piece, as (span, point), from what stands there for each piece's sequence."""
+        pairs = zip(leaves, pieces, strict=True)
+        column = [(self._span(leaf, piece), self._point(leaf, piece)) for leaf, piece in pairs]
         mx.eval([array for pair in column for snapshot in pair if snapshot is not None for array in snapshot.arrays()])
         return column
 
@@ -191,15 +190,14 @@ class CellPager:
         bounds = segment_bounds(piece.start, piece.end)
         return SpanSnapshot(piece.start, piece.end, [leaf.read(mx.array(cells[low:high])) for low, high in bounds])
 
-    def _point(self, index: int, leaf: Any, piece: Piece) -> Any:
+    def _point(self, leaf: Any, piece: Piece) -> Any:
         if not piece.with_points:
             return None
         if isinstance(leaf, ArraysCache):
-            before = sum(isinstance(each, ArraysCache) for each in self._causal.leaves[:index])
-            slots = self._causal.row_states(piece.sequence)[before].cache
-            if all(slot is None for slot in slots):
+            if all(slot is None for slot in leaf.cache):
                 return None
-            return ArraysSnapshot(piece.end, [None if slot is None else owned(slot) for slot in slots], None, None)
+            slots = [None if slot is None else owned(slot) for slot in leaf.cache]
+            return ArraysSnapshot(piece.end, slots, None, None)
         if leaf.window is None or leaf.empty():
             return None
         cells = self._causal.table.cells(piece.sequence)[max(0, piece.end - leaf.window) : piece.end]

@@ -82,10 +82,6 @@ class DefragPlan:
     moves: tuple[Move, ...]
     stamp: object = field(repr=False, compare=False)
 
-    @property
-    def moved_cells(self) -> int:
-        return sum(move.length for move in self.moves)
-
 
 def cut(cells: Cells) -> tuple[Cells, Cells]:
     """Cut cells, in the order given, where the next one is not the one after: starts and lengths of the runs."""
@@ -119,6 +115,22 @@ def pack(sources: Cells, holes: Cells) -> tuple[Move, ...]:
         if taken < space:
             insort(room, (space - taken, target + taken))
     return tuple(sorted(moves))
+
+
+def clear_window(used: NDArray[np.bool_], room: int | None) -> tuple[int, int]:
+    """Which cells [start, stop) to clear for room in a row: those that have the fewest used ones among them.
+
+    Args:
+        used: for each cell whether it is, bool, shape (capacity,).
+        room: at most as many as are free; of equally cheap places the last is taken. None: all that are free, at
+            the end.
+    """
+    if room is None:
+        return int(np.count_nonzero(used)), len(used)
+    before = np.concatenate([[0], np.cumsum(used)])
+    used_inside = before[room:] - before[:-room]
+    start = len(used_inside) - 1 - int(np.argmin(used_inside[::-1]))
+    return start, start + room
 
 
 def destinations(capacity: int, moves: tuple[Move, ...]) -> Cells:

@@ -4,6 +4,11 @@ Each sequence has an ArraysCache per such layer. A step of several sequences run
 is kept while the same sequences step in the same order, and taken apart when others do.
 
 An array is handed out once: `mx.array(x)` costs nothing and keeps what a model writes into one from reaching another.
+
+Invariants, asserted by `check`:
+
+  S1  Those that are joined are sequences, none of them twice, and each array of the joined caches has a row for each.
+  S2  What is joined is held once: in their own caches such sequences have None in every slot.
 """
 
 from __future__ import annotations
@@ -36,12 +41,15 @@ class RowStates:
 
     @property
     def sequences(self) -> tuple[int, ...]:
+        """Ids, in the order they were added."""
         return tuple(self._own)
 
     def add(self, sequence: int) -> None:
+        """Make a sequence, which has no state yet."""
         self._own[sequence] = [ArraysCache(size) for size in self._slots]
 
     def free(self, sequence: int) -> None:
+        """Take a sequence out, with its state."""
         self._settle()
         del self._own[sequence]
 
@@ -77,7 +85,7 @@ class RowStates:
         return all(_shapes(self._own[each]) == _shapes(self._own[sequences[0]]) for each in sequences)
 
     def compact(self, sequence: int) -> None:
-        """Replace a sequence's arrays by copies of their own: after a pass of many tokens most are views of it."""
+        """Replace a sequence's arrays by copies of their own: after a pass most are views of what it computed."""
         for cache in self.of(sequence):
             cache.cache = [None if array is None else owned(array) for array in cache.cache]
 
@@ -86,6 +94,7 @@ class RowStates:
         return [(cache, _copies(cache.cache)) for cache in self.take(sequences)]
 
     def roll_back(self, held: Held) -> None:
+        """Give the caches that a forward pass ran on what `hold` found in them."""
         for cache, arrays in held:
             cache.cache = arrays
 
@@ -94,6 +103,16 @@ class RowStates:
         joined = set(self._joined)
         caches = [cache for name, own in self._own.items() if name not in joined for cache in own]
         return [array for cache in (*caches, *self._batch) for array in cache.cache if array is not None]
+
+    def check(self) -> None:
+        """Assert S1 and S2."""
+        assert len(set(self._joined)) == len(self._joined), self._joined
+        assert set(self._joined) <= set(self._own), (self._joined, self.sequences)
+        for joined in self._batch:
+            shapes = [array.shape for array in joined.cache if array is not None]
+            assert all(shape[0] == len(self._joined) for shape in shapes), (self._joined, shapes)
+        for sequence in self._joined:
+            assert all(array is None for own in self._own[sequence] for array in own.cache), sequence
 
     def _settle(self) -> None:
         """Give each sequence of the joined caches its own again."""

@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache.cells.batch import Batch, BatchRow, bounds, seen
-from radixcache.cells.plans import Cells, DefragPlan, RemovalPlan, Run, Shift, cut, destinations, pack
+from radixcache.cells.plans import Cells, DefragPlan, RemovalPlan, Run, Shift, clear_window, cut, destinations, pack
 from radixcache.errors import CacheFullError
 
 _FREE = -1
@@ -259,19 +259,12 @@ class CellTable:
             ValueError: room is not in 1 to capacity.
             CacheFullError: fewer cells than `room` are free.
         """
+        if room is not None and not 0 < room <= self.capacity:
+            raise ValueError(f"room for {room} tokens; wanted 1 to {self.capacity}, the capacity.")
+        if room is not None and room > self.capacity - self.used:
+            raise self._full(room)
         used = self._positions != _FREE
-        total = int(np.count_nonzero(used))
-        if room is None:
-            start, stop = total, self.capacity
-        else:
-            if not 0 < room <= self.capacity:
-                raise ValueError(f"room for {room} tokens; wanted 1 to {self.capacity}, the capacity.")
-            if room > self.capacity - total:
-                raise self._full(room)
-            before = np.concatenate([[0], np.cumsum(used)])
-            in_window = before[room:] - before[:-room]
-            start = len(in_window) - 1 - int(np.argmin(in_window[::-1]))
-            stop = start + room
+        start, stop = clear_window(used, room)
         inside = np.zeros_like(used)
         inside[start:stop] = True
         sources, holes = np.flatnonzero(used & inside), np.flatnonzero(~used & ~inside)

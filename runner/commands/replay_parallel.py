@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console
 
-from runner.commands.usage import UsageError, require
+from runner.commands.usage import EXIT_INTERRUPTED, UsageError, require
 from runner.turn_taking import PARALLEL_STEP_SIZE
 
 if TYPE_CHECKING:
-    import typer
-
     from runner.models import LoadedModel
     from runner.parallel_report import ParallelReport
     from runner.replay import ReplayOptions
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def require_parallel(
-    context: "typer.Context", parallel: int, caches: Sequence[str], step_size: int, *, recorded: bool, exact: bool
+    context: typer.Context, parallel: int, caches: Sequence[str], step_size: int, *, recorded: bool, exact: bool
 ) -> int:
     """Refuse what does not go with --parallel; returns the step size, which has another default with it."""
 
@@ -42,26 +41,26 @@ def require_parallel(
 
 def run_parallel(
     loaded: "LoadedModel", script: "Script", options: "ReplayOptions", parallel: int
-) -> "tuple[ParallelReport, bool]":
-    """Serve the script; returns what finished, and whether Ctrl-C came before the rest."""
+) -> "tuple[ParallelReport, Exception | None]":
+    """Serve the script; returns what finished, and what broke the run off before the rest."""
     from radixcache import BudgetFullError, UnsupportedCacheError
     from runner.parallel_replay import ParallelReplay
     from runner.parallel_report import ParallelReport
     from runner.progress import ReplayProgress
     from runner.script import ScriptError
 
-    was_interrupted = False
+    broken_off: Exception | None = None
     try:
         with ReplayProgress(Console(stderr=True, highlight=False)) as progress:
             replay = ParallelReplay(loaded, script, options, parallel, progress)
             replay.run()
     except KeyboardInterrupt:
-        was_interrupted = True
+        broken_off = typer.Exit(EXIT_INTERRUPTED)
     except UnsupportedCacheError as error:
         raise UsageError(f"{loaded.name}: {error}") from error
     except BudgetFullError as error:
-        raise UsageError(f"--budget-mib is too small for {parallel} users at a time: {error}") from error
+        broken_off = UsageError(f"--budget-mib is too small for one of the requests alone: {error}")
     except ScriptError as error:
         # A prompt that waited for generated replies, and turned out not to fit.
-        raise UsageError(str(error)) from error
-    return ParallelReport(replay.result()), was_interrupted
+        broken_off = UsageError(str(error))
+    return ParallelReport(replay.result()), broken_off

@@ -101,7 +101,7 @@ class Walk:
 
     def _counted(self, room: int | None = None) -> object:
         plan = self._defragment(room)
-        self.moved += plan.moved_cells
+        self.moved += sum(move.length for move in plan.moves)
         return plan
 
 

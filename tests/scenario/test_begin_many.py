@@ -948,6 +948,9 @@ def test_arguments_out_of_their_range_are_named_and_change_nothing() -> None:
             group.prefill(model, row)
         with pytest.raises(ValueError, match="one each"):
             group.step(model, [row], [1, 2])
+        with pytest.raises(ValueError, match="one each"):
+            group.step(model, [row, group.admit(PROMPTS[0])], mx.array([[1, 2]]))
+        group.rows[-1].close()
         with pytest.raises(ValueError, match="wanted integers"):
             group.step(model, [row], mx.array([1.0]))
         with pytest.raises(ValueError, match="no rows"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache.cells.causal import CausalCache
-from radixcache.errors import CacheFullError
+from radixcache.errors import CacheFullError, UnsupportedCacheError
 from runner.architectures.exceptions import kind_of
 from runner.architectures.weights import build
 from runner.tiny import VOCABULARY_LENGTH, tiny_model
@@ -256,6 +257,24 @@ def test_an_empty_cache_takes_another_model_with_the_same_layers_and_tries_it_an
     causal.free(1)
     with pytest.raises(ValueError, match="other layers"):
         causal.steps_together(tiny_model("gemma3_text"))
+
+
+def test_a_model_that_is_refused_leaves_the_buffers_and_what_was_found_to_the_one_before() -> None:
+    other = build(kind_of("minimax_m3_vl"))
+    layers = len(CausalCache(caches=lambda: make_prompt_cache(other), capacity=CAPACITY).leaves)
+    tiny = kind_of("llama")
+    first = build(replace(tiny, overrides={**tiny.overrides, "num_hidden_layers": layers}))
+    causal = CausalCache(first, capacity=CAPACITY)
+    causal.add(1)
+    causal.prefill(first, 1, [1, 2, 3])
+    causal.free(1)
+    before = causal.nbytes
+
+    with pytest.raises(UnsupportedCacheError, match="blocks of neighbouring slots"):
+        causal.steps_together(other)
+
+    assert causal.nbytes == before > 0
+    assert causal.steps_together(first)
 
 
 def test_keys_of_other_heads_never_reach_the_cells() -> None:

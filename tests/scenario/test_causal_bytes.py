@@ -151,6 +151,24 @@ def test_recurrent_state_after_a_prefill_keeps_no_activations(kind: str) -> None
     assert memory <= 1.1 * causal.nbytes + 16_384, (memory, causal.nbytes)
 
 
+def test_recurrent_state_after_a_chunk_of_one_token_is_no_view_either() -> None:
+    model = build(kind_of("lfm2"))
+    CausalCache(model, capacity=64).steps_together(model)
+
+    def prefilled() -> CausalCache:
+        causal = CausalCache(model, capacity=64 * 7)
+        for sequence in range(64):
+            causal.add(sequence)
+            for chunk in (words(sequence, 6), [5]):
+                mx.eval(causal.prefill(model, sequence, chunk), causal.state)
+        return causal
+
+    prefilled()
+    memory, causal = held_bytes(prefilled)
+
+    assert memory <= 1.05 * causal.nbytes, (memory, causal.nbytes)
+
+
 def test_who_leaves_a_batch_of_recurrent_rows_keeps_one_rows_state() -> None:
     model = build(kind_of("mamba"))
     CausalCache(model, capacity=64).steps_together(model)

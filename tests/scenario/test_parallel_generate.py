@@ -535,6 +535,45 @@ def test_a_sampler_that_raises_ends_its_own_reply_alone(loaded: LoadedModel, at:
     require_right_tree(loaded, cache, PROMPTS)
 
 
+#: What a sampler may return by mistake, and what becomes of it.
+NO_TOKENS = {
+    "a float": (lambda: mx.array([1.5]), TypeError),
+    "two tokens": (lambda: mx.array([1, 2]), TypeError),
+    "nothing": (lambda: None, Exception),
+    "far outside": (lambda: mx.array([100_000]), ValueError),
+    "below 0": (lambda: np.array([-3]), ValueError),
+}
+
+
+@pytest.mark.parametrize("name", NO_TOKENS)
+def test_a_sampler_that_returns_no_token_ends_its_own_reply_alone(loaded: LoadedModel, name: str) -> None:
+    wrong, error = NO_TOKENS[name]
+    cache = new_cache(loaded)
+
+    def sampler(logprobs: mx.array, calls: list[int] = []) -> mx.array:  # noqa: B006
+        calls.append(1)
+        return wrong() if len(calls) > 2 else mx.argmax(logprobs, axis=-1)
+
+    with new_generator(loaded, cache) as generator:
+        tickets = [
+            submit(generator, prompt, sampler=sampler if index == 1 else None)
+            for index, prompt in enumerate(PROMPTS[:3])
+        ]
+        drain(generator)
+        require_alone(loaded, [tickets[0], tickets[2]], [PROMPTS[0], PROMPTS[2]])
+    assert isinstance(done(tickets[1]).error, error)
+    assert done(tickets[1]).tokens == alone(loaded, PROMPTS[1])[:2]
+    require_right_tree(loaded, cache, PROMPTS)
+
+
+def test_a_sampler_may_return_what_numpy_has(llama: LoadedModel) -> None:
+    with new_generator(llama, new_cache(llama)) as generator:
+        tickets = [submit(generator, PROMPTS[0], 3, sampler=lambda _: np.int64(5)), submit(generator, PROMPTS[1])]
+        drain(generator)
+        require_alone(llama, tickets[1:], PROMPTS[1:2])
+    assert tokens_of(tickets[0]) == (5, 5, 5)
+
+
 class FailingTokenizer:
     """A tokenizer whose second detokenizer, and no other, fails at its third token."""
 

@@ -23,8 +23,8 @@ UNRECORDED = [
 ]
 
 
-def new_script(loaded, conversations, seed):
-    return Script(loaded, schedule(conversations, seed=seed), max_tokens=6)
+def new_script(loaded, conversations, seed, max_tokens=6):
+    return Script(loaded, schedule(conversations, seed=seed), max_tokens=max_tokens)
 
 
 def options(**more):
@@ -52,7 +52,7 @@ def test_replies_and_prompts_are_those_of_one_request_at_a_time(kind, users):
     found = together(f"tiny:{kind}", users)
     for name in ("user", "conversation_id", "turn", "prompt_tokens", "output_hash", "output_tokens", "done_reason"):
         assert [getattr(row, name) for row in found.rows] == [getattr(row, name) for row in expected.rows], name
-    assert found.users_at_a_time == users
+    assert found.users_at_a_time == min(users, 2)  # Ann and Bob
     # Ann and Bob have a system prompt in common, and each the turns before.
     assert sum(row.cached_tokens for row in found.rows) >= 0.5 * sum(row.cached_tokens for row in expected.rows)
 
@@ -63,6 +63,23 @@ def test_replies_that_are_generated_are_in_the_next_prompts():
     assert len(found.rows) == 9
     assert [row.output_hash for row in found.rows] == [row.output_hash for row in expected.rows]
     assert [row.prompt_tokens for row in found.rows] == [row.prompt_tokens for row in expected.rows]
+
+
+def test_long_replies_that_are_no_text_of_their_own_still_fit_the_next_prompts():
+    # Random weights generate halves of characters, each of which comes back as the three bytes of a replacement.
+    loaded = load_model("tiny:llama")
+    script = new_script(loaded, UNRECORDED[:1], 1, max_tokens=200)
+    run = ParallelReplay(loaded, script, options(max_tokens=200), 1, Silence())
+    run.run()
+    rows = run.result().rows
+    assert len(rows) == 3
+    assert rows[2].prompt_tokens > rows[0].prompt_tokens + 400 + 50
+
+
+def test_no_more_cells_are_asked_for_than_all_users_together_can_fill():
+    few, many = (together("tiny:llama", users, conversations=UNRECORDED) for users in (2, 10**9))
+    assert (many.users_at_a_time, many.capacity_cells) == (3, few.capacity_cells // 2 * 3)
+    assert [row.output_hash for row in many.rows] == [row.output_hash for row in few.rows]
 
 
 def test_the_observer_hears_of_every_request_and_peaks_are_within_bounds():

@@ -18,7 +18,7 @@ from benchmarks import (
     bench_restore,
     bench_verify,
 )
-from benchmarks.record import Spread, in_turns, publish
+from benchmarks.record import Spread, in_turns, publish, rotated
 
 ORIGIN = {"benchmark", "question", "repeats", "rows", "machine", "versions", "date", "commit", "command"}
 
@@ -43,6 +43,15 @@ def test_measurements_in_turns_come_in_pairs_without_the_first_of_each() -> None
 
     assert calls == ["a", "b", "b", "a", "a", "b"]
     assert pairs == [(4, 3), (5, 6)]
+
+
+def test_rotated_items_begin_with_another_one_each_time() -> None:
+    assert [rotated("abc", by) for by in range(4)] == [
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+        ["a", "b", "c"],
+    ]
 
 
 def test_what_is_published_says_where_it_comes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +189,30 @@ def test_users_at_a_time_have_a_row_for_each_way_and_hold_a_common_beginning_onc
     assert [(row["prompt"], row["users"], row["way"]) for row in rows] == [
         (prompt, users, way) for prompt in ("shared", "own") for users in load.users for way in bench_parallel.WAYS
     ]
+    assert {row["repeats"] for row in rows} == {load.repeats}
     many = max(load.users)
     held = {(row["prompt"], row["way"]): row["live MB"] for row in rows if row["users"] == many}
     assert held["shared", "cells"] < held["own", "cells"] / 2
     assert held["shared", "mlx-lm"] == held["own", "mlx-lm"]
+
+
+@pytest.mark.parametrize(
+    ("speed", "held_mb", "verdicts"),
+    [
+        (1.0, 0.2, ("(at least 1; 0.50 while decoding)", "(under 0.25)")),
+        (0.9, 0.25, ("(NOT at least 1; 0.50 while decoding)", "(NOT under 0.25)")),
+    ],
+)
+def test_the_conclusion_of_users_at_a_time_says_whether_the_aims_are_met(
+    speed: float, held_mb: float, verdicts: tuple[str, str]
+) -> None:
+    def row(way: str, tokens_s: float, decode_s: float, live_mb: float) -> dict[str, Any]:
+        figures = {"tokens/s": tokens_s, "decode tokens/s": decode_s, "live MB": live_mb}
+        return {"model": "tiny", "prompt": "shared", "users": 8, "way": way, **figures}
+
+    rows = [row("cells", speed, 5.0, held_mb), row("mlx-lm", 1.0, 10.0, 1.0)]
+    said = bench_parallel.conclusion(rows)
+    assert all(verdict in said for verdict in verdicts), said
+    own = bench_parallel.conclusion([each | {"prompt": "own"} for each in rows])
+    assert "at least" not in own, own
+    assert "under" not in own, own

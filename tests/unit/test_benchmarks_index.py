@@ -1,11 +1,12 @@
 """The benchmarks of index, overhead and replay run in quick mode and their figures hang together; no time is judged."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
 
-from benchmarks import bench_overhead, bench_policies, bench_replay, bench_tree
+from benchmarks import bench_exact, bench_overhead, bench_policies, bench_replay, bench_tree, record
 from benchmarks.hollow_model import KINDS, HollowModel
 from radixcache import RadixTree
 from radixcache.tree import common_length
@@ -98,6 +99,16 @@ def test_the_bound_of_a_script_is_what_no_earlier_request_held():
     assert workload.bound_tokens == bound < workload.prompt_tokens
 
 
+def test_the_exact_benchmark_caches_less_the_wider_the_grid_and_never_more_than_without(tmp_path):
+    bench_exact.main(["--quick", "--results", str(tmp_path)])
+    rows = rows_of(tmp_path, "exact")
+    assert [row["exact, step_size"] for row in rows] == ["no", *map(str, bench_exact.STEP_SIZES)]
+    cached = [row["cached tokens"] for row in rows]
+    assert cached == sorted(cached, reverse=True)
+    assert cached[0] > cached[-1] > 0
+    assert all(row["cached tokens"] % step == 0 for step, row in zip(bench_exact.STEP_SIZES, rows[1:], strict=True))
+
+
 def test_the_policy_benchmark_puts_no_online_policy_above_the_optimum(tmp_path, capsys):
     bench_policies.main(["--quick", "--results", str(tmp_path)])
     document = json.loads((tmp_path / "policies.json").read_text())
@@ -107,3 +118,28 @@ def test_the_policy_benchmark_puts_no_online_policy_above_the_optimum(tmp_path, 
     assert document["conclusion"] in capsys.readouterr().out
     assert (tmp_path / "policies.png").stat().st_size > 0
     assert {row["unit"] for row in rows_of(tmp_path, "policies-speed")} == {"block references/s", "s", "us"}
+
+
+def test_recorded_traces_are_read_from_the_folder_that_is_given(tmp_path):
+    mooncake, agents = (tmp_path / path for path in bench_policies.TRACES.values())
+    mooncake.parent.mkdir()
+    agents.mkdir(parents=True)
+    mooncake.write_text('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}\n')
+    session = {"block_size": 64, "hash_id_scope": "local", "requests": [{"t": 0, "in": 64, "out": 1, "hash_ids": [1]}]}
+    (agents / "one.json").write_text(json.dumps(session))
+    traces = bench_policies._traces(tmp_path, quick=False)
+    assert [(trace.name, len(trace.requests)) for trace in traces] == [("mooncake", 1), ("coding agents", 1)]
+
+
+def test_a_folder_without_the_traces_is_refused_before_anything_is_measured(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        bench_policies.main(["--quick", "--traces", str(tmp_path)])
+    assert ended.value.code == 2
+    assert f"{tmp_path} has no mooncake/conversation_trace.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [["--traces", "/some/where"], ["--conversations=/some/where"]])
+def test_the_recorded_command_names_no_path(monkeypatch, given):
+    words = ["python", "-m", "benchmarks.bench_policies", *given, "--quick", "--results", "/else/where"]
+    monkeypatch.setattr(sys, "orig_argv", words)
+    assert record._command() == "python -m benchmarks.bench_policies --quick"

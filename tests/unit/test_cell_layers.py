@@ -71,11 +71,11 @@ def test_a_token_sees_what_its_position_lets_it_see(
     layer = CellLayer(CELLS, window)
     layer.enter(current)
 
-    mask = layer.make_mask(current.tokens, return_array=as_array, window_size=asked)
+    mask = layer.make_mask(current.tokens_per_row, return_array=as_array, window_size=asked)
 
     span = current.span(window)
     narrowest = min((each for each in (window, asked) if each is not None), default=None)
-    found = spelled_out(mask, current.tokens, span[1] - span[0])
+    found = spelled_out(mask, current.tokens_per_row, span[1] - span[0])
     np.testing.assert_array_equal(found, wanted(table, current, span, narrowest))
 
 

@@ -169,8 +169,21 @@ def test_a_budget_that_one_user_does_not_fit_is_refused_with_the_numbers(command
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "x" * 2000}]}))
     code, stdout, stderr = command(*replay(path), "--parallel", 2, "--budget-mib", 2)
     assert (code, stdout) == (2, "")
-    assert last_line(stderr).startswith("error: --budget-mib is too small for 2 users at a time: ")
+    assert last_line(stderr).startswith("error: --budget-mib is too small for one of the requests alone: ")
     assert "2097152" in last_line(stderr)
+
+
+def test_what_had_finished_before_a_budget_that_is_too_small_is_kept(command, tmp_path):
+    path, out = tmp_path / "long.json", tmp_path / "out.json"
+    turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
+    path.write_text(json.dumps({"messages": [*turns, {"role": "user", "content": "x" * 2000}]}))
+    code, stdout, stderr = command(*replay(path), "--parallel", 2, "--budget-mib", 2, "--json", out)
+    assert code == 2
+    assert "1 users at a time were given 4 tokens" in stdout
+    assert stderr.splitlines()[-2] == "interrupted: 1 of 2 requests had finished."
+    assert last_line(stderr).startswith("error: --budget-mib is too small for one of the requests alone: ")
+    written = json.loads(out.read_text())
+    assert (written["interrupted"], len(written["runs"][0]["rows"])) == (True, 1)
 
 
 def test_ctrl_c_in_a_replay_of_several_users_prints_what_had_finished(command, talks, tmp_path, monkeypatch):

@@ -60,6 +60,10 @@ def fewest_runs(sources: list[int], holes: list[int]) -> int:
     return fewest
 
 
+def moved_cells(plan: DefragPlan) -> int:
+    return sum(move.length for move in plan.moves)
+
+
 def carried_out(occupied: Occupied, plan: DefragPlan) -> Occupied:
     after = set(occupied)
     for source, target, length in plan.moves:
@@ -77,7 +81,7 @@ def test_no_plan_moves_fewer_cells_in_any_table_of_eight(used: int) -> None:
         assert len(distance) == len(list(combinations(range(CAPACITY), used)))
         for occupied, fewest in distance.items():
             plan = table_with(occupied).plan_defragment(room)
-            assert plan.moved_cells == fewest, (sorted(occupied), room, plan)
+            assert moved_cells(plan) == fewest, (sorted(occupied), room, plan)
             assert has_room(carried_out(occupied, plan), room), (sorted(occupied), room, plan)
 
 
@@ -156,7 +160,7 @@ def test_a_large_fragmented_table_is_made_compact_with_as_many_cells_as_there_ar
     used = table.used
     holes = sum(not table.members(cell) for cell in range(used))
     plan = table.defragment()
-    assert plan.moved_cells == holes > 0
+    assert moved_cells(plan) == holes > 0
     assert table.largest_free_run == 4096 - used
     assert {name: len(table.cells(name)) for name in table.sequences} == before
     table.check()

@@ -33,6 +33,8 @@ def new_generator(loaded, model=None, **more):
     [
         ({"capacity": 0}, "capacity is 0; wanted at least 1"),
         ({"max_rows": 0}, "max_rows is 0; wanted at least 1"),
+        ({"max_rows": "a"}, "max_rows is 'a'; wanted at least 1"),
+        ({"step_size": 1.5}, "step_size is 1.5; wanted at least 1"),
         ({"step_size": -1}, "step_size is -1; wanted at least 1"),
         ({"context": 1}, "a context of 1 tokens; wanted at least 2"),
         ({"context": 513}, "a context of 513 tokens does not fit 512 cells"),
@@ -61,7 +63,9 @@ def test_a_model_whose_layers_cannot_be_shared_is_refused_by_name():
         (PROMPT, {"marks": (-1,)}, "mark -1 is outside"),
         (PROMPT, {"keys": [1, 2]}, "keys has 2 entries; wanted 100"),
         (PROMPT, {"keep": 101}, "keep is 101 tokens; wanted 0 to 100"),
-        (PROMPT, {"reserve": 0}, "reserve is 0 tokens; wanted at least 1"),
+        (PROMPT, {"max_tokens": 1.5}, "max_tokens is 1.5; wanted at least 1"),
+        (PROMPT, {"sampler": 3}, "sampler is a int; wanted a function"),
+        (PROMPT, {"reserve": 0}, "reserve is 0; wanted at least 1"),
         (PROMPT, {"max_tokens": 414}, "take 513 cells; there are 512"),
     ],
 )

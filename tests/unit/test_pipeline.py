@@ -53,6 +53,20 @@ def completion_of(pieces) -> Completion:
     return completions[0]
 
 
+@pytest.mark.parametrize(
+    ("returned", "error", "said"),
+    [(100_000, ValueError, [40, 41]), (-1, ValueError, [40, 41]), (0.5, TypeError, [40])],
+)
+def test_a_sampler_that_returns_no_token_of_the_model_is_an_error_after_tokens_before(tiny, returned, error, said):
+    run = begin(tiny)
+    pieces = generate(
+        run, tiny.model, tiny.tokenizer, max_tokens=9, sampler=scripted([40, 41, returned, 42]), stop_tokens=()
+    )
+    assert [next(pieces).token for _ in said] == said
+    with pytest.raises(error, match="the sampler returned"):
+        next(pieces)
+
+
 def test_greedy_tokens_are_those_of_mlx_lm(tiny):
     expected = [token for token, _ in generate_step(mx.array(PROMPT), tiny.model, max_tokens=12)]
     pieces = list(generate(begin(tiny), tiny.model, tiny.tokenizer, max_tokens=12, stop_tokens=()))

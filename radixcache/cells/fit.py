@@ -1,0 +1,116 @@
+"""ModelFit: which model a CausalCache holds the state of, and what that model can do on cells.
+
+layers            its caches say which: those of keys and values become cells, the others stay beside them
+takes_rows        whether one forward pass takes rows at different positions: a trial says, see trial.py
+rotations         how keys in cells get to other positions: measured, see shift.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+
+from radixcache.cells.layers import CellLayer
+from radixcache.cells.shift import Rotation, rotations
+from radixcache.cells.trial import Kinds, kinds_of, steps_together, verdict
+from radixcache.errors import UnsupportedCacheError
+
+if TYPE_CHECKING:
+    from radixcache.cells.causal import CausalCache
+
+#: Modules of mlx-lm whose attention goes by where in the buffer a token stands, which in cells says nothing.
+BY_SLOT = {"minimax_m3_vl": "its attention keeps blocks of neighbouring slots of the cache"}
+
+
+class ModelFit:
+    """One model at a time, or none that was seen yet; its layers never change.
+
+    Args:
+        fresh: returns fresh mlx-lm caches of the model, which need not be seen for it.
+
+    Attributes:
+        model: the one that was accepted last: a model, or a callable, which passes for any; None: there was none.
+        takes_rows: whether it takes rows at different positions in one forward pass; None: not tried yet.
+    """
+
+    def __init__(self, fresh: Callable[[], Sequence[Any]]) -> None:
+        self.fresh = fresh
+        self.model: Any = None
+        self.takes_rows: bool | None = None
+        self._kinds: Kinds = kinds_of(fresh())
+        self._rotations: list[Rotation | None] | None = None
+
+    def layers(self, capacity: int) -> list[Any]:
+        """What stands for each of the model's caches in a forward pass; an ArraysCache only marks the place.
+
+        Raises:
+            UnsupportedCacheError: a layer's state can be in no cells and is not a sequence's own either.
+        """
+        return [_layer(cache, capacity) for cache in self.fresh()]
+
+    def is_known(self, model: Any) -> bool:
+        """Whether this is the model, or passes for it: a callable that is no model, or a model that has it inside."""
+        if model is self.model:
+            return True
+        if self.model is None:
+            return False
+        return not isinstance(model, nn.Module) or any(inner is self.model for inner in model.modules())
+
+    def accept(self, model: Any, used_cells: int) -> bool:
+        """Make this, which is not known, the model; returns whether it takes the place of another, buffers and all.
+
+        Args:
+            used_cells: how many hold state of the model so far.
+
+        Raises:
+            UnsupportedCacheError: its attention goes by slots.
+            ValueError: there is state of another model, or that one has other layers.
+        """
+        modules = {type(each).__module__.rpartition(".")[2] for each in (model, *getattr(model, "layers", ()))}
+        for name in modules & set(BY_SLOT):
+            raise UnsupportedCacheError(f"{name} cannot run on cells: {BY_SLOT[name]}.")
+        is_another = isinstance(self.model, nn.Module)
+        if is_another:
+            if used_cells:
+                raise ValueError(f"{used_cells} cells hold state of another model; free their sequences first.")
+            if kinds_of(make_prompt_cache(model)) != self._kinds:
+                raise ValueError("another model, with other layers than this cache was made for; make one for it.")
+            self.takes_rows, self._rotations = None, None
+        self.model = model
+        return is_another
+
+    def steps_together(self, model: Any, cells: Callable[[int], CausalCache]) -> bool:
+        """`takes_rows`, which is tried first if need be.
+
+        Args:
+            model: known.
+            cells: makes an empty CausalCache for the model, with a number of cells.
+
+        Raises:
+            UnsupportedCacheError: sequences do not get what is theirs a row at a time either.
+        """
+        if self.takes_rows is None:
+            self.takes_rows = verdict(model, self._kinds, lambda: steps_together(model, self.fresh, cells))
+        return self.takes_rows
+
+    def rotations(self, model: Any) -> list[Rotation | None]:
+        """How the keys of each layer are rotated; None: not at all. ShiftError: unknown; see shift.py."""
+        if self._rotations is None:
+            self._rotations = rotations(model, self.fresh())
+        return self._rotations
+
+
+def _layer(cache: Any, capacity: int) -> Any:
+    if cache is None or type(cache) is ArraysCache:
+        return cache
+    if type(cache) is CacheList:
+        return CacheList(*(_layer(each, capacity) for each in cache.caches))
+    if type(cache) is KVCache:
+        return CellLayer(capacity)
+    if type(cache) is RotatingKVCache and not cache.keep:
+        return CellLayer(capacity, cache.max_size)
+    kept = f" that keeps its first {cache.keep} tokens" if type(cache) is RotatingKVCache else ""
+    raise UnsupportedCacheError(f"a layer's {type(cache).__name__}{kept} cannot be put into cells.")
