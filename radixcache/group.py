@@ -31,7 +31,7 @@ import numpy as np
 from radixcache.adapters.owned import owned
 from radixcache.cells.causal import CausalCache, one_each
 from radixcache.cells.paging import CellPager
-from radixcache.errors import SessionClosedError
+from radixcache.errors import BudgetFullError, SessionClosedError
 from radixcache.evaluation import is_evaluation_failure
 from radixcache.interrupts import uninterrupted
 from radixcache.row import Row
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 #: A chunk's logits are (1, T, V), all of them at once: beyond so many tokens the last goes by itself for its own.
 LOGITS_TOKENS = 32
+# What is evaluated at first of a model that nobody has seen run, before the bytes of a token are known.
+FIRST_TOKENS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -108,13 +110,25 @@ class Group:
         """Cells that hold a token; one that several rows share counts once."""
         return self.causal.table.used
 
-    def has_bytes_for(self, cells: int) -> bool:
+    def has_bytes_for(self, cells: int, states: int = 0) -> bool:
         """Whether buffers of so many cells would fit the byte budget, all that is evictable gone; evicts nothing.
 
         True as well before the first forward pass, which shows what a cell takes.
+
+        Args:
+            cells: of all rows together.
+            states: rows that get a state of their own in the layers beside the cells, where there are any.
         """
         with self.cache.lock:
-            return self.cache.has_bytes_for(self, cells)
+            return self.cache.has_bytes_for(self, cells, states)
+
+    def refusal_of(self, tokens: int) -> BudgetFullError | None:
+        """Why a row of so many tokens would not fit the byte budget even if there were nothing else; None: it would.
+
+        None as well before the first forward pass.
+        """
+        with self.cache.lock:
+            return self.cache.refusal_of(self, tokens)
 
     def sharable_tokens(self, keys: Keys) -> int:
         """How many tokens of a prompt with these keys would share cells of the open rows, were it admitted now."""
@@ -171,7 +185,8 @@ class Group:
 
         Raises:
             ValueError: tokens is below 1, the prompt is through, or the row is another group's.
-            CacheFullError, BudgetFullError: no room for the chunk; nothing was evaluated.
+            CacheFullError, BudgetFullError: no room for the chunk; nothing of it was evaluated, or its first tokens if
+                this was the first forward pass of the cache: it shows what a token takes.
             SessionClosedError: row or group is closed, or the cells were lost.
         """
         self._require_row(row)
@@ -184,18 +199,11 @@ class Group:
             raise ValueError(f"row {row.id}: all {len(row.prompt)} tokens of its prompt are evaluated; use step().")
         if tokens is not None and tokens < 1:
             raise ValueError(f"tokens is {tokens}; wanted 1 or more, or None.")
-        count = left if tokens is None else min(tokens, left)
-        self._make_room(count)
-        end, logits = row.position + count, None
-        cuts = {end, *row.stops} | ({end - 1} if count == left > LOGITS_TOKENS else set())
-        while row.position < end:
-            stop = min(at for at in cuts if at > row.position)
-            logits = self._evaluate(model, row, stop - row.position)
-            # First: a checkpoint would take buffers of the chunk's, which are larger than it is.
-            self.cache.layout.release()
-            if stop in row.stops:
-                self._take_checkpoint(row, row.stops[stop])
-        return logits
+        end = row.position + (left if tokens is None else min(tokens, left))
+        logits = None
+        if not self.cache.layout.is_known:
+            logits = self._prefill_to(model, row, min(end, row.position + FIRST_TOKENS))
+        return self._prefill_to(model, row, end) if row.position < end else logits
 
     def step(self, model: Any, rows: Sequence[Row], tokens: Any) -> mx.array:
         """Evaluate one more token of each of some rows, in one forward pass where the model can.
@@ -221,7 +229,7 @@ class Group:
             self._require_row(row)
         array = one_each(tokens, len(rows), self.cache.vocab_size)
         self._require_prompts(rows, array)
-        self._make_room(len(rows))
+        self._make_room(len(rows), states=sum(row.position == 0 for row in rows))
         for row in rows:
             row.is_fresh = False
         logits: mx.array = self._run(lambda: self.causal.step(model, [row.id for row in rows], array))
@@ -335,6 +343,21 @@ class Group:
                 self.is_lost = True
             raise
 
+    def _prefill_to(self, model: Any, row: Row, end: int) -> mx.array | None:
+        """Evaluate a row's prompt up to `end`; returns the last token's logits where the prompt ends there."""
+        count, left = end - row.position, row.prompt_left
+        self._make_room(count, states=int(row.position == 0))
+        cuts = {end, *row.stops} | ({end - 1} if count == left > LOGITS_TOKENS else set())
+        logits = None
+        while row.position < end:
+            stop = min(at for at in cuts if at > row.position)
+            logits = self._evaluate(model, row, stop - row.position)
+            # First: a checkpoint would take buffers of the chunk's, which are larger than it is.
+            self.cache.layout.release()
+            if stop in row.stops:
+                self._take_checkpoint(row, row.stops[stop])
+        return logits
+
     def _evaluate(self, model: Any, row: Row, count: int) -> mx.array | None:
         """Evaluate prompt tokens of a row; returns the last one's logits where the prompt ends with it."""
         logits: mx.array = self._run(lambda: self.causal.prefill(model, row.id, row.next_ids(count)))
@@ -357,13 +380,13 @@ class Group:
         with uninterrupted(), self.cache.lock:
             self.cache.row_checkpoint(self, row, kind)
 
-    def _make_room(self, tokens: int, cells: int = 0) -> None:
+    def _make_room(self, tokens: int, cells: int = 0, states: int = 0) -> None:
         table, held = self.causal.table, self.pager.cells
         is_grown = held == table.capacity and tokens <= held - table.used
-        if not cells and (is_grown or table.has_run(tokens, held)):
+        if not cells and not (states and self.pager.has_states) and (is_grown or table.has_run(tokens, held)):
             return
         with uninterrupted(), self.cache.lock:
-            self._run(lambda: self.cache.room_in_cells(self, tokens, cells))
+            self._run(lambda: self.cache.room_in_cells(self, tokens, cells, states))
 
     def _measure(self) -> None:
         """Book what the cells have come to hold, if that is not what they held."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from radixcache.cells.causal import CausalCache
-from radixcache.cells.layers import GROWTH_CELLS, grown
+from radixcache.cells.layers import grown
 from radixcache.cells.paging import Piece
 from radixcache.errors import BudgetFullError
 from radixcache.evaluation import NATIVE_ERRORS, LiveStateError
@@ -85,31 +85,44 @@ class GroupRequests(Requests):
         self._book(group)
         self._evictor.make_room()
 
-    def room_in_cells(self, group: Group, tokens: int, cells: int = 0) -> None:
-        """Make room for so many more tokens, or for buffers of so many cells.
+    def room_in_cells(self, group: Group, tokens: int, cells: int = 0, states: int = 0) -> None:
+        """Make room for so many more tokens, or for buffers of so many cells, and for the states of more rows.
+
+        Where nothing else can go, the checkpoints do that the group's rows have taken.
 
         Raises:
-            CacheFullError, BudgetFullError: there is none; nothing but what is evictable has changed.
+            CacheFullError, BudgetFullError: there is none; nothing but what may go has changed.
         """
         if tokens > 0:
             cells = max(cells, group.causal.room_for(tokens))
-        held, capacity = group.pager.cells, group.causal.table.capacity
-        if cells <= held:
-            return
-        wanted = grown(held, cells, capacity)
-        growth = _growth_bytes(group, wanted)
+        held = group.pager.cells
+        wanted = grown(held, cells, group.causal.table.capacity) if cells > held else held
+        growth = _growth_bytes(group, wanted, states)
         if self._evictor.over_bytes(growth):
-            wanted = cells if held else min(capacity, max(cells, GROWTH_CELLS))
-            growth = _growth_bytes(group, wanted)
-        # Nothing is evicted for what cannot fit.
-        if not (self._evictor.could_fit(growth) and self._evictor.make_room(growth)):
-            raise BudgetFullError(self._ledger.budget_bytes, self._evictor.fixed_bytes(), growth)
-        group.causal.grow(wanted)
-        self._book(group)
+            wanted = max(cells, held)
+            growth = _growth_bytes(group, wanted, states)
+        if growth > 0 and not self._has_room(growth):
+            for row in group.rows:
+                self.drop_checkpoints(group, row, -1)
+            if not self._has_room(growth):
+                raise BudgetFullError(self._ledger.budget_bytes, self._evictor.fixed_bytes(), growth)
+        if wanted > held:
+            group.causal.grow(wanted)
+            self._book(group)
 
-    def has_bytes_for(self, group: Group, cells: int) -> bool:
-        """Whether buffers of so many cells fit the budget, all that is evictable gone."""
-        return self._evictor.could_fit(_growth_bytes(group, cells))
+    def has_bytes_for(self, group: Group, cells: int, states: int = 0) -> bool:
+        """Whether buffers of so many cells and so many more states fit the budget, all that is evictable gone."""
+        return self._evictor.could_fit(_growth_bytes(group, cells, states))
+
+    def refusal_of(self, group: Group, tokens: int) -> BudgetFullError | None:
+        """Why a row of so many tokens would not fit the budget even alone; None: it would, as far as is known."""
+        needed_bytes = group.pager.needed_bytes(tokens) + group.pager.state_bytes
+        budget_bytes = self._ledger.budget_bytes
+        return BudgetFullError(budget_bytes, 0, needed_bytes) if needed_bytes > budget_bytes else None
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Evict for so many bytes, but nothing for what cannot fit."""
+        return self._evictor.could_fit(nbytes) and self._evictor.make_room(nbytes)
 
     def finish_group(self, group: Group) -> None:
         """Close all rows of a group, and let go of its cells."""
@@ -173,7 +186,9 @@ class GroupRequests(Requests):
         return row.common_later(self._allowed(keys, group.namespace)[: len(keys) - 1], chunk_tokens)
 
     def row_checkpoint(self, group: Group, row: Row, kind: str) -> None:
-        """Copy and book the point state of a row where it stands."""
+        """Copy and book the point state of a row where it stands, if that fits the budget."""
+        if not self._has_room(group.pager.point_bytes(row.id, row.position)):
+            return
         row.checkpoints.append(self._pager.allocating(lambda: group.pager.checkpoint(row.id, kind)))
         self._hold(group, row.checkpoints[-1].nbytes)
         self._thin(row.checkpoints, lambda nbytes: self._hold(group, nbytes))
@@ -218,17 +233,20 @@ class GroupRequests(Requests):
         plan, counted = self._plan_row(group, keys, limit)
         self._guard(plan, 1)
         try:
-            self.room_in_cells(group, plan.resume - plan.shared)
+            self._room_to_restore(group, plan)
         except BudgetFullError:
             # The tree's copy and the one in cells do not fit together: what is in the way of the request goes.
             self._guard(plan, -1)
-            self.room_in_cells(group, plan.resume - plan.shared)
+            self._room_to_restore(group, plan)
             plan, counted = self._plan_row(group, keys, limit)
             self._guard(plan, 1)
         except BaseException:
             self._guard(plan, -1)
             raise
         return plan, counted
+
+    def _room_to_restore(self, group: Group, plan: RowPlan) -> None:
+        self.room_in_cells(group, plan.resume - plan.shared, states=int(plan.resume > 0))
 
     def _plan_row(self, group: Group, keys: Keys, limit: int, *, evaluate: bool = True) -> tuple[RowPlan, ResumePlan]:
         allowed = self._allowed(keys, group.namespace)
@@ -369,6 +387,7 @@ class GroupRequests(Requests):
             self._bookings.remove(booking)
 
 
-def _growth_bytes(group: Group, cells: int) -> int:
-    """Bytes that its buffers take more once they have so many cells."""
-    return group.pager.needed_bytes(cells) - group.pager.buffer_bytes
+def _growth_bytes(group: Group, cells: int, states: int) -> int:
+    """Bytes that its buffers take more once they have so many cells, and so many more rows their states."""
+    pager = group.pager
+    return pager.needed_bytes(cells) - pager.buffer_bytes + states * pager.state_bytes

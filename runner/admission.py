@@ -93,7 +93,8 @@ class Admission:
             return True
         owed = sum(max(0, self._needed(each) - each.row.position) for each in self.running)
         cells = group.used_cells + owed + self._needed(request) - group.sharable_tokens(request.keys)
-        return cells <= self._capacity and group.has_bytes_for(cells)
+        states = 1 + sum(each.row.position == 0 for each in self.running)
+        return cells <= self._capacity and group.has_bytes_for(cells, states)
 
     def _gains(self, request: Request, group: Group) -> bool:
         """Whether a prompt that is being prefilled right now is the same further than all that is evaluated yet."""

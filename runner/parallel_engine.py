@@ -109,6 +109,7 @@ class Engine:
                 self.finish(request, request.reply.end("cancelled"))
 
     def _admit(self) -> None:
+        self._refuse()
         while request := self._admission.next(self.group):
             try:
                 with uninterrupted():
@@ -124,6 +125,12 @@ class Engine:
             else:
                 request.admitted()
                 self._report(request)
+
+    def _refuse(self) -> None:
+        """End those that come next and take more bytes than the budget has, instead of waiting for all others to go."""
+        waiting = self._admission.waiting
+        while waiting and (error := self.group.refusal_of(len(waiting[0].tokens))) is not None:
+            self.fail(waiting[0], error)
 
     def _prefill(self) -> None:
         if self._admission.prefilling:
