@@ -20,24 +20,16 @@ from radixcache import PrefixCache, TreeView
 from runner.models import LoadedModel
 from runner.parallel import ParallelGenerator
 from runner.parallel_request import Ticket
-from runner.replay import Observer, ReplayOptions, output_hash, release, warm_up
+from runner.replay import Observer, ReplayOptions, ServedRequest, output_hash, release, warm_up
 from runner.reply import Completion
 from runner.script import RenderedRequest, Script, ScriptError
 
 
 @dataclass(frozen=True)
-class ParallelRow:
+class ParallelRow(ServedRequest):
     """What one request cost among others. `peak_bytes` is the most that was held up to its end."""
 
-    user: str
-    conversation_id: str
-    turn: int
-    prompt_tokens: int
-    matched_tokens: int
-    cached_tokens: int
-    reason: str | None
-    # From being handed in to the first token; `waited_ms` of it until prefill began.
-    ttft_ms: float
+    # What of `ttft_ms` went by before prefill began.
     waited_ms: float
     # From the first token to the last.
     decode_ms: float

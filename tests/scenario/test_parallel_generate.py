@@ -469,6 +469,24 @@ def test_nobody_waits_for_a_prompt_that_was_cancelled(llama: LoadedModel) -> Non
     assert done(second).cached_tokens == STEP_SIZE
 
 
+@pytest.mark.parametrize("kind", ["llama_sliding", "gemma3_text"])
+def test_nobody_waits_for_windows_that_were_never_restored(kind: str) -> None:
+    loaded = load(kind)
+    cache = new_cache(loaded)
+    with cache.begin(PROMPTS[2]) as session:
+        session.prefill(loaded.model)
+        session.step(loaded.model, PROMPTS[2][-1:])
+    longer, other = np.concatenate([PROMPTS[2], PROMPTS[1]]), np.append(PROMPTS[2][:100], 30)
+    order: list[tuple[str, int]] = []
+    with new_generator(loaded, cache) as generator:
+        first = submit(generator, longer, on_progress=lambda done, total: order.append(("first", done)), marks=())
+        second = submit(generator, other, on_progress=lambda done, total: order.append(("second", done)), marks=())
+        drain(generator)
+    require_alone(loaded, [first, second], [longer, other])
+    assert order[:2] == [("first", len(PROMPTS[2])), ("second", done(second).cached_tokens)]
+    assert done(second).cached_tokens < 100
+
+
 @pytest.mark.parametrize("kind", ["llama", "llama_sliding", "qwen3_next"])
 def test_nobody_waits_for_what_is_quarantined(kind: str) -> None:
     loaded = load(kind)
@@ -794,6 +812,22 @@ def test_who_does_not_fit_waits_and_is_not_overtaken(loaded: LoadedModel) -> Non
     assert most <= 160
     assert list(dict.fromkeys(index for index, _ in admitted)) == [0, 1, 2, 3]
     assert min(before for index, before in admitted if index == 2) >= 1
+
+
+@pytest.mark.parametrize(("capacity", "together"), [(52 + 47, True), (52 + 46, False)])
+def test_who_fits_once_what_it_shares_is_counted_does_not_wait(
+    loaded: LoadedModel, capacity: int, together: bool
+) -> None:
+    progress: list[tuple[int, bool]] = []
+    with new_generator(loaded, new_cache(loaded), capacity=capacity) as generator:
+        # 45 tokens and a reply of 8 take 52 cells; 80 and 8 take 87, of which the system prompt's 40 are there.
+        first = submit(generator, PROMPTS[0])
+        second = submit(
+            generator, PROMPTS[1], on_progress=lambda done, total: progress.append((done, first.completion is None))
+        )
+        drain(generator)
+    require_alone(loaded, [first, second], PROMPTS[:2])
+    assert progress[0] == (len(SYSTEM), together)
 
 
 def test_at_most_max_rows_run_at_a_time(llama: LoadedModel) -> None:
