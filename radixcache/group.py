@@ -321,6 +321,8 @@ class Group:
 
     def _require_row(self, row: Row) -> None:
         self._require_open()
+        if not isinstance(row, Row):
+            raise ValueError(f"a {type(row).__name__} is no row; wanted one of the group's.")
         if row.is_closed:
             raise SessionClosedError(f"row {row.id} is closed; admit() another one.")
         if self._rows.get(row.id) is not row:

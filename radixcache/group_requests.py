@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from radixcache.cells.causal import CausalCache
-from radixcache.cells.layers import grown
+from radixcache.cells.layers import GROWTH_CELLS, grown
 from radixcache.cells.paging import Piece
 from radixcache.errors import BudgetFullError
 from radixcache.evaluation import NATIVE_ERRORS, LiveStateError
@@ -98,8 +98,8 @@ class GroupRequests(Requests):
         held = group.pager.cells
         wanted = grown(held, cells, group.causal.table.capacity) if cells > held else held
         growth = _growth_bytes(group, wanted, states)
-        if self._evictor.over_bytes(growth):
-            wanted = max(cells, held)
+        if self._evictor.over_bytes(growth) and wanted > held:
+            wanted = cells if held else min(group.causal.table.capacity, max(cells, GROWTH_CELLS))
             growth = _growth_bytes(group, wanted, states)
         if growth > 0 and not self._has_room(growth):
             for row in group.rows:

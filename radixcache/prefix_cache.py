@@ -17,7 +17,7 @@ same tree.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -241,6 +241,8 @@ class PrefixCache(GroupRequests):
         _require_count("capacity", capacity, "cells")
         if isinstance(priority, bool) or not isinstance(priority, int) or not isinstance(namespace, str):
             raise ValueError(f"priority is {priority!r}, namespace {namespace!r}; wanted a whole number and a str.")
+        if not isinstance(prompts, Iterable):
+            raise ValueError(f"prompts is a {type(prompts).__name__}; wanted a list of prompts.")
         self._require_cells()
         group = None
         try:

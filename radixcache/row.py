@@ -100,6 +100,8 @@ class Row:
     @property
     def clean_tokens(self) -> int:
         """How many tokens in its cells, from the first on, have the state that they would have alone."""
+        if self.is_closed:
+            return 0
         clean = self._causal.clean_tokens(self.id)
         return clean if self.right_tokens is None else min(clean, self.right_tokens)
 

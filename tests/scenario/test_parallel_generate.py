@@ -925,6 +925,33 @@ def test_what_the_budget_cannot_hold_is_a_clear_error_for_that_request_alone(lla
     cache.check()
 
 
+def test_a_prompt_that_never_fits_the_bytes_does_not_hold_up_those_behind_it(llama: LoadedModel) -> None:
+    cache = new_cache(llama, budget_bytes=900_000)
+    with new_generator(llama, cache, capacity=2000) as generator:
+        drain_one = submit(generator, PROMPTS[0], 2)
+        drain(generator)
+        first = submit(generator, PROMPTS[1], 12)
+        never = submit(generator, _random.integers(20, 200, 500))
+        behind = submit(generator, PROMPTS[2], 3)
+        ended = [ticket for ticket, piece in generator if piece.completion is not None]
+    assert done(drain_one).done_reason == "length"
+    assert ended == [never, behind, first]
+    assert isinstance(done(never).error, BudgetFullError)
+    assert str(done(never).error).startswith("1536000 more bytes do not fit the budget of 900000")
+
+
+@pytest.mark.parametrize("marks", [(), (20,), (10, 20, 30)])
+def test_a_lone_reply_is_not_refused_for_its_own_checkpoints(marks: tuple[int, ...]) -> None:
+    mamba = load_model("tiny:mamba")
+    cache = new_cache(mamba, budget_bytes=80_000)
+    with new_generator(mamba, cache, capacity=64) as generator:
+        ticket = submit(generator, PROMPTS[0][:40], 8, marks=marks)
+        drain(generator)
+    assert done(ticket).done_reason == "length"
+    assert tokens_of(ticket) == alone(mamba, PROMPTS[0][:40])[:8]
+    assert cache.stats.peak_bytes <= 80_000
+
+
 # Whatever happens
 
 
