@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.chat_template import ChatTemplate, Message, Rendering, choose_form
-from radixcache.token_spans import TokenSpans, common_length
+from radixcache.chat_template import ChatTemplate, Message, Rendering, choose_form, common_rendering
+from radixcache.token_spans import TokenSpans
 
 # What may follow a border: contents that differ from the first character on.
 _PROBE_CONTENTS = ("alpha", "Zulu")
@@ -133,7 +133,7 @@ class _Borders:
         self._full = full
         self._later = self._render_with_a_later_turn()
         # Up to here the rendering stays as it is when another user turn follows.
-        self._lasting = common_length(full, self._later) if self._later is not None else len(full)
+        self._lasting = common_rendering(full, self._later) if self._later is not None else len(full)
         # Ends after which the template, not a message's content, goes on.
         self._complete: set[int] = set()
 
@@ -145,7 +145,7 @@ class _Borders:
             # Refused, or written otherwise once more follows: compare conversations that go on from here.
             end = self._parting(beginning, _next_roles(beginning[-1]))
             if end is None:
-                end = common_length(self._full, alone) if alone else 0
+                end = common_rendering(self._full, alone) if alone else 0
         elif count == 1 and _is_held_back(beginning[0], alone):
             end = 0
         else:
@@ -190,7 +190,7 @@ class _Borders:
         probes = [[*beginning, _probe(role, content, beginning)] for role in roles for content in _PROBE_CONTENTS]
         others = [other for other in map(self._template.attempt, probes) if other is not None]
         # One alone could go on just as this conversation does.
-        return min(common_length(self._full, other) for other in others) if len(others) > 1 else None
+        return min(common_rendering(self._full, other) for other in others) if len(others) > 1 else None
 
     def _render_with_a_later_turn(self) -> Rendering | None:
         for roles in (("user",), ("assistant", "user"), ("tool", "assistant", "user")):

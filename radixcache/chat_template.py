@@ -188,3 +188,15 @@ def _shows_python_objects(rendering: Rendering, form: Sequence[dict[str, Any]]) 
             if isinstance(arguments, dict) and arguments and str(arguments) in rendering:
                 return True
     return False
+
+
+def common_rendering(left: Rendering, right: Rendering) -> int:
+    """Length of the longest common beginning, by comparing whole slices."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -61,6 +61,10 @@ class Evictor:
             self._account.ledger.reclaim_elsewhere(self._account, self.over_bytes(need_bytes))
         return self.over_bytes(need_bytes) == 0
 
+    def could_fit(self, need_bytes: int) -> bool:
+        """Whether `need_bytes` more fit the budget with everything evictable gone; evicts nothing."""
+        return not self.over_bytes(need_bytes) or self.fixed_bytes() + need_bytes <= self._account.ledger.budget_bytes
+
     def shrink_to(self, target_bytes: int) -> int:
         """Evict until this cache holds at most `target_bytes` or nothing evictable is left; returns the bytes freed."""
         before = self._held_bytes()
@@ -72,7 +76,7 @@ class Evictor:
         self.shrink_to(self._held_bytes() // 2)
 
     def fixed_bytes(self) -> int:
-        """Bytes that no eviction gives back: what open sessions and pins hold. O(nodes)."""
+        """Bytes that no eviction gives back: what open sessions, groups and pins hold. O(nodes)."""
         nbytes = self._account.second_bytes + self._states.session_checkpoint_bytes
         nbytes += self._account.live_bytes - sum(path.nbytes for path in self.paths if not path.is_open)
         for node in self._states.tree.nodes():

@@ -31,10 +31,12 @@ import numpy as np
 from radixcache.adapters.owned import owned
 from radixcache.cells.causal import CausalCache, one_each
 from radixcache.cells.paging import CellPager
-from radixcache.errors import SessionClosedError, ShiftError
+from radixcache.errors import BudgetFullError, SessionClosedError
 from radixcache.evaluation import is_evaluation_failure
 from radixcache.interrupts import uninterrupted
 from radixcache.row import Row
+from radixcache.tokens import checked_prompt
+from radixcache.tree import Keys
 
 if TYPE_CHECKING:
     from radixcache.group_requests import GroupRequests
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 #: A chunk's logits are (1, T, V), all of them at once: beyond so many tokens the last goes by itself for its own.
 LOGITS_TOKENS = 32
+# What is evaluated at first of a model that nobody has seen run, before the bytes of a token are known.
+FIRST_TOKENS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -57,9 +61,13 @@ class Group:
     """Requests that share one buffer of cells; made by PrefixCache.begin_many(), used as a context manager.
 
     Attributes:
-        namespace: of all its rows.
+        cache: the PrefixCache.
         causal: the cells; to look at, and for its forward passes where no row's tokens are concerned.
+        pager: copies between the cells and snapshots.
+        namespace, priority: of all its rows.
+        booking: what the cache has booked for it.
         is_closed: whether the group was closed.
+        is_lost: whether an evaluation failed, and with it all that is in the cells.
     """
 
     def __init__(self, cache: GroupRequests, causal: CausalCache, namespace: str, priority: int) -> None:
@@ -81,10 +89,7 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if is_evaluation_failure(error):
-            # Also the caller's own evaluation of what step() returned: the cells were part of it.
-            self.is_lost = True
-        self.close()
+        self.close_after(error)
 
     def __del__(self) -> None:
         if not getattr(self, "is_closed", True) and not sys.is_finalizing():
@@ -100,13 +105,44 @@ class Group:
         """Bytes of all buffers of cells and of the rows' own states."""
         return self.causal.nbytes
 
-    def has_bytes_for(self, cells: int) -> bool:
+    @property
+    def used_cells(self) -> int:
+        """Cells that hold a token; one that several rows share counts once."""
+        return self.causal.table.used
+
+    def has_bytes_for(self, cells: int, states: int = 0) -> bool:
         """Whether buffers of so many cells would fit the byte budget, all that is evictable gone; evicts nothing.
 
         True as well before the first forward pass, which shows what a cell takes.
+
+        Args:
+            cells: of all rows together.
+            states: rows that get a state of their own in the layers beside the cells, where there are any.
         """
         with self.cache.lock:
-            return self.cache.has_bytes_for(self, cells)
+            return self.cache.has_bytes_for(self, cells, states)
+
+    def refusal_of(self, tokens: int) -> BudgetFullError | None:
+        """Why a row of so many tokens would not fit the byte budget even if there were nothing else; None: it would.
+
+        None as well before the first forward pass.
+        """
+        with self.cache.lock:
+            return self.cache.refusal_of(self, tokens)
+
+    def sharable_tokens(self, keys: Keys) -> int:
+        """How many tokens of a prompt with these keys would share cells of the open rows, were it admitted now."""
+        with uninterrupted(), self.cache.lock:
+            return self.cache.sharable_tokens(self, keys)
+
+    def sharable_later(self, keys: Keys, row: Row, chunk_tokens: int) -> int:
+        """How many would share one row's cells if it were admitted at the best moment of that row's prefill.
+
+        Args:
+            chunk_tokens: what each call of `prefill` evaluates.
+        """
+        with uninterrupted(), self.cache.lock:
+            return self.cache.sharable_later(self, keys, row, chunk_tokens)
 
     def admit(self, tokens: Any, keys: Any = None, marks: Sequence[int] = ()) -> Row:
         """Open a row on a prompt, and restore what is there of it.
@@ -127,7 +163,7 @@ class Group:
             SessionClosedError: the group is closed, or its cells were lost.
         """
         self._require_open()
-        prompt, prompt_keys = self.cache.checked_prompt(tokens, keys, self.namespace, marks)
+        prompt, prompt_keys = checked_prompt(tokens, keys, marks, self.cache.vocab_size)
         with uninterrupted(), self.cache.lock:
             row = self.cache.admit_row(self, self._next_id, prompt, prompt_keys, marks)
             self._rows[row.id] = row
@@ -149,7 +185,8 @@ class Group:
 
         Raises:
             ValueError: tokens is below 1, the prompt is through, or the row is another group's.
-            CacheFullError, BudgetFullError: no room for the chunk; nothing was evaluated.
+            CacheFullError, BudgetFullError: no room for the chunk; nothing of it was evaluated, or its first tokens if
+                this was the first forward pass of the cache: it shows what a token takes.
             SessionClosedError: row or group is closed, or the cells were lost.
         """
         self._require_row(row)
@@ -162,19 +199,11 @@ class Group:
             raise ValueError(f"row {row.id}: all {len(row.prompt)} tokens of its prompt are evaluated; use step().")
         if tokens is not None and tokens < 1:
             raise ValueError(f"tokens is {tokens}; wanted 1 or more, or None.")
-        count = left if tokens is None else min(tokens, left)
-        self._make_room(count)
-        end, logits = row.position + count, None
-        stops = dict(row.stops) if self.cache.layout.has_points else {}
-        cuts = {end, *stops} | ({end - 1} if count == left > LOGITS_TOKENS else set())
-        while row.position < end:
-            stop = min(at for at in cuts if at > row.position)
-            logits = self._evaluate(model, row, stop - row.position)
-            # First: a checkpoint would take buffers of the chunk's, which are larger than it is.
-            self.cache.layout.release()
-            if stop in stops:
-                self._take_checkpoint(row, stops[stop])
-        return logits
+        end = row.position + (left if tokens is None else min(tokens, left))
+        logits = None
+        if not self.cache.layout.is_known:
+            logits = self._prefill_to(model, row, min(end, row.position + FIRST_TOKENS))
+        return self._prefill_to(model, row, end) if row.position < end else logits
 
     def step(self, model: Any, rows: Sequence[Row], tokens: Any) -> mx.array:
         """Evaluate one more token of each of some rows, in one forward pass where the model can.
@@ -200,7 +229,7 @@ class Group:
             self._require_row(row)
         array = one_each(tokens, len(rows), self.cache.vocab_size)
         self._require_prompts(rows, array)
-        self._make_room(len(rows))
+        self._make_room(len(rows), states=sum(row.position == 0 for row in rows))
         for row in rows:
             row.is_fresh = False
         logits: mx.array = self._run(lambda: self.causal.step(model, [row.id for row in rows], array))
@@ -226,20 +255,11 @@ class Group:
         self._require_row(row)
         if not 0 <= begin <= end <= row.position:
             raise ValueError(f"row {row.id} has tokens [0, {row.position}); [{begin}, {end}) is not in there.")
-        widest = max(self.pager.windows, default=0)
-        points_from = row.points_from
-        if points_from and end <= points_from - widest:
-            points_from -= end - begin
-        if row.position - (end - begin) < points_from:
-            raise ShiftError(
-                f"row {row.id} was restored at {row.points_from} with windows of {widest} tokens; what is in front of "
-                f"them is not there to go back to by removing [{begin}, {end})."
-            )
+        windows_from = row.windows_from_after(begin, end, max(self.pager.windows, default=0))
         copies = self.causal.table.plan_remove(row.id, begin, end).copies if end < row.position else ()
         self._make_room(0, max((move.target + move.length for move in copies), default=0))
         self._run(lambda: self.causal.remove(model, row.id, begin, end))
-        row.points_from = points_from
-        row.cut(begin, end)
+        row.cut(begin, end, windows_from)
         with uninterrupted(), self.cache.lock:
             self.cache.drop_checkpoints(self, row, begin)
         self._measure()
@@ -254,6 +274,13 @@ class Group:
                 self.cache.finish_group(self)
             finally:
                 self._rows.clear()
+
+    def close_after(self, error: BaseException | None) -> None:
+        """Close the group after an error; where that is of an evaluation, nothing in its cells is stored."""
+        if is_evaluation_failure(error):
+            # Also the caller's own evaluation of what step() returned: the cells were part of it.
+            self.is_lost = True
+        self.close()
 
     def close_rows(self, rows: Sequence[Row]) -> None:
         """Close some rows: store what they evaluated, each after the other, and free their cells."""
@@ -294,6 +321,8 @@ class Group:
 
     def _require_row(self, row: Row) -> None:
         self._require_open()
+        if not isinstance(row, Row):
+            raise ValueError(f"a {type(row).__name__} is no row; wanted one of the group's.")
         if row.is_closed:
             raise SessionClosedError(f"row {row.id} is closed; admit() another one.")
         if self._rows.get(row.id) is not row:
@@ -315,6 +344,21 @@ class Group:
             if is_evaluation_failure(error):
                 self.is_lost = True
             raise
+
+    def _prefill_to(self, model: Any, row: Row, end: int) -> mx.array | None:
+        """Evaluate a row's prompt up to `end`; returns the last token's logits where the prompt ends there."""
+        count, left = end - row.position, row.prompt_left
+        self._make_room(count, states=int(row.position == 0))
+        cuts = {end, *row.stops} | ({end - 1} if count == left > LOGITS_TOKENS else set())
+        logits = None
+        while row.position < end:
+            stop = min(at for at in cuts if at > row.position)
+            logits = self._evaluate(model, row, stop - row.position)
+            # First: a checkpoint would take buffers of the chunk's, which are larger than it is.
+            self.cache.layout.release()
+            if stop in row.stops:
+                self._take_checkpoint(row, row.stops[stop])
+        return logits
 
     def _evaluate(self, model: Any, row: Row, count: int) -> mx.array | None:
         """Evaluate prompt tokens of a row; returns the last one's logits where the prompt ends with it."""
@@ -338,13 +382,13 @@ class Group:
         with uninterrupted(), self.cache.lock:
             self.cache.row_checkpoint(self, row, kind)
 
-    def _make_room(self, tokens: int, cells: int = 0) -> None:
+    def _make_room(self, tokens: int, cells: int = 0, states: int = 0) -> None:
         table, held = self.causal.table, self.pager.cells
         is_grown = held == table.capacity and tokens <= held - table.used
-        if not cells and (is_grown or table.has_run(tokens, held)):
+        if not cells and not (states and self.pager.has_states) and (is_grown or table.has_run(tokens, held)):
             return
         with uninterrupted(), self.cache.lock:
-            self._run(lambda: self.cache.room_in_cells(self, tokens, cells))
+            self._run(lambda: self.cache.room_in_cells(self, tokens, cells, states))
 
     def _measure(self) -> None:
         """Book what the cells have come to hold, if that is not what they held."""

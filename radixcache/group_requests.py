@@ -15,10 +15,8 @@ wherever nothing else is said.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from radixcache.cells.causal import CausalCache
 from radixcache.cells.layers import GROWTH_CELLS, grown
@@ -28,34 +26,14 @@ from radixcache.evaluation import NATIVE_ERRORS, LiveStateError
 from radixcache.events import PAGED_IN
 from radixcache.group import Booking, Group
 from radixcache.requests import Requests
-from radixcache.resume import ResumePlan, ShortReason, plan_resume
+from radixcache.resume import ResumePlan
 from radixcache.row import Row
+from radixcache.row_plan import RowPlan, among_rows, longest, plan_row
 from radixcache.session import Session
 from radixcache.snapshots import Checkpoint
 from radixcache.state_tree import StateNode
-from radixcache.tokens import TokenIds, edge_keys, token_ids
+from radixcache.tokens import TokenIds
 from radixcache.tree import Keys, common_length
-
-
-@dataclass(frozen=True, slots=True)
-class RowPlan:
-    """Where a row resumes, and what it shares.
-
-    Attributes:
-        resume: the offset.
-        shared: tokens whose cells it shares with `source`; what is behind comes from `nodes`.
-        source: an open row, or None.
-        checkpoint: where the point layers' state comes from; None: from the source, or there are none.
-        nodes: of the tree, root side first, those that the request uses.
-        counted: as a request on the tree is.
-    """
-
-    resume: int
-    shared: int
-    source: Row | None
-    checkpoint: Checkpoint | None
-    nodes: list[StateNode]
-    counted: ResumePlan
 
 
 @dataclass(slots=True)
@@ -78,21 +56,13 @@ class GroupRequests(Requests):
         super().__init__(*args, **more)
         self._bookings: list[Booking] = []
 
-    # Arguments
-
-    def checked_prompt(self, tokens: Any, keys: Any, namespace: Any, marks: Sequence[int]) -> tuple[TokenIds, Keys]:
-        """The ids and keys of a prompt, once they and its marks are in their range. ValueError: they are not."""
-        prompt, prompt_keys = self._checked(tokens, keys, namespace)
-        for mark in marks:
-            if not 0 <= mark <= len(prompt):
-                raise ValueError(f"mark {mark} is outside the prompt of {len(prompt)} tokens.")
-        return prompt, prompt_keys
-
-    def _checked(self, tokens: Any, keys: Any, namespace: Any) -> tuple[TokenIds, Keys]:
-        ids = token_ids(tokens, self.vocab_size)
-        if not isinstance(namespace, str):
-            raise ValueError(f"namespace is a {type(namespace).__name__}; wanted a str.")
-        return ids, ids.astype(np.int64) if keys is None else edge_keys(keys, len(ids))
+    def check(self) -> None:
+        """Assert R1."""
+        held = sum(each.checkpoint_bytes for each in self._slots.paths)
+        held += sum(each.checkpoint_bytes for each in self._bookings)
+        assert held == self._states.session_checkpoint_bytes, (held, self._states.session_checkpoint_bytes)
+        live = sum(each.nbytes for each in self._slots.paths) + sum(each.nbytes for each in self._bookings)
+        assert live == self._account.live_bytes, (live, self._account.live_bytes)
 
     # Groups
 
@@ -115,37 +85,44 @@ class GroupRequests(Requests):
         self._book(group)
         self._evictor.make_room()
 
-    def room_in_cells(self, group: Group, tokens: int, cells: int = 0) -> None:
-        """Make room for so many more tokens, or for buffers of so many cells.
+    def room_in_cells(self, group: Group, tokens: int, cells: int = 0, states: int = 0) -> None:
+        """Make room for so many more tokens, or for buffers of so many cells, and for the states of more rows.
+
+        Where nothing else can go, the checkpoints do that the group's rows have taken.
 
         Raises:
-            CacheFullError, BudgetFullError: there is none; nothing but what is evictable has changed.
+            CacheFullError, BudgetFullError: there is none; nothing but what may go has changed.
         """
         if tokens > 0:
             cells = max(cells, group.causal.room_for(tokens))
-        pager, capacity = group.pager, group.causal.table.capacity
-        held = pager.cells
-        if cells <= held:
-            return
-        least = cells if held else min(capacity, max(cells, GROWTH_CELLS))
-        wanted = grown(held, cells, capacity)
-        if self._evictor.over_bytes(pager.needed_bytes(wanted) - pager.buffer_bytes):
-            wanted = least
-        growth = pager.needed_bytes(wanted) - pager.buffer_bytes
-        if self._evictor.over_bytes(growth):
-            # Nothing is evicted for what cannot fit.
-            fixed = self._evictor.fixed_bytes()
-            if fixed + growth > self._ledger.budget_bytes or not self._evictor.make_room(growth):
+        held = group.pager.cells
+        wanted = grown(held, cells, group.causal.table.capacity) if cells > held else held
+        growth = _growth_bytes(group, wanted, states)
+        if self._evictor.over_bytes(growth) and wanted > held:
+            wanted = cells if held else min(group.causal.table.capacity, max(cells, GROWTH_CELLS))
+            growth = _growth_bytes(group, wanted, states)
+        if growth > 0 and not self._has_room(growth):
+            for row in group.rows:
+                self.drop_checkpoints(group, row, -1)
+            if not self._has_room(growth):
                 raise BudgetFullError(self._ledger.budget_bytes, self._evictor.fixed_bytes(), growth)
-        group.causal.grow(wanted)
-        self._book(group)
+        if wanted > held:
+            group.causal.grow(wanted)
+            self._book(group)
 
-    def has_bytes_for(self, group: Group, cells: int) -> bool:
-        """Whether buffers of so many cells fit the budget, all that is evictable gone."""
-        growth = group.pager.needed_bytes(cells) - group.pager.buffer_bytes
-        if self._evictor.over_bytes(growth) <= 0:
-            return True
-        return self._evictor.fixed_bytes() + growth <= self._ledger.budget_bytes
+    def has_bytes_for(self, group: Group, cells: int, states: int = 0) -> bool:
+        """Whether buffers of so many cells and so many more states fit the budget, all that is evictable gone."""
+        return self._evictor.could_fit(_growth_bytes(group, cells, states))
+
+    def refusal_of(self, group: Group, tokens: int) -> BudgetFullError | None:
+        """Why a row of so many tokens would not fit the budget even alone; None: it would, as far as is known."""
+        needed_bytes = group.pager.needed_bytes(tokens) + group.pager.state_bytes
+        budget_bytes = self._ledger.budget_bytes
+        return BudgetFullError(budget_bytes, 0, needed_bytes) if needed_bytes > budget_bytes else None
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Evict for so many bytes, but nothing for what cannot fit."""
+        return self._evictor.could_fit(nbytes) and self._evictor.make_room(nbytes)
 
     def finish_group(self, group: Group) -> None:
         """Close all rows of a group, and let go of its cells."""
@@ -163,19 +140,12 @@ class GroupRequests(Requests):
         """Open a row: share and restore as much of the prompt as there is."""
         self._abandon_groups()
         use = self._next_use(group.priority)
-        plan = self._plan_row(group, keys, len(prompt) - 1)
-        self._guard(plan, 1)
         try:
+            plan, counted = self._plan_with_room(group, keys, len(prompt) - 1)
             try:
-                self.room_in_cells(group, plan.resume - plan.shared)
-            except BudgetFullError:
-                # The tree's copy and the one in cells do not fit together: what is in the way of the request goes.
+                self._restore_row(group, row_id, plan)
+            finally:
                 self._guard(plan, -1)
-                plan = replace(plan, nodes=[])
-                self.room_in_cells(group, plan.resume - plan.shared)
-                plan = self._plan_row(group, keys, len(prompt) - 1)
-                self._guard(plan, 1)
-            self._restore_row(group, row_id, plan)
         except BaseException as error:
             if isinstance(error, (LiveStateError, *NATIVE_ERRORS)):
                 group.is_lost = True
@@ -183,35 +153,42 @@ class GroupRequests(Requests):
                 group.causal.free(row_id)
             self._book(group)
             raise
-        finally:
-            self._guard(plan, -1)
-        self._states.touch(plan.nodes, plan.counted.source, use)
+        self._states.touch(plan.nodes, counted.source, use)
         if plan.nodes:
             self._evictor.let_go(plan.nodes[-1])
-        self._count(plan.counted, len(prompt))
-        self._note_request(keys, group.namespace, plan.counted, "begin_many")
+        self._count(counted, len(prompt))
+        self._note_request(keys, group.namespace, counted, "begin_many")
         self.group_measured(group)
-        return Row(group, row_id, prompt, keys, use, marks, plan.counted, self._points_from(group, plan))
+        return Row(group, row_id, prompt, keys, use, marks, counted, plan.windows_from(group.pager.windows))
 
     def share_more(self, group: Group, row: Row) -> None:
         """Let a row for which nothing was evaluated yet stand where other rows take its prompt by now."""
         allowed = self._allowed(row.prompt_keys, group.namespace)
         shares = [(other.common(allowed), other) for other in group.rows if other is not row]
-        offset, source, checkpoint = self._among_rows(group, shares, len(row.prompt) - 1)
-        gained = offset - row.position
-        if gained <= 0 or source is None:
+        plan = among_rows(self.layout, shares, len(row.prompt) - 1)
+        gained = plan.resume - row.position
+        if gained <= 0:
             return
-        tree = ResumePlan(offset, offset, [], 0, None, None, None)
-        plan = RowPlan(offset, offset, source, checkpoint, [], tree)
         group.causal.free(row.id)
         self._restore_row(group, row.id, plan)
-        row.share_up_to(offset, self._points_from(group, plan))
+        row.share_up_to(plan.resume, plan.windows_from(group.pager.windows))
         self._hit_tokens += gained
         self._miss_tokens -= gained
         self.group_measured(group)
 
+    def sharable_tokens(self, group: Group, keys: Keys) -> int:
+        """How many cells of open rows a prompt would share, were it admitted now; changes nothing."""
+        plan, _ = self._plan_row(group, keys, len(keys) - 1, evaluate=False)
+        return plan.shared
+
+    def sharable_later(self, group: Group, keys: Keys, row: Row, chunk_tokens: int) -> int:
+        """How many it would share at most with one row, at some moment of that one's prefill in such chunks."""
+        return row.common_later(self._allowed(keys, group.namespace)[: len(keys) - 1], chunk_tokens)
+
     def row_checkpoint(self, group: Group, row: Row, kind: str) -> None:
-        """Copy and book the point state of a row where it stands."""
+        """Copy and book the point state of a row where it stands, if that fits the budget."""
+        if not self._has_room(group.pager.point_bytes(row.id, row.position)):
+            return
         row.checkpoints.append(self._pager.allocating(lambda: group.pager.checkpoint(row.id, kind)))
         self._hold(group, row.checkpoints[-1].nbytes)
         self._thin(row.checkpoints, lambda nbytes: self._hold(group, nbytes))
@@ -240,57 +217,44 @@ class GroupRequests(Requests):
     # What sessions ask
 
     def quarantine(self, session: Session, length: int, start: int | None) -> int:
+        """Also for the rows that were admitted on what is quarantined: none of it is stored or shared again."""
         start = super().quarantine(session, length, start)
         keys = session.prompt_keys[:length]
         for group in self._groups(session.namespace):
             for row in group.rows:
                 if min(row.cached_tokens, common_length(row.prompt_keys, keys)) > start:
-                    row.right_tokens = start if row.right_tokens is None else min(start, row.right_tokens)
+                    row.distrust_from(start)
         return start
 
     # Opening
 
-    def _plan_row(self, group: Group, keys: Keys, limit: int) -> RowPlan:
-        namespace = group.namespace
-        allowed = self._allowed(keys, namespace)
-        match = self._states.match(allowed, namespace)
-        shares = [(row.common(allowed), row) for row in group.rows]
-        common, neighbour = max(shares, key=lambda share: share[0], default=(0, None))
-        hidden = self._slots.hidden([node for node in match.node.path() if node.end > common], None)
-        tree = plan_resume(self.layout, match, limit, None, hidden)
-        resume, source, checkpoint = self._among_rows(group, shares, limit)
-        if resume < tree.resume:
-            resume, source, checkpoint = tree.resume, None, tree.checkpoint
-        if source is None or checkpoint is not None:
-            source = neighbour  # of cells alone, whoever has most
-        shared = min(common, resume)
-        matched = max(tree.matched, common)
-        reason = None
-        if resume < min(matched, limit):
-            reason = tree.reason if resume == tree.resume and tree.reason is not None else ShortReason.NO_CHECKPOINT
-        elif resume < matched:
-            reason = ShortReason.LAST_TOKEN
-        counted = replace(tree, matched=matched, resume=resume, reason=reason)
-        if checkpoint is not tree.checkpoint:
-            counted = replace(counted, checkpoint=None, source=None)
-        nodes = [node for node in tree.path if node.start < resume]
-        return RowPlan(resume, shared, source if shared else None, checkpoint, nodes, counted)
+    def _plan_with_room(self, group: Group, keys: Keys, limit: int) -> tuple[RowPlan, ResumePlan]:
+        """Plan a row and make room for it. The nodes that it uses are held; the caller lets them go."""
+        plan, counted = self._plan_row(group, keys, limit)
+        self._guard(plan, 1)
+        try:
+            self._room_to_restore(group, plan)
+        except BudgetFullError:
+            # The tree's copy and the one in cells do not fit together: what is in the way of the request goes.
+            self._guard(plan, -1)
+            self._room_to_restore(group, plan)
+            plan, counted = self._plan_row(group, keys, limit)
+            self._guard(plan, 1)
+        except BaseException:
+            self._guard(plan, -1)
+            raise
+        return plan, counted
 
-    def _among_rows(
-        self, group: Group, shares: list[tuple[int, Row]], limit: int
-    ) -> tuple[int, Row | None, Checkpoint | None]:
-        """How far open rows alone take a prompt, which of them, and the checkpoint that this goes by."""
-        best: tuple[int, Row | None, Checkpoint | None] = (0, None, None)
-        for common, row in shares:
-            offset = min(common, limit)
-            stands = offset == row.position or not group.pager.has_states
-            if offset > best[0] and stands and offset >= row.points_from:
-                best = (offset, row, None)
-            for checkpoint in row.checkpoints:
-                reach = min(checkpoint.offset, offset)
-                if reach > best[0] and self.layout.can_cut(checkpoint, reach):
-                    best = (reach, row, checkpoint)
-        return best
+    def _room_to_restore(self, group: Group, plan: RowPlan) -> None:
+        self.room_in_cells(group, plan.resume - plan.shared, states=int(plan.resume > 0))
+
+    def _plan_row(self, group: Group, keys: Keys, limit: int, *, evaluate: bool = True) -> tuple[RowPlan, ResumePlan]:
+        allowed = self._allowed(keys, group.namespace)
+        match = self._states.match(allowed, group.namespace)
+        shares = [(row.common(allowed), row) for row in group.rows]
+        common, _ = longest(shares)
+        behind = [node for node in match.node.path() if node.end > common]
+        return plan_row(self.layout, match, self._slots.hidden(behind, None, evaluate=evaluate), shares, limit)
 
     def _guard(self, plan: RowPlan, change: int) -> None:
         """Hold (+1) or let go (-1) the nodes that a plan uses."""
@@ -325,13 +289,6 @@ class GroupRequests(Requests):
         if self._states.events.is_on:
             nbytes = self.layout.token_bytes * (end - start)
             self._states.events.emit(PAGED_IN, node.namespace, start, end, nbytes, {})
-
-    def _points_from(self, group: Group, plan: RowPlan) -> int:
-        """From where on the row's cells hold all that its windows see; 0: all of them do."""
-        source = plan.source
-        if source is not None and plan.shared == plan.resume >= source.points_from:
-            return source.points_from
-        return plan.resume if plan.resume > min(group.pager.windows, default=plan.resume) else 0
 
     # Closing
 
@@ -370,7 +327,7 @@ class GroupRequests(Requests):
         keys = self._allowed(row.clean_keys(), group.namespace)
         end, checkpoint, with_points = len(keys), None, False
         if self.layout.has_points:
-            with_points = end == row.position or (not group.pager.has_states and end >= row.points_from)
+            with_points = row.has_state_at(end)
             if not with_points:
                 held = [each for each in row.checkpoints if each.offset <= end]
                 if not held:
@@ -428,3 +385,9 @@ class GroupRequests(Requests):
             self._account.add_live(-booking.nbytes)
             self._states.hold_checkpoint(-booking.checkpoint_bytes)
             self._bookings.remove(booking)
+
+
+def _growth_bytes(group: Group, cells: int, states: int) -> int:
+    """Bytes that its buffers take more once they have so many cells, and so many more rows their states."""
+    pager = group.pager
+    return pager.needed_bytes(cells) - pager.buffer_bytes + states * pager.state_bytes

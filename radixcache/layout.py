@@ -170,13 +170,18 @@ class Layout:
         """Whether KVCache layers are quantized from offset 0."""
         return self._kv_bits is not None
 
-    def leaf_token_bytes(self, leaf: int) -> int:
-        """Bytes that a token takes in a leaf with a time axis; 0 while no forward pass has shown it."""
+    def leaf_bytes(self, leaf: int) -> int:
+        """Bytes of a token in a leaf with a time axis, of the state in one without; 0 until a pass showed it."""
         return sum(math.prod(shape) * dtype.size for *shape, dtype in self._shapes[leaf] or ())
 
     def uses_points(self, caches: Sequence[Any]) -> bool:
         """Whether some point layer of these caches holds state."""
         return any(adapter.is_point and not adapter.is_empty(cache) for cache, adapter in self.leaves(caches))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether some forward pass was seen through, and has shown what state takes."""
+        return self._in_use is not None
 
     def is_in_use(self, leaf: int) -> bool:
         """Whether some forward pass that was seen through wrote this leaf."""

@@ -116,8 +116,7 @@ class StatsSnapshot:
                 "unit": metric.unit,
                 "help": metric.help,
                 "samples": [
-                    {"labels": dict(sample.labels), "value": "+Inf" if sample.value == math.inf else sample.value}
-                    for sample in metric.samples
+                    {"labels": dict(sample.labels), "value": _shown(sample.value)} for sample in metric.samples
                 ],
             }
             for metric in self.metrics
@@ -134,7 +133,7 @@ class StatsSnapshot:
                 shown = ",".join(
                     f'{name}="{_escaped(text)}"' for name, text in (*(labels or {}).items(), *sample.labels)
                 )
-                value = "+Inf" if sample.value == math.inf else sample.value
+                value = _shown(sample.value)
                 lines.append(f"{metric.name}{{{shown}}} {value}" if shown else f"{metric.name} {value}")
         return "\n".join(lines) + "\n"
 
@@ -300,6 +299,10 @@ def _hit_ratio(stats: CacheStats) -> Metric:
 
 def _one(name: str, unit: str, text: str, value: Number) -> Metric:
     return Metric(f"radixcache_{name}", "gauge", unit, text, (Sample(value),))
+
+
+def _shown(value: Number) -> Number | str:
+    return "+Inf" if value == math.inf else value
 
 
 def _escaped(text: str) -> str:

@@ -1,6 +1,7 @@
 """PrefixCache: the cache layer that users import. What they may ask of it, under one lock; requests.py does the work.
 
-Invariants, asserted by `check`, besides those of StateTree (S), Slots (P), LivePath (V) and Ledger (L):
+Invariants, asserted by `check`, besides those of StateTree (S), Slots (P), LivePath (V), Ledger (L) and
+GroupRequests (R):
 
   C1  Between public calls every node's spans are LIVE or PAGED, none is LEAVING.
   C2  live + paged bytes <= budget after every public call, if dropping evictable state can achieve it.
@@ -16,7 +17,7 @@ same tree.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from radixcache.session import Session
 from radixcache.sized_layout import SizedLayout
 from radixcache.state_tree import state_of
 from radixcache.stats import CacheStats
-from radixcache.tokens import TokenIds, vocabulary_size
+from radixcache.tokens import TokenIds, checked_prompt, vocabulary_size
 from radixcache.trace import Clock, TraceWriter
 from radixcache.tree import Keys
 from radixcache.verifier import Mismatch
@@ -191,7 +192,7 @@ class PrefixCache(GroupRequests):
             ValueError: tokens, keys, marks, reserve, turn or kind out of their range.
             CacheBusyError: every live slot is taken by an open session; it says by which.
         """
-        prompt, prompt_keys = self.checked_prompt(tokens, keys, namespace, marks)
+        prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
         if reserve < 0:
             raise ValueError(f"reserve is {reserve}; wanted 0 or more tokens.")
         if turn is not None and (isinstance(turn, bool) or not isinstance(turn, int) or turn < 0):
@@ -240,6 +241,8 @@ class PrefixCache(GroupRequests):
         _require_count("capacity", capacity, "cells")
         if isinstance(priority, bool) or not isinstance(priority, int) or not isinstance(namespace, str):
             raise ValueError(f"priority is {priority!r}, namespace {namespace!r}; wanted a whole number and a str.")
+        if not isinstance(prompts, Iterable):
+            raise ValueError(f"prompts is a {type(prompts).__name__}; wanted a list of prompts.")
         self._require_cells()
         group = None
         try:
@@ -414,12 +417,9 @@ class PrefixCache(GroupRequests):
                 evaluated stays as an ordinary prefix.
             CacheBusyError: it has to be evaluated, and every live slot is taken.
         """
-        prompt, prompt_keys = self._checked(tokens, keys, namespace)
+        prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
         _require_pin(name, ttl_requests)
         length, pinned = len(prompt), name is not None or ttl_requests is not None
-        for mark in marks:
-            if not 0 <= mark <= length:
-                raise ValueError(f"mark {mark} is outside the prefix of {length} tokens.")
         pinned_keys = self._whole_chunks(prompt_keys, length)
         with uninterrupted(), self.lock:
             self._require_allowed(pinned_keys, namespace)
@@ -576,13 +576,9 @@ class PrefixCache(GroupRequests):
                 bare = node.is_leaf and state.checkpoint is None and not state.live and not state.held
                 assert not (bare and self.layout.has_points), node
                 assert state.checkpoint is None or node.end % self.layout.grid_tokens == 0, node
-            held = sum(each.checkpoint_bytes for each in self._slots.paths)
-            held += sum(each.checkpoint_bytes for each in self._bookings)
-            assert held == self._states.session_checkpoint_bytes, (held, self._states.session_checkpoint_bytes)
             second = sum(path.second_bytes for path in self._slots.paths)
             assert second == self._account.second_bytes, (second, self._account.second_bytes)
-            live = sum(each.nbytes for each in self._slots.paths) + sum(each.nbytes for each in self._bookings)
-            assert live == self._account.live_bytes, (live, self._account.live_bytes)
+            super().check()
             idle = not self._bookings and not any(path.is_open for path in self._slots.paths)
             if idle and not self._pins.nbytes and self._ledger.is_sole(self._account):
                 assert self._ledger.over_bytes() == 0, self._ledger.total_bytes
@@ -651,6 +647,12 @@ class PrefixCache(GroupRequests):
             self.layout.release()
 
     # Private: the rest
+
+    def _checked(self, tokens: Any, keys: Any, namespace: Any, marks: Sequence[int] = ()) -> tuple[TokenIds, Keys]:
+        """The ids and keys of a prompt. ValueError: they, its marks or the namespace are out of their range."""
+        if not isinstance(namespace, str):
+            raise ValueError(f"namespace is a {type(namespace).__name__}; wanted a str.")
+        return checked_prompt(tokens, keys, marks, self.vocab_size)
 
     def _require_cells(self) -> None:
         """Raise ValueError where state cannot be put into cells whatever the layers."""

@@ -12,8 +12,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from policies import CostModel, EvictionPolicy
 from radixcache.events import RESUMED, Events, OnEvent
 from radixcache.evictor import Evictor
@@ -156,8 +154,7 @@ class Requests:
         """Book the state of a cold run beside a session, in all; False: it does not fit, and nothing is booked."""
         growth = nbytes - live.second_bytes
         # Nothing is evicted for what cannot fit.
-        is_possible = growth <= 0 or self._evictor.fixed_bytes() + growth <= self._ledger.budget_bytes
-        fits = is_possible and (growth <= 0 or self._evictor.make_room(growth))
+        fits = growth <= 0 or (self._evictor.could_fit(growth) and self._evictor.make_room(growth))
         live.hold_second(nbytes if fits else 0)
         return fits
 
@@ -183,11 +180,8 @@ class Requests:
 
     def storable_tokens(self, session: Session) -> int:
         """How many of the tokens that a session knows may be stored: all in front of what was found wrong."""
-        ids, right = session.known_ids(), session.live.right_tokens
-        count = len(ids) if right is None else min(right, len(ids))
-        if not len(self._quarantine):
-            return count
-        keys = np.concatenate([session.prompt_keys, ids[len(session.prompt) :].astype(np.int64)])
+        keys, right = session.known_keys(), session.live.right_tokens
+        count = len(keys) if right is None else min(right, len(keys))
         return min(count, self._quarantine.limit(keys, session.namespace))
 
     def _thin(self, checkpoints: list[Checkpoint], hold: Callable[[int], None]) -> None:
@@ -293,8 +287,7 @@ class Requests:
         live = session.live
         if end < live.offset:
             self._pager.retreat(live, end)
-        ids = session.known_ids()
-        keys = np.concatenate([session.prompt_keys, ids[len(session.prompt) :].astype(np.int64)])
+        keys = session.known_keys()
         self._recorder.record_live(live, keys[:end], session.namespace, session.checkpoints, session.use)
         if self.exact:
             tip = live.tip if live.tip is not None else self._states.tree.root(session.namespace)

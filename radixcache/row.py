@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
-import numpy as np
 
+from radixcache.errors import ShiftError
+from radixcache.known_tokens import KnownTokens
 from radixcache.resume import ResumePlan, ShortReason
 from radixcache.snapshots import Checkpoint
 from radixcache.state_tree import Use
@@ -48,7 +49,7 @@ class Row:
         use: Use,
         marks: Sequence[int],
         plan: ResumePlan,
-        points_from: int,
+        windows_from: int,
     ) -> None:
         self.id = row_id
         self.prompt = prompt
@@ -63,23 +64,23 @@ class Row:
         self.is_fresh = True
         #: Checkpoints taken on the way, which the tree does not have yet.
         self.checkpoints: list[Checkpoint] = []
-        #: The offset at which a window was restored: cells of the windows that end before it hold nothing.
-        self.points_from = points_from
-        #: How many of the tokens it was admitted on are right, where others were found wrong since; None: nothing was.
+        #: The offset at which windows were restored: cells of the windows that end before it hold nothing.
+        self.windows_from = windows_from
+        #: How many of its tokens are right, where what is behind them was found wrong: a restored prefix, or logits
+        #: that are not numbers. None: nothing was. See `distrust_from`.
         self.right_tokens: int | None = None
         # Of the group itself a row holds nothing: one that is let go of closes at once, without the garbage collector.
         self._group = weakref.ref(group)
         self._causal = group.causal
-        self._vocab_size = group.cache.vocab_size
-        self._ids = prompt
-        self._keys = keys
+        self._has_states = group.pager.has_states
+        self._known = KnownTokens(prompt, keys, group.cache.vocab_size)
         self._prompt_end = len(prompt)
-        self._reported: list[tuple[mx.array, int]] = []
-        self._is_cut_short = False
-        limit, interval = len(prompt) - 1, group.cache.checkpoint_interval
-        stops = checkpoint_stops(len(prompt), marks, plan.matched, plan.resume, interval, limit)
         #: Where its prefill is cut for a checkpoint, with the reason.
-        self.stops = {at: kind for at, kind in sorted(stops.items()) if plan.resume < at <= limit}
+        self.stops: dict[int, str] = {}
+        if group.cache.layout.has_points:
+            limit, interval = len(prompt) - 1, group.cache.checkpoint_interval
+            stops = checkpoint_stops(len(prompt), marks, plan.matched, plan.resume, interval, limit)
+            self.stops = {at: kind for at, kind in sorted(stops.items()) if plan.resume < at <= limit}
 
     @property
     def position(self) -> int:
@@ -94,7 +95,15 @@ class Row:
     @property
     def known_tokens(self) -> int:
         """Prompt tokens plus those given to step(), less those removed."""
-        return len(self._ids) + len(self._reported)
+        return self._known.count
+
+    @property
+    def clean_tokens(self) -> int:
+        """How many tokens in its cells, from the first on, have the state that they would have alone."""
+        if self.is_closed:
+            return 0
+        clean = self._causal.clean_tokens(self.id)
+        return clean if self.right_tokens is None else min(clean, self.right_tokens)
 
     def close(self) -> None:
         """Store what the row evaluated and free its cells. Closing twice is fine."""
@@ -102,11 +111,15 @@ class Row:
         if not self.is_closed and group is not None:
             group.close_rows([self])
 
+    def distrust_from(self, offset: int) -> None:
+        """What its cells hold from an offset on was found wrong: of that nothing is stored or shared."""
+        self.right_tokens = offset if self.right_tokens is None else min(offset, self.right_tokens)
+
     # What the group asks
 
-    def share_up_to(self, offset: int, points_from: int) -> None:
+    def share_up_to(self, offset: int, windows_from: int) -> None:
         """Before anything was evaluated for it, the row has come to stand at `offset` of its prompt."""
-        self.cached_tokens, self.points_from = offset, points_from
+        self.cached_tokens, self.windows_from = offset, windows_from
         self.matched_tokens = max(self.matched_tokens, offset)
         self.remaining = self.prompt[offset:].copy()
         if offset == self.matched_tokens:
@@ -115,36 +128,15 @@ class Row:
     def next_ids(self, count: int) -> TokenIds:
         """The next tokens of the prompt."""
         position = self.position
-        return self._ids[position : position + count]
+        return self._known.read_ids[position : position + count]
 
     def report(self, tokens: mx.array, index: int) -> None:
         """The token at `index` of an array, which need not be evaluated, follows what is known."""
-        self._reported.append((tokens, index))
+        self._known.report(tokens, index, index + 1)
 
     def known_keys(self) -> Keys:
         """Keys of all that is known, up to the first reported token that is not a token id. Waits for reported ones."""
-        ceiling = self._vocab_size or 1 << 31
-        ids: list[int] = []
-        for array, index in self._reported if not self._is_cut_short else ():
-            try:
-                token = int(np.asarray(array).reshape(-1)[index])
-            except Exception:  # a sampled token that cannot be evaluated is not known, nor is any after it
-                token = -1
-            if not 0 <= token < ceiling:
-                self._is_cut_short = True
-                break
-            ids.append(token)
-        if ids:
-            self._ids = np.concatenate([self._ids, np.array(ids, dtype=np.int32)])
-            self._keys = np.concatenate([self._keys, np.array(ids, dtype=np.int64)])
-            del self._reported[: len(ids)]
-        return self._keys
-
-    @property
-    def clean_tokens(self) -> int:
-        """How many tokens in its cells, from the first on, have the state that they would have alone."""
-        clean = self._causal.clean_tokens(self.id)
-        return clean if self.right_tokens is None else min(clean, self.right_tokens)
+        return self._known.keys()
 
     def clean_keys(self) -> Keys:
         """Keys of the clean tokens, as far as they are known."""
@@ -152,17 +144,50 @@ class Row:
 
     def common(self, keys: Keys) -> int:
         """How far these keys go along with the clean tokens; waits for reported ones only where the prompt does."""
-        clean = self.clean_tokens
-        length = common_length(self._keys[:clean], keys)
-        if length == len(self._keys) < min(clean, len(keys)):
-            return common_length(self.known_keys()[:clean], keys)
-        return length
+        return self._known.common(keys, self.clean_tokens)
 
-    def cut(self, begin: int, end: int) -> None:
+    def has_state_at(self, offset: int) -> bool:
+        """Whether all layers have what a sequence that ends at an offset of the row's cells goes on from."""
+        return offset >= self.windows_from and (offset == self.position or not self._has_states)
+
+    def common_later(self, keys: Keys, chunk_tokens: int) -> int:
+        """How many tokens of a prompt with these keys the row can give at some moment of its prefill, in such chunks.
+
+        With recurrent layers they end where a chunk does, or at a checkpoint that is still to be taken.
+        """
+        position, clean = self.position, self.clean_tokens
+        prompt = self._known.read_keys
+        common = common_length(prompt if clean == position else prompt[:clean], keys)
+        if common >= self.windows_from and not self._has_states:
+            return common
+        ends = [at for at in self.stops if position < at <= common]
+        if position <= common:
+            ends.append(position + (common - position) // chunk_tokens * chunk_tokens)
+        return max(ends, default=0)
+
+    def windows_from_after(self, begin: int, end: int, widest: int) -> int:
+        """What `windows_from` is once the tokens [begin, end) are gone.
+
+        Args:
+            widest: tokens of the widest window.
+
+        Raises:
+            ShiftError: what the windows see there was never restored.
+        """
+        windows_from = self.windows_from
+        if windows_from and end <= windows_from - widest:
+            windows_from -= end - begin
+        if self.position - (end - begin) < windows_from:
+            raise ShiftError(
+                f"row {self.id} was restored at {self.windows_from} with windows of {widest} tokens; what is in front "
+                f"of them is not there to go back to by removing [{begin}, {end})."
+            )
+        return windows_from
+
+    def cut(self, begin: int, end: int, windows_from: int) -> None:
         """The tokens [begin, end), all evaluated, are gone."""
         self.is_fresh = False
-        self.known_keys()
-        self._ids = np.delete(self._ids, np.s_[begin:end])
-        self._keys = np.delete(self._keys, np.s_[begin:end])
+        self.windows_from = windows_from
+        self._known.remove(begin, end)
         self._prompt_end -= max(0, min(end, self._prompt_end) - begin)
         self.stops = {}

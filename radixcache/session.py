@@ -36,6 +36,7 @@ from radixcache.errors import SessionClosedError
 from radixcache.evaluation import is_evaluation_failure
 from radixcache.grid import floor, stops_on_grid
 from radixcache.interrupts import uninterrupted
+from radixcache.known_tokens import KnownTokens
 from radixcache.layout import Layout
 from radixcache.live_path import LivePath
 from radixcache.resume import ResumePlan, ShortReason
@@ -100,8 +101,7 @@ class Session:
         self._position = plan.resume
         self.grid_end = plan.resume
         self.evaluated_tokens = 0
-        self._reported: list[int | mx.array] = []
-        self._reported_count = 0
+        self._known = KnownTokens(prompt, keys, cache.vocab_size)
         self._span_capacity = 0
         self._recheck_at = -1
         self._blind = BlindLeaves(self._layout, live.caches)
@@ -138,7 +138,7 @@ class Session:
     @property
     def known_tokens(self) -> int:
         """Prompt tokens plus the tokens reported by step() and extend()."""
-        return len(self.prompt) + self._reported_count
+        return self._known.count
 
     def prefill(
         self, model: Any, step_size: int | None = None, on_progress: Callable[[int, int], None] | None = None
@@ -217,9 +217,7 @@ class Session:
             self._catch_up(model)
             logits = self._forward_with_room(model, array, count)
         if self._position > self.known_tokens:
-            fresh = self._position - self.known_tokens
-            self._reported.append(array.reshape(-1)[count - fresh :])
-            self._reported_count += fresh
+            self._known.report(array, count - (self._position - self.known_tokens), count)
         if count > 1:
             self._layout.own_lazily(self.caches)
         if self._position > self._recheck_at or count > 1:
@@ -234,8 +232,7 @@ class Session:
         """
         self._require_open()
         ids = token_ids(tokens, self._cache.vocab_size)
-        self._reported.extend(int(t) for t in ids)
-        self._reported_count += len(ids)
+        self._known.report(ids, 0, len(ids))
 
     def close(self) -> None:
         """Store what was evaluated and free the live slot. Closing twice is fine."""
@@ -249,7 +246,7 @@ class Session:
                 # Whoever keeps the closed session must not keep the state with it.
                 self.caches = []
                 self._blind.forget()
-                self._reported = []
+                self._known.forget_pending()
                 if self._check is not None:
                     self._check.close()
                 self._handled = None
@@ -341,19 +338,9 @@ class Session:
         """Whether the calling thread may read the live buffers, as far as can be told without evaluating them."""
         return not self.is_lost and self.thread is threading.current_thread()
 
-    def known_ids(self) -> TokenIds:
-        """Token ids of the prompt and of what was reported, up to the first that is not a token id."""
-        parts: list[Any] = [self.prompt]
-        for piece in self._reported:
-            try:
-                ids = np.asarray(piece).reshape(-1)
-            except Exception:  # a sampled token that cannot be evaluated is not known, nor is any after it
-                break
-            wrong = (ids < 0) | (ids >= (self._cache.vocab_size or 1 << 31))
-            parts.append(ids[: int(wrong.argmax())] if wrong.any() else ids)
-            if wrong.any():
-                break
-        return np.concatenate(parts).astype(np.int32)
+    def known_keys(self) -> Keys:
+        """Keys of the prompt and of what was reported, up to the first that is not a token id. Waits for those."""
+        return self._known.keys()
 
     # Private
 
@@ -525,7 +512,8 @@ class Session:
             array = mx.array(values)[None]
         count = array.shape[1]
         if self._position < self.known_tokens and values is not None:
-            expected = self._known_from(self._position)[:count]
+            known = self.prompt if self._position + count <= len(self.prompt) else self._known.ids()
+            expected = known[self._position : self._position + count]
             differs = expected != values[: len(expected)]
             if differs.any():
                 index = int(differs.argmax())
@@ -534,11 +522,6 @@ class Session:
                 advice = "step() takes the rest of the prompt first"
                 raise ValueError(f"token {where} is {found}; {wanted} follows there: {advice}.")
         return array, count
-
-    def _known_from(self, start: int) -> Any:
-        if not self._reported:
-            return self.prompt[start:]
-        return self.known_ids()[start:]
 
     def _take_checkpoint(self, kind: str) -> None:
         with uninterrupted(), self._cache.lock:

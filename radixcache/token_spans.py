@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from radixcache.chat_template import ChatTemplate, Rendering
+from radixcache.chat_template import ChatTemplate, common_rendering
 
 # Beginnings of text that a tokenizer may merge with what stands before them, one per character class.
 _FOLLOWERS = ("a", "s", "B", " a", " ", "  ", "\n", "\na", "\t", "1", ".", "'", "<", "_", "é", "中")
@@ -55,7 +55,7 @@ class TokenSpans:
 def _common_end(encoding: Any, other: int, length: int) -> int:
     """Where the tokens of text 0 and those of another text of the batch part, as a character offset in text 0."""
     spans, tokens = encoding["offset_mapping"][0], encoding["input_ids"][0]
-    shared = common_length(tokens, encoding["input_ids"][other])
+    shared = common_rendering(tokens, encoding["input_ids"][other])
     return length if shared == len(tokens) else max((int(end) for _, end in spans[:shared]), default=0)
 
 
@@ -70,15 +70,3 @@ def _last_word_start(encoding: Any, length: int, skip: bool) -> int:
     while first > 0 and words[first - 1] == words[-1]:
         first -= 1
     return int(encoding["offset_mapping"][0][first][0]) if first > int(skip) else length
-
-
-def common_length(left: Rendering, right: Rendering) -> int:
-    """Length of the longest common beginning, by comparing whole slices."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

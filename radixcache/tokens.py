@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 TokenIds = NDArray[np.int32]
+
+
+def checked_prompt(
+    tokens: Any, keys: Any = None, marks: Sequence[int] = (), vocab_size: int | None = None
+) -> tuple[TokenIds, NDArray[np.int64]]:
+    """Return the ids of a prompt and the keys they go by in the tree, which are the ids where none are given.
+
+    Raises:
+        ValueError: ids or keys as `token_ids` and `edge_keys` say; a mark that is no offset in the prompt.
+    """
+    ids = token_ids(tokens, vocab_size)
+    own_keys = ids.astype(np.int64) if keys is None else edge_keys(keys, len(ids))
+    if not isinstance(marks, Iterable):
+        raise ValueError(f"marks is a {type(marks).__name__}; wanted offsets in the prompt.")
+    for mark in marks:
+        if isinstance(mark, bool) or not isinstance(mark, Integral):
+            raise ValueError(f"mark {mark!r} is a {type(mark).__name__}; wanted an int.")
+        if not 0 <= mark <= len(ids):
+            raise ValueError(f"mark {mark} is outside the prompt of {len(ids)} tokens.")
+    return ids, own_keys
 
 
 def token_ids(tokens: Any, vocab_size: int | None = None, name: str = "tokens") -> TokenIds:

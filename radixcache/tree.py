@@ -262,8 +262,8 @@ def below(node: Node[Any]) -> Iterator[Node[Any]]:
         stack.extend(reversed(current.children.values()))
 
 
-def common_length(left: Keys, right: Keys) -> int:
-    """Length of the common prefix of two key arrays."""
+def common_length(left: NDArray[np.integer], right: NDArray[np.integer]) -> int:
+    """Length of the common prefix of two arrays of keys, or of token ids."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]
     first = int(differs.argmax()) if length else 0

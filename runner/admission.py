@@ -8,6 +8,7 @@ go), the group refuses, and the engine makes room.
 """
 
 from bisect import insort
+from collections.abc import Iterable
 
 from radixcache import Group, Row
 from runner.parallel_request import Request
@@ -51,6 +52,10 @@ class Admission:
         """Of those that run, the one that came last."""
         return max(self.running, key=lambda request: request.number)
 
+    def arrive(self, requests: Iterable[Request]) -> None:
+        """Requests were handed in: they wait, behind those that do."""
+        self.waiting += requests
+
     def next(self, group: Group) -> Request | None:
         """Who comes in next; None: nobody may now."""
         if len(self.running) >= self._max_rows or (self._is_refused and self.running):
@@ -87,38 +92,15 @@ class Admission:
         if not self.running:
             return True
         owed = sum(max(0, self._needed(each) - each.row.position) for each in self.running)
-        shared = max(_shared(request, each, group) for each in self.running)
-        cells = group.causal.table.used + owed + self._needed(request) - shared
-        return cells <= self._capacity and group.has_bytes_for(cells)
+        cells = group.used_cells + owed + self._needed(request) - group.sharable_tokens(request.keys)
+        states = 1 + sum(each.row.position == 0 for each in self.running)
+        return cells <= self._capacity and group.has_bytes_for(cells, states)
 
     def _gains(self, request: Request, group: Group) -> bool:
         """Whether a prompt that is being prefilled right now is the same further than all that is evaluated yet."""
-        now = max((_shared(request, each, group) for each in self.running), default=0)
-        return any(self._sharable_later(request, each, group) > now for each in self.prefilling)
-
-    def _sharable_later(self, request: Request, running: Request, group: Group) -> int:
-        """How many tokens it would share with one that is being prefilled, if it came in at the right moment."""
-        common, position = request.shares(running), running.row.position
-        if not group.pager.has_states:
-            return common
-        reached = position + max(0, common - position) // self._step_size * self._step_size
-        return max(reached if reached <= common else 0, _last_stop(running, common))
+        later = (group.sharable_later(request.keys, each.row, self._step_size) for each in self.prefilling)
+        most = max(later, default=0)
+        return most > 0 and most > group.sharable_tokens(request.keys)
 
     def _needed(self, request: Request) -> int:
         return request.needed_tokens if self._context is None else min(request.needed_tokens, self._context)
-
-
-def _shared(request: Request, running: Request, group: Group) -> int:
-    """How many tokens a request would share with a running one now.
-
-    With recurrent layers they end where the other one stands, or at a checkpoint that it took on its way.
-    """
-    common, position = request.shares(running), running.row.position
-    evaluated = min(common, group.causal.clean_tokens(running.row.id))
-    if not group.pager.has_states or position <= evaluated:
-        return evaluated
-    return _last_stop(running, evaluated)
-
-
-def _last_stop(running: Request, length: int) -> int:
-    return max((at for at in running.row.stops if at <= length), default=0)

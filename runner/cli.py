@@ -137,7 +137,8 @@ def replay(
     """
     caches = _cache_names(cache)
     if parallel is not None:
-        caches, step_size = require_parallel(context, parallel, caches, step_size, recorded=recorded, exact=exact)
+        step_size = require_parallel(context, parallel, caches, step_size, recorded=recorded, exact=exact)
+        caches = ["radix"]
     require_policy(policy)
     for option, value in (
         ("--users", 1 if users is None else users),

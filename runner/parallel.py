@@ -28,20 +28,17 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
 from radixcache import Group, PrefixCache
 from radixcache.interrupts import uninterrupted
-from radixcache.tokens import edge_keys, token_ids, vocabulary_size
+from radixcache.tokens import checked_prompt, vocabulary_size
 from runner.admission import Admission
 from runner.context_window import FREE_SHARE, ContextWindow, Outline
 from runner.parallel_engine import Engine
 from runner.parallel_request import Request, Ticket
 from runner.pipeline import ProgressCallback, compile_mode
 from runner.reply import Piece, Reply, Sampler, require_count
+from runner.turn_taking import PARALLEL_STEP_SIZE
 
-# Half a second or so of a small model on slow cores, a few hundredths on a GPU.
-DEFAULT_STEP_SIZE = 512
 DEFAULT_MAX_ROWS = 16
 
 
@@ -73,7 +70,7 @@ class ParallelGenerator:
         *,
         capacity: int,
         max_rows: int = DEFAULT_MAX_ROWS,
-        step_size: int = DEFAULT_STEP_SIZE,
+        step_size: int = PARALLEL_STEP_SIZE,
         context: int | None = None,
         free_share: float = FREE_SHARE,
         namespace: str = "",
@@ -136,11 +133,7 @@ class ParallelGenerator:
             ValueError: an argument out of its range, or a request that can never run: prompt and reply have more tokens
                 than there are cells, or what must stay of the conversation does not fit the context.
         """
-        ids = token_ids(tokens, self._vocabulary_length)
-        own_keys = ids.astype(np.int64) if keys is None else edge_keys(keys, len(ids))
-        for mark in marks:
-            if not 0 <= mark <= len(ids):
-                raise ValueError(f"mark {mark} is outside the prompt of {len(ids)} tokens.")
+        ids, own_keys = checked_prompt(tokens, keys, marks, self._vocabulary_length)
         if reserve is not None:
             require_count("reserve", reserve)
         if sampler is not None and not callable(sampler):
@@ -200,7 +193,7 @@ class ParallelGenerator:
         with self._arrivals:
             self._is_closed = True
             self._arrivals.notify_all()
-            self._admission.waiting += self._submitted
+            self._admission.arrive(self._submitted)
             self._submitted.clear()
         with uninterrupted():
             for request in [*self._admission.waiting, *self._admission.running]:
@@ -216,7 +209,7 @@ class ParallelGenerator:
     def _round(self) -> bool:
         """Do what there is to do once; False: nothing was left."""
         with self._arrivals:
-            self._admission.waiting += self._submitted
+            self._admission.arrive(self._submitted)
             self._submitted.clear()
         if not self._admission.waiting and not self._admission.running:
             return False

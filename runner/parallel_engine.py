@@ -77,7 +77,7 @@ class Engine:
         self._end_cancelled()  # a callback may have asked for it just now
         self._prefill()
         decoding = self._admission.decoding
-        self._step([request for request in decoding if self._goes_on(request)])
+        self._step(self._continuing(decoding))
         for request in decoding:
             if request in self._admission.running:
                 self._read(request)
@@ -109,6 +109,7 @@ class Engine:
                 self.finish(request, request.reply.end("cancelled"))
 
     def _admit(self) -> None:
+        self._refuse()
         while request := self._admission.next(self.group):
             try:
                 with uninterrupted():
@@ -124,6 +125,12 @@ class Engine:
             else:
                 request.admitted()
                 self._report(request)
+
+    def _refuse(self) -> None:
+        """End those that come next and take more bytes than the budget has, instead of waiting for all others to go."""
+        waiting = self._admission.waiting
+        while waiting and (error := self.group.refusal_of(len(waiting[0].tokens))) is not None:
+            self.fail(waiting[0], error)
 
     def _prefill(self) -> None:
         if self._admission.prefilling:
@@ -158,12 +165,15 @@ class Engine:
             except Exception as error:
                 self.fail(request, error)
 
-    def _goes_on(self, request: Request) -> bool:
-        """Whether a reply takes part in the next step, for which its conversation may have to be shifted."""
-        if request not in self._admission.running or len(request.unread) != 1 or request.reply.left == 1:
-            return False
-        window = self._window
-        return window is None or request.row.position < window.tokens or self._shift(request, window)
+    def _continuing(self, decoding: list[Request]) -> list[Request]:
+        """The replies that take part in the next step. A conversation that has filled its context is shifted for it."""
+        window, continuing = self._window, []
+        for request in decoding:
+            if request not in self._admission.running or len(request.unread) != 1 or request.reply.left == 1:
+                continue
+            if window is None or request.row.position < window.tokens or self._shift(request, window):
+                continuing.append(request)
+        return continuing
 
     def _step(self, requests: list[Request]) -> None:
         while requests := [request for request in requests if request in self._admission.running]:
@@ -198,7 +208,7 @@ class Engine:
             return
         with uninterrupted():
             if is_wrong:
-                request.row.right_tokens = request.proven_tokens
+                request.row.distrust_from(request.proven_tokens)
                 self.fail(request, FloatingPointError("the model's logits for this request are not numbers."))
                 return
             request.unread.popleft()
@@ -259,7 +269,7 @@ class Engine:
 
     def _lose_all(self, error: Exception) -> None:
         """An evaluation failed, and with it whatever was in the cells. What waits goes on in new ones."""
-        self.group.__exit__(type(error), error, error.__traceback__)
+        self.group.close_after(error)
         for request in list(self._admission.running):
             self.fail(request, error)
         self.group, self._failure = self._new_group(), None

@@ -20,24 +20,16 @@ from radixcache import PrefixCache, TreeView
 from runner.models import LoadedModel
 from runner.parallel import ParallelGenerator
 from runner.parallel_request import Ticket
-from runner.replay import Observer, ReplayOptions, output_hash, release, warm_up
+from runner.replay import Observer, ReplayOptions, ServedRequest, output_hash, release, warm_up
 from runner.reply import Completion
 from runner.script import RenderedRequest, Script, ScriptError
 
 
 @dataclass(frozen=True)
-class ParallelRow:
+class ParallelRow(ServedRequest):
     """What one request cost among others. `peak_bytes` is the most that was held up to its end."""
 
-    user: str
-    conversation_id: str
-    turn: int
-    prompt_tokens: int
-    matched_tokens: int
-    cached_tokens: int
-    reason: str | None
-    # From being handed in to the first token; `waited_ms` of it until prefill began.
-    ttft_ms: float
+    # What of `ttft_ms` went by before prefill began.
     waited_ms: float
     # From the first token to the last.
     decode_ms: float
@@ -101,7 +93,6 @@ class ParallelReplay:
             self._observer.run_started("radix", len(self._script))
             options = self._options
             cache = PrefixCache(self._loaded.model, budget_bytes=options.budget_bytes, policy=options.policy)
-            started_s = time.perf_counter()
             try:
                 with ParallelGenerator(
                     cache,
@@ -111,7 +102,7 @@ class ParallelReplay:
                     max_rows=self._users_at_a_time,
                     step_size=options.step_size,
                 ) as generator:
-                    self._serve(generator, cache, started_s)
+                    self._serve(generator, cache)
                 self._tree = cache.dump(self._loaded.tokenizer) if options.dump_tree else None
                 self._view = cache.view(tokenizer=self._loaded.tokenizer) if options.keep_view else None
             finally:
@@ -134,11 +125,12 @@ class ParallelReplay:
             view=self._view,
         )
 
-    def _serve(self, generator: ParallelGenerator, cache: PrefixCache, started_s: float) -> None:
+    def _serve(self, generator: ParallelGenerator, cache: PrefixCache) -> None:
+        started_s = time.perf_counter()
         while self._hand_in(generator):
             for ticket, piece in generator:
                 self._texts[ticket] += piece.text
-                self._peak_cells = max(self._peak_cells, generator.group.causal.table.used)
+                self._peak_cells = max(self._peak_cells, generator.group.used_cells)
                 if piece.completion is not None:
                     self._finish(ticket, piece.completion, cache.stats.peak_bytes)
                     self._wall_s = time.perf_counter() - started_s

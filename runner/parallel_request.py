@@ -15,7 +15,6 @@ from radixcache.tokens import TokenIds
 from runner.context_window import Outline
 from runner.pipeline import ProgressCallback
 from runner.reply import Completion, Reply, Sampler, greedy, log_probabilities, sample
-from runner.turn_taking import common_length
 
 
 class Ticket:
@@ -127,10 +126,6 @@ class Request:
         """Tokens in its cells whose state was good enough for a token that was read; 0 before the first."""
         read = len(self.reply.tokens) - self.in_reply
         return len(self.tokens) + read - 1 if read else 0
-
-    def shares(self, other: "Request") -> int:
-        """How many tokens this one could share with another's prompt; at least one is left to evaluate."""
-        return min(common_length(self.keys, other.keys), len(self.keys) - 1)
 
     def admitted(self) -> None:
         """It got its row."""

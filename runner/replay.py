@@ -51,8 +51,8 @@ class ReplayOptions:
 
 
 @dataclass(frozen=True)
-class RequestRow:
-    """What one request cost with one cache. `live_bytes` and `paged_bytes` are what is held after it."""
+class ServedRequest:
+    """Which request it was, what was there of its prompt and why not more, and when its first token came."""
 
     user: str
     conversation_id: str
@@ -61,8 +61,15 @@ class RequestRow:
     matched_tokens: int
     cached_tokens: int
     reason: str | None
-    # From the request's arrival to its first token; `begin_ms` of it went to the cache, before any prefill.
+    # From the request's arrival to its first token.
     ttft_ms: float
+
+
+@dataclass(frozen=True)
+class RequestRow(ServedRequest):
+    """What one request cost with one cache. `live_bytes` and `paged_bytes` are what is held after it."""
+
+    # What of `ttft_ms` went to the cache, before any prefill.
     begin_ms: float
     # From the first token to the last, or what feeding the recorded reply took.
     decode_ms: float

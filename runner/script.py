@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache import render_chat
+from radixcache.tree import common_length
 from runner.backends.backend import Prompt
-from runner.backends.plain_run import common_prefix_tokens
 from runner.models import LoadedModel, ModelOutline
 from runner.schedule import GeneratedReplies, Request
 
@@ -161,7 +161,7 @@ class Script:
             return 0
         probe = [*messages[:first], {"role": "user", "content": ""}]
         shared, _ = render_chat(self._loaded.tokenizer, probe, request.tools, add_generation_prompt=False)
-        end = common_prefix_tokens(shared, tokens)
+        end = common_length(shared, tokens)
         return end if end < len(shared) else 0
 
     def _require_fit(self, request: Request, prompt_tokens: int, reply_tokens: int) -> None:
@@ -185,7 +185,7 @@ def recorded_reply(tokenizer: Any, request: Request, prompt: NDArray[np.int32]) 
         tokenizer, [*request.messages, request.recorded_reply], request.tools, add_generation_prompt=False
     )
     end = marks[-1] if marks else 0
-    if end > len(prompt) == common_prefix_tokens(tokens, prompt):
+    if end > len(prompt) == common_length(tokens, prompt):
         return tokens[len(prompt) : end]
     # The template opens a reply otherwise than it writes one later, so the next turn parts here anyway.
     content = request.recorded_reply.get("content") or ""

@@ -62,9 +62,14 @@ class CellPager:
     def needed_bytes(self, cells: int) -> int:
         """Bytes that all buffers take with so many cells; of a layer that was never seen 0."""
         return cells * sum(
-            self._layout.leaf_token_bytes(index) if leaf.empty() else leaf.token_bytes
-            for index, leaf in self._in_cells()
+            self._layout.leaf_bytes(index) if leaf.empty() else leaf.token_bytes for index, leaf in self._in_cells()
         )
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the layers beside the cells hold of each sequence with a token; 0 before the first pass."""
+        leaves = enumerate(self._causal.leaves)
+        return sum(self._layout.leaf_bytes(index) for index, leaf in leaves if isinstance(leaf, ArraysCache))
 
     @property
     def buffer_bytes(self) -> int:

@@ -88,10 +88,3 @@ class PlainRun:
 def layers_bytes(caches: Sequence[Any]) -> int:
     """Bytes of the arrays that a list of mlx-lm caches holds."""
     return sum(int(cache.nbytes) for cache in caches if cache is not None)
-
-
-def common_prefix_tokens(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
-    """How many tokens the two have in common at their beginning."""
-    shorter = min(len(first), len(second))
-    differs = first[:shorter] != second[:shorter]
-    return int(differs.argmax()) if differs.any() else shorter

@@ -15,8 +15,9 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from numpy.typing import NDArray
 
 from radixcache import TreeView
+from radixcache.tree import common_length
 from runner.backends.backend import Prompt
-from runner.backends.plain_run import PlainRun, common_prefix_tokens, layers_bytes
+from runner.backends.plain_run import PlainRun, layers_bytes
 
 
 class SinglePrefix:
@@ -38,7 +39,7 @@ class SinglePrefix:
     @contextmanager
     def begin(self, prompt: Prompt) -> Iterator[PlainRun]:
         """Begin at the prefix shared with the last request, or at 0 when the cache cannot be brought there."""
-        matched = common_prefix_tokens(self._tokens, prompt.tokens)
+        matched = common_length(self._tokens, prompt.tokens)
         # At least one token is evaluated: its logits are what the reply starts from.
         target = min(matched, len(prompt.tokens) - 1)
         trimmed_tokens = len(self._tokens) - target

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from runner.commands.usage import EXIT_INTERRUPTED, UsageError, require
+from runner.turn_taking import PARALLEL_STEP_SIZE
 
 if TYPE_CHECKING:
     from runner.models import LoadedModel
@@ -14,14 +15,11 @@ if TYPE_CHECKING:
     from runner.replay import ReplayOptions
     from runner.script import Script
 
-# Chunks that hold up those who are being served for a moment only; a serial replay has nobody to hold up.
-PARALLEL_STEP_SIZE = 512
-
 
 def require_parallel(
     context: typer.Context, parallel: int, caches: Sequence[str], step_size: int, *, recorded: bool, exact: bool
-) -> tuple[list[str], int]:
-    """Refuse what does not go with --parallel; returns the caches and the step size, with defaults of its own."""
+) -> int:
+    """Refuse what does not go with --parallel; returns the step size, which has another default with it."""
 
     def is_given(name: str) -> bool:
         source = context.get_parameter_source(name)
@@ -37,7 +35,8 @@ def require_parallel(
         not exact,
         "--exact compares bits, which differ with the number of users in a forward pass. Leave it or --parallel out.",
     )
-    return ["radix"], step_size if is_given("step_size") else PARALLEL_STEP_SIZE
+    # A serial replay has nobody to hold up.
+    return step_size if is_given("step_size") else PARALLEL_STEP_SIZE
 
 
 def run_parallel(

@@ -10,6 +10,7 @@ from functools import cache as remembered
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -86,6 +87,8 @@ class Groups(RuleBasedStateMachine):
         group = drawn(data, self.groups)
         before = self.cache.stats.requests
         longest = self.longest(prompt, group.namespace)
+        used, evictions = group.used_cells, self.cache.stats.evictions
+        promised = group.sharable_tokens(np.array(prompt))
         try:
             row = group.admit(prompt, marks=[min(mark, len(prompt))])
         except (CacheFullError, BudgetFullError):
@@ -95,6 +98,8 @@ class Groups(RuleBasedStateMachine):
         assert row.cached_tokens == row.position <= min(longest, len(prompt) - 1)
         assert row.cached_tokens <= row.matched_tokens <= longest
         assert (row.reason is None) == (row.cached_tokens == row.matched_tokens)
+        if self.cache.stats.evictions == evictions:
+            assert group.used_cells - used == row.cached_tokens - promised
         if self.kind == "llama":
             # Whatever another row has in cells is shared.
             shared = [common(self.clean(each), prompt) for each in group.rows if each is not row]

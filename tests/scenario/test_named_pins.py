@@ -111,7 +111,7 @@ def test_wrong_arguments_are_refused_and_change_nothing(llama: Any) -> None:
     for arguments in ({}, {"tokens": SYSTEM, "name": "a"}):
         with pytest.raises(ValueError, match="exactly one"):
             cache.unpin(**arguments)
-    with pytest.raises(ValueError, match="mark 41 is outside the prefix of 40 tokens"):
+    with pytest.raises(ValueError, match="mark 41 is outside the prompt of 40 tokens"):
         cache.warm(llama, SYSTEM, marks=[41])
     assert (cache.dump(), cache.names()) == (before, {})
 

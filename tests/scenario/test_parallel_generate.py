@@ -115,6 +115,12 @@ def require_right_tree(loaded: LoadedModel, cache: PrefixCache, prompts: Iterabl
         assert done(last).tokens == alone(loaded, prompt, 2)
 
 
+def quarantine(cache: PrefixCache, prompt: Any, start: int) -> None:
+    """Have what begins with a prompt quarantined from an offset on, as verification does where state is wrong."""
+    with cache.begin(prompt) as session:
+        cache.quarantine(session, len(prompt), start)
+
+
 def scripted(tokens: Sequence[int]) -> Callable[[mx.array], mx.array]:
     """A sampler that says what it is told to, whatever the model thinks."""
     script = iter(tokens)
@@ -463,6 +469,63 @@ def test_nobody_waits_for_a_prompt_that_was_cancelled(llama: LoadedModel) -> Non
     assert done(second).cached_tokens == STEP_SIZE
 
 
+@pytest.mark.parametrize("kind", ["llama_sliding", "gemma3_text"])
+def test_nobody_waits_for_windows_that_were_never_restored(kind: str) -> None:
+    loaded = load(kind)
+    cache = new_cache(loaded)
+    with cache.begin(PROMPTS[2]) as session:
+        session.prefill(loaded.model)
+        session.step(loaded.model, PROMPTS[2][-1:])
+    longer, other = np.concatenate([PROMPTS[2], PROMPTS[1]]), np.append(PROMPTS[2][:100], 30)
+    order: list[tuple[str, int]] = []
+    with new_generator(loaded, cache) as generator:
+        first = submit(generator, longer, on_progress=lambda done, total: order.append(("first", done)), marks=())
+        second = submit(generator, other, on_progress=lambda done, total: order.append(("second", done)), marks=())
+        drain(generator)
+    require_alone(loaded, [first, second], [longer, other])
+    assert order[:2] == [("first", len(PROMPTS[2])), ("second", done(second).cached_tokens)]
+    assert done(second).cached_tokens < 100
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "qwen3_next"])
+def test_nobody_waits_for_what_is_quarantined(kind: str) -> None:
+    loaded = load(kind)
+    cache = new_cache(loaded)
+    quarantine(cache, PROMPTS[2], 0)
+    order: list[tuple[str, int]] = []
+    with new_generator(loaded, cache) as generator:
+        first = submit(generator, PROMPTS[2], on_progress=lambda done, total: order.append(("first", done)))
+        second = submit(generator, PROMPTS[2], on_progress=lambda done, total: order.append(("second", done)))
+        drain(generator)
+    require_alone(loaded, [first, second], [PROMPTS[2]] * 2)
+    assert done(second).cached_tokens == 0
+    assert order[:2] == [("first", 0), ("second", 0)]
+
+
+def test_who_may_share_nothing_of_a_quarantined_prompt_waits_for_cells_of_its_own(llama: LoadedModel) -> None:
+    cache = new_cache(llama)
+    progress: list[tuple[int, bool]] = []
+    tickets: list[Ticket] = []
+    with new_generator(llama, cache, capacity=200) as generator:
+
+        def ask_again(count: int) -> None:
+            if count == 1:
+                quarantine(cache, PROMPTS[2], 0)
+                tickets.append(
+                    submit(
+                        generator,
+                        PROMPTS[2],
+                        on_progress=lambda offset, total: progress.append((offset, first.completion is not None)),
+                    )
+                )
+
+        first = submit(generator, PROMPTS[2], 20)
+        drain(generator, ask_again)
+    require_alone(llama, [first, *tickets], [PROMPTS[2]] * 2)
+    # It came in once, when the first was through.
+    assert progress == [(offset, True) for offset in (0, 32, 64, 96, 128, 130)]
+
+
 # Failing
 
 
@@ -692,6 +755,29 @@ def test_a_reply_that_stops_being_numbers_takes_nobody_along(poisoned: LoadedMod
     require_right_tree(poisoned, cache, PROMPTS)
 
 
+@pytest.mark.parametrize("at", [0, 3])
+def test_of_a_reply_that_stops_being_numbers_nothing_is_kept_that_was_restored_wrong(
+    poisoned: LoadedModel, at: int
+) -> None:
+    cache = new_cache(poisoned)
+    prompt = [*PROMPTS[2], 30]
+    with cache.begin(prompt, marks=[40]) as session:
+        session.prefill(poisoned.model)
+    with new_generator(poisoned, cache) as generator:
+        bad = submit(generator, prompt, sampler=scripted([*range(30, 30 + at), *[BAD_TOKEN] * 20]))
+
+        def found_wrong(count: int) -> None:
+            if count == 1:
+                quarantine(cache, prompt, 40)
+                cache.clear_quarantine()
+
+        drain(generator, found_wrong)
+    assert done(bad).cached_tokens == 130
+    assert isinstance(done(bad).error, FloatingPointError)
+    assert cache.explain([*prompt, 1]).matched_tokens == 40
+    cache.check()
+
+
 # Room
 
 
@@ -726,6 +812,22 @@ def test_who_does_not_fit_waits_and_is_not_overtaken(loaded: LoadedModel) -> Non
     assert most <= 160
     assert list(dict.fromkeys(index for index, _ in admitted)) == [0, 1, 2, 3]
     assert min(before for index, before in admitted if index == 2) >= 1
+
+
+@pytest.mark.parametrize(("capacity", "together"), [(52 + 47, True), (52 + 46, False)])
+def test_who_fits_once_what_it_shares_is_counted_does_not_wait(
+    loaded: LoadedModel, capacity: int, together: bool
+) -> None:
+    progress: list[tuple[int, bool]] = []
+    with new_generator(loaded, new_cache(loaded), capacity=capacity) as generator:
+        # 45 tokens and a reply of 8 take 52 cells; 80 and 8 take 87, of which the system prompt's 40 are there.
+        first = submit(generator, PROMPTS[0])
+        second = submit(
+            generator, PROMPTS[1], on_progress=lambda done, total: progress.append((done, first.completion is None))
+        )
+        drain(generator)
+    require_alone(loaded, [first, second], PROMPTS[:2])
+    assert progress[0] == (len(SYSTEM), together)
 
 
 def test_at_most_max_rows_run_at_a_time(llama: LoadedModel) -> None:
@@ -821,6 +923,33 @@ def test_what_the_budget_cannot_hold_is_a_clear_error_for_that_request_alone(lla
     assert isinstance(failed.error, BudgetFullError)
     assert "do not fit the budget of 900000" in str(failed.error)
     cache.check()
+
+
+def test_a_prompt_that_never_fits_the_bytes_does_not_hold_up_those_behind_it(llama: LoadedModel) -> None:
+    cache = new_cache(llama, budget_bytes=900_000)
+    with new_generator(llama, cache, capacity=2000) as generator:
+        drain_one = submit(generator, PROMPTS[0], 2)
+        drain(generator)
+        first = submit(generator, PROMPTS[1], 12)
+        never = submit(generator, _random.integers(20, 200, 500))
+        behind = submit(generator, PROMPTS[2], 3)
+        ended = [ticket for ticket, piece in generator if piece.completion is not None]
+    assert done(drain_one).done_reason == "length"
+    assert ended == [never, behind, first]
+    assert isinstance(done(never).error, BudgetFullError)
+    assert str(done(never).error).startswith("1536000 more bytes do not fit the budget of 900000")
+
+
+@pytest.mark.parametrize("marks", [(), (20,), (10, 20, 30)])
+def test_a_lone_reply_is_not_refused_for_its_own_checkpoints(marks: tuple[int, ...]) -> None:
+    mamba = load_model("tiny:mamba")
+    cache = new_cache(mamba, budget_bytes=80_000)
+    with new_generator(mamba, cache, capacity=64) as generator:
+        ticket = submit(generator, PROMPTS[0][:40], 8, marks=marks)
+        drain(generator)
+    assert done(ticket).done_reason == "length"
+    assert tokens_of(ticket) == alone(mamba, PROMPTS[0][:40])[:8]
+    assert cache.stats.peak_bytes <= 80_000
 
 
 # Whatever happens

@@ -107,8 +107,8 @@ def test_every_cache_gives_the_answers_of_no_cache(kind, recorded):
 
 def test_a_wrong_restore_changes_answers(monkeypatch):
     # The control of the test above: claim one token too many wherever a prompt parts from the last one.
-    right = single.common_prefix_tokens
-    monkeypatch.setattr(single, "common_prefix_tokens", lambda *pair: min(right(*pair) + 5, min(map(len, pair))))
+    right = single.common_length
+    monkeypatch.setattr(single, "common_length", lambda *pair: min(right(*pair) + 5, min(map(len, pair))))
     runs = run("tiny:llama", ["none", "single"])
     assert [row.output_hash for row in runs["none"].rows] != [row.output_hash for row in runs["single"].rows]
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import bench_exact, bench_overhead, bench_policies, bench_replay, bench_tree, record
 from benchmarks.hollow_model import KINDS, HollowModel
 from radixcache import RadixTree
-from runner.backends.plain_run import common_prefix_tokens
+from radixcache.tree import common_length
 
 
 def rows_of(folder, name):
@@ -93,7 +93,7 @@ def test_the_bound_of_a_script_is_what_no_earlier_request_held():
     held, bound = [], 0
     for request in (workload.script[index] for index in range(5)):
         prompt = request.prompt.tokens
-        shared = max((common_prefix_tokens(prompt, earlier) for earlier in held), default=0)
+        shared = max((common_length(prompt, earlier) for earlier in held), default=0)
         bound += len(prompt) - min(shared, len(prompt) - 1)
         held.append(np.concatenate([prompt, request.reply]))
     assert workload.bound_tokens == bound < workload.prompt_tokens

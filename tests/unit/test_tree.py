@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radixcache import tree as tree_module
 from radixcache.tree import Keys, Match, Node, RadixTree, below, common_length
@@ -94,6 +96,14 @@ def test_common_length_is_that_of_the_shorter_when_one_begins_the_other() -> Non
     assert common_length(keys(), keys(1)) == 0
     assert common_length(keys(1, 2, 3), keys(1, 3, 3)) == 1
     assert common_length(keys(4, 2), keys(1, 2)) == 0
+
+
+@given(st.lists(st.integers(0, 3), max_size=20), st.lists(st.integers(0, 3), max_size=20))
+def test_the_common_length_is_that_of_a_plain_loop(left: list[int], right: list[int]) -> None:
+    expected = 0
+    while expected < min(len(left), len(right)) and left[expected] == right[expected]:
+        expected += 1
+    assert common_length(keys(*left), keys(*right)) == expected
 
 
 # Restructuring

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.turn_taking import ChunkTurns, admissible, common_length
+from runner.turn_taking import ChunkTurns, admissible
 
 
 @dataclass
@@ -81,11 +80,3 @@ def test_who_waits_to_share_lets_the_others_pass():
 
 def test_nobody_waits_where_nobody_is():
     assert choose([]) is None
-
-
-@given(st.lists(st.integers(0, 3), max_size=20), st.lists(st.integers(0, 3), max_size=20))
-def test_the_common_beginning_is_that_of_a_plain_loop(left, right):
-    expected = 0
-    while expected < min(len(left), len(right)) and left[expected] == right[expected]:
-        expected += 1
-    assert common_length(np.array(left, np.int64), np.array(right, np.int64)) == expected
