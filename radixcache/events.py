@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from radixcache.errors import described
 from radixcache.turns import Turns
 
 #: Events that may wait, and that are handed over at the end of one call.
@@ -146,6 +147,8 @@ class Events:
     def _note_failure(self, event: Event, error: Exception) -> None:
         self.failures += 1
         if self.failures == 1:
-            # Also where warnings are made errors: whoever called the cache asked for something else.
-            with contextlib.suppress(Warning):
-                warnings.warn(f"on_event raised {error!r} for {event.kind}.", RuntimeWarning, stacklevel=2)
+            # Also where warnings are made errors, or shown by a hook that fails: whoever called the cache asked for
+            # something else.
+            with contextlib.suppress(Exception):
+                text = f"on_event raised {described(error)} for {event.kind}."
+                warnings.warn(text, RuntimeWarning, stacklevel=2)

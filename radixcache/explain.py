@@ -21,6 +21,7 @@ from radixcache.hints import variations
 from radixcache.history import History, Part
 from radixcache.resume import ResumePlan, ShortReason
 from radixcache.state_tree import StateNode
+from radixcache.token_text import token_text
 from radixcache.tokens import TokenIds
 from radixcache.tree import Keys, Match
 
@@ -208,7 +209,7 @@ def with_text(explanation: Explanation, tokenizer: Any) -> Explanation:
     """The explanation with the tokens that it shows decoded."""
 
     def text(ids: Sequence[int]) -> str:
-        return decoded(ids, tokenizer)
+        return token_text(ids, tokenizer)
 
     gaps = [
         replace(gap, before_text=text(gap.before), stored_text=text(gap.stored), asked_text=text(gap.asked))
@@ -218,19 +219,6 @@ def with_text(explanation: Explanation, tokenizer: Any) -> Explanation:
     ]
     hints = [replace(hint, asked_text=text(hint.asked), other_text=text(hint.other)) for hint in explanation.hints]
     return replace(explanation, gaps=tuple(gaps), hints=tuple(hints))
-
-
-def decoded(ids: Sequence[int], tokenizer: Any) -> str:
-    """The text of token ids; keys that stand for more than a token (an image) are named by their number."""
-    parts: list[str] = []
-    run: list[int] = []
-    for key in ids:
-        if 0 <= key < 1 << 31:
-            run.append(key)
-            continue
-        parts += [str(tokenizer.decode(run)), f"<key {key:x}>"] if run else [f"<key {key:x}>"]
-        run = []
-    return "".join([*parts, str(tokenizer.decode(run)) if run else ""])
 
 
 def _stored_gaps(foresight: Foresight, lost: Part | None, length: int) -> Iterator[Gap]:

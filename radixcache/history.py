@@ -162,6 +162,12 @@ class History:
                 return piece.parts[0]
         return None
 
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._pieces.clear()
+        self._prompts.clear()
+        self._piece_keys = self._prompt_keys = 0
+
     def check(self) -> None:
         """Assert H1 and H2."""
         assert len(self._pieces) <= self._max_pieces, len(self._pieces)

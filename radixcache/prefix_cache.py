@@ -588,6 +588,7 @@ class PrefixCache(GroupRequests):
                 assert self._ledger.over_bytes() == 0, self._ledger.total_bytes
             self._pins.check()
             self._quarantine.check()
+            self._tails.check()
 
     def dump(self, tokenizer: Any = None, namespace: str | None = None) -> str:
         """The tree as text, a line per node: span, tokens, bytes, residency, pins; with a tokenizer the edge's text.
@@ -643,11 +644,12 @@ class PrefixCache(GroupRequests):
         return self._states.last_key(entry)
 
     def clear(self) -> None:
-        """Drop everything that no open session stands on, pins included."""
+        """Drop everything that no open session stands on, pins included, and what explain() remembers of prompts."""
         with uninterrupted(), self.lock:
             self._pins.clear()
             self._tails.clear()
             self._evictor.shrink_to(0)
+            self._states.history.clear()
             self.layout.release()
 
     # Private: the rest

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from radixcache.comparison import Difference, Part, compare_logits, compare_states
+from radixcache.errors import described
 from radixcache.evaluation import NATIVE_ERRORS
 from radixcache.events import QUARANTINED, Events
 from radixcache.interrupts import uninterrupted
@@ -137,7 +138,8 @@ class Verifier:
         """Warn of the first check that broke off for another reason than want of memory."""
         if not self._has_warned_of_failure:
             self._has_warned_of_failure = True
-            text = f"verification broke off with {error!r}. The request is served as it was restored, and not verified."
+            text = f"verification broke off with {described(error)}"
+            text += ". The request is served as it was restored, and not verified."
             warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
