@@ -36,7 +36,7 @@ class Reason(StrEnum):
     NEVER_STORED = "never_stored"  # nothing that begins like this was ever stored, or it is long forgotten
     DIVERGED = "diverged"  # a stored path goes on otherwise from here
     EVICTED = "evicted"  # stored once, given up since: the tokens, or the checkpoint that would have led there
-    QUARANTINED = "quarantined"  # found wrong, and not stored again
+    QUARANTINED = "quarantined"  # found wrong: taken out, and not stored again until clear_quarantine()
     NO_CHECKPOINT = ShortReason.NO_CHECKPOINT.value  # stored; point layers have no state in this range
     LIVE_ELSEWHERE = ShortReason.LIVE_ELSEWHERE.value  # stored; only in buffers that another thread's session is using
     OFF_GRID = "off_grid"  # stored; not made on the prefill grid, as exact mode wants it
@@ -51,7 +51,7 @@ class Gap:
         start, end: offsets in tokens.
         reason: why.
         cost: of evaluating them, in the explanation's cost_unit.
-        tick: evicted: when; else None.
+        tick: evicted: when; quarantined: when it was taken out, once it may be stored again; else None.
         checkpoint: evicted: offset of the checkpoint that is gone; None where it was the tokens themselves.
         before, stored, asked: diverged: the tokens in front of `start` (as the prompt has them), what follows in the
             stored path, and in the prompt; a few of each.
@@ -249,7 +249,8 @@ def _missing_gaps(
     end = length if quarantined_from is None else max(start, min(length, quarantined_from))
     for part in evicted:
         if start < end:
-            yield replace(_gap(start, min(part.end, end), Reason.EVICTED), tick=part.tick)
+            reason = Reason.QUARANTINED if part.was_wrong else Reason.EVICTED
+            yield replace(_gap(start, min(part.end, end), reason), tick=part.tick)
             start = min(part.end, end)
     if start < end:
         path = _other_way(match) if start == match.offset else None
@@ -307,6 +308,8 @@ def _in_words(gap: Gap) -> str:
             return "stored, but not made on the prefill grid"
         case Reason.LAST_TOKEN:
             return "stored; the last token is evaluated for its logits"
+        case Reason.QUARANTINED if gap.tick is not None:
+            return f"found wrong and taken out at tick {gap.tick}"
         case Reason.QUARANTINED:
             return "quarantined: found wrong, and not stored again"
         case Reason.NEVER_STORED:
