@@ -78,7 +78,8 @@ class PrefixCache(GroupRequests):
         verify: share of the resumed requests, 0 to 1, that are prefilled cold beside the restored state before their
             first forward pass, to compare every layer and the logits of the prompt's last token. Wrong state is
             quarantined and the request served as if nothing had been stored. The second state counts against the
-            budget and others are evicted for it.
+            budget and others are evicted for it. What fetch() and begin_many() restore is drawn too, but cannot be
+            compared: `stats.verify_skipped` counts it.
         verify_seed: which requests are drawn.
         exact: resume only where a warm answer is bit for bit the cold one of the same cache: on state made by prefill
             in whole chunks of step_size tokens from offset 0.
@@ -224,7 +225,7 @@ class PrefixCache(GroupRequests):
                 logits = group.step(model, group.rows, tokens)      # (2, 1, V): both in one forward pass
 
         Each prompt is a row, restored as `Group.admit` says, and more may be admitted later. A group takes no live
-        slot, and sessions may be open beside it. Its rows are not verified.
+        slot, and sessions may be open beside it. Its rows are not verified, those drawn for it count as skipped.
 
         Args:
             prompts: token ids of each prompt: list, tuple, np.ndarray or mx.array.
@@ -342,7 +343,8 @@ class PrefixCache(GroupRequests):
         Args:
             name: what names() lists it by, within its namespace. A name that is taken changes over to these tokens,
                 once they are stored beside the old ones.
-            ttl_requests: the pin ends with so many more begin() and fetch() calls; None: it stays.
+            ttl_requests: the pin ends with so many more begin() and fetch() calls and rows of begin_many(); None: it
+                stays.
 
         Raises:
             ValueError: the prefix is not stored whole, or is quarantined, or the pins, those of other caches on the

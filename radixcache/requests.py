@@ -351,6 +351,8 @@ class Requests:
 
     def _note_request(self, keys: Keys, namespace: str, plan: ResumePlan, by: str) -> None:
         self._states.history.asked(namespace, keys)
+        if by != "begin":
+            self._verifier.pass_over(plan.resume)
         if self._events.is_on:
             nbytes = plan.resume * self.layout.token_bytes
             detail = {"prompt_tokens": len(keys), "matched_tokens": plan.matched, "reason": plan.reason, "by": by}
