@@ -429,6 +429,9 @@ class PrefixCache(GroupRequests):
                 if pinned:
                     self._pins.add(pinned_keys, namespace, name, ttl_requests, prompt_keys)
                 return 0
+            if pinned:
+                # As far as it is known before anything is evaluated: not the checkpoints, nor a model's first tokens.
+                self._pins.require_room(pinned_keys, namespace, name, 0, requests=1)
         # With any token behind it the prefix is prefilled to its very end, as the request it is meant for will need it.
         asked, asked_keys = np.append(prompt, prompt[-1]), np.append(prompt_keys, prompt_keys[-1])
         progress = None if on_progress is None else lambda done, _: on_progress(done, length)
