@@ -33,7 +33,7 @@ from radixcache.row import Row
 from radixcache.session import Session
 from radixcache.snapshots import Checkpoint
 from radixcache.state_tree import StateNode
-from radixcache.tokens import TokenIds, edge_keys, token_ids
+from radixcache.tokens import TokenIds, edge_keys, require_namespace, token_ids
 from radixcache.tree import Keys, common_length
 
 
@@ -90,8 +90,7 @@ class GroupRequests(Requests):
 
     def _checked(self, tokens: Any, keys: Any, namespace: Any) -> tuple[TokenIds, Keys]:
         ids = token_ids(tokens, self.vocab_size)
-        if not isinstance(namespace, str):
-            raise ValueError(f"namespace is a {type(namespace).__name__}; wanted a str.")
+        require_namespace(namespace)
         return ids, ids.astype(np.int64) if keys is None else edge_keys(keys, len(ids))
 
     # Groups

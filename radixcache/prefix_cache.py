@@ -42,7 +42,7 @@ from radixcache.session import Session
 from radixcache.sized_layout import SizedLayout
 from radixcache.state_tree import state_of
 from radixcache.stats import CacheStats
-from radixcache.tokens import TokenIds, vocabulary_size
+from radixcache.tokens import TokenIds, require_namespace, vocabulary_size
 from radixcache.trace import Clock, TraceWriter
 from radixcache.tree import Keys
 from radixcache.verifier import Mismatch
@@ -128,6 +128,9 @@ class PrefixCache(GroupRequests):
         chosen_policy = make_policy(policy)
         self._policy_name = policy if isinstance(policy, str) else type(policy).__name__
         _require_share("verify", verify)
+        for name, value in (("exact", exact), ("merges", merges)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}; wanted True or False.")
         if isinstance(verify_seed, bool) or not isinstance(verify_seed, int):
             raise ValueError(f"verify_seed is {verify_seed!r}; wanted a whole number.")
         if verify and layout is not None:
@@ -239,8 +242,9 @@ class PrefixCache(GroupRequests):
             CacheFullError, BudgetFullError: no room for what is to be restored.
         """
         _require_count("capacity", capacity, "cells")
-        if isinstance(priority, bool) or not isinstance(priority, int) or not isinstance(namespace, str):
-            raise ValueError(f"priority is {priority!r}, namespace {namespace!r}; wanted a whole number and a str.")
+        require_namespace(namespace)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority is {priority!r}; wanted a whole number.")
         self._require_cells()
         group = None
         try:
@@ -367,6 +371,7 @@ class PrefixCache(GroupRequests):
         """
         if (tokens is None) == (name is None):
             raise ValueError("unpin() takes tokens or name=; wanted exactly one of them.")
+        require_namespace(namespace)
         prompt_keys = None if name is not None else self._checked(tokens, keys, namespace)[1]
         with uninterrupted(), self.lock:
             if prompt_keys is not None:
@@ -376,7 +381,8 @@ class PrefixCache(GroupRequests):
             self._keep_budget()
 
     def names(self, namespace: str = "") -> dict[str, NamedPin]:
-        """The named pins of one namespace, in the order they were made."""
+        """The named pins of one namespace, in the order they were made. ValueError: it is no str."""
+        require_namespace(namespace)
         with self.lock:
             return self._pins.named(namespace)
 
@@ -487,6 +493,7 @@ class PrefixCache(GroupRequests):
 
     def clear_quarantine(self, namespace: str | None = None) -> None:
         """Let quarantined prefixes of a namespace (None: of all) be stored and resumed again."""
+        _require_namespace_or_all(namespace)
         with uninterrupted(), self.lock:
             self._quarantine.clear(namespace)
 
@@ -553,6 +560,7 @@ class PrefixCache(GroupRequests):
             namespace: only what the nodes and pins of this one come to, and nothing that others have a part in;
                 None: all, without the names of namespaces.
         """
+        _require_namespace_or_all(namespace)
         with self.lock:
             tree = self._states.tree
             return snapshot(
@@ -602,6 +610,7 @@ class PrefixCache(GroupRequests):
             tokenizer: by default the cache's own, if it was given one.
             namespace: only this one; None: all.
         """
+        _require_namespace_or_all(namespace)
         shown, slots = tokenizer or self._tokenizer, len(self._slots.paths)
         with self.lock:
             return self._states.dump(lambda node: render_node(node, self.layout.token_bytes, shown, slots), namespace)
@@ -622,7 +631,7 @@ class PrefixCache(GroupRequests):
             max_nodes: nodes shown; the others are counted where they hang. By default 200, on a page 50,000.
 
         Raises:
-            ValueError: a format that is not known, or max_nodes below 1.
+            ValueError: a format that is not known, max_nodes below 1, or a namespace that is no str.
         """
         return render_view(self.view(namespace=namespace, tokenizer=tokenizer), format, max_nodes)
 
@@ -633,6 +642,7 @@ class PrefixCache(GroupRequests):
             namespace: describe only this one, and nothing that would tell of others; None: all.
             tokenizer: decodes how edges begin and end; by default the cache's own.
         """
+        _require_namespace_or_all(namespace)
         about = [("policy", self._policy_name), ("budget", bytes_words(self._ledger.budget_bytes))]
         return collect(
             self.lock,
@@ -727,6 +737,11 @@ def _require_pin(name: Any, ttl_requests: Any) -> None:
         raise ValueError(f"name is {name!r}; wanted a str that is not empty.")
     if ttl_requests is not None:
         _require_count("ttl_requests", ttl_requests, "requests")
+
+
+def _require_namespace_or_all(namespace: Any) -> None:
+    if namespace is not None:
+        require_namespace(namespace)
 
 
 def _require_share(name: str, value: Any) -> None:
