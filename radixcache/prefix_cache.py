@@ -275,7 +275,7 @@ class PrefixCache(GroupRequests):
             use = self._next_use()
             allowed = self._allowed(prompt_keys, namespace)
             match = self._states.match(allowed, namespace)
-            hidden = self._slots.hidden(match.node.path(), None)
+            hidden = self._slots.hidden(match.path, None)
             plan = plan_resume(self.layout, match, len(prompt) - 1, None, hidden)
             plan = self._with_tail(plan, match, allowed, len(prompt) - 1)
             nodes = [node for node in plan.path if node.start < plan.resume]

@@ -12,6 +12,7 @@ import pytest
 
 from radixcache import CacheBusyError, Event, EventKind, Explanation, Gap, Ledger, PrefixCache, Reason
 from radixcache.sized_layout import SizedLayout, SizedModel
+from radixcache.tree import Node
 from runner.tiny import tiny_model, tiny_tokenizer
 from tests.snapshot import everything
 
@@ -303,6 +304,18 @@ def test_what_a_vanished_session_left_unreadable_is_foreseen() -> None:
     with cache.begin(A, reserve=0) as session:
         assert (session.matched_tokens, session.cached_tokens) == (0, 0)
     assert (found.matched_tokens, found.resumable_tokens) == (0, 0)
+
+
+def test_explain_walks_up_the_path_of_a_deep_conversation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = recurrent(live_slots=3)
+    for end in range(10, 310, 10):
+        serve(cache, numbers(1, 300)[:end])
+    assert cache.stats.nodes >= 30
+    walks = []
+    path = Node.path
+    monkeypatch.setattr(Node, "path", lambda node: walks.append(node) or path(node))
+    cache.explain(numbers(1, 300))
+    assert len(walks) == 1
 
 
 def test_explain_in_a_cache_without_room_still_answers() -> None:
