@@ -82,3 +82,11 @@ class SnapshotError(RadixCacheError, ValueError):
 
 class UnsupportedCacheError(RadixCacheError, TypeError):
     """A layer's cache class has no adapter, or did not survive the round trip that an unknown class must pass."""
+
+
+def described(error: BaseException) -> str:
+    """An exception of somebody else's in words, also where it cannot describe itself."""
+    try:
+        return repr(error)
+    except Exception:  # its own, while it is being told of
+        return type(error).__name__

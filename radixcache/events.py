@@ -7,7 +7,7 @@
     merged       a node was joined with its only child at offset `at`
     paged_out    spans were copied out of the live buffers
     paged_in     spans were copied into the live buffers
-    quarantined  state that turned out wrong was taken out
+    quarantined  state turned out wrong: the tokens are gone; behind all of these, with what was found
 
 Events are kept while the cache works and handed over in order once the call that caused them has let go of the lock,
 by the thread that made it, or by another that is handing over already. So a listener may call the cache: what that
@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from radixcache.errors import described
 from radixcache.turns import Turns
 
 #: Events that may wait, and that are handed over at the end of one call.
@@ -65,7 +66,8 @@ class Event(NamedTuple):
         detail: what only some kinds have. stored, evicted: `state`, "tokens" or "checkpoint". split, merged: `at`.
             resumed: `prompt_tokens`, `matched_tokens`, `reason` (None or a ShortReason), `by` ("begin", "begin_many"
             or "fetch").
-            quarantined: `mismatch`, a Mismatch.
+            quarantined: `state`, "tokens"; or, once for each mismatch, with the range that was quarantined on the
+            request's own path, `mismatch`, a Mismatch.
     """
 
     kind: EventKind
@@ -146,6 +148,8 @@ class Events:
     def _note_failure(self, event: Event, error: Exception) -> None:
         self.failures += 1
         if self.failures == 1:
-            # Also where warnings are made errors: whoever called the cache asked for something else.
-            with contextlib.suppress(Warning):
-                warnings.warn(f"on_event raised {error!r} for {event.kind}.", RuntimeWarning, stacklevel=2)
+            # Also where warnings are made errors, or shown by a hook that fails: whoever called the cache asked for
+            # something else.
+            with contextlib.suppress(Exception):
+                text = f"on_event raised {described(error)} for {event.kind}."
+                warnings.warn(text, RuntimeWarning, stacklevel=2)

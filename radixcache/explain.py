@@ -21,6 +21,7 @@ from radixcache.hints import variations
 from radixcache.history import History, Part
 from radixcache.resume import ResumePlan, ShortReason
 from radixcache.state_tree import StateNode
+from radixcache.token_text import token_text
 from radixcache.tokens import TokenIds
 from radixcache.tree import Keys, Match
 
@@ -35,7 +36,7 @@ class Reason(StrEnum):
     NEVER_STORED = "never_stored"  # nothing that begins like this was ever stored, or it is long forgotten
     DIVERGED = "diverged"  # a stored path goes on otherwise from here
     EVICTED = "evicted"  # stored once, given up since: the tokens, or the checkpoint that would have led there
-    QUARANTINED = "quarantined"  # found wrong, and not stored again
+    QUARANTINED = "quarantined"  # found wrong: taken out, and not stored again until clear_quarantine()
     NO_CHECKPOINT = ShortReason.NO_CHECKPOINT.value  # stored; point layers have no state in this range
     LIVE_ELSEWHERE = ShortReason.LIVE_ELSEWHERE.value  # stored; only in buffers that another thread's session is using
     OFF_GRID = "off_grid"  # stored; not made on the prefill grid, as exact mode wants it
@@ -50,7 +51,7 @@ class Gap:
         start, end: offsets in tokens.
         reason: why.
         cost: of evaluating them, in the explanation's cost_unit.
-        tick: evicted: when; else None.
+        tick: evicted: when; quarantined: when it was taken out, once it may be stored again; else None.
         checkpoint: evicted: offset of the checkpoint that is gone; None where it was the tokens themselves.
         before, stored, asked: diverged: the tokens in front of `start` (as the prompt has them), what follows in the
             stored path, and in the prompt; a few of each.
@@ -208,7 +209,7 @@ def with_text(explanation: Explanation, tokenizer: Any) -> Explanation:
     """The explanation with the tokens that it shows decoded."""
 
     def text(ids: Sequence[int]) -> str:
-        return decoded(ids, tokenizer)
+        return token_text(ids, tokenizer)
 
     gaps = [
         replace(gap, before_text=text(gap.before), stored_text=text(gap.stored), asked_text=text(gap.asked))
@@ -218,19 +219,6 @@ def with_text(explanation: Explanation, tokenizer: Any) -> Explanation:
     ]
     hints = [replace(hint, asked_text=text(hint.asked), other_text=text(hint.other)) for hint in explanation.hints]
     return replace(explanation, gaps=tuple(gaps), hints=tuple(hints))
-
-
-def decoded(ids: Sequence[int], tokenizer: Any) -> str:
-    """The text of token ids; keys that stand for more than a token (an image) are named by their number."""
-    parts: list[str] = []
-    run: list[int] = []
-    for key in ids:
-        if 0 <= key < 1 << 31:
-            run.append(key)
-            continue
-        parts += [str(tokenizer.decode(run)), f"<key {key:x}>"] if run else [f"<key {key:x}>"]
-        run = []
-    return "".join([*parts, str(tokenizer.decode(run)) if run else ""])
 
 
 def _stored_gaps(foresight: Foresight, lost: Part | None, length: int) -> Iterator[Gap]:
@@ -261,7 +249,8 @@ def _missing_gaps(
     end = length if quarantined_from is None else max(start, min(length, quarantined_from))
     for part in evicted:
         if start < end:
-            yield replace(_gap(start, min(part.end, end), Reason.EVICTED), tick=part.tick)
+            reason = Reason.QUARANTINED if part.was_wrong else Reason.EVICTED
+            yield replace(_gap(start, min(part.end, end), reason), tick=part.tick)
             start = min(part.end, end)
     if start < end:
         path = _other_way(match) if start == match.offset else None
@@ -319,6 +308,8 @@ def _in_words(gap: Gap) -> str:
             return "stored, but not made on the prefill grid"
         case Reason.LAST_TOKEN:
             return "stored; the last token is evaluated for its logits"
+        case Reason.QUARANTINED if gap.tick is not None:
+            return f"found wrong and taken out at tick {gap.tick}"
         case Reason.QUARANTINED:
             return "quarantined: found wrong, and not stored again"
         case Reason.NEVER_STORED:

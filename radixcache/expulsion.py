@@ -57,7 +57,7 @@ class Expulsion:
                 break
             if state_of(node).live or state_of(node).held:
                 break
-            self._states.remove(node)
+            self._states.remove(node, was_wrong=True)
         for left in ([] if guarded is None else [guarded]) + chain[::-1]:
             if left.payload is not None:
                 self._evictor.let_go(left)
@@ -74,7 +74,7 @@ class Expulsion:
         touched = [path for path in self._slots.paths if self._step_back(path, gone, rest)]
         for each in gone:
             self._pins.void(each)
-        self._states.remove_subtree(node)
+        self._states.remove_subtree(node, was_wrong=True)
         for path in touched:
             if not path.is_open:
                 self._evictor.give_up(path, self._evictor.over_bytes)

@@ -34,11 +34,12 @@ MAX_NAMESPACES = 1024
 
 
 class Part(NamedTuple):
-    """The tokens [start, end), or with start == end the checkpoint there, evicted at a tick."""
+    """The tokens [start, end), or with start == end the checkpoint there, evicted at a tick, or found wrong then."""
 
     start: int
     end: int
     tick: int
+    was_wrong: bool = False
 
 
 class Piece:
@@ -55,7 +56,7 @@ class Piece:
 
     __slots__ = ("below", "edges", "end", "last_start", "namespace", "parts", "start")
 
-    def __init__(self, node: Node[Any], start: int, end: int, tick: int) -> None:
+    def __init__(self, node: Node[Any], start: int, end: int, tick: int, was_wrong: bool = False) -> None:
         self.namespace = node.namespace
         self.edges = edges = [node.edge]
         above = node.parent
@@ -64,7 +65,7 @@ class Piece:
             above = above.parent
         edges.reverse()
         self.last_start = node.start
-        self.parts = [Part(start, end, tick)]
+        self.parts = [Part(start, end, tick, was_wrong)]
         self.start = start
         self.end = end
         self.below: Node[Any] | None = None
@@ -109,15 +110,15 @@ class History:
         self._prompts: dict[str, deque[Keys]] = {}
         self._prompt_keys = 0
 
-    def evicted(self, node: Node[Any], start: int, tick: int) -> None:
-        """The tokens [start, node.end), on the node's edge, are about to go."""
+    def evicted(self, node: Node[Any], start: int, tick: int, was_wrong: bool = False) -> None:
+        """The tokens [start, node.end), on the node's edge, are about to go, under pressure or found wrong."""
         last = self._pieces[-1] if self._pieces else None
         if last is None or last.below is not node:
-            last = self._add(Piece(node, start, node.end, tick))
-        elif last.parts[-1].tick == tick:
-            last.parts[-1] = Part(start, last.parts[-1].end, tick)
+            last = self._add(Piece(node, start, node.end, tick, was_wrong))
+        elif last.parts[-1][2:] == (tick, was_wrong):
+            last.parts[-1] = last.parts[-1]._replace(start=start)
         else:
-            last.parts.append(Part(start, node.end, tick))
+            last.parts.append(Part(start, node.end, tick, was_wrong))
         last.start = start
         last.below = node.parent if start == node.start else node
 
@@ -162,6 +163,12 @@ class History:
                 return piece.parts[0]
         return None
 
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._pieces.clear()
+        self._prompts.clear()
+        self._piece_keys = self._prompt_keys = 0
+
     def check(self) -> None:
         """Assert H1 and H2."""
         assert len(self._pieces) <= self._max_pieces, len(self._pieces)
@@ -203,7 +210,8 @@ def _next_parts(pieces: list[Piece], keys: Keys, start: int) -> list[Part]:
     for piece in pieces:
         if piece.start <= start < piece.end and piece.key_at(start) == key:
             agreed = piece.agreement(keys)
-            cut = (Part(max(part.start, start), min(part.end, agreed), part.tick) for part in reversed(piece.parts))
+            parts = reversed(piece.parts)
+            cut = (part._replace(start=max(part.start, start), end=min(part.end, agreed)) for part in parts)
             if agreed > start:
                 return [part for part in cut if part.start < part.end]
     return []

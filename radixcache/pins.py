@@ -132,11 +132,16 @@ class Pins:
             self._next_end = min(pin.last_request, self._next_end or pin.last_request)
         self._book()
 
-    def require_room(self, keys: Keys, namespace: str, name: str | None, checkpoint_bytes: int) -> None:
-        """Raise ValueError unless a pin of a sequence that is yet to be stored will fit the budget."""
+    def require_room(
+        self, keys: Keys, namespace: str, name: str | None, checkpoint_bytes: int, requests: int = 0
+    ) -> None:
+        """Raise ValueError unless a pin of a sequence that is yet to be stored will fit the budget.
+
+        `requests`: how many more will pass before it is made; pins that end with one of them are not in its way.
+        """
         replaced = None if name is None else self._named.get((namespace, name))
         if (namespace, keys.tobytes()) not in self._held:
-            self._require_fit(keys, namespace, replaced, checkpoint_bytes)
+            self._require_fit(keys, namespace, replaced, checkpoint_bytes, requests)
 
     def remove(self, keys: Keys, namespace: str) -> None:
         """Take one pin that was made for these keys back, the newest, named ones last; the last one lets go.
@@ -224,12 +229,20 @@ class Pins:
         return nodes
 
     def _require_fit(
-        self, keys: Keys, namespace: str, replaced: tuple[Pinned, Pin] | None, checkpoint_bytes: int
+        self,
+        keys: Keys,
+        namespace: str,
+        replaced: tuple[Pinned, Pin] | None,
+        checkpoint_bytes: int,
+        requests: int = 0,
     ) -> None:
         """Refuse a sequence, perhaps not stored to its end yet, that would not fit beside what stays pinned."""
-        gone: set[Pinned] = set()
-        if replaced is not None and self._held[replaced[0]].pins == [replaced[1]]:
-            gone.add(replaced[0])
+        last = self._requests + requests
+
+        def ends(sequence: Pinned, pin: Pin) -> bool:
+            return (sequence, pin) == replaced or (pin.last_request is not None and pin.last_request <= last)
+
+        gone = {sequence for sequence, held in self._held.items() if all(ends(sequence, pin) for pin in held.pins)}
         kept = self._kept(without=gone)
         match = self._states.match(keys, namespace)
         wanted = sum(self._cost(node, node.end) for node in kept.values())

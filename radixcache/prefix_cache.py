@@ -43,7 +43,7 @@ from radixcache.session import Session
 from radixcache.sized_layout import SizedLayout
 from radixcache.state_tree import state_of
 from radixcache.stats import CacheStats
-from radixcache.tokens import TokenIds, checked_prompt, vocabulary_size
+from radixcache.tokens import TokenIds, checked_prompt, require_namespace, vocabulary_size
 from radixcache.trace import Clock, TraceWriter
 from radixcache.tree import Keys
 from radixcache.verifier import Mismatch
@@ -79,7 +79,8 @@ class PrefixCache(GroupRequests):
         verify: share of the resumed requests, 0 to 1, that are prefilled cold beside the restored state before their
             first forward pass, to compare every layer and the logits of the prompt's last token. Wrong state is
             quarantined and the request served as if nothing had been stored. The second state counts against the
-            budget and others are evicted for it.
+            budget and others are evicted for it. What fetch() and begin_many() restore is drawn too, but cannot be
+            compared: `stats.verify_skipped` counts it.
         verify_seed: which requests are drawn.
         exact: resume only where a warm answer is bit for bit the cold one of the same cache: on state made by prefill
             in whole chunks of step_size tokens from offset 0.
@@ -128,6 +129,9 @@ class PrefixCache(GroupRequests):
         chosen_policy = make_policy(policy)
         self._policy_name = policy if isinstance(policy, str) else type(policy).__name__
         _require_share("verify", verify)
+        for name, value in (("exact", exact), ("merges", merges)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}; wanted True or False.")
         if isinstance(verify_seed, bool) or not isinstance(verify_seed, int):
             raise ValueError(f"verify_seed is {verify_seed!r}; wanted a whole number.")
         if verify and layout is not None:
@@ -225,7 +229,7 @@ class PrefixCache(GroupRequests):
                 logits = group.step(model, group.rows, tokens)      # (2, 1, V): both in one forward pass
 
         Each prompt is a row, restored as `Group.admit` says, and more may be admitted later. A group takes no live
-        slot, and sessions may be open beside it. Its rows are not verified.
+        slot, and sessions may be open beside it. Its rows are not verified, those drawn for it count as skipped.
 
         Args:
             prompts: token ids of each prompt: list, tuple, np.ndarray or mx.array.
@@ -239,8 +243,9 @@ class PrefixCache(GroupRequests):
             CacheFullError, BudgetFullError: no room for what is to be restored.
         """
         _require_count("capacity", capacity, "cells")
-        if isinstance(priority, bool) or not isinstance(priority, int) or not isinstance(namespace, str):
-            raise ValueError(f"priority is {priority!r}, namespace {namespace!r}; wanted a whole number and a str.")
+        require_namespace(namespace)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority is {priority!r}; wanted a whole number.")
         if not isinstance(prompts, Iterable):
             raise ValueError(f"prompts is a {type(prompts).__name__}; wanted a list of prompts.")
         self._require_cells()
@@ -273,7 +278,7 @@ class PrefixCache(GroupRequests):
             use = self._next_use()
             allowed = self._allowed(prompt_keys, namespace)
             match = self._states.match(allowed, namespace)
-            hidden = self._slots.hidden(match.node.path(), None)
+            hidden = self._slots.hidden(match.path, None)
             plan = plan_resume(self.layout, match, len(prompt) - 1, None, hidden)
             plan = self._with_tail(plan, match, allowed, len(prompt) - 1)
             nodes = [node for node in plan.path if node.start < plan.resume]
@@ -345,7 +350,8 @@ class PrefixCache(GroupRequests):
         Args:
             name: what names() lists it by, within its namespace. A name that is taken changes over to these tokens,
                 once they are stored beside the old ones.
-            ttl_requests: the pin ends with so many more begin() and fetch() calls; None: it stays.
+            ttl_requests: the pin ends with so many more begin() and fetch() calls and rows of begin_many(); None: it
+                stays.
 
         Raises:
             ValueError: the prefix is not stored whole, or is quarantined, or the pins, those of other caches on the
@@ -368,6 +374,7 @@ class PrefixCache(GroupRequests):
         """
         if (tokens is None) == (name is None):
             raise ValueError("unpin() takes tokens or name=; wanted exactly one of them.")
+        require_namespace(namespace)
         prompt_keys = None if name is not None else self._checked(tokens, keys, namespace)[1]
         with uninterrupted(), self.lock:
             if prompt_keys is not None:
@@ -377,7 +384,8 @@ class PrefixCache(GroupRequests):
             self._keep_budget()
 
     def names(self, namespace: str = "") -> dict[str, NamedPin]:
-        """The named pins of one namespace, in the order they were made."""
+        """The named pins of one namespace, in the order they were made. ValueError: it is no str."""
+        require_namespace(namespace)
         with self.lock:
             return self._pins.named(namespace)
 
@@ -427,6 +435,9 @@ class PrefixCache(GroupRequests):
                 if pinned:
                     self._pins.add(pinned_keys, namespace, name, ttl_requests, prompt_keys)
                 return 0
+            if pinned:
+                # As far as it is known before anything is evaluated: not the checkpoints, nor a model's first tokens.
+                self._pins.require_room(pinned_keys, namespace, name, 0, requests=1)
         # With any token behind it the prefix is prefilled to its very end, as the request it is meant for will need it.
         asked, asked_keys = np.append(prompt, prompt[-1]), np.append(prompt_keys, prompt_keys[-1])
         progress = None if on_progress is None else lambda done, _: on_progress(done, length)
@@ -482,6 +493,7 @@ class PrefixCache(GroupRequests):
 
     def clear_quarantine(self, namespace: str | None = None) -> None:
         """Let quarantined prefixes of a namespace (None: of all) be stored and resumed again."""
+        _require_namespace_or_all(namespace)
         with uninterrupted(), self.lock:
             self._quarantine.clear(namespace)
 
@@ -548,6 +560,7 @@ class PrefixCache(GroupRequests):
             namespace: only what the nodes and pins of this one come to, and nothing that others have a part in;
                 None: all, without the names of namespaces.
         """
+        _require_namespace_or_all(namespace)
         with self.lock:
             tree = self._states.tree
             return snapshot(
@@ -584,6 +597,7 @@ class PrefixCache(GroupRequests):
                 assert self._ledger.over_bytes() == 0, self._ledger.total_bytes
             self._pins.check()
             self._quarantine.check()
+            self._tails.check()
 
     def dump(self, tokenizer: Any = None, namespace: str | None = None) -> str:
         """The tree as text, a line per node: span, tokens, bytes, residency, pins; with a tokenizer the edge's text.
@@ -592,6 +606,7 @@ class PrefixCache(GroupRequests):
             tokenizer: by default the cache's own, if it was given one.
             namespace: only this one; None: all.
         """
+        _require_namespace_or_all(namespace)
         shown, slots = tokenizer or self._tokenizer, len(self._slots.paths)
         with self.lock:
             return self._states.dump(lambda node: render_node(node, self.layout.token_bytes, shown, slots), namespace)
@@ -612,7 +627,7 @@ class PrefixCache(GroupRequests):
             max_nodes: nodes shown; the others are counted where they hang. By default 200, on a page 50,000.
 
         Raises:
-            ValueError: a format that is not known, or max_nodes below 1.
+            ValueError: a format that is not known, max_nodes below 1, or a namespace that is no str.
         """
         return render_view(self.view(namespace=namespace, tokenizer=tokenizer), format, max_nodes)
 
@@ -623,6 +638,7 @@ class PrefixCache(GroupRequests):
             namespace: describe only this one, and nothing that would tell of others; None: all.
             tokenizer: decodes how edges begin and end; by default the cache's own.
         """
+        _require_namespace_or_all(namespace)
         about = [("policy", self._policy_name), ("budget", bytes_words(self._ledger.budget_bytes))]
         return collect(
             self.lock,
@@ -639,19 +655,19 @@ class PrefixCache(GroupRequests):
         return self._states.last_key(entry)
 
     def clear(self) -> None:
-        """Drop everything that no open session stands on, pins included."""
+        """Drop everything that no open session stands on, pins included, and what explain() remembers of prompts."""
         with uninterrupted(), self.lock:
             self._pins.clear()
             self._tails.clear()
             self._evictor.shrink_to(0)
+            self._states.history.clear()
             self.layout.release()
 
     # Private: the rest
 
     def _checked(self, tokens: Any, keys: Any, namespace: Any, marks: Sequence[int] = ()) -> tuple[TokenIds, Keys]:
         """The ids and keys of a prompt. ValueError: they, its marks or the namespace are out of their range."""
-        if not isinstance(namespace, str):
-            raise ValueError(f"namespace is a {type(namespace).__name__}; wanted a str.")
+        require_namespace(namespace)
         return checked_prompt(tokens, keys, marks, self.vocab_size)
 
     def _require_cells(self) -> None:
@@ -722,6 +738,11 @@ def _require_pin(name: Any, ttl_requests: Any) -> None:
         raise ValueError(f"name is {name!r}; wanted a str that is not empty.")
     if ttl_requests is not None:
         _require_count("ttl_requests", ttl_requests, "requests")
+
+
+def _require_namespace_or_all(namespace: Any) -> None:
+    if namespace is not None:
+        require_namespace(namespace)
 
 
 def _require_share(name: str, value: Any) -> None:

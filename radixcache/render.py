@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixcache.state_tree import StateNode, state_of
+from radixcache.token_text import token_text
 
 #: Tokens of an edge that are decoded to show how it begins.
 SHOWN_TOKENS = 16
@@ -28,7 +29,4 @@ def render_node(node: StateNode, token_bytes: int, tokenizer: Any = None, slot_c
 
 
 def _text(node: StateNode, tokenizer: Any) -> str:
-    ids = [int(key) for key in node.edge[:SHOWN_TOKENS]]
-    if any(not 0 <= key < 1 << 31 for key in ids):
-        return f"keys {ids[0]:x} .."
-    return str(tokenizer.decode(ids)) + (" .." if len(node.edge) > SHOWN_TOKENS else "")
+    return token_text(node.edge[:SHOWN_TOKENS], tokenizer) + (" .." if len(node.edge) > SHOWN_TOKENS else "")

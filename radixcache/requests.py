@@ -209,7 +209,7 @@ class Requests:
     ) -> Session:
         allowed = self._allowed(keys, namespace)
         match = self._pager.allocating(lambda: self._cut_match(allowed, namespace))
-        path = match.node.path()
+        path = match.path
         live = self._slots.choose(path, len(prompt) - 1)
         plan = plan_resume(self.layout, match, len(prompt) - 1, live, self._slots.hidden(path, live))
         plan = self._with_tail(plan, match, allowed, len(prompt) - 1)
@@ -252,13 +252,13 @@ class Requests:
         match = self._states.match(keys, namespace)
         vanished = self._slots.vanished()
         gone = sum(1 << path.slot for path in vanished)
-        for node in match.node.path() if gone else []:
+        for node in match.path if gone else []:
             state = state_of(node)
             if state.spans is None and not state.live_mask & ~gone:
                 # `begin` gives up what is only in the buffers of a session that nobody closed.
                 match = Match(node.parent or node, node.start)
                 break
-        path = match.node.path()
+        path = match.path
         is_free = not all(each.is_open for each in self._slots.paths)
         live = self._slots.choose(path, min(match.offset, limit)) if is_free else None
         hidden = self._slots.hidden(path, live, evaluate=False)
@@ -344,6 +344,8 @@ class Requests:
 
     def _note_request(self, keys: Keys, namespace: str, plan: ResumePlan, by: str) -> None:
         self._states.history.asked(namespace, keys)
+        if by != "begin":
+            self._verifier.pass_over(plan.resume)
         if self._events.is_on:
             nbytes = plan.resume * self.layout.token_bytes
             detail = {"prompt_tokens": len(keys), "matched_tokens": plan.matched, "reason": plan.reason, "by": by}

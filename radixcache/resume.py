@@ -70,7 +70,7 @@ def plan_resume(
 
 
 def _plan(layout: Layout, match: Match[NodeState], limit: int, live: LivePath | None) -> ResumePlan:
-    path = match.node.path()
+    path = match.path
     limit = min(match.offset, limit)
     off_grid = limit % layout.grid_tokens
     limit -= off_grid
@@ -94,7 +94,7 @@ def _deepest_point_state(
     if live is not None and layout.can_rewind(live.caches, live.offset, common):
         best = (common, None, None)
     done: StateNode | None = None
-    for node in reversed(match.node.path()):
+    for node in reversed(match.path):
         offset = min(node.end, limit)
         offset -= offset % layout.grid_tokens
         if offset <= best[0]:

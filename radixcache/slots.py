@@ -85,11 +85,13 @@ class Slots:
         """
         if not self._layout.token_bytes:
             return None  # no span layers: checkpoints are all there is to read
+        ours = 0 if live is None else 1 << live.slot
         for node in path:
-            if state_of(node).spans is None:
-                held_in = self._holding(node)
-                if live not in held_in and not any(self._is_readable(each, evaluate) for each in held_in):
-                    return node.start
+            state = state_of(node)
+            if state.spans is not None or state.live_mask & ours:
+                continue
+            if not any(self._is_readable(each, evaluate) for each in self._holding(node)):
+                return node.start
         return None
 
     def spare_nbytes(self) -> int:

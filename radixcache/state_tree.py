@@ -32,7 +32,7 @@ from policies import CostModel, Entry, EvictionPolicy
 from policies.entry import EntryState
 from radixcache.errors import RadixCacheError
 from radixcache.evaluation import NATIVE_ERRORS
-from radixcache.events import EVICTED, MERGED, SPLIT, STORED, Events
+from radixcache.events import EVICTED, MERGED, QUARANTINED, SPLIT, STORED, Events
 from radixcache.history import History
 from radixcache.layout import Layout
 from radixcache.ledger import Account
@@ -232,10 +232,10 @@ class StateTree:
             if node.payload is not None:
                 self.coalesce(node)
 
-    def remove(self, leaf: StateNode) -> StateNode:
+    def remove(self, leaf: StateNode, was_wrong: bool = False) -> StateNode:
         """Take a leaf and all its state out; returns its former parent, refreshed but not merged."""
         state = state_of(leaf)
-        self._note_loss(leaf, leaf.start)
+        self._note_loss(leaf, leaf.start, was_wrong)
         self.set_checkpoint(leaf, None)
         self.set_spans(leaf, None)
         self._set_leaving(state, 0)
@@ -333,11 +333,11 @@ class StateTree:
             self.events.emit(EVICTED, node.namespace, at, at, nbytes, {"state": "checkpoint"})
         self.set_checkpoint(node, None)
 
-    def remove_subtree(self, node: StateNode) -> StateNode:
-        """Take a node and everything below it out, pinned or not; returns its former parent."""
+    def remove_subtree(self, node: StateNode, was_wrong: bool = False) -> StateNode:
+        """Take a node and everything below it out, pinned or not, as `remove` does; returns its former parent."""
         order = [node, *below(node)]
         for each in reversed(order):
-            parent = self.remove(each)
+            parent = self.remove(each, was_wrong)
         return parent
 
     @property
@@ -476,13 +476,14 @@ class StateTree:
         self.policy.split(kept, lost)
         self.policy.evicted(lost)
 
-    def _note_loss(self, leaf: StateNode, start: int) -> None:
+    def _note_loss(self, leaf: StateNode, start: int, was_wrong: bool = False) -> None:
         """The tokens [start, leaf.end) are about to go: remember it, and tell."""
-        self.history.evicted(leaf, start, self.events.tick)
+        self.history.evicted(leaf, start, self.events.tick, was_wrong)
         if self.events.is_on:
             end, checkpoint = leaf.end, state_of(leaf).checkpoint
             nbytes = self.layout.token_bytes * (end - start) + (0 if checkpoint is None else checkpoint.nbytes)
-            self.events.emit(EVICTED, leaf.namespace, start, end, nbytes, {"state": "tokens"})
+            kind = QUARANTINED if was_wrong else EVICTED
+            self.events.emit(kind, leaf.namespace, start, end, nbytes, {"state": "tokens"})
 
     def _copied(self, make: Callable[[], tuple[*tuple[Any, ...], int]], spare: bool) -> tuple[Any, ...] | None:
         """Results of a copy that also says how many bytes it copied, tried twice; None: failed, and can be spared.

@@ -10,7 +10,7 @@ class CacheStats:
     """Counters since the cache was made, and what it holds now.
 
     Attributes:
-        requests: begin() and fetch() calls.
+        requests: begin() and fetch() calls, and rows of begin_many().
         hit_tokens, miss_tokens: prompt tokens that were restored, and that were left to prefill. Hits that turned out
             wrong when they were verified stay hits.
         off_grid_tokens: exact mode: prompt tokens that an earlier request had evaluated and that were prefilled again
@@ -30,7 +30,8 @@ class CacheStats:
         verified_requests: resumed requests whose restored state was compared with a cold prefill.
         verify_skipped: requests that were drawn for it and not compared: the second state did not fit the budget, the
             caller's own loop had moved on, the tokens do not say all that the model was given, or the cold run broke
-            off. Counted at close.
+            off; counted at close. And those of fetch(), which hands its caches over before a model has run, and rows
+            of begin_many(), whose state lies in cells among that of others; counted at once.
         verify_mismatches: verified requests whose state, or the logits after it, were wrong.
         verify_largest_error: the largest error of all comparisons, relative to the largest magnitude in the same array.
         verify_bytes: the second states of checks that are under way; counts against the budget beside live and paged.

@@ -1,4 +1,4 @@
-"""Checks of what callers pass as tokens and keys, before anything is touched."""
+"""Checks of what callers pass as tokens, keys and namespaces, before anything is touched."""
 
 from __future__ import annotations
 
@@ -57,6 +57,16 @@ def edge_keys(keys: Any, length: int) -> NDArray[np.int64]:
     if len(array) != length:
         raise ValueError(f"keys has {len(array)} entries; wanted {length}, one for each token.")
     return array.astype(np.int64)
+
+
+def require_namespace(namespace: Any) -> None:
+    """Raise ValueError unless this is a str, and one that UTF-8 can spell: digests and files are made of it."""
+    if not isinstance(namespace, str):
+        raise ValueError(f"namespace is a {type(namespace).__name__}; wanted a str.")
+    try:
+        namespace.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"namespace is {namespace!r}; wanted one that UTF-8 can spell, without surrogates.") from error
 
 
 def vocabulary_size(model: Any) -> int | None:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -90,9 +91,9 @@ class Node(Generic[P]):
         return f"Node[{self.start}, {self.end})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Match(Generic[P]):
-    """The longest stored prefix of a sequence.
+    """The longest stored prefix of a sequence, as long as the tree stays as it is.
 
     Attributes:
         node: the deepest node with at least one matching key; the root when there is none.
@@ -101,6 +102,11 @@ class Match(Generic[P]):
 
     node: Node[P]
     offset: int
+
+    @cached_property
+    def path(self) -> list[Node[P]]:
+        """The nodes from just below the root down to `node`."""
+        return self.node.path()
 
 
 class RadixTree(Generic[P]):
@@ -120,15 +126,16 @@ class RadixTree(Generic[P]):
     def match(self, keys: Keys, namespace: str = "") -> Match[P]:
         """Find the longest stored prefix of `keys` without changing anything. A miss has offset 0."""
         node = self._roots.get(namespace) or Node(_EMPTY, 0, None, namespace)
-        offset = 0
-        while offset < len(keys):
-            child = node.children.get(int(keys[offset]))
+        offset, length = 0, len(keys)
+        while offset < length:
+            child = node.children.get(keys.item(offset))
             if child is None:
                 break
             node = child
-            common = common_length(node.edge, keys[offset : offset + len(node.edge)])
+            edge = node.edge
+            common = common_length(edge, keys[offset : offset + len(edge)])
             offset += common
-            if common < len(node.edge):
+            if common < len(edge):
                 break
         return Match(node, offset)
 
@@ -265,9 +272,8 @@ def below(node: Node[Any]) -> Iterator[Node[Any]]:
 def common_length(left: NDArray[np.integer], right: NDArray[np.integer]) -> int:
     """Length of the common prefix of two arrays of keys, or of token ids."""
     length = min(len(left), len(right))
-    differs = left[:length] != right[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
+    first = (left[:length] != right[:length]).tobytes().find(1)
+    return length if first < 0 else first
 
 
 def _join_weights(left: Keys | None, left_length: int, right: Keys | None, right_length: int) -> Keys | None:

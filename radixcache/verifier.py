@@ -9,10 +9,11 @@ On a mismatch the path is quarantined, the live caches are emptied, and the sess
 answers are bit by bit those of a session that found nothing. The second state counts against the budget while it
 exists; where it does not fit, the check is skipped.
 
-Not compared are requests whose `keys` are not their token ids (the tokens do not say all that the model was given),
-windows with `keep` that have wrapped (what they hold depends on how mlx-lm was fed), and sessions whose own loop called
-the model before prefill() or step(). All of these count as skipped. Of a loop that takes over after prefill() the state
-is compared, and the logits are not.
+Not compared are what fetch() restores, which is the caller's before any model has run; rows of begin_many(), whose
+state lies in cells among that of others; requests whose `keys` are not their token ids (the tokens do not say all that
+the model was given); windows with `keep` that have wrapped (what they hold depends on how mlx-lm was fed); and sessions
+whose own loop called the model before prefill() or step(). All of these count as skipped. Of a loop that takes over
+after prefill() the state is compared, and the logits are not.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from radixcache.comparison import Difference, Part, compare_logits, compare_states
+from radixcache.errors import described
 from radixcache.evaluation import NATIVE_ERRORS
 from radixcache.events import QUARANTINED, Events
 from radixcache.interrupts import uninterrupted
@@ -111,9 +113,11 @@ class Verifier:
 
     def draw(self, session: Session) -> Check | None:
         """Decide about a request that was just restored."""
-        if not self._share or not session.cached_tokens or self._random.random() >= self._share:
-            return None
-        return Check(self, session)
+        return Check(self, session) if self._is_drawn(session.cached_tokens) else None
+
+    def pass_over(self, cached_tokens: int) -> None:
+        """A request that cannot be compared was restored: it is drawn as any other, and counts as skipped then."""
+        self.skipped += self._is_drawn(cached_tokens)
 
     def found(self, differences: Sequence[Difference]) -> None:
         """Take note of a comparison."""
@@ -137,8 +141,12 @@ class Verifier:
         """Warn of the first check that broke off for another reason than want of memory."""
         if not self._has_warned_of_failure:
             self._has_warned_of_failure = True
-            text = f"verification broke off with {error!r}. The request is served as it was restored, and not verified."
+            text = f"verification broke off with {described(error)}"
+            text += ". The request is served as it was restored, and not verified."
             warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    def _is_drawn(self, cached_tokens: int) -> bool:
+        return bool(self._share and cached_tokens) and self._random.random() < self._share
 
 
 class Check:

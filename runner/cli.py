@@ -4,6 +4,8 @@ MLX, numpy and matplotlib are imported once a command really needs them, so that
 Whatever the user got wrong is one line on stderr that starts with `error:`; a traceback means a bug of ours.
 """
 
+import errno
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from runner.script import Script
 
 
+# What writing to stdout fails with: a full disk, a quota, a reader that went away.
+OUTPUT_ERRORS = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE)
 # How many differing answers are named one by one.
 NAMED_DIFFERENCES = 10
 
@@ -58,17 +62,32 @@ app = typer.Typer(name="radixcache", add_completion=False, pretty_exceptions_ena
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        code = app(args=arguments, prog_name="radixcache", standalone_mode=False, obj=arguments)
+        code = _exit_code(sys.argv[1:] if arguments is None else list(arguments))
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or error.errno not in OUTPUT_ERRORS:
+            raise
+        if error.errno != errno.EPIPE:  # who reads no further needs no word
+            say(f"error: the output cannot be written ({error.strerror}).")
+        # What is left of it would fail once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_CHECK_FAILED
+    sys.exit(code)
+
+
+def _exit_code(arguments: Sequence[str]) -> int:
+    """Run a command; whatever the user got wrong is told."""
+    try:
+        return app(args=arguments, prog_name="radixcache", standalone_mode=False, obj=arguments) or 0
     except CommandLineError as error:
-        code = _complain(f"{_explain(error)} See radixcache --help.")
+        return _complain(f"{_explain(error)} See radixcache --help.")
     except UsageError as error:
-        code = _complain(str(error))
+        return _complain(str(error))
     except (KeyboardInterrupt, typer.Abort):
         # Newer releases of typer turn Ctrl-C into the same exit code themselves.
-        code = EXIT_INTERRUPTED
-    sys.exit(code or 0)
+        return EXIT_INTERRUPTED
 
 
 @app.callback()

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from radixcache.token_text import token_text
 from radixcache.tree import Keys, below
 from radixcache.view.description import NodeView, TreeView
 
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 #: Tokens of an edge that are decoded, at its beginning and at its end.
 HEAD_TOKENS = 64
 TAIL_TOKENS = 16
-
-#: Keys above are digests of something else than text.
-LARGEST_ID = (1 << 31) - 1
 
 
 class _Raw(NamedTuple):
@@ -162,28 +160,5 @@ def _order(raw: Sequence[_Raw], parents: Sequence[int], below_of: Sequence[_Belo
 
 def _texts(edge: Keys, tokenizer: Any) -> tuple[str, str | None]:
     if len(edge) <= HEAD_TOKENS + TAIL_TOKENS:
-        return _decoded(edge, tokenizer), None
-    return _decoded(edge[:HEAD_TOKENS], tokenizer), _decoded(edge[-TAIL_TOKENS:], tokenizer)
-
-
-def _decoded(keys: Keys, tokenizer: Any) -> str:
-    """Text of a run of keys; what stands for something else than a token is named by its first digits."""
-    parts: list[str] = []
-    ids: list[int] = []
-    for key in [*map(int, keys), -1]:
-        if 0 <= key <= LARGEST_ID:
-            ids.append(key)
-            continue
-        if ids:
-            parts.append(_decoded_ids(ids, tokenizer))
-            ids = []
-        if key != -1:
-            parts.append(f"[key {key & (1 << 64) - 1:016x}]")
-    return "".join(parts)
-
-
-def _decoded_ids(ids: list[int], tokenizer: Any) -> str:
-    try:
-        return str(tokenizer.decode(ids))
-    except (IndexError, KeyError, OverflowError, TypeError, ValueError):
-        return f"[ids {' '.join(map(str, ids))}]"  # keys of the caller's own making, which its tokenizer does not know
+        return token_text(edge, tokenizer), None
+    return token_text(edge[:HEAD_TOKENS], tokenizer), token_text(edge[-TAIL_TOKENS:], tokenizer)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from runner.commands.conversation_files import read_chosen
-from runner.commands.usage import UsageError, bytes_of, require, require_policy, require_writable_files, say
+from runner.commands.usage import (
+    UsageError,
+    bytes_of,
+    require,
+    require_policy,
+    require_writable_files,
+    say,
+    writing,
+)
 
 if TYPE_CHECKING:
     from radixcache.sized_layout import SizedLayout
@@ -84,7 +92,9 @@ def explain(
             "skipped_requests": skipped,
             "command": shlex.join(["radixcache", *context.obj]),
         }
-        write_json(json_file, {**breaks_document(report), **about, "machine": machine(), "versions": versions()})
+        document = {**breaks_document(report), **about, "machine": machine(), "versions": versions()}
+        with writing():
+            write_json(json_file, document)
 
 
 def _read(files: list[Path], skip_bad: bool) -> "list[Conversation]":

@@ -6,7 +6,6 @@ on from the end of the part before it. Requests are written when they end; here 
 
 import base64
 import binascii
-import os
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +15,7 @@ import numpy as np
 
 from radixcache.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
 from runner.conversations.conversation import shown
+from runner.report import write_atomically
 from runner.traces.keys import KeyTable
 from runner.traces.lines import MOST_BLOCK_TOKENS, BadLines, Line, read_lines, whole_number
 from runner.traces.request import Trace, TraceError, TraceRequest
@@ -46,8 +46,8 @@ def read_compact(path: Path, *, skip_bad: bool = False) -> Trace:
 def write_compact(path: Path, trace: Trace) -> None:
     """Write a trace as a compact one. An existing file is replaced once the new one is complete."""
     clock: Clock = "synthetic_ms" if trace.is_timing_synthetic else "ms"
-    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        complete = Path(folder) / path.name
+    with TemporaryDirectory() as folder:
+        complete = Path(folder) / "trace"
         with TraceWriter(complete, block_tokens=trace.block_tokens, salt=b"", clock=clock) as writer:
             for request in trace.requests:
                 writer.append_blocks(
@@ -59,7 +59,7 @@ def write_compact(path: Path, trace: Trace) -> None:
                     turn=request.turn,
                     kind=request.kind,
                 )
-        os.replace(complete, path)
+        write_atomically(path, complete.read_bytes())
 
 
 class _Reader:

@@ -61,8 +61,9 @@ class Explained:
         assert all(gap.start < gap.end for gap in found.gaps), found
         start = self._quarantine.offset(np.asarray(ids, np.int64), namespace)
         for gap in found.gaps:
-            # What is quarantined is said to be, and nothing else is.
-            assert (gap.reason == Reason.QUARANTINED) == (start is not None and gap.end > start), (found, start)
+            # What is quarantined is said to be, and nothing else is; what was, with the tick at which it was found.
+            is_quarantined = gap.reason == Reason.QUARANTINED and gap.tick is None
+            assert is_quarantined == (start is not None and gap.end > start), (found, start)
         if session.reason is not None:
             reasons = {str(gap.reason) for gap in found.gaps if gap.start < session.matched_tokens}
             assert reasons & {str(session.reason), "evicted"}, (found, session.reason)
@@ -107,7 +108,7 @@ class TogetherMachine(VerifyMachine):
 
     def listen(self, event: Event) -> None:
         self.told(event)
-        if event.kind == "quarantined":
+        if event.kind == "quarantined" and "state" not in event.detail:
             mismatch = event.detail["mismatch"]
             assert mismatch in self.cache.mismatches
             assert (event.namespace, event.start, event.tick) == (

@@ -337,7 +337,7 @@ def test_rows_count_as_requests_in_stats_history_events_pins_and_traces(tmp_path
     assert 2 in ticks
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["output"] for line in lines if "request" in line] == [0, 2, 0, 0]
-    cache.clear()
+    cache.reclaim(0)
     assert {gap.reason for gap in cache.explain(PROMPTS[0]).gaps} == {Reason.EVICTED}
     cache.check()
 

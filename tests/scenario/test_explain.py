@@ -12,6 +12,7 @@ import pytest
 
 from radixcache import CacheBusyError, Event, EventKind, Explanation, Gap, Ledger, PrefixCache, Reason
 from radixcache.sized_layout import SizedLayout, SizedModel
+from radixcache.tree import Node
 from runner.tiny import tiny_model, tiny_tokenizer
 from tests.snapshot import everything
 
@@ -89,8 +90,21 @@ def test_keys_that_are_no_token_ids_are_shown_as_keys() -> None:
         session.prefill(MODEL)
         session.step(MODEL, ids[-1:])
     (gap,) = cache.explain(ids, keys=[*ids[:5], 1 << 42, 7]).gaps
-    assert gap.stored_text == f"<key {1 << 40:x}><key {1 << 41:x}>"
+    assert gap.stored_text == f"[key {1 << 40:016x}][key {1 << 41:016x}]"
     assert gap.asked_text == "??"
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_shown_by_their_numbers() -> None:
+    class Refuses:
+        def decode(self, ids: list[int]) -> str:
+            raise KeyError(ids[0])
+
+    cache = spans(tokenizer=Refuses())
+    serve(cache, [5, 17, 3])
+    (gap,) = cache.explain([5, 17, 8]).gaps
+    assert (gap.before_text, gap.stored_text, gap.asked_text) == ("[ids 5 17]", "[ids 3]", "[ids 8]")
+    assert "'[ids 5 17 3]'" in cache.dump()
+    assert '"[ids 5 17 3]"' in cache.render()
 
 
 def test_a_divergence_right_at_the_start_is_one_too() -> None:
@@ -171,6 +185,18 @@ def test_a_checkpoint_that_was_evicted_is_named() -> None:
     assert evicted, reasons(found)
     assert all(gap.checkpoint == gap.end for gap in evicted)
     assert "the checkpoint at" in str(found)
+
+
+@pytest.mark.parametrize("count", [1, 9, 40])
+def test_prompts_shorter_than_a_chunk_are_told_what_exactness_costs_them_however_many_there_are(count: int) -> None:
+    cache = spans(exact=True, step_size=256)
+    prompts = [numbers(seed, 200) for seed in range(count)]
+    for prompt in [*prompts, *prompts]:
+        serve(cache, prompt)
+    assert cache.stats.off_grid_tokens == 199 * count
+    assert cache.stats.short_reasons == {"off_grid": count}
+    assert reasons(cache.explain(prompts[0])) == [(Reason.OFF_GRID, 0, 199), (Reason.LAST_TOKEN, 199, 200)]
+    cache.check()
 
 
 def test_the_gaps_tile_what_is_not_resumed_and_their_costs_add_up() -> None:
@@ -280,6 +306,18 @@ def test_what_a_vanished_session_left_unreadable_is_foreseen() -> None:
     assert (found.matched_tokens, found.resumable_tokens) == (0, 0)
 
 
+def test_explain_walks_up_the_path_of_a_deep_conversation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = recurrent(live_slots=3)
+    for end in range(10, 310, 10):
+        serve(cache, numbers(1, 300)[:end])
+    assert cache.stats.nodes >= 30
+    walks = []
+    path = Node.path
+    monkeypatch.setattr(Node, "path", lambda node: walks.append(node) or path(node))
+    cache.explain(numbers(1, 300))
+    assert len(walks) == 1
+
+
 def test_explain_in_a_cache_without_room_still_answers() -> None:
     cache = spans(budget_bytes=1)
     serve(cache, A)
@@ -302,6 +340,22 @@ def test_a_hint_names_the_span_and_what_it_costs() -> None:
     assert "tokens 13 to 14 change in every request" in str(found)
     assert "everything behind is recomputed" in str(found)
     assert cache.explain(TOKENIZER.encode("Today is the 30.")).hints == ()
+
+
+def test_after_clear_nothing_of_earlier_prompts_is_told() -> None:
+    cache = spans(tokenizer=TOKENIZER)
+    rules = "; answer in short sentences, cite the section and the page, and never guess what is not written there."
+    for secret in ("SECRET23757", "SECRET58012", "SECRET77310", "SECRET10466"):
+        serve(cache, TOKENIZER.encode(f"id {secret} {rules}"))
+    asked = TOKENIZER.encode(f"id 0 {rules}")
+    assert "SECRET" in str(cache.explain(asked))
+    cache.clear()
+    found = cache.explain(asked)
+    assert (found.hints, reasons(found)) == ((), [(Reason.NEVER_STORED, 0, len(asked))])
+    assert "SECRET" not in str(found)
+    for prompt in (TOKENIZER.encode(f"id SECRET10466 {rules}"), asked):
+        assert reasons(cache.explain(prompt)) == [(Reason.NEVER_STORED, 0, len(prompt))]
+    cache.check()
 
 
 def test_the_example_in_the_readme_runs_and_shows_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -312,6 +312,28 @@ def test_a_prefix_that_cannot_stay_is_refused_with_the_numbers(llama: Any) -> No
     assert serve(cache, llama, [*SYSTEM, 3]).cached_tokens == 40
 
 
+def test_a_prefix_that_cannot_stay_is_refused_before_anything_is_evaluated_and_is_no_request() -> None:
+    cache = PrefixCache(layout=SizedLayout(1), budget_bytes=100)
+    first, second = tokens(8, 80), tokens(9, 60)
+    cache.warm(SizedModel(), first, name="a", ttl_requests=2)
+    before = (cache.stats, cache.names(), cache.dump())
+    assert cache.names()["a"].requests_left == 2
+    told: list[tuple[int, int]] = []
+    with pytest.raises(ValueError, match="pins would keep 140 bytes; the budget is 100 bytes"):
+        cache.warm(SizedModel(), second, name="b", on_progress=lambda *at: told.append(at))
+    assert told == []
+    assert (cache.stats, cache.names(), cache.dump()) == before
+    with pytest.raises(ValueError, match="pins would keep 140 bytes"):
+        cache.warm(SizedModel(), second, ttl_requests=5)
+
+
+def test_a_pin_that_ends_with_the_request_that_warms_is_not_in_its_way() -> None:
+    cache = PrefixCache(layout=SizedLayout(1), budget_bytes=100)
+    cache.warm(SizedModel(), tokens(8, 80), name="a", ttl_requests=1)
+    assert cache.warm(SizedModel(), tokens(9, 60), name="b") == 60
+    assert list(cache.names()) == ["b"]
+
+
 def test_a_failure_while_warming_leaves_what_was_evaluated_and_no_pin(llama: Any) -> None:
     cache = PrefixCache(llama)
     calls = 0

@@ -171,3 +171,46 @@ def test_no_view_name_or_figure_of_one_namespace_tells_of_another() -> None:
     require_secret_free(said(cache.names("open tenant")))
     figures = cache.snapshot_stats("open tenant")
     require_secret_free(f"{figures.exposition()} {said(figures.as_dict())}")
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo", "marconi"])
+@pytest.mark.parametrize("namespace", [5, b"mine", pytest.param("lone \ud800", id="surrogate")])
+def test_what_is_no_namespace_is_refused_by_every_call_and_changes_nothing(policy: str, namespace: Any) -> None:
+    cache = PrefixCache(layout=SizedLayout(1), budget_bytes=200, policy=policy)
+    for seed in range(3):
+        serve(cache, secret_prompt(seed)[:90], "mine")
+    before = (cache.stats, cache.dump())
+    calls: list[Any] = [
+        lambda: cache.begin([1, 2], namespace=namespace),
+        lambda: cache.begin_many([], capacity=8, namespace=namespace),
+        lambda: cache.fetch([1, 2], namespace),
+        lambda: cache.insert([1, 2], [], namespace),
+        lambda: cache.explain([1, 2], namespace),
+        lambda: cache.pin([1, 2], namespace),
+        lambda: cache.unpin([1, 2], namespace),
+        lambda: cache.unpin(namespace=namespace, name="a"),
+        lambda: cache.warm(MODEL, [1, 2], namespace),
+        lambda: cache.names(namespace),
+        lambda: cache.clear_quarantine(namespace),
+        lambda: cache.snapshot_stats(namespace),
+        lambda: cache.dump(namespace=namespace),
+        lambda: cache.render(namespace=namespace),
+        lambda: cache.view(namespace=namespace),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"^namespace is .*; wanted"):
+            call()
+    assert (cache.stats, cache.dump()) == before
+    cache.check()
+
+
+def test_one_namespace_has_names_and_not_all_of_them() -> None:
+    cache = PrefixCache(layout=SizedLayout(1), budget_bytes=200)
+    with pytest.raises(ValueError, match="namespace is a NoneType; wanted a str"):
+        cache.names(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("option", "value"), [("exact", "no"), ("exact", 1), ("exact", None), ("merges", 0)])
+def test_what_is_neither_on_nor_off_is_refused(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{option} is {value!r}; wanted True or False"):
+        PrefixCache(layout=SizedLayout(1), budget_bytes=200, **{option: value})

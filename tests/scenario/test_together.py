@@ -451,11 +451,43 @@ def test_a_mismatch_is_told_after_the_request_was_resumed_and_its_state_was_take
     with cache.begin([*PROMPT, 1], namespace="tenant") as session:
         session.prefill(model)
     kinds = [event.kind for event in told if event.kind in ("resumed", "evicted", "quarantined", "stored")]
-    assert kinds == ["resumed", "evicted", "quarantined"]
-    quarantined = told[[event.kind for event in told].index(EventKind.QUARANTINED)]
-    assert quarantined.detail["mismatch"] is session.mismatch
+    assert kinds == ["resumed", "quarantined", "quarantined"]
+    taken_out, found = (event for event in told if event.kind == EventKind.QUARANTINED)
+    assert found.detail == {"mismatch": session.mismatch}
+    assert (found.start, found.end) == (20, len(PROMPT) - 1)
+    assert taken_out.detail == {"state": "tokens"}
+    assert (taken_out.start, taken_out.end) == (20, len(PROMPT) - 1)
+    assert taken_out.nbytes == cache.layout.token_bytes * (len(PROMPT) - 1 - 20)
     assert {event.namespace for event in told} == {"tenant"}
-    assert all(event.end == 20 or event.start >= 20 or event.kind != "evicted" for event in told)
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+@pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
+def test_what_was_found_wrong_is_not_called_evicted(kind: str) -> None:
+    model = tiny_model(kind)
+    told: list[Event] = []
+    cache = PrefixCache(model, verify=1.0, step_size=STEP, on_event=told.append)
+    branches = [[*PROMPT, 1, 2, 3], [*PROMPT, 4, 5, 6]]
+    for prompt in branches:
+        with cache.begin(prompt) as session:
+            session.prefill(model)
+    spoil_live(cache, 0, 20)
+    told.clear()
+    with cache.begin([*branches[1], 1]) as session:
+        session.prefill(model)
+        mismatch = session.mismatch
+    start = mismatch.quarantined_from
+    assert start <= 20
+    assert all(event.end <= start for event in told if event.kind == "evicted")
+    gone = [event for event in told if event.kind == "quarantined" and "state" in event.detail]
+    # What the two share, and the ends of both.
+    assert sum(event.end - event.start for event in gone) == len(PROMPT) - start + 2 * 2
+    assert [(gap.reason, gap.tick) for gap in cache.explain(branches[0]).gaps][-1] == (Reason.QUARANTINED, None)
+    cache.clear_quarantine()
+    for prompt in branches:
+        gaps = [gap for gap in cache.explain(prompt).gaps if start < gap.end < len(prompt)]
+        assert {(gap.reason, gap.tick) for gap in gaps} == {(Reason.QUARANTINED, mismatch.tick)}
+        assert f"found wrong and taken out at tick {mismatch.tick}" in str(gaps[0])
 
 
 @pytest.mark.filterwarnings("ignore:state restored")

@@ -8,6 +8,7 @@ the fault matters.
 from __future__ import annotations
 
 import gc
+import random
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -233,7 +234,7 @@ def test_a_planted_fault_is_found_quarantined_and_answered_cold(fault: Any, monk
     monkeypatch.undo()
     # Nothing of it is stored any more, nor resumed: begin, fetch and insert all stop in front of it.
     start = mismatch.quarantined_from
-    (event,) = [event for event in told if event.kind == EventKind.QUARANTINED]
+    (event,) = [event for event in told if event.kind == EventKind.QUARANTINED and "mismatch" in event.detail]
     assert (event.start, event.end, event.detail["mismatch"]) == (start, resumed, mismatch)
     explained = cache.explain(prompt)
     assert explained.matched_tokens <= start
@@ -466,6 +467,34 @@ def test_without_verify_nothing_is_evaluated_twice_and_with_it_everything_once_m
         assert (cache.stats.verified_requests, cache.stats.verify_skipped) == (int(share), 0)
     assert counts[0.0] == len(TURN) + 3
     assert counts[1.0] == counts[0.0] + len(prompt)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_what_fetch_and_begin_many_restore_is_drawn_as_well_and_counted_as_skipped(share: float) -> None:
+    model = tiny_model("llama")
+    drawn = random.Random(7)
+    cache = PrefixCache(model, verify=share, verify_seed=7)
+    prompt = list(range(40))
+    cache.fetch(prompt)  # nothing is restored, nothing is drawn
+    with cache.begin(prompt) as session:
+        session.prefill(model)
+    wanted_skipped = wanted_verified = 0
+    for turn in range(12):
+        is_drawn = drawn.random() < share
+        if turn % 3 == 0:
+            with cache.begin(prompt) as session:
+                session.prefill(model)
+            wanted_verified += is_drawn
+        elif turn % 3 == 1:
+            cache.fetch(prompt)
+            wanted_skipped += is_drawn
+        else:
+            with cache.begin_many([prompt], capacity=64) as group:
+                assert group.rows[0].cached_tokens == 39
+            wanted_skipped += is_drawn
+        stats = cache.stats
+        assert (stats.verified_requests, stats.verify_skipped) == (wanted_verified, wanted_skipped)
+    assert (wanted_skipped, wanted_verified) == (8, 4) if share == 1 else wanted_skipped < 8
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama_sliding", "mamba", "nemotron_h", "llama4"])

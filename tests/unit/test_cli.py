@@ -1,10 +1,12 @@
 """The command line answers mistakes with one line and exit code 2, and results with a table and exit code 0 or 1."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -264,6 +266,44 @@ def test_help_and_mistakes_do_not_wait_for_mlx(arguments):
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == (0 if "--help" in arguments else 2), done.stderr
     assert "AssertionError" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", [["tree"], ["tree", "--format", "nothing"], ["explain"]])
+def test_output_that_cannot_be_written_is_one_line(talks, arguments):
+    code = "import sys, runner.cli\nrunner.cli.main(sys.argv[1:])\n"
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [sys.executable, "-c", code, *arguments, str(talks), "--model", "tiny"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    if "nothing" in arguments:
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    else:
+        wanted = "error: the output cannot be written (No space left on device).\n"
+        assert (done.returncode, done.stderr) == (1, wanted)
+
+
+def test_a_reader_that_went_away_costs_no_traceback(talks):
+    code = "import sys, runner.cli\nrunner.cli.main(sys.argv[1:])\n"
+    command = [sys.executable, "-c", code, "tree", str(talks), "--model", "tiny"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_full_disk_is_one_line_for_every_command_that_writes(talks, tmp_path):
+    code = (
+        "import resource, sys, runner.cli\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "runner.cli.main(sys.argv[1:])\n"
+    )
+    path = tmp_path / "out.json"
+    for arguments in (["explain", talks, "--json", path], ["tree", talks, "--out", path]):
+        command = [sys.executable, "-c", code, *map(str, arguments), "--model", "tiny"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        wanted = f"error: {path}: cannot be written (File too large).\n"
+        assert (done.returncode, done.stderr) == (2, wanted)
+        assert not path.exists()
 
 
 def test_help_lists_every_option(command):

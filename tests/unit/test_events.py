@@ -127,6 +127,43 @@ def test_a_warning_that_is_an_error_does_not_reach_the_caller_either() -> None:
     assert events.failures == 1
 
 
+def test_an_exception_that_cannot_describe_itself_does_not_reach_the_caller_and_is_warned_of_by_its_class() -> None:
+    class ShyError(Exception):
+        def __repr__(self) -> str:
+            raise RuntimeError("no words")
+
+    lock = Turns()
+
+    def listen(_: Event) -> None:
+        raise ShyError
+
+    events = Events(listen, lock)
+
+    def emit() -> None:
+        with lock:
+            events.emit(EventKind.STORED, "", 0, 1, 0, {})
+            events.emit(EventKind.STORED, "", 1, 2, 0, {})
+
+    with pytest.warns(RuntimeWarning, match="on_event raised ShyError for stored"):
+        emit()
+    assert events.failures == 2
+
+
+def test_a_warning_that_cannot_be_shown_does_not_reach_the_caller_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = Turns()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError
+
+    events = Events(fail, lock)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", fail)
+        with lock:
+            events.emit(EventKind.STORED, "", 0, 1, 0, {})
+    assert events.failures == 1
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_in_a_listener_passes_and_the_rest_is_told_later(kind: type[BaseException]) -> None:
     lock, told = Turns(), []

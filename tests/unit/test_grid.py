@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import radixcache.grid
-from radixcache.grid import TAILS_PER_NODE, Tails, floor, stops_on_grid
-from radixcache.tree import Keys, Match, Node
+from radixcache.grid import Tails, floor, stops_on_grid
+from radixcache.tree import Keys, Match, Node, common_length
 
 
 def keys(*values: int) -> Keys:
@@ -53,6 +55,7 @@ def test_a_match_that_ends_inside_an_edge_has_no_tail() -> None:
 
 def test_a_tail_that_another_one_covers_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(radixcache.grid, "MAX_TAIL_KEYS", 8)
+    monkeypatch.setattr(radixcache.grid, "NODE_KEYS", 0)
     tails = Tails()
     for tail in (keys(1, 2), keys(1, 2, 3, 4, 5), keys(1, 2, 3)):
         tails.add(root("a"), tail)
@@ -63,6 +66,7 @@ def test_a_tail_that_another_one_covers_takes_no_room(monkeypatch: pytest.Monkey
 
 def test_the_tail_that_was_added_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(radixcache.grid, "MAX_TAIL_KEYS", 8)
+    monkeypatch.setattr(radixcache.grid, "NODE_KEYS", 0)
     tails = Tails()
     for name in ("a", "b", "c"):
         tails.add(root(name), keys(1, 2, 3))
@@ -70,9 +74,44 @@ def test_the_tail_that_was_added_longest_ago_goes_first(monkeypatch: pytest.Monk
     assert [tails.matched(Match(root(name), 0), keys(1, 2, 3)) for name in "abcd"] == [0, 3, 3, 0]
 
 
-def test_a_node_keeps_its_newest_tails() -> None:
+def test_a_node_keeps_as_many_tails_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(radixcache.grid, "MAX_TAIL_KEYS", 660)
     tails, node = Tails(), root()
-    for value in range(TAILS_PER_NODE + 1):
-        tails.add(node, keys(value))
-    found = [tails.matched(Match(node, 0), keys(value)) for value in range(TAILS_PER_NODE + 1)]
-    assert found == [0] + [1] * TAILS_PER_NODE
+    for value in range(11):
+        tails.add(node, keys(value, value))
+        tails.check()
+    found = [tails.matched(Match(node, 0), keys(value, value)) for value in range(11)]
+    assert found == [0] + [2] * 10, "the oldest went, at 64 keys a node"
+
+
+def test_a_tail_that_is_added_again_is_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(radixcache.grid, "MAX_TAIL_KEYS", 8)
+    monkeypatch.setattr(radixcache.grid, "NODE_KEYS", 0)
+    tails, node = Tails(), root()
+    for tail in (keys(1, 1, 1), keys(2, 2, 2), keys(1, 1), keys(3, 3, 3)):
+        tails.add(node, tail)
+    assert [tails.matched(Match(node, 0), keys(value, value, value)) for value in (1, 2, 3)] == [3, 0, 3]
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 2), max_size=6)), max_size=30))
+def test_within_bounds_tails_are_all_prefixes_of_what_was_added(drawn: list[tuple[str, list[int]]]) -> None:
+    tails = Tails()
+    for name, tail in drawn:
+        tails.add(root(name), keys(*tail))
+        tails.check()
+    for name, prompt in drawn:
+        asked = [*prompt, 1, 0]
+        wanted = max((common_length(keys(*tail), keys(*asked)) for other, tail in drawn if other == name), default=0)
+        assert tails.matched(Match(root(name), 0), keys(*asked)) == wanted
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 2), max_size=6)), max_size=30))
+def test_beyond_bounds_the_tail_added_last_is_still_there(drawn: list[tuple[str, list[int]]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(radixcache.grid, "MAX_TAIL_KEYS", 7)
+        patch.setattr(radixcache.grid, "NODE_KEYS", 1)
+        tails = Tails()
+        for name, tail in drawn:
+            tails.add(root(name), keys(*tail))
+            tails.check()
+            assert tails.matched(Match(root(name), 0), keys(*tail)) == len(tail)

@@ -42,6 +42,20 @@ def test_a_leaf_that_went_step_by_step_and_then_its_parent_are_one_piece() -> No
     assert history.evicted_checkpoint(np.arange(100), "", 0, 100) is None
 
 
+def test_what_was_found_wrong_is_told_from_what_was_evicted_in_the_same_tick() -> None:
+    tree: RadixTree[Any] = RadixTree()
+    history = History()
+    parent = put(tree, np.arange(40))
+    leaf = put(tree, np.arange(100))
+    history.evicted(leaf, 60, 5, was_wrong=True)
+    tree.truncate(leaf, 60)
+    history.evicted(leaf, 40, 5, was_wrong=True)
+    tree.remove(leaf)
+    history.evicted(parent, 0, 5)
+    history.check()
+    assert history.evicted_tokens(np.arange(90), "", 0) == [Part(0, 40, 5), Part(40, 90, 5, was_wrong=True)]
+
+
 def test_parts_are_cut_to_what_the_prompt_has_in_common_and_the_tree_does_not_hold() -> None:
     tree: RadixTree[Any] = RadixTree()
     history = History()

@@ -2,7 +2,11 @@
 
 import io
 import json
+import os
 import platform
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -194,6 +198,47 @@ def test_checking_for_a_place_leaves_a_file_that_is_there_alone(tmp_path):
     path.write_text("old")
     require_writable(path)
     assert path.read_text() == "old"
+
+
+def test_a_link_stays_one_and_what_it_leads_to_is_written(tmp_path):
+    (tmp_path / "folder").mkdir()
+    target, link = tmp_path / "folder" / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    for content in (b"new", b"newer"):
+        require_writable(link)
+        write_atomically(link, content)
+        assert link.is_symlink()
+        assert target.read_bytes() == content
+    assert [each.name for each in target.parent.iterdir()] == ["target.json"]
+
+
+@pytest.mark.parametrize("through_link", [False, True])
+def test_a_fifo_is_written_to_and_stays_one(tmp_path, through_link):
+    fifo, given, read = tmp_path / "fifo", tmp_path / "given", []
+    os.mkfifo(fifo)
+    given.symlink_to(fifo)
+    path = given if through_link else fifo
+    require_writable(path)
+    reader = threading.Thread(target=lambda: read.append(fifo.read_bytes()), daemon=True)
+    reader.start()
+    write_atomically(path, b"content")
+    reader.join(timeout=30)
+    assert (read, fifo.is_fifo(), given.is_symlink()) == ([b"content"], True, True)
+
+
+def test_an_error_names_the_file_that_was_asked_for(tmp_path):
+    code = (
+        "import resource, sys\nfrom pathlib import Path\nfrom runner.report import write_atomically\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "try:\n    write_atomically(Path(sys.argv[1]), bytes(1000))\n"
+        "except OSError as error:\n    print(error.filename, error.strerror)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{tmp_path / 'a'} File too large\n", done.stderr
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FileNotFoundError) as caught:
+        require_writable(tmp_path / "missing" / "new.json")
+    assert caught.value.filename == str(tmp_path / "missing" / "new.json")
 
 
 def test_the_plot_is_a_png_of_its_full_size(tmp_path: Path):

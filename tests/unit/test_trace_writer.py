@@ -285,6 +285,14 @@ def test_trace_that_cannot_be_written_whole_leaves_the_old_file(tmp_path) -> Non
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_trace_is_written_to_what_a_link_leads_to(tmp_path) -> None:
+    path, link = tmp_path / "t.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    write_compact(link, Trace("t", 64, [TraceRequest(np.arange(1, dtype=np.int64), 64, 1, 0)], True, "t"))
+    assert link.is_symlink()
+    assert len(read_trace(path).requests) == 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
