@@ -7,7 +7,7 @@
     merged       a node was joined with its only child at offset `at`
     paged_out    spans were copied out of the live buffers
     paged_in     spans were copied into the live buffers
-    quarantined  state turned out wrong: the tokens are gone; behind all of these, with what was found
+    quarantined  state turned out wrong, and was taken out before (evicted, `was_wrong`)
 
 Events are kept while the cache works and handed over in order once the call that caused them has let go of the lock,
 by the thread that made it, or by another that is handing over already. So a listener may call the cache: what that
@@ -63,11 +63,11 @@ class Event(NamedTuple):
         namespace: where.
         start, end: offsets in tokens; equal for a checkpoint.
         nbytes: bytes of the state it happened to; 0 where no state was moved, made or dropped.
-        detail: what only some kinds have. stored, evicted: `state`, "tokens" or "checkpoint". split, merged: `at`.
+        detail: what only some kinds have. stored, evicted: `state`, "tokens" or "checkpoint"; evicted tokens also
+            `was_wrong`, whether verification found them so. split, merged: `at`.
             resumed: `prompt_tokens`, `matched_tokens`, `reason` (None or a ShortReason), `by` ("begin", "begin_many"
             or "fetch").
-            quarantined: `state`, "tokens"; or, once for each mismatch, with the range that was quarantined on the
-            request's own path, `mismatch`, a Mismatch.
+            quarantined: `mismatch`, a Mismatch; the range is that of the request's own path.
     """
 
     kind: EventKind

@@ -32,7 +32,7 @@ from policies import CostModel, Entry, EvictionPolicy
 from policies.entry import EntryState
 from radixcache.errors import RadixCacheError
 from radixcache.evaluation import NATIVE_ERRORS
-from radixcache.events import EVICTED, MERGED, QUARANTINED, SPLIT, STORED, Events
+from radixcache.events import EVICTED, MERGED, SPLIT, STORED, Events
 from radixcache.history import History
 from radixcache.layout import Layout
 from radixcache.ledger import Account
@@ -482,8 +482,8 @@ class StateTree:
         if self.events.is_on:
             end, checkpoint = leaf.end, state_of(leaf).checkpoint
             nbytes = self.layout.token_bytes * (end - start) + (0 if checkpoint is None else checkpoint.nbytes)
-            kind = QUARANTINED if was_wrong else EVICTED
-            self.events.emit(kind, leaf.namespace, start, end, nbytes, {"state": "tokens"})
+            detail = {"state": "tokens", "was_wrong": was_wrong}
+            self.events.emit(EVICTED, leaf.namespace, start, end, nbytes, detail)
 
     def _copied(self, make: Callable[[], tuple[*tuple[Any, ...], int]], spare: bool) -> tuple[Any, ...] | None:
         """Results of a copy that also says how many bytes it copied, tried twice; None: failed, and can be spared.

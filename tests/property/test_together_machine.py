@@ -108,7 +108,7 @@ class TogetherMachine(VerifyMachine):
 
     def listen(self, event: Event) -> None:
         self.told(event)
-        if event.kind == "quarantined" and "state" not in event.detail:
+        if event.kind == "quarantined":
             mismatch = event.detail["mismatch"]
             assert mismatch in self.cache.mismatches
             assert (event.namespace, event.start, event.tick) == (

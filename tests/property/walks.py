@@ -49,7 +49,7 @@ class Told:
     """A listener that keeps account of what it is told.
 
     Attributes:
-        kinds: how many events of each kind; of those that are quarantined, how many mismatches.
+        kinds: how many events of each kind.
         held: what they say there is, tokens and checkpoints by namespace.
     """
 
@@ -58,8 +58,8 @@ class Told:
         self.held: dict[str, Counter[str]] = {name: Counter() for name in NAMESPACES}
 
     def __call__(self, event: Event) -> None:
-        self.kinds[event.kind] += event.kind != "quarantined" or "mismatch" in event.detail
-        if "state" in event.detail:  # stored, evicted, quarantined
+        self.kinds[event.kind] += 1
+        if event.kind in ("stored", "evicted"):
             sign = 1 if event.kind == "stored" else -1
             count = event.end - event.start if event.detail["state"] == "tokens" else 1
             self.held[event.namespace][event.detail["state"]] += sign * count

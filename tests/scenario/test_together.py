@@ -451,11 +451,11 @@ def test_a_mismatch_is_told_after_the_request_was_resumed_and_its_state_was_take
     with cache.begin([*PROMPT, 1], namespace="tenant") as session:
         session.prefill(model)
     kinds = [event.kind for event in told if event.kind in ("resumed", "evicted", "quarantined", "stored")]
-    assert kinds == ["resumed", "quarantined", "quarantined"]
-    taken_out, found = (event for event in told if event.kind == EventKind.QUARANTINED)
+    assert kinds == ["resumed", "evicted", "quarantined"]
+    taken_out, found = (event for event in told if event.kind in (EventKind.EVICTED, EventKind.QUARANTINED))
     assert found.detail == {"mismatch": session.mismatch}
     assert (found.start, found.end) == (20, len(PROMPT) - 1)
-    assert taken_out.detail == {"state": "tokens"}
+    assert taken_out.detail == {"state": "tokens", "was_wrong": True}
     assert (taken_out.start, taken_out.end) == (20, len(PROMPT) - 1)
     assert taken_out.nbytes == cache.layout.token_bytes * (len(PROMPT) - 1 - 20)
     assert {event.namespace for event in told} == {"tenant"}
@@ -463,7 +463,7 @@ def test_a_mismatch_is_told_after_the_request_was_resumed_and_its_state_was_take
 
 @pytest.mark.filterwarnings("ignore:state restored")
 @pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
-def test_what_was_found_wrong_is_not_called_evicted(kind: str) -> None:
+def test_what_was_found_wrong_is_told_from_what_had_to_go(kind: str) -> None:
     model = tiny_model(kind)
     told: list[Event] = []
     cache = PrefixCache(model, verify=1.0, step_size=STEP, on_event=told.append)
@@ -478,8 +478,9 @@ def test_what_was_found_wrong_is_not_called_evicted(kind: str) -> None:
         mismatch = session.mismatch
     start = mismatch.quarantined_from
     assert start <= 20
-    assert all(event.end <= start for event in told if event.kind == "evicted")
-    gone = [event for event in told if event.kind == "quarantined" and "state" in event.detail]
+    evicted = [event for event in told if event.kind == "evicted" and event.detail["state"] == "tokens"]
+    gone = [event for event in evicted if event.detail["was_wrong"]]
+    assert all(event.end <= start for event in evicted if event not in gone)
     # What the two share, and the ends of both.
     assert sum(event.end - event.start for event in gone) == len(PROMPT) - start + 2 * 2
     assert [(gap.reason, gap.tick) for gap in cache.explain(branches[0]).gaps][-1] == (Reason.QUARANTINED, None)
