@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,11 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("shared/data is not beside the repository")
     return SHARED_DATA
+
+
+def pytest_configure() -> None:
+    """Have Ctrl-C raise KeyboardInterrupt also where whoever started pytest ignores it, as shells do in background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -264,4 +264,4 @@ TestTogether.settings = settings(max_examples=60, stateful_step_count=20, deadli
 class TestTogetherLonger(TogetherMachine.TestCase):  # type: ignore[misc]
     """The same walk, more often and longer."""
 
-    settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -318,7 +318,7 @@ def test_any_sequence_of_requests_gets_cold_answers(kind: str, slots: int, budge
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", WALKED_KINDS)
-@settings(checked, max_examples=25)
+@settings(checked, max_examples=15)
 @walks
 def test_any_long_walk_gets_cold_answers(kind: str, slots: int, budget: int, drawn: list[Any]) -> None:
     walk_and_compare(kind, slots, budget, drawn)

@@ -58,7 +58,7 @@ def traffic(name: str, count: int, seed: int) -> PrefixCache:
     draw = random.Random(f"{name} {seed}")
     model, options = subject(name)
     probe = PrefixCache(model, **options)
-    with probe.begin(tokens(draw, 60)) as session:
+    with probe.begin(tokens(draw, 40)) as session:
         session.prefill(model)
     held_bytes = probe.stats.live_bytes + probe.stats.paged_bytes
     cache = PrefixCache(
@@ -98,10 +98,10 @@ def traffic(name: str, count: int, seed: int) -> PrefixCache:
 def following(draw: random.Random, stored: list[list[int]]) -> list[int]:
     """A new prompt, or one that goes on from a recent one, from its end or from inside."""
     if not stored or draw.random() < 0.15:
-        return tokens(draw, draw.randint(10, 60))
+        return tokens(draw, draw.randint(10, 40))
     base = draw.choice(stored[-6:])
     at = len(base) if draw.random() < 0.6 else draw.randint(0, len(base))
-    return [*base[: min(at, 90)], *tokens(draw, draw.randint(2, 24))]
+    return [*base[: min(at, 60)], *tokens(draw, draw.randint(2, 24))]
 
 
 def tokens(draw: random.Random, length: int) -> list[int]:
