@@ -209,4 +209,4 @@ TestVerify.settings = settings(max_examples=40, stateful_step_count=20, deadline
 class TestVerifyLonger(VerifyMachine.TestCase):  # type: ignore[misc]
     """The same walk, more often and longer."""
 
-    settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

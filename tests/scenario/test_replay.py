@@ -87,7 +87,7 @@ def serve(backend, loaded, prompt, max_tokens=4):
         return session.cached_tokens, session.reason, pieces[-1].completion.tokens
 
 
-GENERATED = ("llama", "llama_sliding", "gemma3n", "llama4", "mamba", "qwen3_next", "kimi_linear", "deepseek_v3")
+GENERATED = ("llama", "llama_sliding", "llama4", "mamba", "qwen3_next", "deepseek_v3")
 RECORDED = ("llama", "llama_sliding", "qwen3_next")
 
 
