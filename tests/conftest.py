@@ -34,8 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "test_soak" not in item.nodeid)
 
 
-def pytest_collection_finish() -> None:
-    """Let the garbage collector leave alone what the imports made: tests that measure memory call it all the time."""
+@pytest.fixture(autouse=True, scope="module")
+def settled() -> None:
+    """Let the garbage collector leave alone what was there before a file: tests that measure memory call it often."""
     gc.collect()
     gc.freeze()
 
