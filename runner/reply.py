@@ -179,7 +179,11 @@ def sample(sampler: Sampler | None, logprobs: mx.array) -> mx.array:
     """
     if sampler is None:
         return greedy(logprobs)
-    token = mx.array(sampler(logprobs))
+    chosen = sampler(logprobs)
+    try:
+        token = mx.array(chosen)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"the sampler returned a {type(chosen).__name__}; wanted one token id.") from error
     if token.size != 1 or not mx.issubdtype(token.dtype, mx.integer):
         raise TypeError(f"the sampler returned {token.dtype} of shape {token.shape}; wanted one token id.")
     token = token.reshape(1).astype(mx.int32)
