@@ -102,8 +102,9 @@ class GroupRequests(Requests):
             wanted = cells if held else min(group.causal.table.capacity, max(cells, GROWTH_CELLS))
             growth = _growth_bytes(group, wanted, states)
         if growth > 0 and not self._has_room(growth):
-            for row in group.rows:
-                self.drop_checkpoints(group, row, -1)
+            if self._evictor.could_fit(growth - group.booking.checkpoint_bytes):
+                for row in group.rows:
+                    self.drop_checkpoints(group, row, -1)
             if not self._has_room(growth):
                 raise BudgetFullError(self._ledger.budget_bytes, self._evictor.fixed_bytes(), growth)
         if wanted > held:
@@ -169,6 +170,7 @@ class GroupRequests(Requests):
         gained = plan.resume - row.position
         if gained <= 0:
             return
+        self.room_in_cells(group, 0, states=int(row.position == 0))
         group.causal.free(row.id)
         self._restore_row(group, row.id, plan)
         row.share_up_to(plan.resume, plan.windows_from(group.pager.windows))

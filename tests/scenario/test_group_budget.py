@@ -97,6 +97,40 @@ def test_a_row_gives_up_its_checkpoints_rather_than_its_next_token() -> None:
         cache.check()
 
 
+def test_what_cannot_fit_anyway_costs_no_checkpoint() -> None:
+    model: Any = tiny_model("qwen3_next")
+    cache = known(model, 2 * row_bytes(model, 100))
+    with cache.begin_many([], capacity=4000) as group:
+        row = group.admit(tokens(1, 60), marks=[20])
+        group.prefill(model, row)
+        taken = list(row.checkpoints)
+        assert taken
+        with pytest.raises(BudgetFullError):
+            group.prefill(model, group.admit(tokens(2, 3000)))
+        assert row.checkpoints == taken
+        group.check()
+    cache.check()
+
+
+def test_the_state_of_a_row_that_takes_up_what_another_evaluated_meanwhile_is_asked_for() -> None:
+    model: Any = tiny_model("mamba")
+    each = row_bytes(model, 8)
+    prompt = tokens(1, 40)
+    cache = known(model, 5 * each // 2)
+    with cache.begin_many([prompt, prompt, prompt], capacity=400) as group:
+        first, second, third = group.rows
+        group.prefill(model, first, 39)
+        group.prefill(model, second, 39)
+        with pytest.raises(BudgetFullError):
+            group.prefill(model, third)
+        assert held_bytes(cache) <= cache.stats.budget_bytes
+        group.check()
+        second.close()
+        group.prefill(model, third)
+        assert held_bytes(cache) <= cache.stats.budget_bytes
+    cache.check()
+
+
 def test_the_first_forward_pass_of_a_cache_takes_few_tokens_and_then_the_budget_is_asked() -> None:
     model: Any = tiny_model("llama")
     token_bytes = known(model).layout.token_bytes
