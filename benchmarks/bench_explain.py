@@ -38,10 +38,10 @@ from benchmarks.hollow_model import HollowModel
 from benchmarks.measured_requests import UNLIMITED_BYTES, VOCABULARY, fill, measure_tokens, request_ms, scenarios
 from benchmarks.record import REPEATS, Spread, arguments, publish, rotated, say
 from radixcache import Event, PrefixCache
-from radixcache.history import MAX_PIECES, MAX_PROMPTS, History
-from radixcache.ledger import Ledger
-from radixcache.sized_layout import SizedLayout, SizedModel
-from radixcache.tree import Keys
+from radixcache.budget.ledger import Ledger
+from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.tree.history import MAX_PIECES, MAX_PROMPTS, History
+from radixcache.tree.radix_tree import Keys
 from runner.tiny import tiny_tokenizer
 
 AIM_EXPLAIN_MS = 1.0

@@ -43,7 +43,7 @@ from benchmarks.measured_requests import (
 )
 from benchmarks.record import arguments, publish
 from radixcache import PrefixCache
-from radixcache.ledger import Ledger
+from radixcache.budget.ledger import Ledger
 from runner.tiny import tiny_model
 
 AIM_TOKEN_US = 50.0

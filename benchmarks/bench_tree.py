@@ -37,8 +37,8 @@ import numpy as np
 import runner  # noqa: F401  loads OpenBLAS before MLX
 from benchmarks.record import REPEATS, arguments, publish
 from radixcache import RadixTree
-from radixcache.tokens import token_ids
-from radixcache.tree import Keys, Node
+from radixcache.tokens.ids import token_ids
+from radixcache.tree.radix_tree import Keys, Node
 
 VOCABULARY = 50_000
 LONG = 4

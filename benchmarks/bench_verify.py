@@ -23,7 +23,7 @@ import runner  # noqa: F401  loads OpenBLAS before MLX
 from benchmarks.random_models import VOCABULARY, random_model
 from benchmarks.record import REPEATS, Spread, arguments, in_turns, publish, say
 from radixcache import PrefixCache
-from radixcache.session import Session
+from radixcache.sessions.session import Session
 
 SHARE = 0.01
 AIM_PERCENT = 3.0

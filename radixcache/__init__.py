@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from policies import POLICIES, CostModel, Entry, EvictionPolicy
-    from radixcache.adapters import register_adapter
+    from radixcache.adapters.registry import register_adapter
+    from radixcache.budget.ledger import Ledger
     from radixcache.cells.causal import CausalCache
-    from radixcache.chat import render_chat
+    from radixcache.chat.render import render_chat
     from radixcache.errors import (
         BudgetFullError,
         CacheBusyError,
@@ -23,58 +24,57 @@ if TYPE_CHECKING:
         SnapshotError,
         UnsupportedCacheError,
     )
-    from radixcache.events import Event, EventKind
-    from radixcache.explain import Explanation, Gap, Hint, Reason
     from radixcache.generate import stream_generate
-    from radixcache.group import Group
-    from radixcache.ledger import Ledger
-    from radixcache.monitor import StatsSnapshot
-    from radixcache.pins import NamedPin
+    from radixcache.groups.group import Group
+    from radixcache.groups.row import Row
+    from radixcache.paging.pins import NamedPin
+    from radixcache.paging.resume import ShortReason
     from radixcache.prefix_cache import PrefixCache
-    from radixcache.resume import ShortReason
-    from radixcache.row import Row
-    from radixcache.session import Session
-    from radixcache.stats import CacheStats
-    from radixcache.trace import TraceWriter
-    from radixcache.tree import RadixTree
-    from radixcache.verifier import Mismatch
-    from radixcache.view import TreeView
+    from radixcache.sessions.session import Session
+    from radixcache.tree.events import Event, EventKind
+    from radixcache.tree.radix_tree import RadixTree
+    from radixcache.verify.verifier import Mismatch
+    from radixcache.view.description import TreeView
+    from radixcache.watch.explain import Explanation, Gap, Hint, Reason
+    from radixcache.watch.metrics import StatsSnapshot
+    from radixcache.watch.stats import CacheStats
+    from radixcache.watch.trace import TraceWriter
 
 _MODULES = {
     "POLICIES": "policies",
     "BudgetFullError": "radixcache.errors",
     "CacheBusyError": "radixcache.errors",
     "CacheFullError": "radixcache.errors",
-    "CacheStats": "radixcache.stats",
+    "CacheStats": "radixcache.watch.stats",
     "CausalCache": "radixcache.cells.causal",
     "CostModel": "policies",
     "Entry": "policies",
-    "Event": "radixcache.events",
-    "EventKind": "radixcache.events",
+    "Event": "radixcache.tree.events",
+    "EventKind": "radixcache.tree.events",
     "EvictionPolicy": "policies",
-    "Explanation": "radixcache.explain",
-    "Gap": "radixcache.explain",
-    "Group": "radixcache.group",
-    "Hint": "radixcache.explain",
-    "Ledger": "radixcache.ledger",
-    "Mismatch": "radixcache.verifier",
-    "NamedPin": "radixcache.pins",
+    "Explanation": "radixcache.watch.explain",
+    "Gap": "radixcache.watch.explain",
+    "Group": "radixcache.groups.group",
+    "Hint": "radixcache.watch.explain",
+    "Ledger": "radixcache.budget.ledger",
+    "Mismatch": "radixcache.verify.verifier",
+    "NamedPin": "radixcache.paging.pins",
     "PrefixCache": "radixcache.prefix_cache",
     "RadixCacheError": "radixcache.errors",
-    "RadixTree": "radixcache.tree",
-    "Reason": "radixcache.explain",
-    "Row": "radixcache.row",
-    "Session": "radixcache.session",
+    "RadixTree": "radixcache.tree.radix_tree",
+    "Reason": "radixcache.watch.explain",
+    "Row": "radixcache.groups.row",
+    "Session": "radixcache.sessions.session",
     "SessionClosedError": "radixcache.errors",
     "ShiftError": "radixcache.errors",
-    "ShortReason": "radixcache.resume",
+    "ShortReason": "radixcache.paging.resume",
     "SnapshotError": "radixcache.errors",
-    "StatsSnapshot": "radixcache.monitor",
-    "TraceWriter": "radixcache.trace",
-    "TreeView": "radixcache.view",
+    "StatsSnapshot": "radixcache.watch.metrics",
+    "TraceWriter": "radixcache.watch.trace",
+    "TreeView": "radixcache.view.description",
     "UnsupportedCacheError": "radixcache.errors",
-    "register_adapter": "radixcache.adapters",
-    "render_chat": "radixcache.chat",
+    "register_adapter": "radixcache.adapters.registry",
+    "render_chat": "radixcache.chat.render",
     "stream_generate": "radixcache.generate",
 }
 

@@ -17,9 +17,9 @@ from mlx_lm.generate import GenerationResponse, generation_stream, speculative_g
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
-from radixcache.draft import both_models
 from radixcache.prefix_cache import PrefixCache
-from radixcache.session import Session
+from radixcache.sessions.draft import both_models
+from radixcache.sessions.session import Session
 
 #: Arguments of mlx_lm.stream_generate that contradict a PrefixCache, and what to do instead.
 REFUSED = {

@@ -24,31 +24,33 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from policies import CostModel, Entry, EvictionPolicy, make_policy
-from radixcache.draft import both_models
-from radixcache.events import OnEvent
-from radixcache.evictor import TRIM_TOKENS
-from radixcache.explain import Explanation, explain, with_text
-from radixcache.grid import floor
-from radixcache.group import Group
-from radixcache.group_requests import GroupRequests
-from radixcache.interrupts import uninterrupted
-from radixcache.layout import Layout
-from radixcache.ledger import Ledger
-from radixcache.memory import default_budget_bytes, parameter_bytes
-from radixcache.monitor import StatsSnapshot, snapshot
-from radixcache.pins import NamedPin
-from radixcache.render import render_node
-from radixcache.resume import plan_resume
-from radixcache.session import Session
-from radixcache.sized_layout import SizedLayout
-from radixcache.state_tree import state_of
-from radixcache.stats import CacheStats
-from radixcache.tokens import TokenIds, checked_prompt, require_namespace, vocabulary_size
-from radixcache.trace import Clock, TraceWriter
-from radixcache.tree import Keys
-from radixcache.verifier import Mismatch
-from radixcache.view import TreeView, collect, render_view
+from radixcache.budget.ledger import Ledger
+from radixcache.budget.memory import default_budget_bytes, parameter_bytes
+from radixcache.groups.group import Group
+from radixcache.groups.group_requests import GroupRequests
+from radixcache.layers.layout import Layout
+from radixcache.layers.sizes import SizedLayout
+from radixcache.locking.interrupts import uninterrupted
+from radixcache.paging.evictor import TRIM_TOKENS
+from radixcache.paging.grid import floor
+from radixcache.paging.pins import NamedPin
+from radixcache.paging.resume import plan_resume
+from radixcache.sessions.draft import both_models
+from radixcache.sessions.session import Session
+from radixcache.tokens.ids import TokenIds, checked_prompt, require_namespace, vocabulary_size
+from radixcache.tree.events import OnEvent
+from radixcache.tree.radix_tree import Keys
+from radixcache.tree.state_tree import state_of
+from radixcache.verify.verifier import Mismatch
+from radixcache.view.collect import collect
+from radixcache.view.description import TreeView
+from radixcache.view.formats import render_view
 from radixcache.view.words import bytes_words
+from radixcache.watch.explain import Explanation, explain, with_text
+from radixcache.watch.line import render_node
+from radixcache.watch.metrics import StatsSnapshot, snapshot
+from radixcache.watch.stats import CacheStats
+from radixcache.watch.trace import Clock, TraceWriter
 
 
 class PrefixCache(GroupRequests):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixcache import PrefixCache, TreeView, render_chat
-from radixcache.sized_layout import SizedLayout, SizedModel
+from radixcache.layers.sizes import SizedLayout, SizedModel
 from runner.conversations import Conversation
 from runner.model_config import ModelBytes
 from runner.schedule import Request, schedule

@@ -29,8 +29,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from radixcache import Group, PrefixCache
-from radixcache.interrupts import uninterrupted
-from radixcache.tokens import checked_prompt, vocabulary_size
+from radixcache.locking.interrupts import uninterrupted
+from radixcache.tokens.ids import checked_prompt, vocabulary_size
 from runner.admission import Admission
 from runner.context_window import FREE_SHARE, ContextWindow, Outline
 from runner.parallel_engine import Engine

@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from radixcache import BudgetFullError, CacheFullError, Group, SessionClosedError
 from radixcache.errors import ShiftError
-from radixcache.interrupts import uninterrupted
+from radixcache.locking.interrupts import uninterrupted
 from runner.admission import Admission
 from runner.context_window import ContextError, ContextWindow
 from runner.parallel_request import Request, Ticket, sample_each

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache import Row
-from radixcache.tokens import TokenIds
+from radixcache.tokens.ids import TokenIds
 from runner.context_window import Outline
 from runner.pipeline import ProgressCallback
 from runner.reply import Completion, Reply, Sampler, greedy, log_probabilities, sample

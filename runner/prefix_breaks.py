@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from radixcache import Explanation, Gap, Hint, PrefixCache, Reason
-from radixcache.chat import message_ends
-from radixcache.hints import ANCHOR, MIN_BEHIND, MIN_BEHIND_SPANS, parting
-from radixcache.sized_layout import SizedLayout, SizedModel
+from radixcache.chat.render import message_ends
+from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.watch.hints import ANCHOR, MIN_BEHIND, MIN_BEHIND_SPANS, parting
 from runner.conversations import Conversation
 from runner.models import ModelOutline
 from runner.schedule import Request

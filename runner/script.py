@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache import render_chat
-from radixcache.tree import common_length
+from radixcache.tree.radix_tree import common_length
 from runner.backends.backend import Prompt
 from runner.models import LoadedModel, ModelOutline
 from runner.schedule import GeneratedReplies, Request

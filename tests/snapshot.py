@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixcache import PrefixCache
-from radixcache.state_tree import state_of
+from radixcache.tree.state_tree import state_of
 
 
 def everything(cache: PrefixCache) -> dict[str, Any]:

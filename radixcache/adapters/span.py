@@ -17,8 +17,8 @@ from typing import Any
 import mlx.core as mx
 
 from radixcache.adapters.owned import owned_span
+from radixcache.adapters.snapshots import SEGMENT_TOKENS
 from radixcache.errors import SnapshotError
-from radixcache.snapshots import SEGMENT_TOKENS
 
 Segment = tuple[mx.array, ...]
 

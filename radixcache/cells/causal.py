@@ -38,8 +38,8 @@ from radixcache.cells.plans import DefragPlan, Move, Shift
 from radixcache.cells.row_states import Held, RowStates
 from radixcache.cells.table import CellTable
 from radixcache.errors import CacheFullError, ShiftError
-from radixcache.interrupts import uninterrupted
-from radixcache.tokens import token_ids, vocabulary_size
+from radixcache.locking.interrupts import uninterrupted
+from radixcache.tokens.ids import token_ids, vocabulary_size
 
 
 class CausalCache:

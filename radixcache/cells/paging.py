@@ -20,12 +20,12 @@ from mlx_lm.models.cache import ArraysCache
 from radixcache.adapters.arrays import ArraysSnapshot
 from radixcache.adapters.owned import owned
 from radixcache.adapters.rotating import RotatingSnapshot
+from radixcache.adapters.snapshots import Checkpoint, Spans
 from radixcache.adapters.span import SpanSnapshot, segment_bounds
 from radixcache.cells.causal import CausalCache
 from radixcache.cells.layers import CellLayer
-from radixcache.evaluation import NATIVE_ERRORS, LiveStateError
-from radixcache.layout import Layout
-from radixcache.snapshots import Checkpoint, Spans
+from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError
+from radixcache.layers.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)

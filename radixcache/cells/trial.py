@@ -23,7 +23,7 @@ import mlx.nn as nn
 
 from radixcache.adapters.cache_list import leaves
 from radixcache.errors import UnsupportedCacheError
-from radixcache.tolerances import TOLERANCES
+from radixcache.layers.tolerances import TOLERANCES
 
 if TYPE_CHECKING:
     from radixcache.cells.causal import CausalCache

@@ -10,12 +10,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from radixcache.token_text import token_text
-from radixcache.tree import Keys, below
+from radixcache.tokens.text import token_text
+from radixcache.tree.radix_tree import Keys, below
 from radixcache.view.description import NodeView, TreeView
 
 if TYPE_CHECKING:
-    from radixcache.state_tree import StateNode
+    from radixcache.tree.state_tree import StateNode
 
 #: Tokens of an edge that are decoded, at its beginning and at its end.
 HEAD_TOKENS = 64

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from radixcache.layout import Layout
+from radixcache.layers.layout import Layout
 from runner.architectures.catalogue import ALIASES, CUT_SENSITIVE, REFUSALS, class_name, modules, subject_of
 from runner.architectures.catalogue import models as buildable
 from runner.architectures.right_state import (

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from numpy.typing import NDArray
 
 from radixcache import TreeView
-from radixcache.tree import common_length
+from radixcache.tree.radix_tree import common_length
 from runner.backends.backend import Prompt
 from runner.backends.plain_run import PlainRun, layers_bytes
 

@@ -19,7 +19,7 @@ from runner.commands.usage import (
 )
 
 if TYPE_CHECKING:
-    from radixcache.sized_layout import SizedLayout
+    from radixcache.layers.sizes import SizedLayout
     from runner.conversations import Conversation
     from runner.models import ModelOutline
     from runner.schedule import Request
@@ -118,7 +118,7 @@ def _outline(model: str) -> "ModelOutline":
 
 def _layout(outline: "ModelOutline") -> "SizedLayout":
     """The model's layers as sizes; full attention alone where its layers are not known."""
-    from radixcache.sized_layout import SizedLayout
+    from radixcache.layers.sizes import SizedLayout
     from runner.model_config import ModelConfigError, model_bytes
 
     try:

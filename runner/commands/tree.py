@@ -92,7 +92,7 @@ def tree(
     if out is not None:
         write_view(out, view, max_nodes)
         return
-    from radixcache.view import render_view
+    from radixcache.view.formats import render_view
 
     print(render_view(view, format_name, max_nodes).rstrip("\n"))
 
@@ -101,7 +101,7 @@ def _saved(paths: Sequence[Path]) -> "TreeView | None":
     """The tree that was saved in the one file given; None when it is something else."""
     if len(paths) != 1:
         return None
-    from radixcache.view import ViewError, read_view
+    from radixcache.view.description import ViewError, read_view
 
     try:
         content = paths[0].read_bytes()

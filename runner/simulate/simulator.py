@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from policies import OFFLINE_POLICIES, Entry, EvictionPolicy, make_policy
 from radixcache import PrefixCache
-from radixcache.interrupts import uninterrupted
-from radixcache.session import Session
-from radixcache.sized_layout import SizedLayout, SizedModel
+from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.locking.interrupts import uninterrupted
+from radixcache.sessions.session import Session
 from runner.model_config import ModelBytes
 from runner.simulate.future import Future
 from runner.simulate.row import Row

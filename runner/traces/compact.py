@@ -1,4 +1,4 @@
-"""Our own compact traces, as a live cache records them; the format is described in radixcache/trace.py.
+"""Our own compact traces, as a live cache records them; the format is described in radixcache/watch/trace.py.
 
 A file may have several parts, each behind a header: the cache was restarted, or a write failed. Times of a part count
 on from the end of the part before it. Requests are written when they end; here they come by the time they arrived.
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from radixcache.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
+from radixcache.watch.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
 from runner.conversations.conversation import shown
 from runner.report import write_atomically
 from runner.traces.keys import KeyTable

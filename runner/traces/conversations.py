@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.trace import block_digests
+from radixcache.watch.trace import block_digests
 from runner.conversations import Conversation, ConversationError, read_conversations
 from runner.schedule import Request, requests_of
 from runner.traces.arrivals import Pace
@@ -86,7 +86,7 @@ def read_conversation_trace(
 
 def _render(conversation: Conversation, tokenizer: Any) -> list[_Rendered]:
     """The requests of a conversation. Replies that were not recorded are left out of later prompts."""
-    from radixcache.chat import chat_tokens
+    from radixcache.chat.render import chat_tokens
 
     rendered = []
     for index, request in enumerate(requests_of(conversation)):

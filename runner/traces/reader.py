@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from radixcache.trace import FORMAT
+from radixcache.watch.trace import FORMAT
 from runner.traces.arrivals import Pace
 from runner.traces.coding_agent import read_coding_agent
 from runner.traces.compact import is_header, read_compact

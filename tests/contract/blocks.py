@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from policies import CostModel, Entry, EvictionPolicy
-from radixcache.layout import Layout
-from radixcache.ledger import Ledger
-from radixcache.state_tree import StateNode, StateTree, Use
+from radixcache.budget.ledger import Ledger
+from radixcache.layers.layout import Layout
+from radixcache.tree.state_tree import StateNode, StateTree, Use
 
 Block = tuple[int, ...]
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from radixcache.adapters import adapter_for
 from radixcache.adapters.owned import owned
-from radixcache.layout import Layout
+from radixcache.adapters.registry import adapter_for
+from radixcache.layers.layout import Layout
 from tests.contract.cases import (
     ARRAYS,
     CHUNKED,

@@ -17,9 +17,9 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from radixcache import SnapshotError, UnsupportedCacheError, register_adapter
-from radixcache.adapters import ADAPTERS, adapter_for
 from radixcache.adapters.contract import NEVER
 from radixcache.adapters.kv import KVAdapter
+from radixcache.adapters.registry import ADAPTERS, adapter_for
 from tests.contract.cases import (
     CASES,
     CHUNKED,

@@ -27,7 +27,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.deepseek_v41 import LayerCache
 
-from radixcache.adapters import ADAPTERS
+from radixcache.adapters.registry import ADAPTERS
 from tests.contract.cases import (
     CHUNKED,
     CONCATENATE,

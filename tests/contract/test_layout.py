@@ -21,7 +21,7 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 
 from radixcache import SnapshotError, UnsupportedCacheError
 from radixcache.adapters.contract import NEVER
-from radixcache.layout import Layout
+from radixcache.layers.layout import Layout
 from tests.contract.cases import (
     ARRAYS,
     CHUNK_LENGTH,

@@ -21,7 +21,7 @@ from policies import (
     make_policy,
 )
 from policies.runs import RunPolicy
-from radixcache.state_tree import state_of
+from radixcache.tree.state_tree import state_of
 from tests.contract.blocks import BlockCache, Future, conversations, replay
 from tests.contract.traffic import ORDER, Traffic, Witness
 

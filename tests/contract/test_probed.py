@@ -10,9 +10,9 @@ import pytest
 from mlx_lm.models.cache import KVCache, _BaseCache
 
 from radixcache import UnsupportedCacheError
-from radixcache.adapters import PROBED, adapter_for
 from radixcache.adapters.probed import ProbedAdapter
-from radixcache.layout import Layout
+from radixcache.adapters.registry import PROBED, adapter_for
+from radixcache.layers.layout import Layout
 from tests.contract.cases import DIGEST, DigestCache, picture, token_ids
 
 

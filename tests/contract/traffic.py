@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from policies import CostModel, Entry, EvictionPolicy
-from radixcache.layout import Layout
-from radixcache.ledger import Ledger
-from radixcache.snapshots import Checkpoint
-from radixcache.state_tree import StateNode, StateTree, Use, state_of
+from radixcache.adapters.snapshots import Checkpoint
+from radixcache.budget.ledger import Ledger
+from radixcache.layers.layout import Layout
+from radixcache.tree.state_tree import StateNode, StateTree, Use, state_of
 
 #: What a policy's order is by its own words, for those whose key is a function of the entry alone.
 ORDER: dict[str, Callable[[Entry], tuple[float, ...]]] = {

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from radixcache.layout import Layout
+from radixcache.layers.layout import Layout
 from runner.architectures.catalogue import REFUSALS, models
 from runner.architectures.configuration import CHUNK_LENGTH, architecture
 from runner.architectures.document import DOCUMENT, rows_in

@@ -26,10 +26,10 @@ from policies import POLICIES, CostModel, Entry, EvictionPolicy, Marconi, Turn, 
 from policies.conversations import FIRST_TURNS
 from policies.reuse import _Learnt
 from policies.turn import MAX_KINDS, PRIOR
-from radixcache.layout import Layout
-from radixcache.ledger import Ledger
-from radixcache.snapshots import Checkpoint
-from radixcache.state_tree import StateNode, StateTree, Use
+from radixcache.adapters.snapshots import Checkpoint
+from radixcache.budget.ledger import Ledger
+from radixcache.layers.layout import Layout
+from radixcache.tree.state_tree import StateNode, StateTree, Use
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_NODES = 12

@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixcache import CacheBusyError, Explanation, PrefixCache, Reason, Session, SnapshotError
-from radixcache.history import History
+from radixcache.tree.history import History
 from tests.property.spelling import LayerError, SpellingModel, spells
 from tests.property.test_tree_machine import common
 from tests.property.walks import NAMESPACES, Told, short

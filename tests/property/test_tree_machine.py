@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from radixcache.tree import Keys, Node, RadixTree
+from radixcache.tree.radix_tree import Keys, Node, RadixTree
 
 Sequence = tuple[int, ...]
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from radixcache import PrefixCache
 from radixcache.adapters.cache_list import leaves
-from radixcache.state_tree import state_of
+from radixcache.tree.state_tree import state_of
 from tests.property.spelling import SpellingModel, spells
 from tests.property.walks import NAMESPACES, quietly, short
 from tests.property.walks import small_steps as small_steps

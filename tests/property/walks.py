@@ -12,11 +12,11 @@ import hypothesis.strategies as st
 import pytest
 
 import radixcache.adapters.span
-import radixcache.comparison
-import radixcache.evictor
-import radixcache.layout
-import radixcache.pager
-import radixcache.state_tree
+import radixcache.layers.layout
+import radixcache.paging.evictor
+import radixcache.paging.pager
+import radixcache.tree.state_tree
+import radixcache.verify.comparison
 from radixcache import Event, PrefixCache
 
 NAMESPACES = ("", "tenant")
@@ -28,11 +28,11 @@ short = st.lists(st.integers(0, 3), min_size=1, max_size=14)
 def small_steps() -> Iterator[None]:
     """Segments, trims and cuts so small that short sequences cross them; in effect where a module imports it."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (radixcache.adapters.span, radixcache.layout, radixcache.state_tree):
+        for module in (radixcache.adapters.span, radixcache.layers.layout, radixcache.tree.state_tree):
             patch.setattr(module, "SEGMENT_TOKENS", 8)
-        patch.setattr(radixcache.comparison, "ROWS", 4)
-        patch.setattr(radixcache.evictor, "TRIM_TOKENS", 4)
-        patch.setattr(radixcache.pager, "CUT_TOKENS", 8)
+        patch.setattr(radixcache.verify.comparison, "ROWS", 4)
+        patch.setattr(radixcache.paging.evictor, "TRIM_TOKENS", 4)
+        patch.setattr(radixcache.paging.pager, "CUT_TOKENS", 8)
         yield
 
 

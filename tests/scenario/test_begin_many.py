@@ -33,7 +33,7 @@ from radixcache import (
     UnsupportedCacheError,
 )
 from radixcache.errors import ShiftError
-from radixcache.sized_layout import SizedLayout
+from radixcache.layers.sizes import SizedLayout
 from runner.tiny import tiny_model
 from tests.scenario.test_exact import tokens
 

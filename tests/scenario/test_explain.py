@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from radixcache import CacheBusyError, Event, EventKind, Explanation, Gap, Ledger, PrefixCache, Reason
-from radixcache.sized_layout import SizedLayout, SizedModel
-from radixcache.tree import Node
+from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.tree.radix_tree import Node
 from runner.tiny import tiny_model, tiny_tokenizer
 from tests.snapshot import everything
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 import radixcache
 from radixcache import PrefixCache, Session, SessionClosedError, stream_generate
-from radixcache.layout import Layout
+from radixcache.layers.layout import Layout
 from runner.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
 
 ROUNDING = 1e-4

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from radixcache import BudgetFullError, CacheFullError, Group, PrefixCache
-from radixcache.group import FIRST_TOKENS
+from radixcache.groups.group import FIRST_TOKENS
 from runner.tiny import tiny_model
 from tests.scenario.prompts import tokens
 

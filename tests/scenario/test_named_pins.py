@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import CacheBusyError, Ledger, NamedPin, PrefixCache
-from radixcache.sized_layout import SizedLayout, SizedModel
+from radixcache.layers.sizes import SizedLayout, SizedModel
 from runner.tiny import TINY_KINDS, tiny_model
 from tests.scenario.prompts import tokens
 from tests.scenario.test_pins import PROMPT, ROUNDING, SYSTEM, TOKEN_BYTES_OF_LLAMA, serve

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from radixcache import CacheBusyError, Event, PrefixCache
-from radixcache.sized_layout import SizedLayout, SizedModel
+from radixcache.layers.sizes import SizedLayout, SizedModel
 from runner.tiny import tiny_tokenizer
 
 MODEL = SizedModel()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from radixcache import PrefixCache
-from radixcache.trace import TraceWriter
+from radixcache.watch.trace import TraceWriter
 from runner.simulate.simulator import simulate
 from runner.traces import read_trace
 from tests.scenario.prompts import tokens

@@ -14,7 +14,7 @@ import pytest
 
 from policies import POLICIES, CostModel, Entry, make_policy
 from radixcache import PrefixCache
-from radixcache.sized_layout import SizedLayout, SizedModel
+from radixcache.layers.sizes import SizedLayout, SizedModel
 from runner.tiny import VOCABULARY_LENGTH, tiny_model
 
 KINDS = ("llama", "nemotron_h", "mamba")

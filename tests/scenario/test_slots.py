@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-import radixcache.pager
+import radixcache.paging.pager
 from radixcache import CacheBusyError, PrefixCache, Session, ShortReason
-from radixcache.evaluation import LiveStateError
-from radixcache.render import render_node
+from radixcache.layers.evaluation import LiveStateError
+from radixcache.watch.line import render_node
 from runner.tiny import tiny_model
 from tests.scenario.prompts import tokens
 from tests.scenario.test_failures import FailingCopies, failed_decomposition
@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def _short_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy between slots in so many cuts that their seams show."""
-    monkeypatch.setattr(radixcache.pager, "CUT_TOKENS", 64)
+    monkeypatch.setattr(radixcache.paging.pager, "CUT_TOKENS", 64)
 
 
 def run(session: Session, model: Any, reply: Sequence[int] = ()) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from radixcache import CacheStats, Ledger, PrefixCache, StatsSnapshot
-from radixcache.view import NodeView
+from radixcache.view.description import NodeView
 from runner.tiny import tiny_model
 from tests.scenario.prompts import tokens
 

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from radixcache import Event, EventKind, PrefixCache, Reason, Session, stream_generate
 from radixcache.adapters.rotating import RotatingKVAdapter
 from radixcache.adapters.span import SpanAdapter, SpanSnapshot
-from radixcache.comparison import Part
-from radixcache.sized_layout import SizedLayout
-from radixcache.state_tree import StateNode, state_of
+from radixcache.layers.sizes import SizedLayout
+from radixcache.tree.state_tree import StateNode, state_of
+from radixcache.verify.comparison import Part
 from runner.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
 from tests.scenario.test_failures import LineInterrupt, interruptible
 
@@ -691,7 +691,7 @@ def test_a_check_that_breaks_off_by_a_mistake_is_warned_of_once_and_counted(
         return model(tokens, *args, **kwargs)
 
     if where == "the comparison":
-        monkeypatch.setattr("radixcache.verifier.compare_states", mistaken)
+        monkeypatch.setattr("radixcache.verify.verifier.compare_states", mistaken)
     prompt = PROMPT_A
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

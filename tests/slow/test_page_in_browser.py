@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from radixcache import PrefixCache
-from radixcache.sized_layout import SizedLayout, SizedModel
-from radixcache.view import NodeView, TreeView, render_view
+from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.view.description import NodeView, TreeView
+from radixcache.view.formats import render_view
 from runner.tiny import tiny_model, tiny_tokenizer
 from tests.browser import Page, find_browser
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import bench_exact, bench_overhead, bench_policies, bench_replay, bench_tree, record
 from benchmarks.hollow_model import KINDS, HollowModel
 from radixcache import RadixTree
-from radixcache.tree import common_length
+from radixcache.tree.radix_tree import common_length
 
 
 def rows_of(folder, name):

@@ -8,7 +8,7 @@ from policies import CostModel, Entry
 from policies.benefit import Benefit
 from policies.turn import Turn
 from radixcache import PrefixCache
-from radixcache.sized_layout import SizedLayout, SizedModel
+from radixcache.layers.sizes import SizedLayout, SizedModel
 from tests.unit.test_turn_policy import Server, prompt, random_traffic, warm
 
 

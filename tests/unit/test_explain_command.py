@@ -26,7 +26,7 @@ def conversation(name: str, *contents: str, system: str = SYSTEM, **more: Any) -
 
 
 def broken(conversations: list[Conversation], outline: Any = OUTLINE, **options: Any) -> BreakReport:
-    from radixcache.sized_layout import SizedLayout
+    from radixcache.layers.sizes import SizedLayout
 
     layout = options.pop("layout", SizedLayout(1))
     requests = schedule(with_replies(conversations))
@@ -91,7 +91,7 @@ def test_what_the_budget_evicts_is_told_from_what_diverges() -> None:
 
 
 def test_layers_without_a_checkpoint_are_told_from_what_diverges() -> None:
-    from radixcache.sized_layout import SizedLayout
+    from radixcache.layers.sizes import SizedLayout
 
     # A long question is asked again and differs in its last words only: recurrent layers cannot take it up in between.
     ends = ["and on which days of the week is that so?", "or may they be returned in the reading room?"]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixcache.history import History, Part
-from radixcache.tree import Node, RadixTree
+from radixcache.tree.history import History, Part
+from radixcache.tree.radix_tree import Node, RadixTree
 
 
 def keys(*values: int) -> Any:

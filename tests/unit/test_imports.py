@@ -31,11 +31,11 @@ def _loaded_by(statement: str) -> set[str]:
 @pytest.mark.parametrize(
     "statement",
     [
-        "import policies, radixcache.tree, radixcache.ledger",
+        "import policies, radixcache.tree.radix_tree, radixcache.budget.ledger",
         "import radixcache",
         "import radixcache.cells.table; from radixcache import CacheFullError",
         "from radixcache import POLICIES, CostModel, Entry, EvictionPolicy, Ledger, RadixTree, RadixCacheError",
-        "import radixcache.snapshots, radixcache.errors, radixcache.interrupts, radixcache.tokens",
+        "import radixcache.adapters.snapshots, radixcache.errors, radixcache.locking.interrupts, radixcache.tokens.ids",
     ],
 )
 def test_the_parts_that_need_no_mlx_do_not_import_it(statement: str) -> None:
@@ -52,5 +52,6 @@ def test_policies_import_nothing_of_radixcache_and_radixcache_nothing_of_runner(
 
 
 def test_reading_a_trace_and_its_curve_imports_no_mlx() -> None:
-    loaded = _loaded_by("import runner.traces.synth, runner.mrc, runner.model_config, runner.advise, radixcache.trace")
+    reading = "import runner.traces.synth, runner.mrc, runner.model_config, runner.advise, radixcache.watch.trace"
+    loaded = _loaded_by(reading)
     assert loaded.isdisjoint({"mlx", "mlx_lm", "transformers", "matplotlib"})

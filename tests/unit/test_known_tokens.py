@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from radixcache.known_tokens import KnownTokens
+from radixcache.tokens.known import KnownTokens
 
 
 class Pending:

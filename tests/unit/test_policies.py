@@ -17,8 +17,8 @@ import pytest
 
 from policies import LRU, OFFLINE_POLICIES, POLICIES, CostModel, Entry, OrderedPolicy, make_policy
 from radixcache import PrefixCache, RadixCacheError
-from radixcache.sized_layout import SizedLayout, SizedModel
-from radixcache.state_tree import state_of
+from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.tree.state_tree import state_of
 from tests.contract.traffic import Traffic
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from radixcache.quarantine import Quarantine
-from radixcache.tree import Keys
+from radixcache.tokens.quarantine import Quarantine
+from radixcache.tree.radix_tree import Keys
 
 sequences = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 names = st.sampled_from(["", "tenant"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixcache.trace import TraceWriter
+from radixcache.watch.trace import TraceWriter
 from runner.traces import Trace, TraceError, TraceRequest, read_trace, write_compact
 
 PROMPTS = st.lists(

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixcache import tree as tree_module
-from radixcache.tree import Keys, Match, Node, RadixTree, below, common_length
+from radixcache.tree import radix_tree as tree_module
+from radixcache.tree.radix_tree import Keys, Match, Node, RadixTree, below, common_length
 
 
 def keys(*numbers: int) -> Keys:

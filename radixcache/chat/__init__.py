@@ -1,0 +1,1 @@
+"""Messages to tokens and marks, by the tokenizer's own chat template."""

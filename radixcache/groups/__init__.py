@@ -1,0 +1,1 @@
+"""Many requests at once, a row each, on one buffer of cells."""

@@ -1,0 +1,1 @@
+"""All layers of a model as one: their state cut, joined and copied, or its sizes alone."""

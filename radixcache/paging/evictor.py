@@ -1,0 +1,287 @@
+"""Evictor: makes room under the byte budget, in a fixed order and with as little loss as it can.
+
+    1  snapshots of LIVE nodes         duplicates: the buffers hold the same
+    2  spare capacity of live buffers  room for tokens that did not come
+    3  the policy's victims            leaves by their tail, 256 tokens at a time; checkpoints of single-child nodes
+    4  an idle slot among several      the common prefix that it holds once more; its own nodes become PAGED
+    5  the tail of an idle live path   its nodes are cut, its buffers shrink
+    6  other caches on the same ledger
+
+An idle slot that was used less recently than the policy's victim is given up before that victim, so that slots do not
+shield from the policy what nobody has asked for in a long time.
+
+Never: what an open session stands on, and what is pinned. Nodes that are LEAVING count as if they were paged out
+already, so what would be evicted at once is dropped without the copy.
+
+After `make_room(need)` returned True, `need` more bytes fit the budget; False says that nothing evictable is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from radixcache.adapters.snapshots import Checkpoint
+from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError
+from radixcache.paging.live_path import LivePath
+from radixcache.tree.state_tree import StateNode, StateTree, state_of
+
+#: A leaf of a pure span model loses its tail in steps of this many tokens.
+TRIM_TOKENS = 256
+
+
+class Evictor:
+    """Eviction for one cache: its tree and its live paths."""
+
+    def __init__(self, states: StateTree, checkpoint_budget_bytes: int, trim_tokens: int | None = None) -> None:
+        self._states = states
+        self._account = states.account
+        self._layout = states.layout
+        self.checkpoint_budget_bytes = checkpoint_budget_bytes
+        self._trim_tokens = TRIM_TOKENS if trim_tokens is None else trim_tokens
+        # A policy may rank the keys of one edge apart: then its tail goes one step at a time.
+        self._steps_singly = not getattr(states.policy, "ranks_whole_edges", True)
+        self.paths: list[LivePath] = []
+        #: Nodes that are being paged in: their snapshots stay, also where they are duplicates.
+        self.incoming: list[StateNode] = []
+        #: What to do when a live path's state is lost; set by the cache.
+        self.lose: Callable[[LivePath], None] = LivePath.forget
+        self.evictions = 0
+        self.evicted_bytes = 0
+
+    def over_bytes(self, need_bytes: int = 0) -> int:
+        """Bytes that must go before `need_bytes` more, and all that is leaving, fit the budget."""
+        return self._account.ledger.over_bytes(need_bytes + self._states.leaving_bytes)
+
+    def make_room(self, need_bytes: int = 0) -> bool:
+        """Evict until `need_bytes` more fit the budget; False when they do not fit with everything evictable gone."""
+        if not self.over_bytes(need_bytes):
+            return True
+        self._evict_while(lambda: self.over_bytes(need_bytes))
+        if self.over_bytes(need_bytes):
+            self._account.ledger.reclaim_elsewhere(self._account, self.over_bytes(need_bytes))
+        return self.over_bytes(need_bytes) == 0
+
+    def could_fit(self, need_bytes: int) -> bool:
+        """Whether `need_bytes` more fit the budget with everything evictable gone; evicts nothing."""
+        return not self.over_bytes(need_bytes) or self.fixed_bytes() + need_bytes <= self._account.ledger.budget_bytes
+
+    def shrink_to(self, target_bytes: int) -> int:
+        """Evict until this cache holds at most `target_bytes` or nothing evictable is left; returns the bytes freed."""
+        before = self._held_bytes()
+        self._evict_while(lambda: max(0, self._held_bytes() - target_bytes))
+        return before - self._held_bytes()
+
+    def halve(self) -> None:
+        """Give back half of what this cache holds, as far as it is evictable."""
+        self.shrink_to(self._held_bytes() // 2)
+
+    def fixed_bytes(self) -> int:
+        """Bytes that no eviction gives back: what open sessions, groups and pins hold. O(nodes)."""
+        nbytes = self._account.second_bytes + self._states.session_checkpoint_bytes
+        nbytes += self._account.live_bytes - sum(path.nbytes for path in self.paths if not path.is_open)
+        for node in self._states.tree.nodes():
+            state = state_of(node)
+            if state.held:
+                nbytes += 0 if state.checkpoint is None else state.checkpoint.nbytes
+                nbytes += 0 if state.spans is None or state.live else state.spans.nbytes
+        return nbytes
+
+    def _evict_while(self, over: Callable[[], int]) -> None:
+        self._drop_duplicates(over)
+        if over():
+            self._drop_spare(over)
+        while over() and self._give_way(over):
+            pass
+
+    def _give_way(self, over: Callable[[], int]) -> bool:
+        """Take the next step towards less; False when there is none."""
+        stale = self._stale_path()
+        if stale is not None:
+            self.give_up(stale, over)
+            return True
+        if self.evict_one(over()):
+            return True
+        shared = self._sharing_path()
+        if shared is not None:
+            self.give_up(shared, over)
+            return True
+        return self._cut_idle_tail(over())
+
+    def _stale_path(self) -> LivePath | None:
+        """Of several slots the idle one that was used longest ago, if that is before the policy's victim was."""
+        idle = [path for path in self._idle() if path.tip is not None]
+        victim = self._states.victim() if idle and len(self.paths) > 1 else None
+        if victim is None:
+            return None
+        node, what = victim
+        state = state_of(node)
+        entry = state.entry if what == "span" else state.checkpoint_entry
+        assert entry is not None, node
+        return idle[0] if idle[0].used < entry.last_used else None
+
+    def _sharing_path(self) -> LivePath | None:
+        """Of several slots the idle one, used longest ago, whose path begins with what another slot holds as well."""
+        for path in self._idle():
+            if any(state_of(node).live_mask != 1 << path.slot for node in path.nodes()):
+                return path
+        return None
+
+    def give_up(self, path: LivePath, over: Callable[[], int]) -> None:
+        """Empty an idle slot: page out what is nowhere else, and the policy would not evict at once."""
+        nodes = path.nodes()
+        leaving = path.leave(0)
+        while over() > path.nbytes and self.evict_one(over() - path.nbytes):
+            pass
+        try:
+            for node in leaving:
+                path.page_out(node)
+        except NATIVE_ERRORS:
+            self.lose(path)
+        else:
+            path.forget()
+        self._states.coalesce_all(nodes)
+
+    def thin_checkpoints(self) -> None:
+        """Keep checkpoints under their cap: interval ones first; branch points, marks and the newest stay."""
+        while self._account.checkpoint_bytes > self.checkpoint_budget_bytes:
+            node = self._states.thinnable()
+            if node is None:
+                return
+            self._drop_checkpoint(node)
+
+    def evict_one(self, want_bytes: int) -> bool:
+        """Evict the policy's victim, or of a long leaf as much of its tail as `want_bytes` takes."""
+        victim = self._states.victim()
+        if victim is None:
+            return False
+        node, what = victim
+        if what == "checkpoint":
+            self._drop_checkpoint(node)
+        else:
+            self._evict_leaf(node, want_bytes)
+        return True
+
+    def let_go(self, node: StateNode) -> None:
+        """A node is no longer held: it goes if nothing can resume on it, else it is joined with what fits."""
+        path = node.path()
+        while not node.is_root and self._states.is_useless(node):
+            node = self._states.remove(node)
+        self._states.coalesce_all(path)
+
+    def _drop_branch(self, leaf: StateNode) -> None:
+        """Remove a leaf, and above it what nothing can resume on any more; join what is left single."""
+        self.let_go(self._states.remove(leaf))
+
+    def _evict_leaf(self, leaf: StateNode, want_bytes: int) -> None:
+        before = self._held_bytes()
+        cuts = self._cuts(leaf, want_bytes)
+        try:
+            if cuts:
+                self._states.trim(leaf, cuts)
+            else:
+                self._drop_branch(leaf)
+        except NATIVE_ERRORS:
+            self._drop_branch(leaf)  # there is not even room to cut it: all of it goes
+        self._count(before - self._held_bytes())
+
+    def _cuts(self, leaf: StateNode, want_bytes: int) -> Sequence[int]:
+        """Where to cut a leaf to free so many bytes, the deepest first; nowhere: all of it goes."""
+        weight_bytes, length = state_of(leaf).entry.weight_bytes, leaf.end - leaf.start
+        if self._layout.has_points or weight_bytes == 0:
+            return ()
+        step = self._trim_tokens
+        cut = (leaf.end - -(-want_bytes * length // weight_bytes)) // step * step
+        if self._steps_singly:
+            highest, lowest = (leaf.end - 1) // step * step, leaf.start // step * step + step
+            return range(highest, max(cut, lowest) - 1, -step)
+        return (cut,) if cut > leaf.start else ()
+
+    def _drop_checkpoint(self, node: StateNode) -> None:
+        before = self._held_bytes()
+        self._states.drop_checkpoint(node)
+        self._states.coalesce(node)
+        self._count(before - self._held_bytes())
+
+    def _drop_duplicates(self, over: Callable[[], int]) -> None:
+        if not self._states.duplicate_bytes:
+            return
+        nodes = {id(node): node for path in self.paths for node in path.nodes() if node not in self.incoming}
+        paged = [node for node in nodes.values() if state_of(node).spans is not None]
+        for node in sorted(paged, key=lambda n: (state_of(n).entry.last_used, -n.end)):
+            if not over():
+                return
+            self._states.set_spans(node, None)
+
+    def _drop_spare(self, over: Callable[[], int]) -> None:
+        for path in self._idle():
+            if not over():
+                return
+            if self._layout.spare_nbytes(path.caches) > self._layout.token_bytes or path.tip is None:
+                path.shrink(path.offset)
+
+    def _cut_idle_tail(self, want_bytes: int) -> bool:
+        """Cut one node, or its tail, off an idle live path; False when none can be cut."""
+        for path in self._idle():
+            cut = self._cut_tail(path, want_bytes)
+            if cut:
+                return True
+        return False
+
+    def _cut_tail(self, path: LivePath, want_bytes: int) -> bool:
+        tip = path.tip
+        if tip is None or not tip.is_leaf or state_of(tip).held:
+            return False
+        before = self._held_bytes()
+        resume, checkpoint = self._cut_target(path, tip, want_bytes)
+        if resume is None:
+            return False
+        for node in reversed(tip.path()):
+            if node.start >= resume:
+                self._states.set_live(node, path.slot, False)
+                self._states.set_leaving(node, 0)
+                path.tip = node.parent if node.parent is not None and not node.parent.is_root else None
+                self._states.remove(node)
+            elif node.end > resume:
+                self._states.truncate(node, resume)
+        if resume == 0:
+            path.forget()
+        else:
+            self._layout.rewind_spans(path.caches, resume)
+            if checkpoint is not None:
+                self._restore(path, checkpoint, resume)
+            path.shrink(path.offset)
+        self._count(before - self._held_bytes())
+        return True
+
+    def _restore(self, path: LivePath, checkpoint: Checkpoint, target: int) -> None:
+        try:
+            path.restore_points(checkpoint, target)
+        except (*NATIVE_ERRORS, LiveStateError):
+            self.lose(path)
+
+    def _cut_target(self, path: LivePath, tip: StateNode, want_bytes: int) -> tuple[int | None, Checkpoint | None]:
+        """Where a live path can be cut back to: with point layers a checkpoint, else anywhere on the tip."""
+        if not self._layout.has_points:
+            tokens = -(-want_bytes // max(1, self._layout.token_bytes))
+            cut = (tip.end - tokens) // self._trim_tokens * self._trim_tokens
+            return max(cut, tip.start), None
+        node = tip
+        while node.parent is not None and not node.parent.is_root:
+            node = node.parent
+            state = state_of(node)
+            if state.checkpoint is not None:
+                return node.end, state.checkpoint
+            if len(node.children) > 1 or state.held:
+                return None, None
+        return 0, None
+
+    def _idle(self) -> list[LivePath]:
+        """Slots that no session is open on, the one used longest ago first."""
+        return sorted((path for path in self.paths if not path.is_open), key=lambda path: path.used)
+
+    def _held_bytes(self) -> int:
+        return self._account.total_bytes + self._states.leaving_bytes
+
+    def _count(self, freed_bytes: int) -> None:
+        self.evictions += 1
+        self.evicted_bytes += freed_bytes

@@ -1,0 +1,200 @@
+"""Pager: moves a live path from one place of the tree to another, and sees to the room and the copies it takes.
+
+    leave      nodes behind the common prefix stop being live; what is nowhere else is LEAVING
+    room       evict until the page-outs and the grown buffers fit; what is evicted while LEAVING is never copied
+    page out   copy what is left of LEAVING out of the buffers
+    rewind     span layers by their offset; point layers along with it, or later from a checkpoint
+    page in    write the new path's spans behind the common prefix, in place
+
+Spans come from a node's snapshot, or a cut at a time out of the buffers of another slot where the node is live.
+
+A copy whose allocation fails is tried again once, after half of what is held was given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from radixcache.adapters.snapshots import Spans
+from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError
+from radixcache.layers.layout import Layout
+from radixcache.paging.evictor import Evictor
+from radixcache.paging.live_path import LivePath
+from radixcache.paging.resume import ResumePlan
+from radixcache.paging.slots import Slots
+from radixcache.tree.events import PAGED_IN
+from radixcache.tree.state_tree import StateNode, StateTree, Use, state_of
+
+R = TypeVar("R")
+
+#: Tokens that are copied at a time from the buffers of one slot to those of another.
+CUT_TOKENS = 2048
+
+
+class Pager:
+    """Page-in and page-out for one cache."""
+
+    def __init__(self, layout: Layout, states: StateTree, evictor: Evictor, slots: Slots) -> None:
+        self._layout = layout
+        self._states = states
+        self._evictor = evictor
+        self._slots = slots
+
+    def move(self, live: LivePath, plan: ResumePlan, capacity_tokens: int, prompt_tokens: int) -> None:
+        """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
+        keep = min(plan.common, plan.resume)
+        via_live = self._layout.has_points and plan.checkpoint is None and plan.resume > 0
+        incoming = self.allocating(lambda: self._split_at(plan, keep))
+        self._evictor.incoming = incoming
+        try:
+            self._page(live, keep, incoming, capacity_tokens, prompt_tokens, with_points=via_live)
+        finally:
+            self._evictor.incoming = []
+        if self._layout.has_points and not via_live:
+            self.allocating(lambda: live.restore_points(plan.checkpoint, plan.resume))
+        live.measure()
+
+    def retreat(self, live: LivePath, keep: int) -> None:
+        """Leave the live nodes beyond `keep`: make room, and page out what is nowhere else."""
+        leaving = live.leave(keep)
+        self._evictor.make_room()
+        for node in leaving:
+            self._page_out(live, node)
+
+    def restored(self, nodes: list[StateNode], plan: ResumePlan) -> list[Any]:
+        """Fresh caches at `plan.resume`, from the state of `nodes`."""
+        caches = self._layout.fresh()
+        for node in nodes if self._layout.token_bytes else []:
+            offset, end = node.start, min(node.end, plan.resume)
+            while offset < end:
+                spans = self.spans_at(node, offset, end)
+                if self._layout.is_empty(caches):
+                    self._layout.reserve(caches, plan.resume + 256, spans)
+                self._layout.page_in(caches, spans, min(spans.end, end))
+                offset = spans.end
+        if plan.checkpoint is not None:
+            self._layout.restore_points(caches, plan.checkpoint, plan.resume)
+        return caches
+
+    def keep_point_state(self, live: LivePath, use: Use) -> None:
+        """Take the live offset's checkpoint if it has none: once the live caches have moved on it cannot be made."""
+        tip = live.tip
+        if tip is not None and self._layout.has_points and state_of(tip).checkpoint is None:
+            checkpoint = self.allocating(lambda: self._layout.checkpoint(live.caches, tip.end, "end"))
+            self._states.set_checkpoint(tip, checkpoint, use)
+
+    def grow(self, live: LivePath, need_tokens: int) -> None:
+        """Make room for more than `need_tokens`: half as much again if that evicts nothing, else one step; lazily."""
+        capacity = self._layout.span_capacity(live.caches)
+        wanted = self._generous(capacity, need_tokens + 256)
+        self._evictor.make_room((wanted - capacity) * self._layout.token_bytes)
+        self._layout.grow(live.caches, wanted)
+        live.measure()
+
+    def settle_capacity(self, live: LivePath, prompt_tokens: int, reserve_tokens: int, wait: bool) -> None:
+        """After a forward pass: give buffers that turned out too small for prompt and reply the room they need."""
+        live.measure()
+        capacity = self._layout.span_capacity(live.caches)
+        wanted = prompt_tokens + reserve_tokens
+        if capacity >= wanted:
+            return
+        wanted = self._generous(capacity, wanted)
+        if not self._evictor.make_room((wanted - capacity) * self._layout.token_bytes):
+            wanted = max(prompt_tokens + 1, capacity)
+        if wait:
+            self.allocating(lambda: self._layout.reserve(live.caches, wanted))
+        else:
+            self._layout.grow(live.caches, wanted)
+        live.measure()
+
+    def allocating(self, make: Callable[[], R]) -> R:
+        """Run a copy of ours; when its allocation fails, give back half of what is held and try once more."""
+        try:
+            return make()
+        except NATIVE_ERRORS:
+            self._evictor.halve()
+            self._layout.release()
+            return make()
+
+    def _page(
+        self,
+        live: LivePath,
+        keep: int,
+        incoming: list[StateNode],
+        capacity_tokens: int,
+        prompt_tokens: int,
+        with_points: bool,
+    ) -> None:
+        """Move the span layers; `with_points`: the point layers go back to `keep` with them."""
+        before = live.offset
+        leaving = live.leave(keep)
+        capacity_tokens = self._affordable(live, incoming, capacity_tokens, prompt_tokens)
+        for node in leaving:
+            self._page_out(live, node)
+        if with_points or not self._layout.has_points:
+            self._layout.rewind(live.caches, before, keep)
+        else:
+            self._layout.rewind_spans(live.caches, keep)
+        like = None
+        if incoming and self._layout.token_bytes:
+            like = self.allocating(lambda: self.spans_at(incoming[0], keep, keep + 1))
+        if not self._layout.is_empty(live.caches) or like is not None:
+            tight = self._evictor.over_bytes() > 0
+            self.allocating(lambda: live.reserve(capacity_tokens, like, exactly=tight))
+        for node in incoming:
+            self._page_in(live, node)
+
+    def _generous(self, capacity_tokens: int, need_tokens: int, other_bytes: int = 0) -> int:
+        """Capacity to grow to: half as much again, so that growing copies O(n) in all, unless that would evict."""
+        wanted = max(capacity_tokens + capacity_tokens // 2, need_tokens)
+        more_bytes = (wanted - capacity_tokens) * self._layout.token_bytes
+        return need_tokens if self._evictor.over_bytes(more_bytes + other_bytes) else wanted
+
+    def _page_in(self, live: LivePath, node: StateNode) -> None:
+        offset = node.start
+        while offset < node.end and self._layout.token_bytes:
+            spans = self.allocating(lambda start=offset: self.spans_at(node, start, node.end))  # type: ignore[misc]
+            self.allocating(lambda cut=spans: live.page_in(cut, cut.end))  # type: ignore[misc]
+            offset = spans.end
+        live.advance(node)
+        if self._states.events.is_on:
+            nbytes = self._layout.token_bytes * (node.end - node.start)
+            self._states.events.emit(PAGED_IN, node.namespace, node.start, node.end, nbytes, {})
+
+    def _page_out(self, live: LivePath, node: StateNode) -> None:
+        self.allocating(lambda: live.page_out(node))
+
+    def spans_at(self, node: StateNode, start: int, end: int) -> Spans:
+        """A node's snapshot, or as much of [start, end) as is copied at a time from where it is live."""
+        if node.payload is None:
+            raise LiveStateError(f"the tokens [{node.start}, {node.end}) were lost while they were paged in.")
+        if node.payload.spans is not None:
+            return node.payload.spans
+        source = self._slots.source(node)
+        return self._layout.page_out(source.caches, start, min(end, start // CUT_TOKENS * CUT_TOKENS + CUT_TOKENS))
+
+    def _split_at(self, plan: ResumePlan, keep: int) -> list[StateNode]:
+        """Cut the path at the resume offset; returns its nodes between `keep` and there, to be paged in."""
+        incoming = []
+        for node in plan.path:
+            if node.start < plan.resume < node.end:
+                node = self._states.split(node, plan.resume)
+            if keep < node.end <= plan.resume:
+                incoming.append(node)
+        return incoming
+
+    def _affordable(self, live: LivePath, incoming: list[StateNode], capacity_tokens: int, prompt_tokens: int) -> int:
+        """Make room for the live buffers; returns the capacity to reserve, without the reply's room if need be.
+
+        Snapshots that are about to be live become duplicates, the first thing to go: they do not count as needed.
+        """
+        droppable = sum(spans.nbytes for node in incoming if (spans := state_of(node).spans) is not None)
+        capacity = 0 if self._layout.is_empty(live.caches) else self._layout.span_capacity(live.caches)
+        token_bytes = self._layout.token_bytes
+        if capacity < capacity_tokens:
+            capacity_tokens = self._generous(capacity, capacity_tokens, -droppable)
+        if self._evictor.make_room((capacity_tokens - capacity) * token_bytes - droppable):
+            return capacity_tokens
+        self._evictor.make_room((prompt_tokens + 1 - capacity) * token_bytes - droppable)
+        return prompt_tokens + 1

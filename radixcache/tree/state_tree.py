@@ -1,0 +1,622 @@
+"""StateTree: the radix tree joined with the state of its nodes, the policy's entries and the ledger's bytes.
+
+Every restructuring of the tree restructures the state with it, in one method, so that the three never disagree.
+A node's spans are in one of these places:
+
+    LIVE    in the buffers of one live slot or several; costs nothing more
+    PAGED   as snapshot arrays (`spans`); a node may be both, its snapshot is then a duplicate
+    LEAVING neither: it is about to be paged out (`leaving_bytes` says what that will take), or dropped instead
+
+Invariants, asserted by `check`:
+
+  S1  The tree's own invariants T1 to T5.
+  S2  A node's spans cover exactly its edge; a checkpoint stands exactly at its end.
+  S3  Account and `leaving_bytes`, `duplicate_bytes` equal the sums over the nodes and the sessions' checkpoints.
+  S4  A span entry is evictable iff the node is a leaf, neither live nor held; a checkpoint entry iff the node has
+      exactly one child and is not held. Held: guarded by an open session, or pinned.
+  S5  Entries mirror their nodes: start, end, parent, child count, checkpoint, weight.
+
+Every operation is O(length of the edge) for keys, at most one grid segment of arrays, and O(log n) in the policy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sortedcontainers import SortedList
+
+from policies import CostModel, Entry, EvictionPolicy
+from policies.entry import EntryState
+from radixcache.adapters.snapshots import SEGMENT_TOKENS, Checkpoint, Spans
+from radixcache.budget.ledger import Account
+from radixcache.errors import RadixCacheError
+from radixcache.layers.evaluation import NATIVE_ERRORS
+from radixcache.layers.layout import Layout
+from radixcache.tree.events import EVICTED, MERGED, SPLIT, STORED, Events
+from radixcache.tree.history import History
+from radixcache.tree.radix_tree import Keys, Match, Node, RadixTree, below
+
+#: Kinds of interior checkpoints that the cap on checkpoints takes first, and in which order.
+THINNED_FIRST = {"interval": 0, "tail": 1, "end": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Who uses state, as the caller of begin() or insert() gave it; ticks are logical, one per request."""
+
+    tick: int
+    priority: int = 0
+    turn: int | None = None
+    kind: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class NodeState:
+    """What hangs on a tree node."""
+
+    entry: Entry
+    checkpoint_entry: Entry | None = None
+    spans: Spans | None = None
+    checkpoint: Checkpoint | None = None
+    live_mask: int = 0  # bit i: live in slot i
+    leaving_bytes: int = 0
+    pins: int = 0
+    guards: int = 0
+
+    @property
+    def live(self) -> bool:
+        return self.live_mask != 0
+
+    @property
+    def held(self) -> bool:
+        return self.pins > 0 or self.guards > 0
+
+
+StateNode = Node[NodeState]
+
+
+def state_of(node: StateNode) -> NodeState:
+    """The state of a node that is not a root."""
+    assert node.payload is not None, node
+    return node.payload
+
+
+class StateTree:
+    """Tree, node states, policy entries and bytes, changed together."""
+
+    def __init__(
+        self, layout: Layout, policy: EvictionPolicy, account: Account, cost: CostModel, merges: bool = True
+    ) -> None:
+        self.layout = layout
+        self.policy = policy
+        self.account = account
+        self.cost = cost
+        self.tree: RadixTree[NodeState] = RadixTree()
+        self.leaving_bytes = 0
+        self.duplicate_bytes = 0
+        self.session_checkpoint_bytes = 0
+        self.paged_in_bytes = 0
+        self.paged_out_bytes = 0
+        self.cut_bytes = 0
+        self._node_of: dict[int, StateNode] = {}
+        self._evictable: set[int] = set()
+        self._next_entry_id = 0
+        self._thin_order: Any = SortedList()
+        self._thin_keys: dict[int, tuple[int, int, int, int]] = {}
+        self._merges = merges
+        self.events = Events()
+        self.history = History()
+
+    # Reading
+
+    def match(self, keys: Keys, namespace: str) -> Match[NodeState]:
+        return self.tree.match(keys, namespace)
+
+    def victim(self) -> tuple[StateNode, EntryState] | None:
+        """The node the policy gives up first, and whether all of it or its checkpoint alone."""
+        entry = self.policy.victim()
+        if entry is None:
+            return None
+        if entry.entry_id not in self._evictable:
+            name = type(self.policy).__name__
+            raise RadixCacheError(f"policy {name}: victim() gave {entry}, which may not go; wanted one that may.")
+        return self._node_of[entry.entry_id], entry.state
+
+    def last_key(self, entry: Entry) -> int | None:
+        """The last key on the edge that an entry stands for; None when the entry is gone."""
+        node = self._node_of.get(entry.entry_id)
+        return None if node is None else int(node.edge[entry.end - node.start - 1])
+
+    def thinnable(self) -> StateNode | None:
+        """The node whose checkpoint the cap takes first; None when only branch points, marks and leaves are left."""
+        return self._node_of[self._thin_order[0][-1]] if self._thin_order else None
+
+    def is_useless(self, node: StateNode) -> bool:
+        """Whether this is a leaf that nothing can resume on, and nobody is on."""
+        state = state_of(node)
+        idle = node.is_leaf and not state.live and not state.held
+        bare = self.layout.has_points and state.checkpoint is None
+        return idle and (bare or node.end - node.end % self.layout.grid_tokens <= node.start)
+
+    # Restructuring
+
+    def add_leaf(self, parent: StateNode, keys: Keys, use: Use) -> StateNode:
+        """Append a leaf without any state yet."""
+        node = self.tree.append(parent, keys)
+        entry = self._new_entry(node, "span", use)
+        node.payload = NodeState(entry)
+        self.policy.inserted(entry)
+        self.refresh(node)
+        self.refresh(parent)
+        return node
+
+    def split(self, node: StateNode, at: int) -> StateNode:
+        """Cut a node at offset `at`, its spans with it; returns the upper node. The checkpoint stays with the lower.
+
+        A live node's duplicate is dropped where its halves cannot be allocated; otherwise that is an error, and
+        nothing was changed.
+        """
+        state = state_of(node)
+        upper_spans = lower_spans = None
+        if state.spans is not None:
+            halves = self._copied(lambda spans=state.spans: self.layout.split(spans, at), spare=state.live)  # type: ignore[misc]
+            if halves is not None:
+                upper_spans, lower_spans = halves
+        share = state.leaving_bytes * (at - node.start) // (node.end - node.start)
+        self.set_spans(node, None)
+        upper = self.tree.split(node, at)
+        old = state.entry
+        entry = self._new_entry(upper, "span", Use(old.last_used, old.priority, old.turn, old.kind))
+        entry.created, entry.uses = old.created, old.uses
+        upper.payload = NodeState(entry, live_mask=state.live_mask, leaving_bytes=share, guards=state.guards)
+        state.leaving_bytes -= share
+        self.set_spans(upper, upper_spans)
+        self.set_spans(node, lower_spans)
+        self._mirror(node)
+        self._mirror(upper)
+        self.policy.split(entry, old)
+        self.refresh(node)
+        self.refresh(upper)
+        if self.events.is_on:
+            self.events.emit(SPLIT, node.namespace, upper.start, node.end, 0, {"at": at})
+        return upper
+
+    def coalesce(self, node: StateNode) -> StateNode:
+        """Merge a node with its only child when nothing is lost by it; returns the node that covers the edge now.
+
+        Where the seam's copy cannot be allocated the two stay as they are.
+        """
+        child = self._mergeable(node)
+        if child is None:
+            return node
+        upper, lower = state_of(node), state_of(child)
+        if (upper.spans is None) != (lower.spans is None):
+            # Both are live and one has a duplicate of at most one grid segment: not worth a seam.
+            self.set_spans(node, None)
+            self.set_spans(child, None)
+        merged = None
+        if upper.spans is not None and lower.spans is not None:
+            pair = (upper.spans, lower.spans)
+            joined = self._copied(lambda: self.layout.merge(*pair), spare=True)
+            if joined is None:
+                return node
+            (merged,) = joined
+        self.set_spans(node, None)
+        self.set_spans(child, None)
+        self._set_evictable(upper.entry, False)
+        gone, into = upper.entry, lower.entry
+        edges, end = [each.edge for each in node.path()], node.end
+        gone.digest_of = lambda: _digest(node.namespace, edges, end)
+        into.created = min(into.created, gone.created)
+        into.last_used = max(into.last_used, gone.last_used)
+        into.uses = max(into.uses, gone.uses)
+        into.priority = max(into.priority, gone.priority)
+        lower.leaving_bytes += upper.leaving_bytes
+        self.tree.merge(node)
+        self.set_spans(child, merged)
+        self._mirror(child)
+        self.policy.merged(gone, into)
+        del self._node_of[gone.entry_id]
+        node.payload = None
+        self.refresh(child)
+        if self.events.is_on:
+            self.events.emit(MERGED, child.namespace, child.start, child.end, 0, {"at": end})
+        return child
+
+    def coalesce_all(self, nodes: list[StateNode]) -> None:
+        """Join each of these nodes that is still there with its only child where nothing keeps them apart."""
+        for node in nodes:
+            if node.payload is not None:
+                self.coalesce(node)
+
+    def remove(self, leaf: StateNode, was_wrong: bool = False) -> StateNode:
+        """Take a leaf and all its state out; returns its former parent, refreshed but not merged."""
+        state = state_of(leaf)
+        self._note_loss(leaf, leaf.start, was_wrong)
+        self.set_checkpoint(leaf, None)
+        self.set_spans(leaf, None)
+        self._set_leaving(state, 0)
+        self._set_evictable(state.entry, False)
+        self.policy.evicted(state.entry)
+        del self._node_of[state.entry.entry_id]
+        parent = self.tree.remove(leaf)
+        leaf.payload = None
+        if not parent.is_root:
+            self.refresh(parent)
+        return parent
+
+    def truncate(self, leaf: StateNode, at: int) -> None:
+        """Cut a leaf's tail off at offset `at`; a checkpoint at its end goes with it. May fail as `split` does."""
+        head = self._head(leaf, at)
+        self._note_loss(leaf, at)
+        self.set_checkpoint(leaf, None)
+        self._tell_lost(leaf, at, [each.edge for each in leaf.path()])
+        self._shorten(leaf, at, head)
+
+    def trim(self, leaf: StateNode, cuts: Sequence[int]) -> None:
+        """Cut the tail of a leaf without a checkpoint at each of these offsets in turn, the deepest first.
+
+        It stops where the policy has another victim. The policy hears of every cut; keys and spans are cut once. May
+        fail as `split` does, after the policy has heard of it: then all of the leaf has to go.
+        """
+        edges = [each.edge for each in leaf.path()]
+        entry = state_of(leaf).entry
+        for at in cuts:
+            self._tell_lost(leaf, at, edges)
+            if self.policy.victim() is not entry:
+                break
+        head = self._head(leaf, at)
+        self._note_loss(leaf, at)
+        self._shorten(leaf, at, head)
+
+    # State of a node
+
+    def set_spans(self, node: StateNode, spans: Spans | None) -> None:
+        """Give a node its snapshot, or take it away."""
+        state = state_of(node)
+        before = 0 if state.spans is None else state.spans.nbytes
+        after = 0 if spans is None else spans.nbytes
+        state.spans = spans
+        self.account.add_spans(after - before)
+        if state.live:
+            self.duplicate_bytes += after - before
+        self._reweigh(state)
+
+    def set_live(self, node: StateNode, slot: int, live: bool) -> None:
+        """Say whether a node's spans are in the live buffers of a slot."""
+        state = state_of(node)
+        before = state.live
+        state.live_mask = state.live_mask | 1 << slot if live else state.live_mask & ~(1 << slot)
+        if state.live != before:
+            paged = 0 if state.spans is None else state.spans.nbytes
+            self.duplicate_bytes += paged if live else -paged
+            self.refresh(node)
+
+    def set_leaving(self, node: StateNode, leaving_bytes: int) -> None:
+        """Announce that paging the node out will take that many bytes; 0: done or dropped."""
+        self._set_leaving(state_of(node), leaving_bytes)
+
+    def set_checkpoint(self, node: StateNode, checkpoint: Checkpoint | None, use: Use | None = None) -> None:
+        """Give a node its checkpoint (with the use it is made in), or take it away."""
+        state = state_of(node)
+        if state.checkpoint is not None:
+            self.account.add_checkpoints(-state.checkpoint.nbytes)
+            entry = state.checkpoint_entry
+            assert entry is not None, node
+            self._set_evictable(entry, False)
+            self.policy.evicted(entry)
+            del self._node_of[entry.entry_id]
+            state.checkpoint_entry = None
+        state.checkpoint = checkpoint
+        if checkpoint is not None:
+            assert use is not None and checkpoint.offset == node.end, (node, checkpoint.offset)
+            self.account.add_checkpoints(checkpoint.nbytes)
+            state.checkpoint_entry = self._new_entry(node, "checkpoint", use)
+            state.checkpoint_entry.weight_bytes = checkpoint.nbytes
+            self.policy.inserted(state.checkpoint_entry)
+            if self.events.is_on:
+                at, nbytes = node.end, checkpoint.nbytes
+                self.events.emit(STORED, node.namespace, at, at, nbytes, {"state": "checkpoint"})
+        self._reweigh(state)
+        self.refresh(node)
+
+    def drop_checkpoint(self, node: StateNode) -> None:
+        """Evict a node's checkpoint and keep its tokens."""
+        checkpoint = state_of(node).checkpoint
+        assert checkpoint is not None, node
+        self.history.dropped_checkpoint(node, self.events.tick)
+        if self.events.is_on:
+            at, nbytes = node.end, checkpoint.nbytes
+            self.events.emit(EVICTED, node.namespace, at, at, nbytes, {"state": "checkpoint"})
+        self.set_checkpoint(node, None)
+
+    def remove_subtree(self, node: StateNode, was_wrong: bool = False) -> StateNode:
+        """Take a node and everything below it out, pinned or not, as `remove` does; returns its former parent."""
+        order = [node, *below(node)]
+        for each in reversed(order):
+            parent = self.remove(each, was_wrong)
+        return parent
+
+    @property
+    def copied_bytes(self) -> int:
+        """Spans copied: paged in, paged out, and cut or joined at a split or merge."""
+        return self.paged_in_bytes + self.paged_out_bytes + self.cut_bytes
+
+    def hold_checkpoint(self, change_bytes: int) -> None:
+        """Book checkpoints that an open session holds and the tree does not have yet."""
+        self.session_checkpoint_bytes += change_bytes
+        self.account.add_checkpoints(change_bytes)
+
+    def guard(self, node: StateNode, change: int) -> None:
+        """Hold (+1) or let go (-1) the path from the root to `node`."""
+        for each in node.path():
+            state = state_of(each)
+            was_held = state.held
+            state.guards += change
+            assert state.guards >= 0, each
+            if state.held != was_held:
+                self.refresh(each)
+
+    def pin(self, node: StateNode, change: int) -> None:
+        """Pin (+1) or unpin (-1) one node."""
+        state_of(node).pins += change
+        assert state_of(node).pins >= 0, node
+        self.refresh(node)
+
+    def touch(self, path: list[StateNode], resumed: StateNode | None, use: Use) -> None:
+        """A request used the spans of `path` (root side first) and the checkpoint of `resumed`."""
+        for node in reversed(path):
+            state = state_of(node)
+            entries = [state.entry]
+            if node is resumed and state.checkpoint_entry is not None:
+                entries.append(state.checkpoint_entry)
+            for entry in entries:
+                entry.last_used = use.tick
+                entry.uses += 1
+                entry.priority = max(entry.priority, use.priority)
+                self.policy.touched(entry)
+            if state.checkpoint_entry is not None:
+                self.refresh(node)  # which checkpoint is thinned first goes by its last use
+
+    def refresh(self, node: StateNode) -> None:
+        """Bring a node's entries up to date with the tree and tell the policy what may go now."""
+        if node.is_root:
+            return
+        state = state_of(node)
+        state.entry.children = len(node.children)
+        state.entry.has_checkpoint = state.checkpoint is not None
+        # Asked some ten times a request: without the properties, and without a call where nothing changes.
+        free = not (node.children or state.live_mask or state.guards or state.pins)
+        if free != (state.entry.entry_id in self._evictable):
+            self._set_evictable(state.entry, free)
+        entry = state.checkpoint_entry
+        if entry is not None and state.checkpoint is not None:
+            entry.children, entry.has_checkpoint = len(node.children), True
+            free = len(node.children) == 1 and not state.held
+            self._set_evictable(entry, free)
+            self._file_thinnable(entry, state.checkpoint.kind, free)
+
+    # Checking and showing
+
+    def check(self) -> None:
+        """Assert S1 to S5."""
+        self.tree.check()
+        spans = checkpoints = leaving = duplicates = 0
+        seen: set[int] = set()
+        for node in self.tree.nodes():
+            state = state_of(node)
+            seen.add(state.entry.entry_id)
+            leaving += state.leaving_bytes
+            if state.spans is not None:
+                assert (state.spans.start, state.spans.end) == (node.start, node.end), (node, state.spans)
+                held = [s for s in state.spans.leaves if s is not None]
+                assert all((s.start, s.end) == (node.start, node.end) for s in held), node
+                assert state.spans.nbytes == sum(s.nbytes for s in held), node
+                spans += state.spans.nbytes
+                duplicates += state.spans.nbytes if state.live else 0
+            if state.checkpoint is not None:
+                assert state.checkpoint.offset == node.end, (node, state.checkpoint.offset)
+                assert state.checkpoint_entry is not None, node
+                seen.add(state.checkpoint_entry.entry_id)
+                checkpoints += state.checkpoint.nbytes
+            self._check_entries(node, state)
+        assert seen == set(self._node_of), seen ^ set(self._node_of)
+        assert self._evictable <= seen, self._evictable - seen
+        assert spans == self.account.span_bytes, (spans, self.account.span_bytes)
+        total = checkpoints + self.session_checkpoint_bytes
+        assert total == self.account.checkpoint_bytes, (total, self.account.checkpoint_bytes)
+        assert (leaving, duplicates) == (self.leaving_bytes, self.duplicate_bytes), (leaving, duplicates)
+
+    def dump(self, label: Callable[[StateNode], str], namespace: str | None = None) -> str:
+        return self.tree.dump(label, namespace)
+
+    # Private
+
+    def _head(self, leaf: StateNode, at: int) -> Spans | None:
+        """A copy of the spans that a leaf keeps when its tail goes, if it has any."""
+        spans = state_of(leaf).spans
+        halves = None if spans is None else self._copied(lambda: self.layout.split(spans, at), spare=False)
+        return None if halves is None else halves[0]
+
+    def _shorten(self, leaf: StateNode, at: int, head: Spans | None) -> None:
+        state = state_of(leaf)
+        self.set_spans(leaf, None)
+        self._set_leaving(state, state.leaving_bytes * (at - leaf.start) // (leaf.end - leaf.start))
+        self.tree.truncate(leaf, at)
+        self.set_spans(leaf, head)
+        self._mirror(leaf)
+
+    def _tell_lost(self, leaf: StateNode, at: int, edges: list[Keys]) -> None:
+        """Tell the policy that the part of a leaf's entry behind `at` goes; `edges` lead to its end as it was."""
+        kept = state_of(leaf).entry
+        end = kept.end
+        self._next_entry_id += 1
+        lost = Entry(
+            entry_id=self._next_entry_id,
+            state="span",
+            start=at,
+            end=end,
+            weight_bytes=0,
+            cost=self.cost.cost(at, end),
+            created=kept.created,
+            last_used=kept.last_used,
+            parent=kept,
+            uses=kept.uses,
+            priority=kept.priority,
+            turn=kept.turn,
+            kind=kept.kind,
+            digest_of=lambda: _digest(leaf.namespace, edges, end),
+        )
+        kept.weight_bytes = kept.weight_bytes * (at - kept.start) // (end - kept.start)
+        kept.end = at
+        kept.cost = self.cost.cost(kept.start, at)
+        self.policy.split(kept, lost)
+        self.policy.evicted(lost)
+
+    def _note_loss(self, leaf: StateNode, start: int, was_wrong: bool = False) -> None:
+        """The tokens [start, leaf.end) are about to go: remember it, and tell."""
+        self.history.evicted(leaf, start, self.events.tick, was_wrong)
+        if self.events.is_on:
+            end, checkpoint = leaf.end, state_of(leaf).checkpoint
+            nbytes = self.layout.token_bytes * (end - start) + (0 if checkpoint is None else checkpoint.nbytes)
+            detail = {"state": "tokens", "was_wrong": was_wrong}
+            self.events.emit(EVICTED, leaf.namespace, start, end, nbytes, detail)
+
+    def _copied(self, make: Callable[[], tuple[*tuple[Any, ...], int]], spare: bool) -> tuple[Any, ...] | None:
+        """Results of a copy that also says how many bytes it copied, tried twice; None: failed, and can be spared.
+
+        Nothing is evicted for the second try: this runs in the middle of evictions.
+        """
+        try:
+            *results, copied_bytes = make()
+        except NATIVE_ERRORS:
+            self.layout.release()
+            try:
+                *results, copied_bytes = make()
+            except NATIVE_ERRORS:
+                if spare:
+                    return None
+                raise
+        self.cut_bytes += copied_bytes
+        return tuple(results)
+
+    def _new_entry(self, node: StateNode, state: EntryState, use: Use) -> Entry:
+        self._next_entry_id += 1
+        parent = node.parent
+        entry = Entry(
+            entry_id=self._next_entry_id,
+            state=state,
+            start=node.start,
+            end=node.end,
+            weight_bytes=0,
+            cost=self.cost.cost(node.start, node.end),
+            created=use.tick,
+            last_used=use.tick,
+            parent=None if parent is None or parent.payload is None else parent.payload.entry,
+            priority=use.priority,
+            turn=use.turn,
+            kind=use.kind,
+        )
+        entry.digest_of = lambda: _digests(self._node_of[entry.entry_id], [entry.end])[0]
+        entry.digests_of = lambda offsets: _digests(self._node_of[entry.entry_id], offsets)
+        self._node_of[entry.entry_id] = node
+        return entry
+
+    def _mergeable(self, node: StateNode) -> StateNode | None:
+        if not self._merges or node.is_root or len(node.children) != 1:
+            return None
+        (child,) = node.children.values()
+        upper, lower = state_of(node), state_of(child)
+        # A guarded node is held by name: an open session resumes at its end.
+        if upper.checkpoint is not None or upper.pins or upper.guards or lower.guards:
+            return None
+        if (upper.live_mask, upper.leaving_bytes > 0) != (lower.live_mask, lower.leaving_bytes > 0):
+            return None
+        if (upper.spans is None) != (lower.spans is None):
+            paged = node if lower.spans is None else child
+            if not upper.live or paged.end - paged.start > SEGMENT_TOKENS:
+                return None
+        return child
+
+    def _mirror(self, node: StateNode) -> None:
+        """Write the node's new span into its entries, and into its children the new parent."""
+        state = state_of(node)
+        parent = node.parent
+        for entry in (state.entry, state.checkpoint_entry):
+            if entry is not None:
+                entry.start, entry.end = node.start, node.end
+                entry.cost = self.cost.cost(node.start, node.end)
+                entry.parent = None if parent is None or parent.payload is None else parent.payload.entry
+        self._reweigh(state)
+
+    def _reweigh(self, state: NodeState) -> None:
+        spans = state.leaving_bytes if state.spans is None else state.spans.nbytes
+        state.entry.weight_bytes = spans + (0 if state.checkpoint is None else state.checkpoint.nbytes)
+
+    def _set_leaving(self, state: NodeState, leaving_bytes: int) -> None:
+        self.leaving_bytes += leaving_bytes - state.leaving_bytes
+        state.leaving_bytes = leaving_bytes
+        self._reweigh(state)
+
+    def _set_evictable(self, entry: Entry, evictable: bool) -> None:
+        if evictable != (entry.entry_id in self._evictable):
+            (self._evictable.add if evictable else self._evictable.discard)(entry.entry_id)
+            self.policy.evictable_changed(entry, evictable)
+        if not evictable and entry.entry_id in self._thin_keys:
+            self._file_thinnable(entry, "", False)
+
+    def _file_thinnable(self, entry: Entry, kind: str, free: bool) -> None:
+        old = self._thin_keys.pop(entry.entry_id, None)
+        if old is not None:
+            self._thin_order.remove(old)
+        if free and kind in THINNED_FIRST:
+            key = (THINNED_FIRST[kind], entry.last_used, entry.end, entry.entry_id)
+            self._thin_keys[entry.entry_id] = key
+            self._thin_order.add(key)
+
+    def _check_entries(self, node: StateNode, state: NodeState) -> None:
+        parent = node.parent
+        for entry in (state.entry, state.checkpoint_entry):
+            if entry is None:
+                continue
+            assert self._node_of[entry.entry_id] is node, (node, entry)
+            assert (entry.start, entry.end, entry.children) == (node.start, node.end, len(node.children)), (node, entry)
+            wanted = None if parent is None or parent.payload is None else parent.payload.entry
+            assert entry.parent is wanted, (node, entry.parent, wanted)
+            assert entry.has_checkpoint == (state.checkpoint is not None), (node, entry)
+        free = node.is_leaf and not state.live and not state.held
+        assert (state.entry.entry_id in self._evictable) == free, (node, free)
+        if state.checkpoint_entry is not None:
+            free = len(node.children) == 1 and not state.held
+            assert (state.checkpoint_entry.entry_id in self._evictable) == free, (node, free)
+
+
+def _digest(namespace: str, edges: Sequence[Keys], end: int) -> bytes:
+    """Digest of the prefix up to offset `end` that these edges spell; the last may go on behind it."""
+    blake = _hashing(namespace)
+    for edge in edges:
+        blake.update(edge[:end].tobytes())
+        end -= len(edge)
+    return blake.digest()
+
+
+def _digests(node: StateNode, offsets: Sequence[int]) -> list[bytes]:
+    """Digests of the prefixes that end on a node's edge at these offsets, ascending."""
+    blake = _hashing(node.namespace)
+    for each in node.path()[:-1]:
+        blake.update(each.edge.tobytes())
+    digests, done = [], node.start
+    for offset in offsets:
+        blake.update(node.edge[done - node.start : offset - node.start].tobytes())
+        digests.append(blake.digest())
+        done = offset
+    return digests
+
+
+def _hashing(namespace: str) -> hashlib.blake2b:
+    """What every digest of a prefix in this namespace begins with."""
+    name = namespace.encode()
+    return hashlib.blake2b(len(name).to_bytes(4, "little") + name, digest_size=16)

@@ -1,0 +1,1 @@
+"""Restored state held against a cold run."""

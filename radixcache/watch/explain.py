@@ -1,0 +1,340 @@
+"""explain: why a prompt is not reused further, token range by token range, in words and in numbers.
+
+    0            resumable      matched                          prompt_tokens
+    |  restored  |  stored, but  |  not in the tree: evicted,     |
+    |            |  not to be    |  parted from a stored path,    |
+    |            |  resumed      |  quarantined, or new           |
+
+The gaps tile [resumable, prompt_tokens) and each has one reason of a closed list. What `begin` would do is worked out
+by the code that `begin` uses (resume.plan_resume); only what does not show in the tree comes from the history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from policies import CostModel
+from radixcache.paging.resume import ResumePlan, ShortReason
+from radixcache.tokens.ids import TokenIds
+from radixcache.tokens.text import token_text
+from radixcache.tree.history import History, Part
+from radixcache.tree.radix_tree import Keys, Match
+from radixcache.tree.state_tree import StateNode
+from radixcache.watch.hints import variations
+
+#: Tokens shown in front of a divergence, and behind it on either side.
+BEFORE_TOKENS = 24
+AFTER_TOKENS = 16
+
+
+class Reason(StrEnum):
+    """Why tokens of a prompt have to be evaluated. Those of ShortReason have the same values here."""
+
+    NEVER_STORED = "never_stored"  # nothing that begins like this was ever stored, or it is long forgotten
+    DIVERGED = "diverged"  # a stored path goes on otherwise from here
+    EVICTED = "evicted"  # stored once, given up since: the tokens, or the checkpoint that would have led there
+    QUARANTINED = "quarantined"  # found wrong: taken out, and not stored again until clear_quarantine()
+    NO_CHECKPOINT = ShortReason.NO_CHECKPOINT.value  # stored; point layers have no state in this range
+    LIVE_ELSEWHERE = ShortReason.LIVE_ELSEWHERE.value  # stored; only in buffers that another thread's session is using
+    OFF_GRID = "off_grid"  # stored; not made on the prefill grid, as exact mode wants it
+    LAST_TOKEN = ShortReason.LAST_TOKEN.value  # stored; evaluated again for its logits
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The tokens [start, end) of a prompt that have to be evaluated, and why.
+
+    Attributes:
+        start, end: offsets in tokens.
+        reason: why.
+        cost: of evaluating them, in the explanation's cost_unit.
+        tick: evicted: when; quarantined: when it was taken out, once it may be stored again; else None.
+        checkpoint: evicted: offset of the checkpoint that is gone; None where it was the tokens themselves.
+        before, stored, asked: diverged: the tokens in front of `start` (as the prompt has them), what follows in the
+            stored path, and in the prompt; a few of each.
+        before_text, stored_text, asked_text: the same decoded, where the PrefixCache has a tokenizer; else None.
+    """
+
+    start: int
+    end: int
+    reason: Reason
+    cost: float
+    tick: int | None = None
+    checkpoint: int | None = None
+    before: tuple[int, ...] = ()
+    stored: tuple[int, ...] = ()
+    asked: tuple[int, ...] = ()
+    before_text: str | None = None
+    stored_text: str | None = None
+    asked_text: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        return f"[{self.start:,}, {self.end:,})  {self.tokens:,} tokens  {_in_words(self)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """A short span [start, end) of the prompt that differs in one recent prompt after the other.
+
+    Attributes:
+        start, end: the span, in tokens of this prompt.
+        values: different values among the recent prompts, this prompt's included.
+        requests: recent prompts that are equal in front of the span, this one included.
+        tokens: equal tokens behind the span, which are evaluated anew for each value.
+        cost: of evaluating those, in the explanation's cost_unit.
+        asked, other: the span's tokens in this prompt and in an earlier one.
+        asked_text, other_text: the same decoded, where the PrefixCache has a tokenizer; else None.
+    """
+
+    start: int
+    end: int
+    values: int
+    requests: int
+    tokens: int
+    cost: float
+    asked: tuple[int, ...]
+    other: tuple[int, ...]
+    asked_text: str | None = None
+    other_text: str | None = None
+
+    def __str__(self) -> str:
+        count = self.end - self.start
+        where = f"tokens {self.start} to {self.end - 1} change" if count > 1 else f"token {self.start} changes"
+        if count == 0:
+            where = f"what stands before token {self.start} changes"
+        often = "every request" if self.values == self.requests else f"{self.values} of {self.requests} requests"
+        shown = _both(self.other_text, self.other, self.asked_text, self.asked)
+        return (
+            f"{where} in {often} ({shown}); everything behind is recomputed, though {self.tokens:,} tokens of it are "
+            "the same. What changes belongs behind what does not."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a request for a prompt would find, and why not more. `str()` is a report of a few lines.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        matched_tokens: stored prefix of it: Session.matched_tokens.
+        resumable_tokens: restored, not evaluated: Session.cached_tokens.
+        gaps: the rest, [resumable_tokens, prompt_tokens), in pieces with a reason each.
+        hints: spans that vary from prompt to prompt with the same text behind them.
+        cost_unit: of all costs: "tokens", "flops" or "seconds".
+    """
+
+    prompt_tokens: int
+    matched_tokens: int
+    resumable_tokens: int
+    gaps: tuple[Gap, ...]
+    hints: tuple[Hint, ...]
+    cost_unit: str
+
+    @property
+    def cost(self) -> float:
+        """Of evaluating all gaps, in cost_unit."""
+        return sum(gap.cost for gap in self.gaps)
+
+    def __str__(self) -> str:
+        share = self.resumable_tokens / self.prompt_tokens
+        lines = [
+            f"{self.resumable_tokens:,} of {self.prompt_tokens:,} tokens resumed ({share:.1%}), "
+            f"{self.matched_tokens:,} matched; the rest costs {self.cost:,.4g} {self.cost_unit}."
+        ]
+        lines += [f"  {gap}" for gap in _joined(self.gaps)]
+        lines += [f"  hint: {hint}" for hint in self.hints]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """What `begin` would do: its match and plan, and how far it would get if all buffers could be read."""
+
+    match: Match[Any]
+    plan: ResumePlan
+    readable: ResumePlan
+
+
+def explain(
+    tokens: TokenIds,
+    keys: Keys,
+    namespace: str,
+    foresight: Foresight,
+    history: History,
+    cost: CostModel,
+    quarantined_from: int | None = None,
+) -> Explanation:
+    """Explain one prompt; changes nothing. `with_text` adds what needs a tokenizer.
+
+    Args:
+        tokens: the prompt's ids, for showing.
+        keys: what the tree goes by.
+        foresight: of the same prompt and moment.
+        quarantined_from: the offset from which the prompt's path must not be stored; None: it may.
+    """
+    plan, length = foresight.plan, len(keys)
+    checkpoint = None
+    if foresight.readable.reason == ShortReason.NO_CHECKPOINT:
+        checkpoint = history.evicted_checkpoint(keys, namespace, foresight.readable.resume, plan.matched)
+    evicted = history.evicted_tokens(keys, namespace, plan.matched) if plan.matched < length else []
+    gaps = [
+        *_stored_gaps(foresight, checkpoint, length),
+        *_missing_gaps(foresight.match, plan.matched, tokens, evicted, quarantined_from),
+    ]
+    hints = tuple(
+        Hint(
+            each.start,
+            each.end,
+            each.values,
+            each.requests,
+            each.behind,
+            cost.cost(each.end, each.end + each.behind),
+            _shown(tokens[each.start : each.end]),
+            _shown(each.other),
+        )
+        for each in variations(keys, history.prompts(namespace))
+    )
+    priced = tuple(replace(gap, cost=cost.cost(gap.start, gap.end)) for gap in gaps)
+    return Explanation(length, plan.matched, plan.resume, priced, hints, cost.unit)
+
+
+def with_text(explanation: Explanation, tokenizer: Any) -> Explanation:
+    """The explanation with the tokens that it shows decoded."""
+
+    def text(ids: Sequence[int]) -> str:
+        return token_text(ids, tokenizer)
+
+    gaps = [
+        replace(gap, before_text=text(gap.before), stored_text=text(gap.stored), asked_text=text(gap.asked))
+        if gap.reason == Reason.DIVERGED
+        else gap
+        for gap in explanation.gaps
+    ]
+    hints = [replace(hint, asked_text=text(hint.asked), other_text=text(hint.other)) for hint in explanation.hints]
+    return replace(explanation, gaps=tuple(gaps), hints=tuple(hints))
+
+
+def _stored_gaps(foresight: Foresight, lost: Part | None, length: int) -> Iterator[Gap]:
+    """What the tree holds and the request cannot resume: [resume, matched)."""
+    plan, readable = foresight.plan, foresight.readable
+    start, end = plan.resume, min(plan.matched, length - 1)
+    if readable.resume > start:
+        yield _gap(start, readable.resume, Reason.LIVE_ELSEWHERE)
+        start = readable.resume
+    if lost is not None and start < lost.end <= end:
+        yield replace(_gap(start, lost.end, Reason.EVICTED), tick=lost.tick, checkpoint=lost.end)
+        start = lost.end
+    grid_end = max(start, end - readable.off_grid)
+    if start < grid_end:
+        assert readable.reason is not None, (readable.resume, readable.matched)
+        yield _gap(start, grid_end, Reason(readable.reason.value))
+    if grid_end < end:
+        yield _gap(grid_end, end, Reason.OFF_GRID)
+    if plan.matched == length:
+        yield _gap(length - 1, length, Reason.LAST_TOKEN)
+
+
+def _missing_gaps(
+    match: Match[Any], matched: int, tokens: TokenIds, evicted: Sequence[Part], quarantined_from: int | None
+) -> Iterator[Gap]:
+    """What the tree does not hold: [matched, length), where in exact mode a match may go on behind the tree's."""
+    start, length = matched, len(tokens)
+    end = length if quarantined_from is None else max(start, min(length, quarantined_from))
+    for part in evicted:
+        if start < end:
+            reason = Reason.QUARANTINED if part.was_wrong else Reason.EVICTED
+            yield replace(_gap(start, min(part.end, end), reason), tick=part.tick)
+            start = min(part.end, end)
+    if start < end:
+        path = _other_way(match) if start == match.offset else None
+        if path is None:
+            yield _gap(start, end, Reason.NEVER_STORED)
+        else:
+            before, after = tokens[max(0, start - BEFORE_TOKENS) : start], tokens[start : start + AFTER_TOKENS]
+            gap = _gap(start, end, Reason.DIVERGED)
+            yield replace(gap, before=_shown(before), stored=path, asked=_shown(after))
+        start = end
+    if start < length:
+        yield _gap(start, length, Reason.QUARANTINED)
+
+
+def _other_way(match: Match[Any]) -> tuple[int, ...] | None:
+    """Keys of a stored path behind a match, along the child made last; None where no path goes on."""
+    node: StateNode = match.node
+    edge = node.edge[match.offset - node.start :]
+    shown: list[int] = []
+    while len(shown) < AFTER_TOKENS:
+        shown += edge[: AFTER_TOKENS - len(shown)].tolist()
+        if not node.children:
+            break
+        node = next(reversed(node.children.values()))
+        edge = node.edge
+    return tuple(shown) or None
+
+
+def _gap(start: int, end: int, reason: Reason) -> Gap:
+    return Gap(start, end, reason, cost=0.0)
+
+
+def _shown(ids: Any) -> tuple[int, ...]:
+    return tuple(ids.tolist())
+
+
+# Words
+
+
+def _in_words(gap: Gap) -> str:
+    match gap.reason:
+        case Reason.DIVERGED:
+            shown = _both(gap.stored_text, gap.stored, gap.asked_text, gap.asked)
+            behind = "" if gap.before_text is None else f" behind {gap.before_text!r}"
+            return f"diverged at {gap.start:,} from a stored path{behind}: {shown}"
+        case Reason.EVICTED if gap.checkpoint is not None:
+            return f"the checkpoint at {gap.checkpoint:,} was evicted at tick {gap.tick}"
+        case Reason.EVICTED:
+            return f"evicted at tick {gap.tick}"
+        case Reason.NO_CHECKPOINT:
+            return f"stored, but no checkpoint between {gap.start:,} and {gap.end:,}"
+        case Reason.LIVE_ELSEWHERE:
+            return "stored, but only in the live buffers of another thread's session"
+        case Reason.OFF_GRID:
+            return "stored, but not made on the prefill grid"
+        case Reason.LAST_TOKEN:
+            return "stored; the last token is evaluated for its logits"
+        case Reason.QUARANTINED if gap.tick is not None:
+            return f"found wrong and taken out at tick {gap.tick}"
+        case Reason.QUARANTINED:
+            return "quarantined: found wrong, and not stored again"
+        case Reason.NEVER_STORED:
+            return "never stored"
+
+
+def _both(stored_text: str | None, stored: Sequence[int], asked_text: str | None, asked: Sequence[int]) -> str:
+    if stored_text is None or asked_text is None:
+        return f"stored tokens {list(stored)}, asked {list(asked)}"
+    return f"stored {stored_text!r}, asked {asked_text!r}"
+
+
+def _joined(gaps: Sequence[Gap]) -> Iterator[str]:
+    """A line for each gap; neighbours that were evicted in several steps share one."""
+    run: list[Gap] = []
+    for gap in [*gaps, None]:
+        if gap is not None and gap.reason == Reason.EVICTED and gap.checkpoint is None:
+            run.append(gap)
+            continue
+        if len(run) > 1:
+            start, end, ticks = run[0].start, run[-1].end, sorted({each.tick or 0 for each in run})
+            when = f"ticks {ticks[0]} to {ticks[-1]}" if len(ticks) > 1 else f"tick {ticks[0]}"
+            yield f"[{start:,}, {end:,})  {end - start:,} tokens  evicted at {when}"
+        else:
+            yield from map(str, run)
+        run = []
+        if gap is not None:
+            yield str(gap)
