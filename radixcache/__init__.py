@@ -9,119 +9,76 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from policies import POLICIES, CostModel, Entry, EvictionPolicy
-    from radixcache.adapters.registry import register_adapter
-    from radixcache.budget.ledger import Ledger
-    from radixcache.cells.causal import CausalCache
-    from radixcache.chat.render import render_chat
-    from radixcache.errors import (
-        BudgetFullError,
-        CacheBusyError,
-        CacheFullError,
-        RadixCacheError,
-        SessionClosedError,
-        ShiftError,
-        SnapshotError,
-        UnsupportedCacheError,
-    )
-    from radixcache.generate import stream_generate
-    from radixcache.groups.group import Group
-    from radixcache.groups.row import Row
-    from radixcache.paging.pins import NamedPin
-    from radixcache.paging.resume import ShortReason
-    from radixcache.prefix_cache import PrefixCache
-    from radixcache.sessions.session import Session
-    from radixcache.tree.events import Event, EventKind
-    from radixcache.tree.radix_tree import RadixTree
-    from radixcache.verify.verifier import Mismatch
-    from radixcache.view.description import TreeView
-    from radixcache.watch.explain import Explanation, Gap, Hint, Reason
-    from radixcache.watch.metrics import StatsSnapshot
-    from radixcache.watch.stats import CacheStats
-    from radixcache.watch.trace import TraceWriter
+    from policies import POLICIES as POLICIES
+    from policies import CostModel as CostModel
+    from policies import Entry as Entry
+    from policies import EvictionPolicy as EvictionPolicy
+    from radixcache.adapters.registry import register_adapter as register_adapter
+    from radixcache.budget.ledger import Ledger as Ledger
+    from radixcache.cells.causal import CausalCache as CausalCache
+    from radixcache.chat.render import render_chat as render_chat
+    from radixcache.errors import BudgetFullError as BudgetFullError
+    from radixcache.errors import CacheBusyError as CacheBusyError
+    from radixcache.errors import CacheFullError as CacheFullError
+    from radixcache.errors import RadixCacheError as RadixCacheError
+    from radixcache.errors import SessionClosedError as SessionClosedError
+    from radixcache.errors import ShiftError as ShiftError
+    from radixcache.errors import SnapshotError as SnapshotError
+    from radixcache.errors import UnsupportedCacheError as UnsupportedCacheError
+    from radixcache.generate import stream_generate as stream_generate
+    from radixcache.groups.group import Group as Group
+    from radixcache.groups.row import Row as Row
+    from radixcache.paging.pins import NamedPin as NamedPin
+    from radixcache.paging.resume import ShortReason as ShortReason
+    from radixcache.prefix_cache import PrefixCache as PrefixCache
+    from radixcache.sessions.session import Session as Session
+    from radixcache.tree.events import Event as Event
+    from radixcache.tree.events import EventKind as EventKind
+    from radixcache.tree.radix_tree import RadixTree as RadixTree
+    from radixcache.verify.verifier import Mismatch as Mismatch
+    from radixcache.view.description import TreeView as TreeView
+    from radixcache.watch.explain import Explanation as Explanation
+    from radixcache.watch.explain import Gap as Gap
+    from radixcache.watch.explain import Hint as Hint
+    from radixcache.watch.explain import Reason as Reason
+    from radixcache.watch.metrics import StatsSnapshot as StatsSnapshot
+    from radixcache.watch.stats import CacheStats as CacheStats
+    from radixcache.watch.trace import TraceWriter as TraceWriter
 
 _MODULES = {
-    "POLICIES": "policies",
-    "BudgetFullError": "radixcache.errors",
-    "CacheBusyError": "radixcache.errors",
-    "CacheFullError": "radixcache.errors",
-    "CacheStats": "radixcache.watch.stats",
-    "CausalCache": "radixcache.cells.causal",
-    "CostModel": "policies",
-    "Entry": "policies",
-    "Event": "radixcache.tree.events",
-    "EventKind": "radixcache.tree.events",
-    "EvictionPolicy": "policies",
-    "Explanation": "radixcache.watch.explain",
-    "Gap": "radixcache.watch.explain",
-    "Group": "radixcache.groups.group",
-    "Hint": "radixcache.watch.explain",
-    "Ledger": "radixcache.budget.ledger",
-    "Mismatch": "radixcache.verify.verifier",
-    "NamedPin": "radixcache.paging.pins",
-    "PrefixCache": "radixcache.prefix_cache",
-    "RadixCacheError": "radixcache.errors",
-    "RadixTree": "radixcache.tree.radix_tree",
-    "Reason": "radixcache.watch.explain",
-    "Row": "radixcache.groups.row",
-    "Session": "radixcache.sessions.session",
-    "SessionClosedError": "radixcache.errors",
-    "ShiftError": "radixcache.errors",
-    "ShortReason": "radixcache.paging.resume",
-    "SnapshotError": "radixcache.errors",
-    "StatsSnapshot": "radixcache.watch.metrics",
-    "TraceWriter": "radixcache.watch.trace",
-    "TreeView": "radixcache.view.description",
-    "UnsupportedCacheError": "radixcache.errors",
-    "register_adapter": "radixcache.adapters.registry",
-    "render_chat": "radixcache.chat.render",
-    "stream_generate": "radixcache.generate",
+    "policies": "POLICIES CostModel Entry EvictionPolicy",
+    "radixcache.adapters.registry": "register_adapter",
+    "radixcache.budget.ledger": "Ledger",
+    "radixcache.cells.causal": "CausalCache",
+    "radixcache.chat.render": "render_chat",
+    "radixcache.errors": "BudgetFullError CacheBusyError CacheFullError RadixCacheError SessionClosedError ShiftError"
+    " SnapshotError UnsupportedCacheError",
+    "radixcache.generate": "stream_generate",
+    "radixcache.groups.group": "Group",
+    "radixcache.groups.row": "Row",
+    "radixcache.paging.pins": "NamedPin",
+    "radixcache.paging.resume": "ShortReason",
+    "radixcache.prefix_cache": "PrefixCache",
+    "radixcache.sessions.session": "Session",
+    "radixcache.tree.events": "Event EventKind",
+    "radixcache.tree.radix_tree": "RadixTree",
+    "radixcache.verify.verifier": "Mismatch",
+    "radixcache.view.description": "TreeView",
+    "radixcache.watch.explain": "Explanation Gap Hint Reason",
+    "radixcache.watch.metrics": "StatsSnapshot",
+    "radixcache.watch.stats": "CacheStats",
+    "radixcache.watch.trace": "TraceWriter",
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-__all__ = [
-    "POLICIES",
-    "BudgetFullError",
-    "CacheBusyError",
-    "CacheFullError",
-    "CacheStats",
-    "CausalCache",
-    "CostModel",
-    "Entry",
-    "Event",
-    "EventKind",
-    "EvictionPolicy",
-    "Explanation",
-    "Gap",
-    "Group",
-    "Hint",
-    "Ledger",
-    "Mismatch",
-    "NamedPin",
-    "PrefixCache",
-    "RadixCacheError",
-    "RadixTree",
-    "Reason",
-    "Row",
-    "Session",
-    "SessionClosedError",
-    "ShiftError",
-    "ShortReason",
-    "SnapshotError",
-    "StatsSnapshot",
-    "TraceWriter",
-    "TreeView",
-    "UnsupportedCacheError",
-    "register_adapter",
-    "render_chat",
-    "stream_generate",
-]
+# Constants, then classes, then functions.
+__all__ = sorted(_MODULE_OF, key=lambda name: (name.islower(), not name.isupper(), name))
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'radixcache' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
     return value
 
 

@@ -11,16 +11,13 @@ class BudgetFullError(RadixCacheError):
     """The byte budget cannot hold what a call needs, all that is evictable gone. Nothing but that has changed.
 
     Attributes:
-        budget_bytes: the budget.
-        held_bytes: what open sessions, groups and pins hold of it.
+        budget_bytes, held_bytes: the budget; what open sessions, groups and pins hold of it.
         wanted_bytes: what was asked for on top.
     """
 
     def __init__(self, budget_bytes: int, held_bytes: int, wanted_bytes: int) -> None:
         super().__init__(budget_bytes, held_bytes, wanted_bytes)
-        self.budget_bytes = budget_bytes
-        self.held_bytes = held_bytes
-        self.wanted_bytes = wanted_bytes
+        self.budget_bytes, self.held_bytes, self.wanted_bytes = budget_bytes, held_bytes, wanted_bytes
 
     def __str__(self) -> str:
         return (
@@ -45,20 +42,15 @@ class CacheFullError(RadixCacheError):
     """No room for more tokens in a buffer of cells. Nothing has changed; the caller decides what goes.
 
     Attributes:
-        capacity: cells in the buffer.
-        used: cells that hold a token.
-        free: cells that hold none. From `wanted` up: defragmentation makes room.
-        largest_free_run: the most free cells in a row.
-        wanted: cells that were asked for.
+        capacity, used, free: cells in the buffer; those that hold a token, and none. From `wanted` free ones up,
+            defragmentation makes room.
+        largest_free_run, wanted: the most free cells in a row; cells that were asked for.
     """
 
     def __init__(self, capacity: int, used: int, largest_free_run: int, wanted: int) -> None:
         super().__init__(capacity, used, largest_free_run, wanted)
-        self.capacity = capacity
-        self.used = used
-        self.free = capacity - used
-        self.largest_free_run = largest_free_run
-        self.wanted = wanted
+        self.capacity, self.used, self.free = capacity, used, capacity - used
+        self.largest_free_run, self.wanted = largest_free_run, wanted
 
     def __str__(self) -> str:
         what = "Defragment." if self.wanted <= self.free else "Free a sequence or remove a range."

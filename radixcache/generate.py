@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse, generation_stream, speculative_generate_step, wired_limit
@@ -31,7 +33,19 @@ REFUSED = {
     "quantized_kv_start": "PrefixCache(kv_bits=...) quantizes from offset 0",
 }
 
+#: How many decoded tokens pass between two releases of MLX's free buffers.
+RELEASE_INTERVAL_TOKENS = 256
+
 Token = tuple[int, mx.array, bool]
+#: From a forward pass's tokens and logits (1, T, V): the next token (1,) and log-probabilities (1, V), both pending.
+Choose = Callable[[Any, mx.array], tuple[mx.array, mx.array]]
+
+
+class Steppable(Protocol):
+    """Live caches that a forward pass moves on. A Session is one."""
+
+    def step(self, model: Any, tokens: Any) -> mx.array:
+        """Dispatch the forward pass of the next tokens without waiting for it; logits (1, T, V)."""
 
 
 @dataclass
@@ -84,26 +98,24 @@ def stream_generate(
     if isinstance(prompt, str):
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=special)
-    reserve = max_tokens if max_tokens > 0 else 256
-    begin = {"namespace": namespace, "marks": marks, "priority": priority, "reserve": min(reserve, 4096)}
-    return _respond(model, tokenizer, prompt, max_tokens, draft_model, stream, cache, begin, kwargs)
+    reserve = min(max_tokens if max_tokens > 0 else 256, 4096)
+    begin = partial(cache.begin, prompt, namespace=namespace, marks=marks, priority=priority, reserve=reserve)
+    tokens_of = partial(_tokens, model, draft_model, stream, max_tokens, **kwargs)
+    return _respond(model, tokenizer, max_tokens, stream, begin, tokens_of)
 
 
 def _respond(
     model: Any,
     tokenizer: Any,
-    prompt: Any,
     max_tokens: int,
-    draft_model: Any,
     stream: Any,
-    cache: PrefixCache,
-    begin: dict[str, Any],
-    kwargs: dict[str, Any],
+    begin: Callable[[], Session],
+    tokens_of: Callable[[Session], Generator[Token, None, None]],
 ) -> Generator[CachedGenerationResponse, None, None]:
-    with wired_limit(model, [stream]), cache.begin(prompt, **begin) as session:
+    with wired_limit(model, [stream]), begin() as session:
         length = len(session.prompt)
         detokenizer = tokenizer.detokenizer
-        tokens = _tokens(model, draft_model, session, stream, max_tokens, kwargs)
+        tokens = tokens_of(session)
         began = time.perf_counter()
         prompt_tps = 0.0
         finish = None
@@ -140,85 +152,95 @@ def _respond(
 
 
 def _tokens(
-    model: Any, draft_model: Any, session: Session, stream: Any, max_tokens: int, kwargs: dict[str, Any]
-) -> Any:
-    step_size = kwargs.pop("prefill_step_size", None)
-    progress: Callable[[int, int], None] | None = kwargs.pop("prompt_progress_callback", None)
-    draft_count = kwargs.pop("num_draft_tokens", 2)
-    if draft_model is None:
-        return _plain(model, session, stream, max_tokens, step_size, progress, **kwargs)
-    return _speculative(model, draft_model, session, stream, max_tokens, step_size, progress, draft_count, kwargs)
-
-
-def _plain(
     model: Any,
-    session: Session,
+    draft_model: Any,
     stream: Any,
     max_tokens: int,
-    step_size: int | None,
-    progress: Callable[[int, int], None] | None,
+    session: Session,
+    prefill_step_size: int | None = None,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    num_draft_tokens: int = 2,
+    **sampling: Any,
+) -> Generator[Token, None, None]:
+    whole = model if draft_model is None else both_models(model, draft_model, len(session.caches))
+    with mx.stream(stream):
+        session.prefill(whole, step_size=prefill_step_size, on_progress=prompt_progress_callback)
+    if draft_model is not None:
+        sampling["num_draft_tokens"] = num_draft_tokens
+        yield from _speculative(model, draft_model, session, stream, max_tokens, sampling)
+        return
+    choose = _chooser(session.prompt, **sampling)
+    tokens = decode(session, model, session.prompt[-1:], choose, max_tokens=max_tokens, stream=stream)
+    for count, (token, logprobs) in enumerate(tokens):
+        if count == 0 and prompt_progress_callback is not None:
+            prompt_progress_callback(len(session.prompt), len(session.prompt))
+        yield token, logprobs, False
+
+
+def _chooser(
+    prompt: Any,
     sampler: Callable[[mx.array], mx.array] | None = None,
     logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None,
-) -> Iterator[Token]:
-    history = mx.array(session.prompt) if logits_processors else None
+) -> Choose:
+    history = mx.array(prompt[:-1]) if logits_processors else None
+
+    def choose(tokens: Any, logits: mx.array) -> tuple[mx.array, mx.array]:
+        nonlocal history
+        logits = logits[:, -1, :]
+        if history is not None:
+            history = mx.concatenate([history, mx.array(tokens)])
+            for processor in logits_processors or ():
+                logits = processor(history, logits)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return mx.argmax(logprobs, axis=-1) if sampler is None else sampler(logprobs), logprobs
+
+    return choose
+
+
+def decode(
+    run: Steppable, model: Any, last: Any, choose: Choose, *, max_tokens: int, stream: Any = None
+) -> Iterator[tuple[int, mx.array]]:
+    """Decode token by token, one forward pass ahead of what is yielded.
+
+    The forward pass that follows a token is dispatched before that token is read. When the caller stops at a token,
+    that pass was for nothing; to know first would cost every other token a wait. Behind the last token that
+    `max_tokens` allows there is nothing to predict.
+
+    Args:
+        run: prefilled but for the prompt's last token.
+        last: the prompt's last token, (1,).
+        choose: samples; the tokens that it is given, its own later on, are not evaluated yet.
+        max_tokens: tokens to yield at most; -1 for no limit.
+        stream: MLX's stream for the forward passes; None for the current one.
+
+    Yields:
+        Each token and its log-probabilities (V,).
+    """
 
     def forward(tokens: Any) -> tuple[mx.array, mx.array]:
-        nonlocal history
-        with mx.stream(stream):
-            logits = session.step(model, tokens)[:, -1, :]
-            if history is not None:
-                if isinstance(tokens, mx.array):
-                    history = mx.concatenate([history, tokens])
-                for processor in logits_processors or ():
-                    logits = processor(history, logits)
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            sampled = mx.argmax(logprobs, axis=-1) if sampler is None else sampler(logprobs)
+        with nullcontext() if stream is None else mx.stream(stream):
+            sampled, logprobs = choose(tokens, run.step(model, tokens))
             mx.async_eval(sampled, logprobs)
         return sampled, logprobs.squeeze(0)
 
-    with mx.stream(stream):
-        session.prefill(model, step_size=step_size, on_progress=progress)
-    sampled, logprobs = forward(session.prompt[-1:])
+    following = forward(last)
     count = 0
-    while True:
+    while count != max_tokens:
         count += 1
-        # The next forward pass is under way before this token is read.
-        following = forward(sampled) if count != max_tokens else None
-        token = int(sampled.item())  # type: ignore[arg-type]
-        if count == 1 and progress is not None:
-            progress(len(session.prompt), len(session.prompt))
-        yield token, logprobs, False
-        if following is None:
-            return
-        if count % 256 == 0:
-            mx.clear_cache()
         sampled, logprobs = following
+        if count != max_tokens:
+            following = forward(sampled)
+        yield int(sampled.item()), logprobs  # type: ignore[arg-type]
+        if count % RELEASE_INTERVAL_TOKENS == 0:
+            mx.clear_cache()
 
 
 def _speculative(
-    model: Any,
-    draft_model: Any,
-    session: Session,
-    stream: Any,
-    max_tokens: int,
-    step_size: int | None,
-    progress: Callable[[int, int], None] | None,
-    draft_count: int,
-    kwargs: dict[str, Any],
+    model: Any, draft_model: Any, session: Session, stream: Any, max_tokens: int, options: dict[str, Any]
 ) -> Iterator[Token]:
-    both = both_models(model, draft_model, len(session.caches))
-    with mx.stream(stream):
-        session.prefill(both, step_size=step_size, on_progress=progress)
-    generator = speculative_generate_step(
-        mx.array(session.prompt[-1:]),
-        model,
-        draft_model,
-        stream,
-        num_draft_tokens=draft_count,
-        max_tokens=max_tokens if max_tokens > 0 else 1 << 30,
-        prompt_cache=session.caches,
-        **kwargs,
-    )
+    last, limit = mx.array(session.prompt[-1:]), max_tokens if max_tokens > 0 else 1 << 30
+    options |= {"max_tokens": limit, "prompt_cache": session.caches}
+    generator = speculative_generate_step(last, model, draft_model, stream, **options)
     try:
         for token, logprobs, from_draft in generator:
             session.extend([int(token)])

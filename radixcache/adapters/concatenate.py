@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from radixcache.adapters.contract import NEVER
 from radixcache.adapters.owned import owned
-from radixcache.adapters.span import SpanAdapter, SpanSnapshot, segment_bounds
+from radixcache.adapters.span import SpanAdapter, SpanSnapshot
 
 
 class ConcatenateKVAdapter(SpanAdapter):
@@ -28,9 +28,7 @@ class ConcatenateKVAdapter(SpanAdapter):
         """Nothing to reserve: the class allocates at every update."""
 
     def own(self, cache: Any) -> list[mx.array]:
-        if cache.keys is None:
-            return []
-        self.put(cache, [owned(b[..., : cache.offset, :]) for b in self.buffers(cache)])
+        self._cut(cache, cache.offset)
         return self.buffers(cache)
 
     def hold(self, cache: Any, tokens: int) -> Any:
@@ -44,17 +42,18 @@ class ConcatenateKVAdapter(SpanAdapter):
         if target == 0:
             self.free(cache)
         elif target < cache.offset:
-            self.put(cache, [owned(b[..., :target, :]) for b in self.buffers(cache)])
+            self._cut(cache, target)
             cache.offset = target
 
+    def _cut(self, cache: Any, target: int) -> None:
+        if cache.keys is not None:
+            self.put(cache, [owned(b[..., :target, :]) for b in self.buffers(cache)])
+
     def _page_in(self, cache: Any, snapshot: SpanSnapshot, target: int) -> None:
-        begin = cache.offset
-        pieces: list[list[mx.array]] = [[b[..., :begin, :]] if begin else [] for b in self.buffers(cache)]
-        pieces = pieces or [[] for _ in snapshot.segments[0]]
-        for (low, high), segment in zip(segment_bounds(snapshot.start, snapshot.end), snapshot.segments, strict=True):
-            first, last = max(low, begin), min(high, target)
-            if first < last:
-                for piece, array in zip(pieces, segment, strict=True):
-                    piece.append(array[..., first - low : last - low, :])
-        self.put(cache, [owned(mx.concatenate(piece, axis=2)) for piece in pieces])
+        buffers: list[list[mx.array]] = [[b[..., : cache.offset, :]] for b in self.buffers(cache)]
+        buffers = buffers or [[] for _ in snapshot.segments[0]]
+        for _, _, arrays in snapshot.parts(cache.offset, target):
+            for pieces, array in zip(buffers, arrays, strict=True):
+                pieces.append(array)
+        self.put(cache, [owned(mx.concatenate(pieces, axis=2)) for pieces in buffers])
         cache.offset = target

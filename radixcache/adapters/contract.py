@@ -6,7 +6,9 @@ models reassign arrays between forward passes. There are two kinds:
     span    the state can be cut at any token; a snapshot covers [start, end)
     point   the state is valid at one offset; a snapshot is the whole state there, a checkpoint
 
-What every adapter keeps to (`tests/contract/` runs one suite over all of them):
+A snapshot has `start` (0 for a point), `end`, `nbytes` and `arrays()`.
+
+What every adapter keeps to (`tests/adapters/` runs one suite over all of them):
 
   A1  A snapshot owns its arrays: compact, never a view of a live buffer. It is not evaluated yet.
   A2  restore(cache, None, target) rewinds the live state to `target`, or returns False and changes nothing.
@@ -30,18 +32,6 @@ import mlx.core as mx
 
 #: An offset that no sequence reaches: "never".
 NEVER = 1 << 62
-
-
-class Snapshot(Protocol):
-    """State taken out of a live cache: of the tokens [start, end), or for a point layer of all up to `end`."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    def arrays(self) -> list[mx.array]: ...
 
 
 class Adapter(Protocol):

@@ -1,21 +1,26 @@
 """PointAdapter: what adapters of point state have in common: a snapshot is whole, and cannot be split or joined.
 
-WindowAdapter adds what classes with one `keys` and one `values` buffer, (1, H, T, D), share beyond that.
+The state of a cache is a nest of lists, tuples and dictionaries with arrays in it.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from radixcache.adapters.owned import owned
 
 
 @dataclass(slots=True)
 class PointSnapshot:
-    """The whole state of one layer at offset `end`."""
+    """The whole state of one layer at offset `end`, as its adapter's `state` has it."""
 
     end: int
+    state: Any
 
     @property
     def start(self) -> int:
@@ -26,8 +31,7 @@ class PointSnapshot:
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[mx.array]:
-        """The owned arrays."""
-        raise NotImplementedError(f"{type(self).__name__} must define arrays().")
+        return arrays_in(self.state)
 
 
 class PointAdapter:
@@ -35,14 +39,51 @@ class PointAdapter:
 
     is_point = True
 
+    def state(self, cache: Any) -> Any:
+        """The state of a cache that is not empty; not a copy."""
+        raise NotImplementedError(f"{type(self).__name__} must define state(cache).")
+
+    def put(self, cache: Any, state: Any, offset: int | None) -> None:
+        """Give the cache the state that `state` gave at this offset."""
+        raise NotImplementedError(f"{type(self).__name__} must define put(cache, state, offset).")
+
+    def is_empty(self, cache: Any) -> bool:
+        return not self.buffers(cache)
+
+    def offset(self, cache: Any) -> int | None:
+        return int(cache.offset)
+
+    def buffers(self, cache: Any) -> list[mx.array]:
+        return arrays_in(self.state(cache))
+
+    def capacity(self, cache: Any) -> int:
+        return self.offset(cache) or 0
+
     def spare_nbytes(self, cache: Any) -> int:
         return 0
 
     def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:
         """Nothing to reserve: the class allocates at every update."""
 
+    def snapshot(self, cache: Any, start: int, end: int) -> PointSnapshot | None:
+        if self.is_empty(cache):
+            return None
+        state, offset = copied(self.state(cache)), self.offset(cache)
+        return PointSnapshot(end if offset is None else offset, state)
+
+    def restore(self, cache: Any, snapshot: PointSnapshot | None, target: int) -> bool:
+        if snapshot is None:
+            return self.can_rewind(cache, target)
+        if target != snapshot.end:
+            return False
+        self.put(cache, copied(snapshot.state), target)
+        return True
+
     def can_cut(self, snapshot: Any, target: int) -> bool:
-        return snapshot is None or target == snapshot.end
+        return snapshot is None or bool(target == snapshot.end)
+
+    def can_rewind(self, cache: Any, target: int) -> bool:
+        return target == (0 if self.is_empty(cache) else self.offset(cache))
 
     def split(self, snapshot: Any, at: int) -> tuple[None, Any]:
         return None, snapshot
@@ -50,39 +91,32 @@ class PointAdapter:
     def merge(self, upper: Any, lower: Any) -> Any:
         return lower
 
-
-@dataclass(slots=True)
-class WindowSnapshot(PointSnapshot):
-    """Keys (1, H, T, Dk) and values (1, H, T, Dv) in temporal order, compact."""
-
-    keys: mx.array
-    values: mx.array
-
-    def arrays(self) -> list[mx.array]:
-        return [self.keys, self.values]
-
-
-class WindowAdapter(PointAdapter):
-    """Base of the adapters of classes that keep the keys and values of part of the sequence."""
-
-    def is_empty(self, cache: Any) -> bool:
-        return cache.keys is None
-
-    def offset(self, cache: Any) -> int | None:
-        return int(cache.offset)
-
-    def buffers(self, cache: Any) -> list[mx.array]:
-        return [] if cache.keys is None else [cache.keys, cache.values]
-
-    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
-        return tuple((*b.shape[:2], b.shape[3], b.dtype) for b in self.buffers(cache))
-
     def own(self, cache: Any) -> list[mx.array]:
-        raise NotImplementedError(f"{type(self).__name__} must define own(cache).")
+        if self.is_empty(cache):
+            return []
+        self.put(cache, copied(self.state(cache)), self.offset(cache))
+        return self.buffers(cache)
 
-    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:
-        """Spare room is at most one growth step of the class; a smaller capacity drops it."""
-        if cache.keys is not None and capacity_tokens <= cache.offset and self.spare_nbytes(cache):
-            buffers = self.own(cache)
-            if wait:
-                mx.eval(buffers)
+    def hold(self, cache: Any, tokens: int) -> Any:
+        return self.state(cache), self.offset(cache)
+
+    def roll_back(self, cache: Any, held: Any) -> bool:
+        self.put(cache, *held)
+        return True
+
+
+def arrays_in(tree: Any) -> list[mx.array]:
+    """All arrays in a nest, in order."""
+    leaves: list[tuple[str, Any]] = tree_flatten(tree)  # type: ignore[assignment]
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+
+
+def copied(tree: Any, leaf: Any = owned) -> Any:
+    """The same nest with every array passed through `leaf`."""
+    if isinstance(tree, mx.array):
+        return leaf(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(copied(item, leaf) for item in tree)
+    if isinstance(tree, dict):
+        return {key: copied(item, leaf) for key, item in tree.items()}
+    return copy.copy(tree)

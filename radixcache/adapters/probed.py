@@ -8,27 +8,13 @@ UnsupportedCacheError by name, before any state of it was stored.
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
-from radixcache.adapters.owned import owned
-from radixcache.adapters.point import PointAdapter, PointSnapshot
+from radixcache.adapters.point import PointAdapter, arrays_in, copied
 from radixcache.errors import UnsupportedCacheError
-
-
-@dataclass(slots=True)
-class StateSnapshot(PointSnapshot):
-    """A copy of what the `state` property gave at offset `end`."""
-
-    state: Any
-
-    def arrays(self) -> list[mx.array]:
-        return _arrays(self.state)
 
 
 class ProbedAdapter(PointAdapter):
@@ -43,60 +29,37 @@ class ProbedAdapter(PointAdapter):
         state = vars(type(cache)).get("state")
         return isinstance(state, property) and state.fset is not None
 
-    def is_empty(self, cache: Any) -> bool:
-        return not self.buffers(cache)
+    def state(self, cache: Any) -> Any:
+        self._prove(cache)
+        return cache.state
+
+    def put(self, cache: Any, state: Any, offset: int | None) -> None:
+        cache.state = state
 
     def offset(self, cache: Any) -> int | None:
         offset = getattr(cache, "offset", None)
         return offset if isinstance(offset, int) and not isinstance(offset, bool) else None
 
     def buffers(self, cache: Any) -> list[mx.array]:
-        found = _arrays(vars(cache))
+        found = arrays_in(vars(cache))
         if found:
             return found
         try:
-            return _arrays(cache.state)
+            return arrays_in(cache.state)
         except Exception:  # a class may well fail to state what it does not have yet
             return []
 
-    def capacity(self, cache: Any) -> int:
-        return self.offset(cache) or 0
-
     def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
-        return (("state", len(_arrays(vars(cache)))),)
-
-    def snapshot(self, cache: Any, start: int, end: int) -> StateSnapshot | None:
-        if self.is_empty(cache):
-            return None
-        self._prove(cache)
-        return StateSnapshot(end, _copy(cache.state))
-
-    def restore(self, cache: Any, snapshot: StateSnapshot | None, target: int) -> bool:
-        if snapshot is None:
-            return self.can_rewind(cache, target)
-        if target != snapshot.end:
-            return False
-        cache.state = _copy(snapshot.state)
-        return True
-
-    def can_rewind(self, cache: Any, target: int) -> bool:
-        return target == (0 if self.is_empty(cache) else self.offset(cache))
+        return (("state", len(arrays_in(vars(cache)))),)
 
     def free(self, cache: Any) -> None:
         """Nothing is known of how to empty the class: the layout replaces the object by a fresh one."""
         raise UnsupportedCacheError(f"{type(cache).__name__} cannot be emptied in place.")
 
-    def own(self, cache: Any) -> list[mx.array]:
-        if self.is_empty(cache):
-            return []
-        self._prove(cache)
-        cache.state = _copy(cache.state)
-        return self.buffers(cache)
-
     def hold(self, cache: Any, tokens: int) -> Any:
         if self.is_empty(cache):
             return None
-        return {name: _copy(value, mx.array) for name, value in vars(cache).items()}
+        return {name: copied(value, mx.array) for name, value in vars(cache).items()}
 
     def roll_back(self, cache: Any, held: Any) -> bool:
         if held is None:
@@ -111,29 +74,13 @@ class ProbedAdapter(PointAdapter):
         name = type(cache).__name__
         fresh = object.__new__(type(cache))
         try:
-            fresh.state = _copy(cache.state)
+            fresh.state = copied(cache.state)
         except Exception as error:
             raise UnsupportedCacheError(f"{name}: its state cannot be put into a fresh object: {error}.") from error
         if not _equal(vars(fresh), vars(cache)):
             lost = [k for k, v in vars(cache).items() if not _equal(vars(fresh).get(k), v)]
             raise UnsupportedCacheError(f"{name}: its state loses {', '.join(map(str, lost))} on a round trip.")
         self._proven.add(type(cache))
-
-
-def _arrays(tree: Any) -> list[mx.array]:
-    leaves: list[tuple[str, Any]] = tree_flatten(tree)  # type: ignore[assignment]
-    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
-
-
-def _copy(tree: Any, leaf: Any = owned) -> Any:
-    """The same nest of tuples, lists and dictionaries with every array passed through `leaf`."""
-    if isinstance(tree, mx.array):
-        return leaf(tree)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_copy(item, leaf) for item in tree)
-    if isinstance(tree, dict):
-        return {key: _copy(item, leaf) for key, item in tree.items()}
-    return copy.copy(tree)
 
 
 def _equal(left: Any, right: Any) -> bool:

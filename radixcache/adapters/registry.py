@@ -18,18 +18,18 @@ from radixcache.adapters.arrays import ArraysAdapter
 from radixcache.adapters.chunked import ChunkedKVAdapter
 from radixcache.adapters.concatenate import ConcatenateKVAdapter
 from radixcache.adapters.contract import Adapter
-from radixcache.adapters.kv import KVAdapter
 from radixcache.adapters.layer import LayerAdapter
 from radixcache.adapters.probed import ProbedAdapter
 from radixcache.adapters.quantized import QuantizedKVAdapter
 from radixcache.adapters.rotating import RotatingKVAdapter
+from radixcache.adapters.span import SpanAdapter
 from radixcache.errors import UnsupportedCacheError
 
 ADAPTERS: dict[type, Adapter] = {
     ArraysCache: ArraysAdapter(),
     ChunkedKVCache: ChunkedKVAdapter(),
     ConcatenateKVCache: ConcatenateKVAdapter(),
-    KVCache: KVAdapter(),
+    KVCache: SpanAdapter(),
     LayerCache: LayerAdapter(),
     QuantizedKVCache: QuantizedKVAdapter(),
     RotatingKVCache: RotatingKVAdapter(),
@@ -43,17 +43,10 @@ def register_adapter(cache_class: type, adapter: Adapter) -> None:
 
 
 def adapter_for(cache: Any, layer: int = 0) -> Adapter:
-    """The adapter of a cache object's exact class.
-
-    Raises:
-        UnsupportedCacheError: the class has none and does not qualify for the probed one.
-    """
-    adapter = ADAPTERS.get(type(cache))
+    """The adapter of a cache's exact class. UnsupportedCacheError: none, and it does not qualify for the probed one."""
+    adapter = ADAPTERS.get(type(cache)) or (PROBED if PROBED.accepts(cache) else None)
     if adapter is not None:
         return adapter
-    if PROBED.accepts(cache):
-        return PROBED
     known = ", ".join(sorted([*(c.__name__ for c in ADAPTERS), "CacheList"]))
-    name = type(cache).__name__
-    advice = "Register one with register_adapter()."
-    raise UnsupportedCacheError(f"no adapter for layer {layer} ({name}). Known: {known}. {advice}")
+    found = f"no adapter for layer {layer} ({type(cache).__name__})"
+    raise UnsupportedCacheError(f"{found}. Known: {known}. Register one with register_adapter().")

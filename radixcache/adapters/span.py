@@ -1,8 +1,10 @@
-"""SpanAdapter: span state kept as buffers of shape (1, H, capacity, D) with time on axis 2.
+"""SpanAdapter: span state in buffers (1, H, capacity, D) with time on axis 2; as it is, the adapter of KVCache.
 
-KVCache, QuantizedKVCache and ConcatenateKVCache differ only in which attributes hold the buffers. A snapshot is a
-row of segments on a fixed grid of SEGMENT_TOKENS, so that cutting one, joining two and dropping a tail touch one
-segment, not the whole edge:
+Source: mlx_lm.models.cache, mlx-lm 0.32.2. KVCache grows its buffers when `offset + T` exceeds the capacity and never
+looks beyond `offset`, so any capacity is fine and a rewind is a smaller offset.
+
+A snapshot is a row of segments on a fixed grid of SEGMENT_TOKENS, so that cutting one, joining two and dropping a tail
+touch one segment, not the whole edge:
 
     [700, 1600)  ->  [700, 1024) [1024, 1536) [1536, 1600)
 
@@ -11,11 +13,13 @@ Page-in writes the segments into the live buffers in place; page-out copies them
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from radixcache.adapters.keys_values import KeysAndValues
 from radixcache.adapters.owned import owned_span
 from radixcache.adapters.snapshots import SEGMENT_TOKENS
 from radixcache.errors import SnapshotError
@@ -52,24 +56,24 @@ class SpanSnapshot:
     def arrays(self) -> list[mx.array]:
         return [array for segment in self.segments for array in segment]
 
+    def parts(self, start: int, end: int) -> Iterator[tuple[int, int, Segment]]:
+        """What lies in [start, end), a segment at a time: offsets [first, last) and its arrays, cut to that."""
+        for (low, high), segment in zip(segment_bounds(self.start, self.end), self.segments, strict=True):
+            first, last = max(low, start), min(high, end)
+            if (first, last) == (low, high):
+                yield first, last, segment
+            elif first < last:
+                yield first, last, tuple(array[..., first - low : last - low, :] for array in segment)
 
-class SpanAdapter:
-    """Adapter of a class whose state is `buffers` plus `offset`. Subclasses say where the buffers are."""
+
+class SpanAdapter(KeysAndValues):
+    """Adapter of a class whose state is `buffers` plus `offset`; subclasses keep the buffers elsewhere."""
 
     is_point = False
-
-    def buffers(self, cache: Any) -> list[mx.array]:
-        return [] if cache.keys is None else [cache.keys, cache.values]
 
     def put(self, cache: Any, buffers: list[mx.array]) -> None:
         """Store new buffers, in the order of `buffers`."""
         cache.keys, cache.values = buffers
-
-    def is_empty(self, cache: Any) -> bool:
-        return cache.keys is None
-
-    def offset(self, cache: Any) -> int | None:
-        return int(cache.offset)
 
     def capacity(self, cache: Any) -> int:
         return 0 if cache.keys is None else int(self.buffers(cache)[0].shape[2])
@@ -77,27 +81,22 @@ class SpanAdapter:
     def spare_nbytes(self, cache: Any) -> int:
         return sum(b.nbytes * (b.shape[2] - cache.offset) // b.shape[2] for b in self.buffers(cache))
 
-    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
-        return tuple((*b.shape[:2], b.shape[3], b.dtype) for b in self.buffers(cache))
-
     def snapshot(self, cache: Any, start: int, end: int) -> SpanSnapshot | None:
         if cache.keys is None:
             return None
         if not 0 <= start < end <= cache.offset:
             raise SnapshotError(f"span [{start}, {end}) is not inside the live state [0, {cache.offset}).")
-        buffers = self.buffers(cache)
-        cuts = segment_bounds(start, end)
+        cuts, buffers = segment_bounds(start, end), self.buffers(cache)
         return SpanSnapshot(start, end, [tuple(owned_span(b, low, high) for b in buffers) for low, high in cuts])
 
     def restore(self, cache: Any, snapshot: SpanSnapshot | None, target: int) -> bool:
-        if target <= cache.offset and (snapshot is None or snapshot.start <= cache.offset):
-            if snapshot is not None and target > snapshot.end:
-                return False
-            self._rewind(cache, target)
-            return True
-        if snapshot is None or target > snapshot.end or cache.offset < snapshot.start:
+        reached = cache.offset if snapshot is None else snapshot.end
+        if target > reached or (snapshot is not None and cache.offset < snapshot.start):
             return False
-        self._page_in(cache, snapshot, target)
+        if snapshot is None or target <= cache.offset:
+            self._rewind(cache, target)
+        else:
+            self._page_in(cache, snapshot, target)
         return True
 
     def can_cut(self, snapshot: SpanSnapshot | None, target: int) -> bool:
@@ -148,7 +147,8 @@ class SpanAdapter:
         if cache.keys is None:
             buffers = [] if like is None else [_zeros_like(a, capacity) for a in like.segments[0]]
         elif capacity != self.capacity(cache):
-            buffers = [_resized(b, cache.offset, capacity) for b in self.buffers(cache)]
+            kept, more = cache.offset, capacity - cache.offset
+            buffers = [mx.concatenate([b[..., :kept, :], _zeros_like(b, more)], axis=2) for b in self.buffers(cache)]
         else:
             return
         if wait:
@@ -178,19 +178,11 @@ class SpanAdapter:
     def _page_in(self, cache: Any, snapshot: SpanSnapshot, target: int) -> None:
         if self.capacity(cache) <= target:
             self.reserve(cache, target + 1, snapshot)
-        begin = cache.offset
         buffers = self.buffers(cache)
-        for (low, high), segment in zip(segment_bounds(snapshot.start, snapshot.end), snapshot.segments, strict=True):
-            first, last = max(low, begin), min(high, target)
-            if first < last:
-                whole = (first, last) == (low, high)
-                for buffer, array in zip(buffers, segment, strict=True):
-                    buffer[..., first:last, :] = array if whole else array[..., first - low : last - low, :]
+        for first, last, arrays in snapshot.parts(cache.offset, target):
+            for buffer, array in zip(buffers, arrays, strict=True):
+                buffer[..., first:last, :] = array
         cache.offset = target
-
-
-def _resized(buffer: mx.array, filled: int, capacity: int) -> mx.array:
-    return mx.concatenate([buffer[..., :filled, :], _zeros_like(buffer, capacity - filled)], axis=2)
 
 
 def _zeros_like(array: mx.array, tokens: int) -> mx.array:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from radixcache.locking.turns import Turns
+from radixcache.locking.lock import Lock
 
 Reclaim = Callable[[int], int]
 
@@ -47,24 +47,22 @@ class Account:
     def total_bytes(self) -> int:
         return self.live_bytes + self.paged_bytes + self.second_bytes
 
+    # Each purpose changes by a signed amount
+
+    def add_live(self, amount_bytes: int) -> None:
+        self.live_bytes += amount_bytes
+        self.ledger.changed(amount_bytes)
+
     def add_spans(self, amount_bytes: int) -> None:
-        """Change the bytes of span snapshots by a signed amount."""
         self.span_bytes += amount_bytes
         self.ledger.changed(amount_bytes)
 
     def add_checkpoints(self, amount_bytes: int) -> None:
-        """Change the bytes of checkpoints by a signed amount."""
         self.checkpoint_bytes += amount_bytes
         self.ledger.changed(amount_bytes)
 
     def add_second(self, amount_bytes: int) -> None:
-        """Change the bytes of second states by a signed amount."""
         self.second_bytes += amount_bytes
-        self.ledger.changed(amount_bytes)
-
-    def add_live(self, amount_bytes: int) -> None:
-        """Change the bytes of the live buffers by a signed amount."""
-        self.live_bytes += amount_bytes
         self.ledger.changed(amount_bytes)
 
 
@@ -75,9 +73,8 @@ class Ledger:
         if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 1:
             raise ValueError(f"budget_bytes is {budget_bytes!r}; wanted a whole number of bytes, 1 or more.")
         self.budget_bytes = budget_bytes
-        self.total_bytes = 0
-        self.peak_bytes = 0
-        self.lock = Turns()
+        self.total_bytes = self.peak_bytes = 0
+        self.lock = Lock()
         self._accounts: list[Account] = []
 
     def open_account(self, reclaim: Reclaim) -> Account:
@@ -85,11 +82,6 @@ class Ledger:
         account = Account(self, reclaim)
         self._accounts.append(account)
         return account
-
-    def close_account(self, account: Account) -> None:
-        """Take an account out; its owner holds nothing any more."""
-        assert account.total_bytes == 0, account
-        self._accounts.remove(account)
 
     @property
     def pinned_bytes(self) -> int:

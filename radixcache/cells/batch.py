@@ -50,15 +50,10 @@ def bounds(visible: list[Cells]) -> tuple[int, int]:
 
 
 def seen(batch: Batch, visible: list[Cells], positions: list[Cells], window: int | None) -> NDArray[np.bool_]:
-    """Which cells each token sees: those at its own position or before, and less than `window` before.
+    """Which cells each token sees: those at its own position or before, and less than `window` (>= 1, or None) before.
 
-    Args:
-        visible: for each row the cells that any of its tokens sees, in order of position.
-        positions: of these cells, in the same order.
-        window: >= 1, or None.
-
-    Returns:
-        Shape (batch.length, stop - start), with (start, stop) the bounds of `visible`.
+    `visible` are for each row the cells that any of its tokens sees, in order of position, `positions` theirs. Shape
+    (batch.length, stop - start), with (start, stop) the bounds of `visible`.
     """
     start, stop = bounds(visible)
     mask = np.zeros((batch.length, stop - start), dtype=np.bool_)

@@ -31,7 +31,6 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from radixcache.adapters.cache_list import leaves
-from radixcache.cells.batch import Batch
 from radixcache.cells.fit import ModelFit
 from radixcache.cells.layers import CellLayer, CellPass
 from radixcache.cells.plans import DefragPlan, Move, Shift
@@ -82,8 +81,7 @@ class CausalCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers and of the sequences' own states."""
-        # Sequences that were copied share the arrays of their states until their next forward pass.
+        """Bytes of all buffers and of the sequences' own states, a shared one counted once."""
         states = {id(array): array.nbytes for array in self._states.arrays()}
         return sum(each.nbytes for each in self._cells) + sum(states.values())
 
@@ -116,15 +114,11 @@ class CausalCache:
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let `target`, which has no tokens yet, share the first `length` tokens of `source`. Nothing is copied.
 
-        Raises:
-            ValueError: one of them does not exist, `target` has tokens, `source` ends before `length` or, with layers
-                whose state cannot be cut, behind it.
+        ValueError: as `CellTable.copy_prefix`, or `source` goes on and has layers whose state cannot be cut.
         """
         if self._states and length != self._table.end(source):
-            raise ValueError(
-                f"sequence {source} has {self._table.end(source)} tokens, and layers whose state cannot be cut back "
-                f"to {length}; share all of them, at that moment."
-            )
+            held = f"sequence {source} has {self._table.end(source)} tokens, and layers whose state cannot be cut back"
+            raise ValueError(f"{held} to {length}; share all of them, at that moment.")
         with uninterrupted():
             self.share_cells(source, target, length)
             self._states.copy(source, target)
@@ -140,38 +134,30 @@ class CausalCache:
     # Forward passes
 
     def prefill(self, model: Any, sequence: int, tokens: Any) -> mx.array:
-        """Run the next tokens of one sequence through the model.
-
-        Args:
-            tokens: ids, shape (T,), T >= 1: all of a prompt or a chunk of it.
+        """Run the next tokens of one sequence through the model: ids, shape (T,), T >= 1, a prompt or a chunk of it.
 
         Returns:
             Logits (1, T, V), not evaluated. Evaluate `state` with them, or what led to it stays in memory.
 
         Raises:
-            ValueError: no such sequence, no tokens, ids that the model does not have, more than capacity, or another
-                model than the one whose state is here.
+            ValueError: no such sequence, no tokens or wrong ids, more than capacity, or state of another model is here.
             CacheFullError: fewer than T cells are free.
         """
         ids = mx.array(token_ids(tokens, vocabulary_size(model)))
         return self._forward(model, [(sequence, ids.size)], ids[None], compacting=True)
 
     def step(self, model: Any, sequences: Sequence[int], tokens: Any) -> mx.array:
-        """Run one more token of each of some sequences through the model, in one forward pass.
-
-        A model that does not take rows at different positions, which the first call finds out, runs once per row.
+        """Run one more token of each of N >= 1 sequences through the model, in one forward pass where it takes rows.
 
         Args:
-            sequences: ids, N >= 1 of them, each with at least one token.
-            tokens: their next tokens' ids, shape (N,). An mx.array of integers may be unevaluated and (N, 1); whether
-                the model has its ids is the caller's to know.
+            tokens: ids, shape (N,). An mx.array of integers may be unevaluated and (N, 1), and is not checked for ids
+                that the model does not have.
 
         Returns:
             Logits (N, 1, V), not evaluated.
 
         Raises:
-            ValueError: no sequences, one twice, unknown or without tokens; tokens of another shape, no integers or none
-                of the model's; another model than the one whose state is here.
+            ValueError: as `prefill`, or a sequence is there twice or has no tokens yet.
             CacheFullError: fewer than N cells are free.
         """
         ids = one_each(tokens, len(sequences), vocabulary_size(model))
@@ -185,12 +171,9 @@ class CausalCache:
         return self._one_by_one(model, sequences, ids)
 
     def steps_together(self, model: Any) -> bool:
-        """Whether the model gives sequences at different positions, in one forward pass, what it gives each alone.
+        """Whether one forward pass gives sequences at different positions what each gets alone; tried once per model.
 
-        Tried once per model, on two sequences of a few tokens each in a cache of their own.
-
-        Raises:
-            UnsupportedCacheError: not even one at a time do they get it, once their cells are mixed.
+        UnsupportedCacheError: not even one at a time do they get it, once their cells are mixed.
         """
         self._know(model)
         return self._fit.steps_together(model, self._for_trial)
@@ -198,16 +181,14 @@ class CausalCache:
     # Cells
 
     def remove(self, model: Any, sequence: int, begin: int, end: int) -> None:
-        """Take positions [begin, end) out of a sequence, and let what follows move up to close the gap.
+        """Take positions [begin, end) out of a sequence; what follows moves up to close the gap.
 
-        At the end of the sequence this is a rewind. Else keys behind the gap are rotated to their new positions, those
-        that are shared in copies of their own, and the sequence is tainted from `begin` on: its state is not what its
-        tokens alone would have given.
+        At the end this is a rewind. Else keys behind the gap are rotated to their new positions, shared ones in copies,
+        and the sequence is tainted from `begin` on: its state is not what its tokens alone would have given.
 
-        Raises:
-            ValueError: no such sequence, or it does not hold all of the range.
-            ShiftError: the model's keys cannot be rotated, or it has layers that cannot forget.
-            CacheFullError: fewer cells are free than shared ones have to be copied to.
+        ValueError: no such sequence, or it does not hold all of the range.
+        ShiftError: the model's keys cannot be rotated, or it has layers that cannot forget.
+        CacheFullError: fewer cells are free than shared ones have to be copied to.
         """
         moves_rest = begin < end < self._table.end(sequence)
         if self._states and begin < end:
@@ -223,11 +204,7 @@ class CausalCache:
             self._tainted.pop(sequence, None)
 
     def defragment(self, room: int | None = None) -> DefragPlan:
-        """Bring free cells together: `room` of them in a row, or (None) all behind all used ones.
-
-        Raises:
-            ValueError, CacheFullError: as `CellTable.plan_defragment`.
-        """
+        """Bring free cells together: `room` in a row, or (None) all at the end. Raises as `table.plan_defragment`."""
         plan = self._table.plan_defragment(room)
         self._move(plan.moves)
         self._table.apply(plan)
@@ -245,36 +222,28 @@ class CausalCache:
         return leaves(self._caches_for((sequence,)))
 
     def compact(self, sequence: int) -> None:
-        """Replace the state that a sequence has in ArraysCaches by copies of its own, not evaluated: no views of other
-        arrays, and not what it has in common with the sequence that it was copied from."""
+        """Replace a sequence's ArraysCache arrays by copies of its own, unevaluated: no views, nothing shared."""
         self._states.compact(sequence)
 
     def share_cells(self, source: int, target: int, length: int) -> None:
-        """`copy_prefix` without the layers that have no cells: their state at `length` is put in by the caller."""
+        """`copy_prefix` where the caller puts in the state at `length` of layers without cells."""
         with uninterrupted():
             self._table.copy_prefix(source, target, length)
             if self._tainted.get(source, length) < length:
                 self._tainted[target] = self._tainted[source]
 
     def take_cells(self, sequence: int, tokens: int) -> int:
-        """Take cells in a row for the next tokens of a sequence, to be written to by the caller; returns the first.
-
-        Raises:
-            ValueError, CacheFullError: as `prefill`.
-        """
-        return self._append([(sequence, tokens)]).start
+        """Take cells in a row for a sequence's next tokens, for the caller to write; the first. Raises as `prefill`."""
+        self._make_room(tokens)
+        return self._table.append([(sequence, tokens)]).start
 
     def room_for(self, tokens: int) -> int:
-        """Bring so many free cells together; returns how many cells buffers need to hold what is put there.
-
-        Raises:
-            CacheFullError: fewer cells are free.
-        """
+        """Bring so many free cells together; returns how many cells buffers then need. CacheFullError: fewer are."""
         self._make_room(tokens)
         return self._table.find(tokens) + tokens
 
     def grow(self, cells: int) -> None:
-        """Give every buffer that is there room for so many cells, without waiting for it."""
+        """Give every buffer room for so many cells, without waiting for it."""
         for layer in self._cells:
             layer.grow(cells)
 
@@ -297,10 +266,7 @@ class CausalCache:
         lines += [f"  sequence {name} is tainted from {begin}" for name, begin in self._tainted.items()]
         return "\n".join(lines)
 
-    # Private
-
     def _know(self, model: Any) -> None:
-        """See to it that the cells are this model's, or refuse it; another one's buffers have other heads or dtypes."""
         if not self._fit.is_known(model) and self._fit.accept(model, self._table.used):
             for layer in self._cells:
                 layer.clear()
@@ -320,7 +286,8 @@ class CausalCache:
         held = self._states.hold(sequences) if self._states else []
         try:
             with uninterrupted():
-                current = CellPass(self._table, self._append(rows))
+                self._make_room(sum(tokens for _, tokens in rows))
+                current = CellPass(self._table, self._table.append(rows))
             for layer in self._cells:
                 layer.enter(current)
             logits: mx.array = model(ids, cache=self._caches_for(sequences))
@@ -351,7 +318,6 @@ class CausalCache:
         return mx.concatenate(logits)
 
     def _undo(self, sequences: Sequence[int], ends: Sequence[int], held: Held) -> None:
-        """Take back what a forward pass has appended."""
         with uninterrupted():
             self._states.roll_back(held)
             for each, end in zip(sequences, ends, strict=True):
@@ -370,12 +336,8 @@ class CausalCache:
 
         return [filled(layer) for layer in self._layers]
 
-    def _append(self, rows: list[tuple[int, int]]) -> Batch:
-        self._make_room(sum(tokens for _, tokens in rows))
-        return self._table.append(rows)
-
     def _make_room(self, wanted: int) -> None:
-        """See to it that so many cells in a row are free, if there are so many."""
+        """Have so many free cells in a row, if there are so many."""
         try:
             self._table.find(wanted)
         except CacheFullError as error:
@@ -387,7 +349,6 @@ class CausalCache:
             layer.move(moves)
 
     def _rotate(self, model: Any, shifts: Sequence[Shift]) -> None:
-        """Rotate the keys of cells in all layers: all of them first, then write."""
         self._know(model)
         pairs = zip(self._layers, self._fit.rotations(model), strict=True)
         rotated = [(layer, layer.rotated(rotation, shifts)) for layer, rotation in pairs if rotation is not None]
@@ -398,11 +359,7 @@ class CausalCache:
 
 
 def one_each(tokens: Any, row_count: int, vocab_size: int | None) -> mx.array:
-    """Return the next tokens of so many rows, given as `CausalCache.step` takes them, in shape (N, 1).
-
-    Raises:
-        ValueError: not one for each, none at all, no integers, or (but in an mx.array) outside [0, vocab_size).
-    """
+    """The next tokens of so many rows, given as `CausalCache.step` takes them, in shape (N, 1); ValueError as there."""
     ids = tokens if isinstance(tokens, mx.array) else mx.array(token_ids(tokens, vocab_size))
     if not mx.issubdtype(ids.dtype, mx.integer):
         raise ValueError(f"tokens are of dtype {ids.dtype}; wanted integers.")

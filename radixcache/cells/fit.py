@@ -8,18 +8,15 @@ rotations         how keys in cells get to other positions: measured, see shift.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from radixcache.cells.layers import CellLayer
 from radixcache.cells.shift import Rotation, rotations
-from radixcache.cells.trial import Kinds, kinds_of, steps_together, verdict
+from radixcache.cells.trial import Sequences, kinds_of, steps_together, verdict
 from radixcache.errors import UnsupportedCacheError
-
-if TYPE_CHECKING:
-    from radixcache.cells.causal import CausalCache
 
 #: Modules of mlx-lm whose attention goes by where in the buffer a token stands, which in cells says nothing.
 BY_SLOT = {"minimax_m3_vl": "its attention keeps blocks of neighbouring slots of the cache"}
@@ -28,10 +25,8 @@ BY_SLOT = {"minimax_m3_vl": "its attention keeps blocks of neighbouring slots of
 class ModelFit:
     """One model at a time, or none that was seen yet; its layers never change.
 
-    Args:
-        fresh: returns fresh mlx-lm caches of the model, which need not be seen for it.
-
     Attributes:
+        fresh: returns fresh mlx-lm caches of the model, which need not be seen for it.
         model: the one that was accepted last: a model, or a callable, which passes for any; None: there was none.
         takes_rows: whether it takes rows at different positions in one forward pass; None: not tried yet.
     """
@@ -40,14 +35,13 @@ class ModelFit:
         self.fresh = fresh
         self.model: Any = None
         self.takes_rows: bool | None = None
-        self._kinds: Kinds = kinds_of(fresh())
+        self._kinds = kinds_of(fresh())
         self._rotations: list[Rotation | None] | None = None
 
     def layers(self, capacity: int) -> list[Any]:
         """What stands for each of the model's caches in a forward pass; an ArraysCache only marks the place.
 
-        Raises:
-            UnsupportedCacheError: a layer's state can be in no cells and is not a sequence's own either.
+        UnsupportedCacheError: a layer's state can be in no cells and is not a sequence's own either.
         """
         return [_layer(cache, capacity) for cache in self.fresh()]
 
@@ -62,12 +56,8 @@ class ModelFit:
     def accept(self, model: Any, used_cells: int) -> bool:
         """Make this, which is not known, the model; returns whether it takes the place of another, buffers and all.
 
-        Args:
-            used_cells: how many hold state of the model so far.
-
-        Raises:
-            UnsupportedCacheError: its attention goes by slots.
-            ValueError: there is state of another model, or that one has other layers.
+        UnsupportedCacheError: its attention goes by slots.
+        ValueError: there is state of another model, or that one has other layers.
         """
         modules = {type(each).__module__.rpartition(".")[2] for each in (model, *getattr(model, "layers", ()))}
         for name in modules & set(BY_SLOT):
@@ -82,16 +72,8 @@ class ModelFit:
         self.model = model
         return is_another
 
-    def steps_together(self, model: Any, cells: Callable[[int], CausalCache]) -> bool:
-        """`takes_rows`, which is tried first if need be.
-
-        Args:
-            model: known.
-            cells: makes an empty CausalCache for the model, with a number of cells.
-
-        Raises:
-            UnsupportedCacheError: sequences do not get what is theirs a row at a time either.
-        """
+    def steps_together(self, model: Any, cells: Callable[[int], Sequences]) -> bool:
+        """`takes_rows`, which is tried first if need be; see trial.steps_together. The model is known."""
         if self.takes_rows is None:
             self.takes_rows = verdict(model, self._kinds, lambda: steps_together(model, self.fresh, cells))
         return self.takes_rows

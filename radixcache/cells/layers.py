@@ -68,16 +68,13 @@ class CellPass:
     def mask(self, span_window: int | None, window: int | None, as_array: bool) -> Mask:
         """What each token sees of `span(span_window)`, with a window that is no wider: as mlx-lm's caches say it.
 
-        Returns:
-            None: all of it. "causal": all in front of it, and itself. Else bool, (T, C) for T > 1, or
-            (N, 1, 1, C) as in mlx-lm's own batches: some models gather from a mask of one token.
+        None: all of it. "causal": all in front of it, and itself. Else bool, (T, C) for T > 1, or (N, 1, 1, C) as in
+        mlx-lm's own batches: some models gather from a mask of one token.
         """
         key = span_window, window, as_array
         if key not in self._masks:
-            if self._is_in_order(span_window):
-                self._masks[key] = self._in_order(span_window, window, as_array)
-            else:
-                self._masks[key] = self._any_order(span_window, window)
+            in_order = self._is_in_order(span_window)
+            self._masks[key] = self._in_order(*key) if in_order else self._any_order(span_window, window)
         return self._masks[key]
 
     def _is_in_order(self, window: int | None) -> bool:
@@ -88,14 +85,11 @@ class CellPass:
 
     def _in_order(self, span_window: int | None, window: int | None, as_array: bool) -> Mask:
         start, stop = self.span(span_window)
-        cells = stop - start
+        cells, tokens = stop - start, self.tokens_per_row
         is_cut = window is not None and cells > window
-        if not is_cut and self.tokens_per_row == 1:
-            return None
-        if not is_cut and not as_array:
-            return "causal"
-        tokens, seen = self.tokens_per_row, window if is_cut else None
-        mask: mx.array = create_causal_mask(tokens, cells - tokens, window_size=seen)
+        if not is_cut and (tokens == 1 or not as_array):
+            return None if tokens == 1 else "causal"
+        mask: mx.array = create_causal_mask(tokens, cells - tokens, window_size=window if is_cut else None)
         return mask
 
     def _any_order(self, span_window: int | None, window: int | None) -> Mask:
@@ -110,9 +104,7 @@ class CellPass:
 class CellLayer(_BaseCache):  # type: ignore[misc]
     """Keys and values of one layer for all cells: buffers (1, H, cells, Dk) and (1, H, cells, Dv), made when written.
 
-    Args:
-        capacity: cells at most.
-        window: tokens that a token sees at most, itself included; None: all.
+    There are `capacity` cells at most; a token sees `window` tokens at most, itself included, or (None) all.
     """
 
     def __init__(self, capacity: int, window: int | None = None) -> None:
@@ -167,7 +159,7 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         return sum(buffer.nbytes for buffer in self.state)
 
     def empty(self) -> bool:
-        """Whether nothing was ever written, so that there are no buffers."""
+        """Whether there are no buffers."""
         return self.keys is None
 
     # What the cache asks
@@ -184,8 +176,7 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
     def write(self, start: int, keys: mx.array, values: mx.array) -> None:
         """Put keys and values (1, H, T, D) into the cells [start, start + T).
 
-        Raises:
-            ValueError: the buffers are for other heads or head sizes: another model's.
+        ValueError: the buffers are for other heads or head sizes: another model's.
         """
         for buffer, new in ((self.keys, keys), (self.values, values)):
             if buffer is not None and (buffer.shape[1], buffer.shape[3]) != (new.shape[1], new.shape[3]):
@@ -202,10 +193,8 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
 
     def grow(self, cells: int) -> None:
         """Give the buffers, if there are any, room for so many cells."""
-        for name in ("keys", "values"):
-            buffer = getattr(self, name)
-            if buffer is not None and buffer.shape[2] < cells:
-                setattr(self, name, _extended(buffer, cells))
+        if self.keys is not None and self.values is not None and self.keys.shape[2] < cells:
+            self.keys, self.values = _extended(self.keys, cells), _extended(self.values, cells)
 
     def read(self, cells: mx.array) -> tuple[mx.array, mx.array]:
         """Copies of the keys and values in some cells, int32, shape (T,): (1, H, T, D) each."""
@@ -213,7 +202,7 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         return mx.take(self.keys, cells, axis=2), mx.take(self.values, cells, axis=2)
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Copy cells to others, which are free: read all, evaluate, then write. See P1 and P2 of plans.py."""
+        """Copy cells to others, which are free: read all, evaluate, then write. See CP1 and CP2 of plans.py."""
         if not moves or self.empty():
             return
         sources = np.concatenate([np.arange(each.source, each.source + each.length) for each in moves])

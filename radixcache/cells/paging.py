@@ -17,15 +17,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from radixcache.adapters.arrays import ArraysSnapshot
-from radixcache.adapters.owned import owned
-from radixcache.adapters.rotating import RotatingSnapshot
+from radixcache.adapters.point import PointSnapshot, copied
 from radixcache.adapters.snapshots import Checkpoint, Spans
 from radixcache.adapters.span import SpanSnapshot, segment_bounds
 from radixcache.cells.causal import CausalCache
 from radixcache.cells.layers import CellLayer
+from radixcache.layers.arrays import ArrayLayout
 from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError
-from radixcache.layers.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +43,12 @@ class Piece:
 class CellPager:
     """Copies between one CausalCache and snapshots of the same model's state."""
 
-    def __init__(self, layout: Layout, causal: CausalCache) -> None:
+    def __init__(self, layout: ArrayLayout, causal: CausalCache) -> None:
         self._layout = layout
         self._causal = causal
         #: Whether some layer's state is a sequence's own, valid only where the sequence stands.
         self.has_states = any(isinstance(leaf, ArraysCache) for leaf in causal.leaves)
-        self.windows = [
-            leaf.window for leaf in causal.leaves if isinstance(leaf, CellLayer) and leaf.window is not None
-        ]
+        self.windows = [leaf.window for _, leaf in self._in_cells() if leaf.window is not None]
 
     @property
     def cells(self) -> int:
@@ -61,9 +57,8 @@ class CellPager:
 
     def needed_bytes(self, cells: int) -> int:
         """Bytes that all buffers take with so many cells; of a layer that was never seen 0."""
-        return cells * sum(
-            self._layout.leaf_bytes(index) if leaf.empty() else leaf.token_bytes for index, leaf in self._in_cells()
-        )
+        of_layout, leaves = self._layout.leaf_bytes, self._in_cells()
+        return cells * sum(of_layout(index) if leaf.empty() else leaf.token_bytes for index, leaf in leaves)
 
     @property
     def state_bytes(self) -> int:
@@ -99,13 +94,9 @@ class CellPager:
         for leaf, snapshot in zip(self._causal.leaves, spans.leaves, strict=True):
             if snapshot is None:
                 continue
-            bounds = segment_bounds(snapshot.start, snapshot.end)
-            for (low, high), segment in zip(bounds, snapshot.segments, strict=True):
-                first, last = max(low, start), min(high, end)
-                if first < last:
-                    parts = [array[..., first - low : last - low, :] for array in segment]
-                    leaf.write(cell + first - start, *parts)
-                    written += sum(part.nbytes for part in parts)
+            for first, _, arrays in snapshot.parts(start, end):
+                leaf.write(cell + first - start, *arrays)
+                written += sum(array.nbytes for array in arrays)
         self._evaluate_written()
         return written
 
@@ -115,13 +106,12 @@ class CellPager:
             if snapshot is None:
                 continue
             if isinstance(leaf, ArraysCache):
-                leaf.cache = [None if slot is None else owned(slot) for slot in snapshot.slots]
+                leaf.cache = copied(snapshot.state[0])
             else:
-                length = snapshot.keys.shape[2] if target == checkpoint.offset else target
-                begin = target - length
+                begin = target - snapshot.state[0].shape[2] if target == checkpoint.offset else 0
                 for run in self._causal.table.ranges(sequence, begin, target):
                     first = run.position - begin
-                    parts = [array[..., first : first + run.length, :] for array in snapshot.arrays()]
+                    parts = [array[..., first : first + run.length, :] for array in snapshot.state]
                     leaf.write(run.start, *parts)
         self._evaluate_written()
 
@@ -140,10 +130,7 @@ class CellPager:
         return self._layout.checkpoint_of(snapshots, end, kind)
 
     def read(
-        self,
-        pieces: Sequence[Piece],
-        allocating: Callable[[Callable[[], list[Any]]], list[Any]],
-        freeing: bool = False,
+        self, pieces: Sequence[Piece], allocating: Callable[[Callable[[], list[Any]]], list[Any]], freeing: bool
     ) -> list[tuple[Spans, Checkpoint | None]]:
         """Copy pieces out of the cells, a layer at a time.
 
@@ -157,10 +144,9 @@ class CellPager:
             columns.append(allocating(lambda leaves=its: self._column(leaves, pieces)))  # type: ignore[misc]
             if freeing and isinstance(leaf, CellLayer):
                 leaf.clear()
-        found: list[tuple[Spans, Checkpoint | None]] = []
+        found = []
         for number, piece in enumerate(pieces):
-            spans = [column[number][0] for column in columns]
-            points = [column[number][1] for column in columns]
+            spans, points = map(list, zip(*(column[number] for column in columns), strict=True))
             checkpoint = self._layout.checkpoint_of(points, piece.end, "end") if piece.with_points else None
             found.append((self._layout.spans_of(spans, piece.start, piece.end), checkpoint))
         return found
@@ -175,8 +161,6 @@ class CellPager:
                 cache.keys, cache.values = leaf.keys[..., :1, :], leaf.values[..., :1, :]
                 cache.offset = 1
         return caches
-
-    # Private
 
     def _in_cells(self) -> list[tuple[int, CellLayer]]:
         return [(index, leaf) for index, leaf in enumerate(self._causal.leaves) if isinstance(leaf, CellLayer)]
@@ -199,15 +183,12 @@ class CellPager:
         if not piece.with_points:
             return None
         if isinstance(leaf, ArraysCache):
-            if all(slot is None for slot in leaf.cache):
-                return None
-            slots = [None if slot is None else owned(slot) for slot in leaf.cache]
-            return ArraysSnapshot(piece.end, slots, None, None)
+            is_empty = all(slot is None for slot in leaf.cache)
+            return None if is_empty else PointSnapshot(piece.end, (copied(leaf.cache), None, None))
         if leaf.window is None or leaf.empty():
             return None
         cells = self._causal.table.cells(piece.sequence)[max(0, piece.end - leaf.window) : piece.end]
-        keys, values = leaf.read(mx.array(cells))
-        return RotatingSnapshot(piece.end, keys, values, leaf.window)
+        return PointSnapshot(piece.end, [*leaf.read(mx.array(cells))])
 
     def _evaluate_written(self) -> None:
         try:

@@ -1,17 +1,17 @@
 """Plans: what has to happen to the data in the cells before the cell table may say that it has happened.
 
-A plan is made by `CellTable`, carried out on the buffers by the layer above, and then handed to `CellTable.apply`.
-Until then the table is as it was; a plan made before the table's last change is refused.
+`CellTable` makes a plan, the layer above carries it out on the buffers and hands it to `CellTable.apply`. Until then
+the table is as it was; a plan made before the table's last change is refused.
 
     copies, moves    cells [source, source + length)  ->  [target, target + length)
     shifts           keys in cells [start, start + length), rotated by `delta` positions
 
 Invariants, for every plan:
 
-  P1  All targets are cells that are free in the table the plan was made from.
-  P2  So no cell is both source and target, nor target twice: source and target of a run never overlap, runs may be
+  CP1  All targets are cells that are free in the table the plan was made from.
+  CP2  So no cell is both source and target, nor target twice: source and target of a run never overlap, runs may be
       carried out in any order, and one that fails has overwritten nothing that the table still names.
-  P3  Shifts come after copies. Each cell they name belongs to the shifted sequence alone once the plan is applied.
+  CP3  Shifts come after copies. Each cell they name belongs to the shifted sequence alone once the plan is applied.
 
 This file never imports MLX.
 """
@@ -72,12 +72,7 @@ class RemovalPlan:
 
 @dataclass(frozen=True, slots=True)
 class DefragPlan:
-    """Moves after which the free cells that were asked for stand in a row. Empty when they do already.
-
-    As few cells are moved as any plan could move. They are packed into runs greedily, the longest run into the
-    smallest hole that takes it: fewer runs than there are runs of sources and holes together, and not always the
-    fewest possible.
-    """
+    """Moves, of as few cells as can be, after which the free cells asked for stand in a row; empty when they do."""
 
     moves: tuple[Move, ...]
     stamp: object = field(repr=False, compare=False)
@@ -90,17 +85,11 @@ def cut(cells: Cells) -> tuple[Cells, Cells]:
 
 
 def pack(sources: Cells, holes: Cells) -> tuple[Move, ...]:
-    """Move cells into free ones, run by run; there are enough of them, and none is in both.
+    """Move cells, in this order, into free ones, rising, run by run; there are enough of them, and none is in both.
 
     The longest run goes first, to the smallest hole that takes it whole, of equal ones the first. Where none does,
-    it fills the largest hole and its rest waits its turn. So each move uses up a run or a hole.
-
-    Args:
-        sources: cells to move; those that stand in a row in this order are kept in a row where a hole allows it.
-        holes: free cells, rising.
-
-    Returns:
-        Moves in order of source.
+    it fills the largest hole and its rest waits its turn. So each move uses up a run or a hole. Not always the fewest
+    possible; in order of source.
     """
     waiting, room = _by_length(sources), _by_length(holes)
     moves = []
@@ -118,12 +107,9 @@ def pack(sources: Cells, holes: Cells) -> tuple[Move, ...]:
 
 
 def clear_window(used: NDArray[np.bool_], room: int | None) -> tuple[int, int]:
-    """Which cells [start, stop) to clear for room in a row: those that have the fewest used ones among them.
+    """Which cells [start, stop) to clear for room in a row: with the fewest `used` ones among them, of these the last.
 
-    Args:
-        used: for each cell whether it is, bool, shape (capacity,).
-        room: at most as many as are free; of equally cheap places the last is taken. None: all that are free, at
-            the end.
+    `used` is bool, shape (capacity,); room is at most as many as are free, None for all of them, at the end.
     """
     if room is None:
         return int(np.count_nonzero(used)), len(used)

@@ -7,8 +7,8 @@ An array is handed out once: `mx.array(x)` costs nothing and keeps what a model 
 
 Invariants, asserted by `check`:
 
-  S1  Those that are joined are sequences, none of them twice, and each array of the joined caches has a row for each.
-  S2  What is joined is held once: in their own caches such sequences have None in every slot.
+  CS1  Those that are joined are sequences, none of them twice, and each array of the joined caches has a row for each.
+  CS2  What is joined is held once: in their own caches such sequences have None in every slot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from radixcache.adapters.owned import owned
+from radixcache.adapters.point import copied
 
 Held = list[tuple[Any, list[mx.array | None]]]
 
@@ -41,7 +41,7 @@ class RowStates:
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """Ids, in the order they were added."""
+        """Ids, in order of `add`."""
         return tuple(self._own)
 
     def add(self, sequence: int) -> None:
@@ -57,7 +57,7 @@ class RowStates:
         """Give `target` the state of `source`."""
         self._settle()
         for theirs, mine in zip(self._own[source], self._own[target], strict=True):
-            mine.cache = _copies(theirs.cache)
+            mine.cache = copied(theirs.cache, mx.array)
 
     def of(self, sequence: int) -> list[Any]:
         """A sequence's caches, an ArraysCache per layer; what is put into them is its state."""
@@ -87,11 +87,11 @@ class RowStates:
     def compact(self, sequence: int) -> None:
         """Replace a sequence's arrays by copies of their own: after a pass most are views of what it computed."""
         for cache in self.of(sequence):
-            cache.cache = [None if array is None else owned(array) for array in cache.cache]
+            cache.cache = copied(cache.cache)
 
     def hold(self, sequences: tuple[int, ...]) -> Held:
         """What `roll_back` needs to undo a forward pass of these sequences that has not started yet."""
-        return [(cache, _copies(cache.cache)) for cache in self.take(sequences)]
+        return [(cache, copied(cache.cache, mx.array)) for cache in self.take(sequences)]
 
     def roll_back(self, held: Held) -> None:
         """Give the caches that a forward pass ran on what `hold` found in them."""
@@ -105,7 +105,7 @@ class RowStates:
         return [array for cache in (*caches, *self._batch) for array in cache.cache if array is not None]
 
     def check(self) -> None:
-        """Assert S1 and S2."""
+        """Assert CS1 and CS2."""
         assert len(set(self._joined)) == len(self._joined), self._joined
         assert set(self._joined) <= set(self._own), (self._joined, self.sequences)
         for joined in self._batch:
@@ -118,13 +118,8 @@ class RowStates:
         """Give each sequence of the joined caches its own again."""
         for row, sequence in enumerate(self._joined):
             for joined, own in zip(self._batch, self._own[sequence], strict=True):
-                rows = [None if array is None else array[row : row + 1] for array in joined.cache]
-                own.cache = [None if each is None else mx.contiguous(each) for each in rows]
+                own.cache = copied(joined.cache, lambda array, row=row: mx.contiguous(array[row : row + 1]))
         self._joined, self._batch = (), []
-
-
-def _copies(arrays: list[mx.array | None]) -> list[mx.array | None]:
-    return [None if array is None else mx.array(array) for array in arrays]
 
 
 def _shapes(caches: list[Any]) -> list[list[tuple[int, ...] | None]]:

@@ -10,12 +10,11 @@ or have another per layer. The model evaluates one token alone, at position 0 an
     so hidden states are the same    unless positions come in elsewhere; then values differ, and the model is refused
     so keys differ by a rotation     that of a RoPE in the model, or none; or the layer is refused
 
-What is left of a removed range is what later tokens took from it while it was there: their values, and their keys but
-for the position. No shift takes that out.
+What later tokens took from a removed range while it was there stays in their values and keys. No shift takes it out.
 
 Precision: an angle of a radians is good to about a / 2^24 in float32, so keys made 10,000 positions apart differ by
-about 1e-3 for this reason alone, shifted or not. In half precision every shift rounds once more, by at most half of the
-dtype's eps, and a pair that turns by less than that does not turn: few shifts by much are better than many by little.
+about 1e-3, shifted or not. In half precision every shift rounds once more, by at most half of the dtype's eps, and a
+pair that turns by less than that does not turn: few shifts by much are better than many by little.
 """
 
 from __future__ import annotations
@@ -26,15 +25,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    ChunkedKVCache,
-    ConcatenateKVCache,
-    KVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
 from radixcache.errors import ShiftError
 
@@ -83,15 +74,7 @@ class Rotation:
     frequencies: tuple[float, ...] | None = None
 
     def shift(self, keys: mx.array, delta: int) -> mx.array:
-        """Rotate every key by the same number of positions.
-
-        Args:
-            keys: (B, H, T, D), D >= dims.
-            delta: positions; negative: towards the beginning.
-
-        Returns:
-            Shape and dtype of `keys`, computed in float32.
-        """
+        """Rotate keys (B, H, T, D >= dims) by `delta` positions (negative: towards the beginning), in float32."""
         # Each key is a head with one token, at offset `delta`. The sign goes to the scale: Metal's kernel adds the
         # offset to an unsigned index.
         rows = keys.astype(mx.float32).reshape(1, -1, 1, keys.shape[-1])
@@ -122,20 +105,19 @@ def rotation_of(rope: nn.Module) -> Rotation:
         frequencies = tuple(getattr(rope, _FREQUENCIES[name]).tolist())
         return Rotation(2 * len(frequencies), getattr(rope, "traditional", False), frequencies=frequencies)
     if type(rope).__name__ == "DynamicNTKScalingRoPE":
-        raise ShiftError(
-            f"{name}: its base depends on the length of the sequence, so that no rotation by a number of positions "
-            "takes a key made at one length to what it would be at another."
+        why = (
+            "so that no rotation by a number of positions takes a key made at one length to what it would be at another"
         )
+        raise ShiftError(f"{name}: its base depends on the length of the sequence, {why}.")
     raise ShiftError(f"{name} is not known. Known: mlx.nn.RoPE, {', '.join(_FREQUENCIES)}.")
 
 
-def rotations(model: Any, caches: Sequence[Any] | None = None) -> list[Rotation | None]:
+def rotations(model: Any, layers: Sequence[Any]) -> list[Rotation | None]:
     """Find out what rotation the keys in each cache of a model have, in two forward passes of one token.
 
     Args:
         model: of mlx-lm, ready for inference.
-        caches: of the model, one per layer, in any state; only their classes are looked at. None: those that mlx-lm's
-            `make_prompt_cache` makes.
+        layers: its caches, in any state; only their classes are looked at.
 
     Returns:
         A rotation per cache; None: its keys are the same at every position, or it holds none.
@@ -144,7 +126,6 @@ def rotations(model: Any, caches: Sequence[Any] | None = None) -> list[Rotation 
         ShiftError: the state or the keys of a layer cannot be shifted: recurrent state, latent attention, learned
             positions, a RoPE without fixed frequencies, or anything unknown.
     """
-    layers = make_prompt_cache(model) if caches is None else caches
     for index, layer in enumerate(layers):
         if layer is not None and type(layer) not in _ORDINARY:
             raise ShiftError(f"layer {index}: {_describe(layer)}")
@@ -175,13 +156,9 @@ class _Recorder:
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         return self.stored[-1]
 
-    @property
-    def keys(self) -> mx.array:
-        return mx.concatenate([keys for keys, _ in self.stored], axis=2)
-
-    @property
-    def values(self) -> mx.array:
-        return mx.concatenate([values for _, values in self.stored], axis=2)
+    def arrays(self) -> list[mx.array]:
+        """All keys, and all values."""
+        return [mx.concatenate(list(column), axis=2) for column in zip(*self.stored, strict=True)]
 
     def make_mask(self, *_: Any, **__: Any) -> None:
         return None
@@ -201,13 +178,14 @@ def _record(model: Any, layers: Sequence[Any], offset: int) -> list[_Recorder]:
 
 def _rotation_between(before: _Recorder, after: _Recorder, ropes: list[Rotation]) -> Rotation | None:
     """The rotation that explains what a layer stored at both positions. ShiftError: there is none."""
-    rotation, keys_fit = _closest(before.keys, after.keys, [None, *ropes])
-    of_values, values_fit = _closest(before.values, after.values, [None, *ropes])
+    (keys, values), (keys_after, values_after) = before.arrays(), after.arrays()
+    rotation, keys_fit = _closest(keys, keys_after, [None, *ropes])
+    of_values, values_fit = _closest(values, values_after, [None, *ropes])
     if not values_fit:
         raise ShiftError("values depend on the position, as with learned position embeddings.")
     if of_values is not None:
         raise ShiftError("what it stores as values is rotated, as in latent attention (MLA); only keys can be shifted.")
-    if not mx.any(before.keys):
+    if not mx.any(keys):
         raise ShiftError(f"keys of token {_TOKEN} are zero, and tell nothing about a rotation.")
     if not keys_fit:
         raise ShiftError("keys depend on the position, and not as a known RoPE of the model rotates them.")

@@ -1,8 +1,7 @@
 """Cell table: which token of which sequences each cell of a shared buffer holds. NumPy only, never MLX.
 
-A cell holds the key and value of one token in every layer. The table knows its position and the set of sequences it
-belongs to, and no data: where data has to move or keys to be rotated, it makes a plan (see plans.py), and changes when
-the plan is applied.
+A cell holds the key and value of one token in every layer. The table knows its position and its sequences, and no data:
+where data has to move or keys to be rotated, it makes a plan (see plans.py), and changes when the plan is applied.
 
     append([(1, 4)])            1 1 1 1 . . . .      sequence 1 at positions 0 to 3
     copy_prefix(1, 2, 3)        * * * 1 . . . .      * belongs to both; nothing was copied
@@ -15,16 +14,15 @@ the list of its cells in order of position: masks and ranges cost what the seque
 
 Invariants, asserted by `CellTable.check`:
 
-  C1  A cell is free if and only if its position is -1, and if and only if its sequence set is empty.
-  C2  A cell's set has the bit of a sequence if and only if the cell is in that sequence's list, once.
-  C3  Positions rise strictly along a sequence's list and lie in [0, end of the sequence). They have gaps only where
+  CT1  A cell is free if and only if its position is -1, and if and only if its sequence set is empty.
+  CT2  A cell's set has the bit of a sequence if and only if the cell is in that sequence's list, once.
+  CT3  Positions rise strictly along a sequence's list and lie in [0, end of the sequence). They have gaps only where
       they were removed with `shift=False`.
-  C4  Every sequence has a bit of its own, and no other bits are set.
-  C5  Positions are int32 and sets uint64, one row per cell.
+  CT4  Every sequence has a bit of its own, and no other bits are set.
+  CT5  Positions are int32 and sets uint64, one row per cell.
 
 A method that raises leaves the table as it was. Finding room and removal are O(capacity) in NumPy, defragmentation is
-O(capacity + cells of all sequences), the others are O(cells of the sequences named). Not thread-safe: the cache that
-owns it holds the lock.
+O(capacity + cells of all sequences), the others are O(cells of the sequences named). Not thread-safe.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,24 +97,10 @@ class CellTable:
         """The sequence's cells in order of position, int32, a copy. ValueError: no such sequence."""
         return self._known(sequence).cells.copy()
 
-    def position(self, cell: int) -> int | None:
-        """Position of the token in a cell; None: the cell is free."""
-        position = int(self._positions[cell])
-        return None if position == _FREE else position
-
-    def members(self, cell: int) -> tuple[int, ...]:
-        """Ids of the sequences that a cell belongs to; empty: the cell is free."""
-        words = self._sets[cell]
-        return tuple(name for name, each in self._sequences.items() if words[each.word] & each.flag)
-
     def ranges(self, sequence: int, begin: int = 0, end: int | None = None) -> tuple[Run, ...]:
-        """Runs of cells that hold positions [begin, end) of a sequence, in order of position.
+        """Runs of cells that hold positions [begin, end) (None: all) of a sequence, in order of position.
 
-        Args:
-            end: exclusive; None: to the end of the sequence.
-
-        Raises:
-            ValueError: no such sequence, or it does not hold every position of the range.
+        ValueError: no such sequence, or it does not hold every position of the range.
         """
         each = self._known(sequence)
         first, last = self._slice(sequence, begin, each.end if end is None else end)
@@ -138,8 +122,7 @@ class CellTable:
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Give `target` the cells that hold positions [0, length) of `source`. No data moves, no cell is taken.
 
-        Raises:
-            ValueError: one of them does not exist, `target` has tokens, or `source` ends before `length`.
+        ValueError: one of them does not exist, `target` has tokens, or `source` ends before `length`.
         """
         upper, lower = self._known(source), self._known(target)
         if lower.end:
@@ -157,8 +140,7 @@ class CellTable:
         A forward pass that fails is undone by `remove(row.sequence, row.begin, row.begin + row.length)` for each row.
 
         Args:
-            rows: (sequence, tokens >= 1) for each row of the batch: one token for each of many sequences to decode,
-                many tokens of one to prefill, or any mixture.
+            rows: (sequence, tokens >= 1) for each row of the batch, a sequence at most once.
 
         Returns:
             Where they go: the first run of free cells that takes all of them.
@@ -225,11 +207,9 @@ class CellTable:
             positions   0 1 2 3 4 5 6    remove [2, 4),   0 1 2 3 4    E, F copied to x, y;
             cells       a b c d E F g    E, F shared      a b x y g    x, y, g shifted by -2
 
-        Shared cells cannot be shifted in place: the others still need them where they are. They are copied first,
-        and stay with the others. At the end of a sequence nothing follows, and this is a rewind.
-
-        Args:
-            shift: False: what follows keeps its positions and its cells, for tokens that a sliding window has left.
+        Shared cells are copied first, as the others still need them where they are. At the end of a sequence nothing
+        follows, and this is a rewind. Without `shift` what follows keeps its positions and its cells, for tokens that a
+        sliding window has left.
 
         Raises:
             ValueError: no such sequence, or it does not hold every position of the range.
@@ -253,7 +233,7 @@ class CellTable:
 
         Args:
             room: free cells wanted in a row, anywhere; of equally cheap places the last is taken. None: all used cells
-                go to the front, which also makes the ranges that masks and fetches span as short as they can be.
+                go to the front, which also shortens what masks and fetches span.
 
         Raises:
             ValueError: room is not in 1 to capacity.
@@ -271,11 +251,7 @@ class CellTable:
         return DefragPlan(pack(sources.astype(np.int32), holes.astype(np.int32)), self._stamp)
 
     def apply(self, plan: RemovalPlan | DefragPlan) -> None:
-        """Note that a plan has been carried out on the data.
-
-        Raises:
-            ValueError: the plan is of another table, or the table has changed since it was made.
-        """
+        """Note that a plan has been carried out on the data. ValueError: another table's, or a stale one."""
         if plan.stamp is not self._stamp:
             raise ValueError("the table has changed since this plan was made; plan again.")
         if isinstance(plan, DefragPlan):
@@ -285,36 +261,25 @@ class CellTable:
         self._changed()
 
     def remove(self, sequence: int, begin: int, end: int, *, shift: bool = True) -> RemovalPlan:
-        """`plan_remove` and `apply` in one, for removals without copies or shifts, or data that follows at once."""
+        """`plan_remove` and `apply` in one, for removals without copies or shifts."""
         plan = self.plan_remove(sequence, begin, end, shift=shift)
-        self.apply(plan)
-        return plan
-
-    def defragment(self, room: int | None = None) -> DefragPlan:
-        """`plan_defragment` and `apply` in one; the data has to follow at once."""
-        plan = self.plan_defragment(room)
         self.apply(plan)
         return plan
 
     # What a batch sees
 
     def span(self, batch: Batch, *, window: int | None = None) -> tuple[int, int]:
-        """The cells [start, stop) that lie between the first and the last that any token of a batch sees.
-
-        Raises and `window`: see `mask`.
-        """
+        """The cells [start, stop) from the first to the last that any token of a batch sees; otherwise as `mask`."""
         return bounds(self._visible(batch, window))
 
     def mask(self, batch: Batch, *, window: int | None = None) -> NDArray[np.bool_]:
         """Which cells each token of a batch sees: those of its own sequence at its own position or before.
 
+        Shape (batch.length, stop - start) with (start, stop) = `span(batch, window=window)`; True: seen.
+
         Args:
             batch: of `append`; its cells are still where they were. Others may have come and gone.
-            window: tokens that a token sees at most, itself included; None: all. Source: `create_causal_mask` of
-                mlx_lm.models.base, mlx-lm 0.32.2.
-
-        Returns:
-            Shape (batch.length, stop - start) with (start, stop) = `span(batch, window=window)`; True: seen.
+            window: tokens that a token sees at most, itself included, as in mlx-lm's `create_causal_mask`; None: all.
 
         Raises:
             ValueError: window below 1; a sequence of the batch is gone, or its cells have been removed or moved.
@@ -323,7 +288,7 @@ class CellTable:
         return seen(batch, visible, [self._positions[cells] for cells in visible], window)
 
     def check(self) -> None:
-        """Assert C1 to C5."""
+        """Assert CT1 to CT5."""
         assert self._positions.dtype == np.int32 and self._positions.shape == (self.capacity,), self._positions.shape
         assert self._sets.dtype == np.uint64 and self._sets.shape[0] == self.capacity, self._sets.shape
         assert self._positions.min() >= _FREE, self._positions.min()
@@ -351,8 +316,6 @@ class CellTable:
             lines.append(f"  sequence {name}: {each.end} tokens, {own} cells of its own; {where}")
         return "\n".join(lines)
 
-    # Private
-
     def _known(self, sequence: int) -> _Sequence:
         if sequence not in self._sequences:
             raise ValueError(f"no sequence {sequence}; there are {len(self._sequences)}. Make it with add().")
@@ -362,8 +325,7 @@ class CellTable:
         return CacheFullError(self.capacity, self.used, self.largest_free_run, wanted)
 
     def _changed(self) -> None:
-        """Make every plan so far a stale one."""
-        self._stamp = object()
+        self._stamp = object()  # every plan so far is a stale one
 
     def _free_cells(self) -> Cells:
         return np.flatnonzero(self._positions == _FREE).astype(np.int32)
@@ -374,9 +336,8 @@ class CellTable:
             return ()
         positions = self._positions[cells]
         cuts = np.flatnonzero((np.diff(cells) != 1) | (np.diff(positions) != 1)) + 1
-        firsts = [0, *cuts.tolist()]
-        lasts = [*cuts.tolist(), len(cells)]
-        return tuple(Run(int(cells[a]), b - a, int(positions[a])) for a, b in zip(firsts, lasts, strict=True))
+        edges = pairwise([0, *cuts.tolist(), len(cells)])
+        return tuple(Run(int(cells[first]), last - first, int(positions[first])) for first, last in edges)
 
     def _index(self, each: _Sequence, position: int) -> int:
         """How many of the sequence's cells hold positions below `position`."""

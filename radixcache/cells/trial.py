@@ -2,13 +2,11 @@
 
 Most models of mlx-lm rotate each row by its own offset. Some reckon with the offset as a number, and would put every
 row where the first one is, or fail; they run a row at a time. Some take the place of a key in what the cache returns
-for its position; they cannot run on cells at all. A short trial tells, held against the model's own caches. Its answer
-hardly depends on the weights: wrong positions change the logits of random ones too.
+for its position; they cannot run on cells at all. A short trial against the model's own caches tells, also with random
+weights; what it found is kept as long as the model lives.
 
 What counts as rounding is measured: how far the same logits move when the model's own caches are filled in other
 chunks. A fixed tolerance wide enough for a deep bfloat16 model would let wrong positions in a short trial pass.
-
-What was found is kept as long as the model lives, for all caches that are made for it.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,9 +22,6 @@ import mlx.nn as nn
 from radixcache.adapters.cache_list import leaves
 from radixcache.errors import UnsupportedCacheError
 from radixcache.layers.tolerances import TOLERANCES
-
-if TYPE_CHECKING:
-    from radixcache.cells.causal import CausalCache
 
 #: Class and window of each of a model's caches.
 Kinds = tuple[tuple[type, int | None], ...]
@@ -45,8 +40,18 @@ MARGIN = 5
 LEAST_PART = 1 / 8
 
 
-#: By the id of a model, which is no key itself: the model, and what was found for its caches.
-_found: dict[int, tuple[weakref.ref[Any], dict[Kinds, bool]]] = {}
+#: By the id of a model, which is no key itself: what was found for its caches.
+_found: dict[int, dict[Kinds, bool]] = {}
+
+
+class Sequences(Protocol):
+    """What a trial needs of a CausalCache; its methods say what they do."""
+
+    @property
+    def state(self) -> list[mx.array]: ...
+    def add(self, sequence: int) -> None: ...
+    def prefill(self, model: Any, sequence: int, tokens: Any) -> mx.array: ...
+    def step(self, model: Any, sequences: Sequence[int], tokens: Any) -> mx.array: ...
 
 
 def kinds_of(caches: Sequence[Any]) -> Kinds:
@@ -58,29 +63,21 @@ def verdict(model: Any, kinds: Kinds, trial: Callable[[], bool]) -> bool:
     """What a trial found for this model before, or finds now."""
     if not isinstance(model, nn.Module):
         return trial()  # a callable: nobody knows what is behind it
-    place = id(model)
-    if place not in _found or _found[place][0]() is not model:
-        _found[place] = (weakref.ref(model, lambda gone: _forget(place, gone)), {})
-    known = _found[place][1]
+    if id(model) not in _found:
+        _found[id(model)] = {}
+        weakref.finalize(model, _found.pop, id(model), None)
+    known = _found[id(model)]
     if kinds not in known:
         known[kinds] = trial()
     return known[kinds]
 
 
-def _forget(place: int, gone: weakref.ref[Any]) -> None:
-    if place in _found and _found[place][0] is gone:
-        del _found[place]
-
-
-def steps_together(model: Any, own: Callable[[], Sequence[Any]], cells: Callable[[int], CausalCache]) -> bool:
+def steps_together(model: Any, own: Callable[[], Sequence[Any]], cells: Callable[[int], Sequences]) -> bool:
     """Whether two sequences of different lengths get, in one forward pass, the logits that each gets alone.
 
-    Args:
-        own: makes fresh mlx-lm caches for the model.
-        cells: makes an empty CausalCache for the model, with a number of cells.
+    `own` makes fresh mlx-lm caches for the model, `cells` an empty CausalCache with a number of cells.
 
-    Raises:
-        UnsupportedCacheError: they do not get them a row at a time either.
+    UnsupportedCacheError: they do not get them a row at a time either.
     """
     wanted = _alone(model, own, PREFILLS)
     rounding = MARGIN * _error(_alone(model, own, RECHUNKED), wanted)
@@ -106,18 +103,14 @@ def _alone(model: Any, own: Callable[[], Sequence[Any]], prefills: Prefills) -> 
     return mx.concatenate(rows)
 
 
-def _is_right(
-    model: Any, causal: CausalCache, groups: Sequence[tuple[int, ...]], wanted: mx.array, rounding: float
-) -> bool:
+def _is_right(model: Any, causal: Sequences, groups: list[tuple[int, ...]], wanted: mx.array, rounding: float) -> bool:
     """Whether rows that step in these groups get the logits wanted, but for rounding."""
     for row in ROWS:
         causal.add(row)
     for row, tokens in PREFILLS:
         causal.prefill(model, row, tokens)
-    steps = []
-    for step in STEPS:
-        steps.append(mx.concatenate([causal.step(model, group, [step[row] for row in group]) for group in groups]))
-    error = _error(mx.concatenate(steps, axis=1), wanted)
+    steps = [[causal.step(model, group, [step[row] for row in group]) for group in groups] for step in STEPS]
+    error = _error(mx.concatenate([mx.concatenate(rows) for rows in steps], axis=1), wanted)
     dtypes = {wanted.dtype, *(array.dtype for array in causal.state)}
     if mx.cuda.is_available():
         dtypes.add(mx.float16)  # MLX multiplies in TF32 there, whose mantissa is as short

@@ -5,19 +5,18 @@ prompt into the first user message, or rewrite earlier turns. So a message's end
 is read off by rendering the conversation cut after the message, or, where the template refuses or rewrites that, by
 rendering conversations that differ only in what follows. A mark is a promise, kept by these rules:
 
-  C1  tokens are what the tokenizer's own `apply_chat_template` gives for the whole conversation.
-  C2  tokens[:mark] begins the tokens of every conversation that shares the messages up to that mark and goes on after
+  M1  tokens are what the tokenizer's own `apply_chat_template` gives for the whole conversation.
+  M2  tokens[:mark] begins the tokens of every conversation that shares the messages up to that mark and goes on after
       them: with the generation prompt, or with a message of another role.
-  C3  0 < mark <= len(tokens); marks ascend and none comes twice. Messages that end at one offset share a mark; a
+  M3  0 < mark <= len(tokens); marks ascend and none comes twice. Messages that end at one offset share a mark; a
       message of which nothing is certain to come back has none.
 
-C2 holds for text first, then for tokens: tokens that reach over the border are left out, and where no control token
-closes the border, so are those that other text behind it could merge with. (A tokenizer that does not cut text into
-words could merge over any distance; there, C2 holds for merges with the beginnings of text that TokenSpans tries.)
+M2 holds for text first, then for tokens: tokens that reach over the border are left out, and where no control token
+closes the border, so are those that other text behind it could merge with. (Where a tokenizer does not cut text into
+words, M2 holds for merges with the beginnings of text that TokenSpans tries.)
 
-Cost: one tokenization of the whole text, and one rendering (no tokenization) per message. Tokenizers without offsets,
-and those that render in their own way, are compared token by token instead: one tokenization per message. MLX is never
-imported here.
+Cost: one tokenization of the whole text, and one rendering per message; with tokenizers without offsets, or that render
+in their own way, one tokenization per message. Never imports MLX.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +55,7 @@ def render_chat(
 
     Returns:
         Tokens (int32) and marks: the offsets where the system prompt and each message end, as far as other
-        conversations with the same messages have the same tokens there (C1 to C3).
+        conversations with the same messages have the same tokens there (M1 to M3).
 
     Raises:
         ValueError: no chat template, no messages, a message without role, or a conversation that the template refuses.
@@ -75,11 +74,7 @@ def chat_tokens(
     add_generation_prompt: bool = True,
     **template_kwargs: Any,
 ) -> NDArray[np.int32]:
-    """The tokens that `render_chat` gives, int32, without looking for marks: the template runs once.
-
-    Raises:
-        ValueError: as `render_chat`.
-    """
+    """The tokens that `render_chat` gives, int32, without marks: the template runs once. Raises as there."""
     _validate(messages)
     template = ChatTemplate(tokenizer, tools, template_kwargs)
     _, rendering = choose_form(template, messages, add_generation_prompt)
@@ -117,9 +112,8 @@ def _validate(messages: Sequence[Message]) -> None:
         raise ValueError("messages is empty; wanted at least one message with role and content.")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise ValueError(
-                f"messages[{index}] is a {type(message).__name__}; wanted an object with role and content."
-            )
+            found = type(message).__name__
+            raise ValueError(f"messages[{index}] is a {found}; wanted an object with role and content.")
         if not isinstance(message.get("role"), str) or not message["role"]:
             raise ValueError(f"messages[{index}] has no role (keys: {', '.join(map(str, message)) or 'none'}).")
 
@@ -138,7 +132,7 @@ class _Borders:
         self._complete: set[int] = set()
 
     def message_end(self, count: int) -> int:
-        """Where `messages[:count]` end in the full rendering; 0 where that is not certain."""
+        """Where `messages[:count]` end in the full rendering; 0: not certain."""
         beginning = self._messages[:count]
         alone = self._template.attempt(beginning)
         if not alone or self._full[: len(alone)] != alone:
@@ -154,11 +148,7 @@ class _Borders:
         return min(end, self._lasting)
 
     def opening_end(self, first_end: int) -> int:
-        """Where all that comes before the user's first words ends, if that is more than the system prompt given.
-
-        Args:
-            first_end: where the first message ends.
-        """
+        """Where all before the user's first words ends, if more than the system prompt. `first_end`: of message 0."""
         system = self._messages[:1] if _is_system(self._messages[0]) else []
         system_end = first_end if system else 0
         end = min(self._parting(system, ("user",)) or 0, self._lasting)
@@ -179,13 +169,9 @@ class _Borders:
         return end in self._complete and isinstance(text, str) and text.startswith(spans.control_texts, end)
 
     def _parting(self, beginning: Sequence[dict[str, Any]], roles: Sequence[str]) -> int | None:
-        """How much of the full rendering is shared by conversations that only share this beginning.
+        """How much of the full rendering conversations share that go on from this beginning with one of these roles.
 
-        Args:
-            roles: of the message that comes next.
-
-        Returns:
-            A length, or None where the template refuses every probe.
+        None where the template refuses every probe, or all but one.
         """
         probes = [[*beginning, _probe(role, content, beginning)] for role in roles for content in _PROBE_CONTENTS]
         others = [other for other in map(self._template.attempt, probes) if other is not None]

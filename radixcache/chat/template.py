@@ -13,29 +13,19 @@ Rendering = str | list[int]
 
 # Arguments of `apply_chat_template` that would change what it returns; everything else belongs to the template.
 _RESERVED_ARGUMENTS = (
-    "continue_final_message",
-    "max_length",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tokenizer_kwargs",
-    "truncation",
+    *("continue_final_message", "max_length", "padding", "return_assistant_tokens_mask", "return_dict"),
+    *("return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
 )
 
 
 class ChatTemplate:
     """A tokenizer's chat template with the arguments of one call."""
 
-    def __init__(
-        self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None, template_kwargs: dict[str, Any]
-    ) -> None:
-        for name in _RESERVED_ARGUMENTS:
-            if name in template_kwargs:
-                raise ValueError(
-                    f"{name} is not an argument of the chat template; render_chat sets it itself. Leave it out."
-                )
+    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None, template_kwargs: dict[str, Any]):
+        for name in filter(template_kwargs.__contains__, _RESERVED_ARGUMENTS):
+            raise ValueError(
+                f"{name} is not an argument of the chat template; render_chat sets it itself. Leave it out."
+            )
         _require_template(tokenizer, template_kwargs)
         self._tokenizer = tokenizer
         # mlx-lm's wrapper forwards attributes, but a call needs the tokenizer inside.
@@ -67,11 +57,7 @@ class ChatTemplate:
         return self._inner(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 
     def control_tokens(self) -> dict[int, str]:
-        """Ids and texts of the tokens that no text beside them can change.
-
-        White space among the added tokens is left out: of several such tokens the longest that fits is taken, so
-        that one is changed by more white space after it.
-        """
+        """Ids and texts of the tokens that no text beside them can change; more white space changes white space."""
         added = self._inner.added_tokens_decoder.items()
         return {int(token_id): token.content for token_id, token in added if token.content.strip()}
 
@@ -109,9 +95,8 @@ def choose_form(
 ) -> tuple[list[dict[str, Any]], Rendering]:
     """Find the form of the messages that the template takes, and what it makes of it.
 
-    Most templates want the arguments of a tool call as an object and write JSON themselves; given text they would write
-    it quoted twice. A few join them to a string, and need text. Most do without the content of a message that only
-    calls tools; a few need it to be a string.
+    Most templates want the arguments of a tool call as an object and would write text quoted twice; a few need text.
+    Most do without the content of a message that only calls tools; a few need it to be a string.
     """
     generation_prompt = add_generation_prompt and messages[-1]["role"] != "assistant"
     accepted: list[tuple[list[dict[str, Any]], Rendering]] = []
@@ -126,13 +111,10 @@ def choose_form(
             return accepted[-1]
     if accepted:
         return accepted[0]
-    raise _refused(messages, refusals[0]) from refusals[0]
-
-
-def _refused(messages: Sequence[Message], refusal: Exception) -> ValueError:
+    refusal = refusals[0]
     roles = ", ".join(message["role"] for message in messages[:8]) + (", ..." if len(messages) > 8 else "")
     reason = " ".join(str(refusal).split()) or type(refusal).__name__
-    return ValueError(f"the chat template refused {len(messages)} message(s) ({roles}): {reason}")
+    raise ValueError(f"the chat template refused {len(messages)} message(s) ({roles}): {reason}") from refusal
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
@@ -179,15 +161,11 @@ def _parse_object(text: str) -> Any:
 
 def _shows_python_objects(rendering: Rendering, form: Sequence[dict[str, Any]]) -> bool:
     """Whether the template wrote an arguments object with Python's quotes: it expects them as text then."""
-    if not isinstance(rendering, str):
-        return False
-    for message in form:
-        for call in message.get("tool_calls", ()):
-            function = call.get("function") if isinstance(call, Mapping) else None
-            arguments = function.get("arguments") if isinstance(function, Mapping) else None
-            if isinstance(arguments, dict) and arguments and str(arguments) in rendering:
-                return True
-    return False
+    calls = [call for message in form for call in message.get("tool_calls", ())]
+    functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
+    arguments = [function.get("arguments") for function in functions if isinstance(function, Mapping)]
+    objects = [each for each in arguments if isinstance(each, dict) and each]
+    return isinstance(rendering, str) and any(str(each) in rendering for each in objects)
 
 
 def common_rendering(left: Rendering, right: Rendering) -> int:

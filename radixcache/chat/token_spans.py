@@ -30,12 +30,9 @@ class TokenSpans:
 
     def offset(self, end: int, closed: bool) -> int:
         """How many tokens lie before the character at `end`, whatever text follows there."""
-        if not closed and not self._ends_with_control_token(end):
+        if not closed and end not in self._ends[self._control_indices]:
             end = self._settled_end(end)
         return int(np.searchsorted(self._ends, end, "right"))
-
-    def _ends_with_control_token(self, end: int) -> bool:
-        return bool(np.any(self._ends[self._control_indices] == end))
 
     def _settled_end(self, end: int) -> int:
         """Go back from a border to where no text behind it can change the tokens before.

@@ -20,27 +20,28 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from radixcache.adapters.owned import owned
 from radixcache.cells.causal import CausalCache, one_each
-from radixcache.cells.paging import CellPager
 from radixcache.errors import BudgetFullError, SessionClosedError
+from radixcache.groups.admission import Admission
+from radixcache.groups.cell_budget import CellBudget
 from radixcache.groups.row import Row
-from radixcache.layers.evaluation import is_evaluation_failure
-from radixcache.locking.interrupts import uninterrupted
+from radixcache.groups.storing import Storing
+from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError, is_evaluation_failure
+from radixcache.paging.core import Core
+from radixcache.paging.request import Request
+from radixcache.paging.stops import checkpoint_stops
+from radixcache.settings import require_group
 from radixcache.tokens.ids import checked_prompt
-from radixcache.tree.radix_tree import Keys
-
-if TYPE_CHECKING:
-    from radixcache.groups.group_requests import GroupRequests
-
+from radixcache.tokens.keys import Keys, common_length
 
 #: A chunk's logits are (1, T, V), all of them at once: beyond so many tokens the last goes by itself for its own.
 LOGITS_TOKENS = 32
@@ -48,40 +49,32 @@ LOGITS_TOKENS = 32
 FIRST_TOKENS = 64
 
 
-@dataclass(slots=True, eq=False)
-class Booking:
-    """What the cache has booked for a group; it outlives one that vanished without closing."""
-
-    group: weakref.ref[Group]
-    nbytes: int = 0
-    checkpoint_bytes: int = 0
-
-
 class Group:
     """Requests that share one buffer of cells; made by PrefixCache.begin_many(), used as a context manager.
 
     Attributes:
-        cache: the PrefixCache.
-        causal: the cells; to look at, and for its forward passes where no row's tokens are concerned.
-        pager: copies between the cells and snapshots.
         namespace, priority: of all its rows.
-        booking: what the cache has booked for it.
         is_closed: whether the group was closed.
         is_lost: whether an evaluation failed, and with it all that is in the cells.
     """
 
-    def __init__(self, cache: GroupRequests, causal: CausalCache, namespace: str, priority: int) -> None:
-        self.cache = cache
-        self.causal = causal
+    def __init__(self, core: Core, capacity: int, namespace: str, priority: int) -> None:
+        _require_cells(core)
         self.namespace = namespace
         self.priority = priority
-        self.pager = CellPager(cache.layout, causal)
-        self.booking = Booking(weakref.ref(self))
-        self.is_closed = False
         self.is_lost = False
+        self._core = core
+        self._lock = core.lock
+        with self._lock:
+            core.take_back()
+            self._cells = CellBudget(core, capacity)
+            core.bookings.append((self._cells.booking, weakref.ref(self)))
+        self._admission = Admission(self._cells)
+        self._storing = Storing(self._cells, namespace)
         self._rows: dict[int, Row] = {}
         self._next_id = 0
         self._is_known = False
+        self.is_closed = False
 
     def __enter__(self) -> Group:
         return self
@@ -93,12 +86,17 @@ class Group:
 
     def __del__(self) -> None:
         if not getattr(self, "is_closed", True) and not sys.is_finalizing():
-            self.cache.lock.when_free(self._close_unattended)
+            self._lock.when_free(self._close_unattended)
 
     @property
     def rows(self) -> list[Row]:
         """The open rows, in order of admission."""
         return list(self._rows.values())
+
+    @property
+    def causal(self) -> CausalCache:
+        """The cells; to look at, and for its forward passes where no row's tokens are concerned."""
+        return self._cells.causal
 
     @property
     def nbytes(self) -> int:
@@ -119,21 +117,21 @@ class Group:
             cells: of all rows together.
             states: rows that get a state of their own in the layers beside the cells, where there are any.
         """
-        with self.cache.lock:
-            return self.cache.has_bytes_for(self, cells, states)
+        with self._lock:
+            return self._cells.has_bytes_for(cells, states)
 
     def refusal_of(self, tokens: int) -> BudgetFullError | None:
         """Why a row of so many tokens would not fit the byte budget even if there were nothing else; None: it would.
 
         None as well before the first forward pass.
         """
-        with self.cache.lock:
-            return self.cache.refusal_of(self, tokens)
+        with self._lock:
+            return self._cells.refusal_of(tokens)
 
     def sharable_tokens(self, keys: Keys) -> int:
         """How many tokens of a prompt with these keys would share cells of the open rows, were it admitted now."""
-        with uninterrupted(), self.cache.lock:
-            return self.cache.sharable_tokens(self, keys)
+        with self._lock:
+            return self._admission.sharable_tokens(keys, self.namespace, self.rows)
 
     def sharable_later(self, keys: Keys, row: Row, chunk_tokens: int) -> int:
         """How many would share one row's cells if it were admitted at the best moment of that row's prefill.
@@ -141,8 +139,9 @@ class Group:
         Args:
             chunk_tokens: what each call of `prefill` evaluates.
         """
-        with uninterrupted(), self.cache.lock:
-            return self.cache.sharable_later(self, keys, row, chunk_tokens)
+        with self._lock:
+            allowed = self._core.allowed(keys, self.namespace)
+            return row.common_later(allowed[: len(keys) - 1], chunk_tokens)
 
     def admit(self, tokens: Any, keys: Any = None, marks: Sequence[int] = ()) -> Row:
         """Open a row on a prompt, and restore what is there of it.
@@ -163,11 +162,12 @@ class Group:
             SessionClosedError: the group is closed, or its cells were lost.
         """
         self._require_open()
-        prompt, prompt_keys = checked_prompt(tokens, keys, marks, self.cache.vocab_size)
-        with uninterrupted(), self.cache.lock:
-            row = self.cache.admit_row(self, self._next_id, prompt, prompt_keys, marks)
+        prompt, prompt_keys = checked_prompt(tokens, keys, marks, self._core.settings.vocab_size)
+        with self._lock:
+            self._core.take_back()
+            use = self._core.next_use(self.priority)
+            row = self._opened(Request(prompt, prompt_keys, self.namespace, use, tuple(marks)))
             self._rows[row.id] = row
-            self._next_id += 1
         return row
 
     def prefill(self, model: Any, row: Row, tokens: int | None = None) -> mx.array | None:
@@ -191,8 +191,8 @@ class Group:
         """
         self._require_row(row)
         if row.is_fresh:
-            with uninterrupted(), self.cache.lock:
-                self._run(lambda: self.cache.share_more(self, row))
+            with self._lock:
+                self._run(lambda: self._admission.share_more(row, self.namespace, self.rows))
                 row.is_fresh = False
         left = row.prompt_left
         if left == 0:
@@ -201,7 +201,7 @@ class Group:
             raise ValueError(f"tokens is {tokens}; wanted 1 or more, or None.")
         end = row.position + (left if tokens is None else min(tokens, left))
         logits = None
-        if not self.cache.layout.is_known:
+        if not self._core.layout.is_known:
             logits = self._prefill_to(model, row, min(end, row.position + FIRST_TOKENS))
         return self._prefill_to(model, row, end) if row.position < end else logits
 
@@ -227,7 +227,7 @@ class Group:
             raise ValueError("no rows to step; wanted at least one.")
         for row in rows:
             self._require_row(row)
-        array = one_each(tokens, len(rows), self.cache.vocab_size)
+        array = one_each(tokens, len(rows), self._core.settings.vocab_size)
         self._require_prompts(rows, array)
         self._make_room(len(rows), states=sum(row.position == 0 for row in rows))
         for row in rows:
@@ -255,23 +255,24 @@ class Group:
         self._require_row(row)
         if not 0 <= begin <= end <= row.position:
             raise ValueError(f"row {row.id} has tokens [0, {row.position}); [{begin}, {end}) is not in there.")
-        windows_from = row.windows_from_after(begin, end, max(self.pager.windows, default=0))
+        windows_from = row.windows_from_after(begin, end, max(self._cells.pager.windows, default=0))
         copies = self.causal.table.plan_remove(row.id, begin, end).copies if end < row.position else ()
         self._make_room(0, max((move.target + move.length for move in copies), default=0))
         self._run(lambda: self.causal.remove(model, row.id, begin, end))
         row.cut(begin, end, windows_from)
-        with uninterrupted(), self.cache.lock:
-            self.cache.drop_checkpoints(self, row, begin)
+        with self._lock:
+            self._cells.drop_checkpoints(row, begin)  # the tokens there are others now
         self._measure()
 
     def close(self) -> None:
         """Close all rows and give the cells back. Closing twice is fine."""
         if self.is_closed:
             return
-        with uninterrupted(), self.cache.lock:
+        with self._lock:
             self.is_closed = True
+            rows = self.rows
             try:
-                self.cache.finish_group(self)
+                self._cells.free(lambda: self._storing.close(rows, self._is_intact(rows), freeing=True))
             finally:
                 self._rows.clear()
 
@@ -284,21 +285,19 @@ class Group:
 
     def close_rows(self, rows: Sequence[Row]) -> None:
         """Close some rows: store what they evaluated, each after the other, and free their cells."""
-        with uninterrupted(), self.cache.lock:
+        with self._lock:
             rows = [row for row in rows if not row.is_closed]
             try:
-                self.cache.finish_rows(self, rows)
+                self._storing.close(rows, self._is_intact(rows), freeing=False)
             finally:
                 for row in rows:
                     self._rows.pop(row.id, None)
 
-    def settle(self) -> bool:
-        """Evaluate what is pending; False: that failed, and the cells are lost."""
-        try:
-            mx.eval(self.causal.state)
-        except Exception:  # whatever MLX raised: the state behind it is gone, and that is what counts here
-            self.is_lost = True
-        return not self.is_lost
+    def distrust(self, keys: Keys, start: int) -> None:
+        """What begins with these keys was found wrong from `start` on: rows that were admitted on it give none away."""
+        for row in self.rows:
+            if min(row.cached_tokens, common_length(row.prompt_keys, keys)) > start:
+                row.distrust_from(start)
 
     def check(self) -> None:
         """Assert G1 to G3, and the invariants of the cells."""
@@ -307,11 +306,50 @@ class Group:
         for row in self._rows.values():
             assert row.position <= row.known_tokens, (row.id, row.position, row.known_tokens)
             assert all(each.offset <= row.position for each in row.checkpoints), (row.id, row.position)
-        held = sum(each.nbytes for row in self._rows.values() for each in row.checkpoints)
-        assert held == self.booking.checkpoint_bytes, (held, self.booking.checkpoint_bytes)
-        assert self.nbytes == self.booking.nbytes, (self.nbytes, self.booking.nbytes)
+        checkpoint_bytes = sum(each.nbytes for row in self._rows.values() for each in row.checkpoints)
+        assert self._cells.booking.amounts == (self.nbytes, checkpoint_bytes, 0), self._cells.booking.amounts
 
     # Private
+
+    def _opened(self, request: Request) -> Row:
+        """A row on a prompt, restored."""
+        cells, core, row_id, length = self._cells, self._core, self._next_id, len(request.prompt)
+        try:
+            plan, counted = self._admission.restore(row_id, request, self.rows)
+        except BaseException as error:
+            if isinstance(error, (LiveStateError, *NATIVE_ERRORS)):
+                self.is_lost = True
+            if row_id in self.causal.sequences:
+                self.causal.free(row_id)
+            cells.book()
+            raise
+        self._next_id += 1
+        cells.measured()
+        stops: dict[int, str] = {}
+        if core.layout.has_points:
+            interval, resume = core.settings.checkpoint_interval, plan.resume
+            stops = checkpoint_stops(length, request.marks, counted.matched, resume, interval, request.limit)
+            stops = {at: kind for at, kind in sorted(stops.items()) if resume < at <= request.limit}
+        return Row(
+            row_id,
+            request,
+            counted,
+            self.causal,
+            has_states=cells.pager.has_states,
+            windows_from=plan.windows_from(cells.pager.windows),
+            stops=stops,
+            vocab_size=core.settings.vocab_size,
+            close=weakref.WeakMethod(self.close_rows),
+        )
+
+    def _is_intact(self, rows: Sequence[Row]) -> bool:
+        """Whether there is anything to store: rows, and cells in which what is pending was evaluated."""
+        if rows and not self.is_lost:
+            try:
+                mx.eval(self.causal.state)
+            except Exception:  # whatever MLX raised: the state behind it is gone, and that is what counts here
+                self.is_lost = True
+        return not self.is_lost
 
     def _require_open(self) -> None:
         if self.is_closed:
@@ -355,7 +393,7 @@ class Group:
             stop = min(at for at in cuts if at > row.position)
             logits = self._evaluate(model, row, stop - row.position)
             # First: a checkpoint would take buffers of the chunk's, which are larger than it is.
-            self.cache.layout.release()
+            self._core.layout.release()
             if stop in row.stops:
                 self._take_checkpoint(row, row.stops[stop])
         return logits
@@ -371,30 +409,27 @@ class Group:
         except Exception:
             self.is_lost = True
             raise
-        with uninterrupted(), self.cache.lock:
+        with self._lock:
             if not self._is_known:
-                self.cache.layout.learn(self.pager.specimen(row.id))
+                self._core.layout.learn(self._cells.pager.specimen(row.id))
                 self._is_known = True
-            self.cache.group_measured(self)
+            self._cells.measured()
         return logits if is_last else None
 
     def _take_checkpoint(self, row: Row, kind: str) -> None:
-        with uninterrupted(), self.cache.lock:
-            self.cache.row_checkpoint(self, row, kind)
+        with self._lock:
+            self._cells.take_checkpoint(row, kind)
 
     def _make_room(self, tokens: int, cells: int = 0, states: int = 0) -> None:
-        table, held = self.causal.table, self.pager.cells
-        is_grown = held == table.capacity and tokens <= held - table.used
-        if not cells and not (states and self.pager.has_states) and (is_grown or table.has_run(tokens, held)):
-            return
-        with uninterrupted(), self.cache.lock:
-            self._run(lambda: self.cache.room_in_cells(self, tokens, cells, states))
+        if self._cells.needs_room(tokens, cells, states):
+            with self._lock:
+                self._run(lambda: self._cells.make_room(self.rows, tokens, cells, states))
 
     def _measure(self) -> None:
         """Book what the cells have come to hold, if that is not what they held."""
-        if self.nbytes != self.booking.nbytes:
-            with uninterrupted(), self.cache.lock:
-                self.cache.group_measured(self)
+        if not self._cells.is_booked:
+            with self._lock:
+                self._cells.measured()
 
     def _close_unattended(self) -> None:
         try:
@@ -402,3 +437,31 @@ class Group:
         except Exception as error:
             # Nobody waits for this; whoever runs into it called for something else.
             warnings.warn(f"a group that nobody closed could not be stored: {error}", ResourceWarning, stacklevel=1)
+
+
+def open_group(core: Core, prompts: Iterable[Any], capacity: int, namespace: str, priority: int) -> Group:
+    """Make a group and admit these prompts; it is closed again where one of them cannot be."""
+    require_group(capacity, priority, prompts)
+    group = None
+    try:
+        group = Group(core, capacity, namespace, priority)
+        for prompt in prompts:
+            group.admit(prompt)
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+    return group
+
+
+def _require_cells(core: Core) -> None:
+    """Raise ValueError where state cannot be put into cells whatever the layers."""
+    if core.settings.exact:
+        raise ValueError(
+            f"begin_many() on an exact cache: rows that decode together add up in another order than one alone, "
+            f"and prefill goes in other chunks than {core.settings.step_size} tokens. Use begin(), or exact=False."
+        )
+    if not isinstance(core.layout, ArrayLayout):
+        raise ValueError("begin_many() needs the state of a model; a layout that holds sizes has none.")
+    if core.layout.is_quantized:
+        raise ValueError("begin_many() with kv_bits: quantized keys and values cannot be put into cells.")

@@ -7,23 +7,19 @@ known           the prompt, and the tokens given to step(), which need not be ev
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from weakref import WeakMethod
 
 import mlx.core as mx
 
 from radixcache.adapters.snapshots import Checkpoint
+from radixcache.cells.causal import CausalCache
 from radixcache.errors import ShiftError
+from radixcache.paging.request import Request
 from radixcache.paging.resume import ResumePlan, ShortReason
-from radixcache.paging.stops import checkpoint_stops
 from radixcache.tokens.ids import TokenIds
+from radixcache.tokens.keys import Keys, common_length
 from radixcache.tokens.known import KnownTokens
-from radixcache.tree.radix_tree import Keys, common_length
-from radixcache.tree.state_tree import Use
-
-if TYPE_CHECKING:
-    from radixcache.groups.group import Group
 
 
 class Row:
@@ -42,23 +38,25 @@ class Row:
 
     def __init__(
         self,
-        group: Group,
         row_id: int,
-        prompt: TokenIds,
-        keys: Keys,
-        use: Use,
-        marks: Sequence[int],
+        request: Request,
         plan: ResumePlan,
+        causal: CausalCache,
+        *,
+        has_states: bool,
         windows_from: int,
+        stops: dict[int, str],
+        vocab_size: int | None,
+        close: WeakMethod[Callable[[Sequence[Row]], None]],
     ) -> None:
         self.id = row_id
-        self.prompt = prompt
-        self.prompt_keys = keys
-        self.use = use
+        self.prompt = request.prompt
+        self.prompt_keys = request.keys
+        self.request = request
         self.cached_tokens = plan.resume
         self.matched_tokens = plan.matched
         self.reason: ShortReason | None = plan.reason
-        self.remaining = prompt[plan.resume :].copy()
+        self.remaining = request.prompt[plan.resume :].copy()
         self.is_closed = False
         #: Whether nothing but admit() has been done to it.
         self.is_fresh = True
@@ -66,21 +64,17 @@ class Row:
         self.checkpoints: list[Checkpoint] = []
         #: The offset at which windows were restored: cells of the windows that end before it hold nothing.
         self.windows_from = windows_from
+        #: Where its prefill is cut for a checkpoint, with the reason.
+        self.stops = stops
         #: How many of its tokens are right, where what is behind them was found wrong: a restored prefix, or logits
         #: that are not numbers. None: nothing was. See `distrust_from`.
         self.right_tokens: int | None = None
+        self._causal = causal
+        self._has_states = has_states
+        self._known = KnownTokens(request.prompt, request.keys, vocab_size)
+        self._prompt_end = len(request.prompt)
         # Of the group itself a row holds nothing: one that is let go of closes at once, without the garbage collector.
-        self._group = weakref.ref(group)
-        self._causal = group.causal
-        self._has_states = group.pager.has_states
-        self._known = KnownTokens(prompt, keys, group.cache.vocab_size)
-        self._prompt_end = len(prompt)
-        #: Where its prefill is cut for a checkpoint, with the reason.
-        self.stops: dict[int, str] = {}
-        if group.cache.layout.has_points:
-            limit, interval = len(prompt) - 1, group.cache.checkpoint_interval
-            stops = checkpoint_stops(len(prompt), marks, plan.matched, plan.resume, interval, limit)
-            self.stops = {at: kind for at, kind in sorted(stops.items()) if plan.resume < at <= limit}
+        self._close = close
 
     @property
     def position(self) -> int:
@@ -107,9 +101,9 @@ class Row:
 
     def close(self) -> None:
         """Store what the row evaluated and free its cells. Closing twice is fine."""
-        group = self._group()
-        if not self.is_closed and group is not None:
-            group.close_rows([self])
+        close = self._close()
+        if not self.is_closed and close is not None:
+            close([self])
 
     def distrust_from(self, offset: int) -> None:
         """What its cells hold from an offset on was found wrong: of that nothing is stored or shared."""

@@ -11,19 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from radixcache.adapters.snapshots import Checkpoint
-from radixcache.paging.resume import ResumePlan, ShortReason, plan_resume
-
-if TYPE_CHECKING:
-    from radixcache.groups.row import Row
-    from radixcache.layers.layout import Layout
-    from radixcache.tree.radix_tree import Match
-    from radixcache.tree.state_tree import NodeState, StateNode
+from radixcache.groups.row import Row
+from radixcache.layers.layout import Layout
+from radixcache.paging.resume import ResumePlan, ShortReason
+from radixcache.tree.state_tree import StateNode
 
 #: How many tokens of a prompt an open row has, and the row.
-Share = tuple[int, "Row"]
+Share = tuple[int, Row]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +48,13 @@ class RowPlan:
         return self.resume if self.resume > min(windows, default=self.resume) else 0
 
 
-def plan_row(
-    layout: Layout, match: Match[NodeState], hidden: int | None, shares: Sequence[Share], limit: int
-) -> tuple[RowPlan, ResumePlan]:
+def plan_row(layout: Layout, tree: ResumePlan, shares: Sequence[Share], limit: int) -> tuple[RowPlan, ResumePlan]:
     """Plan for a prompt of which at most `limit` tokens may be restored; also as a request on the tree is counted.
 
-    Spans of the match from offset `hidden` on cannot be read now (None: all can).
+    Args:
+        tree: where a request would resume that has the tree alone.
     """
     common, neighbour = longest(shares)
-    tree = plan_resume(layout, match, limit, None, hidden)
     best = among_rows(layout, shares, limit)
     resume, source, checkpoint = best.resume, best.source, best.checkpoint
     if resume < tree.resume:

@@ -2,10 +2,7 @@
 
 Everything above the layout is the deployed code: tree, slots, paging, budget, policy. Only what copies arrays is
 replaced by what adds up their bytes. A key may stand for one token or for a block of them; sizes are given per key.
-
-    spans       `token_bytes` per key, to be cut anywhere
-    points      `checkpoint_bytes` whatever the offset (recurrent state), and `windows` of so many keys at so many bytes
-                each, which can be cut back while none of them has wrapped
+Spans can be cut anywhere, windows be cut back while none of them has wrapped.
 
 Live buffers have no spare capacity, so that the bytes held are those of the distinct keys; or, with `grow_keys`, they
 grow as mlx-lm's KVCache does, and a live cache and this one make the same evictions.
@@ -19,16 +16,13 @@ from typing import Any
 
 from radixcache.adapters.contract import NEVER
 from radixcache.adapters.snapshots import Checkpoint, Spans
-from radixcache.layers.layout import Layout
 
 
 @dataclass(slots=True, eq=False)
 class SizedCache:
-    """Stands for the live caches of all layers: where the span layers stand, and the point layers.
+    """Where the span layers and the point layers of a live cache stand.
 
-    Attributes:
-        grow_keys: step in which the span buffers grow; 0: they hold exactly what is in them.
-        capacity: keys that the span buffers have room for, where they grow.
+    Span buffers grow in steps of `grow_keys` and have room for `capacity` keys; 0: they hold exactly what is in them.
     """
 
     grow_keys: int = 0
@@ -51,15 +45,6 @@ class SizedCache:
             self.capacity = max(capacity, self.spans + 1)
 
 
-@dataclass(slots=True)
-class SizedSpan:
-    """Stands for the snapshots of [start, end)."""
-
-    start: int
-    end: int
-    nbytes: int
-
-
 class SizedModel:
     """Callable like a model whose caches are sized: moves them on by as many keys as it is given."""
 
@@ -67,7 +52,7 @@ class SizedModel:
         cache[0].advance(int(keys.shape[-1]))
 
 
-class SizedLayout(Layout):
+class SizedLayout:
     """Sizes of a live cache.
 
     Args:
@@ -99,17 +84,12 @@ class SizedLayout(Layout):
     def fresh(self) -> list[Any]:
         return [SizedCache(self._grow_keys)]
 
-    # Looking
-
     def offsets(self, caches: Sequence[Any], trusted: bool = False) -> tuple[int, int] | None:
-        cache = caches[0]
-        if not self.has_points:
-            return cache.spans, cache.spans
-        if not self.token_bytes:
-            return cache.points, cache.points
-        return min(cache.spans, cache.points), max(cache.spans, cache.points)
+        first: int = self.first_offset(caches)
+        last: int = caches[0].points if self.has_points else first
+        return min(first, last), max(first, last)
 
-    def first_offset(self, caches: Sequence[Any]) -> int | None:
+    def first_offset(self, caches: Sequence[Any]) -> int:
         return int(caches[0].spans if self.token_bytes else caches[0].points)
 
     def is_empty(self, caches: Sequence[Any]) -> bool:
@@ -122,12 +102,8 @@ class SizedLayout(Layout):
         return []
 
     def live_nbytes(self, caches: Sequence[Any]) -> int:
-        held = 0
-        for cache in caches:
-            held += (cache.capacity if self._grow_keys else cache.spans) * self.token_bytes
-            if self.has_points:
-                held += self._point_nbytes(cache.points)
-        return held
+        keys = sum(cache.capacity if self._grow_keys else cache.spans for cache in caches)
+        return int(keys * self.token_bytes + sum(self._point_nbytes(cache.points) for cache in caches))
 
     def spare_nbytes(self, caches: Sequence[Any]) -> int:
         spare: int = sum(cache.capacity - cache.spans for cache in caches) * self.token_bytes
@@ -153,8 +129,6 @@ class SizedLayout(Layout):
 
     def can_cut(self, checkpoint: Checkpoint, target: int) -> bool:
         return target == checkpoint.offset or self._is_whole(checkpoint.offset)
-
-    # Moving
 
     def rewind(self, caches: Sequence[Any], offset: int, target: int) -> None:
         if target < offset:
@@ -208,21 +182,28 @@ class SizedLayout(Layout):
     def grow(self, caches: Sequence[Any], capacity_tokens: int) -> None:
         self.reserve(caches, capacity_tokens)
 
-    # Nothing to do without arrays
+    def empty(self, caches: Sequence[Any]) -> None:
+        caches[0].spans = caches[0].points = caches[0].capacity = 0
+
+    # What there is no more to know of, and nothing to do for, without arrays
+
+    is_quantized = False
+    is_known = True
+
+    def leaves(self, caches: Sequence[Any]) -> list[Any]:
+        return []
+
+    def leaf_bytes(self, leaf: int) -> int:
+        return self.token_bytes
 
     def learn(self, caches: Sequence[Any]) -> None: ...
-
     def evaluate(self, caches: Sequence[Any]) -> None: ...
-
     def compare(self, caches: Sequence[Any]) -> None: ...
-
     def release(self) -> None: ...
-
-    # Private
 
     def _spans(self, start: int, end: int) -> Spans:
         nbytes = (end - start) * self.token_bytes
-        return Spans(start, end, [SizedSpan(start, end, nbytes)], nbytes)
+        return Spans(start, end, [Spans(start, end, [], nbytes)], nbytes)
 
     def _point_nbytes(self, offset: int) -> int:
         if offset == 0:

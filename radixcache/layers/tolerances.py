@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
-from radixcache.layers.layout import Layout
+from radixcache.layers.arrays import ArrayLayout
 
 #: Largest relative error by dtype: about 100, 8 and 5 times what was measured.
 TOLERANCES = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 2e-1}
@@ -26,7 +26,7 @@ TOLERANCES = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 2e-1}
 GRID_STEPS = 2
 
 
-def tolerance_of(layout: Layout, caches: Sequence[Any], logits: mx.Dtype) -> float:
+def tolerance_of(layout: ArrayLayout, caches: Sequence[Any], logits: mx.Dtype) -> float:
     """The tolerance for a model whose forward pass wrote `caches` and gave logits of that dtype."""
     dtypes = {logits, *(array.dtype for array in layout.arrays(caches))}
     if mx.float32 in dtypes and mx.cuda.is_available():

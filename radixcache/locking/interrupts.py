@@ -8,43 +8,37 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from typing import Any
 
 #: Whether the main thread is inside such a stretch.
-_is_held = False
+_is_inside = False
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold SIGINT back until the block ends; then call the handler that was installed before."""
-    global _is_held
-    if _is_held or threading.current_thread() is not threading.main_thread():
-        # A block around this one holds it back already, or it cannot come.
-        yield
-        return
-    previous = signal.getsignal(signal.SIGINT)
-    if not callable(previous):
-        yield  # nobody listens in Python
-        return
-    held = _Held()
-    signal.signal(signal.SIGINT, held)
-    _is_held = True
-    try:
-        yield
-    finally:
-        _is_held = False
-        signal.signal(signal.SIGINT, previous)
-        if held.caught:
-            previous(*held.caught[0])
+class uninterrupted:  # noqa: N801  used like a function
+    """Keep SIGINT until the block ends; then call the handler that was installed before."""
 
-
-class _Held:
-    """A handler that keeps what it is called with."""
+    __slots__ = ("_caught", "_previous")
 
     def __init__(self) -> None:
-        self.caught: list[tuple[int, FrameType | None]] = []
+        self._caught: list[tuple[Any, ...]] = []
+        self._previous: signal._HANDLER = None
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.caught.append((number, frame))
+    def __enter__(self) -> None:
+        global _is_inside
+        if _is_inside or threading.current_thread() is not threading.main_thread():
+            return  # a block around this one keeps it already, or it cannot come
+        previous = signal.getsignal(signal.SIGINT)
+        if callable(previous):  # else nobody listens in Python
+            self._previous = previous
+            signal.signal(signal.SIGINT, lambda *caught: self._caught.append(caught))
+            _is_inside = True
+
+    def __exit__(self, *_: object) -> None:
+        global _is_inside
+        previous, self._previous = self._previous, None
+        if not callable(previous):
+            return
+        _is_inside = False
+        signal.signal(signal.SIGINT, previous)
+        if self._caught:
+            previous(*self._caught[0])

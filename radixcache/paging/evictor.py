@@ -18,39 +18,50 @@ After `make_room(need)` returned True, `need` more bytes fit the budget; False s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from radixcache.adapters.snapshots import Checkpoint
 from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError
 from radixcache.paging.live_path import LivePath
-from radixcache.tree.state_tree import StateNode, StateTree, state_of
-
-#: A leaf of a pure span model loses its tail in steps of this many tokens.
-TRIM_TOKENS = 256
+from radixcache.paging.slots import Slots
+from radixcache.tree.state_tree import StateNode, StateTree
 
 
 class Evictor:
-    """Eviction for one cache: its tree and its live paths."""
+    """Eviction for one cache: its tree and its live paths.
 
-    def __init__(self, states: StateTree, checkpoint_budget_bytes: int, trim_tokens: int | None = None) -> None:
+    Attributes:
+        checkpoint_budget_bytes: cap on checkpoints, beyond which interval ones are thinned.
+        evictions, evicted_bytes: entries given up, and what that freed.
+    """
+
+    def __init__(self, states: StateTree, slots: Slots, checkpoint_budget_bytes: int, trim_tokens: int) -> None:
         self._states = states
         self._account = states.account
         self._layout = states.layout
+        self._slots = slots
         self.checkpoint_budget_bytes = checkpoint_budget_bytes
-        self._trim_tokens = TRIM_TOKENS if trim_tokens is None else trim_tokens
+        self._trim_tokens = trim_tokens
         # A policy may rank the keys of one edge apart: then its tail goes one step at a time.
         self._steps_singly = not getattr(states.policy, "ranks_whole_edges", True)
-        self.paths: list[LivePath] = []
-        #: Nodes that are being paged in: their snapshots stay, also where they are duplicates.
-        self.incoming: list[StateNode] = []
-        #: What to do when a live path's state is lost; set by the cache.
-        self.lose: Callable[[LivePath], None] = LivePath.forget
+        self._spared: Sequence[StateNode] = ()
         self.evictions = 0
         self.evicted_bytes = 0
 
+    @contextmanager
+    def sparing(self, nodes: Sequence[StateNode]) -> Iterator[None]:
+        """Leave the snapshots of nodes that are being paged in alone, also where they are duplicates."""
+        self._spared = nodes
+        try:
+            yield
+        finally:
+            self._spared = ()
+
     def over_bytes(self, need_bytes: int = 0) -> int:
         """Bytes that must go before `need_bytes` more, and all that is leaving, fit the budget."""
-        return self._account.ledger.over_bytes(need_bytes + self._states.leaving_bytes)
+        ledger = self._account.ledger
+        return max(0, ledger.total_bytes + need_bytes + self._states.leaving_bytes - ledger.budget_bytes)
 
     def make_room(self, need_bytes: int = 0) -> bool:
         """Evict until `need_bytes` more fit the budget; False when they do not fit with everything evictable gone."""
@@ -65,6 +76,10 @@ class Evictor:
         """Whether `need_bytes` more fit the budget with everything evictable gone; evicts nothing."""
         return not self.over_bytes(need_bytes) or self.fixed_bytes() + need_bytes <= self._account.ledger.budget_bytes
 
+    def find_room(self, need_bytes: int) -> bool:
+        """As `make_room`, but nothing is evicted for what cannot fit."""
+        return self.could_fit(need_bytes) and self.make_room(need_bytes)
+
     def shrink_to(self, target_bytes: int) -> int:
         """Evict until this cache holds at most `target_bytes` or nothing evictable is left; returns the bytes freed."""
         before = self._held_bytes()
@@ -77,11 +92,11 @@ class Evictor:
 
     def fixed_bytes(self) -> int:
         """Bytes that no eviction gives back: what open sessions, groups and pins hold. O(nodes)."""
-        nbytes = self._account.second_bytes + self._states.session_checkpoint_bytes
-        nbytes += self._account.live_bytes - sum(path.nbytes for path in self.paths if not path.is_open)
+        nbytes = self._account.second_bytes + self._states.booked_checkpoint_bytes
+        nbytes += self._account.live_bytes - sum(path.booking.live_bytes for path in self._idle())
         for node in self._states.tree.nodes():
-            state = state_of(node)
-            if state.held:
+            state = node.payload
+            if state.is_kept:
                 nbytes += 0 if state.checkpoint is None else state.checkpoint.nbytes
                 nbytes += 0 if state.spans is None or state.live else state.spans.nbytes
         return nbytes
@@ -97,24 +112,24 @@ class Evictor:
         """Take the next step towards less; False when there is none."""
         stale = self._stale_path()
         if stale is not None:
-            self.give_up(stale, over)
+            self.empty_slot(stale, over)
             return True
         if self.evict_one(over()):
             return True
         shared = self._sharing_path()
         if shared is not None:
-            self.give_up(shared, over)
+            self.empty_slot(shared, over)
             return True
         return self._cut_idle_tail(over())
 
     def _stale_path(self) -> LivePath | None:
         """Of several slots the idle one that was used longest ago, if that is before the policy's victim was."""
         idle = [path for path in self._idle() if path.tip is not None]
-        victim = self._states.victim() if idle and len(self.paths) > 1 else None
+        victim = self._states.victim() if idle and len(self._slots.paths) > 1 else None
         if victim is None:
             return None
         node, what = victim
-        state = state_of(node)
+        state = node.payload
         entry = state.entry if what == "span" else state.checkpoint_entry
         assert entry is not None, node
         return idle[0] if idle[0].used < entry.last_used else None
@@ -122,21 +137,21 @@ class Evictor:
     def _sharing_path(self) -> LivePath | None:
         """Of several slots the idle one, used longest ago, whose path begins with what another slot holds as well."""
         for path in self._idle():
-            if any(state_of(node).live_mask != 1 << path.slot for node in path.nodes()):
+            if any(node.payload.live_mask != 1 << path.slot for node in path.nodes()):
                 return path
         return None
 
-    def give_up(self, path: LivePath, over: Callable[[], int]) -> None:
+    def empty_slot(self, path: LivePath, over: Callable[[], int]) -> None:
         """Empty an idle slot: page out what is nowhere else, and the policy would not evict at once."""
         nodes = path.nodes()
         leaving = path.leave(0)
-        while over() > path.nbytes and self.evict_one(over() - path.nbytes):
+        while over() > path.booking.live_bytes and self.evict_one(over() - path.booking.live_bytes):
             pass
         try:
             for node in leaving:
                 path.page_out(node)
         except NATIVE_ERRORS:
-            self.lose(path)
+            self._slots.lose(path)
         else:
             path.forget()
         self._states.coalesce_all(nodes)
@@ -161,8 +176,8 @@ class Evictor:
             self._evict_leaf(node, want_bytes)
         return True
 
-    def let_go(self, node: StateNode) -> None:
-        """A node is no longer held: it goes if nothing can resume on it, else it is joined with what fits."""
+    def tidy(self, node: StateNode) -> None:
+        """A node is no longer kept: it goes if nothing can resume on it, else it is joined with what fits."""
         path = node.path()
         while not node.is_root and self._states.is_useless(node):
             node = self._states.remove(node)
@@ -170,7 +185,7 @@ class Evictor:
 
     def _drop_branch(self, leaf: StateNode) -> None:
         """Remove a leaf, and above it what nothing can resume on any more; join what is left single."""
-        self.let_go(self._states.remove(leaf))
+        self.tidy(self._states.remove(leaf))
 
     def _evict_leaf(self, leaf: StateNode, want_bytes: int) -> None:
         before = self._held_bytes()
@@ -186,7 +201,7 @@ class Evictor:
 
     def _cuts(self, leaf: StateNode, want_bytes: int) -> Sequence[int]:
         """Where to cut a leaf to free so many bytes, the deepest first; nowhere: all of it goes."""
-        weight_bytes, length = state_of(leaf).entry.weight_bytes, leaf.end - leaf.start
+        weight_bytes, length = leaf.payload.entry.weight_bytes, leaf.end - leaf.start
         if self._layout.has_points or weight_bytes == 0:
             return ()
         step = self._trim_tokens
@@ -205,9 +220,9 @@ class Evictor:
     def _drop_duplicates(self, over: Callable[[], int]) -> None:
         if not self._states.duplicate_bytes:
             return
-        nodes = {id(node): node for path in self.paths for node in path.nodes() if node not in self.incoming}
-        paged = [node for node in nodes.values() if state_of(node).spans is not None]
-        for node in sorted(paged, key=lambda n: (state_of(n).entry.last_used, -n.end)):
+        nodes = {id(node): node for path in self._slots.paths for node in path.nodes() if node not in self._spared}
+        paged = [node for node in nodes.values() if node.payload.spans is not None]
+        for node in sorted(paged, key=lambda n: (n.payload.entry.last_used, -n.end)):
             if not over():
                 return
             self._states.set_spans(node, None)
@@ -229,24 +244,14 @@ class Evictor:
 
     def _cut_tail(self, path: LivePath, want_bytes: int) -> bool:
         tip = path.tip
-        if tip is None or not tip.is_leaf or state_of(tip).held:
+        if tip is None or not tip.is_leaf or tip.payload.is_kept:
             return False
         before = self._held_bytes()
         resume, checkpoint = self._cut_target(path, tip, want_bytes)
         if resume is None:
             return False
-        for node in reversed(tip.path()):
-            if node.start >= resume:
-                self._states.set_live(node, path.slot, False)
-                self._states.set_leaving(node, 0)
-                path.tip = node.parent if node.parent is not None and not node.parent.is_root else None
-                self._states.remove(node)
-            elif node.end > resume:
-                self._states.truncate(node, resume)
-        if resume == 0:
-            path.forget()
-        else:
-            self._layout.rewind_spans(path.caches, resume)
+        path.cut_back(resume)
+        if resume > 0:
             if checkpoint is not None:
                 self._restore(path, checkpoint, resume)
             path.shrink(path.offset)
@@ -257,7 +262,7 @@ class Evictor:
         try:
             path.restore_points(checkpoint, target)
         except (*NATIVE_ERRORS, LiveStateError):
-            self.lose(path)
+            self._slots.lose(path)
 
     def _cut_target(self, path: LivePath, tip: StateNode, want_bytes: int) -> tuple[int | None, Checkpoint | None]:
         """Where a live path can be cut back to: with point layers a checkpoint, else anywhere on the tip."""
@@ -268,16 +273,16 @@ class Evictor:
         node = tip
         while node.parent is not None and not node.parent.is_root:
             node = node.parent
-            state = state_of(node)
+            state = node.payload
             if state.checkpoint is not None:
                 return node.end, state.checkpoint
-            if len(node.children) > 1 or state.held:
+            if len(node.children) > 1 or state.is_kept:
                 return None, None
         return 0, None
 
     def _idle(self) -> list[LivePath]:
         """Slots that no session is open on, the one used longest ago first."""
-        return sorted((path for path in self.paths if not path.is_open), key=lambda path: path.used)
+        return sorted((path for path in self._slots.paths if not path.is_open), key=lambda path: path.used)
 
     def _held_bytes(self) -> int:
         return self._account.total_bytes + self._states.leaving_bytes

@@ -12,9 +12,9 @@ on there is told what exactness cost it.
 
 Invariants:
 
-  G1  In exact mode every stored path was evaluated in whole chunks from offset 0, and ends where one ended when it was
+  X1  In exact mode every stored path was evaluated in whole chunks from offset 0, and ends where one ended when it was
       stored; every checkpoint stands at a multiple of `step_size`.
-  G2  Tails take at most MAX_TAIL_KEYS keys, those that several begin with counted once and each node as NODE_KEYS
+  X2  Tails take at most MAX_TAIL_KEYS keys, those that several begin with counted once and each node as NODE_KEYS
       more; the tail added longest ago goes first.
 
 `matched` is O(length of the prompt) in NumPy and one look-up per branch on the way, however many tails a node has.
@@ -28,8 +28,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from radixcache.tree.radix_tree import Keys, Match, Node, RadixTree
-from radixcache.tree.state_tree import NodeState, StateNode, state_of
+from radixcache.tokens.keys import Keys
+from radixcache.tree.radix_tree import Match, Node, RadixTree
+from radixcache.tree.state_tree import NodeState, StateNode
 
 #: Keys of dropped tails that are remembered, over all paths: 2 MiB.
 MAX_TAIL_KEYS = 1 << 18
@@ -93,7 +94,7 @@ class Tails:
         self._leaves.clear()
 
     def check(self) -> None:
-        """Assert G2, and that every leaf has its place in the order."""
+        """Assert X2, and that every leaf has its place in the order."""
         self._tree.check()
         assert self._tree.key_count + NODE_KEYS * self._tree.node_count <= MAX_TAIL_KEYS, self._tree.key_count
         leaves = {id(node) for node in self._tree.nodes() if node.is_leaf}
@@ -111,5 +112,5 @@ def _place(node: StateNode) -> str:
 
     The number of an entry is never given again, but a leaf that loses its tail keeps it and ends elsewhere.
     """
-    entry_id = -1 if node.is_root else state_of(node).entry.entry_id
+    entry_id = -1 if node.is_root else node.payload.entry.entry_id
     return f"{entry_id} {node.end} {node.namespace}"

@@ -1,4 +1,4 @@
-"""LivePath: one live cache, the path of the tree that it stands for, and what the session on it holds.
+"""LivePath: one live cache, the path of the tree that it stands for, and who it is open for.
 
     root ── a ── b ── tip          a, b, tip are LIVE: buffers hold [0, tip.end), nothing is copied for them
              \\
@@ -8,23 +8,39 @@ Invariants, asserted by `check`; V2 and V3 while no session is open on it:
 
   V1  Exactly the nodes from the root to `tip` are LIVE in this slot.
   V2  Every leaf that is in use stands at `tip.end`; with no tip the live cache is empty or stands at 0.
-  V3  `nbytes`, this slot's part of the account's live bytes, are the bytes of the buffers.
+  V3  What is booked are the bytes of the buffers and no more; nobody is the tenant, and nothing is guarded.
 
-The buffers are rewound and overwritten in place, and no reference to one is kept: MLX copies a buffer that is shared
-when it is next written.
+It alone changes its fields. The buffers are rewound and overwritten in place, and no reference to one is kept: MLX
+copies a buffer that is shared when it is next written.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from radixcache.adapters.snapshots import Checkpoint, Spans
 from radixcache.layers.evaluation import NATIVE_ERRORS
 from radixcache.layers.layout import Layout
-from radixcache.tree.events import PAGED_OUT
-from radixcache.tree.state_tree import StateNode, StateTree, state_of
+from radixcache.paging.booking import Booking
+from radixcache.tokens.ids import TokenIds
+from radixcache.tree.state_tree import StateNode, StateTree, Use
+
+
+class Tenant(Protocol):
+    """A session, as far as its live path has to know it."""
+
+    thread: threading.Thread
+    namespace: str
+    use: Use
+    prompt: TokenIds
+    is_lost: bool
+
+    @property
+    def position(self) -> int: ...
 
 
 class LivePath:
@@ -34,14 +50,13 @@ class LivePath:
         slot: number of the slot, from 0.
         caches: the mlx-lm caches, one per layer.
         tip: the node at which they stand; None: at 0.
-        nbytes: what the buffers held when they were last measured.
+        booking: what buffers and session have on the account.
         is_open: a session runs on it, or is about to.
-        guarded: the node whose path is held for that session.
-        checkpoint_bytes: checkpoints that the session holds and the tree does not have yet.
-        second_bytes: the state of the cold run that verifies the session.
+        guarded: the node whose path is guarded for that session.
         right_tokens: how many of the tokens that the session was begun on are right, where others were found wrong
             since; None: nothing was.
         used: tick of the last request that was served here.
+        seats: sessions that were begun here.
     """
 
     def __init__(self, layout: Layout, states: StateTree, slot: int = 0) -> None:
@@ -50,13 +65,71 @@ class LivePath:
         self.slot = slot
         self.caches: list[Any] = layout.fresh()
         self.tip: StateNode | None = None
-        self.nbytes = 0
+        self.booking = Booking(states)
         self.is_open = False
         self.guarded: StateNode | None = None
-        self.checkpoint_bytes = 0
-        self.second_bytes = 0
         self.right_tokens: int | None = None
         self.used = 0
+        self.seats = 0
+        self._tenant: weakref.ref[Tenant] | None = None
+
+    # Who it is open for
+
+    def open(self, node: StateNode, tick: int) -> None:
+        """Guard the path to `node` for a session that is about to run here."""
+        self.guard(None if node.is_root else node)
+        self.is_open, self.used, self.right_tokens = True, tick, None
+        self.seats += 1
+
+    def seat(self, tenant: Tenant) -> None:
+        """The session runs."""
+        self._tenant = weakref.ref(tenant)
+
+    def is_seat_of(self, number: int) -> bool:
+        """Whether the session with this number is still on it, and was not taken for vanished."""
+        return self.is_open and self.seats == number
+
+    def release(self) -> StateNode | None:
+        """The session is over; returns the node that was guarded for it."""
+        node = self.guarded
+        self.guard(None)
+        self.booking.end_request()
+        self._tenant = None
+        self.is_open = False
+        return node
+
+    @property
+    def tenant(self) -> Tenant | None:
+        """The session that runs here; None also when it vanished without closing."""
+        return None if self._tenant is None else self._tenant()
+
+    def is_readable(self, evaluate: bool = True) -> bool:
+        """Whether the calling thread may read the buffers now.
+
+        Args:
+            evaluate: evaluate what is pending in them; without, take it that it succeeds.
+        """
+        if not self.is_open:
+            return True
+        tenant = self.tenant
+        if tenant is None or tenant.is_lost or tenant.thread is not threading.current_thread():
+            return False
+        if evaluate:
+            try:
+                self._layout.evaluate(self.caches)
+            except Exception:  # the forward pass that was pending failed, and left the session nothing to go on with
+                tenant.is_lost = True
+        return not tenant.is_lost
+
+    def guard(self, node: StateNode | None) -> None:
+        """Guard the path to `node` for the session, instead of the one guarded so far; None: release it."""
+        before, self.guarded = self.guarded, node
+        if node is not None:
+            self._states.guard(node, 1)
+        if before is not None:
+            self._states.guard(before, -1)
+
+    # Where it stands
 
     @property
     def offset(self) -> int:
@@ -70,32 +143,13 @@ class LivePath:
     def common(self, path: list[StateNode], limit: int) -> int:
         """How far the live path and another path of the same tree, of which `limit` tokens count, go together."""
         # V1: the nodes that are live here come first, and all others behind them.
-        count = bisect_left(path, True, key=lambda node: not state_of(node).live_mask >> self.slot & 1)
+        count = bisect_left(path, True, key=lambda node: not node.payload.live_mask >> self.slot & 1)
         return min(path[count - 1].end, limit) if count else 0
 
     def measure(self, replaced: Sequence[Any] = ()) -> None:
         """Book what the buffers hold now, and those of caches that were put in the place of ours."""
-        held = self._layout.live_nbytes(self.caches) + self._layout.live_nbytes(replaced)
-        self._states.account.add_live(held - self.nbytes)
-        self.nbytes = held
-
-    def hold(self, node: StateNode | None) -> None:
-        """Guard the path to `node` for the session, instead of the one guarded so far; None: let go."""
-        before, self.guarded = self.guarded, node
-        if node is not None:
-            self._states.guard(node, 1)
-        if before is not None:
-            self._states.guard(before, -1)
-
-    def hold_checkpoint(self, change_bytes: int) -> None:
-        """Book checkpoints that the session holds and the tree does not have yet."""
-        self.checkpoint_bytes += change_bytes
-        self._states.hold_checkpoint(change_bytes)
-
-    def hold_second(self, nbytes: int) -> None:
-        """Book what the cold run that verifies the session holds now."""
-        self._states.account.add_second(nbytes - self.second_bytes)
-        self.second_bytes = nbytes
+        nbytes = self._layout.live_nbytes(self.caches)
+        self.booking.book_live(nbytes + self._layout.live_nbytes(replaced) if replaced else nbytes)
 
     def leave(self, keep: int) -> list[StateNode]:
         """Declare that the buffers beyond `keep` will be overwritten; returns the nodes that are to be paged out.
@@ -109,7 +163,7 @@ class LivePath:
                 continue
             if node.start < keep:
                 self._states.split(node, keep)
-            state = state_of(node)
+            state = node.payload
             if state.spans is None and state.live_mask == 1 << self.slot:
                 # First, so that a policy that is told of the node knows its bytes.
                 self._states.set_leaving(node, self._layout.token_bytes * (node.end - node.start))
@@ -130,8 +184,7 @@ class LivePath:
         self._states.set_leaving(node, 0)
         self._states.set_spans(node, spans)
         self._states.paged_out_bytes += spans.nbytes
-        if self._states.events.is_on:
-            self._states.events.emit(PAGED_OUT, node.namespace, node.start, node.end, spans.nbytes, {})
+        self._states.events.paged_out(node, spans.nbytes)
 
     def page_in(self, spans: Spans, target: int) -> None:
         """Write spans behind what is live, up to offset `target`; `advance` says for which node."""
@@ -140,7 +193,8 @@ class LivePath:
     def advance(self, node: StateNode) -> None:
         """The buffers have come to hold the path to `node`, by a forward pass or paged in."""
         for each in node.path():
-            self._states.set_live(each, self.slot, True)
+            if not each.payload.live_mask >> self.slot & 1:
+                self._states.set_live(each, self.slot, True)
         self.tip = node
 
     def forget(self) -> None:
@@ -152,7 +206,47 @@ class LivePath:
         self.measure()
 
     def restore_points(self, checkpoint: Checkpoint | None, target: int) -> None:
+        """Put the point layers to `target`, from a checkpoint that can be cut there; None: to 0."""
         self._layout.restore_points(self.caches, checkpoint, target)
+
+    def cut_back(self, offset: int) -> None:
+        """Remove the nodes behind `offset` from the tree, and the part of one across it, and rewind to there."""
+        assert self.tip is not None, offset
+        for node in reversed(self.tip.path()):
+            if node.start >= offset:
+                self._states.set_live(node, self.slot, False)
+                self._states.set_leaving(node, 0)
+                self.tip = node.parent if node.parent is not None and not node.parent.is_root else None
+                self._states.remove(node)
+            elif node.end > offset:
+                self._states.truncate(node, offset)
+        if offset == 0:
+            self.forget()
+        else:
+            self._layout.rewind_spans(self.caches, offset)
+
+    def step_back(self, gone: Sequence[StateNode], rest: StateNode | None) -> bool:
+        """These nodes, all below `rest`, are about to be removed: stand and guard there; whether it stood on one.
+
+        The caches of an open session stay, ahead of the path from then on.
+        """
+        went_on = False
+        for node in gone:
+            if self.guarded is node:
+                self.guarded = rest
+            if node.payload.live_mask >> self.slot & 1:
+                self._states.set_live(node, self.slot, False)
+                went_on = True
+        if went_on:
+            self.tip = rest
+            self.right_tokens = self.offset
+        return went_on
+
+    def empty(self) -> None:
+        """Let go of all state in the cache objects themselves: what the session evaluates from here on is right."""
+        self.right_tokens = None
+        self._layout.empty(self.caches)
+        self.measure()
 
     def shrink(self, capacity_tokens: int) -> None:
         """Drop spare capacity beyond `capacity_tokens`; at offset 0 with nothing wanted the buffers go altogether.
@@ -168,29 +262,24 @@ class LivePath:
             self._layout.release()
         self.measure()
 
-    def reserve(self, capacity_tokens: int, like: Spans | None, exactly: bool = False) -> None:
-        """Make room for `capacity_tokens` tokens if there is less; `exactly`: give up more as well."""
-        capacity = self._layout.span_capacity(self.caches)
-        if capacity < capacity_tokens or exactly or self._layout.is_empty(self.caches):
-            self._layout.reserve(self.caches, capacity_tokens, like)
-            self.measure()
+    def reserve(self, capacity_tokens: int, like: Spans | None) -> None:
+        """Make room for `capacity_tokens` tokens, no less and no more."""
+        self._layout.reserve(self.caches, capacity_tokens, like)
+        self.measure()
 
     def check(self) -> None:
         """Assert V1 to V3."""
-        live = {id(node) for node in self._states.tree.nodes() if state_of(node).live_mask >> self.slot & 1}
+        live = {id(node) for node in self._states.tree.nodes() if node.payload.live_mask >> self.slot & 1}
         assert live == {id(node) for node in self.nodes()}, (self.slot, live, self.nodes())
         if self.is_open:
             return
-        assert self.guarded is None, (self.slot, self.guarded)
-        assert (self.checkpoint_bytes, self.second_bytes) == (0, 0), (
-            self.slot,
-            self.checkpoint_bytes,
-            self.second_bytes,
-        )
+        booking = self.booking
+        assert self.guarded is None and self._tenant is None, (self.slot, self.guarded)
+        assert booking.amounts[1:] == (0, 0), (self.slot, booking.amounts)
         offsets = self._layout.offsets(self.caches)
         assert offsets is None or offsets == (self.offset, self.offset), (offsets, self.offset)
-        held = self._layout.live_nbytes(self.caches)
-        assert held == self.nbytes, (self.slot, held, self.nbytes)
+        nbytes = self._layout.live_nbytes(self.caches)
+        assert nbytes == booking.live_bytes, (self.slot, nbytes, booking.live_bytes)
 
     def _node_at(self, offset: int) -> StateNode | None:
         for node in self.nodes():

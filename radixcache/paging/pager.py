@@ -23,8 +23,7 @@ from radixcache.paging.evictor import Evictor
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.resume import ResumePlan
 from radixcache.paging.slots import Slots
-from radixcache.tree.events import PAGED_IN
-from radixcache.tree.state_tree import StateNode, StateTree, Use, state_of
+from radixcache.tree.state_tree import StateNode, StateTree, Use
 
 R = TypeVar("R")
 
@@ -46,11 +45,8 @@ class Pager:
         keep = min(plan.common, plan.resume)
         via_live = self._layout.has_points and plan.checkpoint is None and plan.resume > 0
         incoming = self.allocating(lambda: self._split_at(plan, keep))
-        self._evictor.incoming = incoming
-        try:
+        with self._evictor.sparing(incoming):
             self._page(live, keep, incoming, capacity_tokens, prompt_tokens, with_points=via_live)
-        finally:
-            self._evictor.incoming = []
         if self._layout.has_points and not via_live:
             self.allocating(lambda: live.restore_points(plan.checkpoint, plan.resume))
         live.measure()
@@ -80,7 +76,7 @@ class Pager:
     def keep_point_state(self, live: LivePath, use: Use) -> None:
         """Take the live offset's checkpoint if it has none: once the live caches have moved on it cannot be made."""
         tip = live.tip
-        if tip is not None and self._layout.has_points and state_of(tip).checkpoint is None:
+        if tip is not None and self._layout.has_points and tip.payload.checkpoint is None:
             checkpoint = self.allocating(lambda: self._layout.checkpoint(live.caches, tip.end, "end"))
             self._states.set_checkpoint(tip, checkpoint, use)
 
@@ -92,7 +88,7 @@ class Pager:
         self._layout.grow(live.caches, wanted)
         live.measure()
 
-    def settle_capacity(self, live: LivePath, prompt_tokens: int, reserve_tokens: int, wait: bool) -> None:
+    def fit_capacity(self, live: LivePath, prompt_tokens: int, reserve_tokens: int, wait: bool) -> None:
         """After a forward pass: give buffers that turned out too small for prompt and reply the room they need."""
         live.measure()
         capacity = self._layout.span_capacity(live.caches)
@@ -128,8 +124,9 @@ class Pager:
     ) -> None:
         """Move the span layers; `with_points`: the point layers go back to `keep` with them."""
         before = live.offset
+        capacity = 0 if self._layout.is_empty(live.caches) else self._layout.span_capacity(live.caches)
         leaving = live.leave(keep)
-        capacity_tokens = self._affordable(live, incoming, capacity_tokens, prompt_tokens)
+        capacity_tokens = self._affordable(capacity, incoming, capacity_tokens, prompt_tokens)
         for node in leaving:
             self._page_out(live, node)
         if with_points or not self._layout.has_points:
@@ -139,9 +136,9 @@ class Pager:
         like = None
         if incoming and self._layout.token_bytes:
             like = self.allocating(lambda: self.spans_at(incoming[0], keep, keep + 1))
-        if not self._layout.is_empty(live.caches) or like is not None:
-            tight = self._evictor.over_bytes() > 0
-            self.allocating(lambda: live.reserve(capacity_tokens, like, exactly=tight))
+        # More room than that is given up only where bytes are short.
+        if (capacity or like is not None) and (capacity < capacity_tokens or self._evictor.over_bytes()):
+            self.allocating(lambda: live.reserve(capacity_tokens, like))
         for node in incoming:
             self._page_in(live, node)
 
@@ -158,9 +155,7 @@ class Pager:
             self.allocating(lambda cut=spans: live.page_in(cut, cut.end))  # type: ignore[misc]
             offset = spans.end
         live.advance(node)
-        if self._states.events.is_on:
-            nbytes = self._layout.token_bytes * (node.end - node.start)
-            self._states.events.emit(PAGED_IN, node.namespace, node.start, node.end, nbytes, {})
+        self._states.events.paged_in(node, node.start, node.end, self._layout.token_bytes)
 
     def _page_out(self, live: LivePath, node: StateNode) -> None:
         self.allocating(lambda: live.page_out(node))
@@ -184,13 +179,12 @@ class Pager:
                 incoming.append(node)
         return incoming
 
-    def _affordable(self, live: LivePath, incoming: list[StateNode], capacity_tokens: int, prompt_tokens: int) -> int:
+    def _affordable(self, capacity: int, incoming: list[StateNode], capacity_tokens: int, prompt_tokens: int) -> int:
         """Make room for the live buffers; returns the capacity to reserve, without the reply's room if need be.
 
         Snapshots that are about to be live become duplicates, the first thing to go: they do not count as needed.
         """
-        droppable = sum(spans.nbytes for node in incoming if (spans := state_of(node).spans) is not None)
-        capacity = 0 if self._layout.is_empty(live.caches) else self._layout.span_capacity(live.caches)
+        droppable = sum(spans.nbytes for node in incoming if (spans := node.payload.spans) is not None)
         token_bytes = self._layout.token_bytes
         if capacity < capacity_tokens:
             capacity_tokens = self._generous(capacity, capacity_tokens, -droppable)

@@ -1,13 +1,13 @@
 """Pins: stored prefixes that stay whatever the pressure, until they are let go or their time is up.
 
-A pinned sequence holds the node at which its tokens end; everything above a node stays because the node does. A node
-without a checkpoint of its own also holds the nearest one above, or a model with point layers could not resume on it.
-A sequence is held as long as any pin on it lasts: unnamed ones count, named ones are one each.
+A pinned sequence keeps the node at which its tokens end; everything above a node stays because the node does. A node
+without a checkpoint of its own also keeps the nearest one above, or a model with point layers could not resume on it.
+A sequence is kept as long as any pin on it lasts: unnamed ones count, named ones are one each.
 
 Invariants:
 
-  I1  A node's `pins` count is the number of pinned sequences that hold it.
-  I2  A held sequence has at least one pin; a name stands for exactly one pin of its namespace.
+  I1  A node's `pins` count is the number of pinned sequences that keep it.
+  I2  A kept sequence has at least one pin; a name stands for exactly one pin of its namespace.
   I3  No pin has outlived its last request.
 """
 
@@ -17,9 +17,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from radixcache.layers.layout import Layout
-from radixcache.paging.evictor import Evictor
-from radixcache.tree.radix_tree import Keys
-from radixcache.tree.state_tree import StateNode, StateTree, state_of
+from radixcache.tokens.keys import Keys
+from radixcache.tree.state_tree import StateNode, StateTree
 
 #: A namespace and the bytes of the keys that are pinned in it.
 Pinned = tuple[str, bytes]
@@ -46,7 +45,7 @@ class NamedPin:
 class Pin:
     """One pin(): what was asked for, its name, and the number of the request with which it ends.
 
-    `asked` is the bytes of the keys that it was made for, which are more than those held where only whole chunks are.
+    `asked` is the bytes of the keys that it was made for, which are more than those kept where only whole chunks are.
     """
 
     asked: bytes
@@ -55,8 +54,8 @@ class Pin:
 
 
 @dataclass(slots=True)
-class Held:
-    """A pinned sequence: how long it is, the nodes it holds, and the pins on it in the order they were made."""
+class PinnedPath:
+    """A pinned sequence: how long it is, the nodes it keeps, and the pins on it in the order they were made."""
 
     length: int
     nodes: list[StateNode]
@@ -66,15 +65,15 @@ class Held:
 class Pins:
     """The pinned sequences of one cache."""
 
-    def __init__(self, layout: Layout, states: StateTree, evictor: Evictor, budget_bytes: int) -> None:
+    def __init__(self, layout: Layout, states: StateTree, budget_bytes: int) -> None:
         self._layout = layout
         self._states = states
-        self._evictor = evictor
         self._budget_bytes = budget_bytes
-        self._held: dict[Pinned, Held] = {}
+        self._pinned: dict[Pinned, PinnedPath] = {}
         self._named: dict[tuple[str, str], tuple[Pinned, Pin]] = {}
         self._requests = 0
         self._next_end: int | None = None
+        self._unpinned: list[StateNode] = []
 
     @property
     def nbytes(self) -> int:
@@ -83,25 +82,25 @@ class Pins:
 
     def count(self, namespace: str | None = None, named: bool = False) -> int:
         """Pins that have not ended, those on the same tokens one by one; of one namespace, or those with a name."""
-        held = [held for (space, _), held in self._held.items() if namespace in (None, space)]
-        return sum(1 for each in held for pin in each.pins if pin.name is not None or not named)
+        kept = [each for (space, _), each in self._pinned.items() if namespace in (None, space)]
+        return sum(1 for each in kept for pin in each.pins if pin.name is not None or not named)
 
     def named(self, namespace: str) -> dict[str, NamedPin]:
         """The named pins of one namespace, in the order they were made."""
         found = {}
         for (space, name), (sequence, pin) in self._named.items():
             if space == namespace:
-                held = self._held[sequence]
-                kept_bytes = sum(self._cost(node, node.end) for node in held.nodes[0].path())
+                kept = self._pinned[sequence]
+                kept_bytes = sum(self._cost(node, node.end) for node in kept.nodes[0].path())
                 left = None if pin.last_request is None else pin.last_request - self._requests
-                found[name] = NamedPin(namespace, held.length, kept_bytes, left)
+                found[name] = NamedPin(namespace, kept.length, kept_bytes, left)
         return found
 
     def names_at(self) -> dict[int, list[str]]:
         """Names of the pins that end at a node, by the node's id()."""
         found: dict[int, list[str]] = {}
         for (_, name), (sequence, _) in self._named.items():
-            found.setdefault(id(self._held[sequence].nodes[0]), []).append(name)
+            found.setdefault(id(self._pinned[sequence].nodes[0]), []).append(name)
         return found
 
     def add(self, keys: Keys, namespace: str, name: str | None, ttl_requests: int | None, asked_keys: Keys) -> None:
@@ -117,13 +116,13 @@ class Pins:
             raise ValueError(f"only {match.offset} of {len(keys)} tokens are stored; prefill them before pinning.")
         sequence = (namespace, keys.tobytes())
         replaced = None if name is None else self._named.get((namespace, name))
-        if sequence not in self._held:
+        if sequence not in self._pinned:
             self._require_fit(keys, namespace, replaced, 0)
-            self._held[sequence] = Held(len(keys), self._nodes_to_hold(match.node, match.offset), [])
-            for each in self._held[sequence].nodes:
+            self._pinned[sequence] = PinnedPath(len(keys), self._nodes_to_keep(match.node, match.offset), [])
+            for each in self._pinned[sequence].nodes:
                 self._states.pin(each, 1)
         pin = Pin(asked_keys.tobytes(), name, None if ttl_requests is None else self._requests + ttl_requests)
-        self._held[sequence].pins.append(pin)
+        self._pinned[sequence].pins.append(pin)
         if replaced is not None:
             self._end(*replaced)
         if name is not None:
@@ -140,7 +139,7 @@ class Pins:
         `requests`: how many more will pass before it is made; pins that end with one of them are not in its way.
         """
         replaced = None if name is None else self._named.get((namespace, name))
-        if (namespace, keys.tobytes()) not in self._held:
+        if (namespace, keys.tobytes()) not in self._pinned:
             self._require_fit(keys, namespace, replaced, checkpoint_bytes, requests)
 
     def remove(self, keys: Keys, namespace: str) -> None:
@@ -150,11 +149,11 @@ class Pins:
             ValueError: the sequence is not pinned.
         """
         asked = keys.tobytes()
-        here = [(sequence, held) for sequence, held in self._held.items() if sequence[0] == namespace]
-        pins = [(sequence, pin) for sequence, held in here for pin in held.pins if pin.asked == asked]
+        here = [(sequence, kept) for sequence, kept in self._pinned.items() if sequence[0] == namespace]
+        pins = [(sequence, pin) for sequence, kept in here for pin in kept.pins if pin.asked == asked]
         if not pins:
             raise ValueError(f"these {len(keys)} tokens are not pinned in namespace {namespace!r}.")
-        # What was asked for once more holds more, if it does not hold the same: it is the newer one.
+        # What was asked for once more keeps more, if it does not keep the same: it is the newer one.
         pins.sort(key=lambda each: len(each[0][1]))
         self._end(*next((each for each in reversed(pins) if each[1].name is None), pins[-1]))
         self._book()
@@ -176,65 +175,65 @@ class Pins:
         self._requests += 1
         if self._next_end is None or self._requests < self._next_end:
             return
-        for sequence, held in list(self._held.items()):
-            for pin in [pin for pin in held.pins if pin.last_request is not None]:
+        for sequence, kept in list(self._pinned.items()):
+            for pin in [pin for pin in kept.pins if pin.last_request is not None]:
                 if self._requests >= (pin.last_request or 0):
                     self._end(sequence, pin)
-        ends = [pin.last_request for held in self._held.values() for pin in held.pins if pin.last_request is not None]
+        ends = [pin.last_request for kept in self._pinned.values() for pin in kept.pins if pin.last_request is not None]
         self._next_end = min(ends, default=None)
         self._book()
 
     def void(self, node: StateNode) -> None:
-        """A node's state was lost: the pins that hold it go."""
-        lost = [sequence for sequence, held in self._held.items() if any(each is node for each in held.nodes)]
+        """A node's state was lost: the pins that keep it go."""
+        lost = [sequence for sequence, kept in self._pinned.items() if any(each is node for each in kept.nodes)]
         for sequence in lost:
-            for pin in self._held[sequence].pins:
+            for pin in self._pinned[sequence].pins:
                 if pin.name is not None:
                     del self._named[sequence[0], pin.name]
-            for each in self._held.pop(sequence).nodes:
+            for each in self._pinned.pop(sequence).nodes:
                 self._states.pin(each, -1)
         if lost:
             self._book()
 
     def clear(self) -> None:
         """Let go of everything."""
-        for sequence, held in list(self._held.items()):
-            for pin in list(held.pins):
+        for sequence, kept in list(self._pinned.items()):
+            for pin in list(kept.pins):
                 self._end(sequence, pin)
         self._book()
+
+    def take_unpinned(self) -> list[StateNode]:
+        """The nodes that pins kept and keep no more, since this was last asked."""
+        nodes, self._unpinned = self._unpinned, []
+        return nodes
 
     def check(self) -> None:
         """Assert I1 to I3."""
         counts: dict[int, int] = {}
-        for held in self._held.values():
-            for node in held.nodes:
+        for kept in self._pinned.values():
+            for node in kept.nodes:
                 counts[id(node)] = counts.get(id(node), 0) + 1
-            assert held.pins and held.nodes[0].end == held.length, (held.length, held.nodes, held.pins)
-            assert all(pin.last_request is None or pin.last_request > self._requests for pin in held.pins), held.pins
-        found = {id(node): state_of(node).pins for node in self._states.tree.nodes() if state_of(node).pins}
+            assert kept.pins and kept.nodes[0].end == kept.length, (kept.length, kept.nodes, kept.pins)
+            assert all(pin.last_request is None or pin.last_request > self._requests for pin in kept.pins), kept.pins
+        found = {id(node): node.payload.pins for node in self._states.tree.nodes() if node.payload.pins}
         assert found == counts, (found, counts)
-        named = {(sequence[0], pin.name) for sequence, held in self._held.items() for pin in held.pins if pin.name}
+        named = {(sequence[0], pin.name) for sequence, kept in self._pinned.items() for pin in kept.pins if pin.name}
         assert named == set(self._named), (named, set(self._named))
         for (_, name), (sequence, pin) in self._named.items():
-            assert pin.name == name and any(each is pin for each in self._held[sequence].pins), name
+            assert pin.name == name and any(each is pin for each in self._pinned[sequence].pins), name
 
     # Private
 
-    def _nodes_to_hold(self, node: StateNode, end: int) -> list[StateNode]:
+    def _nodes_to_keep(self, node: StateNode, end: int) -> list[StateNode]:
         if node.end > end:
             node = self._states.split(node, end)
         nodes = [node]
-        if self._layout.has_points and state_of(node).checkpoint is None:
-            nodes += [each for each in node.path()[:-1] if state_of(each).checkpoint is not None][-1:]
+        if self._layout.has_points and node.payload.checkpoint is None:
+            nodes += [each for each in node.path()[:-1] if each.payload.checkpoint is not None][-1:]
         return nodes
 
     def _require_fit(
-        self,
-        keys: Keys,
-        namespace: str,
-        replaced: tuple[Pinned, Pin] | None,
-        checkpoint_bytes: int,
-        requests: int = 0,
+        self, keys: Keys, namespace: str, replaced: tuple[Pinned, Pin] | None, checkpoint_bytes: int, requests: int = 0
     ) -> None:
         """Refuse a sequence, perhaps not stored to its end yet, that would not fit beside what stays pinned."""
         last = self._requests + requests
@@ -242,7 +241,7 @@ class Pins:
         def ends(sequence: Pinned, pin: Pin) -> bool:
             return (sequence, pin) == replaced or (pin.last_request is not None and pin.last_request <= last)
 
-        gone = {sequence for sequence, held in self._held.items() if all(ends(sequence, pin) for pin in held.pins)}
+        gone = {sequence for sequence, kept in self._pinned.items() if all(ends(sequence, pin) for pin in kept.pins)}
         kept = self._kept(without=gone)
         match = self._states.match(keys, namespace)
         wanted = sum(self._cost(node, node.end) for node in kept.values())
@@ -257,24 +256,23 @@ class Pins:
             )
 
     def _end(self, sequence: Pinned, pin: Pin) -> None:
-        held = self._held[sequence]
-        held.pins.remove(pin)
+        kept = self._pinned[sequence]
+        kept.pins.remove(pin)
         if pin.name is not None:
             del self._named[sequence[0], pin.name]
-        if held.pins:
+        if kept.pins:
             return
-        del self._held[sequence]
-        for node in held.nodes:
+        del self._pinned[sequence]
+        for node in kept.nodes:
             self._states.pin(node, -1)
-            if node.payload is not None:
-                self._evictor.let_go(node)
+        self._unpinned += kept.nodes
 
     def _kept(self, without: Collection[Pinned] = ()) -> dict[int, StateNode]:
-        held = [held for sequence, held in self._held.items() if sequence not in without]
-        return {id(each): each for pinned in held for node in pinned.nodes for each in node.path()}
+        kept = [each for sequence, each in self._pinned.items() if sequence not in without]
+        return {id(each): each for pinned in kept for node in pinned.nodes for each in node.path()}
 
     def _cost(self, node: StateNode, end: int) -> int:
-        checkpoint = state_of(node).checkpoint if node.end <= end else None
+        checkpoint = node.payload.checkpoint if node.end <= end else None
         tokens = min(node.end, end) - node.start
         return tokens * self._layout.token_bytes + (0 if checkpoint is None else checkpoint.nbytes)
 

@@ -15,9 +15,8 @@ from radixcache.layers.layout import Layout
 from radixcache.paging.evictor import Evictor
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.pager import Pager
-from radixcache.tree.events import STORED
-from radixcache.tree.radix_tree import Keys
-from radixcache.tree.state_tree import StateNode, StateTree, Use, state_of
+from radixcache.tokens.keys import Keys
+from radixcache.tree.state_tree import StateNode, StateTree, Use
 
 
 class Recorder:
@@ -56,19 +55,17 @@ class Recorder:
             return 0
         self._layout.learn(caches)
         match = self._states.match(keys[:end], namespace)
-        guarded = None if match.node.is_root else match.node
-        if guarded is not None:
-            self._states.guard(guarded, 1)
         try:
-            start = match.offset
-            end = self._fitting_end(start, end)
-            checkpoint = self._checkpoint_of(caches, end) if self._layout.has_points else None
-            spans = self._pager.allocating(lambda: self._layout.page_out(caches, start, end)) if end > start else None
-            self.put(keys[:end], namespace, spans, checkpoint, use)
+            with self._states.guarded(match.node):
+                start = match.offset
+                end = self._fitting_end(start, end)
+                checkpoint = self._checkpoint_of(caches, end) if self._layout.has_points else None
+                spans = None
+                if end > start:
+                    spans = self._pager.allocating(lambda: self._layout.page_out(caches, start, end))
+                self.put(keys[:end], namespace, spans, checkpoint, use)
         finally:
-            if guarded is not None:
-                self._states.guard(guarded, -1)
-                self._evictor.let_go(guarded)
+            self._evictor.tidy(match.node)
         return end
 
     def put(
@@ -94,13 +91,13 @@ class Recorder:
         if spans is not None:
             self._states.set_spans(node, spans)
             self._states.paged_out_bytes += spans.nbytes
-        if checkpoint is not None and state_of(node).checkpoint is None:
+        if checkpoint is not None and node.payload.checkpoint is None:
             self._states.set_checkpoint(node, checkpoint, use)
         for other in others:
             self._attach(node, other, use)
         # What is new was made by this use, and is not used a second time.
         self._states.touch([each for each in node.path() if each.end <= held], node, use)
-        self._evictor.let_go(node)
+        self._evictor.tidy(node)
 
     def _path_for(self, keys: Keys, namespace: str, use: Use) -> StateNode:
         """The node that ends where `keys` end, made by splitting and appending as needed."""
@@ -110,9 +107,7 @@ class Recorder:
             node = self._states.split(node, match.offset)
         if match.offset < len(keys):
             node = self._states.add_leaf(node, keys[match.offset :], use)
-            if self._states.events.is_on:
-                nbytes = self._layout.token_bytes * (len(keys) - match.offset)
-                self._states.events.emit(STORED, namespace, match.offset, len(keys), nbytes, {"state": "tokens"})
+            self._states.events.stored(node, match.offset, self._layout.token_bytes * (len(keys) - match.offset))
         return node
 
     def _attach(self, tip: StateNode, checkpoint: Checkpoint, use: Use) -> None:
@@ -121,7 +116,7 @@ class Recorder:
             if node.start < checkpoint.offset <= node.end:
                 if node.end != checkpoint.offset:
                     node = self._states.split(node, checkpoint.offset)
-                if state_of(node).checkpoint is None:
+                if node.payload.checkpoint is None:
                     self._states.set_checkpoint(node, checkpoint, use)
                 return
 

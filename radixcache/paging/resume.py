@@ -6,7 +6,7 @@ With span layers alone that is the match itself. Point layers need their state a
     checkpoint   a checkpoint at a node's end on the path
     cut          a checkpoint further down, on any branch, that has lost nothing yet (an unwrapped window)
 
-In exact mode only multiples of the layout's `grid_tokens` count, for span layers too.
+In exact mode only multiples of `grid_tokens` count, for span layers too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from radixcache.adapters.snapshots import Checkpoint
 from radixcache.layers.layout import Layout
 from radixcache.paging.live_path import LivePath
 from radixcache.tree.radix_tree import Match
-from radixcache.tree.state_tree import NodeState, StateNode, state_of
+from radixcache.tree.state_tree import NodeState, StateNode
 
 
 class ShortReason(StrEnum):
@@ -57,27 +57,33 @@ class ResumePlan:
 
 
 def plan_resume(
-    layout: Layout, match: Match[NodeState], limit: int, live: LivePath | None, hidden: int | None = None
+    layout: Layout,
+    match: Match[NodeState],
+    limit: int,
+    live: LivePath | None,
+    hidden: int | None = None,
+    *,
+    grid_tokens: int = 1,
 ) -> ResumePlan:
     """Plan for a request of which at most `limit` tokens may be restored, on a live path or (None) on fresh caches.
 
     Spans from offset `hidden` on cannot be read now (None: all can).
     """
-    plan = _plan(layout, match, limit, live)
+    plan = _plan(layout, match, limit, live, grid_tokens)
     if hidden is None or plan.resume <= hidden:
         return plan
-    return replace(_plan(layout, match, hidden, live), reason=ShortReason.LIVE_ELSEWHERE)
+    return replace(_plan(layout, match, hidden, live, grid_tokens), reason=ShortReason.LIVE_ELSEWHERE)
 
 
-def _plan(layout: Layout, match: Match[NodeState], limit: int, live: LivePath | None) -> ResumePlan:
+def _plan(layout: Layout, match: Match[NodeState], limit: int, live: LivePath | None, grid: int) -> ResumePlan:
     path = match.path
     limit = min(match.offset, limit)
-    off_grid = limit % layout.grid_tokens
+    off_grid = limit % grid
     limit -= off_grid
     common = live.common(path, limit) if live is not None else 0
     resume, checkpoint, source = limit, None, None
     if layout.has_points:
-        resume, checkpoint, source = _deepest_point_state(layout, match, limit, live, common)
+        resume, checkpoint, source = _deepest_point_state(layout, match, limit, live, common, grid)
     reason = None
     if resume < limit:
         reason = ShortReason.NO_CHECKPOINT
@@ -87,20 +93,20 @@ def _plan(layout: Layout, match: Match[NodeState], limit: int, live: LivePath | 
 
 
 def _deepest_point_state(
-    layout: Layout, match: Match[NodeState], limit: int, live: LivePath | None, common: int
+    layout: Layout, match: Match[NodeState], limit: int, live: LivePath | None, common: int, grid: int
 ) -> tuple[int, Checkpoint | None, StateNode | None]:
     best: tuple[int, Checkpoint | None, StateNode | None] = (0, None, None)
-    common -= common % layout.grid_tokens
+    common -= common % grid
     if live is not None and layout.can_rewind(live.caches, live.offset, common):
         best = (common, None, None)
     done: StateNode | None = None
     for node in reversed(match.path):
         offset = min(node.end, limit)
-        offset -= offset % layout.grid_tokens
+        offset -= offset % grid
         if offset <= best[0]:
             break
         for holder in _holders(node, offset, done, layout.cut_reach):
-            checkpoint = state_of(holder).checkpoint
+            checkpoint = holder.payload.checkpoint
             if checkpoint is not None and layout.can_cut(checkpoint, offset):
                 return offset, checkpoint, holder
         done = node

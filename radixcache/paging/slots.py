@@ -1,4 +1,4 @@
-"""Slots: the live paths of one cache, side by side, and the sessions that hold them.
+"""Slots: the live paths of one cache, side by side.
 
     slot 0   root ── system ── user A        open: a session evaluates behind user A
     slot 1   root ── system ── user B        idle: the next request of user B goes on here, without a copy
@@ -10,49 +10,30 @@ session runs in the same thread. The buffers of a session in another thread chan
 Invariants, asserted by `check`, besides those of LivePath:
 
   P1  A node's guards are at least the number of open slots whose guarded path it is on; equal between public calls.
-  P2  A slot that is not open has no session.
 """
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING
-
 from radixcache.errors import CacheBusyError
 from radixcache.layers.layout import Layout
 from radixcache.paging.live_path import LivePath
-from radixcache.tree.state_tree import StateNode, StateTree, state_of
-
-if TYPE_CHECKING:
-    from radixcache.sessions.session import Session
+from radixcache.paging.pins import Pins
+from radixcache.tree.radix_tree import below
+from radixcache.tree.state_tree import StateNode, StateTree
 
 
 class Slots:
     """The live paths of one cache."""
 
-    def __init__(self, layout: Layout, states: StateTree, count: int) -> None:
+    def __init__(self, layout: Layout, states: StateTree, pins: Pins, count: int) -> None:
         self._layout = layout
         self._states = states
+        self._pins = pins
         self.paths = [LivePath(layout, states, slot) for slot in range(count)]
-        self._sessions: dict[int, weakref.ref[Session]] = {}
-
-    def session_on(self, path: LivePath) -> Session | None:
-        """The session that is open on a path; None also when it vanished without closing."""
-        reference = self._sessions.get(path.slot)
-        return None if reference is None else reference()
-
-    def seat(self, path: LivePath, session: Session) -> None:
-        """A session runs on a path from now on."""
-        self._sessions[path.slot] = weakref.ref(session)
-
-    def free(self, path: LivePath) -> None:
-        """No session runs on a path any more."""
-        self._sessions.pop(path.slot, None)
-        path.is_open = False
 
     def vanished(self) -> list[LivePath]:
         """Paths whose session is gone without having closed: its finalizer was interrupted."""
-        return [path for path in self.paths if path.is_open and self.session_on(path) is None]
+        return [path for path in self.paths if path.is_open and path.tenant is None]
 
     def require_free(self, namespace: str) -> None:
         """Raise CacheBusyError, with who holds the slots, unless one is free."""
@@ -73,7 +54,7 @@ class Slots:
 
     def source(self, node: StateNode) -> LivePath:
         """A slot whose buffers hold the node and may be read; `hidden` said that there is one."""
-        return next(path for path in self._holding(node) if self._is_readable(path))
+        return next(path for path in self._holding(node) if path.is_readable())
 
     def hidden(self, path: list[StateNode], live: LivePath | None, *, evaluate: bool = True) -> int | None:
         """Where the first node begins that is only in buffers that must not be read now; None: all can be read.
@@ -87,10 +68,10 @@ class Slots:
             return None  # no span layers: checkpoints are all there is to read
         ours = 0 if live is None else 1 << live.slot
         for node in path:
-            state = state_of(node)
+            state = node.payload
             if state.spans is not None or state.live_mask & ours:
                 continue
-            if not any(self._is_readable(each, evaluate) for each in self._holding(node)):
+            if not any(each.is_readable(evaluate) for each in self._holding(node)):
                 return node.start
         return None
 
@@ -98,34 +79,44 @@ class Slots:
         """Bytes of all live buffers beyond what the live state needs."""
         return sum(self._layout.spare_nbytes(path.caches) for path in self.paths)
 
+    def lose(self, live: LivePath) -> None:
+        """The buffers of a slot cannot be trusted: what was only there goes, what was paged stays."""
+        live.forget()
+        for node in list(self._states.tree.nodes()):
+            if node.payload is not None and node.payload.spans is None and not node.payload.live:
+                self.remove_branch(node)
+
+    def remove_branch(self, node: StateNode, was_wrong: bool = False) -> list[LivePath]:
+        """Take a node and all below it out of the tree, whoever keeps it; returns the live paths that stood there."""
+        rest = None if node.parent is None or node.parent.is_root else node.parent
+        gone = [node, *below(node)]
+        stood = [path for path in self.paths if path.step_back(gone, rest)]
+        for each in gone:
+            self._pins.void(each)
+        self._states.remove_subtree(node, was_wrong)
+        return stood
+
     def check(self) -> None:
-        """Assert P1, P2 and the invariants of every path."""
+        """Assert P1 and the invariants of every path."""
         guards: dict[int, int] = {}
         for path in self.paths:
             path.check()
-            assert path.is_open or path.slot not in self._sessions, path.slot
             for node in [] if path.guarded is None else path.guarded.path():
                 guards[id(node)] = guards.get(id(node), 0) + 1
-        found = {id(node): state_of(node).guards for node in self._states.tree.nodes() if state_of(node).guards}
+        found = {id(node): node.payload.guards for node in self._states.tree.nodes() if node.payload.guards}
         assert found == guards, (found, guards)
 
     def _holding(self, node: StateNode) -> list[LivePath]:
-        return [path for path in self.paths if state_of(node).live_mask >> path.slot & 1]
-
-    def _is_readable(self, path: LivePath, evaluate: bool = True) -> bool:
-        if not path.is_open:
-            return True
-        session = self.session_on(path)
-        return session is not None and (session.is_readable() if evaluate else session.is_near())
+        return [path for path in self.paths if node.payload.live_mask >> path.slot & 1]
 
     def _holder(self, path: LivePath, namespace: str) -> str:
-        session = self.session_on(path)
-        if session is None:
+        tenant = path.tenant
+        if tenant is None:
             return f"slot {path.slot} by a request that is being opened"
-        who = f"slot {path.slot} by a request in thread {session.thread.name}"
-        if session.namespace != namespace:
+        who = f"slot {path.slot} by a request in thread {tenant.thread.name}"
+        if tenant.namespace != namespace:
             return who  # nothing more is told of another namespace
-        use = session.use
+        use = tenant.use
         kind = f" of kind {use.kind}" if use.kind else ""
         turn = "" if use.turn is None else f", turn {use.turn}"
-        return f"{who}{kind}{turn}, request {use.tick}, at {session.position} of {len(session.prompt)} prompt tokens"
+        return f"{who}{kind}{turn}, request {use.tick}, at {tenant.position} of {len(tenant.prompt)} prompt tokens"

@@ -17,8 +17,7 @@ def checked_prompt(
 ) -> tuple[TokenIds, NDArray[np.int64]]:
     """Return the ids of a prompt and the keys they go by in the tree, which are the ids where none are given.
 
-    Raises:
-        ValueError: ids or keys as `token_ids` and `edge_keys` say; a mark that is no offset in the prompt.
+    ValueError: ids or keys as `token_ids` and `edge_keys` say; a mark that is no offset in the prompt.
     """
     ids = token_ids(tokens, vocab_size)
     own_keys = ids.astype(np.int64) if keys is None else edge_keys(keys, len(ids))
@@ -35,8 +34,7 @@ def checked_prompt(
 def token_ids(tokens: Any, vocab_size: int | None = None, name: str = "tokens") -> TokenIds:
     """Return `tokens` (list, tuple, np.ndarray or mx.array of integers, one-dimensional) as int32.
 
-    Raises:
-        ValueError: empty, not one-dimensional, not integers, or an id outside [0, vocab_size).
+    ValueError: empty, not one-dimensional, not integers, or an id outside [0, vocab_size).
     """
     array = _integers(tokens, name)
     ceiling = min(vocab_size or 1 << 31, 1 << 31)
@@ -48,11 +46,7 @@ def token_ids(tokens: Any, vocab_size: int | None = None, name: str = "tokens") 
 
 
 def edge_keys(keys: Any, length: int) -> NDArray[np.int64]:
-    """Return `keys` as int64, one for each of `length` tokens.
-
-    Raises:
-        ValueError: not one-dimensional integers that fit 64 bits, or another length.
-    """
+    """Return `keys` as int64. ValueError: not one-dimensional integers that fit 64 bits, one for each token."""
     array = _integers(keys, "keys")
     if len(array) != length:
         raise ValueError(f"keys has {len(array)} entries; wanted {length}, one for each token.")
@@ -67,6 +61,11 @@ def require_namespace(namespace: Any) -> None:
         namespace.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"namespace is {namespace!r}; wanted one that UTF-8 can spell, without surrogates.") from error
+
+
+def require_namespace_or_all(namespace: Any) -> None:
+    """Raise ValueError unless this is a namespace, or None for all of them."""
+    require_namespace("" if namespace is None else namespace)
 
 
 def vocabulary_size(model: Any) -> int | None:
@@ -85,10 +84,8 @@ def _integers(values: Any, name: str) -> NDArray[Any]:
     kinds = set(map(type, values)) if isinstance(values, (list, tuple)) else set()
     try:
         # NumPy would read a truth value as 0 or 1, and a mix of signed and unsigned integers as floating point.
-        if bool in kinds:
-            array = np.asarray(values, dtype=object)
-        else:
-            array = np.asarray(values, dtype=np.int64 if _whole(kinds) else None)
+        is_mixed = len(kinds) > 1 and all(issubclass(kind, (int, np.integer)) for kind in kinds)
+        array = np.asarray(values, dtype=object if bool in kinds else np.int64 if is_mixed else None)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} is not a sequence of integers: {error}.") from error
     if array.ndim != 1:
@@ -100,10 +97,6 @@ def _integers(values: Any, name: str) -> NDArray[Any]:
         odd = next((i for i, value in enumerate(given) if not _is_int64(value)), 0)
         raise ValueError(f"{name}[{odd}] is {given[odd]!r}; wanted an integer of at most 64 bits.")
     return array
-
-
-def _whole(kinds: set[type]) -> bool:
-    return len(kinds) > 1 and all(issubclass(kind, (int, np.integer)) for kind in kinds)
 
 
 def _is_int64(value: Any) -> bool:

@@ -14,15 +14,11 @@ from typing import Any
 import numpy as np
 
 from radixcache.tokens.ids import TokenIds
-from radixcache.tree.radix_tree import Keys, common_length
+from radixcache.tokens.keys import Keys, common_length
 
 
 class KnownTokens:
-    """The tokens of one request.
-
-    Args:
-        ids, keys: of its prompt.
-        vocab_size: token ids are below it; None: below 2^31.
+    """The tokens of one request, made with those of its prompt. Ids are below `vocab_size`; None: below 2^31.
 
     Attributes:
         count: tokens of the prompt and all reported ones, less those removed.
@@ -80,8 +76,9 @@ class KnownTokens:
                 self._is_cut_short = True
                 break
             wrong = (ids < 0) | (ids >= self._ceiling)
-            self._is_cut_short = bool(wrong.any())
-            found.append((ids[: int(wrong.argmax())] if self._is_cut_short else ids).astype(np.int32))
+            if wrong.any():
+                ids, self._is_cut_short = ids[: int(wrong.argmax())], True
+            found.append(ids.astype(np.int32))
             if self._is_cut_short:
                 break
         self._pending.clear()

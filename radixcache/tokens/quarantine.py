@@ -15,8 +15,9 @@ thread-safe: PrefixCache holds the lock.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 
-from radixcache.tree.radix_tree import Keys
+from radixcache.tokens.keys import Keys
 
 #: Entries that are kept, over all namespaces: about 300 bytes each.
 CAPACITY = 4096
@@ -29,7 +30,7 @@ class Quarantine:
         self._capacity = capacity
         # By namespace, length and digest of the keys: the offset from which on they are quarantined.
         self._entries: dict[tuple[str, int, bytes], int] = {}
-        self._lengths: dict[str, dict[int, int]] = {}
+        self._lengths: dict[str, Counter[int]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -42,19 +43,15 @@ class Quarantine:
             self._entries[name] = min(start, self._entries[name])
             return
         self._entries[name] = start
-        counts = self._lengths.setdefault(namespace, {})
-        counts[len(keys)] = counts.get(len(keys), 0) + 1
+        self._lengths.setdefault(namespace, Counter())[len(keys)] += 1
         if len(self._entries) > self._capacity:
             self._remove(next(iter(self._entries)))
 
     def offset(self, keys: Keys, namespace: str) -> int | None:
         """The offset from which on these keys are quarantined; None when they are not."""
-        counts = self._lengths.get(namespace)
-        if not counts:
-            return None
         found = None
         blake, done = hashlib.blake2b(digest_size=16), 0
-        for length in sorted(counts):
+        for length in sorted(self._lengths.get(namespace, ())):
             if length > len(keys):
                 break
             blake.update(keys[done:length].tobytes())
@@ -77,11 +74,10 @@ class Quarantine:
     def check(self) -> None:
         """Assert Q1 and Q2, and that the lengths are those of the entries."""
         assert len(self._entries) <= self._capacity, (len(self._entries), self._capacity)
-        counts: dict[str, dict[int, int]] = {}
+        counts: dict[str, Counter[int]] = {}
         for (namespace, length, _), start in self._entries.items():
             assert 0 <= start < length, (start, length)
-            lengths = counts.setdefault(namespace, {})
-            lengths[length] = lengths.get(length, 0) + 1
+            counts.setdefault(namespace, Counter())[length] += 1
         assert counts == self._lengths, (counts, self._lengths)
 
     def _remove(self, name: tuple[str, int, bytes]) -> None:

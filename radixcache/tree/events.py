@@ -9,10 +9,10 @@
     paged_in     spans were copied into the live buffers
     quarantined  state turned out wrong, and was taken out before (evicted, `was_wrong`)
 
-Events are kept while the cache works and handed over in order once the call that caused them has let go of the lock,
-by the thread that made it, or by another that is handing over already. So a listener may call the cache: what that
-causes follows in its turn. What a listener raises never reaches the cache's caller: it is counted, and warned of once;
-KeyboardInterrupt and SystemExit pass, with nothing left half done.
+Events are handed over in order once the call that caused them has let go of the lock, by the thread that made it, or by
+another that is handing over already. So a listener may call the cache: what that causes follows in its turn. What a
+listener raises never reaches the cache's caller: it is counted, and warned of once; KeyboardInterrupt and SystemExit
+pass, with nothing left half done.
 
 Invariants:
 
@@ -31,10 +31,15 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from radixcache.errors import described
-from radixcache.locking.turns import Turns
+from radixcache.locking.lock import Lock
+from radixcache.tokens.keys import Keys
+from radixcache.tree.history import History
+from radixcache.tree.radix_tree import Node
 
 #: Events that may wait, and that are handed over at the end of one call.
 MAX_WAITING = 4096
+
+Detail = Mapping[str, Any]
 
 
 class EventKind(StrEnum):
@@ -58,16 +63,13 @@ class Event(NamedTuple):
     """Something that happened to the tokens [start, end) of one namespace. A tuple, as there are many of them.
 
     Attributes:
-        kind: what happened.
         tick: number of the request in which it did, or the tick of the cache's clock.
-        namespace: where.
         start, end: offsets in tokens; equal for a checkpoint.
         nbytes: bytes of the state it happened to; 0 where no state was moved, made or dropped.
         detail: what only some kinds have. stored, evicted: `state`, "tokens" or "checkpoint"; evicted tokens also
-            `was_wrong`, whether verification found them so. split, merged: `at`.
-            resumed: `prompt_tokens`, `matched_tokens`, `reason` (None or a ShortReason), `by` ("begin", "begin_many"
-            or "fetch").
-            quarantined: `mismatch`, a Mismatch; the range is that of the request's own path.
+            `was_wrong`, whether verification found them so. split, merged: `at`. resumed: `prompt_tokens`,
+            `matched_tokens`, `reason` (None or a ShortReason), `by` ("begin", "begin_many" or "fetch"). quarantined:
+            `mismatch`, a Mismatch; the range is that of the request's own path.
     """
 
     kind: EventKind
@@ -76,13 +78,13 @@ class Event(NamedTuple):
     start: int
     end: int
     nbytes: int
-    detail: Mapping[str, Any]
+    detail: Detail
 
 
 OnEvent = Callable[[Event], object]
 
 #: What an Event is made of, kept until it is told.
-_Told = tuple[EventKind, int, str, int, int, int, Mapping[str, Any]]
+_Told = tuple[EventKind, int, str, int, int, int, Detail]
 
 _new = tuple.__new__
 
@@ -95,28 +97,63 @@ class Events:
         lock: held by whoever calls `emit`.
 
     Attributes:
-        is_on: whether somebody listens; look at it before working out what an event is to say.
+        is_on: whether somebody listens.
+        history: what went and what was asked for of late; it is told of that whoever else listens.
         tick: the present tick, set by the cache.
-        failures: calls of the listener that raised.
-        dropped: events that nobody was told of, because too many waited.
+        failures, dropped: calls of the listener that raised; events that nobody was told of, because too many waited.
     """
 
-    def __init__(self, on_event: OnEvent | None = None, lock: Turns | None = None) -> None:
+    def __init__(self, on_event: OnEvent | None = None, lock: Lock | None = None) -> None:
         if on_event is not None and not callable(on_event):
             raise ValueError(f"on_event is a {type(on_event).__name__}; wanted a callable that takes an Event.")
-        self._on_event = on_event
-        self._lock = lock or Turns()
+        self._on_event, self._lock = on_event, lock or Lock()
         self._waiting: deque[_Told] = deque()
         self._handing_over = threading.Lock()
         self._hand_over = self.hand_over
         self.is_on = on_event is not None
-        self.tick = 0
-        self.failures = 0
-        self.dropped = 0
+        self.history = History()
+        self.tick = self.failures = self.dropped = 0
 
-    def emit(
-        self, kind: EventKind, namespace: str, start: int, end: int, nbytes: int, detail: Mapping[str, Any]
-    ) -> None:
+    # What happened, called before it is done where something goes
+
+    def stored(self, node: Node[Any], start: int, nbytes: int, state: str = "tokens") -> None:
+        """The tokens [start, node.end), or with `state` "checkpoint" point state at the end, became a stored prefix."""
+        self.emit(STORED, node.namespace, start, node.end, nbytes, {"state": state})
+
+    def asked(self, keys: Keys, namespace: str, taken: int, nbytes: int, detail: Detail) -> None:
+        """A request took up the first `taken` tokens of its prompt."""
+        self.history.asked(namespace, keys)
+        self.emit(RESUMED, namespace, 0, taken, nbytes, {"prompt_tokens": len(keys), **detail})
+
+    def evicted(self, leaf: Node[Any], start: int, nbytes: int, was_wrong: bool) -> None:
+        """The tokens [start, leaf.end) are about to go."""
+        self.history.evicted(leaf, start, self.tick, was_wrong)
+        self.emit(EVICTED, leaf.namespace, start, leaf.end, nbytes, {"state": "tokens", "was_wrong": was_wrong})
+
+    def evicted_checkpoint(self, node: Node[Any], nbytes: int) -> None:
+        """The checkpoint at a node's end is about to go."""
+        self.history.dropped_checkpoint(node, self.tick)
+        self.emit(EVICTED, node.namespace, node.end, node.end, nbytes, {"state": "checkpoint"})
+
+    def split(self, upper: Node[Any], lower: Node[Any]) -> None:
+        """A node became these two."""
+        self.emit(SPLIT, lower.namespace, upper.start, lower.end, 0, {"at": lower.start})
+
+    def merged(self, node: Node[Any], at: int) -> None:
+        """A node and its only child became this one, joined at offset `at`."""
+        self.emit(MERGED, node.namespace, node.start, node.end, 0, {"at": at})
+
+    def paged_out(self, node: Node[Any], nbytes: int) -> None:
+        """A node's spans were copied out of the live buffers."""
+        self.emit(PAGED_OUT, node.namespace, node.start, node.end, nbytes, {})
+
+    def paged_in(self, node: Node[Any], start: int, end: int, token_bytes: int) -> None:
+        """The spans [start, end) of a node were copied into the live buffers."""
+        self.emit(PAGED_IN, node.namespace, start, end, token_bytes * (end - start), {})
+
+    # Telling the listener
+
+    def emit(self, kind: EventKind, namespace: str, start: int, end: int, nbytes: int, detail: Detail) -> None:
         """Tell the listener, if there is one, when the lock is free again."""
         if not self.is_on:
             return
@@ -148,8 +185,7 @@ class Events:
     def _note_failure(self, event: Event, error: Exception) -> None:
         self.failures += 1
         if self.failures == 1:
-            # Also where warnings are made errors, or shown by a hook that fails: whoever called the cache asked for
-            # something else.
+            # Suppressed where warnings are made errors: whoever called the cache asked for something else.
             with contextlib.suppress(Exception):
                 text = f"on_event raised {described(error)} for {event.kind}."
                 warnings.warn(text, RuntimeWarning, stacklevel=2)

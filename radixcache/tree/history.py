@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
-from radixcache.tree.radix_tree import Keys, Node, common_length
+from radixcache.tokens.keys import Keys, common_length
+from radixcache.tree.radix_tree import Node
 
 #: Evicted pieces that are remembered, and the keys on their paths: 8 bytes each where no other piece has them too.
 MAX_PIECES = 1024
@@ -33,7 +34,7 @@ MAX_PROMPT_KEYS = 1 << 20
 MAX_NAMESPACES = 1024
 
 
-class Part(NamedTuple):
+class Loss(NamedTuple):
     """The tokens [start, end), or with start == end the checkpoint there, evicted at a tick, or found wrong then."""
 
     start: int
@@ -42,11 +43,10 @@ class Part(NamedTuple):
     was_wrong: bool = False
 
 
-class Piece:
+class LostStretch:
     """An evicted stretch of one path.
 
     Attributes:
-        namespace: of the path.
         edges: from the root to the end of what was evicted.
         last_start: where the last edge begins.
         parts: what went when, the deepest first; or one checkpoint.
@@ -56,7 +56,7 @@ class Piece:
 
     __slots__ = ("below", "edges", "end", "last_start", "namespace", "parts", "start")
 
-    def __init__(self, node: Node[Any], start: int, end: int, tick: int, was_wrong: bool = False) -> None:
+    def __init__(self, node: Node[Any], start: int, tick: int, was_wrong: bool = False) -> None:
         self.namespace = node.namespace
         self.edges = edges = [node.edge]
         above = node.parent
@@ -65,9 +65,8 @@ class Piece:
             above = above.parent
         edges.reverse()
         self.last_start = node.start
-        self.parts = [Part(start, end, tick, was_wrong)]
-        self.start = start
-        self.end = end
+        self.parts = [Loss(start, node.end, tick, was_wrong)]
+        self.start, self.end = start, node.end
         self.below: Node[Any] | None = None
 
     def key_at(self, offset: int) -> int:
@@ -101,30 +100,26 @@ class History:
         max_prompts: int = MAX_PROMPTS,
         max_prompt_keys: int = MAX_PROMPT_KEYS,
     ) -> None:
-        self._max_pieces = max_pieces
-        self._max_piece_keys = max_piece_keys
-        self._max_prompts = max_prompts
-        self._max_prompt_keys = max_prompt_keys
-        self._pieces: deque[Piece] = deque()
-        self._piece_keys = 0
+        self._max_pieces, self._max_piece_keys = max_pieces, max_piece_keys
+        self._max_prompts, self._max_prompt_keys = max_prompts, max_prompt_keys
+        self._pieces: deque[LostStretch] = deque()
         self._prompts: dict[str, deque[Keys]] = {}
-        self._prompt_keys = 0
+        self._piece_keys = self._prompt_keys = 0
 
     def evicted(self, node: Node[Any], start: int, tick: int, was_wrong: bool = False) -> None:
         """The tokens [start, node.end), on the node's edge, are about to go, under pressure or found wrong."""
         last = self._pieces[-1] if self._pieces else None
         if last is None or last.below is not node:
-            last = self._add(Piece(node, start, node.end, tick, was_wrong))
+            last = self._add(LostStretch(node, start, tick, was_wrong))
         elif last.parts[-1][2:] == (tick, was_wrong):
             last.parts[-1] = last.parts[-1]._replace(start=start)
         else:
-            last.parts.append(Part(start, node.end, tick, was_wrong))
-        last.start = start
-        last.below = node.parent if start == node.start else node
+            last.parts.append(Loss(start, node.end, tick, was_wrong))
+        last.start, last.below = start, node.parent if start == node.start else node
 
     def dropped_checkpoint(self, node: Node[Any], tick: int) -> None:
         """The checkpoint at a node's end is about to go, its tokens stay."""
-        self._add(Piece(node, node.end, node.end, tick))
+        self._add(LostStretch(node, node.end, tick))
 
     def asked(self, namespace: str, keys: Keys) -> None:
         """A prompt came."""
@@ -144,22 +139,25 @@ class History:
         """The recent prompts of a namespace, the newest first."""
         return list(reversed(self._prompts.get(namespace, ())))
 
-    def evicted_tokens(self, keys: Keys, namespace: str, stored: int) -> list[Part]:
+    def evicted_tokens(self, keys: Keys, namespace: str, stored: int) -> list[Loss]:
         """What was evicted of a prompt right behind the `stored` keys that the tree holds: parts in order, no gap."""
         # The newest first: what is nearer to the root went later. Who was passed over may follow what came after it.
         mine = [piece for piece in reversed(self._pieces) if piece.end > stored and piece.namespace == namespace]
-        found: list[Part] = []
+        found: list[Loss] = []
         while parts := _next_parts(mine, keys, stored):
             found += parts
             stored = parts[-1].end
             mine = [piece for piece in mine if piece.end > stored]
         return found
 
-    def evicted_checkpoint(self, keys: Keys, namespace: str, start: int, end: int) -> Part | None:
+    def evicted_checkpoint(self, keys: Keys, namespace: str, start: int, end: int) -> Loss | None:
         """The deepest checkpoint in (start, end] of a prompt's path that is gone; None: none is known."""
         found = [p for p in self._pieces if start < p.end == p.start <= end and p.namespace == namespace]
         for piece in sorted(found, key=lambda piece: -piece.end):
-            if _may_agree(piece, keys) and piece.agreement(keys) == piece.end:
+            end = piece.end
+            # A few places first, so that most others need not be compared.
+            is_likely = all(piece.key_at(at) == keys[at] for at in (end - 1, max(0, end - 9), end * 3 // 4, end // 2))
+            if is_likely and piece.agreement(keys) == end:
                 return piece.parts[0]
         return None
 
@@ -173,8 +171,7 @@ class History:
         """Assert H1 and H2."""
         assert len(self._pieces) <= self._max_pieces, len(self._pieces)
         held = sum(piece.end for piece in self._pieces)
-        assert held == self._piece_keys, (held, self._piece_keys)
-        assert held <= self._max_piece_keys, held
+        assert held == self._piece_keys <= self._max_piece_keys, (held, self._piece_keys)
         asked = sum(len(keys) for ring in self._prompts.values() for keys in ring)
         assert asked == self._prompt_keys <= self._max_prompt_keys, (asked, self._prompt_keys)
         assert all(0 < len(ring) <= self._max_prompts for ring in self._prompts.values()), self._prompts
@@ -184,7 +181,7 @@ class History:
             assert (piece.start, piece.end) == (piece.parts[-1].start, piece.parts[0].end), piece.parts
             assert 0 <= piece.start <= piece.end == sum(map(len, piece.edges)), piece.parts
 
-    def _add(self, piece: Piece) -> Piece:
+    def _add(self, piece: LostStretch) -> LostStretch:
         pieces = self._pieces
         if pieces:
             pieces[-1].below = None
@@ -202,7 +199,7 @@ class History:
             del self._prompts[namespace]
 
 
-def _next_parts(pieces: list[Piece], keys: Keys, start: int) -> list[Part]:
+def _next_parts(pieces: list[LostStretch], keys: Keys, start: int) -> list[Loss]:
     """The parts of the first of these pieces that has the prompt's keys from `start` on, in order; empty: none."""
     if start >= len(keys):
         return []
@@ -215,9 +212,3 @@ def _next_parts(pieces: list[Piece], keys: Keys, start: int) -> list[Part]:
             if agreed > start:
                 return [part for part in cut if part.start < part.end]
     return []
-
-
-def _may_agree(piece: Piece, keys: Keys) -> bool:
-    """Whether a prompt has a path's keys at a few places, so that most others need not be compared."""
-    end = piece.end
-    return all(piece.key_at(at) == keys[at] for at in (end - 1, max(0, end - 9), end * 3 // 4, end // 2))

@@ -1,7 +1,7 @@
 """Radix tree over edges of int64 keys. Pure Python and NumPy: this file never imports MLX.
 
-A node holds one edge, a run of keys; the keys on the way from the root to a node spell a prefix. `match` finds the
-longest stored prefix of a sequence and changes nothing; the other methods are the restructurings:
+A node holds one edge, a run of keys; the keys from the root to a node spell a prefix. `match` finds the longest stored
+prefix of a sequence and changes nothing; the other methods are the restructurings:
 
     split(node, at)          [a, c)  ->  [a, at) - [at, c)      the lower part keeps the node's identity
     merge(node)              [a, b) - [b, c)  ->  [a, c)        the child keeps its identity
@@ -10,15 +10,14 @@ longest stored prefix of a sequence and changes nothing; the other methods are t
     truncate(leaf, at)       a leaf's edge loses its end
     remove(leaf)             a leaf goes
 
-Each namespace is a tree of its own: nothing matches across. Keys may carry a weight (one key standing for a block
-of tokens); without weights every key weighs 1.
+Each namespace is a tree of its own: nothing matches across. A key may stand for a token or for a block of them.
 
 Invariants, asserted by `RadixTree.check`:
 
   T1  A node has an empty edge if and only if it is a root.
   T2  A child is filed under the first key of its edge, so no two siblings share a first key.
   T3  node.start == node.parent.end; node.end == node.start + len(node.edge); a root ends at 0.
-  T4  Edges are owned one-dimensional int64 arrays: 8 bytes a key (16 with weights), never a view of a longer one.
+  T4  Edges are owned one-dimensional int64 arrays: 8 bytes a key, never a view of a longer one.
   T5  node_count and key_count are the sums over all nodes but the roots.
 
 `match` is O(len(keys)) in NumPy and O(1) dictionary look-ups per node on the path, however many sequences are
@@ -33,37 +32,29 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-Keys = NDArray[np.int64]
+from radixcache.tokens.keys import Keys, common_length
+
 P = TypeVar("P")
 
 _EMPTY: Keys = np.empty(0, dtype=np.int64)
 
 
 class Node(Generic[P]):
-    """One edge of the tree and what hangs below it. `payload` belongs to the tree's user."""
+    """The keys [start, end) of a sequence. `payload` is the tree's user's; None in a root and in what was taken out."""
 
-    __slots__ = ("children", "edge", "namespace", "parent", "payload", "start", "weights")
+    __slots__ = ("children", "edge", "end", "namespace", "parent", "payload", "start")
 
-    def __init__(self, edge: Keys, start: int, parent: Node[P] | None, namespace: str, weights: Keys | None = None):
+    payload: P
+
+    def __init__(self, edge: Keys, start: int, parent: Node[P] | None, namespace: str):
         self.edge = edge
-        self.weights = weights
         self.start = start
+        self.end = start + len(edge)
         self.parent = parent
         self.namespace = namespace
         self.children: dict[int, Node[P]] = {}
-        self.payload: P | None = None
-
-    @property
-    def end(self) -> int:
-        """Offset of the node's end from the start of the sequence, in keys."""
-        return self.start + len(self.edge)
-
-    @property
-    def weight(self) -> int:
-        """Sum of the weights of the edge's keys."""
-        return len(self.edge) if self.weights is None else int(self.weights.sum())
+        self.payload = None  # type: ignore[assignment]
 
     @property
     def is_root(self) -> bool:
@@ -80,8 +71,7 @@ class Node(Generic[P]):
         while node.parent is not None:
             nodes.append(node)
             node = node.parent
-        nodes.reverse()
-        return nodes
+        return nodes[::-1]
 
     def prefix(self) -> Keys:
         """All keys from the start of the sequence to this node's end."""
@@ -114,14 +104,11 @@ class RadixTree(Generic[P]):
 
     def __init__(self) -> None:
         self._roots: dict[str, Node[P]] = {}
-        self.node_count = 0
-        self.key_count = 0
+        self.node_count = self.key_count = 0
 
     def root(self, namespace: str = "") -> Node[P]:
         """The root of a namespace, made on first use."""
-        if namespace not in self._roots:
-            self._roots[namespace] = Node(_EMPTY, 0, None, namespace)
-        return self._roots[namespace]
+        return self._roots.setdefault(namespace, Node(_EMPTY, 0, None, namespace))
 
     def match(self, keys: Keys, namespace: str = "") -> Match[P]:
         """Find the longest stored prefix of `keys` without changing anything. A miss has offset 0."""
@@ -144,14 +131,10 @@ class RadixTree(Generic[P]):
         assert node.parent is not None, "a root has no edge to split"
         assert node.start < at < node.end, (node.start, at, node.end)
         length = at - node.start
-        upper_weights = None if node.weights is None else node.weights[:length].copy()
-        upper: Node[P] = Node(node.edge[:length].copy(), node.start, node.parent, node.namespace, upper_weights)
+        upper: Node[P] = Node(node.edge[:length].copy(), node.start, node.parent, node.namespace)
         node.parent.children[int(upper.edge[0])] = upper
         node.edge = node.edge[length:].copy()
-        if node.weights is not None:
-            node.weights = node.weights[length:].copy()
-        node.start = at
-        node.parent = upper
+        node.start, node.parent = at, upper
         upper.children[int(node.edge[0])] = node
         self.node_count += 1
         return upper
@@ -161,35 +144,33 @@ class RadixTree(Generic[P]):
         assert node.parent is not None, "a root cannot be merged"
         assert len(node.children) == 1, len(node.children)
         (child,) = node.children.values()
-        child.weights = _join_weights(node.weights, len(node.edge), child.weights, len(child.edge))
         child.edge = np.concatenate([node.edge, child.edge])
-        child.start = node.start
-        child.parent = node.parent
+        child.start, child.parent = node.start, node.parent
         node.parent.children[int(child.edge[0])] = child
         node.parent = None
         node.children = {}
+        node.payload = None  # type: ignore[assignment]
         self.node_count -= 1
         return child
 
-    def append(self, parent: Node[P], keys: Keys, weights: Keys | None = None) -> Node[P]:
+    def append(self, parent: Node[P], keys: Keys) -> Node[P]:
         """Add a leaf with edge `keys` (length >= 1, copied) below `parent`, or the root a miss gave, and return it."""
         assert len(keys) > 0, "an edge is never empty"
-        if parent.is_root:
+        if parent.parent is None:
             parent = self.root(parent.namespace)
         assert int(keys[0]) not in parent.children, (parent, int(keys[0]))
         edge = np.array(keys, dtype=np.int64)
-        leaf: Node[P] = Node(edge, parent.end, parent, parent.namespace, None if weights is None else weights.copy())
+        leaf: Node[P] = Node(edge, parent.end, parent, parent.namespace)
         parent.children[int(edge[0])] = leaf
-        self.node_count += 1
-        self.key_count += len(edge)
+        self.node_count, self.key_count = self.node_count + 1, self.key_count + len(edge)
         return leaf
 
-    def extend(self, leaf: Node[P], keys: Keys, weights: Keys | None = None) -> None:
+    def extend(self, leaf: Node[P], keys: Keys) -> None:
         """Lengthen a leaf's edge by `keys`."""
         assert not leaf.is_root, "a root has no edge to extend"
         assert leaf.is_leaf, leaf
-        leaf.weights = _join_weights(leaf.weights, len(leaf.edge), weights, len(keys))
         leaf.edge = np.concatenate([leaf.edge, np.asarray(keys, dtype=np.int64)])
+        leaf.end += len(keys)
         self.key_count += len(keys)
 
     def truncate(self, leaf: Node[P], at: int) -> None:
@@ -198,8 +179,7 @@ class RadixTree(Generic[P]):
         assert leaf.start < at < leaf.end, (leaf.start, at, leaf.end)
         self.key_count -= leaf.end - at
         leaf.edge = leaf.edge[: at - leaf.start].copy()
-        if leaf.weights is not None:
-            leaf.weights = leaf.weights[: at - leaf.start].copy()
+        leaf.end = at
 
     def remove(self, leaf: Node[P]) -> Node[P]:
         """Take a leaf out and return its former parent. A namespace whose last node goes is forgotten."""
@@ -208,44 +188,37 @@ class RadixTree(Generic[P]):
         parent = leaf.parent
         del parent.children[int(leaf.edge[0])]
         leaf.parent = None
+        leaf.payload = None  # type: ignore[assignment]
         self.node_count -= 1
         self.key_count -= len(leaf.edge)
-        if parent.is_root and parent.is_leaf:
+        if parent.parent is None and not parent.children:
             self._roots.pop(parent.namespace, None)
         return parent
 
     def nodes(self, namespace: str | None = None) -> Iterator[Node[P]]:
         """All nodes but the roots, parents before children, namespaces and siblings in the order they came."""
-        names = list(self._roots) if namespace is None else [namespace]
-        for name in names:
-            root = self._roots.get(name)
-            yield from () if root is None else below(root)
+        for root in self.roots(namespace):
+            yield from below(root)
 
     def roots(self, namespace: str | None = None) -> list[Node[P]]:
         """The root of a namespace if it holds anything, or those of all that do."""
         names = list(self._roots) if namespace is None else [namespace]
         return [self._roots[name] for name in names if name in self._roots]
 
-    def namespaces(self) -> list[str]:
-        """The namespaces that hold anything."""
-        return list(self._roots)
-
     def check(self) -> None:
         """Assert T1 to T5."""
         node_count = key_count = 0
         for name, root in self._roots.items():
             assert root.parent is None and len(root.edge) == 0 and root.start == 0, root
-            assert root.namespace == name, (root.namespace, name)
-            _check_children(root)
-            for node in below(root):
-                node_count += 1
+            for node in (root, *below(root)):
+                node_count += node is not root
                 key_count += len(node.edge)
-                assert len(node.edge) > 0, node
-                assert node.parent is not None and node.start == node.parent.end, (node, node.parent)
+                assert node.namespace == name, (node, node.namespace, name)
                 assert node.edge.dtype == np.int64 and node.edge.ndim == 1 and node.edge.base is None, node
-                assert node.weights is None or len(node.weights) == len(node.edge), node
-                assert node.namespace == name, (node, name)
-                _check_children(node)
+                assert node.end == node.start + len(node.edge), node
+                for key, child in node.children.items():
+                    assert child.parent is node and child.start == node.end, (child, node)
+                    assert len(child.edge) > 0 and int(child.edge[0]) == key, (child, key)
         assert (node_count, key_count) == (self.node_count, self.key_count), (node_count, key_count)
 
     def dump(self, label: Callable[[Node[P]], str] = repr, namespace: str | None = None) -> str:
@@ -253,7 +226,7 @@ class RadixTree(Generic[P]):
         lines: list[str] = []
         for root in self.roots(namespace):
             lines.append(f"namespace {root.namespace!r}")
-            depth: dict[int, int] = {id(root): 0}
+            depth = {id(root): 0}
             for node in below(root):
                 depth[id(node)] = depth[id(node.parent)] + 1
                 lines.append("  " * depth[id(node)] + label(node))
@@ -267,25 +240,3 @@ def below(node: Node[Any]) -> Iterator[Node[Any]]:
         current = stack.pop()
         yield current
         stack.extend(reversed(current.children.values()))
-
-
-def common_length(left: NDArray[np.integer], right: NDArray[np.integer]) -> int:
-    """Length of the common prefix of two arrays of keys, or of token ids."""
-    length = min(len(left), len(right))
-    first = (left[:length] != right[:length]).tobytes().find(1)
-    return length if first < 0 else first
-
-
-def _join_weights(left: Keys | None, left_length: int, right: Keys | None, right_length: int) -> Keys | None:
-    if left is None and right is None:
-        return None
-    ones = [np.ones(left_length, np.int64) if left is None else left]
-    ones.append(np.ones(right_length, np.int64) if right is None else np.asarray(right, dtype=np.int64))
-    return np.concatenate(ones)
-
-
-def _check_children(node: Node[Any]) -> None:
-    for key, child in node.children.items():
-        assert child.parent is node, (child, node)
-        assert len(child.edge) > 0, child
-        assert int(child.edge[0]) == key, (child, key)

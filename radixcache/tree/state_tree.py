@@ -12,8 +12,8 @@ Invariants, asserted by `check`:
   S1  The tree's own invariants T1 to T5.
   S2  A node's spans cover exactly its edge; a checkpoint stands exactly at its end.
   S3  Account and `leaving_bytes`, `duplicate_bytes` equal the sums over the nodes and the sessions' checkpoints.
-  S4  A span entry is evictable iff the node is a leaf, neither live nor held; a checkpoint entry iff the node has
-      exactly one child and is not held. Held: guarded by an open session, or pinned.
+  S4  A span entry is evictable iff the node is a leaf, neither live nor kept; a checkpoint entry iff the node has
+      exactly one child and is not kept. Kept: guarded by an open session, or pinned.
   S5  Entries mirror their nodes: start, end, parent, child count, checkpoint, weight.
 
 Every operation is O(length of the edge) for keys, at most one grid segment of arrays, and O(log n) in the policy.
@@ -22,7 +22,8 @@ Every operation is O(length of the edge) for keys, at most one grid segment of a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +36,9 @@ from radixcache.budget.ledger import Account
 from radixcache.errors import RadixCacheError
 from radixcache.layers.evaluation import NATIVE_ERRORS
 from radixcache.layers.layout import Layout
-from radixcache.tree.events import EVICTED, MERGED, SPLIT, STORED, Events
-from radixcache.tree.history import History
-from radixcache.tree.radix_tree import Keys, Match, Node, RadixTree, below
+from radixcache.tokens.keys import Keys
+from radixcache.tree.events import Events
+from radixcache.tree.radix_tree import Node, RadixTree, below
 
 #: Kinds of interior checkpoints that the cap on checkpoints takes first, and in which order.
 THINNED_FIRST = {"interval": 0, "tail": 1, "end": 1}
@@ -71,33 +72,40 @@ class NodeState:
         return self.live_mask != 0
 
     @property
-    def held(self) -> bool:
+    def is_kept(self) -> bool:
+        """Whether a session stands on it or a pin keeps it."""
         return self.pins > 0 or self.guards > 0
 
 
 StateNode = Node[NodeState]
 
 
-def state_of(node: StateNode) -> NodeState:
-    """The state of a node that is not a root."""
-    assert node.payload is not None, node
-    return node.payload
-
-
 class StateTree:
     """Tree, node states, policy entries and bytes, changed together."""
 
     def __init__(
-        self, layout: Layout, policy: EvictionPolicy, account: Account, cost: CostModel, merges: bool = True
+        self,
+        layout: Layout,
+        policy: EvictionPolicy,
+        account: Account,
+        cost: CostModel,
+        events: Events | None = None,
+        *,
+        grid_tokens: int = 1,
+        merges: bool = True,
     ) -> None:
         self.layout = layout
         self.policy = policy
         self.account = account
         self.cost = cost
+        self.events = events or Events()
+        #: State is resumed at multiples of this many tokens only: 1, or in exact mode the chunk of prefill.
+        self.grid_tokens = grid_tokens
         self.tree: RadixTree[NodeState] = RadixTree()
+        self.match = self.tree.match
         self.leaving_bytes = 0
         self.duplicate_bytes = 0
-        self.session_checkpoint_bytes = 0
+        self.booked_checkpoint_bytes = 0
         self.paged_in_bytes = 0
         self.paged_out_bytes = 0
         self.cut_bytes = 0
@@ -107,13 +115,8 @@ class StateTree:
         self._thin_order: Any = SortedList()
         self._thin_keys: dict[int, tuple[int, int, int, int]] = {}
         self._merges = merges
-        self.events = Events()
-        self.history = History()
 
     # Reading
-
-    def match(self, keys: Keys, namespace: str) -> Match[NodeState]:
-        return self.tree.match(keys, namespace)
 
     def victim(self) -> tuple[StateNode, EntryState] | None:
         """The node the policy gives up first, and whether all of it or its checkpoint alone."""
@@ -136,10 +139,10 @@ class StateTree:
 
     def is_useless(self, node: StateNode) -> bool:
         """Whether this is a leaf that nothing can resume on, and nobody is on."""
-        state = state_of(node)
-        idle = node.is_leaf and not state.live and not state.held
+        state = node.payload
+        idle = node.is_leaf and not state.live and not state.is_kept
         bare = self.layout.has_points and state.checkpoint is None
-        return idle and (bare or node.end - node.end % self.layout.grid_tokens <= node.start)
+        return idle and (bare or node.end - node.end % self.grid_tokens <= node.start)
 
     # Restructuring
 
@@ -159,7 +162,7 @@ class StateTree:
         A live node's duplicate is dropped where its halves cannot be allocated; otherwise that is an error, and
         nothing was changed.
         """
-        state = state_of(node)
+        state = node.payload
         upper_spans = lower_spans = None
         if state.spans is not None:
             halves = self._copied(lambda spans=state.spans: self.layout.split(spans, at), spare=state.live)  # type: ignore[misc]
@@ -180,8 +183,7 @@ class StateTree:
         self.policy.split(entry, old)
         self.refresh(node)
         self.refresh(upper)
-        if self.events.is_on:
-            self.events.emit(SPLIT, node.namespace, upper.start, node.end, 0, {"at": at})
+        self.events.split(upper, node)
         return upper
 
     def coalesce(self, node: StateNode) -> StateNode:
@@ -192,7 +194,7 @@ class StateTree:
         child = self._mergeable(node)
         if child is None:
             return node
-        upper, lower = state_of(node), state_of(child)
+        upper, lower = node.payload, child.payload
         if (upper.spans is None) != (lower.spans is None):
             # Both are live and one has a duplicate of at most one grid segment: not worth a seam.
             self.set_spans(node, None)
@@ -220,10 +222,8 @@ class StateTree:
         self._mirror(child)
         self.policy.merged(gone, into)
         del self._node_of[gone.entry_id]
-        node.payload = None
         self.refresh(child)
-        if self.events.is_on:
-            self.events.emit(MERGED, child.namespace, child.start, child.end, 0, {"at": end})
+        self.events.merged(child, end)
         return child
 
     def coalesce_all(self, nodes: list[StateNode]) -> None:
@@ -234,7 +234,7 @@ class StateTree:
 
     def remove(self, leaf: StateNode, was_wrong: bool = False) -> StateNode:
         """Take a leaf and all its state out; returns its former parent, refreshed but not merged."""
-        state = state_of(leaf)
+        state = leaf.payload
         self._note_loss(leaf, leaf.start, was_wrong)
         self.set_checkpoint(leaf, None)
         self.set_spans(leaf, None)
@@ -243,8 +243,7 @@ class StateTree:
         self.policy.evicted(state.entry)
         del self._node_of[state.entry.entry_id]
         parent = self.tree.remove(leaf)
-        leaf.payload = None
-        if not parent.is_root:
+        if parent.parent is not None:
             self.refresh(parent)
         return parent
 
@@ -263,7 +262,7 @@ class StateTree:
         fail as `split` does, after the policy has heard of it: then all of the leaf has to go.
         """
         edges = [each.edge for each in leaf.path()]
-        entry = state_of(leaf).entry
+        entry = leaf.payload.entry
         for at in cuts:
             self._tell_lost(leaf, at, edges)
             if self.policy.victim() is not entry:
@@ -276,18 +275,18 @@ class StateTree:
 
     def set_spans(self, node: StateNode, spans: Spans | None) -> None:
         """Give a node its snapshot, or take it away."""
-        state = state_of(node)
+        state = node.payload
         before = 0 if state.spans is None else state.spans.nbytes
         after = 0 if spans is None else spans.nbytes
         state.spans = spans
-        self.account.add_spans(after - before)
-        if state.live:
-            self.duplicate_bytes += after - before
+        if after != before:
+            self.account.add_spans(after - before)
+            self.duplicate_bytes += after - before if state.live else 0
         self._reweigh(state)
 
     def set_live(self, node: StateNode, slot: int, live: bool) -> None:
         """Say whether a node's spans are in the live buffers of a slot."""
-        state = state_of(node)
+        state = node.payload
         before = state.live
         state.live_mask = state.live_mask | 1 << slot if live else state.live_mask & ~(1 << slot)
         if state.live != before:
@@ -297,11 +296,11 @@ class StateTree:
 
     def set_leaving(self, node: StateNode, leaving_bytes: int) -> None:
         """Announce that paging the node out will take that many bytes; 0: done or dropped."""
-        self._set_leaving(state_of(node), leaving_bytes)
+        self._set_leaving(node.payload, leaving_bytes)
 
     def set_checkpoint(self, node: StateNode, checkpoint: Checkpoint | None, use: Use | None = None) -> None:
         """Give a node its checkpoint (with the use it is made in), or take it away."""
-        state = state_of(node)
+        state = node.payload
         if state.checkpoint is not None:
             self.account.add_checkpoints(-state.checkpoint.nbytes)
             entry = state.checkpoint_entry
@@ -317,20 +316,15 @@ class StateTree:
             state.checkpoint_entry = self._new_entry(node, "checkpoint", use)
             state.checkpoint_entry.weight_bytes = checkpoint.nbytes
             self.policy.inserted(state.checkpoint_entry)
-            if self.events.is_on:
-                at, nbytes = node.end, checkpoint.nbytes
-                self.events.emit(STORED, node.namespace, at, at, nbytes, {"state": "checkpoint"})
+            self.events.stored(node, node.end, checkpoint.nbytes, "checkpoint")
         self._reweigh(state)
         self.refresh(node)
 
     def drop_checkpoint(self, node: StateNode) -> None:
         """Evict a node's checkpoint and keep its tokens."""
-        checkpoint = state_of(node).checkpoint
+        checkpoint = node.payload.checkpoint
         assert checkpoint is not None, node
-        self.history.dropped_checkpoint(node, self.events.tick)
-        if self.events.is_on:
-            at, nbytes = node.end, checkpoint.nbytes
-            self.events.emit(EVICTED, node.namespace, at, at, nbytes, {"state": "checkpoint"})
+        self.events.evicted_checkpoint(node, checkpoint.nbytes)
         self.set_checkpoint(node, None)
 
     def remove_subtree(self, node: StateNode, was_wrong: bool = False) -> StateNode:
@@ -345,31 +339,42 @@ class StateTree:
         """Spans copied: paged in, paged out, and cut or joined at a split or merge."""
         return self.paged_in_bytes + self.paged_out_bytes + self.cut_bytes
 
-    def hold_checkpoint(self, change_bytes: int) -> None:
+    def book_checkpoints(self, change_bytes: int) -> None:
         """Book checkpoints that an open session holds and the tree does not have yet."""
-        self.session_checkpoint_bytes += change_bytes
+        self.booked_checkpoint_bytes += change_bytes
         self.account.add_checkpoints(change_bytes)
 
     def guard(self, node: StateNode, change: int) -> None:
-        """Hold (+1) or let go (-1) the path from the root to `node`."""
+        """Guard (+1) or release (-1) the path from the root to `node`."""
         for each in node.path():
-            state = state_of(each)
-            was_held = state.held
+            state = each.payload
+            was_kept = state.is_kept
             state.guards += change
             assert state.guards >= 0, each
-            if state.held != was_held:
+            if state.is_kept != was_kept:
                 self.refresh(each)
+
+    @contextmanager
+    def guarded(self, node: StateNode) -> Iterator[None]:
+        """Guard the path to a node, or to a root nothing, until the block ends."""
+        if node.parent is not None:
+            self.guard(node, 1)
+        try:
+            yield
+        finally:
+            if node.payload is not None:
+                self.guard(node, -1)
 
     def pin(self, node: StateNode, change: int) -> None:
         """Pin (+1) or unpin (-1) one node."""
-        state_of(node).pins += change
-        assert state_of(node).pins >= 0, node
+        node.payload.pins += change
+        assert node.payload.pins >= 0, node
         self.refresh(node)
 
     def touch(self, path: list[StateNode], resumed: StateNode | None, use: Use) -> None:
         """A request used the spans of `path` (root side first) and the checkpoint of `resumed`."""
         for node in reversed(path):
-            state = state_of(node)
+            state = node.payload
             entries = [state.entry]
             if node is resumed and state.checkpoint_entry is not None:
                 entries.append(state.checkpoint_entry)
@@ -383,9 +388,9 @@ class StateTree:
 
     def refresh(self, node: StateNode) -> None:
         """Bring a node's entries up to date with the tree and tell the policy what may go now."""
-        if node.is_root:
+        if node.parent is None:
             return
-        state = state_of(node)
+        state = node.payload
         state.entry.children = len(node.children)
         state.entry.has_checkpoint = state.checkpoint is not None
         # Asked some ten times a request: without the properties, and without a call where nothing changes.
@@ -395,7 +400,7 @@ class StateTree:
         entry = state.checkpoint_entry
         if entry is not None and state.checkpoint is not None:
             entry.children, entry.has_checkpoint = len(node.children), True
-            free = len(node.children) == 1 and not state.held
+            free = len(node.children) == 1 and not state.is_kept
             self._set_evictable(entry, free)
             self._file_thinnable(entry, state.checkpoint.kind, free)
 
@@ -407,7 +412,7 @@ class StateTree:
         spans = checkpoints = leaving = duplicates = 0
         seen: set[int] = set()
         for node in self.tree.nodes():
-            state = state_of(node)
+            state = node.payload
             seen.add(state.entry.entry_id)
             leaving += state.leaving_bytes
             if state.spans is not None:
@@ -426,23 +431,20 @@ class StateTree:
         assert seen == set(self._node_of), seen ^ set(self._node_of)
         assert self._evictable <= seen, self._evictable - seen
         assert spans == self.account.span_bytes, (spans, self.account.span_bytes)
-        total = checkpoints + self.session_checkpoint_bytes
+        total = checkpoints + self.booked_checkpoint_bytes
         assert total == self.account.checkpoint_bytes, (total, self.account.checkpoint_bytes)
         assert (leaving, duplicates) == (self.leaving_bytes, self.duplicate_bytes), (leaving, duplicates)
-
-    def dump(self, label: Callable[[StateNode], str], namespace: str | None = None) -> str:
-        return self.tree.dump(label, namespace)
 
     # Private
 
     def _head(self, leaf: StateNode, at: int) -> Spans | None:
         """A copy of the spans that a leaf keeps when its tail goes, if it has any."""
-        spans = state_of(leaf).spans
+        spans = leaf.payload.spans
         halves = None if spans is None else self._copied(lambda: self.layout.split(spans, at), spare=False)
         return None if halves is None else halves[0]
 
     def _shorten(self, leaf: StateNode, at: int, head: Spans | None) -> None:
-        state = state_of(leaf)
+        state = leaf.payload
         self.set_spans(leaf, None)
         self._set_leaving(state, state.leaving_bytes * (at - leaf.start) // (leaf.end - leaf.start))
         self.tree.truncate(leaf, at)
@@ -451,7 +453,7 @@ class StateTree:
 
     def _tell_lost(self, leaf: StateNode, at: int, edges: list[Keys]) -> None:
         """Tell the policy that the part of a leaf's entry behind `at` goes; `edges` lead to its end as it was."""
-        kept = state_of(leaf).entry
+        kept = leaf.payload.entry
         end = kept.end
         self._next_entry_id += 1
         lost = Entry(
@@ -478,12 +480,9 @@ class StateTree:
 
     def _note_loss(self, leaf: StateNode, start: int, was_wrong: bool = False) -> None:
         """The tokens [start, leaf.end) are about to go: remember it, and tell."""
-        self.history.evicted(leaf, start, self.events.tick, was_wrong)
-        if self.events.is_on:
-            end, checkpoint = leaf.end, state_of(leaf).checkpoint
-            nbytes = self.layout.token_bytes * (end - start) + (0 if checkpoint is None else checkpoint.nbytes)
-            detail = {"state": "tokens", "was_wrong": was_wrong}
-            self.events.emit(EVICTED, leaf.namespace, start, end, nbytes, detail)
+        checkpoint = leaf.payload.checkpoint
+        nbytes = self.layout.token_bytes * (leaf.end - start) + (0 if checkpoint is None else checkpoint.nbytes)
+        self.events.evicted(leaf, start, nbytes, was_wrong)
 
     def _copied(self, make: Callable[[], tuple[*tuple[Any, ...], int]], spare: bool) -> tuple[Any, ...] | None:
         """Results of a copy that also says how many bytes it copied, tried twice; None: failed, and can be spared.
@@ -529,7 +528,7 @@ class StateTree:
         if not self._merges or node.is_root or len(node.children) != 1:
             return None
         (child,) = node.children.values()
-        upper, lower = state_of(node), state_of(child)
+        upper, lower = node.payload, child.payload
         # A guarded node is held by name: an open session resumes at its end.
         if upper.checkpoint is not None or upper.pins or upper.guards or lower.guards:
             return None
@@ -543,7 +542,7 @@ class StateTree:
 
     def _mirror(self, node: StateNode) -> None:
         """Write the node's new span into its entries, and into its children the new parent."""
-        state = state_of(node)
+        state = node.payload
         parent = node.parent
         for entry in (state.entry, state.checkpoint_entry):
             if entry is not None:
@@ -587,10 +586,10 @@ class StateTree:
             wanted = None if parent is None or parent.payload is None else parent.payload.entry
             assert entry.parent is wanted, (node, entry.parent, wanted)
             assert entry.has_checkpoint == (state.checkpoint is not None), (node, entry)
-        free = node.is_leaf and not state.live and not state.held
+        free = node.is_leaf and not state.live and not state.is_kept
         assert (state.entry.entry_id in self._evictable) == free, (node, free)
         if state.checkpoint_entry is not None:
-            free = len(node.children) == 1 and not state.held
+            free = len(node.children) == 1 and not state.is_kept
             assert (state.checkpoint_entry.entry_id in self._evictable) == free, (node, free)
 
 

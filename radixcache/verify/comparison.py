@@ -4,9 +4,8 @@ Span layers are compared row by row over [0, end), point layers as a whole: a wi
 ways to the same offset may have laid it out differently. An error is relative: the largest difference over the largest
 magnitude in the same array of the cold state. Offsets and shapes have to be equal, else the error is infinite.
 
-Restored and cold state come from forward passes of other lengths, whose sums are added up in another order, and differ
-by rounding. What may differ beyond that is not compared: integer arrays of classes that are not known here, and leaves
-that the given model does not write.
+Restored and cold state come from forward passes of other lengths and differ by rounding. What may differ beyond that is
+not compared: integer arrays of classes that are not known here, and leaves that the given model does not write.
 
 Everything is reduced on the device, some rows at a time; no handle on a live buffer is kept.
 """
@@ -23,7 +22,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, QuantizedKVCache
 
 from radixcache.adapters.contract import Adapter
-from radixcache.layers.layout import TOGETHER_BYTES, Layout
+from radixcache.layers.arrays import TOGETHER_BYTES, ArrayLayout
 
 #: Rows of a span layer that are compared at a time.
 ROWS = 1024
@@ -47,9 +46,8 @@ class Difference:
 
     Attributes:
         part: what was compared.
-        layer: index of the leaf, layers without a cache not counted; -1 for the logits.
-        cache_class: class of the leaf.
-        array: index of the array in the leaf; -1 for an offset.
+        layer, cache_class: index and class of the leaf, layers without a cache not counted; -1 for the logits.
+        array: index of the array in the leaf; -1 for an offset or a shape.
         error: largest difference over the largest magnitude of the cold array.
         row_errors: the same for each row of a span layer.
     """
@@ -57,36 +55,33 @@ class Difference:
     part: Part
     layer: int
     cache_class: str
-    array: int
-    error: float
+    array: int = -1
+    error: float = float("inf")
     row_errors: np.ndarray[Any, np.dtype[np.float64]] | None = None
 
     def first_wrong_row(self, tolerance: float) -> int | None:
         """The first row whose error is beyond the tolerance."""
-        if self.row_errors is None:
-            return None
-        wrong = self.row_errors > tolerance
+        wrong = np.zeros(0) if self.row_errors is None else self.row_errors > tolerance
         return int(wrong.argmax()) if wrong.any() else None
 
 
 def compare_states(
-    layout: Layout, restored: Sequence[Any], cold: Sequence[Any], end: int, offsets: Sequence[int | None]
+    layout: ArrayLayout, restored: Sequence[Any], cold: Sequence[Any], end: int, offsets: Sequence[int | None]
 ) -> list[Difference]:
     """Compare all leaves of a restored live cache with those of a cold one; both stand at offset `end`.
 
-    Args:
-        offsets: where the restored leaves stood when they were restored, in order.
+    `offsets`: where the restored leaves stood when they were restored, in order.
     """
-    differences = []
+    differences: list[Difference] = []
     pairs = zip(layout.leaves(restored), layout.leaves(cold), offsets, strict=True)
     for index, ((ours, adapter), (theirs, _), offset) in enumerate(pairs):
         name = type(ours).__name__
         if adapter.is_empty(theirs) or (adapter.is_empty(ours) and not layout.is_in_use(index)):
             continue  # the model given does not use this one, or did not when the state was made
         if adapter.is_empty(ours):
-            differences.append(Difference(Part.SHAPE, index, name, -1, float("inf")))
+            differences.append(Difference(Part.SHAPE, index, name))
         elif offset != adapter.offset(theirs):
-            differences.append(Difference(Part.OFFSET, index, name, -1, float("inf")))
+            differences.append(Difference(Part.OFFSET, index, name))
         elif adapter.is_point:
             differences += _points(index, name, _point_arrays(ours, adapter, end), _point_arrays(theirs, adapter, end))
         else:
@@ -97,26 +92,24 @@ def compare_states(
 def compare_logits(restored: mx.array, cold: mx.array) -> Difference:
     """Compare the logits (V,) that follow from a restored state with those that follow from the cold one."""
     if restored.shape != cold.shape:
-        return Difference(Part.LOGITS, -1, "", 0, float("inf"))
+        return Difference(Part.LOGITS, -1, "", 0)
     errors, magnitude = _reduced(restored[None, None], cold[None, None], axes=(0, 1, 2))
     return Difference(Part.LOGITS, -1, "", 0, _number(errors) / _scale(_number(magnitude), 0.0))
 
 
 def _spans(index: int, name: str, ours: Any, theirs: Any, adapter: Adapter, end: int) -> Iterable[Difference]:
     parts: list[list[tuple[mx.array, mx.array]]] = []
-    pending: list[mx.array] = []
-    pending_bytes = 0
+    pending_bytes, done = 0, 0
     for start in range(0, end, ROWS):
         stop = min(end, start + ROWS)
         left, right = (_rows(cache, adapter, start, stop) for cache in (ours, theirs))
         if [a.shape for a in left] != [a.shape for a in right]:
-            return [Difference(Part.SHAPE, index, name, -1, float("inf"))]
+            return [Difference(Part.SHAPE, index, name)]
         parts.append([_reduced(a, b, axes=(0, 1, 3)) for a, b in zip(left, right, strict=True)])
-        pending += [array for pair in parts[-1] for array in pair]
         pending_bytes += sum(a.size for a in left) * 4
         if pending_bytes > TOGETHER_BYTES or stop == end:
-            mx.eval(pending)
-            pending, pending_bytes = [], 0
+            mx.eval(parts[done:])
+            pending_bytes, done = 0, len(parts)
     magnitudes = [max(_number(part[i][1]) for part in parts) for i in range(len(parts[0]))]
     differences = []
     for i, magnitude in enumerate(magnitudes):
@@ -128,7 +121,7 @@ def _spans(index: int, name: str, ours: Any, theirs: Any, adapter: Adapter, end:
 
 def _points(index: int, name: str, ours: list[mx.array], theirs: list[mx.array]) -> Iterable[Difference]:
     if [a.shape for a in ours] != [a.shape for a in theirs]:
-        return [Difference(Part.SHAPE, index, name, -1, float("inf"))]
+        return [Difference(Part.SHAPE, index, name)]
     reduced = [_reduced(a, b) for a, b in zip(ours, theirs, strict=True)]
     mx.eval(reduced)
     largest = max((_number(magnitude) for _, magnitude in reduced), default=0.0)
@@ -154,9 +147,7 @@ def _point_arrays(cache: Any, adapter: Adapter, end: int) -> list[mx.array]:
     arrays: list[mx.array] = [] if snapshot is None else snapshot.arrays()
     if isinstance(cache, ChunkedKVCache):
         return [array[..., -cache.chunk_size :, :] for array in arrays]
-    if isinstance(cache, ArraysCache):
-        return arrays
-    return [array for array in arrays if mx.issubdtype(array.dtype, mx.floating)]
+    return [a for a in arrays if isinstance(cache, ArraysCache) or mx.issubdtype(a.dtype, mx.floating)]
 
 
 def _reduced(ours: mx.array, theirs: mx.array, axes: tuple[int, ...] | None = None) -> tuple[mx.array, mx.array]:

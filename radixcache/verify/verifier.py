@@ -5,15 +5,14 @@
                      live:  stands at resume all the while, and is only read
     last token       the live logits of the prompt's last token are compared with the cold ones
 
-On a mismatch the path is quarantined, the live caches are emptied, and the session begins again at offset 0: its
-answers are bit by bit those of a session that found nothing. The second state counts against the budget while it
-exists; where it does not fit, the check is skipped.
+What follows from a mismatch is the session's: the path is quarantined, the live caches are emptied, and the session
+begins again at offset 0, so that its answers are bit by bit those of a session that found nothing. The second state
+counts against the budget while it exists; where it does not fit, the check is skipped.
 
-Not compared are what fetch() restores, which is the caller's before any model has run; rows of begin_many(), whose
-state lies in cells among that of others; requests whose `keys` are not their token ids (the tokens do not say all that
-the model was given); windows with `keep` that have wrapped (what they hold depends on how mlx-lm was fed); and sessions
-whose own loop called the model before prefill() or step(). All of these count as skipped. Of a loop that takes over
-after prefill() the state is compared, and the logits are not.
+Skipped are also what fetch() restores, which is the caller's before any model has run; rows of begin_many(), whose
+state lies in cells among that of others; requests whose `keys` are not their token ids; windows with `keep` that have
+wrapped (what they hold depends on how mlx-lm was fed); and sessions whose own loop called the model before prefill() or
+step(). Of a loop that takes over after prefill() the state is compared, and the logits are not.
 """
 
 from __future__ import annotations
@@ -21,24 +20,21 @@ from __future__ import annotations
 import random
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from radixcache.errors import described
+from radixcache.layers.arrays import ArrayLayout
 from radixcache.layers.evaluation import NATIVE_ERRORS
-from radixcache.layers.layout import Layout
 from radixcache.layers.tolerances import tolerance_of
-from radixcache.locking.interrupts import uninterrupted
-from radixcache.locking.turns import Turns
+from radixcache.locking.lock import Lock
 from radixcache.tokens.ids import TokenIds
+from radixcache.tokens.keys import Keys
 from radixcache.tree.events import QUARANTINED, Events
 from radixcache.verify.comparison import Difference, Part, compare_logits, compare_states
-
-if TYPE_CHECKING:
-    from radixcache.sessions.session import Session
 
 #: Mismatches that are kept with all that is needed to reproduce them.
 KEPT_MISMATCHES = 16
@@ -54,13 +50,12 @@ class Mismatch:
         resume_offset: offset at which it resumed.
         step_size: tokens per forward pass of its prefill, and of the cold one.
         part: what differed: "offset", "shape", "rows" (span layers), "point" or "logits".
-        layer: index of the first cache object that differed, layers without one not counted and lists of them unfolded;
-            -1 for the logits.
-        cache_class: its class.
+        layer, cache_class: index and class of the first cache object that differed, layers without one not counted and
+            lists of them unfolded; -1 for the logits.
         array: index of the array in it; -1 for an offset.
         row: the first token whose state differed in any span layer; None when no span layer's did.
-        error: largest difference over the largest magnitude in the same array of the cold state.
-        tolerance: the error that would have been accepted.
+        error, tolerance: largest difference over the largest magnitude in the same array of the cold state; what would
+            have been accepted.
         quarantined_from: the offset from which on the path was quarantined.
         seed: verify_seed of the cache.
     """
@@ -89,6 +84,22 @@ class Mismatch:
         )
 
 
+class Finding(NamedTuple):
+    """What is wrong: all that begins with the first `length` tokens of the prompt, from `start` on.
+
+    None: from where the node begins on which these tokens end. The session says whose request it was, and from where on
+    it came to be quarantined.
+    """
+
+    mismatch: Mismatch
+    length: int
+    start: int | None
+
+
+#: Books what the cold run holds, in all; False: it does not fit.
+Book = Callable[[int], bool]
+
+
 class Verifier:
     """Draws requests, counts checks and keeps mismatches, for one cache.
 
@@ -99,32 +110,31 @@ class Verifier:
         largest_error: the largest relative error of all comparisons.
     """
 
-    def __init__(self, layout: Layout, share: float, seed: int, lock: Turns, events: Events) -> None:
-        self.layout = layout
-        self.lock = lock
+    def __init__(self, share: float, seed: int, lock: Lock, events: Events) -> None:
         self.seed = seed
         self.verified = self.skipped = self.mismatch_count = 0
         self.largest_error = 0.0
         self.mismatches: deque[Mismatch] = deque(maxlen=KEPT_MISMATCHES)
-        self._share = share
-        self._random = random.Random(seed)
-        self._events = events
+        self._lock, self._events = lock, events
+        self._share, self._random = share, random.Random(seed)
         self._has_warned = self._has_warned_of_failure = False
 
-    def draw(self, session: Session) -> Check | None:
+    def is_drawn(self, cached_tokens: int) -> bool:
         """Decide about a request that was just restored."""
-        return Check(self, session) if self._is_drawn(session.cached_tokens) else None
+        return bool(self._share and cached_tokens) and self._random.random() < self._share
 
     def pass_over(self, cached_tokens: int) -> None:
         """A request that cannot be compared was restored: it is drawn as any other, and counts as skipped then."""
-        self.skipped += self._is_drawn(cached_tokens)
+        self.skipped += self.is_drawn(cached_tokens)
 
-    def found(self, differences: Sequence[Difference]) -> None:
-        """Take note of a comparison."""
-        self.largest_error = max((self.largest_error, *(d.error for d in differences)))
+    def compared(self, differences: Sequence[Difference], is_state: bool) -> None:
+        """Take note of a comparison, of a restored state or of the logits behind it."""
+        with self._lock:
+            self.verified += is_state
+            self.largest_error = max((self.largest_error, *(d.error for d in differences)))
 
     def keep(self, mismatch: Mismatch) -> None:
-        """Count a mismatch, and keep it for who asks."""
+        """Count a mismatch, and keep it for who asks; the lock is held."""
         self.mismatch_count += 1
         self.mismatches.append(mismatch)
         start, end = mismatch.quarantined_from, mismatch.resume_offset
@@ -141,104 +151,92 @@ class Verifier:
         """Warn of the first check that broke off for another reason than want of memory."""
         if not self._has_warned_of_failure:
             self._has_warned_of_failure = True
-            text = f"verification broke off with {described(error)}"
-            text += ". The request is served as it was restored, and not verified."
+            what = "The request is served as it was restored, and not verified."
+            text = f"verification broke off with {described(error)}. {what}"
             warnings.warn(text, RuntimeWarning, stacklevel=4)
-
-    def _is_drawn(self, cached_tokens: int) -> bool:
-        return bool(self._share and cached_tokens) and self._random.random() < self._share
 
 
 class Check:
-    """The verification of one session."""
+    """The verification of one request whose `caches` were restored to the offset `resume`."""
 
-    def __init__(self, verifier: Verifier, session: Session) -> None:
-        self._step_size = 0
-        self._verifier = verifier
-        self._layout = verifier.layout
-        self._offsets = self._leaf_offsets(session)
-        self._is_pending = True
+    def __init__(
+        self, verifier: Verifier, layout: ArrayLayout, prompt: TokenIds, caches: Sequence[Any], resume: int
+    ) -> None:
+        self._verifier, self._layout, self._prompt, self._resume = verifier, layout, prompt, resume
+        self._offsets = self._leaf_offsets(caches)
+        self._step_size, self._tolerance = 0, 0.0
         self._was_made = False
         self._cold_logits: mx.array | None = None
-        self._tolerance = 0.0
+        #: Whether nothing was compared or tried yet.
+        self.is_pending = True
 
-    def before_first_pass(self, session: Session, model: Any, step_size: int) -> None:
-        """Compare the restored state with a cold run, the first time this is called; start the session over if wrong.
+    def run(
+        self, model: Any, keys: Keys, caches: Sequence[Any], step_size: int, book: Book, is_untouched: bool
+    ) -> Finding | None:
+        """Compare the restored state with a cold run; None: nothing is wrong, or there is nothing to compare with.
 
-        A failure of the cold run only means that there is nothing to compare with. An evaluation or allocation that
-        failed is counted as skipped and no more; of anything else, the model's or ours, the first is warned of.
+        A failure of the cold run counts as skipped; the first that is no evaluation's or allocation's is warned of.
+
+        Args:
+            keys: of the prompt.
+            caches: the restored state, to look at.
+            is_untouched: no forward pass has gone through them since.
         """
-        if not self._is_pending:
-            return
-        self._is_pending = False
+        self.is_pending = False
         self._step_size = step_size
-        if not self._is_comparable(session):
-            return
+        if (keys != self._prompt).any() or not is_untouched or not self._is_comparable(caches):
+            return None
         differences: list[Difference] = []
         try:
-            if session.hold_second_state(self._second_nbytes(session)):
-                differences = self._run_cold(session, model)
-        except NATIVE_ERRORS:
-            self._cold_logits = None
+            if book(self._second_nbytes(caches)):
+                differences = self._run_cold(model, caches, book)
         except Exception as error:
             self._cold_logits = None
-            self._verifier.warn_of_failure(error)
+            if not isinstance(error, NATIVE_ERRORS):
+                self._verifier.warn_of_failure(error)
         finally:
-            session.hold_second_state(0)
+            book(0)
             self._layout.release()
-        wrong = [each for each in differences if each.error > self._tolerance]
-        if wrong:
-            self._condemn(session, wrong, session.cached_tokens)
+        return self._finding([each for each in differences if each.error > self._tolerance])
 
-    def agrees(self, session: Session, logits: mx.array, start: int) -> bool:
-        """Whether logits (1, T, V) of the tokens from `start` on are those of the cold run at the prompt's last token.
+    def compare_last(self, logits: mx.array, start: int) -> Finding | None:
+        """Compare logits (1, T, V) of the tokens from `start` on with those of the cold run at the prompt's last token.
 
-        Waits for them. True when they do not reach that token, or were compared before. When they do not agree, the
-        session starts over.
+        Waits for them. None when they agree, do not reach that token, or were compared before.
         """
-        index = len(session.prompt) - 1 - start
+        index = len(self._prompt) - 1 - start
         if self._cold_logits is None or not 0 <= index < logits.shape[1]:
-            return True
+            return None
         cold, self._cold_logits = self._cold_logits, None
         difference = compare_logits(logits[0, index], cold)
-        with uninterrupted(), self._verifier.lock:
-            self._verifier.found([difference])
-        if difference.error <= self._tolerance:
-            return True
-        self._condemn(session, [difference], start)
-        return False
+        self._verifier.compared([difference], is_state=False)
+        return None if difference.error <= self._tolerance else self._finding([difference])
 
     def close(self) -> None:
         """The session ends: a check that was not made counts as skipped."""
         if not self._was_made:
             self._verifier.skipped += 1
-        self._is_pending, self._was_made, self._cold_logits = False, True, None
+        self.is_pending, self._was_made, self._cold_logits = False, True, None
 
-    # The cold run
-
-    def _run_cold(self, session: Session, model: Any) -> list[Difference]:
-        """Prefill the prompt from nothing; returns how the restored state differs at the resume offset.
-
-        If it does not, the logits of the last token are kept.
-        """
-        prompt, resume = session.prompt, session.cached_tokens
-        caches = self._layout.fresh()
-        position = 0
+    def _run_cold(self, model: Any, restored: Sequence[Any], book: Book) -> list[Difference]:
+        """Prefill the prompt from nothing; returns how the restored state differs, or keeps the last logits."""
+        prompt, caches, position = self._prompt, self._layout.fresh(), 0
         differences: list[Difference] = []
         try:
             while position < len(prompt):
-                end = self._next_stop(position, resume, len(prompt))
+                end = self._next_stop(position)
                 logits = model(mx.array(prompt[position:end])[None], cache=caches)
                 self._layout.own(caches)
                 if position == 0:
                     self._layout.reserve(caches, len(prompt) + 1)
                 position = end
-                if not session.hold_second_state(self._layout.live_nbytes(caches)):
+                if not book(self._layout.live_nbytes(caches)):
                     return []
-                if position == resume:
+                if position == self._resume:
                     self._tolerance = tolerance_of(self._layout, caches, logits.dtype)
-                    differences = compare_states(self._layout, session.caches, caches, resume, self._offsets)
-                    self._note(differences)
+                    differences = compare_states(self._layout, restored, caches, position, self._offsets)
+                    self._was_made = True
+                    self._verifier.compared(differences, is_state=True)
                     if any(each.error > self._tolerance for each in differences):
                         return differences
                 self._layout.release()
@@ -248,74 +246,34 @@ class Check:
             caches.clear()
         return differences
 
-    def _next_stop(self, position: int, resume: int, length: int) -> int:
+    def _next_stop(self, position: int) -> int:
+        length = len(self._prompt)
         grid = (position // self._step_size + 1) * self._step_size
-        return min(stop for stop in (grid, resume, length - 1, length) if stop > position)
+        return min(stop for stop in (grid, self._resume, length - 1, length) if stop > position)
 
-    def _note(self, differences: Sequence[Difference]) -> None:
-        with uninterrupted(), self._verifier.lock:
-            self._was_made = True
-            self._verifier.verified += 1
-            self._verifier.found(differences)
+    def _is_comparable(self, caches: Sequence[Any]) -> bool:
+        length, leaves = len(self._prompt), self._layout.leaves(caches)
+        has_wrapped = any(getattr(cache, "keep", 0) and length > cache.max_size for cache, _ in leaves)
+        return not has_wrapped and self._leaf_offsets(caches) == self._offsets
 
-    def _is_comparable(self, session: Session) -> bool:
-        if (session.prompt_keys != session.prompt).any() or not session.is_untouched():
-            return False
-        wrapped = len(session.prompt)
-        leaves = self._layout.leaves(session.caches)
-        if any(getattr(cache, "keep", 0) and wrapped > cache.max_size for cache, _ in leaves):
-            return False
-        return self._leaf_offsets(session) == self._offsets
-
-    def _second_nbytes(self, session: Session) -> int:
+    def _second_nbytes(self, caches: Sequence[Any]) -> int:
         """What the cold state will take at its end."""
-        points = sum(
-            buffer.nbytes
-            for cache, adapter in self._layout.leaves(session.caches)
-            if adapter.is_point
-            for buffer in adapter.buffers(cache)
-        )
-        return self._layout.token_bytes * (len(session.prompt) + 1) + points
+        points = [adapter.buffers(cache) for cache, adapter in self._layout.leaves(caches) if adapter.is_point]
+        span_nbytes = self._layout.token_bytes * (len(self._prompt) + 1)
+        return span_nbytes + sum(buffer.nbytes for buffers in points for buffer in buffers)
 
-    def _leaf_offsets(self, session: Session) -> list[int | None]:
-        return [adapter.offset(cache) for cache, adapter in self._layout.leaves(session.caches)]
+    def _leaf_offsets(self, caches: Sequence[Any]) -> list[int | None]:
+        return [adapter.offset(cache) for cache, adapter in self._layout.leaves(caches)]
 
-    # A mismatch
-
-    def _condemn(self, session: Session, wrong: Sequence[Difference], position: int) -> None:
-        """Quarantine what was found wrong, start the session, which was to go on at `position`, over, and report it."""
+    def _finding(self, wrong: Sequence[Difference]) -> Finding | None:
+        if not wrong:
+            return None
         rows = [row for each in wrong if (row := each.first_wrong_row(self._tolerance)) is not None]
-        row = min(rows, default=None)
-        resume = session.cached_tokens
-        with uninterrupted(), self._verifier.lock:
-            if wrong[0].part is Part.LOGITS:
-                start = session.start_over(position, resume, 0)
-            elif row is not None and all(each.part is Part.ROWS for each in wrong):
-                start = session.start_over(position, row + 1, row)
-            else:
-                start = session.start_over(position, resume, None)
-            mismatch = self._mismatch(session, wrong, resume, row, start)
-            session.mismatch = mismatch
-            self._verifier.keep(mismatch)
-        self._verifier.warn(mismatch)
-
-    def _mismatch(
-        self, session: Session, wrong: Sequence[Difference], resume: int, row: int | None, start: int
-    ) -> Mismatch:
-        first = wrong[0]
-        return Mismatch(
-            namespace=session.namespace,
-            tick=session.use.tick,
-            tokens=session.prompt.copy(),
-            resume_offset=resume,
-            step_size=self._step_size,
-            part=first.part,
-            layer=first.layer,
-            cache_class=first.cache_class,
-            array=first.array,
-            row=row,
-            error=max(each.error for each in wrong),
-            tolerance=self._tolerance,
-            quarantined_from=start,
-            seed=self._verifier.seed,
-        )
+        row, first = min(rows, default=None), wrong[0]
+        length, start = self._resume, None if first.part is not Part.LOGITS else 0
+        if row is not None and all(each.part is Part.ROWS for each in wrong):
+            length, start = row + 1, row
+        request = ("", 0, self._prompt.copy(), self._resume, self._step_size)
+        where = (first.part, first.layer, first.cache_class, first.array, row)
+        error = max(each.error for each in wrong)
+        return Finding(Mismatch(*request, *where, error, self._tolerance, 0, self._verifier.seed), length, start)

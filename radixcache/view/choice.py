@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from radixcache.view.description import NodeView, TreeView
+from radixcache.view.words import visible
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Line:
     """A line of a drawing: a node, or what is left out below one.
 
     Attributes:
         node: the node; None for what is left out.
         left_out: the topmost nodes of what is left out here; empty for a node.
         parent: row of the parent, -1 at the top.
-        namespace: index of the namespace.
+        heading: name of the namespace that begins here, made visible; None: none begins, or there is one without name.
         depth: branchings above: an only child stands under its parent.
         start: offset at which it begins.
         is_last: no sibling comes after it.
@@ -25,78 +28,71 @@ class Row:
     node: NodeView | None
     left_out: tuple[NodeView, ...]
     parent: int
-    namespace: int
+    heading: str | None
     depth: int
     start: int
     is_last: bool
 
 
-def choose(view: TreeView, max_nodes: int) -> list[Row]:
+def choose(view: TreeView, max_nodes: int) -> list[Line]:
     """Rows for so many nodes, parents before children, each with what is left out below it as its last child.
 
     A node is shown only below its parent. Pinned ones and those in use come first, then those with the most tokens. A
     single leaf that would be left out is shown all the same, in the row that would say so.
     """
-    children = _children(view)
-    chosen = _chosen(view, children, max_nodes)
-    rows: list[Row] = []
-    stack: list[tuple[int | tuple[int, ...], int, int, int, bool]] = []
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for index, node in enumerate(view.nodes):
+        children[node.parent].append(index)
+    chosen = _chosen(view.nodes, children, max_nodes)
+    rows: list[Line] = []
+    stack: list[tuple[int, Line]] = []
 
-    def push(parent: int, row: int, depth: int, siblings: list[int]) -> None:
+    def push(above: int, depth: int, siblings: list[int], heading: str | None) -> None:
         shown = [index for index in siblings if index in chosen]
-        rest = tuple(index for index in siblings if index not in chosen)
+        rest = [index for index in siblings if index not in chosen]
         if len(rest) == 1 and not view.nodes[rest[0]].below:
-            shown, rest = [*shown, *rest], ()  # it takes the line that would say that it is left out
-        entries: list[int | tuple[int, ...]] = [*shown, *([rest] if rest else [])]
-        below = depth + 1 if parent >= 0 and len(entries) > 1 else depth
-        start = view.nodes[parent].end if parent >= 0 else 0
-        for place in reversed(range(len(entries))):
-            stack.append((entries[place], row, below, start, place == len(entries) - 1))
+            shown, rest = shown + rest, []  # it takes the line that would say that it is left out
+        found = [(index, view.nodes[index], ()) for index in shown]
+        lines = [*found, *([(-1, None, tuple(view.nodes[index] for index in rest))] if rest else [])]
+        start, row = (view.nodes[above].end, len(rows) - 1) if above >= 0 else (0, -1)
+        depth += above >= 0 and len(lines) > 1
+        for place, (index, node, left_out) in reversed(list(enumerate(lines))):
+            name = None if place else heading
+            stack.append((index, Line(node, left_out, row, name, depth, start, place == len(lines) - 1)))
 
-    by_namespace: dict[int, list[int]] = {}
-    for top in children.get(-1, ()):
-        by_namespace.setdefault(view.nodes[top].namespace, []).append(top)
-    for tops in reversed(by_namespace.values()):
-        push(-1, -1, 0, tops)
+    has_names = len(view.namespaces) > 1 or any(view.namespaces)
+    tops: defaultdict[int, list[int]] = defaultdict(list)
+    for index in children[-1]:
+        tops[view.nodes[index].namespace].append(index)
+    for namespace in reversed(tops):
+        push(-1, 0, tops[namespace], visible(view.namespaces[namespace]) if has_names else None)
     while stack:
-        entry, parent_row, depth, start, is_last = stack.pop()
-        if isinstance(entry, tuple):
-            left_out = tuple(view.nodes[index] for index in entry)
-            rows.append(Row(None, left_out, parent_row, left_out[0].namespace, depth, start, is_last))
-            continue
-        node = view.nodes[entry]
-        rows.append(Row(node, (), parent_row, node.namespace, depth, start, is_last))
-        push(entry, len(rows) - 1, depth, children.get(entry, []))
+        index, line = stack.pop()
+        rows.append(line)
+        if index >= 0:
+            push(index, line.depth, children[index], None)
     return rows
 
 
-def _children(view: TreeView) -> dict[int, list[int]]:
-    children: dict[int, list[int]] = {}
-    for index, node in enumerate(view.nodes):
-        children.setdefault(node.parent, []).append(index)
-    return children
-
-
-def _chosen(view: TreeView, children: dict[int, list[int]], max_nodes: int) -> set[int]:
-    if len(view.nodes) <= max_nodes:
-        return set(range(len(view.nodes)))
+def _chosen(nodes: Sequence[NodeView], children: defaultdict[int, list[int]], max_nodes: int) -> set[int]:
+    if len(nodes) <= max_nodes:
+        return set(range(len(nodes)))
     wanted: set[int] = set()
-    for index, node in enumerate(view.nodes):
+    for index, node in enumerate(nodes):
         if node.is_pinned or node.is_open:
             while index >= 0 and index not in wanted:
                 wanted.add(index)
-                index = view.nodes[index].parent
+                index = nodes[index].parent
 
     def rank(index: int) -> tuple[bool, int, int]:
-        node = view.nodes[index]
-        return index not in wanted, -(node.tokens + node.below_tokens), index
+        return index not in wanted, -(nodes[index].tokens + nodes[index].below_tokens), index
 
-    heap = [rank(index) for index in children.get(-1, ())]
+    heap = [rank(index) for index in children[-1]]
     heapq.heapify(heap)
     chosen: set[int] = set()
     while heap and len(chosen) < max_nodes:
         *_, index = heapq.heappop(heap)
         chosen.add(index)
-        for child in children.get(index, ()):
+        for child in children[index]:
             heapq.heappush(heap, rank(child))
     return chosen

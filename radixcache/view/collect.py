@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from radixcache.tokens.keys import Keys
 from radixcache.tokens.text import token_text
-from radixcache.tree.radix_tree import Keys, below
+from radixcache.tree.radix_tree import Node, below
 from radixcache.view.description import NodeView, TreeView
-
-if TYPE_CHECKING:
-    from radixcache.tree.state_tree import StateNode
 
 #: Tokens of an edge that are decoded, at its beginning and at its end.
 HEAD_TOKENS = 64
@@ -40,52 +37,44 @@ class _Raw(NamedTuple):
     last_used: int
 
 
-@dataclass(slots=True)
-class _Below:
-    """What hangs below a node."""
-
-    nodes: int = 0
-    tokens: int = 0
-    nbytes: int = 0
-
-
 def collect(
     lock: AbstractContextManager[Any],
-    roots: Callable[[], Sequence[StateNode]],
+    roots: Callable[[], Sequence[Node[Any]]],
     *,
     token_bytes: int,
     pin_names: Callable[[], Mapping[int, Sequence[str]]] = dict,
     tokenizer: Any = None,
     about: Iterable[tuple[str, str]] = (),
     slot_count: int = 1,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> TreeView:
     """Describe the trees below some roots.
 
     Args:
         lock: held while the nodes are gone through, and no longer.
-        roots: the roots, one per namespace; called under the lock, as is `pin_names`.
+        roots: one per namespace; called under the lock, as are `pin_names` and `meanwhile`.
         token_bytes: bytes of a token that is in the live buffers alone.
         pin_names: names of pins by the id() of the node at which they end.
         tokenizer: decodes how edges begin and end; None: no text.
+        meanwhile: what belongs to the same moment.
     """
     with lock:
         found = list(roots())
-        raw = _copied(found)
-        names = pin_names()
+        raw, names = _copied(found), pin_names()
+        meanwhile()
     index = {node.node_id: number for number, node in enumerate(raw)}
     parents = [index.get(node.parent_id, -1) for node in raw]
     spans = [token_bytes * len(node.edge) if node.paged_bytes is None else node.paged_bytes for node in raw]
-    below_of = [_Below() for _ in raw]
+    below_nodes, below_tokens, below_bytes = [0] * len(raw), [0] * len(raw), [0] * len(raw)
     for number in reversed(range(len(raw))):
-        if parents[number] >= 0:
-            above, own = below_of[parents[number]], below_of[number]
-            above.nodes += 1 + own.nodes
-            above.tokens += len(raw[number].edge) + own.tokens
-            above.nbytes += spans[number] + raw[number].checkpoint_bytes + own.nbytes
+        if (above := parents[number]) >= 0:
+            below_nodes[above] += 1 + below_nodes[number]
+            below_tokens[above] += len(raw[number].edge) + below_tokens[number]
+            below_bytes[above] += spans[number] + raw[number].checkpoint_bytes + below_bytes[number]
     nodes: list[NodeView] = []
     new_index = {-1: -1}
-    for number in _order(raw, parents, below_of):
-        node, own = raw[number], below_of[number]
+    for number in _order(raw, parents, below_tokens):
+        node = raw[number]
         new_index[number] = len(nodes)
         text, text_end = (None, None) if tokenizer is None else _texts(node.edge, tokenizer)
         nodes.append(
@@ -105,9 +94,9 @@ def collect(
                 is_open=node.guards > 0,
                 uses=node.uses,
                 last_used=node.last_used,
-                below=own.nodes,
-                below_tokens=own.tokens,
-                below_bytes=own.nbytes,
+                below=below_nodes[number],
+                below_tokens=below_tokens[number],
+                below_bytes=below_bytes[number],
                 text=text,
                 text_end=text_end,
             )
@@ -115,42 +104,30 @@ def collect(
     return TreeView(tuple(root.namespace for root in found), tuple(nodes), tuple(about), slot_count)
 
 
-def _copied(roots: Sequence[StateNode]) -> list[_Raw]:
+def _copied(roots: Sequence[Node[Any]]) -> list[_Raw]:
     """The nodes below the roots, parents first."""
     raw: list[_Raw] = []
     for namespace, root in enumerate(roots):
         for node in below(root):
             state = node.payload
             assert state is not None, node
-            spans, checkpoint, entry = state.spans, state.checkpoint, state.entry
-            raw.append(
-                _Raw(
-                    id(node),
-                    id(node.parent),
-                    namespace,
-                    node.start,
-                    node.edge,
-                    None if spans is None else spans.nbytes,
-                    state.live_mask,
-                    "" if checkpoint is None else checkpoint.kind,
-                    0 if checkpoint is None else checkpoint.nbytes,
-                    state.pins,
-                    state.guards,
-                    entry.uses,
-                    entry.last_used,
-                )
+            paged_bytes = None if state.spans is None else state.spans.nbytes
+            place = (id(node), id(node.parent), namespace, node.start, node.edge, paged_bytes, state.live_mask)
+            kept: tuple[str, int] = (
+                ("", 0) if state.checkpoint is None else (state.checkpoint.kind, state.checkpoint.nbytes)
             )
+            raw.append(_Raw(*place, *kept, state.pins, state.guards, state.entry.uses, state.entry.last_used))
     return raw
 
 
-def _order(raw: Sequence[_Raw], parents: Sequence[int], below_of: Sequence[_Below]) -> Iterator[int]:
+def _order(raw: Sequence[_Raw], parents: Sequence[int], below_tokens: Sequence[int]) -> Iterator[int]:
     """Numbers of the nodes in preorder, of siblings the one with the most tokens to its name first."""
     children: dict[int, list[int]] = {}
     for number, parent in enumerate(parents):
         children.setdefault(parent, []).append(number)
     for siblings in children.values():
         # The last of them is taken off the stack first. Namespaces stay in their order.
-        siblings.sort(key=lambda n: (-raw[n].namespace, len(raw[n].edge) + below_of[n].tokens, -n))
+        siblings.sort(key=lambda n: (-raw[n].namespace, len(raw[n].edge) + below_tokens[n], -n))
     stack = children.get(-1, [])
     while stack:
         number = stack.pop()

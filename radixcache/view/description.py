@@ -28,20 +28,17 @@ class NodeView:
     """One node.
 
     Attributes:
-        parent: index of the parent, -1 at the top of a namespace.
-        namespace: index into TreeView.namespaces.
+        parent, namespace: index of the parent, -1 at the top of a namespace; index into TreeView.namespaces.
         start, end: offsets of its tokens from the start of the sequence.
         span_bytes: bytes of its spans, where they are: in the live buffers, or as a snapshot.
         is_live, is_paged: in the live buffers of a slot; as a snapshot beside them.
         slots: the slots in which it is live.
-        checkpoint: kind of the point state kept at its end; "" for none.
-        checkpoint_bytes: of that state.
+        checkpoint, checkpoint_bytes: kind of the point state kept at its end, "" for none; its bytes.
         is_pinned: some pin holds it itself; what is above a pinned node stays with it.
         pin_names: names of the pins that end here.
         is_open: an open session stands on it.
         uses, last_used: requests that used its spans, and the tick of the last.
-        below: how many nodes hang below it.
-        below_tokens, below_bytes: what those hold.
+        below, below_tokens, below_bytes: how many nodes hang below it, and what those hold.
         text: how it begins, decoded; None where no tokenizer was at hand.
         text_end: how it ends, where that is not in `text`.
     """
@@ -109,14 +106,8 @@ class TreeView:
     def to_json(self) -> str:
         """The description as JSON, a list per node in the order of `columns`."""
         columns = [field.name for field in fields(NodeView)]
-        document = {
-            "format": FORMAT,
-            "version": VERSION,
-            "namespaces": list(self.namespaces),
-            "about": dict(self.about),
-            "slot_count": self.slot_count,
-            "columns": columns,
-        }
+        document = {"format": FORMAT, "version": VERSION, "namespaces": self.namespaces, "about": dict(self.about)}
+        document |= {"slot_count": self.slot_count, "columns": columns}
         head = json.dumps(document, indent=1)[: -len("\n}")]
         rows = ",\n".join(json.dumps([getattr(node, name) for name in columns]) for node in self.nodes)
         return f'{head},\n "nodes": [\n{rows}\n ]\n}}\n'
@@ -163,20 +154,21 @@ def _node(row: dict[str, Any]) -> NodeView:
 
 
 def _require_sound(view: TreeView) -> None:
-    open_until: list[int] = []  # of the ancestors of the node at hand: where what is below them ends
-    path: list[int] = []
+    path: list[tuple[int, int]] = []  # of the ancestors of the node at hand: index, and where what is below them ends
     for index, node in enumerate(view.nodes):
-        while open_until and index >= open_until[-1]:
-            open_until.pop()
+        while path and index >= path[-1][1]:
             path.pop()
-        parent = view.nodes[path[-1]] if path else None
-        wanted = (path[-1], parent.end, parent.namespace) if parent else (-1, 0, node.namespace)
-        if (node.parent, node.start, node.namespace) != wanted or not 0 <= node.namespace < len(view.namespaces):
-            raise ViewError(f"a saved tree that is damaged: node {index} does not fit below its parent.")
+        above, limit = path[-1] if path else (-1, len(view.nodes))
+        start, namespace = (view.nodes[above].end, view.nodes[above].namespace) if path else (0, node.namespace)
+        is_below = (node.parent, node.start, node.namespace) == (above, start, namespace)
         until = index + 1 + node.below
-        if node.end <= node.start or node.below < 0 or until > (open_until[-1] if open_until else len(view.nodes)):
-            raise ViewError(f"a saved tree that is damaged: node {index} has a wrong length or too much below it.")
-        if min(node.span_bytes, node.checkpoint_bytes, node.below_tokens, node.below_bytes) < 0:
-            raise ViewError(f"a saved tree that is damaged: node {index} has a negative size.")
-        path.append(index)
-        open_until.append(until)
+        wrong = None
+        if not is_below or not 0 <= namespace < len(view.namespaces):
+            wrong = "does not fit below its parent"
+        elif node.end <= node.start or node.below < 0 or until > limit:
+            wrong = "has a wrong length or too much below it"
+        elif min(node.span_bytes, node.checkpoint_bytes, node.below_tokens, node.below_bytes) < 0:
+            wrong = "has a negative size"
+        if wrong:
+            raise ViewError(f"a saved tree that is damaged: node {index} {wrong}.")
+        path.append((index, until))

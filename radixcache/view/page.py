@@ -14,7 +14,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from radixcache.view.choice import Row, choose
+from radixcache.view.choice import Line, choose
 from radixcache.view.description import TreeView
 from radixcache.view.words import about_words, more_words, place_words, total_words, visible, whole_text
 
@@ -23,14 +23,11 @@ def page(view: TreeView, max_nodes: int) -> str:
     """The tree as an HTML document."""
     script, style = _file("page.js"), _file("page.css")
     policy = f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'sha256-{_sha256(style)}'"
-    data = {
-        "longest": max((node.end for node in view.nodes), default=1),
-        "rows": _rows(view, max_nodes),
-    }
+    data = {"longest": max((node.end for node in view.nodes), default=1), "rows": _rows(view, max_nodes)}
     # ASCII, so that lone surrogates too are spelled out; without "<" nothing in it can end the element.
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     about = f"<p>{escape(about_words(view))}</p>" if view.about else ""
-    legend = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in _LEGEND)
+    legend = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in _LEGEND.items())
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -48,56 +45,35 @@ def page(view: TreeView, max_nodes: int) -> str:
     )
 
 
-_LEGEND = (
-    ("bar live", "live"),
-    ("bar paged", "paged"),
-    ("bar both", "both"),
-    ("checkpoint", "checkpoint"),
-    ("pin", "pinned"),
-    ("bar open", "in use"),
-)
+_LEGEND = {
+    "bar live": "live", "bar paged": "paged", "bar both": "both",
+    "checkpoint": "checkpoint", "pin": "pinned", "bar open": "in use",
+}  # fmt: skip
 
 
 def _rows(view: TreeView, max_nodes: int) -> list[list[Any]]:
     """What the script reads: [parent, kind, depth, start, ...]; named namespaces are rows of their own."""
-    has_names = len(view.namespaces) > 1 or any(view.namespaces)
     rows: list[list[Any]] = []
-    number_of: dict[int, int] = {-1: -1}
-    namespace, heading = -1, -1
+    number_of = {-1: -1}  # by the number among the lines; of what has no parent it is the heading
     for number, row in enumerate(choose(view, max_nodes)):
-        if has_names and row.namespace != namespace:
-            heading = len(rows)
-            rows.append([-1, "namespace", 0, 0, visible(view.namespaces[row.namespace])])
-        namespace = row.namespace
+        if row.heading is not None:
+            number_of[-1] = len(rows)
+            rows.append([-1, "namespace", 0, 0, row.heading])
         number_of[number] = len(rows)
-        parent = heading if row.parent < 0 else number_of[row.parent]
-        rows.append([parent, *_cells(row, view.slot_count)])
+        rows.append([number_of[row.parent], *_cells(row, view.slot_count)])
     return rows
 
 
-def _cells(row: Row, slot_count: int) -> list[Any]:
+def _cells(row: Line, slot_count: int) -> list[Any]:
     node = row.node
     if node is None:
         return ["more", row.depth, row.start, more_words(row.left_out)]
-    return [
-        "node",
-        row.depth,
-        node.start,
-        whole_text(node) if node.text is not None else None,
-        node.end,
-        node.residency,
-        place_words(node, slot_count),
-        node.span_bytes,
-        visible(node.checkpoint),
-        node.checkpoint_bytes,
-        [visible(name) for name in node.pin_names] if node.pin_names or node.is_pinned else None,
-        node.is_open,
-        node.uses,
-        node.last_used,
-        node.below,
-        node.below_tokens,
-        node.below_bytes,
-    ]
+    text = whole_text(node) if node.text is not None else None
+    state = [node.residency, place_words(node, slot_count), node.span_bytes]
+    checkpoint = [visible(node.checkpoint), node.checkpoint_bytes]
+    pins = [visible(name) for name in node.pin_names] if node.pin_names or node.is_pinned else None
+    counts = [node.is_open, node.uses, node.last_used, node.below, node.below_tokens, node.below_bytes]
+    return ["node", row.depth, node.start, text, node.end, *state, *checkpoint, pins, *counts]
 
 
 def _file(name: str) -> str:

@@ -13,21 +13,9 @@ from __future__ import annotations
 
 from html import escape
 
-from radixcache.view.choice import Row, choose
+from radixcache.view import words
+from radixcache.view.choice import Line, choose
 from radixcache.view.description import NodeView, TreeView
-from radixcache.view.words import (
-    about_words,
-    bytes_words,
-    fit,
-    mark_words,
-    more_words,
-    place_words,
-    text_words,
-    tokens_words,
-    total_words,
-    visible,
-    whole_text,
-)
 
 WIDTH = 1240
 MARGIN = 24
@@ -57,15 +45,12 @@ def picture(view: TreeView, max_nodes: int) -> str:
     longest = max((node.end for node in view.nodes), default=1)
     scale = AXIS_WIDTH / longest
     lines, body, y = [], [], float(HEAD_HEIGHT)
-    has_names = len(view.namespaces) > 1 or any(view.namespaces)
     y_of: list[float] = []
-    namespace = -1
     for row in rows:
-        if has_names and row.namespace != namespace:
-            name = fit(visible(view.namespaces[row.namespace]), 120)
-            body.append(f'<text x="{MARGIN}" y="{y + 16:g}" class="soft">namespace {_xml(repr(name))}</text>')
+        if row.heading is not None:
+            name = escape(repr(words.fit(row.heading, 120)))
+            body.append(f'<text x="{MARGIN}" y="{y + 16:g}" class="soft">namespace {name}</text>')
             y += ROW_HEIGHT
-        namespace = row.namespace
         y_of.append(y)
         if row.parent >= 0:
             x, top = MARGIN + row.start * scale, y_of[row.parent] + ROW_HEIGHT / 2 + BAR_HEIGHT / 2
@@ -73,47 +58,38 @@ def picture(view: TreeView, max_nodes: int) -> str:
         body.append(_node(row.node, y, scale, view.slot_count) if row.node else _more(row, y, scale))
         y += ROW_HEIGHT
     height = y + MARGIN
-    head = _head(view, longest, scale, height)
+    drawn = "\n".join([*_head(view, longest, scale, height), *lines, *body])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
-        f'height="{height:g}" role="img" aria-label="{_xml(total_words(view))}">\n<style>{STYLE}</style>\n'
-        f'<rect class="ground" width="{WIDTH}" height="{height:g}"/>\n'
-        + "\n".join([*head, *lines, *body])
-        + "\n</svg>\n"
+        f'height="{height:g}" role="img" aria-label="{escape(words.total_words(view))}">\n<style>{STYLE}</style>\n'
+        f'<rect class="ground" width="{WIDTH}" height="{height:g}"/>\n{drawn}\n</svg>\n'
     )
 
 
 def _head(view: TreeView, longest: int, scale: float, height: float) -> list[str]:
     parts = [
         f'<text x="{MARGIN}" y="34" class="title">Prefix tree</text>',
-        f'<text x="{MARGIN + 116}" y="34">{_xml(total_words(view))}</text>',
-        f'<text x="{MARGIN}" y="54" class="soft">{_xml(fit(about_words(view), 180))}</text>',
+        f'<text x="{MARGIN + 116}" y="34">{escape(words.total_words(view))}</text>',
+        f'<text x="{MARGIN}" y="54" class="soft">{escape(words.fit(words.about_words(view), 180))}</text>',
     ]
     x = float(MARGIN)
     for name, sign in _LEGEND:
         parts.append(f'<g transform="translate({x:g} 66)">{sign}<text x="26" y="11" class="soft">{name}</text></g>')
         x += 40 + len(name) * COLUMN_WIDTH
-    if view.nodes:
-        step = tick_step(longest)
-        for tick in range(0, longest + 1, step):
-            at = MARGIN + tick * scale
-            label = f"{tick:,} tokens" if tick == 0 else f"{tick:,}"
-            anchor = "start" if tick == 0 else "middle"
-            parts.append(f'<path class="line" d="M{at:.1f} {HEAD_HEIGHT - 6}V{height - MARGIN + 4:g}" opacity=".6"/>')
-            parts.append(
-                f'<text x="{at:.1f}" y="{HEAD_HEIGHT - 11}" class="soft" text-anchor="{anchor}">{label}</text>'
-            )
+    for tick in range(0, longest + 1, tick_step(longest)) if view.nodes else ():
+        at = MARGIN + tick * scale
+        anchor, label = ("middle", f"{tick:,}") if tick else ("start", "0 tokens")
+        parts.append(f'<path class="line" d="M{at:.1f} {HEAD_HEIGHT - 6}V{height - MARGIN + 4:g}" opacity=".6"/>')
+        parts.append(f'<text x="{at:.1f}" y="{HEAD_HEIGHT - 11}" class="soft" text-anchor="{anchor}">{label}</text>')
     return parts
 
 
 def tick_step(longest: int) -> int:
     """A round number of tokens of which the axis has four to ten."""
-    step = 1
-    while True:
-        for factor in (1, 2, 5):
-            if longest / (step * factor) <= 8:
-                return step * factor
-        step *= 10
+    step = 1  # then 2, 5, 10, 20, 50 ...
+    while longest > 8 * step:
+        step = step // 2 * 5 if str(step)[0] == "2" else step * 2
+    return step
 
 
 def _node(node: NodeView, y: float, scale: float, slot_count: int) -> str:
@@ -129,24 +105,19 @@ def _node(node: NodeView, y: float, scale: float, slot_count: int) -> str:
     if node.is_pinned:
         parts.append(f'<path class="pin" d="{_pin(at + 4, middle)}"/>')
         at += 14
-    label = f"[{node.start:,}, {node.end:,})  {tokens_words(node.tokens)}, {bytes_words(node.nbytes)}"
-    names = f" {', '.join(visible(name) for name in node.pin_names)}" if node.pin_names else ""
+    span, tokens, nbytes, *facts = words.node_words(node, slot_count)
+    label = f"{span}  {tokens}, {words.bytes_words(node.nbytes)}"
+    names = words.fit(f" {', '.join(words.visible(name) for name in node.pin_names)}", 40) if node.pin_names else ""
     columns = int((WIDTH - MARGIN - at) / COLUMN_WIDTH)
-    shown = text_words(node, max(8, columns - len(label) - len(fit(names, 40)) - 3))
+    shown = words.text_words(node, max(8, columns - len(label) - len(names) - 3))
     label = f'<tspan font-weight="600">{label}</tspan>'
     if names:
-        label += f'<tspan class="pin">{_xml(fit(names, 40))}</tspan>'
+        label += f'<tspan class="pin">{escape(names)}</tspan>'
     if shown:
-        label += f'<tspan dx="10" class="text">{_xml(shown)}</tspan>'
+        label += f'<tspan dx="10" class="text">{escape(shown)}</tspan>'
     parts.append(f'<text x="{at:.1f}" y="{middle + 4:g}">{label}</text>')
-    facts = [f"[{node.start:,}, {node.end:,}) {tokens_words(node.tokens)}, {bytes_words(node.span_bytes)}"]
-    facts += [
-        place_words(node, slot_count),
-        *mark_words(node),
-        f"used {node.uses} times, last at tick {node.last_used}",
-    ]
-    facts += [fit(whole_text(node), 400)] if node.text else []
-    title = "\n".join(_xml(fact) for fact in facts)
+    facts = [f"{span} {tokens}, {nbytes}", *facts, f"used {node.uses} times, last at tick {node.last_used}"]
+    title = escape("\n".join([*facts, *([words.text_words(node, 400)] if node.text else [])]))
     return f"<g><title>{title}</title>{''.join(parts)}</g>"
 
 
@@ -159,19 +130,17 @@ def _bar(x: float, y: float, width: float, node: NodeView) -> str:
     return f'{live}<rect class="paged" {place} y="{y + half:g}" height="{half:g}"/>'
 
 
-def _more(row: Row, y: float, scale: float) -> str:
+def _more(row: Line, y: float, scale: float) -> str:
     x, middle = MARGIN + row.start * scale, y + ROW_HEIGHT / 2
     rest = f'<rect class="rest" x="{x + 0.5:.1f}" y="{middle - 5:g}" width="26" height="10" rx="3"/>'
-    return f'{rest}<text class="more" x="{x + 36:.1f}" y="{middle + 4:g}">{_xml(more_words(row.left_out))}</text>'
+    return (
+        f'{rest}<text class="more" x="{x + 36:.1f}" y="{middle + 4:g}">{escape(words.more_words(row.left_out))}</text>'
+    )
 
 
 def _pin(x: float, y: float) -> str:
-    """A pin: a round head and a point below it."""
+    """A round head and a point below it."""
     return f"M{x:.1f} {y + 7:g}l-3.6 -7a4 4 0 1 1 7.2 0z"
-
-
-def _xml(text: str) -> str:
-    return escape(text)
 
 
 _LEGEND = (

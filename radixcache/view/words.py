@@ -26,21 +26,17 @@ def bytes_words(nbytes: int) -> str:
 
 def tokens_words(tokens: int) -> str:
     """12,345 as it is, 1,234,567 as "1.23 M"."""
-    if tokens == 1:
-        return "1 token"
-    return f"{tokens:,} tokens" if tokens < 1_000_000 else f"{tokens / 1e6:,.2f} M tokens"
+    return "1 token" if tokens == 1 else f"{tokens:,} tokens" if tokens < 1e6 else f"{tokens / 1e6:,.2f} M tokens"
 
 
-def nodes_words(nodes: int) -> str:
-    return "1 node" if nodes == 1 else f"{nodes:,} nodes"
+def _held(what: str, nodes: int, tokens: int, nbytes: int) -> str:
+    return f"{nodes:,} {what}{'' if nodes == 1 else 's'}, {tokens_words(tokens)}, {bytes_words(nbytes)}"
 
 
 def more_words(nodes: Sequence[NodeView]) -> str:
     """What is left out below a node: "312 more nodes, 1.2 M tokens, 3.4 GiB"."""
-    count = sum(1 + node.below for node in nodes)
     tokens = sum(node.tokens + node.below_tokens for node in nodes)
-    nbytes = sum(node.nbytes + node.below_bytes for node in nodes)
-    return f"{count:,} more {'node' if count == 1 else 'nodes'}, {tokens_words(tokens)}, {bytes_words(nbytes)}"
+    return _held("more node", sum(1 + n.below for n in nodes), tokens, sum(n.nbytes + n.below_bytes for n in nodes))
 
 
 def total_words(view: TreeView) -> str:
@@ -52,7 +48,7 @@ def total_words(view: TreeView) -> str:
         by_place["live and paged" if node.residency == "both" else node.residency] += node.span_bytes
     by_place["checkpoints"] = sum(node.checkpoint_bytes for node in view.nodes)
     places = ", ".join(f"{bytes_words(nbytes)} {place}" for place, nbytes in by_place.items() if nbytes)
-    held = f"{nodes_words(len(view.nodes))}, {tokens_words(view.tokens)}, {bytes_words(view.nbytes)}"
+    held = _held("node", len(view.nodes), view.tokens, view.nbytes)
     return f"{held} ({places})" if places else held
 
 
@@ -60,9 +56,10 @@ def about_words(view: TreeView) -> str:
     return ", ".join(f"{name} {visible(value)}" for name, value in view.about)
 
 
-def mark_words(node: NodeView) -> list[str]:
-    """Checkpoint, pins and sessions of a node."""
-    words = []
+def node_words(node: NodeView, slot_count: int) -> list[str]:
+    """A node's span, tokens, bytes and place, then what marks it: checkpoint, pins and sessions."""
+    words = [f"[{node.start:,}, {node.end:,})", tokens_words(node.tokens), bytes_words(node.span_bytes)]
+    words.append(place_words(node, slot_count))
     if node.checkpoint:
         words.append(f"checkpoint ({visible(node.checkpoint)}, {bytes_words(node.checkpoint_bytes)})")
     if node.pin_names:

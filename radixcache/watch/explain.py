@@ -5,8 +5,8 @@
     |            |  not to be    |  parted from a stored path,    |
     |            |  resumed      |  quarantined, or new           |
 
-The gaps tile [resumable, prompt_tokens) and each has one reason of a closed list. What `begin` would do is worked out
-by the code that `begin` uses (resume.plan_resume); only what does not show in the tree comes from the history.
+The gaps tile [resumable, prompt_tokens), each with one reason. What `begin` would do is worked out by its own code
+(resume.plan_resume); only what does not show in the tree comes from the history.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import groupby
 from typing import Any
 
 from policies import CostModel
-from radixcache.paging.resume import ResumePlan, ShortReason
+from radixcache.paging.core import Foresight
+from radixcache.paging.resume import ShortReason
 from radixcache.tokens.ids import TokenIds
+from radixcache.tokens.keys import Keys
 from radixcache.tokens.text import token_text
-from radixcache.tree.history import History, Part
-from radixcache.tree.radix_tree import Keys, Match
+from radixcache.tree.history import History, Loss
+from radixcache.tree.radix_tree import Match
 from radixcache.tree.state_tree import StateNode
 from radixcache.watch.hints import variations
 
@@ -48,20 +51,17 @@ class Gap:
     """The tokens [start, end) of a prompt that have to be evaluated, and why.
 
     Attributes:
-        start, end: offsets in tokens.
-        reason: why.
         cost: of evaluating them, in the explanation's cost_unit.
         tick: evicted: when; quarantined: when it was taken out, once it may be stored again; else None.
         checkpoint: evicted: offset of the checkpoint that is gone; None where it was the tokens themselves.
-        before, stored, asked: diverged: the tokens in front of `start` (as the prompt has them), what follows in the
-            stored path, and in the prompt; a few of each.
+        before, stored, asked: diverged: a few tokens in front of `start`, then of the stored path, and of the prompt.
         before_text, stored_text, asked_text: the same decoded, where the PrefixCache has a tokenizer; else None.
     """
 
     start: int
     end: int
     reason: Reason
-    cost: float
+    cost: float = 0.0
     tick: int | None = None
     checkpoint: int | None = None
     before: tuple[int, ...] = ()
@@ -84,11 +84,9 @@ class Hint:
     """A short span [start, end) of the prompt that differs in one recent prompt after the other.
 
     Attributes:
-        start, end: the span, in tokens of this prompt.
         values: different values among the recent prompts, this prompt's included.
         requests: recent prompts that are equal in front of the span, this one included.
-        tokens: equal tokens behind the span, which are evaluated anew for each value.
-        cost: of evaluating those, in the explanation's cost_unit.
+        tokens, cost: equal tokens behind the span, evaluated anew for each value; what that costs, in cost_unit.
         asked, other: the span's tokens in this prompt and in an earlier one.
         asked_text, other_text: the same decoded, where the PrefixCache has a tokenizer; else None.
     """
@@ -105,10 +103,9 @@ class Hint:
     other_text: str | None = None
 
     def __str__(self) -> str:
-        count = self.end - self.start
-        where = f"tokens {self.start} to {self.end - 1} change" if count > 1 else f"token {self.start} changes"
-        if count == 0:
-            where = f"what stands before token {self.start} changes"
+        where = f"tokens {self.start} to {self.end - 1} change"
+        if self.end - self.start < 2:
+            where = f"{'what stands before ' if self.end == self.start else ''}token {self.start} changes"
         often = "every request" if self.values == self.requests else f"{self.values} of {self.requests} requests"
         shown = _both(self.other_text, self.other, self.asked_text, self.asked)
         return (
@@ -122,9 +119,7 @@ class Explanation:
     """What a request for a prompt would find, and why not more. `str()` is a report of a few lines.
 
     Attributes:
-        prompt_tokens: length of the prompt.
-        matched_tokens: stored prefix of it: Session.matched_tokens.
-        resumable_tokens: restored, not evaluated: Session.cached_tokens.
+        matched_tokens, resumable_tokens: as a Session's matched_tokens and cached_tokens.
         gaps: the rest, [resumable_tokens, prompt_tokens), in pieces with a reason each.
         hints: spans that vary from prompt to prompt with the same text behind them.
         cost_unit: of all costs: "tokens", "flops" or "seconds".
@@ -148,18 +143,7 @@ class Explanation:
             f"{self.resumable_tokens:,} of {self.prompt_tokens:,} tokens resumed ({share:.1%}), "
             f"{self.matched_tokens:,} matched; the rest costs {self.cost:,.4g} {self.cost_unit}."
         ]
-        lines += [f"  {gap}" for gap in _joined(self.gaps)]
-        lines += [f"  hint: {hint}" for hint in self.hints]
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class Foresight:
-    """What `begin` would do: its match and plan, and how far it would get if all buffers could be read."""
-
-    match: Match[Any]
-    plan: ResumePlan
-    readable: ResumePlan
+        return "\n".join([*lines, *(f"  {gap}" for gap in _joined(self.gaps)), *(f"  hint: {h}" for h in self.hints)])
 
 
 def explain(
@@ -174,8 +158,7 @@ def explain(
     """Explain one prompt; changes nothing. `with_text` adds what needs a tokenizer.
 
     Args:
-        tokens: the prompt's ids, for showing.
-        keys: what the tree goes by.
+        tokens, keys: the prompt's ids, for showing, and what the tree goes by.
         foresight: of the same prompt and moment.
         quarantined_from: the offset from which the prompt's path must not be stored; None: it may.
     """
@@ -184,65 +167,56 @@ def explain(
     if foresight.readable.reason == ShortReason.NO_CHECKPOINT:
         checkpoint = history.evicted_checkpoint(keys, namespace, foresight.readable.resume, plan.matched)
     evicted = history.evicted_tokens(keys, namespace, plan.matched) if plan.matched < length else []
-    gaps = [
-        *_stored_gaps(foresight, checkpoint, length),
-        *_missing_gaps(foresight.match, plan.matched, tokens, evicted, quarantined_from),
-    ]
-    hints = tuple(
-        Hint(
-            each.start,
-            each.end,
-            each.values,
-            each.requests,
-            each.behind,
-            cost.cost(each.end, each.end + each.behind),
-            _shown(tokens[each.start : each.end]),
-            _shown(each.other),
-        )
-        for each in variations(keys, history.prompts(namespace))
-    )
-    priced = tuple(replace(gap, cost=cost.cost(gap.start, gap.end)) for gap in gaps)
-    return Explanation(length, plan.matched, plan.resume, priced, hints, cost.unit)
+    stored = _stored_gaps(foresight, checkpoint, length)
+    missing = _missing_gaps(foresight.match, plan.matched, tokens, evicted, quarantined_from)
+    gaps = tuple(replace(gap, cost=cost.cost(gap.start, gap.end)) for gap in (*stored, *missing))
+    hints = []
+    for each in variations(keys, history.prompts(namespace)):
+        start, end, behind = each.start, each.end, each.behind
+        shown = _shown(tokens[start:end]), _shown(each.other)
+        hints.append(Hint(start, end, each.values, each.requests, behind, cost.cost(end, end + behind), *shown))
+    return Explanation(length, plan.matched, plan.resume, gaps, tuple(hints), cost.unit)
 
 
 def with_text(explanation: Explanation, tokenizer: Any) -> Explanation:
-    """The explanation with the tokens that it shows decoded."""
+    """The explanation with the tokens that it shows decoded; without a tokenizer as it is."""
+    if tokenizer is None:
+        return explanation
 
     def text(ids: Sequence[int]) -> str:
         return token_text(ids, tokenizer)
 
-    gaps = [
-        replace(gap, before_text=text(gap.before), stored_text=text(gap.stored), asked_text=text(gap.asked))
-        if gap.reason == Reason.DIVERGED
-        else gap
-        for gap in explanation.gaps
-    ]
+    def told(gap: Gap) -> Gap:
+        if gap.reason != Reason.DIVERGED:
+            return gap
+        return replace(gap, before_text=text(gap.before), stored_text=text(gap.stored), asked_text=text(gap.asked))
+
     hints = [replace(hint, asked_text=text(hint.asked), other_text=text(hint.other)) for hint in explanation.hints]
-    return replace(explanation, gaps=tuple(gaps), hints=tuple(hints))
+    return replace(explanation, gaps=tuple(map(told, explanation.gaps)), hints=tuple(hints))
 
 
-def _stored_gaps(foresight: Foresight, lost: Part | None, length: int) -> Iterator[Gap]:
+def _stored_gaps(foresight: Foresight, lost: Loss | None, length: int) -> Iterator[Gap]:
     """What the tree holds and the request cannot resume: [resume, matched)."""
     plan, readable = foresight.plan, foresight.readable
     start, end = plan.resume, min(plan.matched, length - 1)
     if readable.resume > start:
-        yield _gap(start, readable.resume, Reason.LIVE_ELSEWHERE)
+        yield Gap(start, readable.resume, Reason.LIVE_ELSEWHERE)
         start = readable.resume
     if lost is not None and start < lost.end <= end:
-        yield replace(_gap(start, lost.end, Reason.EVICTED), tick=lost.tick, checkpoint=lost.end)
+        yield Gap(start, lost.end, Reason.EVICTED, tick=lost.tick, checkpoint=lost.end)
         start = lost.end
     grid_end = max(start, end - readable.off_grid)
     if start < grid_end:
         assert readable.reason is not None, (readable.resume, readable.matched)
-        yield _gap(start, grid_end, Reason(readable.reason.value))
+        yield Gap(start, grid_end, Reason(readable.reason.value))
     if grid_end < end:
-        yield _gap(grid_end, end, Reason.OFF_GRID)
+        yield Gap(grid_end, end, Reason.OFF_GRID)
     if plan.matched == length:
-        yield _gap(length - 1, length, Reason.LAST_TOKEN)
+        yield Gap(length - 1, length, Reason.LAST_TOKEN)
 
 
 def _missing_gaps(
-    match: Match[Any], matched: int, tokens: TokenIds, evicted: Sequence[Part], quarantined_from: int | None
+    match: Match[Any], matched: int, tokens: TokenIds, evicted: Sequence[Loss], quarantined_from: int | None
 ) -> Iterator[Gap]:
     """What the tree does not hold: [matched, length), where in exact mode a match may go on behind the tree's."""
     start, length = matched, len(tokens)
@@ -250,23 +224,22 @@ def _missing_gaps(
     for part in evicted:
         if start < end:
             reason = Reason.QUARANTINED if part.was_wrong else Reason.EVICTED
-            yield replace(_gap(start, min(part.end, end), reason), tick=part.tick)
+            yield Gap(start, min(part.end, end), reason, tick=part.tick)
             start = min(part.end, end)
     if start < end:
-        path = _other_way(match) if start == match.offset else None
-        if path is None:
-            yield _gap(start, end, Reason.NEVER_STORED)
+        path = _other_way(match) if start == match.offset else ()
+        if not path:
+            yield Gap(start, end, Reason.NEVER_STORED)
         else:
-            before, after = tokens[max(0, start - BEFORE_TOKENS) : start], tokens[start : start + AFTER_TOKENS]
-            gap = _gap(start, end, Reason.DIVERGED)
-            yield replace(gap, before=_shown(before), stored=path, asked=_shown(after))
+            before, asked = tokens[max(0, start - BEFORE_TOKENS) : start], tokens[start : start + AFTER_TOKENS]
+            yield Gap(start, end, Reason.DIVERGED, before=_shown(before), stored=path, asked=_shown(asked))
         start = end
     if start < length:
-        yield _gap(start, length, Reason.QUARANTINED)
+        yield Gap(start, length, Reason.QUARANTINED)
 
 
-def _other_way(match: Match[Any]) -> tuple[int, ...] | None:
-    """Keys of a stored path behind a match, along the child made last; None where no path goes on."""
+def _other_way(match: Match[Any]) -> tuple[int, ...]:
+    """Keys of a stored path behind a match, along the child made last; none where no path goes on."""
     node: StateNode = match.node
     edge = node.edge[match.offset - node.start :]
     shown: list[int] = []
@@ -276,44 +249,35 @@ def _other_way(match: Match[Any]) -> tuple[int, ...] | None:
             break
         node = next(reversed(node.children.values()))
         edge = node.edge
-    return tuple(shown) or None
-
-
-def _gap(start: int, end: int, reason: Reason) -> Gap:
-    return Gap(start, end, reason, cost=0.0)
+    return tuple(shown)
 
 
 def _shown(ids: Any) -> tuple[int, ...]:
     return tuple(ids.tolist())
 
 
-# Words
+_WORDS = {
+    Reason.NEVER_STORED: "never stored",
+    Reason.DIVERGED: "diverged at {gap.start:,} from a stored path",
+    Reason.EVICTED: "evicted at tick {gap.tick}",
+    Reason.QUARANTINED: "quarantined: found wrong, and not stored again",
+    Reason.NO_CHECKPOINT: "stored, but no checkpoint between {gap.start:,} and {gap.end:,}",
+    Reason.LIVE_ELSEWHERE: "stored, but only in the live buffers of another thread's session",
+    Reason.OFF_GRID: "stored, but not made on the prefill grid",
+    Reason.LAST_TOKEN: "stored; the last token is evaluated for its logits",
+}
 
 
 def _in_words(gap: Gap) -> str:
-    match gap.reason:
-        case Reason.DIVERGED:
-            shown = _both(gap.stored_text, gap.stored, gap.asked_text, gap.asked)
-            behind = "" if gap.before_text is None else f" behind {gap.before_text!r}"
-            return f"diverged at {gap.start:,} from a stored path{behind}: {shown}"
-        case Reason.EVICTED if gap.checkpoint is not None:
-            return f"the checkpoint at {gap.checkpoint:,} was evicted at tick {gap.tick}"
-        case Reason.EVICTED:
-            return f"evicted at tick {gap.tick}"
-        case Reason.NO_CHECKPOINT:
-            return f"stored, but no checkpoint between {gap.start:,} and {gap.end:,}"
-        case Reason.LIVE_ELSEWHERE:
-            return "stored, but only in the live buffers of another thread's session"
-        case Reason.OFF_GRID:
-            return "stored, but not made on the prefill grid"
-        case Reason.LAST_TOKEN:
-            return "stored; the last token is evaluated for its logits"
-        case Reason.QUARANTINED if gap.tick is not None:
-            return f"found wrong and taken out at tick {gap.tick}"
-        case Reason.QUARANTINED:
-            return "quarantined: found wrong, and not stored again"
-        case Reason.NEVER_STORED:
-            return "never stored"
+    if gap.checkpoint is not None:
+        return f"the checkpoint at {gap.checkpoint:,} was evicted at tick {gap.tick}"
+    if gap.reason is Reason.QUARANTINED and gap.tick is not None:
+        return f"found wrong and taken out at tick {gap.tick}"
+    words = _WORDS[gap.reason].format(gap=gap)
+    if gap.reason is Reason.DIVERGED:
+        behind = "" if gap.before_text is None else f" behind {gap.before_text!r}"
+        words += f"{behind}: {_both(gap.stored_text, gap.stored, gap.asked_text, gap.asked)}"
+    return words
 
 
 def _both(stored_text: str | None, stored: Sequence[int], asked_text: str | None, asked: Sequence[int]) -> str:
@@ -324,17 +288,11 @@ def _both(stored_text: str | None, stored: Sequence[int], asked_text: str | None
 
 def _joined(gaps: Sequence[Gap]) -> Iterator[str]:
     """A line for each gap; neighbours that were evicted in several steps share one."""
-    run: list[Gap] = []
-    for gap in [*gaps, None]:
-        if gap is not None and gap.reason == Reason.EVICTED and gap.checkpoint is None:
-            run.append(gap)
-            continue
-        if len(run) > 1:
-            start, end, ticks = run[0].start, run[-1].end, sorted({each.tick or 0 for each in run})
-            when = f"ticks {ticks[0]} to {ticks[-1]}" if len(ticks) > 1 else f"tick {ticks[0]}"
-            yield f"[{start:,}, {end:,})  {end - start:,} tokens  evicted at {when}"
-        else:
+    for is_evicted, group in groupby(gaps, lambda gap: gap.reason == Reason.EVICTED and gap.checkpoint is None):
+        run = list(group)
+        if not is_evicted or len(run) == 1:
             yield from map(str, run)
-        run = []
-        if gap is not None:
-            yield str(gap)
+            continue
+        start, end, ticks = run[0].start, run[-1].end, sorted({each.tick or 0 for each in run})
+        when = f"ticks {ticks[0]} to {ticks[-1]}" if len(ticks) > 1 else f"tick {ticks[0]}"
+        yield f"[{start:,}, {end:,})  {end - start:,} tokens  evicted at {when}"

@@ -5,10 +5,9 @@ A date or a request id in a header parts two prompts, and everything behind it i
     mine     You are ... Today is [ 21 Nov ]. Answer in ...      start, end: of the span in mine
     other    You are ... Today is [ 1 Dec  ]. Answer in ...      behind: equal tokens behind it
 
-Spans may differ in length. Two prompts are set side by side again at the first run of ANCHOR equal tokens. What makes a
-hint is that several prompts part there, each with a value of its own, and that much more follows than the span is long:
-questions that differ have nothing but the template's few tokens in common behind them. Where questions that differ got
-the same reply, prompts of later turns look as if a span varied; but then there are prompts that end with the question.
+Two prompts are set side by side again at the first run of ANCHOR equal tokens. It is a hint where several prompts part,
+each with a value of its own, and much more follows than the span is long: questions that differ have only the
+template's few tokens in common behind them, or, where they got the same reply, there are prompts that end with them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.tree.radix_tree import Keys, common_length
+from radixcache.tokens.keys import Keys, common_length
 
 #: The longest span that counts as short, in tokens; a UUID takes 36 even with a tokenizer of bytes.
 MAX_SPAN = 48
@@ -54,7 +53,7 @@ class Variation:
     Attributes:
         start, end: the span in this prompt, in tokens.
         values: different values of it, this prompt's among them.
-        requests: prompts looked at that agree with this one in front of it, this one among them.
+        requests: prompts that agree with this one in front of it, this one among them.
         behind: tokens behind it that another prompt has just so: the most of any.
         other: keys that another prompt has in the span's place.
     """
@@ -67,18 +66,13 @@ class Variation:
     other: Keys
 
 
-def parting(mine: Keys, other: Keys) -> Parting | None:
-    """The span of at most MAX_SPAN tokens by which two prompts differ first; None when they do not, or for good."""
-    return _parting(mine, other, common_length(mine, other))
-
-
 def variations(mine: Keys, prompts: Iterable[Keys]) -> list[Variation]:
     """The spans of a prompt that differ in one recent prompt after the other, in order; newest prompts first."""
     others = [(keys, common_length(mine, keys)) for keys in prompts]
     others = [(keys, common) for keys, common in others if not common == len(keys) == len(mine)]
-    partings = [(_parting(mine, keys, common), keys) for keys, common in others]
+    found = [(each, keys) for keys, common in others if (each := parting(mine, keys, common)) is not None]
     result = []
-    for group in _overlapping([(each, keys) for each, keys in partings if each is not None]):
+    for group in _overlapping(found):
         start, end = min(each.start for each, _ in group), max(each.end for each, _ in group)
         values = [keys[start : each.other_end + end - each.end] for each, keys in group]
         count = len({mine[start:end].tobytes(), *(value.tobytes() for value in values)})
@@ -91,18 +85,21 @@ def variations(mine: Keys, prompts: Iterable[Keys]) -> list[Variation]:
     return result
 
 
-def _parting(mine: Keys, other: Keys, start: int) -> Parting | None:
+def parting(mine: Keys, other: Keys, start: int | None = None) -> Parting | None:
+    """The span of at most MAX_SPAN tokens by which two prompts differ first; None when they do not, or for good.
+
+    `start`: how many tokens they have in common, where that is known.
+    """
+    start = common_length(mine, other) if start is None else start
     width = MAX_SPAN + ANCHOR
     left, right = mine[start : start + width], other[start : start + width]
     if min(len(left), len(right)) < ANCHOR:
         return None
-    equal = _anchors(left)[:, None] == _anchors(right)
-    rows, columns = equal.nonzero()
+    rows, columns = (_anchors(left)[:, None] == _anchors(right)).nonzero()
     if not len(rows):
         return None
     nearest = int((rows + columns).argmin())
-    mine_gap, other_gap = int(rows[nearest]), int(columns[nearest])
-    end, other_end = start + mine_gap, start + other_gap
+    end, other_end = start + int(rows[nearest]), start + int(columns[nearest])
     behind = common_length(mine[end:], other[other_end:])
     return Parting(start, end, other_end, behind) if behind >= ANCHOR else None
 
@@ -118,9 +115,8 @@ def _anchors(keys: Keys) -> NDArray[np.uint64]:
 def _overlapping(found: Sequence[tuple[Parting, Keys]]) -> list[list[tuple[Parting, Keys]]]:
     """Groups of partings whose spans overlap or touch, in order of where they begin; each as ordered as `found`."""
     reach = -1
-    spans = sorted((each.start, each.end, index) for index, (each, _) in enumerate(found))
     members: list[list[int]] = []
-    for start, end, index in spans:
+    for start, end, index in sorted((each.start, each.end, index) for index, (each, _) in enumerate(found)):
         if start > reach:
             members.append([])
         members[-1].append(index)

@@ -1,56 +1,26 @@
 """StatsSnapshot: what a metrics endpoint needs, taken at one moment, as metrics with a kind, a unit and an explanation.
 
 Names are Prometheus': `radixcache_` and the field, its unit last, `_total` behind what only ever grows. The fields of
-CacheStats become metrics by themselves, explained by its docstring; what the tree, the pins and the slots hold comes
-beside them. No MLX here, and no clock: whoever scrapes has one.
+CacheStats become metrics as their metadata says; what the tree, the pins and the slots have comes beside them. No
+clock: whoever scrapes has one.
 """
 
 from __future__ import annotations
 
 import heapq
-import inspect
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
+from radixcache.view.description import NodeView, TreeView
 from radixcache.watch.stats import CacheStats
-
-if TYPE_CHECKING:
-    from radixcache.paging.live_path import LivePath
-    from radixcache.tree.state_tree import StateNode
 
 Number = int | float
 
-#: Fields of CacheStats that may fall as well as grow. Largest and peak values, too, are gauges.
-GAUGES = frozenset(
-    (
-        "live_bytes",
-        "paged_bytes",
-        "checkpoint_bytes",
-        "duplicate_bytes",
-        "spare_bytes",
-        "pinned_bytes",
-        "nodes",
-        "tokens",
-        "budget_bytes",
-        "verify_bytes",
-        "quarantined",
-    )
-)
-#: Units that a field's last word does not say.
-UNITS = {
-    "dropped_events": "events",
-    "event_failures": "calls",
-    "quarantined": "prefixes",
-    "verify_largest_error": "",
-    "verify_mismatches": "requests",
-    "verify_skipped": "requests",
-}
-_GAUGE_WORDS = re.compile(r"(^|_)(max|largest|peak|error|ratio)(_|$)")
 #: Nodes that `largest_nodes` lists.
 LISTED_NODES = 10
+PLACES = ("live", "paged", "both")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +29,9 @@ class Sample:
 
     value: Number
     labels: tuple[tuple[str, str], ...] = ()
+
+
+Samples = tuple[Sample, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +49,7 @@ class Metric:
     kind: str
     unit: str
     help: str
-    samples: tuple[Sample, ...]
+    samples: Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +83,11 @@ class StatsSnapshot:
 
         An infinite error is the text "+Inf", as in Prometheus' own JSON.
         """
-        metrics = {
-            metric.name: {
-                "kind": metric.kind,
-                "unit": metric.unit,
-                "help": metric.help,
-                "samples": [
-                    {"labels": dict(sample.labels), "value": _shown(sample.value)} for sample in metric.samples
-                ],
-            }
-            for metric in self.metrics
-        }
+        metrics = {}
+        for metric in self.metrics:
+            samples = [{"labels": dict(sample.labels), "value": _shown(sample.value)} for sample in metric.samples]
+            about = {"kind": metric.kind, "unit": metric.unit, "help": metric.help}
+            metrics[metric.name] = {**about, "samples": samples}
         return {"metrics": metrics, "largest_nodes": [dict(node) for node in self.largest_nodes]}
 
     def exposition(self, labels: Mapping[str, str] | None = None) -> str:
@@ -130,175 +97,115 @@ class StatsSnapshot:
             help_text = metric.help.replace("\\", r"\\").replace("\n", r"\n")
             lines += [f"# HELP {metric.name} {help_text}", f"# TYPE {metric.name} {metric.kind}"]
             for sample in metric.samples:
-                shown = ",".join(
-                    f'{name}="{_escaped(text)}"' for name, text in (*(labels or {}).items(), *sample.labels)
-                )
-                value = _shown(sample.value)
-                lines.append(f"{metric.name}{{{shown}}} {value}" if shown else f"{metric.name} {value}")
+                given = (*(labels or {}).items(), *sample.labels)
+                shown = ",".join(f'{name}="{_escaped(text)}"' for name, text in given)
+                lines.append(f"{metric.name}{f'{{{shown}}}' if shown else ''} {_shown(sample.value)}")
         return "\n".join(lines) + "\n"
 
 
-def snapshot(
-    stats: CacheStats | None,
-    roots: Sequence[StateNode],
-    nodes: Iterable[StateNode],
-    paths: Sequence[LivePath],
-    *,
-    token_bytes: int,
-    shared_bytes: int,
-    pins: int,
-    named_pins: int,
-    policy: str,
-) -> StatsSnapshot:
-    """Put a snapshot together; the lock is held. O(nodes).
+class SlotState(NamedTuple):
+    """A live slot: whether a session is open on it, the stored tokens on its path, the bytes of its buffers."""
 
-    Args:
-        stats: None: only what the nodes hold, since the rest is not theirs alone.
-        nodes: the nodes below `roots`, parents first.
-    """
-    metrics: list[Metric] = []
-    if stats is not None:
-        metrics += [_info(policy, stats.budget_source), *_of_stats(stats), _hit_ratio(stats)]
-        metrics.append(
-            _one("ledger_bytes", "bytes", "Live, paged and verify bytes of all caches on the budget.", shared_bytes)
-        )
-        metrics.append(_one("namespaces", "namespaces", "Namespaces that hold anything.", len(roots)))
-        metrics += _of_slots(paths)
-    held = _Held(token_bytes, roots)
-    held.add(nodes)
-    metrics += held.metrics()
-    metrics.append(_one("pins", "pins", "Pins that have not ended.", pins))
-    metrics.append(_one("named_pins", "pins", "Pins with a name.", named_pins))
-    return StatsSnapshot(tuple(metrics), held.largest())
+    is_open: bool
+    offset: int
+    nbytes: int
 
 
-class _Held:
-    """What nodes hold, added up."""
-
-    def __init__(self, token_bytes: int, roots: Sequence[StateNode]) -> None:
-        self._token_bytes = token_bytes
-        self._depth = {id(root): 0 for root in roots}
-        self._sums: dict[str, list[int]] = {place: [0, 0, 0] for place in ("live", "paged", "both")}
-        self._checkpoints: dict[str, list[int]] = {}
-        self._sizes: list[tuple[int, int, int, str]] = []
-
-    def add(self, nodes: Iterable[StateNode]) -> None:
-        """Add nodes up, parents first; all sessions wait for this, so it does little for each."""
-        depths, sizes, token_bytes = self._depth, self._sizes, self._token_bytes
-        for node in nodes:
-            state = node.payload
-            assert state is not None, node
-            depths[id(node)] = depths[id(node.parent)] + 1
-            start, tokens, spans, checkpoint = node.start, len(node.edge), state.spans, state.checkpoint
-            if spans is None:
-                place, nbytes = "live", token_bytes * tokens
-            else:
-                place, nbytes = "both" if state.live_mask else "paged", spans.nbytes
-            sums = self._sums[place]
-            sums[0] += 1
-            sums[1] += tokens
-            sums[2] += nbytes
-            if checkpoint is not None:
-                found = self._checkpoints.setdefault(checkpoint.kind, [0, 0])
-                found[0] += 1
-                found[1] += checkpoint.nbytes
-                nbytes += checkpoint.nbytes
-            sizes.append((-nbytes, start, start + tokens, place))
-
-    def largest(self) -> tuple[dict[str, Any], ...]:
-        return tuple(
-            {"start": start, "end": end, "tokens": end - start, "bytes": -nbytes, "residency": place}
-            for nbytes, start, end, place in heapq.nsmallest(LISTED_NODES, self._sizes)
-        )
-
-    def metrics(self) -> list[Metric]:
-        def by_place(name: str, unit: str, text: str, position: int) -> Metric:
-            samples = (Sample(sums[position], (("residency", place),)) for place, sums in self._sums.items())
-            return Metric(f"radixcache_{name}", "gauge", unit, text, tuple(samples))
-
-        def by_kind(name: str, unit: str, text: str, position: int) -> Metric:
-            samples = (Sample(sums[position], (("kind", kind),)) for kind, sums in sorted(self._checkpoints.items()))
-            return Metric(f"radixcache_{name}", "gauge", unit, text, tuple(samples))
-
-        deepest = max(self._depth.values(), default=0)
-        longest = max((end for _, _, end, _ in self._sizes), default=0)
-        largest_bytes = -min((size[0] for size in self._sizes), default=0)
-        return [
-            by_place("resident_nodes", "nodes", "Tree nodes by where their spans are.", 0),
-            by_place("resident_tokens", "tokens", "Distinct tokens by where their spans are.", 1),
-            by_place("resident_bytes", "bytes", "Bytes of spans by where they are; both are counted once.", 2),
-            by_kind("node_checkpoints", "checkpoints", "Checkpoints in the tree by why they were taken.", 0),
-            by_kind("node_checkpoint_bytes", "bytes", "Bytes of the checkpoints in the tree.", 1),
-            _one("depth_nodes", "nodes", "Nodes on the path with the most of them.", deepest),
-            _one("longest_path_tokens", "tokens", "Tokens of the longest stored sequence.", longest),
-            _one("largest_node_bytes", "bytes", "Spans and checkpoint of the node that holds most.", largest_bytes),
-        ]
-
-
-def _of_stats(stats: CacheStats) -> list[Metric]:
-    """A metric for each field that holds numbers; what is text is not one."""
-    texts = _field_texts()
-    metrics = []
-    for field in fields(stats):
-        value = getattr(stats, field.name)
-        is_gauge = field.name in GAUGES or _GAUGE_WORDS.search(field.name) is not None
-        name = f"radixcache_{field.name}" + ("" if is_gauge else "_total")
-        unit = UNITS.get(field.name, field.name.rpartition("_")[2])
-        if isinstance(value, Mapping):
-            label, unit = ("reason", "requests") if field.name == "short_reasons" else ("key", unit)
-            pairs = [(str(key), number) for key, number in value.items() if isinstance(number, Number)]
-            samples = tuple(Sample(number, ((label, key),)) for key, number in sorted(pairs))
-        elif isinstance(value, Number):
-            samples = (Sample(int(value) if isinstance(value, bool) else value),)
-        else:
-            continue
-        text = texts.get(field.name, field.name.replace("_", " "))
-        metrics.append(Metric(name, "gauge" if is_gauge else "counter", unit, text, samples))
-    return metrics
-
-
-def _field_texts() -> dict[str, str]:
-    """What the docstring of CacheStats says of each of its attributes."""
-    _, _, attributes = (inspect.getdoc(CacheStats) or "").partition("Attributes:\n")
-    texts: dict[str, str] = {}
-    for entry in re.split(r"\n(?=    \S)", attributes):
-        names, _, text = entry.strip().partition(": ")
-        sentence = " ".join(text.split())
-        for name in names.split(", "):
-            texts[name] = sentence[:1].upper() + sentence[1:]
-    return texts
-
-
-def _of_slots(paths: Sequence[LivePath]) -> list[Metric]:
-    states = {"open": 0, "idle": 0, "empty": 0}
-    for path in paths:
-        states["open" if path.is_open else "idle" if path.offset else "empty"] += 1
-    slots = [(("slot", str(path.slot)),) for path in paths]
-    offsets = tuple(Sample(path.offset, slot) for path, slot in zip(paths, slots, strict=True))
-    buffers = tuple(Sample(path.nbytes, slot) for path, slot in zip(paths, slots, strict=True))
-    counted = tuple(Sample(count, (("state", state),)) for state, count in states.items())
+def metrics_of_cache(
+    stats: CacheStats, slots: Sequence[SlotState], policy: str, ledger_bytes: int, namespaces: int
+) -> list[Metric]:
+    """What is not the part of any one namespace."""
+    labels = (("budget_source", stats.budget_source), ("policy", policy))
+    prompt_tokens = stats.hit_tokens + stats.miss_tokens
+    ratio = stats.hit_tokens / prompt_tokens if prompt_tokens else 0.0
     return [
-        Metric(
-            "radixcache_slots", "gauge", "slots", "Live slots: with an open session, idle on a path, empty.", counted
-        ),
-        Metric("radixcache_slot_offset_tokens", "gauge", "tokens", "Stored tokens on each slot's path.", offsets),
-        Metric("radixcache_slot_bytes", "gauge", "bytes", "Buffers of each slot, spare room included.", buffers),
+        Metric("radixcache_info", "gauge", "", "Settings, as labels; always 1.", (Sample(1, labels),)),
+        *_of_stats(stats),
+        _gauge("hit_ratio", "", "Prompt tokens restored, as a share of all; 0 before the first request.", ratio),
+        _gauge("ledger_bytes", "bytes", "Live, paged and verify bytes of all caches on the budget.", ledger_bytes),
+        _gauge("namespaces", "namespaces", "Namespaces that hold anything.", namespaces),
+        *_of_slots(slots),
     ]
 
 
-def _info(policy: str, budget_source: str) -> Metric:
-    labels = (("budget_source", budget_source), ("policy", policy))
-    return Metric("radixcache_info", "gauge", "", "Settings, as labels; always 1.", (Sample(1, labels),))
+def snapshot(of_cache: Sequence[Metric], view: TreeView, pins: int, named_pins: int) -> StatsSnapshot:
+    """Put a snapshot together, from what was looked up at one moment.
+
+    Args:
+        of_cache: from `metrics_of_cache`; none: only what is in the view.
+    """
+    of_pins = (
+        _gauge("pins", "pins", "Pins that have not ended.", pins),
+        _gauge("named_pins", "pins", "Pins with a name.", named_pins),
+    )
+    largest = heapq.nsmallest(LISTED_NODES, view.nodes, key=lambda node: (-node.nbytes, node.start, node.end))
+    return StatsSnapshot((*of_cache, *_of_nodes(view.nodes), *of_pins), tuple(map(_listed, largest)))
 
 
-def _hit_ratio(stats: CacheStats) -> Metric:
-    prompt_tokens = stats.hit_tokens + stats.miss_tokens
-    ratio = stats.hit_tokens / prompt_tokens if prompt_tokens else 0.0
-    return _one("hit_ratio", "", "Prompt tokens restored, as a share of all; 0 before the first request.", ratio)
+def _listed(node: NodeView) -> dict[str, Any]:
+    of_node = {"start": node.start, "end": node.end, "tokens": node.tokens}
+    return {**of_node, "bytes": node.nbytes, "residency": node.residency}
 
 
-def _one(name: str, unit: str, text: str, value: Number) -> Metric:
-    return Metric(f"radixcache_{name}", "gauge", unit, text, (Sample(value),))
+def _of_nodes(nodes: Sequence[NodeView]) -> list[Metric]:
+    places = {place: [node for node in nodes if node.residency == place] for place in PLACES}
+    kinds = {kind: [n for n in nodes if n.checkpoint == kind] for kind in sorted({n.checkpoint for n in nodes} - {""})}
+    depths: list[int] = []
+    for node in nodes:
+        depths.append(1 if node.parent < 0 else depths[node.parent] + 1)
+
+    def by(label: str, value: str = "") -> Samples:
+        groups = places if label == "residency" else kinds
+        sums = {key: sum(getattr(n, value) if value else 1 for n in group) for key, group in groups.items()}
+        return _labelled(label, sums)
+
+    where = "by where their spans are."
+    longest, largest = (max((getattr(n, name) for n in nodes), default=0) for name in ("end", "nbytes"))
+    span_bytes, checkpoint_bytes = by("residency", "span_bytes"), by("kind", "checkpoint_bytes")
+    return [
+        _gauge("resident_nodes", "nodes", f"Tree nodes {where}", by("residency")),
+        _gauge("resident_tokens", "tokens", f"Distinct tokens {where}", by("residency", "tokens")),
+        _gauge("resident_bytes", "bytes", "Bytes of spans by where they are; both are counted once.", span_bytes),
+        _gauge("node_checkpoints", "checkpoints", "Checkpoints in the tree by why they were taken.", by("kind")),
+        _gauge("node_checkpoint_bytes", "bytes", "Bytes of the checkpoints in the tree.", checkpoint_bytes),
+        _gauge("depth_nodes", "nodes", "Nodes on the path with the most of them.", max(depths, default=0)),
+        _gauge("longest_path_tokens", "tokens", "Tokens of the longest stored sequence.", longest),
+        _gauge("largest_node_bytes", "bytes", "Spans and checkpoint of the node that holds most.", largest),
+    ]
+
+
+def _of_stats(stats: CacheStats) -> Iterator[Metric]:
+    """A metric for each field that holds numbers; what is text is not one."""
+    for field in fields(stats):
+        value, about = getattr(stats, field.name), field.metadata
+        if not isinstance(value, str):
+            name = f"radixcache_{field.name}" + ("_total" if about["kind"] == "counter" else "")
+            by_label = isinstance(value, Mapping)
+            samples = _labelled(about["label"], dict(sorted(value.items()))) if by_label else (Sample(value),)
+            yield Metric(name, about["kind"], about["unit"], about["help"], samples)
+
+
+def _of_slots(slots: Sequence[SlotState]) -> list[Metric]:
+    states = {"open": 0, "idle": 0, "empty": 0}
+    for slot in slots:
+        states["open" if slot.is_open else "idle" if slot.offset else "empty"] += 1
+    counted = _labelled("state", states)
+    offsets = _labelled("slot", {str(number): slot.offset for number, slot in enumerate(slots)})
+    buffers = _labelled("slot", {str(number): slot.nbytes for number, slot in enumerate(slots)})
+    return [
+        _gauge("slots", "slots", "Live slots: with an open session, idle on a path, empty.", counted),
+        _gauge("slot_offset_tokens", "tokens", "Stored tokens on each slot's path.", offsets),
+        _gauge("slot_bytes", "bytes", "Buffers of each slot, spare room included.", buffers),
+    ]
+
+
+def _gauge(name: str, unit: str, text: str, value: Number | Samples) -> Metric:
+    samples = value if isinstance(value, tuple) else (Sample(value),)
+    return Metric(f"radixcache_{name}", "gauge", unit, text, samples)
+
+
+def _labelled(label: str, values: Mapping[str, Number]) -> Samples:
+    return tuple(Sample(value, ((label, key),)) for key, value in values.items())
 
 
 def _shown(value: Number) -> Number | str:

@@ -1,71 +1,73 @@
-"""CacheStats: a frozen picture of what a PrefixCache has done and holds. Bytes and tokens, as the names say."""
+"""CacheStats: a frozen picture of what a PrefixCache has done and holds. Each field has a kind, a unit and a help."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
-@dataclass(frozen=True, slots=True)
+def _counter(unit: str, help: str, **more: str) -> Any:
+    return field(metadata={"kind": "counter", "unit": unit, "help": help, **more})
+
+
+def _gauge(unit: str, help: str) -> Any:
+    return field(metadata={"kind": "gauge", "unit": unit, "help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
-    """Counters since the cache was made, and what it holds now.
+    """Counters since the cache was made, and gauges: what it holds now. `dataclasses.fields` has the help of each."""
 
-    Attributes:
-        requests: begin() and fetch() calls, and rows of begin_many().
-        hit_tokens, miss_tokens: prompt tokens that were restored, and that were left to prefill. Hits that turned out
-            wrong when they were verified stay hits.
-        off_grid_tokens: exact mode: prompt tokens that an earlier request had evaluated and that were prefilled again
-            because they lie behind the last multiple of step_size that is stored, summed over requests.
-        short_reasons: how often a request resumed short of its match, by reason.
-        evictions, evicted_bytes: entries given up under pressure, and what that freed.
-        copied_bytes: spans copied: paged in, paged out, and cut or joined at a split or merge.
-        paged_in_bytes, paged_out_bytes: the parts of copied_bytes that went in and out.
-        live_bytes: buffers of the live caches and the cells of open groups, spare capacity included.
-        paged_bytes: snapshot arrays, checkpoints included.
-        checkpoint_bytes: the part of paged_bytes that is point state.
-        duplicate_bytes: the part of paged_bytes whose spans are live as well.
-        spare_bytes: the part of the live caches' bytes beyond what the live state needs.
-        pinned_bytes: what pins keep.
-        nodes, tokens: tree nodes, and distinct tokens on their edges.
-        budget_bytes, budget_source: the budget and where it came from.
-        verified_requests: resumed requests whose restored state was compared with a cold prefill.
-        verify_skipped: requests that were drawn for it and not compared: the second state did not fit the budget, the
-            caller's own loop had moved on, the tokens do not say all that the model was given, or the cold run broke
-            off; counted at close. And those of fetch(), which hands its caches over before a model has run, and rows
-            of begin_many(), whose state lies in cells among that of others; counted at once.
-        verify_mismatches: verified requests whose state, or the logits after it, were wrong.
-        verify_largest_error: the largest error of all comparisons, relative to the largest magnitude in the same array.
-        verify_bytes: the second states of checks that are under way; counts against the budget beside live and paged.
-        quarantined: prefixes in quarantine.
-        peak_bytes: the most that live, paged and verify bytes came to, over all caches that share the budget.
-        event_failures, dropped_events: calls of on_event that raised, and events of which too many waited to be told.
-    """
-
-    requests: int
-    hit_tokens: int
-    miss_tokens: int
-    off_grid_tokens: int
-    short_reasons: dict[str, int]
-    evictions: int
-    evicted_bytes: int
-    copied_bytes: int
-    paged_in_bytes: int
-    paged_out_bytes: int
-    live_bytes: int
-    paged_bytes: int
-    checkpoint_bytes: int
-    duplicate_bytes: int
-    spare_bytes: int
-    pinned_bytes: int
-    nodes: int
-    tokens: int
-    budget_bytes: int
-    budget_source: str
-    peak_bytes: int
-    verified_requests: int
-    verify_skipped: int
-    verify_mismatches: int
-    verify_largest_error: float
-    verify_bytes: int
-    quarantined: int
-    event_failures: int = 0
-    dropped_events: int = 0
+    requests: int = _counter("requests", "begin() and fetch() calls, and rows of begin_many().")
+    hit_tokens: int = _counter(
+        "tokens", "Prompt tokens that were restored. Hits that turned out wrong when they were verified stay hits."
+    )
+    miss_tokens: int = _counter("tokens", "Prompt tokens that were left to prefill.")
+    off_grid_tokens: int = _counter(
+        "tokens",
+        "Exact mode: prompt tokens that an earlier request had evaluated and that were prefilled again because they "
+        "lie behind the last multiple of step_size that is stored, summed over requests.",
+    )
+    short_reasons: dict[str, int] = _counter(  # noqa: RUF009
+        "requests", "How often a request resumed short of its match, by reason.", label="reason"
+    )
+    evictions: int = _counter("evictions", "Entries given up under pressure.")
+    evicted_bytes: int = _counter("bytes", "What evictions freed.")
+    copied_bytes: int = _counter("bytes", "Spans copied: paged in, paged out, and cut or joined at a split or merge.")
+    paged_in_bytes: int = _counter("bytes", "The part of copied_bytes that went in.")
+    paged_out_bytes: int = _counter("bytes", "The part of copied_bytes that went out.")
+    live_bytes: int = _gauge(
+        "bytes", "Buffers of the live caches and the cells of open groups, spare capacity included."
+    )
+    paged_bytes: int = _gauge("bytes", "Snapshot arrays, checkpoints included.")
+    checkpoint_bytes: int = _gauge("bytes", "The part of paged_bytes that is point state.")
+    duplicate_bytes: int = _gauge("bytes", "The part of paged_bytes whose spans are live as well.")
+    spare_bytes: int = _gauge("bytes", "The part of the live caches' bytes beyond what the live state needs.")
+    pinned_bytes: int = _gauge("bytes", "What pins keep.")
+    nodes: int = _gauge("nodes", "Tree nodes.")
+    tokens: int = _gauge("tokens", "Distinct tokens on the edges of the tree.")
+    budget_bytes: int = _gauge("bytes", "The budget.")
+    budget_source: str = _gauge("", "Where the budget came from.")
+    peak_bytes: int = _gauge(
+        "bytes", "The most that live, paged and verify bytes came to, over all caches that share the budget."
+    )
+    verified_requests: int = _counter(
+        "requests", "Resumed requests whose restored state was compared with a cold prefill."
+    )
+    verify_skipped: int = _counter(
+        "requests",
+        "Requests that were drawn for it and not compared: the second state did not fit the budget, the caller's own "
+        "loop had moved on, the tokens do not say all that the model was given, or the cold run broke off; counted at "
+        "close. And those of fetch(), which hands its caches over before a model has run, and rows of begin_many(), "
+        "whose state lies in cells among that of others; counted at once.",
+    )
+    verify_mismatches: int = _counter("requests", "Verified requests whose state, or the logits after it, were wrong.")
+    verify_largest_error: float = _gauge(
+        "", "The largest error of all comparisons, relative to the largest magnitude in the same array."
+    )
+    verify_bytes: int = _gauge(
+        "bytes", "The second states of checks that are under way; counts against the budget beside live and paged."
+    )
+    quarantined: int = _gauge("prefixes", "Prefixes in quarantine.")
+    event_failures: int = _counter("calls", "Calls of on_event that raised.")
+    dropped_events: int = _counter("events", "Events that nobody was told of, because too many waited.")

@@ -8,11 +8,9 @@ A trace is JSONL: a header, then a line per request.
 
     request     number of the line within its header, from 0
     time        in the header's clock: "requests" counts them, "ms" are milliseconds, "synthetic_ms" are made-up ones
-    tokens      of the prompt; it has ceil(tokens / block_tokens) blocks, the last one may be partly filled
-    output      tokens of the reply
+    tokens      of the prompt: ceil(tokens / block_tokens) blocks, the last one perhaps not full; output: the reply's
     after       [request, count]: the prompt's first `count` blocks are those of that earlier request; left out for none
-    blocks      the digests of the blocks that follow, 8 bytes each, in base64
-    ids         instead of blocks in a plain trace: the token ids that follow
+    blocks      the digests of the blocks that follow, 8 bytes each, in base64; in a plain trace ids: the token ids
     namespace   digest of the namespace (the namespace itself in a plain trace); left out for ""
     session, turn, kind, priority     as the caller gave them; left out for "", None, "", 0
 
@@ -36,11 +34,13 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
+
+from radixcache.tokens.keys import Keys
 
 FORMAT = "radixcache-trace"
 VERSION = 1
@@ -52,7 +52,7 @@ Clock = Literal["requests", "ms", "synthetic_ms"]
 CLOCKS: tuple[Clock, ...] = get_args(Clock)
 
 
-class TraceWriter:
+class TraceWriter(AbstractContextManager["TraceWriter"]):
     """Appends requests to a trace file. A file that has lines already is continued by a new part."""
 
     def __init__(
@@ -69,8 +69,8 @@ class TraceWriter:
 
         Args:
             block_tokens: tokens per digest; reuse is seen in steps of so many.
-            salt: up to 64 bytes. Parts of a file that have the same salt share blocks. None: drawn from the system and
-                known to nobody afterwards. Only digests depend on it.
+            salt: up to 64 bytes, on which only digests depend; parts of a file that have the same one share blocks.
+                None: drawn from the system and known to nobody afterwards.
             plain: write token ids instead of digests.
             clock: what `time` counts.
             known_blocks: how many blocks to remember.
@@ -85,12 +85,9 @@ class TraceWriter:
             raise ValueError(f"salt has {len(salt)} bytes; wanted at most {hashlib.blake2b.MAX_KEY_SIZE}.")
         if clock not in CLOCKS:
             raise ValueError(f"clock is {clock!r}; wanted one of {', '.join(CLOCKS)}.")
-        self.path = Path(path)
-        self.block_tokens = block_tokens
+        self.path, self.block_tokens = Path(path), block_tokens
         self._salt = b"" if plain else os.urandom(16) if salt is None else salt
-        self._plain = plain
-        self._clock = clock
-        self._known_blocks = known_blocks
+        self._plain, self._clock, self._known_blocks = plain, clock, known_blocks
         self._known: dict[bytes, int] = {}
         self._next_request = 0
         self._handle: int | None = self._open()
@@ -103,7 +100,7 @@ class TraceWriter:
 
     def append(
         self,
-        keys: NDArray[np.int64] | Sequence[int],
+        keys: Keys | Sequence[int],
         *,
         time: int,
         output_tokens: int = 0,
@@ -121,9 +118,8 @@ class TraceWriter:
         """
         keys = np.ascontiguousarray(keys, dtype=np.int64)
         digests = block_digests(keys, self.block_tokens, salt=self._salt, namespace=namespace)
-        about: dict[str, Any] = {"session": session, "turn": turn, "kind": kind, "priority": priority or None}
-        if namespace:
-            about["namespace"] = namespace if self._plain else _root(self._salt, namespace).hex()
+        shown = namespace if self._plain or not namespace else _root(self._salt, namespace).hex()
+        about = {"session": session, "turn": turn, "kind": kind, "priority": priority or None, "namespace": shown}
         self._append(digests, len(keys), time, output_tokens, about, keys if self._plain else None)
 
     def append_blocks(
@@ -141,8 +137,7 @@ class TraceWriter:
         """Write a request whose blocks were hashed elsewhere: 8 bytes each, equal only for equal prefixes.
 
         Raises:
-            ValueError: the digests do not fit the prompt's length, this is a plain trace, or as for `append`.
-            OSError: as for `append`.
+            ValueError: the digests do not fit the prompt's length, or this is a plain trace; else as for `append`.
         """
         wanted = -(-tokens // self.block_tokens)
         if self._plain or len(digests) != wanted or any(len(digest) != DIGEST_BYTES for digest in digests):
@@ -150,7 +145,7 @@ class TraceWriter:
                 f"{len(digests)} digests for {tokens} tokens{' in a plain trace' if self._plain else ''}; wanted"
                 f" {wanted} of {DIGEST_BYTES} bytes each, in a trace that is not plain."
             )
-        about: dict[str, Any] = {"session": session, "turn": turn, "kind": kind, "priority": priority or None}
+        about = {"session": session, "turn": turn, "kind": kind, "priority": priority or None}
         self._append(list(digests), tokens, time, output_tokens, about, None)
 
     def close(self) -> None:
@@ -159,31 +154,20 @@ class TraceWriter:
         if handle is not None:
             os.close(handle)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _append(
-        self,
-        digests: list[bytes],
-        tokens: int,
-        time: int,
-        output_tokens: int,
-        about: dict[str, Any],
-        keys: NDArray[np.int64] | None,
+        self, digests: list[bytes], tokens: int, time: int, output: int, about: dict[str, Any], keys: Keys | None
     ) -> None:
-        if tokens < 1 or time < 0 or output_tokens < 0:
-            raise ValueError(
-                f"a prompt of {tokens} tokens at time {time} with {output_tokens} output tokens; wanted 1 or more, and"
-                " 0 or more."
-            )
+        if tokens < 1 or time < 0 or output < 0:
+            found = f"a prompt of {tokens} tokens at time {time} with {output} output tokens"
+            raise ValueError(f"{found}; wanted 1 or more, and 0 or more.")
         if self._is_torn or len(self._known) > self._known_blocks:
             self._known.clear()
         number = 0 if self._is_torn else self._next_request
         shared = next((index for index, digest in enumerate(digests) if digest not in self._known), len(digests))
-        line: dict[str, Any] = {"request": number, "time": time, "tokens": tokens, "output": output_tokens}
+        line: dict[str, Any] = {"request": number, "time": time, "tokens": tokens, "output": output}
         if shared:
             line["after"] = [self._known[digests[shared - 1]], shared]
         if keys is None:
@@ -211,39 +195,29 @@ class TraceWriter:
         """Write lines at once, behind a header where a new part begins."""
         if self._handle is None:
             raise ValueError(f"{self.path}: the trace is closed; open a new TraceWriter to continue it.")
-        content = b""
+        content = b"".join(map(_encoded, [self._header(), *lines] if self._is_torn else lines))
         if self._is_torn:
-            content = self._line_end() + _encoded(self._header())
-        content += b"".join(map(_encoded, lines))
+            # Ends the line that the file ends in, if there is one.
+            length_bytes = os.fstat(self._handle).st_size
+            ends = length_bytes == 0 or os.pread(self._handle, 1, length_bytes - 1) == b"\n"
+            content = content if ends else b"\n" + content
         self._is_torn = True
         while content:
             content = content[os.write(self._handle, content) :]
         self._is_torn = False
 
-    def _line_end(self) -> bytes:
-        """What ends the line that the file ends in, if there is one."""
-        assert self._handle is not None
-        length_bytes = os.fstat(self._handle).st_size
-        return b"" if length_bytes == 0 or os.pread(self._handle, 1, length_bytes - 1) == b"\n" else b"\n"
-
     def _header(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "block_tokens": self.block_tokens,
-            "salt_id": hashlib.blake2b(self._salt, digest_size=8, person=b"rc salt id").hexdigest(),
-            "plain": self._plain,
-            "clock": self._clock,
-        }
+        salt_id = hashlib.blake2b(self._salt, digest_size=8, person=b"rc salt id").hexdigest()
+        blocks = {"block_tokens": self.block_tokens, "salt_id": salt_id}
+        return {"format": FORMAT, "version": VERSION, **blocks, "plain": self._plain, "clock": self._clock}
 
 
 def block_digests(
-    keys: NDArray[np.int64], block_tokens: int, *, salt: bytes = b"", namespace: str = "", before: bytes | None = None
+    keys: Keys, block_tokens: int, *, salt: bytes = b"", namespace: str = "", before: bytes | None = None
 ) -> list[bytes]:
     """Digests of the blocks of a prompt, the last of which may be partly filled.
 
-    Args:
-        before: digest of the block before the first one; None for the beginning of the prompt.
+    `before` is the digest of the block before the first one; None: they begin the prompt.
     """
     content = keys.astype("<i8", copy=False).tobytes()
     step = 8 * block_tokens
@@ -262,3 +236,8 @@ def _root(salt: bytes, namespace: str) -> bytes:
 
 def _encoded(line: dict[str, Any]) -> bytes:
     return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+
+
+def opened_trace(trace: str | os.PathLike[str] | TraceWriter | None, clock: Clock = "requests") -> TraceWriter | None:
+    """A writer on the file that somebody names, or the one that they bring."""
+    return trace if trace is None or isinstance(trace, TraceWriter) else TraceWriter(trace, clock=clock)

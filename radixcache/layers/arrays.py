@@ -1,0 +1,383 @@
+"""ArrayLayout: all layers of a model's live cache as one, cut into the leaves that adapters work on.
+
+A model's cache is a list with an object per layer; a layer may have none (None), hold several (CacheList), or never
+use the one it has. The layout walks the leaves at every call and keeps none: generators replace objects and models
+reassign arrays. It keeps what does not change: how many bytes a token takes, and whether any point layer is in use.
+
+Everything it hands out is evaluated, so any thread may use it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from radixcache.adapters.cache_list import leaves
+from radixcache.adapters.contract import NEVER, Adapter
+from radixcache.adapters.registry import PROBED, adapter_for
+from radixcache.adapters.snapshots import SEGMENT_TOKENS, Checkpoint, Spans
+from radixcache.errors import SnapshotError
+from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError
+
+Leaf = tuple[Any, Adapter]
+
+#: Arrays are evaluated together up to this many bytes: so much may be held twice while they are copied.
+TOGETHER_BYTES = 32 << 20
+
+
+class ArrayLayout:
+    """Operations on a whole live cache: a list of mlx-lm cache objects made by `factory`.
+
+    Args:
+        factory: returns a fresh list of mlx-lm caches, the same classes every time; layers may be None.
+        kv_bits, kv_group_size: quantize KVCache layers from offset 0; None leaves them as they are.
+
+    Raises:
+        UnsupportedCacheError: a cache class has no adapter.
+    """
+
+    def __init__(self, factory: Callable[[], Sequence[Any]], kv_bits: int | None, kv_group_size: int) -> None:
+        self._factory = factory
+        self._kv_bits = kv_bits
+        self._kv_group_size = kv_group_size
+        self._leaf_classes: list[type] = []
+        self._leaf_adapters: list[Adapter] = []
+        # The classes, where each cache is a leaf.
+        self._flat_classes: list[type] | None = None
+        pairs = self.leaves(self.fresh())
+        self._adapters = [adapter for _, adapter in pairs]
+        self.has_points = any(adapter.is_point for _, adapter in pairs)
+        #: No checkpoint beyond this offset can be cut back: the largest so far that could.
+        self.cut_reach = 0
+        self.token_bytes = 0
+        self._shapes: list[tuple[Any, ...] | None] = [None] * len(pairs)
+        # Leaves that a forward pass writes; None until one has been seen through. A model may leave some unused.
+        self._in_use: list[bool] | None = None
+        # First and last leaf in use without an offset; None: to be worked out.
+        self._blind: tuple[int, ...] | None = None
+
+    def fresh(self) -> list[Any]:
+        """A new, empty live cache."""
+        return [cache if self._kv_bits is None else self._quantized(cache) for cache in self._factory()]
+
+    def leaves(self, caches: Sequence[Any]) -> list[Leaf]:
+        """Each leaf with its adapter, in order."""
+        classes = list(map(type, caches))
+        if classes == self._flat_classes:  # nearly always: no layer without a cache, and none with several
+            return list(zip(caches, self._leaf_adapters, strict=True))
+        flat = leaves(caches)
+        leaf_classes = list(map(type, flat))
+        if leaf_classes != self._leaf_classes:
+            self._leaf_adapters = [adapter_for(cache, layer) for layer, cache in enumerate(flat)]
+            self._leaf_classes = leaf_classes
+            self._flat_classes = classes if leaf_classes == classes else None
+        return list(zip(flat, self._leaf_adapters, strict=True))
+
+    def offsets(self, caches: Sequence[Any], trusted: bool = False) -> tuple[int, int] | None:
+        """Smallest and largest offset over the leaves in use; None when no leaf in use knows its offset.
+
+        A leaf that is empty while others are not stands at 0, unless it is known to be unused, or `trusted` says so
+        before any forward pass was seen through: the caches are whole.
+        """
+        pairs = self.leaves(caches)
+        empty = [adapter.is_empty(cache) for cache, adapter in pairs]
+        if all(empty):
+            return None
+        missing = [not trusted] * len(pairs) if self._in_use is None else self._in_use
+        offsets = [
+            (0 if absent else None) if is_empty else adapter.offset(cache)
+            for (cache, adapter), is_empty, absent in zip(pairs, empty, missing, strict=True)
+        ]
+        known = [offset for offset in offsets if offset is not None]
+        return (min(known), max(known)) if known else None
+
+    def first_offset(self, caches: Sequence[Any]) -> int | None:
+        """Offset of the first leaf in use that knows it: all the same unless a forward pass broke off."""
+        known = (adapter.offset(cache) for cache, adapter in self.leaves(caches) if not adapter.is_empty(cache))
+        return next((offset for offset in known if offset is not None), None)
+
+    def is_empty(self, caches: Sequence[Any]) -> bool:
+        return all(adapter.is_empty(cache) for cache, adapter in self.leaves(caches))
+
+    def arrays(self, caches: Sequence[Any]) -> list[mx.array]:
+        return [array for cache, adapter in self.leaves(caches) for array in adapter.buffers(cache)]
+
+    def identities(self, caches: Sequence[Any]) -> list[list[mx.array]]:
+        """The array objects of the first and the last leaf in use that have no offset; empty when there is none.
+
+        New objects show that a forward pass ran unseen.
+        """
+        if self._blind == ():
+            return []
+        pairs = self.leaves(caches)
+        if self._blind is None:
+            in_use = self._in_use or [True] * len(pairs)
+            blind = [i for i, (cache, adapter) in enumerate(pairs) if in_use[i] and adapter.offset(cache) is None]
+            self._blind = (blind[0], blind[-1]) if blind else ()
+        return [adapter.buffers(cache) for cache, adapter in (pairs[index] for index in self._blind)]
+
+    def live_nbytes(self, caches: Sequence[Any]) -> int:
+        """Bytes of all live buffers, spare capacity included."""
+        return sum(array.nbytes for array in self.arrays(caches))
+
+    def spare_nbytes(self, caches: Sequence[Any]) -> int:
+        return sum(adapter.spare_nbytes(cache) for cache, adapter in self.leaves(caches))
+
+    def capacity(self, caches: Sequence[Any]) -> int:
+        """Tokens that fit before some leaf allocates again; 0 for an empty live cache."""
+        return min((a.capacity(cache) for cache, a in self.leaves(caches) if not a.is_empty(cache)), default=0)
+
+    def span_capacity(self, caches: Sequence[Any]) -> int:
+        """Tokens that the span buffers hold; NEVER when there are none that grow."""
+        return min((adapter.capacity(cache) for cache, adapter in self._span_leaves(caches)), default=NEVER)
+
+    def learn(self, caches: Sequence[Any]) -> None:
+        """Note what a live cache that a forward pass has been through shows of the model."""
+        pairs = self.leaves(caches)
+        written = [not adapter.is_empty(cache) for cache, adapter in pairs]
+        if not any(written):
+            return
+        before = self._in_use or [False] * len(pairs)
+        in_use = [now or known for now, known in zip(written, before, strict=True)]
+        if in_use != self._in_use:
+            self._in_use, self._blind = in_use, None
+        self.has_points = any(a.is_point for (_, a), used in zip(pairs, self._in_use, strict=True) if used)
+        for index, (cache, adapter) in enumerate(pairs):
+            if written[index] and self._shapes[index] is None:
+                self._shapes[index] = adapter.shapes(cache)
+        spans = self._span_leaves(caches)
+        self.token_bytes = sum(b.nbytes // b.shape[2] for cache, adapter in spans for b in adapter.buffers(cache))
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether KVCache layers are quantized from offset 0."""
+        return self._kv_bits is not None
+
+    def leaf_bytes(self, leaf: int) -> int:
+        """Bytes of a token in a leaf with a time axis, of the state in one without; 0 until a pass showed it."""
+        return sum(math.prod(shape) * dtype.size for *shape, dtype in self._shapes[leaf] or ())
+
+    def uses_points(self, caches: Sequence[Any]) -> bool:
+        """Whether some point layer of these caches holds state."""
+        return any(adapter.is_point and not adapter.is_empty(cache) for cache, adapter in self.leaves(caches))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether some forward pass was seen through, and has shown what state takes."""
+        return self._in_use is not None
+
+    def is_in_use(self, leaf: int) -> bool:
+        """Whether some forward pass that was seen through wrote this leaf."""
+        return self._in_use is not None and self._in_use[leaf]
+
+    def evaluate(self, caches: Sequence[Any]) -> None:
+        """Evaluate every live array; raises what MLX raises when one of them cannot be."""
+        mx.eval(self.arrays(caches))
+
+    def own(self, caches: Sequence[Any]) -> None:
+        """Evaluate the live arrays and replace those that may be views of activations by owned copies."""
+        self.evaluate(caches)
+        copies: list[mx.array] = []
+        for cache, adapter in self.leaves(caches):
+            copies += adapter.own(cache)
+            if sum(array.nbytes for array in copies) > TOGETHER_BYTES:
+                mx.eval(copies)
+                copies = []
+        mx.eval(copies)
+
+    def own_lazily(self, caches: Sequence[Any]) -> None:
+        """As `own`, without waiting for anything."""
+        for cache, adapter in self.leaves(caches):
+            adapter.own(cache)
+
+    def hold(self, caches: Sequence[Any], tokens: int) -> list[Any]:
+        """What `roll_back` needs to undo a forward pass of so many tokens that is about to start."""
+        return [adapter.hold(cache, tokens) for cache, adapter in self.leaves(caches)]
+
+    def roll_back(self, caches: Sequence[Any], held: list[Any]) -> bool:
+        """Undo a forward pass that broke off; False when some layer's state cannot be had back."""
+        pairs = zip(self.leaves(caches), held, strict=True)
+        # Every layer is rolled back, also after one that could not be.
+        return sum(not adapter.roll_back(cache, h) for (cache, adapter), h in pairs) == 0
+
+    def can_rewind(self, caches: Sequence[Any], offset: int, target: int) -> bool:
+        """Whether the live state, which stands at `offset`, can be moved back to `target` without a snapshot."""
+        if target >= offset:
+            return target == offset
+        return all(a.is_empty(cache) or a.can_rewind(cache, target) for cache, a in self.leaves(caches))
+
+    def rewind(self, caches: Sequence[Any], offset: int, target: int) -> None:
+        """Move all leaves from `offset` back to `target`; `can_rewind` said that it works."""
+        if target < offset:
+            for cache, adapter in self.leaves(caches):
+                moved = adapter.is_empty(cache) or adapter.restore(cache, None, target)
+                assert moved, (type(cache).__name__, offset, target)
+
+    def rewind_spans(self, caches: Sequence[Any], target: int) -> None:
+        """Move the span leaves back to `target` and leave the point leaves where they are."""
+        for cache, adapter in self._span_leaves(caches):
+            moved = adapter.restore(cache, None, target)
+            assert moved, (type(cache).__name__, target)
+
+    def page_out(self, caches: Sequence[Any], start: int, end: int) -> Spans:
+        """Copy the tokens [start, end) of all span layers out of the live buffers."""
+        snapshots = [None if a.is_point else a.snapshot(c, start, end) for c, a in self.leaves(caches)]
+        return self.spans_of(snapshots, start, end)
+
+    def spans_of(self, snapshots: list[Any], start: int, end: int) -> Spans:
+        """The span leaves' snapshots of [start, end) as one, evaluated; None for every other leaf."""
+        return Spans(start, end, snapshots, _evaluated_nbytes(snapshots))
+
+    def page_in(self, caches: Sequence[Any], spans: Spans, target: int) -> int:
+        """Write what the span layers lack up to `target` into the live buffers; returns the bytes written."""
+        begin = max(spans.start, self.span_offset(caches))
+        written: list[mx.array] = []
+        for (cache, adapter), snapshot in zip(self.leaves(caches), spans.leaves, strict=True):
+            if snapshot is not None:
+                restored = adapter.restore(cache, snapshot, target)
+                assert restored, (type(cache).__name__, spans.start, spans.end, target)
+                written += adapter.buffers(cache)
+        _evaluate_written(written)
+        return spans.nbytes * (target - begin) // (spans.end - spans.start) if target > begin else 0
+
+    def span_offset(self, caches: Sequence[Any]) -> int:
+        """Where the span layers stand; 0 when there are none in use."""
+        return min((adapter.offset(cache) or 0 for cache, adapter in self._span_leaves(caches)), default=0)
+
+    def split(self, spans: Spans, at: int) -> tuple[Spans, Spans, int]:
+        """Cut at offset `at`, strictly inside; also returns the bytes that had to be copied."""
+        pairs = zip(self._adapters, spans.leaves, strict=True)
+        halves = [(None, None) if snapshot is None else adapter.split(snapshot, at) for adapter, snapshot in pairs]
+        uppers, lowers = [upper for upper, _ in halves], [lower for _, lower in halves]
+        touched = _nbytes_around(at, spans)
+        return self.spans_of(uppers, spans.start, at), self.spans_of(lowers, at, spans.end), touched
+
+    def merge(self, upper: Spans, lower: Spans) -> tuple[Spans, int]:
+        """Join two spans that touch; also returns the bytes that had to be copied."""
+        sides = zip(self._adapters, upper.leaves, lower.leaves, strict=True)
+        joined = [None if adapter.is_point else adapter.merge(up, low) for adapter, up, low in sides]
+        spans = self.spans_of(joined, upper.start, lower.end)
+        return spans, _nbytes_around(upper.end, spans)
+
+    def checkpoint(self, caches: Sequence[Any], offset: int, kind: str) -> Checkpoint:
+        """Copy the state of all point layers, which stand at `offset`."""
+        snapshots = [a.snapshot(c, 0, offset) if a.is_point else None for c, a in self.leaves(caches)]
+        return self.checkpoint_of(snapshots, offset, kind)
+
+    def checkpoint_of(self, snapshots: list[Any], offset: int, kind: str) -> Checkpoint:
+        """The point leaves' snapshots at `offset` as one, evaluated; None for every other leaf."""
+        checkpoint = Checkpoint(offset, snapshots, _evaluated_nbytes(snapshots), kind)
+        if offset > self.cut_reach and self.can_cut(checkpoint, offset - 1):
+            self.cut_reach = offset
+        return checkpoint
+
+    def can_cut(self, checkpoint: Checkpoint, target: int) -> bool:
+        """Whether all point layers can be restored to `target` <= checkpoint.offset from this checkpoint."""
+        pairs = zip(self._adapters, checkpoint.leaves, strict=True)
+        return all(adapter.can_cut(snapshot, target) for adapter, snapshot in pairs if adapter.is_point)
+
+    def restore_points(self, caches: Sequence[Any], checkpoint: Checkpoint | None, target: int) -> None:
+        """Put the point layers to `target` from a checkpoint that can be cut there; None empties them (target 0)."""
+        if checkpoint is None:
+            self._empty_points(caches)
+            return
+        written: list[mx.array] = []
+        for (cache, adapter), snapshot in zip(self.leaves(caches), checkpoint.leaves, strict=True):
+            if adapter.is_point and snapshot is not None:
+                restored = adapter.restore(cache, snapshot, target)
+                assert restored, (type(cache).__name__, checkpoint.offset, target)
+                written += adapter.buffers(cache)
+        _evaluate_written(written)
+
+    def empty(self, caches: Sequence[Any]) -> None:
+        """Let go of all state, in the cache objects themselves."""
+        self._empty_points(caches)
+        for cache, adapter in self._span_leaves(caches):
+            adapter.free(cache)
+
+    def reserve(self, caches: Sequence[Any], capacity_tokens: int, like: Spans | None = None) -> None:
+        """Set the capacity of the span buffers, one leaf at a time so that at most one is held twice."""
+        for index, (cache, adapter) in enumerate(self.leaves(caches)):
+            adapter.reserve(cache, capacity_tokens, None if like is None or adapter.is_point else like.leaves[index])
+
+    def grow(self, caches: Sequence[Any], capacity_tokens: int) -> None:
+        """Set the capacity of the span buffers without waiting for anything."""
+        for cache, adapter in self.leaves(caches):
+            if not adapter.is_point:
+                adapter.reserve(cache, capacity_tokens, wait=False)
+
+    def compare(self, caches: Sequence[Any]) -> None:
+        """Check foreign caches against what the tree's state looks like.
+
+        SnapshotError: other classes, a batch larger than 1, other head shapes or dtypes.
+        """
+        fresh = self.leaves(self.fresh())
+        pairs = self.leaves(caches)
+        found, wanted = ([type(c).__name__ for c, _ in side] for side in (pairs, fresh))
+        if found != wanted:
+            raise SnapshotError(f"caches are {_counted(found)}; wanted {_counted(wanted)}.")
+        for layer, ((cache, adapter), known) in enumerate(zip(pairs, self._shapes, strict=True)):
+            if adapter.is_empty(cache):
+                continue
+            batch = {b.shape[0] for b in adapter.buffers(cache) if b.ndim > 1}
+            if batch - {1}:
+                raise SnapshotError(f"layer {layer} ({type(cache).__name__}) has batch {max(batch)}; wanted 1.")
+            if known is not None and not _fit(adapter.shapes(cache), known):
+                raise SnapshotError(f"layer {layer} has shapes {adapter.shapes(cache)}; the tree holds {known}.")
+
+    def release(self) -> None:
+        """Give MLX's free buffers back to the system."""
+        mx.clear_cache()
+
+    def _span_leaves(self, caches: Sequence[Any]) -> list[Leaf]:
+        return [(cache, a) for cache, a in self.leaves(caches) if not a.is_point and not a.is_empty(cache)]
+
+    def _empty_points(self, caches: Sequence[Any]) -> None:
+        for index, (cache, adapter) in enumerate(self.leaves(caches)):
+            if adapter is PROBED and not adapter.is_empty(cache):
+                cache.__dict__ = dict(vars(self.leaves(self.fresh())[index][0]))
+            elif adapter.is_point and not adapter.is_empty(cache):
+                adapter.free(cache)
+
+    def _quantized(self, cache: Any) -> Any:
+        from mlx_lm.models.cache import CacheList, KVCache
+
+        if type(cache) is CacheList:
+            return CacheList(*(self._quantized(inner) for inner in cache.caches))
+        if type(cache) is KVCache:
+            return cache.to_quantized(group_size=self._kv_group_size, bits=self._kv_bits)
+        return cache
+
+
+def _fit(found: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
+    """Whether shapes are equal, but for arrays that one side does not have yet."""
+    pairs = list(zip(found, known, strict=False))
+    return len(found) == len(known) and all(a == b or ("none",) in (a, b) for a, b in pairs)
+
+
+def _evaluate_written(arrays: list[mx.array]) -> None:
+    """Evaluate live buffers that were just written to; they cannot be written again if that fails."""
+    try:
+        mx.eval(arrays)
+    except NATIVE_ERRORS as error:
+        raise LiveStateError(f"restoring the live state failed: {error}") from error
+
+
+def _evaluated_nbytes(snapshots: list[Any]) -> int:
+    arrays = [array for s in snapshots if s is not None for array in s.arrays()]
+    mx.eval(arrays)
+    return sum(array.nbytes for array in arrays)
+
+
+def _nbytes_around(seam: int, spans: Spans) -> int:
+    """Bytes of the segments that a cut at `seam` goes through: none where it is on their grid."""
+    low = seam // SEGMENT_TOKENS * SEGMENT_TOKENS
+    width = min(spans.end, low + SEGMENT_TOKENS) - max(spans.start, low) if low < seam else 0
+    return spans.nbytes * width // (spans.end - spans.start)
+
+
+def _counted(names: list[str]) -> str:
+    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names)) or "none"

@@ -1,0 +1,73 @@
+"""Lock: one thread at a time works on a cache, as deep as it likes, and Ctrl-C does not cut its work in two.
+
+A finalizer runs wherever garbage is collected, also half way through an operation of the thread that has the lock. The
+lock would let it in; `when_free` keeps it until that thread is through. Work that is not ours, and may wait for another
+thread, must not run under the lock: it comes `afterwards`.
+
+Invariants:
+
+  U1  Deferred work runs under the lock, and never while an operation that was begun before it is under way.
+  U2  Work that comes afterwards runs in the thread that had the lock, when it has let go of it.
+  U3  An interrupt that comes while the main thread waits for the lock or has it is delivered after all of that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from radixcache.locking.interrupts import uninterrupted
+
+
+class Lock:
+    """A reentrant lock, used as a context manager.
+
+    Attributes:
+        afterwards: what to do when the thread that has the lock has let go of it; only that thread adds to it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = self._owner = 0
+        self._stretch = uninterrupted()
+        self._waiting: list[Callable[[], object]] = []
+        self.afterwards: list[Callable[[], object]] = []
+
+    def __enter__(self) -> Lock:
+        if self._owner == threading.get_ident():
+            self._depth += 1
+            return self
+        stretch = uninterrupted()
+        stretch.__enter__()
+        try:
+            self._lock.acquire()
+        except BaseException:
+            stretch.__exit__()
+            raise
+        self._stretch, self._depth, self._owner = stretch, 1, threading.get_ident()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._depth > 1:
+            self._depth -= 1
+            return
+        stretch = self._stretch
+        try:
+            try:
+                while self._waiting:
+                    self._waiting.pop(0)()
+            finally:
+                after, self.afterwards = self.afterwards, []
+                self._depth = self._owner = 0
+                self._lock.release()
+                for action in after:
+                    action()
+        finally:
+            stretch.__exit__()
+
+    def when_free(self, action: Callable[[], object]) -> None:
+        """Do this now, or when this thread lets go of the lock if it has it."""
+        if self._owner == threading.get_ident():
+            self._waiting.append(action)
+        else:
+            action()

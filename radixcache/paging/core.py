@@ -1,0 +1,429 @@
+"""Core: the parts of one cache, built once and complete, and what every request does with them.
+
+    ledger, account    bytes                     pins        what a user keeps
+    states, events     tree, state, what happens slots       the live paths
+    evictor            makes room                pager       moves a live path, copies in and out
+    recorder           stores                    quarantine  what was found wrong
+    verifier           who is checked            tally       what was found, in numbers
+
+It knows no Session, Group or Row: its methods take a Request, a LivePath, checkpoints. The lock is taken wherever
+nothing else is said: `with core.lock`.
+
+Invariants, asserted by `check`, besides those of its parts:
+
+  C1  Between public calls every node's spans are LIVE or PAGED, none is LEAVING.
+  C2  live + paged bytes <= budget after every public call, if dropping evictable state can achieve it.
+  C3  A leaf without a checkpoint is live, kept, or the model has no point layers: nothing else could resume on it.
+  C4  The account's live bytes are those of the slots and of the bookings, one per open group, and so are the
+      checkpoints that requests have and the tree does not, and the second states.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from policies import CostModel, EvictionPolicy
+from radixcache.adapters.snapshots import Checkpoint
+from radixcache.budget.ledger import Ledger
+from radixcache.layers.evaluation import NATIVE_ERRORS
+from radixcache.layers.layout import Layout
+from radixcache.paging.booking import Booking, Owner
+from radixcache.paging.evictor import Evictor
+from radixcache.paging.grid import Tails, floor
+from radixcache.paging.live_path import LivePath
+from radixcache.paging.pager import Pager
+from radixcache.paging.pins import Pins
+from radixcache.paging.recorder import Recorder
+from radixcache.paging.request import Request
+from radixcache.paging.resume import ResumePlan, ShortReason, plan_resume
+from radixcache.paging.slots import Slots
+from radixcache.paging.tally import Tally
+from radixcache.settings import Settings
+from radixcache.tokens.keys import Keys
+from radixcache.tokens.quarantine import Quarantine
+from radixcache.tree.events import Events
+from radixcache.tree.radix_tree import Match
+from radixcache.tree.state_tree import NodeState, StateNode, StateTree, Use
+from radixcache.verify.verifier import Verifier
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What a prompt finds.
+
+    Attributes:
+        match: what the tree holds of it, as far as it is not quarantined.
+        live: the slot it is to go on in; None: in none.
+        plan: where it resumes.
+    """
+
+    match: Match[NodeState]
+    live: LivePath | None
+    plan: ResumePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """What `begin` would find, and how far it would get if all buffers could be read."""
+
+    match: Match[NodeState]
+    plan: ResumePlan
+    readable: ResumePlan
+
+
+#: Chooses a slot for a path, of which so many tokens count.
+Choose = Callable[[list[StateNode], int], LivePath]
+
+
+class Core:
+    """One cache. Arguments are checked already; `trace` is a TraceWriter, or None."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        ledger: Ledger,
+        policy: EvictionPolicy,
+        cost: CostModel,
+        settings: Settings,
+        trace: Any = None,
+    ) -> None:
+        self.layout = layout
+        self.settings = settings
+        self._trace = trace
+        self.ledger = ledger
+        self.lock = ledger.lock
+        self.account = ledger.open_account(self._give_back)
+        self.events = Events(settings.on_event, self.lock)
+        self.states = StateTree(
+            layout, policy, self.account, cost, self.events, grid_tokens=settings.grid_tokens, merges=settings.merges
+        )
+        self.pins = Pins(layout, self.states, ledger.budget_bytes)
+        self.slots = Slots(layout, self.states, self.pins, settings.live_slots)
+        cap = settings.checkpoint_budget_bytes or ledger.budget_bytes // 2
+        self.evictor = Evictor(self.states, self.slots, cap, settings.trim_step_tokens)
+        self.pager = Pager(layout, self.states, self.evictor, self.slots)
+        self.recorder = Recorder(layout, self.states, self.evictor, self.pager)
+        self.quarantine = Quarantine()
+        self.verifier = Verifier(settings.verify, settings.verify_seed, self.lock, self.events)
+        self.tails = Tails()
+        self.tally = Tally()
+        #: What open groups have on the account, each with its group.
+        self.bookings: list[tuple[Booking, weakref.ref[Owner]]] = []
+        self._tick = 0
+
+    # A request comes
+
+    def next_use(self, priority: int = 0, turn: int | None = None, kind: str = "") -> Use:
+        """Who uses state with the request that is coming; its tick is later than the one before."""
+        clock = self.settings.clock
+        self._tick = max(self._tick + 1, 0 if clock is None else clock())
+        self.events.tick = self._tick
+        return Use(self._tick, priority, turn, kind)
+
+    def take_back(self) -> None:
+        """Take back what sessions and groups have that vanished without closing, their finalizers interrupted."""
+        for path in self.slots.vanished():
+            self.slots.lose(path)
+            self.release(path)
+        for booking in [booking for booking, group in self.bookings if group() is None]:
+            self.end_booking(booking)
+
+    def end_booking(self, booking: Booking) -> None:
+        """A group is over."""
+        booking.end()
+        self.bookings = [each for each in self.bookings if each[0] is not booking]
+
+    def allowed(self, keys: Keys, namespace: str) -> Keys:
+        """The keys up to where they are quarantined."""
+        return keys[: self.quarantine.limit(keys, namespace)]
+
+    def lookup(
+        self,
+        keys: Keys,
+        namespace: str,
+        limit: int,
+        choose: Choose | None = None,
+        *,
+        behind: int = 0,
+        evaluate: bool = True,
+    ) -> Lookup:
+        """Find what the tree has of a prompt, and plan where a request resumes.
+
+        Args:
+            limit: the most tokens that may be restored.
+            choose: the slot to go on in. The match is cut then from what lies behind it: that is not this request's,
+                neither touched nor guarded with it. None: in no slot; nothing is changed.
+            behind: what ends at or before this offset need not be read.
+            evaluate: find out whether what is pending in buffers that are to be read succeeds.
+        """
+        allowed = self.allowed(keys, namespace)
+
+        def matched() -> Match[NodeState]:
+            match = self.states.match(allowed, namespace)
+            if choose is None or match.offset in (0, match.node.end):
+                return match
+            return Match(self.states.split(match.node, match.offset), match.offset)
+
+        # Matched anew where there is no room to cut at first: what is evicted for that may be on the path.
+        match = self.pager.allocating(matched)
+        path = match.path
+        live = None if choose is None else choose(path, limit)
+        needed = [node for node in path if node.end > behind] if behind else path
+        hidden = self.slots.hidden(needed, live, evaluate=evaluate)
+        return Lookup(match, live, self._plan(match, allowed, limit, live, hidden))
+
+    def foresee(self, keys: Keys, limit: int, namespace: str) -> Foresight:
+        """What a session would find, or `fetch` while no slot is free; changes nothing and evaluates nothing.
+
+        Args:
+            keys: of the prompt, up to where it is quarantined.
+        """
+        match = self.states.match(keys, namespace)
+        gone = sum(1 << path.slot for path in self.slots.vanished())
+        for node in match.path if gone else []:
+            if node.payload.spans is None and not node.payload.live_mask & ~gone:
+                # The next request gives up what is only in the buffers of a session that nobody closed.
+                match = Match(node.parent or node, node.start)
+                break
+        is_free = not all(path.is_open for path in self.slots.paths)
+        live = self.slots.choose(match.path, min(match.offset, limit)) if is_free else None
+        hidden = self.slots.hidden(match.path, live, evaluate=False)
+        plan = self._plan(match, keys, limit, live, hidden)
+        return Foresight(match, plan, plan if hidden is None else self._plan(match, keys, limit, live, None))
+
+    def is_resumable(self, keys: Keys, namespace: str) -> bool:
+        """Whether a request that goes on from these keys would resume at their end; it counts as a use if so.
+
+        In exact mode their end is that of their last whole chunk.
+        """
+        match = self.states.match(self.allowed(keys, namespace), namespace)
+        plan = plan_resume(self.layout, match, len(keys), None, grid_tokens=self.states.grid_tokens)
+        if plan.resume < floor(len(keys), self.states.grid_tokens):
+            return False
+        self.states.touch(plan.path, plan.source, self.next_use())
+        return True
+
+    def counted(self, request: Request, plan: ResumePlan, by: str) -> None:
+        """A request was restored: count it, and tell whoever listens."""
+        self.tally.count(plan, len(request.prompt))
+        self.pins.request_passed()
+        if by != "begin":
+            self.verifier.pass_over(plan.resume)
+        detail = {"matched_tokens": plan.matched, "reason": plan.reason, "by": by}
+        nbytes = plan.resume * self.layout.token_bytes
+        self.events.asked(request.keys, request.namespace, plan.resume, nbytes, detail)
+
+    # A request is served
+
+    def fall_back(self, live: LivePath, own: Sequence[Checkpoint], limit: int) -> int:
+        """Return live caches to the deepest checkpoint at or below `limit`, the request's own or the tree's."""
+        found = [(each.offset, each) for each in own if each.offset <= limit]
+        stored = [(node.end, node.payload.checkpoint) for node in live.nodes() if node.end <= limit]
+        found += [(end, checkpoint) for end, checkpoint in stored if checkpoint is not None]
+        target, checkpoint = max(found, key=lambda pair: pair[0], default=(0, None))
+        if target < live.offset:
+            self.pager.retreat(live, target)
+        self.layout.rewind_spans(live.caches, target)
+        live.restore_points(checkpoint, target)
+        live.measure()
+        self.keep_budget()
+        return target
+
+    def measured(self, live: LivePath, caches: Sequence[Any], request: Request, wait: bool) -> None:
+        """A forward pass may have changed the live buffers: learn from them, book them, keep the budget."""
+        self.layout.learn(caches)
+        ours = {id(cache) for cache in live.caches}
+        replaced = [cache for cache in caches if id(cache) not in ours]
+        self.pager.fit_capacity(live, len(request.prompt), request.reserve, wait)
+        live.measure(replaced)
+        self.evictor.make_room()
+
+    def thin(self, checkpoints: list[Checkpoint], booking: Booking) -> None:
+        """A request took the last of these checkpoints: book it; for cap and budget its interval ones go."""
+        booking.book_checkpoint(checkpoints[-1].nbytes)
+        self.evictor.thin_checkpoints()
+        fits = self.evictor.make_room()
+        while not fits or self.account.checkpoint_bytes > self.evictor.checkpoint_budget_bytes:
+            victim = _least_covering(checkpoints)
+            if victim is None:
+                return
+            checkpoints.remove(victim)
+            booking.book_checkpoint(-victim.nbytes)
+            fits = self.evictor.over_bytes() == 0
+
+    def book_second(self, live: LivePath, nbytes: int) -> bool:
+        """Book the state of a cold run beside a session, in all; False: it does not fit, and nothing is booked."""
+        growth = nbytes - live.booking.second_bytes
+        fits = growth <= 0 or self.evictor.find_room(growth)
+        live.booking.book_second(nbytes if fits else 0)
+        return fits
+
+    # State is found wrong
+
+    def expel(self, live: LivePath, keys: Keys, start: int | None, namespace: str) -> int:
+        """Quarantine what begins with `keys` from offset `start` on, take it out of the tree, and empty `live`.
+
+            root ── a ── b ── c        keys end on b, start lies inside it: b is cut there, its lower part and all
+                          └── d        below go; pins on them are void; live paths that stand on them step back
+
+        What other prompts share with it stays. An idle slot that had any of it is emptied as well. Another open
+        session keeps its caches, ahead of its path from then on; at its close only what was in front is stored.
+
+        Args:
+            start: None: where they are quarantined already, by a check of another session on the same path, or else
+                where the node begins on which they end. In exact mode it moves to the multiple of step_size below.
+
+        Returns:
+            The start.
+        """
+        match = self.states.match(keys, namespace)
+        if start is None:
+            start = self.quarantine.offset(keys, namespace)
+        if start is None:
+            start = match.node.start if match.offset == len(keys) else 0
+        start = floor(start, self.states.grid_tokens)
+        self.quarantine.add(keys, start, namespace)
+        for _, reference in self.bookings:
+            owner = reference()
+            if owner is not None and owner.namespace == namespace:
+                owner.distrust(keys, start)
+        guarded = [] if live.guarded is None else [live.guarded]
+        live.guard(None)
+        chain = match.node.path()
+        if match.offset == len(keys):
+            chain = self._cut_off(match.node, start)
+        self._empty(live)
+        for node in reversed(chain):
+            if node.payload is None or node.end <= start or not node.is_leaf:
+                break
+            if node.payload.live or node.payload.is_kept:
+                break
+            self.states.remove(node, was_wrong=True)
+        for left in guarded + chain[::-1]:
+            if left.payload is not None:
+                self.evictor.tidy(left)
+        self.keep_budget()
+        return start
+
+    # A request is over
+
+    def commit(self, live: LivePath, request: Request, keys: Keys, end: int, checkpoints: Sequence[Checkpoint]) -> None:
+        """Make the first `end` of these keys, all evaluated, a path of the tree, LIVE and with these checkpoints."""
+        if end < live.offset:
+            self.pager.retreat(live, end)
+        self.recorder.record_live(live, keys[:end], request.namespace, checkpoints, request.use)
+        if self.settings.exact:
+            tip = live.tip if live.tip is not None else self.states.tree.root(request.namespace)
+            self.tails.add(tip, keys[end:])
+
+    def release(self, live: LivePath) -> None:
+        """Free a slot, and join what was cut for its session in vain."""
+        node = live.release()
+        if node is not None:
+            self.evictor.tidy(node)
+
+    def keep_budget(self) -> None:
+        """Keep the caps, and give up what nothing keeps any more."""
+        self.tidy_unpinned()
+        self.evictor.thin_checkpoints()
+        self.evictor.make_room()
+
+    def tidy_unpinned(self) -> None:
+        """Join, or give up, what pins have kept till now."""
+        for node in self.pins.take_unpinned():
+            if node.payload is not None:
+                self.evictor.tidy(node)
+
+    def write_trace(self, request: Request, output_tokens: int = 0) -> None:
+        """Write a request to the trace; a trace that cannot be written is no reason not to serve."""
+        trace, use = self._trace, request.use
+        if trace is None:
+            return
+        about = {"turn": use.turn, "kind": use.kind, "priority": use.priority}
+        try:
+            trace.append(
+                request.keys, time=self._tick, output_tokens=output_tokens, namespace=request.namespace, **about
+            )
+        except OSError as error:
+            warnings.warn(f"{trace.path}: a request could not be recorded: {error}", RuntimeWarning, stacklevel=2)
+
+    def clear(self) -> None:
+        """Drop everything that no open session stands on, and what is remembered of prompts."""
+        self.pins.clear()
+        self.keep_budget()
+        self.tails.clear()
+        self.evictor.shrink_to(0)
+        self.events.history.clear()
+        self.layout.release()
+
+    def check(self) -> None:
+        """Assert C1 to C4 and the invariants of all parts."""
+        states, account = self.states, self.account
+        for part in (states, self.events.history, self.ledger, self.slots, self.pins, self.quarantine, self.tails):
+            part.check()
+        assert states.leaving_bytes == 0, states.leaving_bytes
+        for node in states.tree.nodes():
+            state = node.payload
+            assert state.live or state.spans is not None, node
+            bare = node.is_leaf and state.checkpoint is None and not state.live and not state.is_kept
+            assert not (bare and self.layout.has_points), node
+            assert state.checkpoint is None or node.end % states.grid_tokens == 0, node
+        bookings = [path.booking for path in self.slots.paths] + [booking for booking, _ in self.bookings]
+        booked = [sum(column) for column in zip(*(each.amounts for each in bookings), strict=True)]
+        wanted = [account.live_bytes, states.booked_checkpoint_bytes, account.second_bytes]
+        assert booked == wanted, (booked, wanted)
+        idle = not self.bookings and not any(path.is_open for path in self.slots.paths)
+        if idle and not self.pins.nbytes and self.ledger.is_sole(account):
+            assert self.ledger.over_bytes() == 0, self.ledger.total_bytes
+
+    # Private
+
+    def _plan(
+        self, match: Match[NodeState], keys: Keys, limit: int, live: LivePath | None, hidden: int | None
+    ) -> ResumePlan:
+        plan = plan_resume(self.layout, match, limit, live, hidden, grid_tokens=self.states.grid_tokens)
+        tail = self.tails.matched(match, keys) if self.settings.exact else 0
+        if not tail:
+            return plan
+        # An earlier request had evaluated more of it, off the grid.
+        off_grid = plan.off_grid + min(tail, limit - match.offset)
+        reason = plan.reason or (ShortReason.OFF_GRID if off_grid else ShortReason.LAST_TOKEN)
+        return replace(plan, matched=match.offset + tail, reason=reason, off_grid=off_grid)
+
+    def _cut_off(self, node: StateNode, start: int) -> list[StateNode]:
+        """Remove a node from `start` on, and all below it; returns the path that is left."""
+        if node.start < start:
+            try:
+                self.states.split(node, start)
+            except NATIVE_ERRORS:
+                self.layout.release()  # there is not even room to cut it: all of it goes
+        rest = [] if node.parent is None else node.parent.path()
+        for path in self.slots.remove_branch(node, was_wrong=True):
+            if not path.is_open:
+                self.evictor.empty_slot(path, self.evictor.over_bytes)
+        return rest
+
+    def _empty(self, live: LivePath) -> None:
+        """Leave the path that a session stands on, keeping what is right of it, and empty its caches in place."""
+        nodes = live.nodes()
+        try:
+            self.pager.retreat(live, 0)
+        except NATIVE_ERRORS:
+            self.slots.lose(live)
+        live.empty()
+        self.states.coalesce_all(nodes)
+
+    def _give_back(self, amount_bytes: int) -> int:
+        """Another cache on the ledger wants bytes."""
+        return self.evictor.shrink_to(max(0, self.account.total_bytes - amount_bytes))
+
+
+def _least_covering(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    """The interval checkpoint whose neighbours are closest together; the newest is never chosen."""
+    offsets = [0, *(c.offset for c in checkpoints)]
+    gaps = [(offsets[i + 2] - offsets[i], i) for i, c in enumerate(checkpoints[:-1]) if c.kind == "interval"]
+    return checkpoints[min(gaps)[1]] if gaps else None

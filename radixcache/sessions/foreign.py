@@ -1,0 +1,49 @@
+"""fetch and insert: state for caches that are somebody else's, and out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from radixcache.paging.core import Core
+from radixcache.paging.request import Request
+
+
+def fetch(core: Core, request: Request) -> tuple[list[Any], int]:
+    """Restore the longest usable prefix into fresh caches; returns them and their offset. The lock is held."""
+    found = core.lookup(request.keys, request.namespace, request.limit)
+    plan, node = found.plan, found.match.node
+    nodes = [each for each in plan.path if each.start < plan.resume]
+    with core.states.guarded(node):
+        caches = core.pager.allocating(lambda: core.pager.restored(nodes, plan))
+    core.states.touch(nodes, plan.source, request.use)
+    core.evictor.tidy(node)
+    core.counted(request, plan, "fetch")
+    core.tidy_unpinned()
+    core.write_trace(request)
+    return caches, plan.resume
+
+
+def insert(core: Core, request: Request, caches: Sequence[Any]) -> int:
+    """Store what the tree lacks of foreign caches; returns how many tokens it has then. The lock is held.
+
+    Raises:
+        SnapshotError: the caches do not fit; nothing was changed.
+    """
+    allowed = core.allowed(request.keys, request.namespace)
+    if len(allowed) < len(request.keys) and core.layout.has_points:
+        core.layout.compare(caches)  # point state cannot be cut back to where the quarantine begins
+        end = len(allowed)
+    else:
+        end = core.recorder.record_foreign(caches, allowed, request.namespace, request.use)
+    core.keep_budget()
+    return core.states.match(request.keys[:end], request.namespace).offset
+
+
+def require_insert(core: Core) -> None:
+    """Raise ValueError where foreign caches cannot be taken."""
+    if core.settings.exact:
+        raise ValueError(
+            "insert() into an exact cache: nobody knows whether these caches were prefilled in whole chunks of "
+            f"{core.settings.step_size} tokens from offset 0. Use begin() and session.prefill(), or exact=False."
+        )

@@ -1,0 +1,257 @@
+"""Progress: how far the layers of one session are evaluated, forward passes on them, and what is left when one fails.
+
+Two numbers describe it. `position` counts the tokens whose forward pass the session ran itself; the layers' offsets say
+how many ran in truth, which is more when the caller's own loop called the model, and unequal when a forward pass broke
+off in the middle. `settle` brings the two together: nothing is stored that was not evaluated, or whose tokens are not
+known, and as little else as can be is given up.
+
+Invariants:
+
+  N1  Every checkpoint was taken when all layers stood exactly at its offset.
+  N2  After a forward pass that raised, the layers stand at `position` again, or they fell back to a checkpoint, or the
+      session is lost and every further call says so.
+  N3  In exact mode the state up to `grid_end` was made in whole chunks from offset 0; no more than that is stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from radixcache.adapters.snapshots import Checkpoint
+from radixcache.layers.blind_leaves import BlindLeaves, Moved
+from radixcache.layers.evaluation import is_evaluation_failure
+from radixcache.paging.core import Core
+from radixcache.paging.grid import floor
+from radixcache.paging.live_path import LivePath
+from radixcache.paging.request import Request
+from radixcache.tokens.ids import TokenIds
+
+
+class Progress:
+    """The layers of one session.
+
+    Attributes:
+        caches: the live mlx-lm caches, as generators may have replaced them.
+        position: tokens evaluated so far, as far as the session knows.
+        grid_end: exact mode: the multiple of step_size up to which the state is that of a cold run to the bit.
+        checkpoints: those taken on the way, which the tree does not have yet.
+        is_lost: whether a failure has left nothing to go on with.
+        raised: what a forward pass raised last, and was dealt with.
+    """
+
+    def __init__(self, core: Core, live: LivePath, request: Request, offset: int) -> None:
+        self._core = core
+        self._layout = core.layout
+        self._live = live
+        self._request = request
+        self._is_exact = core.settings.exact
+        self._step_size = core.settings.step_size
+        self.checkpoints: list[Checkpoint] = []
+        self.is_lost = False
+        self.raised: BaseException | None = None
+        self.stand_at(offset)
+
+    def stand_at(self, offset: int) -> None:
+        """The live path was moved to an offset."""
+        self.caches: list[Any] = list(self._live.caches)
+        self.position = self.grid_end = offset
+        self._span_capacity = 0
+        self._recheck_at = -1
+        self._blind = BlindLeaves(self._layout, self.caches)
+
+    def is_untouched(self) -> bool:
+        """Whether no forward pass has gone through the leaves without an offset since they were last looked at."""
+        return self._blind.moved(self.caches) is Moved.NONE
+
+    def forget(self) -> None:
+        """Let go of all state, for who keeps the closed session."""
+        self.caches = []
+        self._blind.forget()
+        self.raised = None
+
+    def sync(self, known_tokens: int) -> None:
+        """Take note of forward passes that the caller's own loop ran.
+
+        Raises:
+            ValueError: they went beyond the tokens that are known.
+        """
+        offset = self._layout.first_offset(self.caches)
+        if offset is None:
+            return
+        if not self._agree(self.caches, offset):
+            self._fall_back(min(offset, self.position))
+            return
+        if offset == self.position:
+            return
+        self.grid_end = min(self.grid_end, floor(offset, self._step_size))
+        if offset > known_tokens:
+            raise ValueError(f"the caches stand at {offset}, only {known_tokens} tokens are known; extend() first.")
+        self.position = offset
+        self._blind.note(self.caches)
+
+    def prefill(self, model: Any, chunk: TokenIds, step_size: int) -> None:
+        """Evaluate a chunk of the prompt, and wait for it."""
+        held = self._layout.hold(self.caches, len(chunk))
+        start = self.position
+        self._forward(model, mx.array(chunk)[None], len(chunk), held)
+        try:
+            if len(chunk) == 1 < self._step_size and self._is_exact:
+                # A ring that goes round stays as it is: mlx-lm goes on from there too, and adds up in that order.
+                self._layout.evaluate(self.caches)
+            else:
+                self._layout.own(self.caches)
+        except Exception as error:
+            self.is_lost = True
+            self.raised = error
+            raise
+        except BaseException:
+            with self._core.lock:
+                self.position = start
+                self._undo(held, probe=True)
+            raise
+        self._measure(wait=True)
+        # Now: a checkpoint would take buffers of the chunk's, which are larger than it is.
+        self._layout.release()
+        if start == self.grid_end and len(chunk) == step_size:
+            self.grid_end = self.position
+
+    def step(self, model: Any, array: mx.array, count: int) -> mx.array:
+        """Evaluate the next tokens (1, T), and wait for nothing; logits (1, T, V)."""
+        return self._forward(model, array, count, self._layout.hold(self.caches, count))
+
+    def stepped(self, count: int) -> None:
+        """Steps over so many tokens went well: own and book what they have left."""
+        if count > 1:
+            self._layout.own_lazily(self.caches)
+        if self.position > self._recheck_at or count > 1:
+            self._measure(wait=False)
+
+    def take_checkpoint(self, kind: str) -> None:
+        """Copy the point state where it stands, unless an exact cache would not resume on it."""
+        if self._is_exact and self.position != self.grid_end:
+            return
+        with self._core.lock:
+            make = lambda: self._layout.checkpoint(self.caches, self.position, kind)  # noqa: E731
+            self.checkpoints.append(self._core.pager.allocating(make))
+            self._core.thin(self.checkpoints, self._live.booking)
+
+    def settle(self, known: int, broke_off: bool) -> tuple[int, int]:
+        """Make the live caches stand at the end of what is to be stored; returns that offset, and what was evaluated.
+
+        A conversion of the caches during the session (late kv_bits) leaves the objects it replaced where they were.
+
+        Args:
+            known: how many tokens are known and may be stored.
+            broke_off: an exception came out of the caller's own loop, perhaps in the middle of a forward pass.
+        """
+        caches = self._live.caches
+        target = self._evaluated(caches, known, broke_off)
+        if target is None:
+            low = (self._layout.offsets(caches) or (known, known))[0]
+            fallen = self._fall_back(min(known, low, self.position))
+            return fallen, fallen
+        if target == 0:
+            # The first forward pass broke off: layers that it reached hold something, the others nothing.
+            self._layout.restore_points(caches, None, 0)
+        end = self._back_to_grid(target) if self._is_exact else target
+        self._layout.own(self._live.caches)
+        return end, target
+
+    # Private
+
+    def _forward(self, model: Any, array: mx.array, count: int, held: list[Any]) -> mx.array:
+        if self._span_capacity and self.position + count >= self._span_capacity:
+            with self._core.lock:
+                # Room for these tokens and then some; copies the buffers once, without waiting for it.
+                self._core.pager.grow(self._live, self.position + count)
+                self._span_capacity = self._layout.span_capacity(self.caches)
+        try:
+            logits: mx.array = model(array, cache=self.caches)
+        except BaseException as error:
+            with self._core.lock:
+                self.raised = error
+                if is_evaluation_failure(error):
+                    self.is_lost = True
+                else:
+                    self._undo(held, probe=False)
+            raise
+        self.position += count
+        if self._blind:
+            self._blind.note(self.caches)
+        return logits
+
+    def _measure(self, wait: bool) -> None:
+        """Book the bytes of the live buffers, which may have changed, and keep the budget; `wait`: may evaluate."""
+        with self._core.lock:
+            self._core.measured(self._live, self.caches, self._request, wait)
+        self._span_capacity = self._layout.span_capacity(self.caches)
+        self._recheck_at = self._layout.capacity(self.caches)
+        self._blind.note(self.caches)
+
+    def _undo(self, held: list[Any], probe: bool) -> None:
+        """Bring the layers back to `position` after a forward pass that raised."""
+        intact = self._layout.roll_back(self.caches, held)
+        if probe:
+            try:
+                self._layout.evaluate(self.caches)
+            except Exception:  # the failed write is still in some buffer's graph: that buffer is gone
+                self.is_lost = True
+                return
+        if not intact:
+            self._fall_back(self.position)
+        else:
+            self._blind.note(self.caches)
+
+    def _fall_back(self, limit: int) -> int:
+        """Return to the last checkpoint at or below `limit`, or to 0."""
+        with self._core.lock:
+            limit = min(limit, self.grid_end) if self._is_exact else limit
+            self.position = self._core.fall_back(self._live, self.checkpoints, limit)
+        self.grid_end = min(self.grid_end, self.position)
+        self.caches = list(self._live.caches)
+        self._blind.note(self.caches)
+        return self.position
+
+    def _back_to_grid(self, target: int) -> int:
+        """Take the live caches, which stand at `target`, back to what a cold run would have there; its offset."""
+        end = min(self.grid_end, floor(target, self._step_size))
+        if end == 0 or not self._layout.can_rewind(self._live.caches, target, end):
+            return self._core.fall_back(self._live, self.checkpoints, end)
+        self._layout.rewind(self._live.caches, target, end)
+        return end
+
+    def _agree(self, caches: list[Any], offset: int) -> bool:
+        """Whether the leaves without an offset may stand where the others do.
+
+        A forward pass of the caller's own loop that broke off shows in them, unless others went through before it.
+        """
+        if not self._blind:
+            return True
+        return self._blind.moved(caches) is (Moved.NONE if offset == self.position else Moved.ALL)
+
+    def _evaluated(self, caches: list[Any], known: int, broke_off: bool) -> int | None:
+        """The offset to store up to, the caches rewound to it; None when only a checkpoint can tell."""
+        offsets = self._layout.offsets(caches)
+        replaced = len(self.caches) != len(caches) or any(a is not b for a, b in zip(self.caches, caches, strict=True))
+        if replaced and self._layout.has_points:
+            return None
+        moved = self._blind.moved(caches)
+        if broke_off and moved is not Moved.NONE:
+            return None
+        if offsets is None:
+            return self.position if moved is Moved.NONE and self.position <= known else None
+        low, high = offsets
+        if low != high:
+            if self._layout.has_points:
+                return None
+            self._layout.rewind_spans(caches, min(low, known))
+            return min(low, known)
+        if not self._agree(caches, high):
+            return None
+        if high > known:
+            if not self._layout.can_rewind(caches, high, known):
+                return None
+            self._layout.rewind(caches, high, known)
+        return min(high, known)

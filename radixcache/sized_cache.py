@@ -1,0 +1,62 @@
+"""sized_cache: a PrefixCache that has sizes in place of state, so that a simulator drives the deployed code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from policies import CostModel, Entry, EvictionPolicy, make_policy
+from radixcache.budget.ledger import Ledger
+from radixcache.layers.sizes import SizedLayout
+from radixcache.paging.core import Core
+from radixcache.prefix_cache import PrefixCache
+from radixcache.settings import Settings
+from radixcache.tree.events import OnEvent
+from radixcache.watch.reading import About
+from radixcache.watch.trace import TraceWriter, opened_trace
+
+
+def sized_cache(
+    layout: SizedLayout,
+    *,
+    budget_bytes: int | Ledger,
+    policy: str | EvictionPolicy = "lru",
+    cost: CostModel | None = None,
+    clock: Callable[[], int] | None = None,
+    trace: str | os.PathLike[str] | TraceWriter | None = None,
+    on_event: OnEvent | None = None,
+    tokenizer: Any = None,
+    **settings: Any,
+) -> PrefixCache:
+    """A cache on sizes. What is not said here is as in PrefixCache.
+
+    Args:
+        clock: where ticks come from, such as a trace's milliseconds; by default they count requests. A tick is later
+            than the one before in any case.
+        settings: checkpoint_interval, checkpoint_budget_bytes, live_slots, exact, step_size; and `trim_tokens`, the
+            step in which a leaf of a pure span model loses its tail, and `merges`: join a node with its only child
+            where nothing keeps them apart. Without it keys of different history stay apart, as policies are defined
+            on blocks.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+    if settings.get("verify"):
+        raise ValueError("verify needs the state of a model; a layout that holds sizes has none.")
+    cache = PrefixCache.__new__(PrefixCache)
+    cache._about = About(policy if isinstance(policy, str) else type(policy).__name__, "given", tokenizer)
+    cache._core = Core(
+        layout,
+        budget_bytes if isinstance(budget_bytes, Ledger) else Ledger(budget_bytes),
+        make_policy(policy),
+        cost or CostModel(),
+        Settings(clock=clock, on_event=on_event, **settings),
+        opened_trace(trace, "requests" if clock is None else "ms"),
+    )
+    return cache
+
+
+def last_key(cache: PrefixCache, entry: Entry) -> int | None:
+    """The last key on the edge that a policy's entry stands for; None when the entry is gone."""
+    return cache._core.states.last_key(entry)
