@@ -5,15 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
-# A process per core, and in each one thread for linear algebra: the models of the tests are tiny.
-PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist worksteal
+# A process per core, and in each one thread for linear algebra: the models of the tests are tiny. What one has compiled
+# the others need not, also where whoever calls make has switched that off.
+PYTEST := OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist worksteal
 # The interpreter for .venv; empty: the first one found that is new enough.
 PYTHON ?=
 
 NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 NEEDS_OPENBLAS := import sys; from runner.blas import load_openblas; sys.exit(load_openblas() is None)
 
-.PHONY: help replay test test-slow lint bench bench-policies architectures clean openblas browser
+.PHONY: help replay test test-slow mutants lint bench bench-policies architectures clean openblas browser
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -28,6 +30,9 @@ test: $(INSTALLED) openblas ## run the tests, without the slow ones
 
 test-slow: $(INSTALLED) openblas browser ## run the slow tests
 	@$(PYTEST) -m slow $(ARGS)
+
+mutants: $(INSTALLED) openblas ## break the code in one place after the other, and see which test finds out
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: $(INSTALLED) ## check style, formatting, types and import rules
 	@$(BIN)/ruff check .
@@ -46,7 +51,7 @@ bench-policies: $(INSTALLED) openblas ## simulate every eviction policy at six c
 	@$(BIN)/python -m benchmarks.bench_policies $(ARGS)
 
 architectures: $(INSTALLED) openblas ## measure every architecture of mlx-lm and write docs/architectures.md
-	@OPENBLAS_NUM_THREADS=1 $(BIN)/python -m runner.architectures $(ARGS)
+	@OPENBLAS_NUM_THREADS=1 $(BIN)/python -m benchmarks.architectures $(ARGS)
 
 clean: ## remove .venv, builds and caches; a fetched demo model stays where it is
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
@@ -86,7 +91,7 @@ openblas: $(INSTALLED)
 
 # The page of a tree is tested in a browser. Chrome, Chromium or Edge will do; without any that test is skipped, and says so.
 browser: $(INSTALLED)
-	@if $(BIN)/python -m tests.browser >/dev/null; then exit 0; fi; \
+	@if $(BIN)/python -m tests.view.browser >/dev/null; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ]; then run=""; elif sudo -n true >/dev/null 2>&1; then run="sudo -n"; else run="no"; fi; \
 	if [ "$$run" != no ] && command -v apt-get >/dev/null 2>&1; then \
 		echo "Installing the system package chromium with apt-get, to test the page of a tree in it."; \

@@ -15,14 +15,14 @@ from typing import Any
 from rich.console import Console
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
-from benchmarks.hollow_model import HollowModel
-from benchmarks.record import arguments, publish
-from runner.builtin import builtin_conversations
-from runner.models import load_model
-from runner.progress import ReplayProgress
-from runner.replay import CacheRun, ReplayOptions, replay
-from runner.schedule import schedule
-from runner.script import Script
+from benchmarks.harness.hollow_model import HollowModel
+from benchmarks.harness.record import arguments, publish
+from runner.models.load import load_model
+from runner.replay.progress import ReplayProgress
+from runner.replay.replay import CacheRun, ReplayOptions, replay
+from runner.script.conversations.builtin import builtin_conversations
+from runner.script.schedule import schedule
+from runner.script.script import Script
 
 UNLIMITED_BYTES = 1 << 40
 STEP_SIZES = (32, 64, 128, 256)

@@ -34,15 +34,23 @@ from typing import Any
 import numpy as np
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
-from benchmarks.hollow_model import HollowModel
-from benchmarks.measured_requests import UNLIMITED_BYTES, VOCABULARY, fill, measure_tokens, request_ms, scenarios
-from benchmarks.record import REPEATS, Spread, arguments, publish, rotated, say
+from benchmarks.harness.hollow_model import HollowModel
+from benchmarks.harness.measured_requests import (
+    UNLIMITED_BYTES,
+    VOCABULARY,
+    fill,
+    measure_tokens,
+    request_ms,
+    scenarios,
+)
+from benchmarks.harness.record import REPEATS, Spread, arguments, publish, rotated, say
 from radixcache import Event, PrefixCache
 from radixcache.budget.ledger import Ledger
 from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.sized_cache import sized_cache
+from radixcache.tokens.keys import Keys
 from radixcache.tree.history import MAX_PIECES, MAX_PROMPTS, History
-from radixcache.tree.radix_tree import Keys
-from runner.tiny import tiny_tokenizer
+from runner.models.tiny import tiny_tokenizer
 
 AIM_EXPLAIN_MS = 1.0
 AIM_SHARE = 0.02
@@ -116,16 +124,16 @@ def _measure_explain(kind: str, count: int, repeats: int) -> Iterator[dict[str, 
     cache, prompts = _full_of_history(kind, count)
     for name, prompt in prompts.items():
         explain = partial(cache.explain, prompt)
-        cache._tokenizer = None
+        cache._about = cache._about._replace(tokenizer=None)
         explanation = explain()
         spread = _spread_ms(explain, repeats)
-        cache._tokenizer = tiny_tokenizer()
+        cache._about = cache._about._replace(tokenizer=tiny_tokenizer())
         text = _spread_ms(explain, repeats)
         yield {
             "layers": kind,
             "prompt": name,
             "nodes": cache.stats.nodes,
-            "evicted pieces": len(cache._states.history._pieces),
+            "evicted pieces": len(cache._core.events.history._pieces),
             "tokens": len(prompt),
             "resumable": explanation.resumable_tokens,
             "gaps": len(explanation.gaps),
@@ -139,7 +147,7 @@ def _measure_explain(kind: str, count: int, repeats: int) -> Iterator[dict[str, 
 def _full_of_history(kind: str, count: int) -> tuple[PrefixCache, dict[str, Keys]]:
     """A cache of `count` nodes with all the history that is kept, and what it is asked about, by name."""
     layout = SizedLayout(1) if kind == "span" else SizedLayout(1, 10)
-    cache = PrefixCache(layout=layout, budget_bytes=Ledger(UNLIMITED_BYTES))
+    cache = sized_cache(layout, budget_bytes=Ledger(UNLIMITED_BYTES))
     random = np.random.default_rng(count)
     shared = random.integers(0, VOCABULARY, SHARED_TOKENS)
 
@@ -245,7 +253,7 @@ def _filled(model: HollowModel, count: int, rounds: int, listener: Listener) -> 
         ledger = Ledger(UNLIMITED_BYTES)
         cache = PrefixCache(model, budget_bytes=ledger, on_event=listener.hear if name == "both" else None)
         if name == "neither":
-            cache._states.history = NoHistory()
+            cache._core.events.history = NoHistory()
         conversations: list[list[int]] = []
         fill(cache, model, conversations, count)
         caches[name] = Filled(cache, ledger, dict(scenarios(conversations, rounds)))

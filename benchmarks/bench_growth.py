@@ -35,7 +35,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from benchmarks.record import REPEATS, Spread, arguments, publish, say
+from benchmarks.harness.record import REPEATS, Spread, arguments, publish, say
 from radixcache import PrefixCache
 
 UNLIMITED_BYTES = 1 << 40

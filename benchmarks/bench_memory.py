@@ -32,12 +32,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from benchmarks.random_models import VOCABULARY, random_model
-from benchmarks.record import arguments, publish, say
+from benchmarks.harness.random_models import VOCABULARY, random_model
+from benchmarks.harness.record import arguments, publish, say
 from radixcache import PrefixCache
-from runner.backends.backend import Prompt
-from runner.backends.mlx_lm import LRUPrompts
-from runner.tiny import tiny_tokenizer
+from runner.models.tiny import tiny_tokenizer
+from runner.replay.backends.mlx_lm import LRUPrompts
+from runner.script.script import Prompt
 
 UNLIMITED_BYTES = 1 << 40
 KINDS = ("kv", "sliding", "hybrid")

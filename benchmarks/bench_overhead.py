@@ -1,7 +1,7 @@
 """What does the cache cost in Python: per decoded token, per prefill chunk, and per request?
 
-The model is hollow (benchmarks/hollow_model.py): its forward pass only writes its caches, so that what a session adds
-is most of what there is. The requests are those of benchmarks/measured_requests.py. Two tables:
+The model is hollow (benchmarks/harness/hollow_model.py): its forward pass only writes its caches, so that what a
+session adds is most of what there is. The requests are those of benchmarks/harness/measured_requests.py. Two tables:
 
     tokens      step() against calling the model directly on caches of the same kind and length, in turns; likewise
                 prefill() against a loop of forward passes. Arrays are evaluated between the measured blocks of `step`
@@ -31,8 +31,8 @@ from typing import Any
 import mlx.core as mx
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
-from benchmarks.hollow_model import HollowModel
-from benchmarks.measured_requests import (
+from benchmarks.harness.hollow_model import HollowModel
+from benchmarks.harness.measured_requests import (
     UNLIMITED_BYTES,
     VOCABULARY,
     block_us,
@@ -41,10 +41,10 @@ from benchmarks.measured_requests import (
     request_ms,
     scenarios,
 )
-from benchmarks.record import arguments, publish
+from benchmarks.harness.record import arguments, publish
 from radixcache import PrefixCache
 from radixcache.budget.ledger import Ledger
-from runner.tiny import tiny_model
+from runner.models.tiny import tiny_model
 
 AIM_TOKEN_US = 50.0
 AIM_REQUEST_MS = 2.0

@@ -26,7 +26,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from benchmarks.record import REPEATS, Spread, arguments, in_turns, publish, say
+from benchmarks.harness.record import REPEATS, Spread, arguments, in_turns, publish, say
 from radixcache import PrefixCache
 
 UNLIMITED_BYTES = 1 << 40

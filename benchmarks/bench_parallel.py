@@ -32,11 +32,11 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
-from benchmarks.record import Spread, arguments, publish, rotated, say
+from benchmarks.harness.record import Spread, arguments, publish, rotated, say
 from radixcache import PrefixCache
-from runner.models import load_model
+from runner.models.load import load_model
 from runner.parallel import ParallelGenerator
-from runner.pipeline import generate
+from runner.replies.pipeline import generate
 
 BUDGET_BYTES = 8 << 30
 CHUNK_TOKENS = 512

@@ -21,15 +21,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.record import Spread, arguments, publish, say
+from benchmarks.harness.record import Spread, arguments, publish, say
 from policies import OFFLINE_POLICIES, POLICIES
-from runner.mrc import lru_curve
 from runner.simulate.grid import Job, run_locally
+from runner.simulate.mrc import lru_curve
 from runner.simulate.picture import plot_rows
-from runner.simulate.row import Row
+from runner.simulate.row import SimulationRow
 from runner.simulate.simulator import BlockSizes, Simulation, infinite_ratio, simulate
 from runner.simulate.table import footnotes
-from runner.traces import Trace, TraceRequest, read_trace
+from runner.traces.reader import read_trace
+from runner.traces.request import Trace, TraceRequest
 from runner.traces.synth import Synth, synthesize
 
 BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -58,14 +59,14 @@ def main(given: Sequence[str] | None = None) -> None:
     infinite = {trace.name: infinite_ratio(trace) for trace in traces}
     title = "Block hit ratio: blocks of prompts found / blocks of prompts"
     about = "\n".join([conclusion(rows, minutes), *footnotes(traces, rows)])
-    more = {"infinite_block_hit_ratio": infinite, "grid": [row.as_dict() for row in rows]}
+    more = {"infinite_block_hit_ratio": infinite, "grid": [asdict(row) for row in rows]}
     publish("policies", title, table, folder=options.results, repeats=1, conclusion=about, **more)
     plot_rows(options.results / "policies.png", rows, infinite)
     speed = list(_speeds(traces[0], options.quick))
     publish("policies-speed", "What the simulator takes", speed, folder=options.results, repeats=REPEATS)
 
 
-def conclusion(rows: Sequence[Row], minutes: float) -> str:
+def conclusion(rows: Sequence[SimulationRow], minutes: float) -> str:
     """Say which policy is best online, by trace, at the capacity where LRU leaves the most."""
     said = []
     for trace in dict.fromkeys(row.trace for row in rows):
@@ -103,7 +104,7 @@ def _traces(folder: Path | None, quick: bool) -> list[Trace]:
     return [read_trace((folder or BESIDE) / path, name=name) for name, path in TRACES.items()]
 
 
-def _table(rows: Sequence[Row], capacities: Sequence[int]) -> list[dict[str, Any]]:
+def _table(rows: Sequence[SimulationRow], capacities: Sequence[int]) -> list[dict[str, Any]]:
     found = {(row.trace, row.policy, row.capacity_blocks): row.block_hit_ratio for row in rows}
     return [
         {"trace": trace, "policy": policy}

@@ -30,20 +30,21 @@ from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
-from benchmarks.budget_plot import plot_budgets
-from benchmarks.hollow_model import HollowModel
-from benchmarks.random_models import random_model
-from benchmarks.record import REPEATS, Spread, arguments, publish
+from benchmarks.harness.budget_plot import plot_budgets
+from benchmarks.harness.hollow_model import HollowModel
+from benchmarks.harness.random_models import random_model
+from benchmarks.harness.record import REPEATS, Spread, arguments, publish
 from radixcache import RadixTree
-from runner.backends.plain_run import layers_bytes
-from runner.builtin import builtin_conversations
-from runner.conversations import Conversation, read_conversations
-from runner.models import LoadedModel, load_model
-from runner.progress import ReplayProgress
-from runner.replay import CacheRun, ReplayOptions, replay
-from runner.report import MIB
-from runner.schedule import schedule
-from runner.script import Script
+from runner.files.units import MIB
+from runner.models.load import LoadedModel, load_model
+from runner.replay.backends.plain_run import layers_bytes
+from runner.replay.progress import ReplayProgress
+from runner.replay.replay import CacheRun, ReplayOptions, replay
+from runner.script.conversations.builtin import builtin_conversations
+from runner.script.conversations.conversation import Conversation
+from runner.script.conversations.reader import read_conversations
+from runner.script.schedule import schedule
+from runner.script.script import Script
 
 AIRLINE = Path(__file__).parents[2] / "shared/data/tau-bench/historical_trajectories/gpt-4o-airline.json"
 SHARES = (10, 25, 50, 100)

@@ -33,10 +33,10 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from benchmarks.random_models import random_model
-from benchmarks.record import REPEATS, Spread, arguments, publish, say
+from benchmarks.harness.random_models import random_model
+from benchmarks.harness.record import REPEATS, Spread, arguments, publish, say
 from radixcache import PrefixCache
-from runner.models import ModelError, load_model
+from runner.models.load import ModelError, load_model
 
 UNLIMITED_BYTES = 1 << 40
 PREFILL_TOKENS = 512
@@ -185,7 +185,7 @@ def _request(cache: PrefixCache, model: Any, conversation: Conversation, new: in
     session.close()
     forward_ms, expected = _forward(model, conversation.caches, fresh, spy.chunks)
     uncut_ms = None
-    if cache.layout.has_points:
+    if cache._core.layout.has_points:
         uncut_ms, _ = _forward(model, conversation.uncut, fresh, [new - 1, 1] if new > 1 else [1])
     conversation.tokens = prompt
     differ = float(mx.abs(logits[:, -1] - expected[:, -1]).max())

@@ -35,10 +35,11 @@ from typing import Any
 import numpy as np
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
-from benchmarks.record import REPEATS, arguments, publish
+from benchmarks.harness.record import REPEATS, arguments, publish
 from radixcache import RadixTree
 from radixcache.tokens.ids import token_ids
-from radixcache.tree.radix_tree import Keys, Node
+from radixcache.tokens.keys import Keys
+from radixcache.tree.radix_tree import Node
 
 VOCABULARY = 50_000
 LONG = 4

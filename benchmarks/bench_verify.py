@@ -20,8 +20,8 @@ import mlx.core as mx
 import numpy as np
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
-from benchmarks.random_models import VOCABULARY, random_model
-from benchmarks.record import REPEATS, Spread, arguments, in_turns, publish, say
+from benchmarks.harness.random_models import VOCABULARY, random_model
+from benchmarks.harness.record import REPEATS, Spread, arguments, in_turns, publish, say
 from radixcache import PrefixCache
 from radixcache.sessions.session import Session
 

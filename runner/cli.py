@@ -6,53 +6,23 @@ Whatever the user got wrong is one line on stderr that starts with `error:`; a t
 
 import errno
 import os
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 import typer
-from rich.console import Console
 
-import runner
-from runner.backends import CACHE_NAMES
 from runner.commands.advise import advise
-from runner.commands.conversation_files import read_chosen
 from runner.commands.explain import explain
 from runner.commands.mrc import mrc
-from runner.commands.replay_parallel import require_parallel, run_parallel
+from runner.commands.replay import replay
 from runner.commands.simulate import simulate
 from runner.commands.synth import synth
 from runner.commands.tree import tree
-from runner.commands.usage import (
-    EXIT_CHECK_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    PIPE_COLUMNS,
-    UsageError,
-    bytes_of,
-    require,
-    require_policy,
-    require_writable_files,
-    say,
-)
-from runner.commands.view_files import require_view_file, write_view
-
-if TYPE_CHECKING:
-    from runner.conversations import Conversation
-    from runner.models import LoadedModel
-    from runner.parallel_report import ParallelReport
-    from runner.replay import ReplayOptions
-    from runner.report import Report
-    from runner.script import Script
-
+from runner.commands.usage import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError, say
 
 # What writing to stdout fails with: a full disk, a quota, a reader that went away.
 OUTPUT_ERRORS = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE)
-# How many differing answers are named one by one.
-NAMED_DIFFERENCES = 10
 
 # typer brings a copy of click in newer releases and uses click itself in older ones: take the class from typer.
 CommandLineError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -95,251 +65,8 @@ def radixcache() -> None:
     """A prefix cache for MLX language models, and tools that show what it saves."""
 
 
-app.command()(simulate)
-app.command()(mrc)
-app.command()(synth)
-app.command()(advise)
-app.command()(tree)
-app.command()(explain)
-
-
-@app.command()
-def replay(
-    context: typer.Context,
-    cache: Annotated[str, typer.Option(help="Caches to compare, in this order, separated by commas.")] = (
-        ",".join(CACHE_NAMES)
-    ),
-    conversations: Annotated[
-        list[Path] | None,
-        typer.Option(help="File of conversations to replay; may be given several times. Default: a built-in set."),
-    ] = None,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read or does not fit the model.")
-    ] = False,
-    model: Annotated[
-        str, typer.Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format, or a hub id.")
-    ] = "demo",
-    policy: Annotated[str, typer.Option(help="What the radix cache evicts first.")] = "lru",
-    users: Annotated[int | None, typer.Option(help="Take only the first so many users.  [default: all]")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the schedule: the same seed, the same requests.")] = 0,
-    requests: Annotated[int, typer.Option(help="Requests to replay at most.")] = 24,
-    budget_mib: Annotated[float, typer.Option(help="Byte budget of mlx-lm and of radix, in MiB.")] = 128,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per reply, greedily.")] = 8,
-    recorded: Annotated[
-        bool, typer.Option("--recorded", help="Generate one token per reply, then feed the recorded reply.")
-    ] = False,
-    step_size: Annotated[int, typer.Option(help="Tokens per chunk of prefill.")] = 2048,
-    parallel: Annotated[
-        int | None,
-        typer.Option(help="Serve so many users at a time, on the radix cache alone, a forward pass for all of them."),
-    ] = None,
-    exact: Annotated[
-        bool,
-        typer.Option("--exact", help="Let radix resume at multiples of --step-size only, equal to the bit."),
-    ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures, with a row per request, to this file.")
-    ] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Write TTFT and bytes held per request to this PNG.")
-    ] = None,
-    dump_tree: Annotated[bool, typer.Option("--dump-tree", help="Print the radix cache's tree at the end.")] = False,
-    tree_file: Annotated[
-        Path | None,
-        typer.Option("--tree", help="Write the radix cache's tree at the end to this .html, .svg, .txt or .json."),
-    ] = None,
-) -> None:
-    """Serve the same conversations through several caches and compare them.
-
-    The requests of several users are interleaved by a seeded schedule and rendered with the model's own chat template.
-    Each cache answers all of them in turn, and its answers are compared with those computed without a cache.
-    """
-    caches = _cache_names(cache)
-    if parallel is not None:
-        step_size = require_parallel(context, parallel, caches, step_size, recorded=recorded, exact=exact)
-        caches = ["radix"]
-    require_policy(policy)
-    for option, value in (
-        ("--users", 1 if users is None else users),
-        ("--requests", requests),
-        ("--max-tokens", max_tokens),
-        ("--step-size", step_size),
-    ):
-        require(value >= 1, f"{option} is {value}; wanted at least 1.")
-    budget_bytes = bytes_of(budget_mib)
-    if tree_file is not None:
-        require_view_file(tree_file)
-        require("radix" in caches, f"--tree {tree_file} shows the radix cache; wanted radix among --cache.")
-    require_writable_files(json_file, plot_file, tree_file)
-    if runner.BLAS_ADVICE:
-        say(f"note: {runner.BLAS_ADVICE}")
-    with _interruptible():
-        chosen = read_chosen(conversations, skip_bad)
-        loaded = _load_model(model)
-
-        from runner.replay import ReplayOptions
-
-        options = ReplayOptions(
-            budget_bytes, policy, max_tokens, recorded, step_size, dump_tree, exact, tree_file is not None
-        )
-        script = _script(loaded, chosen, options, users=users, seed=seed, requests=requests, skip_bad=skip_bad)
-    report: Report | ParallelReport
-    if parallel is None:
-        report, broken_off = _run(loaded, script, caches, options)
-    else:
-        report, broken_off = run_parallel(loaded, script, options, parallel)
-    if isinstance(broken_off, UsageError) and not report.runs:
-        raise broken_off
-    _print_report(report)
-    about = {
-        "model": loaded.name,
-        "seed": seed,
-        "command": shlex.join(["radixcache", *context.obj]),
-        "options": {"users": users, "requests": requests, "parallel": parallel, **vars(options)},
-        "skipped_requests": script.skipped_requests,
-        "interrupted": broken_off is not None,
-    }
-    _write_files(report, json_file, plot_file, about)
-    for run in report.runs:
-        if run.view is not None and tree_file is not None:
-            write_view(tree_file, run.view)
-    if broken_off is not None:
-        say(f"interrupted: {report.progress(len(script), len(caches))} had finished.")
-        raise broken_off
-    if _name_differences(report):
-        raise typer.Exit(EXIT_CHECK_FAILED)
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Turn Ctrl-C during the preparations into one line and its exit code."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        say("interrupted: nothing had finished.")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-
-
-# What was asked for --------------------------------------------------------------------------------------------------
-
-
-def _cache_names(listed: str) -> list[str]:
-    """Split and check --cache; a cache named twice runs once."""
-    names = list(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
-    require(bool(names), f"--cache names no cache; wanted some of {', '.join(CACHE_NAMES)}.")
-    for name in names:
-        require(name in CACHE_NAMES, f"--cache has {name!r}; wanted some of {', '.join(CACHE_NAMES)}.")
-    return names
-
-
-def _load_model(spec: str) -> "LoadedModel":
-    from runner.models import ModelError, load_model
-
-    try:
-        return load_model(spec)
-    except ModelError as error:
-        raise UsageError(str(error)) from error
-
-
-def _script(
-    loaded: "LoadedModel",
-    conversations: "Sequence[Conversation]",
-    options: "ReplayOptions",
-    *,
-    users: int | None,
-    seed: int,
-    requests: int,
-    skip_bad: bool,
-) -> "Script":
-    from runner.schedule import schedule
-    from runner.script import Script, ScriptError
-
-    try:
-        scheduled = schedule(conversations, users=users, seed=seed, max_requests=requests)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    try:
-        script = Script(loaded, scheduled, max_tokens=options.max_tokens, recorded=options.recorded, skip_bad=skip_bad)
-    except ScriptError as error:
-        raise UsageError(str(error)) from error
-    if script.skipped_requests:
-        say(f"note: {script.skipped_requests} of {len(scheduled)} requests skipped: not fit for {loaded.name}.")
-    return script
-
-
-# What comes of it ----------------------------------------------------------------------------------------------------
-
-
-def _run(
-    loaded: "LoadedModel", script: "Script", caches: Sequence[str], options: "ReplayOptions"
-) -> "tuple[Report, Exception | None]":
-    """Run every cache; returns what finished, and what broke the run off before the rest."""
-    from radixcache import UnsupportedCacheError
-    from runner.progress import ReplayProgress
-    from runner.replay import replay as replay_requests
-    from runner.report import Report
-    from runner.script import ScriptError
-
-    runs = []
-    try:
-        with ReplayProgress(_stderr()) as progress:
-            for run in replay_requests(loaded, script, caches, options, progress):
-                runs.append(run)
-    except KeyboardInterrupt:
-        return Report(runs), typer.Exit(EXIT_INTERRUPTED)
-    except UnsupportedCacheError as error:
-        raise UsageError(f"{loaded.name}: {error}") from error
-    except ScriptError as error:
-        # A prompt that waited for generated replies, and turned out not to fit.
-        return Report(runs), UsageError(str(error))
-    return Report(runs), None
-
-
-def _print_report(report: "Report | ParallelReport") -> None:
-    stdout = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
-    if report.runs:
-        stdout.print(report.table())
-    stdout.print(report.sentence(), markup=False, soft_wrap=True)
-    for run in report.runs:
-        if run.tree is not None:
-            # As it is: decoded text may hold brackets, and lines are not to be wrapped.
-            print(f"\n{run.cache}:\n{run.tree}")
-
-
-def _name_differences(report: "Report | ParallelReport") -> int:
-    """Say on stderr which answers differ; returns how many."""
-    differences = report.differences()
-    for cache, index, row in differences[:NAMED_DIFFERENCES]:
-        say(
-            f"check failed: {cache}, request {index + 1} (user {row.user}, {row.conversation_id}, turn {row.turn}): "
-            f"the output tokens differ from those without a cache; {row.cached_tokens:,} of {row.prompt_tokens:,} "
-            "prompt tokens were restored."
-        )
-    if len(differences) > NAMED_DIFFERENCES:
-        say(f"check failed: {len(differences) - NAMED_DIFFERENCES} more answers differ; --json names them all.")
-    return len(differences)
-
-
-def _write_files(
-    report: "Report | ParallelReport", json_file: Path | None, plot_file: Path | None, about: dict[str, Any]
-) -> None:
-    from runner.plots import plot_replay
-    from runner.report import write_json
-
-    if not report.runs:
-        return
-    try:
-        if json_file is not None:
-            write_json(json_file, report.document(**about))
-        if plot_file is not None:
-            users = len({row.user for row in report.runs[0].rows})
-            title = f"{about['model']}, {len(report.runs[0].rows)} requests of {users} users"
-            plot_replay(plot_file, report.runs, title=title, budget_bytes=about["options"]["budget_bytes"])
-    except OSError as error:
-        raise UsageError(f"{error.filename}: cannot be written ({error.strerror}).") from error
-
-
-# Words ---------------------------------------------------------------------------------------------------------------
+for command in (simulate, mrc, synth, advise, tree, explain, replay):
+    app.command()(command)
 
 
 def _complain(message: str) -> int:
@@ -351,7 +78,3 @@ def _explain(error: Exception) -> str:
     """What was wrong with the command line, with the option's name where there is one."""
     describe = getattr(error, "format_message", None)
     return str(describe() if describe is not None else error)
-
-
-def _stderr() -> Console:
-    return Console(stderr=True, highlight=False)

@@ -1,1 +1,1 @@
-"""Commands of `radixcache`, a file each; runner/cli.py registers them."""
+"""The commands of `radixcache`, a file each."""

@@ -1,17 +1,19 @@
 """`radixcache advise`: what a prefix cache can save on a trace, and how many bytes that takes."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from runner.commands.simulate import GIB, MOST_CAPACITY, run_grid
-from runner.commands.trace_options import TraceOptions, about, with_trace_options
-from runner.commands.usage import UsageError, require, require_writable_files, say, writing
-from runner.json_file import read_json
+from runner.commands.simulate import MOST_CAPACITY, run_grid
+from runner.commands.trace_options import TraceOptions, with_trace_options
+from runner.commands.usage import UsageError, about, require, require_writable_files, say, writing
+from runner.files.json_file import read_json
+from runner.files.units import GIB
 
 if TYPE_CHECKING:
-    from runner.model_config import ModelBytes
+    from runner.models.footprint import ModelBytes
     from runner.simulate.grid import Job
 
 
@@ -52,10 +54,11 @@ def advise(
     )
     rows = None if simulation is None else _rows(simulation)
 
-    from runner.advise import advice_document, advice_html, advice_of, advice_text, best_policy
-    from runner.curve_report import curve_picture
-    from runner.mrc import lru_curve
-    from runner.report import write_atomically, write_json
+    from runner.files.atomic import write_atomically
+    from runner.files.json_file import write_json
+    from runner.simulate.advise import advice_document, advice_html, advice_of, advice_text, best_policy
+    from runner.simulate.curve_report import curve_picture
+    from runner.simulate.mrc import lru_curve
 
     read = options.read()
     try:
@@ -80,7 +83,7 @@ def advise(
     if rows is None and own_blocks is not None:
         found, stop = run_grid([read], _grid(own_blocks, sizes), jobs)
         # What finished says nothing about what did not.
-        rows = [row.as_dict() for row in found] if stop is None else None
+        rows = [asdict(row) for row in found] if stop is None else None
     if rows is not None:
         try:
             best = best_policy(rows, trace=read.name, capacity_blocks=own_blocks)

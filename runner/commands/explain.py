@@ -1,15 +1,15 @@
 """`radixcache explain`: which messages or template pieces of recorded conversations break the prefix."""
 
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from runner.commands.conversation_files import read_chosen
+from runner.commands.inputs import load_outline, read_chosen, scheduled_requests
 from runner.commands.usage import (
     UsageError,
+    about,
     bytes_of,
     require,
     require_policy,
@@ -20,9 +20,8 @@ from runner.commands.usage import (
 
 if TYPE_CHECKING:
     from radixcache.layers.sizes import SizedLayout
-    from runner.conversations import Conversation
-    from runner.models import ModelOutline
-    from runner.schedule import Request
+    from runner.models.load import ModelOutline
+    from runner.script.conversations.conversation import Conversation
 
 PROGRESS_REQUESTS = 200
 
@@ -59,14 +58,14 @@ def explain(
     require_policy(policy)
     require_writable_files(json_file)
     conversations = _read(file, skip_bad)
-    outline = _outline(model)
+    outline = load_outline(model)
 
-    from runner.breaks_report import breaks_document, breaks_text
-    from runner.prefix_breaks import find_breaks
-    from runner.report import machine, versions, write_json
-    from runner.script import ScriptError
+    from runner.breaks.prefix_breaks import find_breaks
+    from runner.breaks.report import breaks_document, breaks_text
+    from runner.files.json_file import write_json
+    from runner.script.script import ScriptError
 
-    scheduled = _scheduled(conversations, users, seed, requests)
+    scheduled = scheduled_requests(conversations, users=users, seed=seed, max_requests=requests)
     try:
         report, skipped = find_breaks(
             outline,
@@ -83,22 +82,22 @@ def explain(
         say(f"note: {skipped} of {len(scheduled)} requests skipped: not fit for {outline.name}.")
     print(breaks_text(report, top=top))
     if json_file is not None:
-        about = {
+        document = {
+            **breaks_document(report),
             "model": outline.name,
             "files": [str(path) for path in file],
             "seed": seed,
             "budget_mib": budget_mib,
             "policy": policy,
             "skipped_requests": skipped,
-            "command": shlex.join(["radixcache", *context.obj]),
+            **about(context),
         }
-        document = {**breaks_document(report), **about, "machine": machine(), "versions": versions()}
         with writing():
             write_json(json_file, document)
 
 
 def _read(files: list[Path], skip_bad: bool) -> "list[Conversation]":
-    from runner.prefix_breaks import with_replies
+    from runner.breaks.prefix_breaks import with_replies
 
     read = read_chosen(files, skip_bad)
     unanswered = sum(not each.replies_recorded for each in read)
@@ -107,19 +106,11 @@ def _read(files: list[Path], skip_bad: bool) -> "list[Conversation]":
     return with_replies(read)
 
 
-def _outline(model: str) -> "ModelOutline":
-    from runner.models import ModelError, load_outline
-
-    try:
-        return load_outline(model)
-    except ModelError as error:
-        raise UsageError(str(error)) from error
-
-
 def _layout(outline: "ModelOutline") -> "SizedLayout":
     """The model's layers as sizes; full attention alone where its layers are not known."""
     from radixcache.layers.sizes import SizedLayout
-    from runner.model_config import ModelConfigError, model_bytes
+    from runner.models.footprint import ModelConfigError
+    from runner.models.sizes import model_bytes
 
     try:
         sizes = model_bytes(outline.config)
@@ -127,17 +118,6 @@ def _layout(outline: "ModelOutline") -> "SizedLayout":
         say(f"note: {outline.name}: {error} Explained as a model with full attention alone, 1 byte per token.")
         return SizedLayout(1)
     return SizedLayout(sizes.token_bytes, sizes.state_bytes, sizes.windows)
-
-
-def _scheduled(
-    conversations: "list[Conversation]", users: int | None, seed: int, requests: int | None
-) -> "list[Request]":
-    from runner.schedule import schedule
-
-    try:
-        return schedule(conversations, users=users, seed=seed, max_requests=requests)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _show_progress(done: int, total: int) -> None:

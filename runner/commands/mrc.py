@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from runner.commands.trace_options import TraceOptions, about, with_trace_options
+from runner.commands.trace_options import TraceOptions, with_trace_options
 from runner.commands.usage import (
     UsageError,
+    about,
     require,
     require_picture_format,
     require_writable_files,
@@ -39,16 +40,11 @@ def mrc(
     require(
         sizes is None or sizes.token_bytes > 0, f"{sizes}: blocks have no size of their own; use radixcache simulate."
     )
-    from runner.curve_report import (
-        COUNTS,
-        curve_document,
-        curve_picture,
-        curve_table,
-        picture_format,
-        write_curve_picture,
-    )
-    from runner.mrc import lru_curve
-    from runner.report import write_json
+    from runner.files.atomic import write_atomically
+    from runner.files.json_file import write_json
+    from runner.files.picture import picture_format
+    from runner.simulate.curve_report import COUNTS, curve_document, curve_picture, curve_table
+    from runner.simulate.mrc import lru_curve
 
     read = options.read()
     try:
@@ -74,4 +70,4 @@ def mrc(
             knee_blocks = curve.knee_blocks()
             marks = {"knee": knee_blocks} if knee_blocks else {}
             image = curve_picture(curve, read, block_bytes, marks=marks, file_format=picture_format(plot_file))
-            write_curve_picture(plot_file, image)
+            write_atomically(plot_file, image)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from runner.commands.trace_options import TraceOptions, about, with_trace_options
+from runner.commands.trace_options import TraceOptions, with_trace_options
 from runner.commands.usage import (
     EXIT_INTERRUPTED,
     UsageError,
+    about,
     require,
     require_picture_format,
     require_policy,
@@ -22,14 +23,14 @@ from runner.commands.usage import (
     stdout,
     writing,
 )
+from runner.files.units import GIB
 
 if TYPE_CHECKING:
-    from runner.model_config import ModelBytes
+    from runner.models.footprint import ModelBytes
     from runner.simulate.grid import Job, OnProgress
-    from runner.simulate.row import Row
-    from runner.traces import Trace
+    from runner.simulate.row import SimulationRow
+    from runner.traces.request import Trace
 
-GIB = 1 << 30
 #: Of blocks or GiB; beyond it floats are no longer whole numbers.
 MOST_CAPACITY = 1e15
 
@@ -95,13 +96,13 @@ def simulate(
 
 def run_grid(
     traces: "Sequence[Trace]", grid: "Sequence[Job]", jobs: int, ray: str | None = None
-) -> "tuple[list[Row], Exception | None]":
+) -> "tuple[list[SimulationRow], Exception | None]":
     """Run a grid under a bar; returns what finished, and if that is not all, what to raise once it has been shown."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,}/{task.total:,} requests"))
     total = sum(len(traces[job.trace].requests) for job in grid)
-    rows: list[Row] = []
+    rows: list[SimulationRow] = []
     try:
         with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
             task = progress.add_task("simulating", total=total)
@@ -116,7 +117,7 @@ def run_grid(
 
 def _rows(
     traces: "Sequence[Trace]", grid: "Sequence[Job]", jobs: int, ray: str | None, on_progress: "OnProgress"
-) -> "Iterator[Row]":
+) -> "Iterator[SimulationRow]":
     from runner.simulate.grid import PolicyError, run_locally, run_on_ray
 
     try:
@@ -196,7 +197,7 @@ def _number(text: str, option: str) -> float:
     return value
 
 
-def _print(traces: "Sequence[Trace]", rows: "Sequence[Row]") -> None:
+def _print(traces: "Sequence[Trace]", rows: "Sequence[SimulationRow]") -> None:
     from runner.simulate.table import footnotes, rows_table
 
     console = stdout()
@@ -209,20 +210,20 @@ def _print(traces: "Sequence[Trace]", rows: "Sequence[Row]") -> None:
 def _write(
     context: typer.Context,
     traces: "Sequence[Trace]",
-    rows: "Sequence[Row]",
+    rows: "Sequence[SimulationRow]",
     json_file: Path | None,
     plot_file: Path | None,
     *,
     interrupted: bool,
 ) -> None:
-    from runner.report import write_json
+    from runner.files.json_file import write_json
     from runner.simulate.picture import plot_rows
     from runner.simulate.simulator import infinite_ratio
     from runner.simulate.table import COUNTS
 
     infinite = {trace.name: infinite_ratio(trace) for trace in traces}
     document = {
-        "rows": [row.as_dict() for row in rows],
+        "rows": [asdict(row) for row in rows],
         "infinite_block_hit_ratio": infinite,
         "sources": [trace.source for trace in traces],
         "skipped": [len(trace.skipped) for trace in traces],

@@ -44,7 +44,9 @@ def synth(
     require_writable_files(file)
     from dataclasses import replace
 
-    from runner.traces import Pace, write_compact, write_mooncake
+    from runner.traces.arrivals import Pace
+    from runner.traces.compact import write_compact
+    from runner.traces.mooncake import write_mooncake
     from runner.traces.synth import Synth, synthesize
 
     default = Synth()

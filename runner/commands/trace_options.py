@@ -1,6 +1,5 @@
 """Options that every command over traces has, and what comes of them: a trace, and a model's bytes."""
 
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, wraps
@@ -10,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from runner.commands.inputs import load_outline
 from runner.commands.usage import UsageError, require, say
 
 if TYPE_CHECKING:
-    from runner.model_config import ModelBytes
-    from runner.traces import Trace
+    from runner.models.footprint import ModelBytes
+    from runner.traces.request import Trace
 
 
 ModelConfig = Annotated[Path | None, typer.Option(help="A model's config.json (or its folder), for sizes in bytes.")]
@@ -58,7 +58,8 @@ class TraceOptions:
 
     def read(self, *paths: Path) -> "Trace":
         """Read these paths, or all, as one trace, and say on stderr what of it was left out or made up."""
-        from runner.traces import Pace, read_trace
+        from runner.traces.arrivals import Pace
+        from runner.traces.reader import read_trace
 
         require(
             self.block_tokens is None or self.block_tokens >= 1,
@@ -93,12 +94,7 @@ class TraceOptions:
     def _tokenizer(self) -> object:
         if self.model is None:
             return None
-        from runner.models import ModelError, load_outline
-
-        try:
-            return load_outline(self.model).tokenizer
-        except ModelError as error:
-            raise UsageError(str(error)) from error
+        return load_outline(self.model).tokenizer
 
 
 def load_model_bytes(
@@ -109,7 +105,7 @@ def load_model_bytes(
     kv_group_size: int,
 ) -> "ModelBytes | None":
     """The sizes that these options name, or None where there is neither a configuration nor bytes per token."""
-    from runner.model_config import ModelBytes, ModelConfigError, read_model_bytes
+    from runner.models.footprint import ModelBytes, ModelConfigError
 
     for option, value in (("--bytes-per-token", bytes_per_token), ("--bytes-per-checkpoint", bytes_per_checkpoint)):
         require(value is None or 0 <= value < float("inf"), f"{option} is {value}; wanted 0 or more.")
@@ -126,6 +122,9 @@ def load_model_bytes(
         return sizes
     if model_config is None:
         return None
+    # Imported here: sizes that the user gives need no MLX.
+    from runner.models.sizes import read_model_bytes
+
     try:
         return read_model_bytes(model_config, kv_bits=kv_bits, kv_group_size=kv_group_size)
     except ModelConfigError as error:
@@ -146,10 +145,3 @@ def with_trace_options(command: Callable[..., None]) -> Callable[..., None]:
     named = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in (trace, *own, *shared)]
     run.__signature__ = Signature([context, *named])  # type: ignore[attr-defined]
     return run
-
-
-def about(context: typer.Context) -> dict[str, Any]:
-    """What made a result, for its JSON."""
-    from runner.report import machine, versions
-
-    return {"command": shlex.join(["radixcache", *context.obj]), "machine": machine(), "versions": versions()}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from runner.commands.conversation_files import read_chosen
+from runner.commands.inputs import load_outline, read_chosen, scheduled_requests
 from runner.commands.trace_options import (
     BytesPerCheckpoint,
     BytesPerToken,
@@ -21,7 +21,9 @@ from runner.commands.view_files import ENDINGS, require_view_file, write_view
 
 if TYPE_CHECKING:
     from radixcache import TreeView
-    from runner.model_config import ModelBytes
+    from runner.models.footprint import ModelBytes
+    from runner.models.load import ModelOutline
+    from runner.script.schedule import ScheduledRequest
 
 #: How a saved tree begins.
 SAVED = re.compile(rb'\s*\{\s*"format":\s*"radixcache-tree"')
@@ -76,19 +78,13 @@ def tree(
     require_writable_files(out)
     view = _saved(inputs or [])
     if view is None:
-        view = _grown(
-            inputs or [],
-            model=model,
-            sizes=load_model_bytes(model_config, bytes_per_token, bytes_per_checkpoint, kv_bits, kv_group_size),
-            kv_bits=kv_bits,
-            kv_group_size=kv_group_size,
-            budget_bytes=budget_bytes,
-            policy=policy,
-            users=users,
-            seed=seed,
-            requests=requests,
-            skip_bad=skip_bad,
-        )
+        given = load_model_bytes(model_config, bytes_per_token, bytes_per_checkpoint, kv_bits, kv_group_size)
+        require_policy(policy)
+        chosen = read_chosen(inputs, skip_bad)
+        outline = load_outline(model)
+        sizes = given or _sizes_of(outline, model, kv_bits, kv_group_size)
+        scheduled = scheduled_requests(chosen, users=users, seed=seed, max_requests=requests)
+        view = _grown(scheduled, outline, sizes, budget_bytes, policy, skip_bad)
     if out is not None:
         write_view(out, view, max_nodes)
         return
@@ -115,45 +111,32 @@ def _saved(paths: Sequence[Path]) -> "TreeView | None":
         raise UsageError(f"{paths[0]}: {error}") from error
 
 
-def _grown(
-    paths: Sequence[Path],
-    *,
-    model: str,
-    sizes: "ModelBytes | None",
-    kv_bits: int | None,
-    kv_group_size: int,
-    budget_bytes: int,
-    policy: str,
-    users: int | None,
-    seed: int,
-    requests: int | None,
-    skip_bad: bool,
-) -> "TreeView":
-    require_policy(policy)
-    conversations = read_chosen(paths, skip_bad)
-    from runner.grown_tree import grow_tree
-    from runner.model_config import ModelConfigError, model_bytes
-    from runner.models import ModelError, load_outline
-    from runner.script import ScriptError
+def _sizes_of(outline: "ModelOutline", model: str, kv_bits: int | None, kv_group_size: int) -> "ModelBytes":
+    from runner.models.footprint import ModelConfigError
+    from runner.models.sizes import model_bytes
 
     try:
-        outline = load_outline(model)
-        if sizes is None:
-            sizes = model_bytes(outline.config, kv_bits=kv_bits, kv_group_size=kv_group_size)
-        grown = grow_tree(
-            conversations,
-            outline.tokenizer,
-            sizes,
-            budget_bytes=budget_bytes,
-            policy=policy,
-            users=users,
-            seed=seed,
-            max_requests=requests,
-            skip_bad=skip_bad,
-        )
+        return model_bytes(outline.config, kv_bits=kv_bits, kv_group_size=kv_group_size)
     except ModelConfigError as error:
         raise UsageError(f"{model}: {error} Give --model-config or --bytes-per-token.") from error
-    except (ModelError, ScriptError, ValueError) as error:
+
+
+def _grown(
+    requests: "Sequence[ScheduledRequest]",
+    outline: "ModelOutline",
+    sizes: "ModelBytes",
+    budget_bytes: int,
+    policy: str,
+    skip_bad: bool,
+) -> "TreeView":
+    from runner.script.script import ScriptError
+    from runner.simulate.grown_tree import grow_tree
+
+    try:
+        grown = grow_tree(
+            requests, outline.tokenizer, sizes, budget_bytes=budget_bytes, policy=policy, skip_bad=skip_bad
+        )
+    except (ScriptError, ValueError) as error:
         raise UsageError(str(error)) from error
     if grown.skipped:
         say(f"note: {len(grown.skipped)} requests skipped, the first: {grown.skipped[0]}")

@@ -3,12 +3,19 @@
 Light on purpose: nothing here imports MLX, numpy or matplotlib.
 """
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import typer
 from rich.console import Console
+
+from runner.files.atomic import require_writable
+from runner.files.origin import machine, versions
+from runner.files.picture import picture_format
 
 EXIT_CHECK_FAILED = 1
 EXIT_USAGE = 2
@@ -46,8 +53,6 @@ def bytes_of(budget_mib: float) -> int:
 
 def require_writable_files(*paths: Path | None) -> None:
     """Find out before a long run that its result could not be written."""
-    from runner.report import require_writable
-
     for path in paths:
         if path is not None:
             try:
@@ -58,8 +63,6 @@ def require_writable_files(*paths: Path | None) -> None:
 
 def require_picture_format(path: Path | None) -> None:
     """Find out before a long run that there is no such kind of picture."""
-    from runner.curve_report import picture_format
-
     if path is not None:
         try:
             picture_format(path)
@@ -81,6 +84,16 @@ def stdout() -> Console:
     return Console(
         width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False, markup=False, emoji=False, soft_wrap=True
     )
+
+
+def command_line(context: typer.Context) -> str:
+    """What was typed, for the JSON of a result."""
+    return shlex.join(["radixcache", *context.obj])
+
+
+def about(context: typer.Context) -> dict[str, Any]:
+    """What made a result, for its JSON."""
+    return {"command": command_line(context), "machine": machine(), "versions": versions()}
 
 
 def say(message: str) -> None:

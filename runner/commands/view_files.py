@@ -22,7 +22,7 @@ def require_view_file(path: Path) -> str:
 def write_view(path: Path, view: "TreeView", max_nodes: int | None = None) -> None:
     """Write a tree in the format that the file's ending asks for."""
     from radixcache.view.formats import render_view
-    from runner.report import write_atomically
+    from runner.files.atomic import write_atomically
 
     try:
         write_atomically(path, (render_view(view, require_view_file(path), max_nodes).rstrip("\n") + "\n").encode())

@@ -1,1 +1,1 @@
-"""Simulation: traces through the deployed PrefixCache, with sizes in place of arrays. One file per noun."""
+"""What a cache would do, without a model: simulated policies, curves of hit ratios, advice, grown trees."""

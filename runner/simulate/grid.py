@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
-from runner.model_config import ModelBytes
-from runner.simulate.row import Row
+from runner.models.footprint import ModelBytes
+from runner.simulate.row import SimulationRow
 from runner.simulate.simulator import BlockSizes, simulate
 from runner.traces.request import Trace
 
@@ -48,7 +48,7 @@ class Job:
     model: ModelBytes | None
 
 
-def run_job(trace: Trace, job: Job, on_progress: OnProgress | None = None) -> Row:
+def run_job(trace: Trace, job: Job, on_progress: OnProgress | None = None) -> SimulationRow:
     """Run one simulation of a grid.
 
     Raises:
@@ -70,7 +70,7 @@ def run_job(trace: Trace, job: Job, on_progress: OnProgress | None = None) -> Ro
 
 def run_locally(
     traces: Sequence[Trace], jobs: Sequence[Job], processes: int = 1, on_progress: OnProgress | None = None
-) -> Iterator[Row]:
+) -> Iterator[SimulationRow]:
     """Yield a row per job, in order, from this process or from several."""
     processes = min(processes, len(jobs))
     if processes <= 1:
@@ -101,7 +101,7 @@ def run_locally(
 
 def run_on_ray(
     traces: Sequence[Trace], jobs: Sequence[Job], address: str, on_progress: OnProgress | None = None
-) -> Iterator[Row]:
+) -> Iterator[SimulationRow]:
     """Yield a row per job, in order, from a Ray cluster at `address`; "auto" finds one or starts one here.
 
     The traces travel to the cluster once: no file needs to be there but the module of a policy of one's own.
@@ -127,12 +127,14 @@ def run_on_ray(
             ray.shutdown()
 
 
-def shortened(row: Row) -> Row:
+def shortened(row: SimulationRow) -> SimulationRow:
     """A row without what differs from run to run."""
     return replace(row, seconds=0.0)
 
 
-def in_order(futures: Sequence[Future[Row]], tell: Callable[[], None] = lambda: None) -> Iterator[Row]:
+def in_order(
+    futures: Sequence[Future[SimulationRow]], tell: Callable[[], None] = lambda: None
+) -> Iterator[SimulationRow]:
     """Yield the rows in order; before an exception those that have finished out of their turn."""
     count = 0
     try:
@@ -183,7 +185,7 @@ def _keep(traces: Sequence[Trace], served: Any, stop: Any) -> None:
     _traces, _served, _stop = traces, served, stop
 
 
-def _run_kept(job: Job) -> Row:
+def _run_kept(job: Job) -> SimulationRow:
     return run_job(_traces[job.trace], job, _count)
 
 

@@ -1,23 +1,19 @@
-"""A grid as a picture: hit rate over capacity, a line per policy; the optimum above, the infinite cache dotted.
-
-Matplotlib is imported when a picture is asked for.
-"""
+"""A grid as a picture: hit rate over capacity, a line per policy; the optimum above, the infinite cache dotted."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.curve_report import GIB, picture_format
-from runner.report import write_atomically
-from runner.simulate.row import Row
+from runner.files.atomic import write_atomically
+from runner.files.picture import new_figure, picture_bytes, picture_format
+from runner.files.units import GIB
+from runner.simulate.row import SimulationRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-DPI = 120
 PANEL_INCHES = (9.0, 5.0)
 OFFLINE = {"belady": "-", "belady-bypass": "--"}
 #: A marker and a colour for each of as many policies as there are.
@@ -26,7 +22,7 @@ MARKERS = "osD^v<>pPX*hd"
 MOST_TICKS = 8
 
 
-def plot_rows(path: Path, rows: Sequence[Row], infinite: Mapping[str, float]) -> None:
+def plot_rows(path: Path, rows: Sequence[SimulationRow], infinite: Mapping[str, float]) -> None:
     """Write a picture with a panel per trace, atomically; PNG, SVG or PDF by the file's suffix.
 
     Args:
@@ -38,24 +34,20 @@ def plot_rows(path: Path, rows: Sequence[Row], infinite: Mapping[str, float]) ->
     write_atomically(path, picture(rows, infinite, picture_format(path)))
 
 
-def picture(rows: Sequence[Row], infinite: Mapping[str, float], file_format: str = "png") -> bytes:
+def picture(rows: Sequence[SimulationRow], infinite: Mapping[str, float], file_format: str = "png") -> bytes:
     """The picture itself."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     traces = list(dict.fromkeys(row.trace for row in rows))
-    figure = Figure(figsize=(PANEL_INCHES[0], PANEL_INCHES[1] * len(traces)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(PANEL_INCHES[0], PANEL_INCHES[1] * len(traces))
     panels = figure.subplots(len(traces), 1, squeeze=False)
     styles = line_styles(dict.fromkeys(row.policy for row in rows))
     for axes, trace in zip(panels[:, 0], traces, strict=True):
         _draw(axes, [row for row in rows if row.trace == trace], infinite.get(trace), styles)
-    image = io.BytesIO()
-    figure.savefig(image, format=file_format, dpi=DPI)
-    return image.getvalue()
+    return picture_bytes(figure, file_format)
 
 
-def _draw(axes: Axes, rows: Sequence[Row], infinite: float | None, styles: Mapping[str, dict[str, Any]]) -> None:
+def _draw(
+    axes: Axes, rows: Sequence[SimulationRow], infinite: float | None, styles: Mapping[str, dict[str, Any]]
+) -> None:
     for policy in dict.fromkeys(row.policy for row in rows):
         points = sorted((_capacity(row), row.block_hit_ratio) for row in rows if row.policy == policy)
         axes.plot(*zip(*points, strict=True), label=policy, **styles[policy])
@@ -76,7 +68,7 @@ def _draw(axes: Axes, rows: Sequence[Row], infinite: float | None, styles: Mappi
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
-def _capacity(row: Row) -> float:
+def _capacity(row: SimulationRow) -> float:
     """In GiB where there are bytes, else in blocks."""
     return (row.capacity_blocks or 0) if row.capacity_bytes is None else row.capacity_bytes / GIB
 

@@ -1,13 +1,12 @@
-"""Row: what one simulation came to. Every ratio says what it counts."""
+"""SimulationRow: what one simulation came to. Every ratio says what it counts."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SimulationRow:
     """One trace through one policy at one capacity.
 
     Attributes:
@@ -38,6 +37,3 @@ class Row:
     seconds: float
     is_timing_synthetic: bool = False
     has_checkpoints: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies import OFFLINE_POLICIES, Entry, EvictionPolicy, make_policy
-from radixcache import PrefixCache
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.locking.interrupts import uninterrupted
 from radixcache.sessions.session import Session
-from runner.model_config import ModelBytes
+from radixcache.sized_cache import last_key, sized_cache
+from runner.models.footprint import ModelBytes
 from runner.simulate.future import Future
-from runner.simulate.row import Row
+from runner.simulate.row import SimulationRow
 from runner.traces.request import Trace, TraceRequest
 
 UNLIMITED_BYTES = 1 << 62
@@ -99,12 +99,12 @@ class Simulation:
         self._future: Future | None = None
         chosen = self._make(policy)
         self._bypass = getattr(chosen, "bypass", False)
-        layout = sizes.layout()
-        if self._bypass and layout.has_points:
+        self.layout = sizes.layout()
+        if self._bypass and self.layout.has_points:
             raise ValueError(f"{policy}: bypassing is defined without checkpoints alone; {sizes} has some.")
         self._budget_bytes = budget_bytes
-        self.cache = PrefixCache(
-            layout=layout,
+        self.cache = sized_cache(
+            self.layout,
             budget_bytes=UNLIMITED_BYTES if self._bypass else budget_bytes,
             policy=chosen,
             clock=lambda: self._now_ms,
@@ -145,12 +145,12 @@ class Simulation:
 
     def _evaluate(self, session: Session, count: int) -> int:
         """Bring the session to the end of its prompt; returns the blocks that needed no prefill."""
-        if self.cache.layout.has_points:
+        if self.layout.has_points:
             session.prefill(self._model)
             session.step(self._model, session.prompt[-1:])
             return session.cached_tokens
         # A live cache makes room for the whole prompt at `begin`; policies that age as things go depend on that order.
-        self.cache.make_room((count - session.matched_tokens) * self.cache.layout.token_bytes)
+        self.cache.make_room((count - session.matched_tokens) * self.layout.token_bytes)
         session.caches[0].advance(count - session.cached_tokens)
         # One block is evaluated anew for its logits even where all are stored; it is a hit all the same.
         return session.matched_tokens
@@ -161,7 +161,7 @@ class Simulation:
         asked = np.append(keys, -1)
         _, missing = self.cache.fetch(self._ids[: len(asked)], keys=asked)
         hits = len(asked) - len(missing)
-        filled = self.cache.layout.fresh()
+        filled = self.layout.fresh()
         filled[0].advance(len(keys))
         self.cache.insert(self._ids[: len(keys)], filled, keys=keys)
         self.cache.reclaim(self._budget_bytes)
@@ -170,7 +170,7 @@ class Simulation:
     def _make(self, policy: str | EvictionPolicy | Offline) -> EvictionPolicy:
         if not isinstance(policy, Offline):
             return make_policy(policy)
-        self._future = Future(self.trace.requests, lambda entry: self.cache.last_key(entry))
+        self._future = Future(self.trace.requests, lambda entry: last_key(self.cache, entry))
         return policy.make(self._future.next_use)
 
 
@@ -180,7 +180,7 @@ def simulate(
     budget_bytes: int,
     sizes: BlockSizes | None = None,
     on_progress: OnProgress | None = None,
-) -> Row:
+) -> SimulationRow:
     """Run one simulation. `policy` is a name in POLICIES or OFFLINE_POLICIES, or "module:Class"."""
     sizes = sizes or BlockSizes()
     began = time.perf_counter()
@@ -189,7 +189,7 @@ def simulate(
     simulation.run(on_progress)
     seconds = time.perf_counter() - began
     refs, prompt_tokens = simulation.block_refs, simulation.prompt_tokens
-    return Row(
+    return SimulationRow(
         trace=trace.name,
         policy=policy,
         capacity_blocks=budget_bytes // sizes.span_bytes if sizes.span_bytes else None,
@@ -203,7 +203,7 @@ def simulate(
         evictions=simulation.cache.stats.evictions,
         seconds=seconds,
         is_timing_synthetic=trace.is_timing_synthetic,
-        has_checkpoints=simulation.cache.layout.has_points,
+        has_checkpoints=simulation.layout.has_points,
     )
 
 

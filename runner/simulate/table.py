@@ -8,11 +8,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from runner.simulate.row import Row
+from runner.files.units import GIB
+from runner.simulate.row import SimulationRow
 from runner.simulate.simulator import infinite_ratio
 from runner.traces.request import Trace
 
-GIB = 1 << 30
 #: FIFO and LRU that differ by less than this are one policy under two names.
 ALIKE = 0.002
 
@@ -30,7 +30,7 @@ BELADY_NOTE = (
 )
 
 
-def rows_table(rows: Sequence[Row]) -> Table:
+def rows_table(rows: Sequence[SimulationRow]) -> Table:
     """One row per simulation."""
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("trace", "policy"):
@@ -54,7 +54,7 @@ def rows_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def footnotes(traces: Sequence[Trace], rows: Sequence[Row]) -> list[str]:
+def footnotes(traces: Sequence[Trace], rows: Sequence[SimulationRow]) -> list[str]:
     """What has to be said beside the table."""
     notes = [
         f"{trace.name}: {len(trace.requests):,} requests, {trace.block_refs:,} block references; a cache without limit "
@@ -73,7 +73,7 @@ def footnotes(traces: Sequence[Trace], rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def _fifo_is_lru(rows: Sequence[Row]) -> bool:
+def _fifo_is_lru(rows: Sequence[SimulationRow]) -> bool:
     lru, fifo = (
         {(row.trace, row.capacity_blocks, row.capacity_bytes): row.block_hit_ratio for row in of_policy}
         for of_policy in ([row for row in rows if row.policy == policy] for policy in ("lru", "fifo"))
@@ -81,7 +81,7 @@ def _fifo_is_lru(rows: Sequence[Row]) -> bool:
     return any(abs(ratio - lru[where]) < ALIKE for where, ratio in fifo.items() if where in lru)
 
 
-def _same(rows: Sequence[Row]) -> list[list[str]]:
+def _same(rows: Sequence[SimulationRow]) -> list[list[str]]:
     """Groups of policies that found exactly as much wherever they ran, where that was at two places or more."""
     found: dict[str, list[tuple[object, ...]]] = {}
     for row in rows:

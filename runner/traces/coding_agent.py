@@ -5,8 +5,8 @@ process, in the order of the files, so the timing of the joined trace is synthet
 
 Two things about the format that are easily missed:
 
-  A1  Only full blocks are hashed. The rest of a prompt becomes a last block that no other request shares.
-  A2  `t` of a sub-agent's entry is when it reported back, its own requests count from when it was sent off, which is
+  CA1  Only full blocks are hashed. The rest of a prompt becomes a last block that no other request shares.
+  CA2  `t` of a sub-agent's entry is when it reported back, its own requests count from when it was sent off, which is
       `duration_ms` earlier. (In the files at hand agents that were sent off together then start within 0.02 s of one
       another and of the end of the request that sent them; with `t` as the start they would outlive the wait for them.)
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from runner.conversations.conversation import shown
+from runner.files.excerpt import shown
 from runner.traces.joined import join_traces
 from runner.traces.keys import KeyTable
 from runner.traces.lines import MOST_BLOCK_TOKENS, BadLines, block_ids, seconds, unreadable, whole_number

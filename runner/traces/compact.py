@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from radixcache.watch.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
-from runner.conversations.conversation import shown
-from runner.report import write_atomically
+from runner.files.atomic import write_atomically
+from runner.files.excerpt import shown
 from runner.traces.keys import KeyTable
 from runner.traces.lines import MOST_BLOCK_TOKENS, BadLines, Line, read_lines, whole_number
 from runner.traces.request import Trace, TraceError, TraceRequest

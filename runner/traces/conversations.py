@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache.watch.trace import block_digests
-from runner.conversations import Conversation, ConversationError, read_conversations
-from runner.schedule import Request, requests_of
+from runner.script.conversations.conversation import Conversation, ConversationError
+from runner.script.conversations.reader import read_conversations
+from runner.script.schedule import ScheduledRequest, requests_of
 from runner.traces.arrivals import Pace
 from runner.traces.keys import KeyTable
 from runner.traces.lines import BadLines
@@ -99,7 +100,7 @@ def _render(conversation: Conversation, tokenizer: Any) -> list[_Rendered]:
     return rendered
 
 
-def _output_tokens(request: Request, tokenizer: Any) -> int:
+def _output_tokens(request: ScheduledRequest, tokenizer: Any) -> int:
     """Tokens of the recorded reply's text and calls, without what the template puts around them; 0 for none."""
     reply = request.recorded_reply or {}
     texts = [str(reply.get("content") or ""), *(str(call["function"]) for call in reply.get("tool_calls") or ())]

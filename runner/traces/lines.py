@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.conversations.conversation import shown
+from runner.files.excerpt import shown
 from runner.traces.request import TraceError
 
 #: Numbers up to here are exact as floats.

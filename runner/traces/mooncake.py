@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from runner.report import write_atomically
+from runner.files.atomic import write_atomically
 from runner.traces.keys import KeyTable
 from runner.traces.lines import BadLines, block_ids, read_lines, whole_number
 from runner.traces.request import Trace, TraceError, TraceRequest

@@ -4,10 +4,10 @@ A prompt is a list of blocks of `block_tokens` tokens; the last one may be partl
 
 Invariants of a `Trace` that a reader returns:
 
-  R1  len(keys) == ceil(tokens / block_tokens), and both are at least 1.
-  R2  Equal keys mean equal prefixes: a key always stands at one position, behind the same keys.
-  R3  `time_ms` never decreases; requests that arrived at the same time keep the order of the file.
-  R4  Keys are 0 or more; files that were joined share none.
+  TR1  len(keys) == ceil(tokens / block_tokens), and both are at least 1.
+  TR2  Equal keys mean equal prefixes: a key always stands at one position, behind the same keys.
+  TR3  `time_ms` never decreases; requests that arrived at the same time keep the order of the file.
+  TR4  Keys are 0 or more; files that were joined share none.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,8 @@
 A prompt that begins with all full blocks of an earlier request's prompt carries that conversation on. Two rules keep a
 system prompt that many share from being taken for a conversation:
 
-  N1  Only the request that brought a block in for the first time, or carries on from that one, can be continued there.
-  N2  A prompt that has been carried on in `MOST_BRANCHES` different ways is a shared beginning: who comes after that
+  TT1  Only the request that brought a block in for the first time, or carries on from that one, can be continued there.
+  TT2  A prompt that has been carried on in `MOST_BRANCHES` different ways is a shared beginning: who comes after that
       starts a conversation. (Those that came before keep their number: nothing is known from the future.)
 
 Prompts shorter than a block cannot be recognized and count as first turns. O(blocks) per request.

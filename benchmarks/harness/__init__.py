@@ -1,0 +1,1 @@
+"""What several benchmarks share: their models, their requests, and how figures are recorded and drawn."""

@@ -1,0 +1,1 @@
+"""Which messages or template pieces of recorded conversations break the prefix."""

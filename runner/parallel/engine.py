@@ -1,0 +1,279 @@
+"""The rounds of a ParallelGenerator: what the running requests' rows go through, one call at a time.
+
+    admit      who there is room for gets a row
+    prefill    one chunk of one prompt is evaluated
+    step       the next forward pass of all replies that go on is dispatched, on tokens that nobody has read
+    read       the tokens of the step before are read and handed out
+
+Ways in which a request, or all of them, leave this order:
+
+    no room           the one that came last goes back to waiting; what it evaluated is stored, so it resumes there
+    context full      the oldest turns are taken out of the row; where that cannot be, the reply ends
+    one failed        a sampler, a callback or a prompt's forward pass raised: that request ends, nobody else notices
+    a step failed     the model raised in a pass of several: they all end, each with that error
+    cells lost        an evaluation failed: all that run end, those that wait go on in new cells
+    not a number      a row's logits are NaN: that request ends, and nothing is stored but what was good for a token
+
+Not thread-safe.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import mlx.core as mx
+
+from radixcache import BudgetFullError, CacheFullError, Group, SessionClosedError
+from radixcache.errors import ShiftError
+from radixcache.generate import RELEASE_INTERVAL_TOKENS
+from radixcache.locking.interrupts import uninterrupted
+from runner.parallel.admission import Admission
+from runner.parallel.context_window import ContextError, ContextWindow
+from runner.parallel.request import ParallelRequest, Ticket, sample_each
+from runner.parallel.turn_taking import ChunkTurns
+from runner.replies.reply import Piece
+
+# No room for a row: others have to end first.
+NO_ROOM = (CacheFullError, BudgetFullError)
+
+
+class Engine:
+    """Moves requests forward.
+
+    Args:
+        new_group: opens a group of the cache.
+        admission: the requests; who waits is put there by the caller.
+        window: bound on a conversation, or None.
+        step_size: tokens per chunk of prefill.
+
+    Attributes:
+        ready: pieces to be handed out, in order.
+        group: the cache's group.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        new_group: Callable[[], Group],
+        admission: Admission,
+        window: ContextWindow | None,
+        step_size: int,
+    ) -> None:
+        self.ready: deque[tuple[Ticket, Piece]] = deque()
+        self.group = new_group()
+        self._model = model
+        self._new_group = new_group
+        self._admission = admission
+        self._window = window
+        self._step_size = step_size
+        self._turns = ChunkTurns()
+        self._steps = 0
+        self._failure: Exception | None = None
+
+    def round(self) -> None:
+        """Do what there is to do once."""
+        self._end_cancelled()
+        self._admit()
+        self._end_cancelled()  # a callback may have asked for it just now
+        self._prefill()
+        decoding = self._admission.decoding
+        self._step(self._continuing(decoding))
+        for request in decoding:
+            if request in self._admission.running:
+                self._read(request)
+            if request in self._admission.running and not request.unread:
+                self.finish(request, request.reply.end("length", note=request.note))
+        if self.group.is_lost:
+            self._lose_all(self._failure or SessionClosedError("the cells of all requests were lost."))
+
+    def finish(self, request: ParallelRequest, piece: Piece) -> None:
+        """Hand out a last piece, and store what was evaluated."""
+        with uninterrupted():
+            request.ticket.completion = piece.completion
+            self.ready.append((request.ticket, piece))
+            self._admission.end(request)
+            request.unread.clear()
+            if request.held_row is not None:
+                request.held_row.close()
+
+    def fail(self, request: ParallelRequest, error: Exception) -> None:
+        """End a request with what was raised."""
+        self.finish(request, request.reply.end("error", error=error))
+
+    # In order
+
+    def _end_cancelled(self) -> None:
+        """End what was cancelled before its first token; a reply ends with the token that is on its way."""
+        for request in [*self._admission.waiting, *self._admission.running]:
+            if request.ticket.cancelled() and not request.is_decoding:
+                self.finish(request, request.reply.end("cancelled"))
+
+    def _admit(self) -> None:
+        self._refuse()
+        while request := self._admission.next(self.group):
+            try:
+                with uninterrupted():
+                    row = self.group.admit(request.tokens, keys=request.keys, marks=request.marks)
+                    self._admission.start(request, row)
+            except NO_ROOM as error:
+                if self._admission.running:
+                    self._admission.refuse()
+                    return
+                self.fail(request, error)
+            except Exception as error:
+                self.fail(request, error)
+            else:
+                request.admitted()
+                self._report(request)
+
+    def _refuse(self) -> None:
+        """End those that come next and take more bytes than the budget has, instead of waiting for all others to go."""
+        waiting = self._admission.waiting
+        while waiting and (error := self.group.refusal_of(len(waiting[0].tokens))) is not None:
+            self.fail(waiting[0], error)
+
+    def _prefill(self) -> None:
+        if self._admission.prefilling:
+            self._prefill_chunk(self._turns.choose(self._admission.prefilling))
+
+    def _prefill_chunk(self, request: ParallelRequest) -> None:
+        """Evaluate one chunk; with the last one the first token is on its way."""
+        try:
+            while request in self._admission.running:
+                try:
+                    with uninterrupted():
+                        logits = self.group.prefill(self._model, request.row, self._step_size)
+                        if logits is not None:
+                            sample_each([request], logits)
+                    break
+                except NO_ROOM as error:
+                    self._make_room(error)
+        except Exception as error:
+            self._failure = error
+            self.fail(request, error)
+            return
+        mx.clear_cache()
+        if request.failure is not None:
+            self.fail(request, request.failure)
+        elif request in self._admission.running:
+            self._report(request)
+
+    def _report(self, request: ParallelRequest) -> None:
+        if request.on_progress is not None:
+            try:
+                request.on_progress(request.row.position, len(request.tokens))
+            except Exception as error:
+                self.fail(request, error)
+
+    def _continuing(self, decoding: list[ParallelRequest]) -> list[ParallelRequest]:
+        """The replies that take part in the next step. A conversation that has filled its context is shifted for it."""
+        window, continuing = self._window, []
+        for request in decoding:
+            if request not in self._admission.running or len(request.unread) != 1 or request.reply.left == 1:
+                continue
+            if window is None or request.row.position < window.tokens or self._shift(request, window):
+                continuing.append(request)
+        return continuing
+
+    def _step(self, requests: list[ParallelRequest]) -> None:
+        while requests := [request for request in requests if request in self._admission.running]:
+            try:
+                with uninterrupted():
+                    tokens = mx.concatenate([request.unread[0].token for request in requests])
+                    logits = self.group.step(self._model, [request.row for request in requests], tokens)
+                    sample_each(requests, logits)
+                break
+            except NO_ROOM as error:
+                if len(self._admission.running) > 1:
+                    self._make_room(error)
+                    continue
+                requests[0].failure = error
+                break
+            except Exception as error:
+                self._failure = error
+                for request in requests:
+                    request.failure = error
+                break
+        self._steps += 1
+        if self._steps % RELEASE_INTERVAL_TOKENS == 0:
+            mx.clear_cache()
+
+    def _read(self, request: ParallelRequest) -> None:
+        """Wait for a reply's next token, and hand it out."""
+        sampled = request.unread[0]
+        try:
+            is_wrong, token = sampled.is_wrong(), cast(int, sampled.token.item())
+        except Exception as error:
+            self._lose_all(error)
+            return
+        with uninterrupted():
+            if is_wrong:
+                request.row.distrust_from(request.proven_tokens)
+                self.fail(request, FloatingPointError("the model's logits for this request are not numbers."))
+                return
+            request.unread.popleft()
+            try:
+                piece = request.reply.add(token, sampled.logprobs, request.ticket.cancelled)
+            except Exception as error:
+                self.fail(request, error)
+                return
+            if piece.completion is not None:
+                self.finish(request, piece)
+                return
+            self.ready.append((request.ticket, piece))
+            if request.failure is not None:
+                self.fail(request, request.failure)
+
+    # Out of order
+
+    def _make_room(self, error: Exception) -> None:
+        """Let the request that came last wait again; raises the error when it is the only one."""
+        if len(self._admission.running) == 1:
+            raise error
+        request = self._admission.last_come
+        while request in self._admission.running and request.unread:
+            self._read(request)
+        if request not in self._admission.running:
+            return
+        with uninterrupted():
+            request.row.close()
+            self._admission.send_back(request)
+        if self._window is not None:
+            self._cut_waiting(request, self._window)
+
+    def _cut_waiting(self, request: ParallelRequest, window: ContextWindow) -> None:
+        """What went back to waiting with its context full, and one token more, is shifted before it is prefilled."""
+        try:
+            request.shift(window.excess(request.outline, len(request.tokens), 0, request.dropped))
+        except ContextError as error:
+            self.finish(request, request.reply.end("length", note=_full(window, error)))
+
+    def _shift(self, request: ParallelRequest, window: ContextWindow) -> bool:
+        """Take the oldest turns out of the cells; False, with a note why: nothing can be taken out."""
+        begin = request.outline.keep
+        try:
+            length = window.excess(request.outline, request.row.position, 1, request.dropped)
+            while request in self._admission.running:
+                try:
+                    with uninterrupted():
+                        self.group.remove(self._model, request.row, begin, begin + length)
+                        request.shift(length)
+                    return True
+                except NO_ROOM as error:
+                    self._make_room(error)
+        except (ContextError, ShiftError, *NO_ROOM) as error:
+            request.note = _full(window, error)
+        except Exception as error:
+            self._failure = request.failure = error
+        return False
+
+    def _lose_all(self, error: Exception) -> None:
+        """An evaluation failed, and with it whatever was in the cells. What waits goes on in new ones."""
+        self.group.close_after(error)
+        for request in list(self._admission.running):
+            self.fail(request, error)
+        self.group, self._failure = self._new_group(), None
+
+
+def _full(window: ContextWindow, error: Exception) -> str:
+    return f"The context of {window.tokens} tokens is full: {error}"

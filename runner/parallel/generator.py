@@ -1,0 +1,217 @@
+"""Generate many replies at once: every decode step is one forward pass for all of them, on one PrefixCache.
+
+    with ParallelGenerator(cache, model, tokenizer, capacity=16384) as generator:
+        first = generator.submit(tokens, marks=marks, max_tokens=200)
+        second = generator.submit(other_tokens, marks=other_marks, max_tokens=200)
+        for ticket, piece in generator:
+            print(ticket.number, piece.text)
+
+A round admits what there is room for, evaluates one chunk of one prompt, dispatches a decode step for all replies that
+go on, and reads the tokens of the step before. So between two tokens of a running reply lie one step and at most one
+chunk: `step_size` bounds its pauses, and what prefill takes from those who are being served.
+
+Invariants, each with a test:
+
+  PG1  Each reply is what it would be alone: no other joining, leaving, failing or being cancelled changes it.
+  PG2  The next step is dispatched before the tokens of the last one are read, but for replies that `max_tokens` ends.
+  PG3  Cells and bytes for prompt and reply are there before a request comes in. Where they are not after all, the one
+      that came last goes back to waiting, with its text, and goes on later from what the tree kept of it.
+  PG4  What was evaluated and is right is stored when a request ends, whatever ends it; nothing behind a shift is.
+  PG5  MLX's compiled mode is what it was before whenever no iteration is under way.
+
+`submit`, `wait` and `Ticket` may be used by any thread; iterating and closing are one thread's business.
+"""
+
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from radixcache import Group, PrefixCache
+from radixcache.locking.interrupts import uninterrupted
+from radixcache.tokens.ids import checked_prompt, vocabulary_size
+from runner.parallel.admission import Admission
+from runner.parallel.context_window import FREE_SHARE, ContextWindow, Outline
+from runner.parallel.engine import Engine
+from runner.parallel.request import ParallelRequest, Ticket
+from runner.parallel.turn_taking import PARALLEL_STEP_SIZE
+from runner.replies.pipeline import ProgressCallback, compile_mode
+from runner.replies.reply import Piece, Reply, Sampler, require_count
+
+DEFAULT_MAX_ROWS = 16
+
+
+class ParallelGenerator:
+    """Serves requests together. A context manager; leaving it cancels what still runs.
+
+    Args:
+        cache: a PrefixCache of the model.
+        model: an mlx-lm model.
+        tokenizer: mlx-lm's TokenizerWrapper.
+        capacity: cells, one per token of all running requests; what several share is held once.
+        max_rows: requests that run at a time at most.
+        step_size: tokens per chunk of prefill.
+        context: tokens of a conversation at a time at most; None: no bound but `capacity`. A longer conversation loses
+            its oldest turns, before prefill or while its reply grows, and keeps its beginning.
+        free_share: what such a cut frees, as a share of the context; see `runner.parallel.context_window`.
+        namespace, priority: as for `PrefixCache.begin`, for all requests.
+
+    Raises:
+        ValueError: an argument out of its range.
+        UnsupportedCacheError: the model's layers cannot be shared by several sequences.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        model: Any,
+        tokenizer: Any,
+        *,
+        capacity: int,
+        max_rows: int = DEFAULT_MAX_ROWS,
+        step_size: int = PARALLEL_STEP_SIZE,
+        context: int | None = None,
+        free_share: float = FREE_SHARE,
+        namespace: str = "",
+        priority: int = 0,
+    ) -> None:
+        for name, value in (("capacity", capacity), ("max_rows", max_rows), ("step_size", step_size)):
+            require_count(name, value)
+        if context is not None and context > capacity:
+            raise ValueError(f"a context of {context} tokens does not fit {capacity} cells; raise capacity.")
+        self._window = None if context is None else ContextWindow(context, free_share)
+        self._model, self._tokenizer, self._capacity = model, tokenizer, capacity
+        self._vocabulary_length = vocabulary_size(model)
+        self._admission = Admission(capacity, max_rows, context, step_size)
+        new_group = partial(cache.begin_many, capacity=capacity, namespace=namespace, priority=priority)
+        self._engine = Engine(model, new_group, self._admission, self._window, step_size)
+        # The only state that several threads change.
+        self._arrivals = threading.Condition()
+        self._submitted: list[ParallelRequest] = []
+        self._tickets = 0
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What is asked
+
+    def submit(
+        self,
+        tokens: Any,
+        *,
+        max_tokens: int,
+        marks: Sequence[int] = (),
+        keys: Any = None,
+        keep: int | None = None,
+        sampler: Sampler | None = None,
+        stop_tokens: Collection[int] | None = None,
+        reserve: int | None = None,
+        on_progress: ProgressCallback | None = None,
+        arrived_at_s: float | None = None,
+    ) -> Ticket:
+        """Hand in a request; it is served while the generator is iterated over. Any thread may call this.
+
+        Args:
+            tokens: ids of the whole prompt.
+            max_tokens: tokens to sample at most, at least 1.
+            marks: as `render_chat` gives them: where the system prompt and each message end.
+            keys: as for `PrefixCache.begin`.
+            keep: with a context: tokens that stay at the beginning. Default: up to the first mark, which is where the
+                system prompt ends if there is one.
+            sampler, stop_tokens, on_progress, arrived_at_s: as for `runner.replies.pipeline.generate`.
+            reserve: tokens of the reply to keep room for. Default: max_tokens. With less, more requests come in, and
+                one may have to go back to waiting in the middle of its reply.
+
+        Raises:
+            ValueError: an argument out of its range, or a request that can never run: prompt and reply have more tokens
+                than there are cells, or what must stay of the conversation does not fit the context.
+        """
+        ids, own_keys = checked_prompt(tokens, keys, marks, self._vocabulary_length)
+        if reserve is not None:
+            require_count("reserve", reserve)
+        if sampler is not None and not callable(sampler):
+            raise ValueError(f"sampler is a {type(sampler).__name__}; wanted a function of log-probabilities.")
+        outline = Outline.of(len(ids), marks, keep)
+        reply = Reply(
+            self._tokenizer,
+            max_tokens=max_tokens,
+            stop_tokens=stop_tokens,
+            prompt_tokens=len(ids),
+            arrived_at_s=arrived_at_s,
+        )
+        request = ParallelRequest(
+            ticket=Ticket(-1, len(ids)),
+            tokens=ids,
+            keys=own_keys,
+            marks=tuple(marks),
+            outline=outline,
+            reply=reply,
+            sampler=sampler,
+            reserve=max_tokens if reserve is None else reserve,
+            on_progress=on_progress,
+        )
+        if self._window is not None:
+            room = min(max_tokens, self._window.quantum)
+            request.drop(self._window.excess(outline, len(ids), room))
+            reply.omitted_tokens = request.dropped
+        elif len(ids) + max_tokens - 1 > self._capacity:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens and a reply of {max_tokens} take {len(ids) + max_tokens - 1} cells; "
+                f"there are {self._capacity}. Ask for a shorter reply, or raise capacity."
+            )
+        with self._arrivals:
+            if self._is_closed:
+                raise ValueError("the generator is closed; nothing can be handed in any more.")
+            request.ticket.number = self._tickets
+            self._tickets += 1
+            self._submitted.append(request)
+            self._arrivals.notify_all()
+        return request.ticket
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until something is handed in that was not served yet; whether there is. Any thread may call this."""
+        with self._arrivals:
+            self._arrivals.wait_for(lambda: self._submitted or self._is_closed, timeout_s)
+            return bool(self._submitted)
+
+    def __iter__(self) -> Iterator[tuple[Ticket, Piece]]:
+        """Serve until all that was handed in is done. Whoever breaks off may go on with another iteration."""
+        with compile_mode(self._model):
+            while self._engine.ready or self._round():
+                while self._engine.ready:
+                    yield self._engine.ready.popleft()
+
+    def close(self) -> None:
+        """Cancel what waits and runs, keeping what was evaluated. Closing twice is fine."""
+        with self._arrivals:
+            self._is_closed = True
+            self._arrivals.notify_all()
+            self._admission.arrive(self._submitted)
+            self._submitted.clear()
+        with uninterrupted():
+            for request in [*self._admission.waiting, *self._admission.running]:
+                self._engine.finish(request, request.reply.end("cancelled"))
+            self._engine.ready.clear()
+            self._engine.group.close()
+
+    @property
+    def group(self) -> Group:
+        """The cache's group of running rows; to read."""
+        return self._engine.group
+
+    def _round(self) -> bool:
+        """Do what there is to do once; False: nothing was left."""
+        with self._arrivals:
+            self._admission.arrive(self._submitted)
+            self._submitted.clear()
+        if not self._admission.waiting and not self._admission.running:
+            return False
+        self._engine.round()
+        return True

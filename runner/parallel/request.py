@@ -1,0 +1,181 @@
+"""A request among others: the ticket its owner holds, and where it stands in the cells."""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from radixcache import Row
+from radixcache.tokens.ids import TokenIds
+from runner.parallel.context_window import Outline
+from runner.replies.pipeline import ProgressCallback
+from runner.replies.reply import Completion, Reply, Sampler, greedy, log_probabilities, sample
+
+
+class Ticket:
+    """A request that was handed in. Any thread may read it and cancel it.
+
+    Attributes:
+        number: order of arrival, from 0.
+        prompt_tokens: length of the prompt as it was handed in.
+        matched_tokens, reason: what the cache found of the prompt, as for a Session; 0 and None until it is admitted.
+        completion: what came of it, once it is over; the last piece carries the same.
+    """
+
+    def __init__(self, number: int, prompt_tokens: int) -> None:
+        self.number = number
+        self.prompt_tokens = prompt_tokens
+        self.matched_tokens = 0
+        self.reason: str | None = None
+        self.completion: Completion | None = None
+        self._cancelled = threading.Event()
+
+    def __repr__(self) -> str:
+        state = "waiting or running" if self.completion is None else self.completion.done_reason
+        return f"Ticket(number={self.number}, prompt_tokens={self.prompt_tokens}, {state})"
+
+    def cancel(self) -> None:
+        """End the reply after the token that is being computed; what was evaluated stays in the cache."""
+        self._cancelled.set()
+
+    def cancelled(self) -> bool:
+        """Whether it was asked to end."""
+        return self._cancelled.is_set()
+
+
+class Sampled(NamedTuple):
+    """What a forward pass predicts for one row, pending: token (1,), log-probabilities (V,), whether any is NaN."""
+
+    token: mx.array
+    logprobs: mx.array
+    has_nan: mx.array
+
+    def is_wrong(self) -> bool:
+        """Whether the model said anything but numbers; waits for it."""
+        return bool(self.has_nan.item())
+
+
+@dataclass(eq=False)
+class ParallelRequest:
+    """Everything about one request. Its tokens are those that are, or are to be, in the cells.
+
+    Attributes:
+        tokens, keys: the prompt, less what was left out or shifted out; once it has gone back to waiting the reply too.
+        marks: offsets in `tokens`.
+        outline: of the whole prompt; `dropped` tokens behind its beginning are not in `tokens` any more.
+        held_row: in the cache's group; None: it waits.
+        unread: predictions that were dispatched and not read: two while a step is under way.
+        failure: what its sampler raised, or the step it was in; said once the tokens before are read.
+        in_reply: how many of the reply's tokens are part of `tokens`.
+        reserve: tokens of the reply to keep cells free for.
+        note: why the reply cannot go on, though nothing failed.
+    """
+
+    ticket: Ticket
+    tokens: TokenIds
+    keys: NDArray[np.int64]
+    marks: tuple[int, ...]
+    outline: Outline
+    reply: Reply
+    sampler: Sampler | None
+    reserve: int
+    on_progress: ProgressCallback | None
+    dropped: int = 0
+    held_row: Row | None = None
+    failure: Exception | None = None
+    in_reply: int = 0
+    note: str | None = None
+
+    def __post_init__(self) -> None:
+        self.unread: deque[Sampled] = deque()
+
+    @property
+    def number(self) -> int:
+        """Order of arrival."""
+        return self.ticket.number
+
+    @property
+    def row(self) -> Row:
+        """Its row, while it runs."""
+        assert self.held_row is not None, self.ticket
+        return self.held_row
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens left to prefill."""
+        return self.row.prompt_left
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its prompt is through."""
+        return bool(self.unread)
+
+    @property
+    def needed_tokens(self) -> int:
+        """Cells that the prompt and the reply it keeps room for will hold; the last token is never put into one."""
+        left = max(min(self.reserve, self.reply.max_tokens) - self.in_reply, 1)
+        return len(self.tokens) + left - 1
+
+    @property
+    def proven_tokens(self) -> int:
+        """Tokens in its cells whose state was good enough for a token that was read; 0 before the first."""
+        read = len(self.reply.tokens) - self.in_reply
+        return len(self.tokens) + read - 1 if read else 0
+
+    def admitted(self) -> None:
+        """It got its row."""
+        if not self.reply.tokens:
+            self.reply.start()
+            self.reply.cached_tokens = self.row.cached_tokens
+            self.ticket.matched_tokens, self.ticket.reason = self.row.matched_tokens, self.row.reason
+
+    def drop(self, length: int) -> None:
+        """Leave out so many tokens behind those that stay at the beginning."""
+        begin = self.outline.keep
+        gone = slice(begin, begin + length)
+        self.tokens, self.keys = np.delete(self.tokens, gone), np.delete(self.keys, gone)
+        kept = {mark for mark in self.marks if mark <= begin}
+        self.marks = tuple(sorted(kept | {mark - length for mark in self.marks if mark > begin + length}))
+        self.dropped += length
+
+    def shift(self, length: int) -> None:
+        """Note that so many tokens behind those that stay at the beginning were taken out during the reply."""
+        self.drop(length)
+        self.reply.shifted_tokens += length
+
+    def go_back(self) -> None:
+        """Wait again, to go on where the reply stands."""
+        fresh = np.array(self.reply.tokens[self.in_reply :], np.int32)
+        self.tokens, self.keys = np.append(self.tokens, fresh), np.append(self.keys, fresh)
+        self.in_reply = len(self.reply.tokens)
+        self.reserve = self.reply.max_tokens
+        self.held_row = None
+        self.unread.clear()
+
+
+def sample_each(requests: Sequence[ParallelRequest], logits: mx.array) -> None:
+    """Dispatch the sampling of each request's next token. A sampler that fails does so for its own request alone.
+
+    Args:
+        logits: (N, T, V) of a forward pass, a row for each request.
+    """
+    logprobs = log_probabilities(logits)
+    has_nan = mx.any(mx.isnan(logprobs), axis=-1)
+    likeliest = greedy(logprobs)
+    pending: list[mx.array] = []
+    for row, request in enumerate(requests):
+        own = slice(row, row + 1)
+        try:
+            token = likeliest[own] if request.sampler is None else sample(request.sampler, logprobs[own])
+            sampled = Sampled(token, logprobs[row], has_nan[row])
+        except Exception as error:
+            request.failure = error
+            continue
+        request.unread.append(sampled)
+        pending += sampled
+    mx.async_eval(pending)

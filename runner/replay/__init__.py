@@ -1,0 +1,1 @@
+"""Replay: the same requests through one cache after another, and what each of them cost."""

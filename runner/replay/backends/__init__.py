@@ -1,0 +1,1 @@
+"""The caches that a replay compares, a file each."""

@@ -1,0 +1,87 @@
+"""A replay as a picture: what each request waited for its first token, and what each cache held meanwhile.
+
+This file never imports MLX.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from runner.files.atomic import write_atomically
+from runner.files.picture import new_figure, picture_bytes
+from runner.files.units import MIB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FIGURE_INCHES = (10.0, 8.0)
+# Distinct in colour, in grey and for colour-blind readers: Okabe and Ito's palette, and a marker each.
+STYLES = {
+    "none": {"color": "#999999", "marker": "o"},
+    "single": {"color": "#E69F00", "marker": "s"},
+    "mlx-lm": {"color": "#0072B2", "marker": "^"},
+    "radix": {"color": "#D55E00", "marker": "D"},
+}
+
+
+class DrawnRow(Protocol):
+    """What is drawn of a request."""
+
+    @property
+    def ttft_ms(self) -> float: ...
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+
+class DrawnRun(Protocol):
+    """What is drawn of a run, whether it was serial or parallel."""
+
+    @property
+    def cache(self) -> str: ...
+
+    @property
+    def rows(self) -> Sequence[DrawnRow]: ...
+
+
+def plot_replay(path: Path, runs: Sequence[DrawnRun], *, title: str, budget_bytes: int) -> None:
+    """Write a PNG with TTFT per request above and bytes held below, atomically."""
+    figure = new_figure(*FIGURE_INCHES)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    figure.suptitle(title)
+    _draw_ttft(upper, runs)
+    _draw_bytes(lower, runs, budget_bytes)
+    write_atomically(path, picture_bytes(figure))
+
+
+def _draw_ttft(axes: "Axes", runs: Sequence[DrawnRun]) -> None:
+    for run in runs:
+        axes.plot(_numbers(run), [row.ttft_ms for row in run.rows], label=run.cache, **_style(run))
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel("TTFT, ms (log scale)")
+    axes.grid(visible=True, which="both", alpha=0.25)
+    axes.legend(title="cache", loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
+def _draw_bytes(axes: "Axes", runs: Sequence[DrawnRun], budget_bytes: int) -> None:
+    for run in runs:
+        axes.plot(_numbers(run), [row.peak_bytes / MIB for row in run.rows], label=run.cache, **_style(run))
+    held_bytes = max(row.peak_bytes for run in runs for row in run.rows)
+    # A budget far above what was held would flatten everything else.
+    if budget_bytes <= 2 * held_bytes:
+        axes.axhline(budget_bytes / MIB, color="black", linestyle="--", linewidth=1)
+        axes.annotate("budget", (1, budget_bytes / MIB), textcoords="offset points", xytext=(0, 4))
+        held_bytes = max(held_bytes, budget_bytes)
+    axes.set_ylim(0, 1.12 * held_bytes / MIB)
+    axes.set_ylabel("held at most during the request, MiB")
+    axes.set_xlabel("request")
+    axes.grid(visible=True, alpha=0.25)
+
+
+def _numbers(run: DrawnRun) -> list[int]:
+    return list(range(1, len(run.rows) + 1))
+
+
+def _style(run: DrawnRun) -> dict[str, Any]:
+    return {"linewidth": 1.4, "markersize": 4.5, **STYLES.get(run.cache, {})}

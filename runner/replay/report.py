@@ -1,0 +1,199 @@
+"""What a replay found, as a table and a sentence for people and as JSON for programs. This file never imports MLX.
+
+A `Report` holds the runs that finished. The run of `none` is the reference: an answer of another cache counts as equal
+when its output tokens are the same. Without it nothing is compared, and that is said, not left out.
+
+Every figure of the sentence is computed from the runs, so it also says when the radix cache is not ahead.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.table import Table
+
+from runner.files.origin import machine, versions
+from runner.files.tables import table_of_figures
+from runner.files.units import MIB
+
+if TYPE_CHECKING:
+    from runner.replay.replay import CacheRun, RequestRow
+
+REFERENCE = "none"
+OURS = "radix"
+# Totals closer than this are called level: two runs of one cache differ by about as much.
+LEVEL_RATIO = 1.02
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One cache's row of the table. `answers_equal` is None when there was no reference to compare with."""
+
+    cache: str
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_ms_p50: float
+    ttft_ms_p95: float
+    # Totals over all requests: to the first token, and from there to the last.
+    prefill_s: float
+    decode_s: float
+    # What the cache itself took before prefill (part of prefill_s) and after the reply (part of neither).
+    begin_s: float
+    close_s: float
+    wall_s: float
+    peak_cache_bytes: int
+    peak_allocated_bytes: int
+    evictions: int
+    answers_equal: int | None
+
+    @property
+    def cached_share(self) -> float:
+        """Cached tokens over prompt tokens."""
+        return self.cached_tokens / self.prompt_tokens
+
+
+class Report:
+    """The finished runs of one replay, in the order they ran."""
+
+    def __init__(self, runs: "Sequence[CacheRun]") -> None:
+        self.runs = tuple(runs)
+        self._reference = next((run for run in runs if run.cache == REFERENCE), None)
+        self.summaries = tuple(self._summarize(run) for run in runs)
+
+    def differences(self) -> "list[tuple[str, int, RequestRow]]":
+        """Every answer that is not the reference's, as (cache, request index, row)."""
+        if self._reference is None:
+            return []
+        expected = [row.output_hash for row in self._reference.rows]
+        return [
+            (run.cache, index, row)
+            for run in self.runs
+            for index, row in enumerate(run.rows)
+            if row.output_hash != expected[index]
+        ]
+
+    def table(self) -> Table:
+        """One row per cache, units in the header."""
+        table = table_of_figures(
+            "cache",
+            "requests",
+            "prompt\ntokens",
+            "cached\ntokens %",
+            "TTFT\np50 ms",
+            "TTFT\np95 ms",
+            "prefill\ns",
+            "decode\ns",
+            "peak cache\nMiB",
+            "evictions",
+            f"answers equal\nto {REFERENCE}",
+        )
+        for summary in self.summaries:
+            table.add_row(*_cells(summary))
+        return table
+
+    def sentence(self) -> str:
+        """Say what the figures mean."""
+        if not self.summaries:
+            return "No cache finished its run."
+        return f"{self._comparison()} {self._answers()}"
+
+    def progress(self, requests: int, caches: int) -> str:
+        """How far the replay had come."""
+        return f"{len(self.runs)} of {caches} caches"
+
+    def document(self, **about: Any) -> dict[str, Any]:
+        """Everything, for JSON: `about`, and per cache its summary and a row per request."""
+        runs = [
+            {**asdict(summary), "rows": [asdict(row) for row in run.rows]}
+            for summary, run in zip(self.summaries, self.runs, strict=True)
+        ]
+        return {"runs": runs, **about, "machine": machine(), "versions": versions()}
+
+    def _summarize(self, run: "CacheRun") -> Summary:
+        ttft_ms = [row.ttft_ms for row in run.rows]
+        p50, p95 = (float(value) for value in np.percentile(ttft_ms, (50, 95)))
+        equal = None
+        if self._reference is not None:
+            pairs = zip(run.rows, self._reference.rows, strict=True)
+            equal = sum(row.output_hash == expected.output_hash for row, expected in pairs)
+        return Summary(
+            cache=run.cache,
+            requests=len(run.rows),
+            prompt_tokens=sum(row.prompt_tokens for row in run.rows),
+            cached_tokens=sum(row.cached_tokens for row in run.rows),
+            ttft_ms_p50=p50,
+            ttft_ms_p95=p95,
+            prefill_s=sum(ttft_ms) / 1e3,
+            decode_s=sum(row.decode_ms for row in run.rows) / 1e3,
+            begin_s=sum(row.begin_ms for row in run.rows) / 1e3,
+            close_s=sum(row.close_ms for row in run.rows) / 1e3,
+            wall_s=run.wall_s,
+            peak_cache_bytes=max(row.peak_bytes for row in run.rows),
+            peak_allocated_bytes=max(row.allocated_bytes for row in run.rows),
+            evictions=run.evictions,
+            answers_equal=equal,
+        )
+
+    def _comparison(self) -> str:
+        ours = next((summary for summary in self.summaries if summary.cache == OURS), None)
+        others = sorted((s for s in self.summaries if s.cache != OURS), key=lambda summary: summary.prefill_s)
+        if ours is None or not others:
+            quickest, *slower = others or self.summaries
+            return (
+                f"{quickest.cache} reached its first tokens in {quickest.prefill_s:.1f} s, with "
+                f"{quickest.cached_share:.0%} of the prompt tokens cached{_against(slower)}."
+            )
+        best = others[0]
+        ratio = best.prefill_s / ours.prefill_s
+        if ratio >= LEVEL_RATIO:
+            verdict = f"{ratio:.1f} times faster than {best.cache}, the next best ({best.prefill_s:.1f} s)"
+        elif ratio > 1 / LEVEL_RATIO:
+            verdict = f"level with {best.cache} ({best.prefill_s:.1f} s), so not ahead here"
+        else:
+            verdict = f"{1 / ratio:.1f} times slower than {best.cache} ({best.prefill_s:.1f} s), so not ahead here"
+        return (
+            f"{OURS} took {ours.cached_share:.0%} of the prompt tokens from its cache and reached its first tokens in "
+            f"{ours.prefill_s:.1f} s, {verdict}, and held {ours.peak_cache_bytes / MIB:.0f} MiB at most where "
+            f"{best.cache} held {best.peak_cache_bytes / MIB:.0f}{_against(others[1:])}."
+        )
+
+    def _answers(self) -> str:
+        if self._reference is None:
+            return f"Answers were not compared: {REFERENCE} was not among the caches."
+        compared = [summary for summary in self.summaries if summary.cache != REFERENCE]
+        wrong = [
+            f"{summary.requests - (summary.answers_equal or 0)} of {summary.requests} with {summary.cache}"
+            for summary in compared
+            if summary.answers_equal != summary.requests
+        ]
+        if not compared:
+            return "There was no other cache to compare answers with."
+        if wrong:
+            return f"Answers DIFFER from those without a cache: {', '.join(wrong)}."
+        return "Every answer is the same as without a cache."
+
+
+def _cells(summary: Summary) -> tuple[str, ...]:
+    equal = "-" if summary.answers_equal is None else f"{summary.answers_equal}/{summary.requests}"
+    return (
+        summary.cache,
+        str(summary.requests),
+        f"{summary.prompt_tokens:,}",
+        f"{summary.cached_share:.1%}".removesuffix("%"),
+        f"{summary.ttft_ms_p50:,.0f}",
+        f"{summary.ttft_ms_p95:,.0f}",
+        f"{summary.prefill_s:.1f}",
+        f"{summary.decode_s:.1f}",
+        f"{summary.peak_cache_bytes / MIB:,.1f}",
+        str(summary.evictions),
+        equal,
+    )
+
+
+def _against(others: Sequence[Summary]) -> str:
+    """The remaining totals as a clause, or nothing."""
+    if not others:
+        return ""
+    return "; " + ", ".join(f"{summary.cache} took {summary.prefill_s:.1f} s" for summary in others)

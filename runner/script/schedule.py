@@ -1,0 +1,196 @@
+"""Which request comes when: conversations of several users, interleaved.
+
+A request is a conversation up to a point where the model owes a reply: after a user's or a tool's message that an
+assistant's message follows, or that ends the conversation. Where only the user's turns are recorded, after each.
+
+  SQ1  A user's requests come in the order of the user's conversations and, within one, of its turns.
+  SQ2  The same conversations, users and seed give the same requests.
+"""
+
+import hashlib
+import json
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from runner.script.conversations.conversation import Conversation
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """One reply asked of the model.
+
+    Attributes:
+        index: place in the schedule, from 0.
+        user: who asks.
+        conversation_id: in which conversation.
+        turn: number of the latest user message, from 0; a turn that calls tools makes several requests.
+        messages: the conversation up to the message that is to be answered.
+        tools: function definitions in OpenAI form, or None.
+        recorded_reply: the assistant's message that followed, or None where none is recorded.
+        reply_slots: positions in `messages` of what the model replied in words before: at each stands a recorded reply,
+            or, where none is recorded, the user's next message. Replies that call tools are not among them, since
+            the results that follow belong to them.
+    """
+
+    index: int
+    user: str
+    conversation_id: str
+    turn: int
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] | None
+    recorded_reply: dict[str, Any] | None
+    reply_slots: tuple[int, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The request as errors name it."""
+        return f"conversation {self.conversation_id}, turn {self.turn}"
+
+
+class GeneratedReplies:
+    """What the model replied so far, to be put where a recording has its own replies.
+
+    A reply is filed under the recorded conversation up to and including the reply it stands for, so that conversations
+    which share their recorded beginning go on sharing it.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[bytes, str] = {}
+
+    def record(self, request: ScheduledRequest, text: str) -> None:
+        """Keep the reply to a request."""
+        *_, end = beginnings(request.messages)
+        self._texts[_reply_key(end, request.recorded_reply)] = text
+
+    def messages(self, request: ScheduledRequest) -> tuple[dict[str, Any], ...]:
+        """The request's messages with generated replies in place of recorded ones, as far as there are any.
+
+        Raises:
+            ValueError: a reply that is neither recorded nor generated is needed.
+        """
+        digests = list(beginnings(request.messages))
+        filled: list[dict[str, Any]] = []
+        for position, message in enumerate(request.messages):
+            if position not in request.reply_slots:
+                filled.append(message)
+                continue
+            recorded = message if message["role"] == "assistant" else None
+            text = self._texts.get(_reply_key(digests[position], recorded))
+            if text is None and recorded is None:
+                raise ValueError(
+                    f"conversation {request.conversation_id!r}: the reply before message {position} was neither"
+                    " recorded nor generated. Ask its turns in order, with generated replies."
+                )
+            filled.append(message if text is None else {"role": "assistant", "content": text})
+            if recorded is None:
+                filled.append(message)
+        return tuple(filled)
+
+
+def schedule(
+    conversations: Sequence[Conversation],
+    *,
+    users: int | None = None,
+    seed: int = 0,
+    max_requests: int | None = None,
+) -> list[ScheduledRequest]:
+    """Interleave the users' requests: each next one comes from a user drawn at random among those with any left.
+
+    Args:
+        users: take only the first so many users, in the order they appear.
+        seed: of the draw.
+        max_requests: stop after so many.
+
+    Raises:
+        ValueError: no conversation, `users` or `max_requests` below 1, or more users than there are.
+    """
+    waiting = _by_user(conversations)
+    _check_counts(len(waiting), users, max_requests)
+    queues = [deque(request for each in own for request in requests_of(each)) for own in list(waiting.values())[:users]]
+    queues = [queue for queue in queues if queue]
+    draw = random.Random(seed)
+    ordered: list[ScheduledRequest] = []
+    while queues and (max_requests is None or len(ordered) < max_requests):
+        queue = queues[draw.randrange(len(queues))]
+        ordered.append(replace(queue.popleft(), index=len(ordered)))
+        if not queue:
+            queues = [each for each in queues if each]
+    return ordered
+
+
+def requests_of(conversation: Conversation) -> Iterator[ScheduledRequest]:
+    """The requests of one conversation, in order, numbered from 0."""
+    turn, index = -1, 0
+    slots: list[int] = []
+    for position, message in enumerate(conversation.messages):
+        turn += message["role"] == "user"
+        following = conversation.messages[position + 1] if position + 1 < len(conversation.messages) else None
+        if not _is_reply_due(message, following, conversation.replies_recorded):
+            continue
+        if turn >= conversation.first_turn:
+            yield _request(conversation, index, turn, position, following, tuple(slots))
+            index += 1
+        if following is not None and not following.get("tool_calls"):
+            slots.append(position + 1)
+
+
+def _request(
+    conversation: Conversation,
+    index: int,
+    turn: int,
+    position: int,
+    following: dict[str, Any] | None,
+    reply_slots: tuple[int, ...],
+) -> ScheduledRequest:
+    return ScheduledRequest(
+        index=index,
+        user=conversation.user,
+        conversation_id=conversation.conversation_id,
+        turn=turn,
+        messages=conversation.messages[: position + 1],
+        tools=conversation.tools,
+        recorded_reply=following if conversation.replies_recorded else None,
+        reply_slots=reply_slots,
+    )
+
+
+def _is_reply_due(message: Mapping[str, Any], following: Mapping[str, Any] | None, replies_recorded: bool) -> bool:
+    if message["role"] not in ("user", "tool"):
+        return False
+    return following is None or not replies_recorded or following["role"] == "assistant"
+
+
+def _by_user(conversations: Sequence[Conversation]) -> dict[str, list[Conversation]]:
+    waiting: dict[str, list[Conversation]] = {}
+    for conversation in conversations:
+        waiting.setdefault(conversation.user, []).append(conversation)
+    return waiting
+
+
+def _check_counts(user_count: int, users: int | None, max_requests: int | None) -> None:
+    if user_count == 0:
+        raise ValueError("no conversations to schedule; wanted at least one.")
+    if users is not None and not 1 <= users <= user_count:
+        raise ValueError(f"users is {users}; wanted 1 to {user_count}, as the conversations have {user_count} users.")
+    if max_requests is not None and max_requests < 1:
+        raise ValueError(f"max_requests is {max_requests}; wanted at least 1.")
+
+
+def beginnings(messages: Sequence[Mapping[str, Any]], digest: bytes = b"") -> Iterator[bytes]:
+    """Digests of `messages[:0]`, which is given, of `messages[:1]`, ... and of all messages."""
+    yield digest
+    for message in messages:
+        digest = _extended(digest, message)
+        yield digest
+
+
+def _reply_key(beginning: bytes, recorded: Mapping[str, Any] | None) -> bytes:
+    return _extended(beginning, recorded or {})
+
+
+def _extended(digest: bytes, message: Any) -> bytes:
+    text = json.dumps(message, sort_keys=True, ensure_ascii=True)
+    return hashlib.blake2b(digest + text.encode(), digest_size=16).digest()
