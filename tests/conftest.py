@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import runner  # noqa: F401
+from tests.own_process import OWN_PROCESS, run_alone
 
 SHARED_DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 
@@ -24,14 +26,36 @@ def shared_data() -> Path:
     return SHARED_DATA
 
 
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    """The tiny llama, the same for all tests of a file."""
+    from runner.models.tiny import tiny_model
+
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def exact_allocations() -> Iterator[None]:
+    """Without MLX's pool of freed buffers, which hands out larger ones than asked for: every allocation shows."""
+    import mlx.core as mx
+
+    limit = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(limit)
+
+
 def pytest_configure() -> None:
     """Have Ctrl-C raise KeyboardInterrupt also where whoever started pytest ignores it, as shells do in background."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+#: What takes a minute or so by itself.
+LONGEST = ("test_soak", "test_all_architectures", "test_a_conversation_of_three_contexts_still_knows")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest tests first: several processes are through soonest when none is left alone with one of them."""
-    items.sort(key=lambda item: "test_soak" not in item.nodeid)
+    items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,10 +63,6 @@ def settled() -> None:
     """Let the garbage collector leave alone what was there before a file: tests that measure memory call it often."""
     gc.collect()
     gc.freeze()
-
-
-#: Set in the process that a test marked `own_process` is run in.
-OWN_PROCESS = "RADIXCACHE_TEST_OWN_PROCESS"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -54,13 +74,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """
     if pyfuncitem.get_closest_marker("own_process") is None or OWN_PROCESS in os.environ:
         return None
-    options = ["-q", "-n", "0", "-m", "", "-p", "no:cacheprovider"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, pyfuncitem.nodeid],
-        cwd=pyfuncitem.config.rootpath,
-        env={**os.environ, OWN_PROCESS: "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        assert run_alone(pyfuncitem.nodeid, pyfuncitem.config.rootpath, output) == 0, output.read_text()
     return True

@@ -1,0 +1,460 @@
+"""What the adapter contract says about memory, measured by MLX's own counters: active bytes and their peak.
+
+The layers here are megabytes long, so that a buffer kept alive or copied by mistake stands out against the slack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from mmap import PAGESIZE
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+
+from radixcache.adapters.owned import owned
+from radixcache.adapters.registry import adapter_for
+from radixcache.layers.arrays import ArrayLayout
+from tests.adapters.cases import (
+    ARRAYS,
+    CHUNKED,
+    CONCATENATE,
+    HEADS,
+    KV,
+    KV_BFLOAT16,
+    LAYER,
+    QUANTIZED_4,
+    QUANTIZED_8,
+    ROTATING_0,
+    ROTATING_4,
+    Case,
+    Kind,
+    attention_rows,
+    feed_all,
+    token_ids,
+)
+
+#: Allocators round up: by 8 bytes on CPU, to a page on Metal.
+SLACK_BYTES = PAGESIZE
+
+WIDE_WINDOW = replace(ROTATING_4, name="RotatingKVCache-wide", make=lambda: RotatingKVCache(4096, keep=4))
+RING = replace(ROTATING_4, name="RotatingKVCache-ring", make=lambda: RotatingKVCache(2048, keep=4))
+WIDE_CHUNK = replace(CHUNKED, name="ChunkedKVCache-wide", make=lambda: ChunkedKVCache(4096))
+
+
+def feed_large_arrays(cache: Any, ids: Sequence[int]) -> None:
+    """A recurrent layer with slots of a quarter of a megabyte, which are views of the activations of all tokens."""
+    for slot, shape in enumerate(((1, len(ids), 256, 256), (1, 256, len(ids), 256))):
+        activations = mx.random.normal(shape)
+        mx.eval(activations)
+        cache[slot] = activations[:, -1] if slot == 0 else activations[:, :, -1]
+
+
+LARGE_ARRAYS = replace(ARRAYS, name="ArraysCache-large", feed=feed_large_arrays)
+
+SPANS = [
+    Case(KV, "batch", (3000,), True),
+    Case(KV, "exactly-full", (3072,), True),
+    Case(KV, "singles", (3000, 1, 1), True),
+    Case(KV_BFLOAT16, "batch", (3000,), True),
+    Case(CONCATENATE, "batch", (3000,), True),
+    Case(CONCATENATE, "singles", (3000, 1), True),
+    Case(QUANTIZED_4, "batch", (3000,), True),
+    Case(QUANTIZED_8, "exactly-full", (3072,), True),
+]
+POINTS = [
+    Case(ROTATING_0, "batch", (3000,), False),
+    Case(ROTATING_4, "batch", (3000,), False),
+    Case(ROTATING_4, "single", (3000, 1), False),
+    Case(WIDE_WINDOW, "batch", (3000,), False),
+    Case(WIDE_WINDOW, "singles", (3000, 1), False),
+    Case(RING, "gone-round", (3000, 1), False),
+    Case(CHUNKED, "batch", (3000,), False),
+    Case(CHUNKED, "trimmed", (3000, 1), False),
+    Case(WIDE_CHUNK, "exactly-full", (3072,), False),
+    Case(ARRAYS, "batch", (3000,), False),
+    Case(LARGE_ARRAYS, "batch", (20,), False),
+    Case(LAYER, "batch", (3000,), False),
+    Case(LAYER, "singles", (3000, 1), False),
+]
+#: Layers that write a single token into their buffer in place, and hold megabytes.
+IN_PLACE = [
+    Case(KV, "", (3000, 1), True),
+    Case(KV_BFLOAT16, "", (3000, 1), True),
+    Case(QUANTIZED_8, "", (3000, 1), True),
+    Case(WIDE_WINDOW, "unwrapped", (3000, 1), False),
+    Case(RING, "wrapped", (3000, 1), False),
+    Case(WIDE_CHUNK, "", (3000, 1), False),
+]
+all_cases = pytest.mark.parametrize("case", SPANS + POINTS, ids=str)
+span_cases = pytest.mark.parametrize("case", SPANS, ids=str)
+in_place_cases = pytest.mark.parametrize("case", IN_PLACE, ids=str)
+
+
+# Snapshots own compact arrays
+
+
+@all_cases
+def test_a_snapshot_keeps_nothing_of_the_live_cache_alive(case: Case) -> None:
+    before = _active_bytes()
+    cache = _fresh(case)
+    snapshot = _snapshot(cache, 0, case.length)
+    assert _active_bytes() - before > 1.2 * snapshot.nbytes
+    del cache
+    _assert_bytes(_active_bytes() - before, snapshot.nbytes, len(snapshot.arrays()))
+
+
+@span_cases
+@pytest.mark.parametrize(("start", "end"), [(0, 100), (1000, 1100), (500, 530), (2000, 2999)])
+def test_a_snapshot_of_a_part_is_as_small_as_the_part(case: Case, start: int, end: int) -> None:
+    before = _active_bytes()
+    cache = _fresh(case)
+    whole = sum(b.nbytes for b in adapter_for(cache).buffers(cache))
+    snapshot = _snapshot(cache, start, end)
+    assert snapshot.nbytes < whole // 2
+    del cache
+    _assert_bytes(_active_bytes() - before, snapshot.nbytes, len(snapshot.arrays()))
+
+
+@span_cases
+def test_halves_of_a_split_do_not_keep_each_other_alive(case: Case) -> None:
+    cache = _fresh(case)
+    adapter = adapter_for(cache)
+    snapshot = _snapshot(cache, 0, case.length)
+    del cache
+    floor = _active_bytes() - snapshot.nbytes
+    for at in (2600, 1024, 700, 513):
+        snapshot, lower = adapter.split(snapshot, at)
+        mx.eval(snapshot.arrays(), lower.arrays())
+        del lower
+        _assert_bytes(_active_bytes() - floor, snapshot.nbytes, len(snapshot.arrays()) + 1)
+    for at in (200, 490):
+        upper, snapshot = adapter.split(snapshot, at)
+        mx.eval(snapshot.arrays(), upper.arrays())
+        del upper
+        _assert_bytes(_active_bytes() - floor, snapshot.nbytes, len(snapshot.arrays()) + 1)
+
+
+@span_cases
+def test_a_merge_leaves_nothing_of_its_parts_behind(case: Case) -> None:
+    cache = _fresh(case)
+    adapter = adapter_for(cache)
+    before = _active_bytes()
+    snapshot = _snapshot(cache, 0, 300)
+    for start, end in ((300, 700), (700, 1024), (1024, 2999)):
+        snapshot = adapter.merge(snapshot, _snapshot(cache, start, end))
+    mx.eval(snapshot.arrays())
+    _assert_bytes(_active_bytes() - before, snapshot.nbytes, len(snapshot.arrays()))
+
+
+@span_cases
+@pytest.mark.parametrize("at", [512, 700, 2600])
+def test_a_split_copies_one_segment_and_a_merge_joins_one(case: Case, at: int) -> None:
+    cache = _fresh(case)
+    adapter = adapter_for(cache)
+    snapshot = _snapshot(cache, 0, case.length)
+    before = {id(array) for array in snapshot.arrays()}
+    arrays_a_segment = len(snapshot.arrays()) // len(snapshot.segments)
+    upper, lower = adapter.split(snapshot, at)
+    fresh = [a for a in (*upper.arrays(), *lower.arrays()) if id(a) not in before]
+    assert len(fresh) == (0 if at % 512 == 0 else 2 * arrays_a_segment)
+    parts = {id(array) for array in (*upper.arrays(), *lower.arrays())}
+    joined = [a for a in adapter.merge(upper, lower).arrays() if id(a) not in parts]
+    assert len(joined) == (0 if at % 512 == 0 else arrays_a_segment)
+
+
+SLICES: dict[str, tuple[tuple[int, ...], Callable[[mx.array], mx.array]]] = {
+    "whole": ((1, 8, 4096, 32), lambda a: a),
+    "full-range-slice": ((1, 8, 4096, 32), lambda a: a[..., :4096, :]),
+    "nearly-full-range-of-one-head": ((1, 1, 4096, 32), lambda a: a[..., :4090, :]),
+    "middle": ((1, 8, 4096, 32), lambda a: a[..., 2000:2100, :]),
+    "one-token": ((1, 8, 4096, 32), lambda a: a[..., 7:8, :]),
+    "one-head-one-token": ((1, 1, 4096, 32), lambda a: a[..., 7:8, :]),
+    "heads": ((1, 8, 4096, 32), lambda a: a[:, 1:2]),
+    "columns": ((1, 1, 4096, 96), lambda a: a[..., 32:64]),
+    "one-column": ((1, 4096, 96), lambda a: a[..., -1:]),
+    "last-row": ((1, 4096, 96), lambda a: a[:, -1]),
+    "transposed": ((1, 4096, 8, 32), lambda a: a.transpose(0, 2, 1, 3)),
+    "reversed": ((1, 8, 4096, 32), lambda a: a[..., ::-1, :]),
+    "flat": ((1 << 20,), lambda a: a[5:50]),
+    "one-number": ((1 << 20,), lambda a: a[5:6]),
+    "scalar": ((1 << 20,), lambda a: a[5]),
+    "empty": ((1, 8, 4096, 32), lambda a: a[..., :0, :]),
+    "broadcast": ((1, 8, 4096, 32), lambda a: mx.broadcast_to(a[..., 3:4, :], (1, 8, 100, 32))),
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.uint32], ids=str)
+def test_an_owned_copy_has_a_buffer_of_its_own_and_of_its_size(name: str, dtype: mx.Dtype) -> None:
+    shape, cut = SLICES[name]
+    before = _active_bytes()
+    parent = mx.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+    mx.eval(parent)
+    part = cut(parent)
+    copy = owned(part)
+    mx.eval(copy)
+    assert copy.dtype == dtype
+    assert copy.shape == part.shape
+    assert mx.array_equal(copy, part).item()
+    del part, parent
+    _assert_bytes(_active_bytes() - before, copy.nbytes, 1)
+
+
+@pytest.mark.parametrize("name", ["one-number", "one-token", "most"])
+def test_owned_copies_of_small_arrays_keep_none_of_them_alive(name: str) -> None:
+    cut: Callable[[mx.array], mx.array] = {
+        "one-number": lambda a: a[..., 3:4, :1],
+        "one-token": lambda a: a[..., 3:4, :],
+        "most": lambda a: a[..., :200, :],
+    }[name]
+    before = _active_bytes()
+    copies = []
+    for _ in range(400):
+        parent = mx.zeros((1, 1, 512, 8))
+        mx.eval(parent)
+        copies.append(owned(cut(parent)))
+        mx.eval(copies[-1])
+    del parent
+    # 16 KiB each; where `mx.contiguous` would share, all 6.5 MB stay.
+    assert _active_bytes() - before <= sum(copy.nbytes for copy in copies) + 400 * 4096
+
+
+# The live cache is written in place
+
+
+@in_place_cases
+def test_a_snapshot_does_not_make_the_next_write_copy_the_buffer(case: Case) -> None:
+    cache = _fresh(case)
+    write_bytes = _write_peak_bytes(cache, case)
+    snapshot = _snapshot(cache, 0, case.length + 1)
+    assert _write_peak_bytes(cache, case) <= write_bytes + SLACK_BYTES
+    assert snapshot.nbytes > 30 * (write_bytes + SLACK_BYTES)
+
+
+@in_place_cases
+def test_a_view_of_the_buffer_does_make_the_next_write_copy_it(case: Case) -> None:
+    cache = _fresh(case)
+    adapter = adapter_for(cache)
+    views = [b[..., :1, :] for b in adapter.buffers(cache)]
+    mx.eval(views)
+    assert _write_peak_bytes(cache, case) >= sum(b.nbytes for b in adapter.buffers(cache))
+
+
+@in_place_cases
+def test_a_snapshot_that_was_restored_does_not_make_the_next_write_copy_the_buffer(case: Case) -> None:
+    source = _fresh(case)
+    snapshot = _snapshot(source, 0, case.length)
+    cache = case.kind.make()
+    adapter = adapter_for(cache)
+    assert adapter.restore(cache, snapshot, case.length)
+    mx.eval(adapter.buffers(cache))
+    adapter.reserve(cache, case.length + 10)
+    mx.eval(adapter.buffers(cache))
+    if case.kind.is_point:
+        _write_peak_bytes(cache, case)  # the class makes room for itself; from then on it writes in place
+    assert _write_peak_bytes(cache, case) <= SLACK_BYTES
+    assert snapshot.end == case.length
+
+
+@all_cases
+def test_a_restored_cache_and_its_snapshot_hold_their_own_bytes(case: Case) -> None:
+    before = _active_bytes()
+    snapshot = _snapshot(_fresh(case), 0, case.length)
+    cache = case.kind.make()
+    adapter = adapter_for(cache)
+    assert adapter.restore(cache, snapshot, case.length)
+    mx.eval(adapter.buffers(cache))
+    live_bytes = sum(b.nbytes for b in adapter.buffers(cache))
+    count = len(snapshot.arrays()) + len(adapter.buffers(cache))
+    _assert_bytes(_active_bytes() - before, snapshot.nbytes + live_bytes, count)
+    del snapshot
+    _assert_bytes(_active_bytes() - before, live_bytes, count)
+
+
+@pytest.mark.parametrize("kind", [KV, KV_BFLOAT16, QUANTIZED_8], ids=lambda kind: kind.name)
+def test_a_span_that_fills_the_buffer_to_its_last_token_is_copied_nevertheless(kind: Kind) -> None:
+    case = Case(kind, "", (500,), True)
+    before = _active_bytes()
+    snapshot = _snapshot(_fresh(case), 0, 500)
+    cache = kind.make()
+    adapter = adapter_for(cache)
+    adapter.reserve(cache, 500, snapshot)
+    assert adapter.restore(cache, snapshot, 500)
+    mx.eval(adapter.buffers(cache))
+    live_bytes = sum(b.nbytes for b in adapter.buffers(cache))
+    _assert_bytes(_active_bytes() - before, snapshot.nbytes + live_bytes, 1)
+
+
+@pytest.mark.parametrize("case", SPANS, ids=str)
+def test_a_cache_that_gives_up_its_room_owns_what_is_left(case: Case) -> None:
+    before = _active_bytes()
+    cache = _fresh(case)
+    adapter = adapter_for(cache)
+    if case.kind is CONCATENATE:
+        mx.eval(adapter.own(cache))  # it has no room to give up, and its arrays are those of the forward pass
+    adapter.reserve(cache, 0)
+    mx.eval(adapter.buffers(cache))
+    _assert_bytes(_active_bytes() - before, sum(b.nbytes for b in adapter.buffers(cache)), 6)
+
+
+def test_a_rewound_concatenating_cache_gives_up_what_was_cut() -> None:
+    before = _active_bytes()
+    cache = _fresh(Case(CONCATENATE, "", (3000, 1), True))
+    assert adapter_for(cache).restore(cache, None, 100)
+    mx.eval(cache.keys, cache.values)
+    _assert_bytes(_active_bytes() - before, 100 * HEADS * 96 * 4, 2)
+
+
+@pytest.mark.parametrize("case", [case for case in IN_PLACE if not case.kind.is_point], ids=str)
+def test_paging_in_writes_only_what_is_missing(case: Case) -> None:
+    cache = _fresh(case)
+    adapter = adapter_for(cache)
+    snapshot = _snapshot(cache, 2500, 3000)
+    assert adapter.restore(cache, None, 2500)
+    before = _active_bytes()
+    mx.reset_peak_memory()
+    assert adapter.restore(cache, snapshot, 3000)
+    mx.eval(adapter.buffers(cache))
+    assert mx.get_peak_memory() - before <= 2 * snapshot.nbytes
+    assert sum(b.nbytes for b in adapter.buffers(cache)) > 5 * snapshot.nbytes
+
+
+@in_place_cases
+def test_holding_what_a_rollback_needs_does_not_copy_the_buffer(case: Case) -> None:
+    cache = _fresh(case)
+    held = adapter_for(cache).hold(cache, 1)
+    assert _write_peak_bytes(cache, case) <= SLACK_BYTES
+    del held
+
+
+@all_cases
+def test_holding_what_a_rollback_needs_takes_no_memory(case: Case) -> None:
+    cache = _fresh(case)
+    before = _active_bytes()
+    held = [adapter_for(cache).hold(cache, count) for count in (1, 40)]
+    _assert_bytes(_active_bytes() - before, 0, 1)
+    del held
+
+
+# Arrays that a forward pass leaves
+
+
+@all_cases
+def test_after_owning_its_arrays_a_cache_takes_the_bytes_that_its_arrays_state(case: Case) -> None:
+    before = _active_bytes()
+    cache = _fresh(case)
+    adapter = adapter_for(cache)
+    mx.eval(adapter.own(cache))
+    buffers = adapter.buffers(cache)
+    stated = sum(b.nbytes for b in buffers)
+    count = len(buffers)
+    del buffers
+    _assert_bytes(_active_bytes() - before, stated, count)
+
+
+@pytest.mark.parametrize("case", [POINTS[9], POINTS[10], POINTS[11], SPANS[1]], ids=str)
+def test_without_owning_them_arrays_keep_the_activations_of_their_batch(case: Case) -> None:
+    before = _active_bytes()
+    cache = _fresh(case)
+    stated = sum(b.nbytes for b in adapter_for(cache).buffers(cache))
+    assert _active_bytes() - before > 1.3 * stated
+
+
+@all_cases
+def test_a_freed_cache_gives_all_its_bytes_back(case: Case) -> None:
+    before = _active_bytes()
+    cache = _fresh(case)
+    adapter_for(cache).free(cache)
+    _assert_bytes(_active_bytes() - before, 0, 1)
+
+
+@all_cases
+def test_giving_room_up_gives_the_spare_bytes_back(case: Case) -> None:
+    before = _active_bytes()
+    cache = _fresh(case)
+    adapter = adapter_for(cache)
+    mx.eval(adapter.own(cache))
+    adapter.reserve(cache, case.length)
+    mx.eval(adapter.buffers(cache))
+    buffers = adapter.buffers(cache)
+    stated = sum(b.nbytes for b in buffers)
+    one_token = stated // case.length
+    assert adapter.spare_nbytes(cache) <= one_token + 1
+    count = len(buffers)
+    del buffers
+    _assert_bytes(_active_bytes() - before, stated, count)
+
+
+# A whole model's cache
+
+
+def test_the_live_bytes_of_a_layout_are_the_bytes_of_memory() -> None:
+    layout = ArrayLayout(_mixed_model, None, 64)
+    before = _active_bytes()
+    caches = layout.fresh()
+    ids = token_ids(3000)
+    kinds = (KV, ARRAYS, RING, QUANTIZED_8)
+    for (cache, _), kind in zip(layout.leaves(caches), kinds, strict=True):
+        feed_all(kind, cache, ids, [3000])
+    layout.own(caches)
+    _assert_bytes(_active_bytes() - before, layout.live_nbytes(caches), 20)
+    assert layout.spare_nbytes(caches) < layout.live_nbytes(caches) // 10
+
+
+def test_paged_spans_and_checkpoints_take_the_bytes_they_state_and_come_evaluated() -> None:
+    layout = ArrayLayout(_mixed_model, None, 64)
+    caches = layout.fresh()
+    for (cache, _), kind in zip(layout.leaves(caches), (KV, ARRAYS, RING, QUANTIZED_8), strict=True):
+        feed_all(kind, cache, token_ids(3000), [3000])
+    layout.own(caches)
+    before = _active_bytes()
+    spans = layout.page_out(caches, 1000, 2000)
+    checkpoint = layout.checkpoint(caches, 3000, "end")
+    _assert_bytes(_active_bytes() - before, spans.nbytes + checkpoint.nbytes, 40)
+    cache = next(iter(layout.leaves(caches)))[0]
+    assert _write_peak_bytes(cache, Case(KV, "", (3000,), True)) <= SLACK_BYTES
+
+
+def _mixed_model() -> list[Any]:
+    return [CacheList(KVCache(), ArraysCache(2)), None, RotatingKVCache(2048, keep=4), QuantizedKVCache(32, 8)]
+
+
+# Measuring
+
+
+def _fresh(case: Case) -> Any:
+    """The case's cache, sharing nothing with any other, evaluated, with nothing else left over."""
+    cache = feed_all(case.kind, case.kind.make(), case.ids, case.lengths)
+    mx.eval(adapter_for(cache).buffers(cache))
+    return cache
+
+
+def _snapshot(cache: Any, start: int, end: int) -> Any:
+    snapshot = adapter_for(cache).snapshot(cache, start, end)
+    mx.eval(snapshot.arrays())
+    return snapshot
+
+
+def _active_bytes() -> int:
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
+def _write_peak_bytes(cache: Any, case: Case) -> int:
+    """Write one token; returns how much memory that took at its peak, beyond what is held before."""
+    dtype = mx.bfloat16 if case.kind is KV_BFLOAT16 else mx.float32
+    keys, values = (mx.contiguous(a) for a in attention_rows([5], cache.offset, dtype))
+    mx.eval(keys, values)
+    before = _active_bytes()
+    mx.reset_peak_memory()
+    cache.update_and_fetch(keys, values)
+    mx.eval(adapter_for(cache).buffers(cache))
+    return mx.get_peak_memory() - before
+
+
+def _assert_bytes(measured: int, stated: int, arrays: int) -> None:
+    assert abs(measured - stated) <= stated // 100 + SLACK_BYTES * arrays, (measured, stated)

@@ -1,0 +1,745 @@
+"""The adapter contract, sentence by sentence, over every cache class in every situation of the table.
+
+A1 to A6 are the sentences of radixcache/adapters/contract.py. What they say about memory is in test_adapter_memory.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from itertools import pairwise, product
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from radixcache import SnapshotError, UnsupportedCacheError, register_adapter
+from radixcache.adapters.contract import NEVER
+from radixcache.adapters.registry import ADAPTERS, adapter_for
+from radixcache.adapters.span import SpanAdapter
+from tests.adapters.cases import (
+    CASES,
+    CHUNKED,
+    CONTINUATIONS,
+    DIGEST,
+    KINDS,
+    POINT_CASES,
+    ROTATING_4,
+    SPAN_CASES,
+    Case,
+    Kind,
+    feed_attention,
+    picture,
+    spelled_attention,
+    state_bits,
+    token_ids,
+)
+
+all_cases = pytest.mark.parametrize("case", CASES, ids=str)
+span_cases = pytest.mark.parametrize("case", SPAN_CASES, ids=str)
+cut_cases = pytest.mark.parametrize("case", [case for case in CASES if case.can_cut], ids=str)
+point_cases = pytest.mark.parametrize("case", POINT_CASES, ids=str)
+all_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+# The model makes the mask of a chunked layer itself, from the offsets.
+MASKED_CASES = [case for case in CASES if case.kind.spelled is spelled_attention and case.kind is not CHUNKED]
+masked_cases = pytest.mark.parametrize("case", MASKED_CASES, ids=str)
+
+CUTS = (1, 2, 255, 256, 257, 511, 512, 513, 800, 1024, 1299)
+SHORT_CONTINUATIONS = ((1, 1, 7, 1), (3, 40, 1))
+
+
+# What every case is
+
+
+@all_cases
+def test_a_cache_holds_the_tokens_it_was_fed(case: Case) -> None:
+    cache = case.cache()
+    adapter = adapter_for(cache)
+    assert case.kind.spelled(cache) == case.kind.expected(case.ids, case.lengths)
+    assert adapter.is_point == case.kind.is_point
+    assert not adapter.is_empty(cache)
+    assert adapter.offset(cache) in (case.length, None)
+
+
+@all_kinds
+def test_only_array_caches_do_not_know_their_offset(kind: Kind) -> None:
+    cache = kind.fed(token_ids(5), [5])
+    assert (adapter_for(cache).offset(cache) is None) == kind.name.startswith("ArraysCache")
+
+
+@all_cases
+def test_buffers_are_all_the_arrays_of_a_cache(case: Case) -> None:
+    cache = case.cache()
+    held = {id(array) for array in _arrays_in(vars(cache))}
+    assert {id(array) for array in adapter_for(cache).buffers(cache)} == held
+
+
+# A3: restore from a snapshot
+
+
+@all_cases
+def test_a_snapshot_restores_the_state_bit_for_bit(case: Case) -> None:
+    cache = case.cache()
+    restored = _restored(case, case.length)
+    assert state_bits(case.kind, restored) == state_bits(case.kind, cache)
+    assert case.kind.spelled(restored) == case.kind.expected(case.ids, case.lengths)
+    assert adapter_for(restored).offset(restored) in (case.length, None)
+
+
+@all_cases
+def test_a_restored_cache_goes_on_like_an_undisturbed_one(case: Case) -> None:
+    for continuation in CONTINUATIONS:
+        _assert_goes_on_alike(case, _restored(case, case.length), case.cache(), continuation)
+
+
+@masked_cases
+def test_masks_of_a_restored_cache_are_those_of_an_undisturbed_one(case: Case) -> None:
+    for count, window_size, as_array in product((2, 5, 16, 40), (None, 5, 16), (False, True)):
+        masks = [
+            cache.make_mask(count, window_size=window_size, return_array=as_array)
+            for cache in (_restored(case, case.length), case.cache())
+        ]
+        assert picture(masks[0]) == picture(masks[1]), (count, window_size, as_array)
+
+
+# With `keep` mlx-lm turns this mask as if nothing was kept, so what it shows depends on the order in the ring.
+@pytest.mark.parametrize("case", [case for case in MASKED_CASES if case.kind is not ROTATING_4], ids=str)
+def test_a_window_smaller_than_the_cache_shows_a_restored_cache_the_same_tokens(case: Case) -> None:
+    for count in (1, 5):
+        caches = _restored(case, case.length), case.cache()
+        for _ in range(3):
+            ids = case.rest[:count]
+            seen = [feed_attention(cache, ids, window_size=5) for cache in caches]
+            assert seen[0] == seen[1], count
+
+
+@all_cases
+def test_a_snapshot_is_cut_back_to_any_offset_where_nothing_was_lost_and_to_none_else(case: Case) -> None:
+    snapshot = _snapshot(case)
+    before = picture(snapshot)
+    for target in case.cut_targets():
+        cache = case.kind.make()
+        untouched = picture(cache)
+        assert adapter_for(cache).restore(cache, snapshot, target) == case.can_cut, target
+        if case.can_cut:
+            assert case.kind.spelled(cache) == case.kind.expected(case.ids[:target], [target]), target
+        else:
+            assert picture(cache) == untouched, target
+    assert picture(snapshot) == before
+
+
+@cut_cases
+def test_a_cache_restored_to_a_cut_goes_on_like_one_that_stopped_there(case: Case) -> None:
+    for target, continuation in product(case.cut_targets(), SHORT_CONTINUATIONS):
+        _assert_goes_on_alike(case, _restored(case, target), _stopped(case, target), continuation)
+
+
+@all_cases
+def test_a_target_beyond_the_snapshot_is_refused_and_changes_nothing(case: Case) -> None:
+    snapshot = _snapshot(case)
+    longer = case.kind.fed([*case.ids, *case.rest[:30]], [*case.lengths, 30])
+    for cache in (case.kind.make(), case.cache(), longer):
+        before = picture(cache)
+        for target in (case.length + 1, case.length + 30):
+            assert not adapter_for(cache).restore(cache, snapshot, target), target
+            assert picture(cache) == before, target
+
+
+@all_cases
+def test_a_snapshot_takes_the_place_of_another_sequence(case: Case) -> None:
+    other = token_ids(case.length + 9, seed=1)
+    cache = case.kind.fed(other, [case.length, 9])
+    adapter = adapter_for(cache)
+    if not adapter.is_point:
+        assert adapter.restore(cache, None, 0)
+    assert adapter.restore(cache, _snapshot(case), case.length)
+    assert case.kind.spelled(cache) == case.kind.expected(case.ids, case.lengths)
+    _assert_goes_on_alike(case, cache, case.cache(), (2, 1, 7, 1))
+
+
+@all_cases
+def test_a_restored_cache_and_its_snapshot_do_not_see_each_other_change(case: Case) -> None:
+    snapshot = _snapshot(case)
+    before = picture(snapshot)
+    for continuation in ((), (1, 1, 1), (5,)):
+        cache = _put_back(case.kind, snapshot)
+        _feed(case.kind, cache, case.rest, continuation)
+        assert picture(snapshot) == before
+        _overwrite(cache)
+        assert picture(snapshot) == before
+
+
+@all_cases
+def test_can_cut_says_what_restore_does_on_a_fresh_cache(case: Case) -> None:
+    snapshot = _snapshot(case)
+    adapter = adapter_for(case.kind.make())
+    for target in [*case.cut_targets(), case.length, case.length + 1, case.length + 50]:
+        assert adapter.can_cut(snapshot, target) == adapter.restore(case.kind.make(), snapshot, target), target
+
+
+@span_cases
+def test_a_live_offset_before_the_start_of_a_span_is_refused_and_changes_nothing(case: Case) -> None:
+    cache = case.cache()
+    adapter = adapter_for(cache)
+    for start in (cut for cut in CUTS if cut < case.length):
+        piece = adapter.snapshot(cache, start, case.length)
+        for offset in (0, start - 1):
+            short = _stopped(case, offset)
+            before = picture(short)
+            for target in (case.length, start + 1, start, offset, offset // 2):
+                assert not adapter.restore(short, piece, target), (start, offset, target)
+                assert picture(short) == before, (start, offset, target)
+
+
+@span_cases
+def test_spans_of_a_path_restored_one_after_the_other_are_the_whole(case: Case) -> None:
+    live = case.cache()
+    adapter = adapter_for(live)
+    cuts = [0, *(cut for cut in CUTS if cut < case.length), case.length]
+    pieces = [adapter.snapshot(live, low, high) for low, high in pairwise(cuts)]
+    cache = case.kind.make()
+    for piece in pieces:
+        assert adapter.restore(cache, piece, piece.end)
+    assert state_bits(case.kind, cache) == state_bits(case.kind, live)
+    _assert_goes_on_alike(case, cache, case.cache(), (1, 5))
+
+
+@span_cases
+def test_a_span_is_paged_in_behind_the_common_prefix_of_two_branches(case: Case) -> None:
+    adapter = adapter_for(case.cache())
+    for fork in (cut for cut in CUTS if cut < case.length):
+        other = [*case.ids[:fork], *token_ids(100, seed=2)]
+        cache = case.kind.fed(other, [len(other)])
+        assert adapter.restore(cache, None, fork)
+        assert adapter.restore(cache, adapter.snapshot(case.cache(), fork, case.length), case.length), fork
+        assert state_bits(case.kind, cache) == state_bits(case.kind, case.cache()), fork
+        _assert_goes_on_alike(case, cache, case.cache(), (1, 1, 3))
+
+
+@span_cases
+def test_a_span_adds_only_what_the_live_state_lacks(case: Case) -> None:
+    adapter = adapter_for(case.cache())
+    snapshot = _snapshot(case)
+    for offset in case.cut_targets():
+        cache = _stopped(case, offset)
+        assert adapter.restore(cache, snapshot, case.length), offset
+        assert state_bits(case.kind, cache) == state_bits(case.kind, case.cache()), offset
+
+
+@span_cases
+def test_a_span_does_not_write_again_what_is_live(case: Case) -> None:
+    adapter = adapter_for(case.cache())
+    for offset in case.cut_targets()[1:]:
+        # Other ids than the snapshot has, so that it shows who wrote what.
+        other = token_ids(offset, seed=6)
+        cache = case.kind.fed(other, [offset])
+        assert adapter.restore(cache, _snapshot(case), case.length), offset
+        assert case.kind.spelled(cache) == list(enumerate([*other, *case.ids[offset:]])), offset
+
+
+@cut_cases
+def test_a_cache_that_was_trimmed_by_its_own_method_stands_where_it_says(case: Case) -> None:
+    for target in case.cut_targets()[1:]:
+        cache = case.cache()
+        assert cache.trim(case.length - target) == case.length - target
+        adapter = adapter_for(cache)
+        assert adapter.offset(cache) == target
+        restored = _put_back(case.kind, adapter.snapshot(cache, 0, target))
+        assert case.kind.spelled(restored) == list(enumerate(case.ids[:target])), target
+        if adapter.is_point:
+            continue
+        assert adapter.restore(cache, _snapshot(case), case.length)
+        assert state_bits(case.kind, cache) == state_bits(case.kind, case.cache()), target
+        _assert_goes_on_alike(case, cache, case.cache(), (1, 3))
+
+
+# A2: rewind
+
+
+@all_cases
+def test_rewinding_reaches_any_offset_where_nothing_was_lost_and_changes_nothing_else(case: Case) -> None:
+    for target in case.cut_targets():
+        cache = case.cache()
+        before = picture(cache)
+        assert adapter_for(cache).restore(cache, None, target) == case.can_cut, target
+        if case.can_cut:
+            assert case.kind.spelled(cache) == case.kind.expected(case.ids[:target], [target]), target
+            assert adapter_for(cache).offset(cache) == target
+        else:
+            assert picture(cache) == before, target
+
+
+@cut_cases
+def test_a_rewound_cache_goes_on_like_one_that_stopped_there(case: Case) -> None:
+    for target, continuation in product(case.cut_targets(), SHORT_CONTINUATIONS):
+        cache = case.cache()
+        assert adapter_for(cache).restore(cache, None, target), target
+        _assert_goes_on_alike(case, cache, _stopped(case, target), continuation)
+
+
+@all_cases
+def test_rewinding_forward_is_refused_and_changes_nothing(case: Case) -> None:
+    cache = case.cache()
+    before = picture(cache)
+    for target in (case.length + 1, case.length + 500):
+        assert not adapter_for(cache).restore(cache, None, target), target
+        assert picture(cache) == before, target
+
+
+@all_cases
+def test_rewinding_to_where_a_cache_stands_changes_nothing(case: Case) -> None:
+    cache = case.cache()
+    before = picture(cache)
+    moved = adapter_for(cache).restore(cache, None, case.length)
+    # Without an offset of its own a cache cannot tell that it stands there already.
+    assert moved == (adapter_for(cache).offset(cache) is not None)
+    assert picture(cache) == before
+
+
+@all_cases
+def test_can_rewind_says_what_restore_does(case: Case) -> None:
+    for target in [*case.cut_targets(), case.length, case.length + 1]:
+        cache = case.cache()
+        assert adapter_for(cache).can_rewind(cache, target) == adapter_for(cache).restore(cache, None, target), target
+
+
+@all_kinds
+def test_an_empty_cache_cannot_be_rewound_forward(kind: Kind) -> None:
+    cache = kind.make()
+    before = picture(cache)
+    assert not adapter_for(cache).restore(cache, None, 5)
+    assert picture(cache) == before
+
+
+# A1: a snapshot owns its arrays
+
+
+@all_cases
+def test_a_snapshot_does_not_change_when_the_live_cache_is_written(case: Case) -> None:
+    for continuation in CONTINUATIONS:
+        cache = case.cache()
+        snapshot = adapter_for(cache).snapshot(cache, 0, case.length)
+        mx.eval(snapshot.arrays())
+        before = picture(snapshot)
+        _feed(case.kind, cache, case.rest, continuation)
+        _overwrite(cache)
+        assert picture(snapshot) == before, continuation
+
+
+@all_cases
+def test_taking_a_snapshot_does_not_disturb_the_live_cache(case: Case) -> None:
+    cache = case.cache()
+    before = picture(cache)
+    snapshot = adapter_for(cache).snapshot(cache, 0, case.length)
+    assert picture(cache) == before
+    _assert_goes_on_alike(case, cache, case.cache(), (1, 5, 1))
+    assert snapshot.end == case.length
+
+
+@all_cases
+def test_a_snapshot_states_its_span_and_its_bytes(case: Case) -> None:
+    snapshot = _snapshot(case)
+    assert (snapshot.start, snapshot.end) == (0, case.length)
+    assert snapshot.nbytes == sum(array.nbytes for array in snapshot.arrays())
+    assert {id(a) for a in snapshot.arrays()} == {id(a) for a in _arrays_in(_fields(snapshot))}
+
+
+@all_kinds
+def test_a_cache_that_was_never_written_has_no_snapshot(kind: Kind) -> None:
+    cache = kind.make()
+    adapter = adapter_for(cache)
+    assert adapter.is_empty(cache)
+    assert adapter.snapshot(cache, 0, 0) is None
+    assert not adapter.offset(cache)
+
+
+@span_cases
+def test_a_span_that_is_not_live_has_no_snapshot(case: Case) -> None:
+    cache = case.cache()
+    for start, end in ((0, case.length + 1), (case.length, case.length), (-1, 1), (1, 0)):
+        with pytest.raises(SnapshotError, match=rf"span \[{start}, {end}\) .*\[0, {case.length}\)"):
+            adapter_for(cache).snapshot(cache, start, end)
+
+
+@span_cases
+def test_a_rewound_cache_has_no_snapshot_of_what_was_cut(case: Case) -> None:
+    cache = case.cache()
+    adapter = adapter_for(cache)
+    assert adapter.restore(cache, None, case.length - 1)
+    if case.length > 1:
+        with pytest.raises(SnapshotError):
+            adapter.snapshot(cache, 0, case.length)
+    else:
+        assert adapter.is_empty(cache) or adapter.offset(cache) == 0
+
+
+# A4 and A5: split and merge
+
+
+@all_cases
+def test_splitting_at_or_outside_an_edge_keeps_the_whole_on_one_side(case: Case) -> None:
+    adapter = adapter_for(case.cache())
+    before = picture(_snapshot(case))
+    for at in (-3, 0):
+        upper, lower = adapter.split(_snapshot(case), at)
+        assert upper is None
+        assert picture(lower) == before
+    for at in (case.length, case.length + 7):
+        upper, lower = adapter.split(_snapshot(case), at)
+        whole, none = (lower, upper) if adapter.is_point else (upper, lower)
+        assert none is None
+        assert picture(whole) == before
+
+
+@point_cases
+def test_a_checkpoint_splits_into_nothing_and_itself(case: Case) -> None:
+    adapter = adapter_for(case.cache())
+    snapshot = _snapshot(case)
+    before = picture(snapshot)
+    for at in range(case.length + 2):
+        upper, lower = adapter.split(snapshot, at)
+        assert upper is None
+        assert picture(lower) == before
+        snapshot = lower
+
+
+@span_cases
+def test_a_span_splits_into_the_state_before_and_after_the_cut(case: Case) -> None:
+    adapter = adapter_for(case.cache())
+    for at in case.cut_targets()[1:]:
+        upper, lower = adapter.split(_snapshot(case), at)
+        assert [(s.start, s.end) for s in (upper, lower)] == [(0, at), (at, case.length)]
+        cache = _put_back(case.kind, upper)
+        assert case.kind.spelled(cache) == case.kind.expected(case.ids[:at], [at])
+        assert adapter.restore(cache, lower, case.length)
+        assert state_bits(case.kind, cache) == state_bits(case.kind, case.cache())
+
+
+@span_cases
+def test_split_then_merge_is_the_identity_bit_for_bit(case: Case) -> None:
+    adapter = adapter_for(case.cache())
+    snapshot = _snapshot(case)
+    before = picture(snapshot)
+    for at in case.cut_targets()[1:]:
+        snapshot = adapter.merge(*adapter.split(snapshot, at))
+        assert picture(snapshot) == before, at
+
+
+@span_cases
+def test_many_splits_then_merges_in_any_order_are_the_identity(case: Case) -> None:
+    adapter = adapter_for(case.cache())
+    before = picture(_snapshot(case))
+    cuts = [cut for cut in CUTS if cut < case.length]
+    for from_the_left in (True, False):
+        pieces = []
+        rest = _snapshot(case)
+        for at in cuts:
+            upper, rest = adapter.split(rest, at)
+            pieces.append(upper)
+        pieces.append(rest)
+        while len(pieces) > 1:
+            at = 0 if from_the_left else len(pieces) - 2
+            pieces[at : at + 2] = [adapter.merge(*pieces[at : at + 2])]
+        assert picture(pieces[0]) == before, from_the_left
+
+
+@span_cases
+def test_neighbouring_snapshots_merge_into_the_snapshot_of_both(case: Case) -> None:
+    cache = case.cache()
+    adapter = adapter_for(cache)
+    for at in case.cut_targets()[1:]:
+        merged = adapter.merge(adapter.snapshot(cache, 0, at), adapter.snapshot(cache, at, case.length))
+        assert picture(merged) == picture(_snapshot(case)), at
+
+
+@all_cases
+def test_merging_with_nothing_keeps_nothing_of_spans_and_the_lower_of_checkpoints(case: Case) -> None:
+    adapter = adapter_for(case.cache())
+    before = picture(_snapshot(case))
+    assert adapter.merge(_snapshot(case), None) is None
+    lower = adapter.merge(None, _snapshot(case))
+    assert picture(lower) == (before if adapter.is_point else None)
+    assert adapter.merge(None, None) is None
+
+
+@point_cases
+def test_merging_two_checkpoints_keeps_the_lower(case: Case) -> None:
+    adapter = adapter_for(case.cache())
+    upper = _snapshot(Case(case.kind, "upper", (3,), False))
+    assert picture(adapter.merge(upper, _snapshot(case))) == picture(_snapshot(case))
+
+
+@span_cases
+def test_spans_that_do_not_touch_are_not_merged_and_stay_as_they_were(case: Case) -> None:
+    live = case.kind.fed(token_ids(1000), [1000])
+    adapter = adapter_for(live)
+    for first, second in (((0, 500), (501, 1000)), ((0, 500), (499, 1000)), ((500, 1000), (0, 500))):
+        upper, lower = adapter.snapshot(live, *first), adapter.snapshot(live, *second)
+        before = picture([upper, lower])
+        with pytest.raises(SnapshotError, match=rf"\[{first[0]}, {first[1]}\) and \[{second[0]}, {second[1]}\)"):
+            adapter.merge(upper, lower)
+        assert picture([upper, lower]) == before
+
+
+def test_spans_of_different_shape_or_dtype_are_not_merged() -> None:
+    adapter = adapter_for(KVCache())
+
+    def span(start: int, heads: int = 2, width: int = 4, dtype: mx.Dtype = mx.float32) -> Any:
+        cache = KVCache()
+        cache.update_and_fetch(mx.zeros((1, heads, 10, width), dtype), mx.zeros((1, heads, 10, width), dtype))
+        return adapter.snapshot(cache, start, start + 5)
+
+    for odd in (span(5, heads=1), span(5, width=8), span(5, dtype=mx.float16)):
+        with pytest.raises(SnapshotError, match="spans differ"):
+            adapter.merge(span(0), odd)
+    assert adapter.merge(span(0), span(5)).end == 10
+
+
+# A6: free
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not DIGEST], ids=lambda kind: kind.name)
+def test_a_freed_cache_holds_no_array_and_starts_over(kind: Kind) -> None:
+    for lengths in ((5,), (40, 1)):
+        cache = kind.fed(token_ids(sum(lengths)), lengths)
+        adapter_for(cache).free(cache)
+        assert adapter_for(cache).is_empty(cache)
+        assert not adapter_for(cache).offset(cache)
+        assert _arrays_in(vars(cache)) == []
+        plain = Case(kind, "", (), True)
+        if kind.name != "ArraysCache-padded":  # its padding belongs to the request that is gone
+            _assert_goes_on_alike(plain, cache, kind.make(), (3, 1, 30, 1))
+
+
+def test_an_unknown_class_is_not_emptied_in_place() -> None:
+    cache = DIGEST.fed(token_ids(4), [4])
+    before = picture(cache)
+    with pytest.raises(UnsupportedCacheError, match="DigestCache"):
+        adapter_for(cache).free(cache)
+    assert picture(cache) == before
+
+
+# Room
+
+
+@all_cases
+def test_owning_the_arrays_changes_no_state(case: Case) -> None:
+    cache = case.cache()
+    mx.eval(adapter_for(cache).own(cache))
+    assert state_bits(case.kind, cache) == state_bits(case.kind, case.cache())
+    _assert_goes_on_alike(case, cache, case.cache(), (1, 1, 5, 1))
+
+
+@all_cases
+@pytest.mark.parametrize("capacity_tokens", [0, 2000])
+def test_reserving_room_or_giving_it_up_changes_no_state(case: Case, capacity_tokens: int) -> None:
+    cache = case.cache()
+    room_tokens = adapter_for(cache).capacity(cache)
+    adapter_for(cache).reserve(cache, capacity_tokens)
+    assert adapter_for(cache).capacity(cache) >= (room_tokens if capacity_tokens else case.length)
+    assert state_bits(case.kind, cache) == state_bits(case.kind, case.cache())
+    _assert_goes_on_alike(case, cache, case.cache(), (1, 1, 5, 1))
+
+
+@all_kinds
+def test_reserving_in_an_empty_cache_without_a_model_snapshot_does_nothing(kind: Kind) -> None:
+    cache = kind.make()
+    before = picture(cache)
+    adapter_for(cache).reserve(cache, 100)
+    assert picture(cache) == before
+
+
+@span_cases
+def test_an_empty_cache_takes_its_shapes_from_a_snapshot_and_keeps_its_room(case: Case) -> None:
+    cache = case.kind.make()
+    adapter = adapter_for(cache)
+    adapter.reserve(cache, 2000, _snapshot(case))
+    assert adapter.capacity(cache) >= 2000
+    assert adapter.offset(cache) == 0
+    _assert_goes_on_alike(case, cache, case.kind.make(), (5, 1, 30))
+    assert adapter.capacity(cache) >= 2000
+
+
+@span_cases
+def test_reserved_room_is_there_and_no_update_reallocates_before_it_is_full(case: Case) -> None:
+    cache = case.cache()
+    adapter = adapter_for(cache)
+    adapter.reserve(cache, case.length + 20)
+    if adapter.capacity(cache) == NEVER:
+        return
+    assert adapter.capacity(cache) == case.length + 20
+    _feed(case.kind, cache, case.rest, (1, 19))
+    assert adapter.capacity(cache) == case.length + 20
+    _feed(case.kind, cache, case.rest[20:], (1,))
+    assert adapter.capacity(cache) > case.length + 20
+
+
+@all_cases
+def test_capacity_is_where_the_class_allocates_again(case: Case) -> None:
+    cache = case.cache()
+    adapter = adapter_for(cache)
+    room = adapter.capacity(cache) - case.length
+    assert room >= 0
+    shapes = [b.shape for b in adapter.buffers(cache)]
+    for token in case.rest[: min(room, 40)]:
+        _feed(case.kind, cache, [token], (1,))
+    if adapter.capacity(cache) < NEVER or case.kind.name.startswith("Rotating"):
+        assert [b.shape for b in adapter.buffers(cache)] == shapes
+
+
+@all_cases
+def test_spare_bytes_are_what_the_buffers_hold_beyond_the_state(case: Case) -> None:
+    cache = case.cache()
+    adapter = adapter_for(cache)
+    held = sum(b.nbytes for b in adapter.buffers(cache))
+    assert adapter.spare_nbytes(cache) == held - _snapshot(case).nbytes
+
+
+@all_kinds
+def test_shapes_of_a_layer_do_not_depend_on_how_far_it_is(kind: Kind) -> None:
+    first, second = kind.fed(token_ids(30), [30]), kind.fed(token_ids(51), [30, *[1] * 21])
+    adapter = adapter_for(first)
+    assert adapter.shapes(first) == adapter.shapes(second)
+    restored = _put_back(kind, adapter.snapshot(second, 0, 51))
+    assert adapter.shapes(restored) == adapter.shapes(first)
+
+
+# A forward pass that broke off
+
+
+@all_cases
+@pytest.mark.parametrize("reached", ["not-yet", "half", "done"])
+def test_a_forward_pass_that_broke_off_is_undone(case: Case, reached: str) -> None:
+    for count in (1, 2, 7, 40):
+        cache = case.cache()
+        adapter = adapter_for(cache)
+        held = adapter.hold(cache, count)
+        if reached != "not-yet":
+            (case.kind.break_off if reached == "half" else case.kind.feed)(cache, case.rest[:count])
+        if adapter.roll_back(cache, held):
+            assert state_bits(case.kind, cache) == state_bits(case.kind, case.cache()), count
+            _assert_goes_on_alike(case, cache, case.cache(), (1, 5, 1, 1))
+        else:
+            assert count == 1
+            assert not case.undoes_one
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not DIGEST], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("count", [1, 7, 40])
+def test_a_first_forward_pass_that_broke_off_leaves_an_empty_cache(kind: Kind, count: int) -> None:
+    cache = kind.make()
+    adapter = adapter_for(cache)
+    held = adapter.hold(cache, count)
+    kind.break_off(cache, token_ids(count))
+    assert adapter.roll_back(cache, held)
+    assert adapter.is_empty(cache)
+    _assert_goes_on_alike(Case(kind, "", (), True), cache, kind.make(), (3, 1, 30))
+
+
+def test_a_first_forward_pass_that_broke_off_in_an_unknown_class_is_not_undone_silently() -> None:
+    cache = DIGEST.make()
+    held = adapter_for(cache).hold(cache, 4)
+    DIGEST.break_off(cache, token_ids(4))
+    assert not adapter_for(cache).roll_back(cache, held)
+
+
+# The registry
+
+
+@pytest.fixture
+def registry() -> Iterator[dict[type, Any]]:
+    before = dict(ADAPTERS)
+    yield ADAPTERS
+    ADAPTERS.clear()
+    ADAPTERS.update(before)
+
+
+class RoundedKVCache(KVCache):  # type: ignore[misc]
+    """A user's own class, near enough to KVCache for its adapter."""
+
+
+def test_a_subclass_of_a_known_class_has_no_adapter_until_one_is_registered(registry: dict[type, Any]) -> None:
+    with pytest.raises(UnsupportedCacheError, match=r"no adapter for layer 7 \(RoundedKVCache\).*register_adapter"):
+        adapter_for(RoundedKVCache(), 7)
+    adapter = SpanAdapter()
+    register_adapter(RoundedKVCache, adapter)
+    assert adapter_for(RoundedKVCache()) is adapter
+    assert adapter_for(KVCache()) is not adapter
+
+
+def test_the_error_for_an_unknown_class_names_every_known_one() -> None:
+    with pytest.raises(UnsupportedCacheError) as caught:
+        adapter_for(object())
+    names = {*(known.__name__ for known in ADAPTERS), "CacheList"}
+    assert names <= set(str(caught.value).replace(",", " ").replace(".", " ").split())
+    assert "\n" not in str(caught.value)
+
+
+# Driving a case
+
+
+def _snapshot(case: Case) -> Any:
+    return deepcopy(_taken(case))
+
+
+@functools.cache
+def _taken(case: Case) -> Any:
+    cache = case.cache()
+    snapshot = adapter_for(cache).snapshot(cache, 0, case.length)
+    mx.eval(snapshot.arrays())
+    return snapshot
+
+
+def _put_back(kind: Kind, snapshot: Any) -> Any:
+    cache = kind.make()
+    assert adapter_for(cache).restore(cache, snapshot, snapshot.end)
+    return cache
+
+
+def _restored(case: Case, target: int) -> Any:
+    cache = case.kind.make()
+    assert adapter_for(cache).restore(cache, _snapshot(case), target), target
+    return cache
+
+
+def _stopped(case: Case, target: int) -> Any:
+    """A cache that was fed the first `target` tokens of the case in one forward pass, and no more."""
+    return case.kind.fed(case.ids[:target], [target] if target else [])
+
+
+def _overwrite(cache: Any) -> None:
+    """Write into every live array in place."""
+    for buffer in adapter_for(cache).buffers(cache):
+        buffer[...] = 1
+
+
+def _feed(kind: Kind, cache: Any, ids: Sequence[int], lengths: Sequence[int]) -> list[Any]:
+    seen, start = [], 0
+    for length in lengths:
+        seen.append(kind.feed(cache, ids[start : start + length]))
+        start += length
+    return seen
+
+
+def _assert_goes_on_alike(case: Case, cache: Any, undisturbed: Any, lengths: Sequence[int]) -> None:
+    """Feed both the same tokens: they see the same at every step, and hold the same afterwards."""
+    offset = adapter_for(undisturbed).offset(undisturbed)
+    both = [_feed(case.kind, each, case.rest, lengths) for each in (cache, undisturbed)]
+    assert both[0] == both[1], (offset, lengths)
+    assert state_bits(case.kind, cache) == state_bits(case.kind, undisturbed), (offset, lengths)
+    assert case.kind.spelled(cache) == case.kind.spelled(undisturbed), (offset, lengths)
+
+
+def _arrays_in(thing: Any) -> list[mx.array]:
+    if isinstance(thing, mx.array):
+        return [thing]
+    if isinstance(thing, dict):
+        thing = list(thing.values())
+    return [a for item in thing for a in _arrays_in(item)] if isinstance(thing, list | tuple) else []
+
+
+def _fields(thing: Any) -> list[Any]:
+    return [getattr(thing, field.name) for field in dataclasses.fields(thing)]

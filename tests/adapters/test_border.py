@@ -1,0 +1,285 @@
+"""The border to mlx-lm: what the adapters take for granted about its cache classes.
+
+A new mlx-lm release that changes any of this fails here, by name, before it fails somewhere else without one.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.models
+import pytest
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    _BaseCache,
+)
+from mlx_lm.models.deepseek_v41 import LayerCache
+
+from radixcache.adapters.registry import ADAPTERS
+from tests.adapters.cases import (
+    CHUNKED,
+    CONCATENATE,
+    KV,
+    QUANTIZED_8,
+    ROTATING_4,
+    attention_rows,
+    picture,
+    spelled_rows,
+    token_ids,
+)
+
+#: Made by batched generation out of caches for one sequence; they are refused.
+BATCH_CLASSES = {"BatchKVCache", "BatchRotatingKVCache"}
+
+
+# Which classes there are
+
+
+def test_mlx_lm_has_no_cache_class_that_the_adapters_do_not_know() -> None:
+    classes = {
+        name for name, each in vars(mlx_lm_cache).items() if isinstance(each, type) and issubclass(each, _BaseCache)
+    }
+    known = {each.__name__ for each in ADAPTERS if each is not LayerCache} | {"CacheList", "_BaseCache"}
+    assert classes == known | BATCH_CLASSES
+
+
+def test_no_model_brings_a_cache_class_that_the_adapters_do_not_know() -> None:
+    found = set()
+    for path in Path(mlx_lm.models.__path__[0]).glob("*.py"):
+        if path.name != "cache.py":
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            found |= {(path.stem, n.name) for n in nodes if isinstance(n, ast.ClassDef) and n.name.endswith("Cache")}
+    assert found == {("deepseek_v41", "LayerCache")}
+
+
+# What they hold
+
+
+@pytest.mark.parametrize(
+    ("cache", "fields"),
+    [
+        (KVCache(), {"keys", "values", "offset"}),
+        (ConcatenateKVCache(), {"keys", "values", "offset"}),
+        (QuantizedKVCache(32, 8), {"keys", "values", "offset", "group_size", "bits"}),
+        (RotatingKVCache(8, keep=2), {"keys", "values", "offset", "keep", "max_size", "_idx"}),
+        (ArraysCache(2), {"cache", "left_padding", "lengths"}),
+        (ChunkedKVCache(8), {"keys", "values", "offset", "chunk_size", "start_position"}),
+        (CacheList(KVCache()), {"caches"}),
+        (
+            LayerCache(8),
+            {"window_size", "offset", "window", "compress_kv", "index_k", "pending_kv", "pending_gate"},
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, set) else "",
+)
+def test_a_cache_holds_the_fields_that_the_adapters_read_and_no_others(cache: Any, fields: set[str]) -> None:
+    assert set(vars(cache)) == fields
+
+
+@pytest.mark.parametrize(
+    "made", [KVCache, ConcatenateKVCache, lambda: QuantizedKVCache(32, 8), lambda: RotatingKVCache(8)]
+)
+def test_an_attention_cache_starts_with_no_arrays_at_offset_0(made: Any) -> None:
+    cache = made()
+    assert cache.keys is None
+    assert cache.values is None
+    assert cache.offset == 0
+    assert list(inspect.signature(cache.update_and_fetch).parameters) == ["keys", "values"]
+
+
+def test_every_cache_class_inherits_a_state_that_holds_nothing() -> None:
+    class Bare(_BaseCache):  # type: ignore[misc]
+        pass
+
+    assert Bare().state == []
+    Bare().state = []
+    assert isinstance(vars(_BaseCache)["state"], property)
+
+
+# How they change
+
+
+def test_kv_caches_grow_only_when_full_and_never_look_beyond_the_offset() -> None:
+    for kind in (KV, QUANTIZED_8):
+        cache = kind.fed(token_ids(200), [200])
+        assert _capacities(cache) == {256}
+        kind.feed(cache, token_ids(56))
+        assert _capacities(cache) == {256}
+        kind.feed(cache, [1])
+        assert _capacities(cache) == {512}
+        cache.offset = 5
+        twin = kind.fed(token_ids(200)[:5], [5])
+        assert kind.feed(cache, [7, 8]) == kind.feed(twin, [7, 8])
+        assert kind.spelled(cache) == kind.spelled(twin)
+
+
+def test_a_kv_cache_may_have_any_capacity() -> None:
+    cache = KVCache()
+    cache.keys, cache.values = mx.zeros((1, 2, 37, 32)), mx.zeros((1, 2, 37, 64))
+    ids = token_ids(40)
+    KV.feed(cache, ids[:36])
+    assert cache.keys.shape[2] == 37
+    KV.feed(cache, ids[36:])
+    assert KV.spelled(cache) == KV.spelled(KV.fed(ids, [40]))
+
+
+def test_a_concatenating_cache_takes_its_offset_from_its_arrays() -> None:
+    cache = CONCATENATE.fed(token_ids(10), [10])
+    assert cache.keys.shape[2] == cache.offset == 10
+    cache.offset = 4
+    cache.update_and_fetch(*attention_rows([1], 4, mx.float32))
+    assert cache.offset == 11, "a smaller offset alone brings the cut tokens back"
+
+
+def test_quantized_buffers_are_packed_values_scales_and_biases_of_each_token_alone() -> None:
+    at_once = QUANTIZED_8.fed(token_ids(20), [20])
+    singly = QUANTIZED_8.fed(token_ids(20), [1] * 20)
+    for side, width in ((at_once.keys, 32), (at_once.values, 64)):
+        assert isinstance(side, tuple | list)
+        assert [(b.shape[3], b.dtype) for b in side] == [
+            (width * 8 // 32, mx.uint32),
+            (width // 32, mx.float32),
+            (width // 32, mx.float32),
+        ]
+    buffers = [[b[..., :20, :] for b in (*c.keys, *c.values)] for c in (at_once, singly)]
+    assert picture(buffers[0]) == picture(buffers[1])
+
+
+def test_kv_caches_become_quantized_ones_of_the_bits_asked_for() -> None:
+    cache = KVCache().to_quantized(group_size=32, bits=4)
+    assert type(cache) is QuantizedKVCache
+    assert (cache.group_size, cache.bits, cache.offset, cache.keys) == (32, 4, 0, None)
+
+
+def test_a_rotating_cache_holds_more_than_its_window_after_a_batch() -> None:
+    cache = ROTATING_4.fed(token_ids(30), [10, 20])
+    assert cache.keys.shape[2] == 30
+    cache = ROTATING_4.fed(token_ids(60), [40, 20])
+    assert cache.keys.shape[2] == cache.max_size - 1 + 20
+    assert cache._idx == cache.keys.shape[2]
+
+
+def test_a_rotating_cache_writes_one_token_in_place_and_a_batch_into_new_arrays() -> None:
+    cache = ROTATING_4.fed(token_ids(24), [1] * 24)
+    keys = cache.keys
+    ROTATING_4.feed(cache, [5])
+    assert cache.keys is keys
+    ROTATING_4.feed(cache, [5, 6])
+    assert cache.keys is not keys
+
+
+def test_a_rotating_cache_overwrites_its_oldest_token_behind_those_it_keeps() -> None:
+    cache = ROTATING_4.fed(token_ids(18), [1] * 18)
+    positions = [int(p) for p, _ in spelled_rows(cache.keys, cache.values)]
+    assert positions == [0, 1, 2, 3, 16, 17, *range(6, 16)]
+    assert cache._idx == 6
+    assert not cache.is_trimmable()
+
+
+def test_a_rotating_cache_that_has_not_wrapped_goes_on_from_any_smaller_index() -> None:
+    for lengths in ([12], [1] * 12):
+        cache = ROTATING_4.fed(token_ids(12), lengths)
+        cache.offset = cache._idx = 7
+        twin = ROTATING_4.fed(token_ids(7), [7])
+        assert ROTATING_4.feed(cache, [9]) == ROTATING_4.feed(twin, [9])
+        assert ROTATING_4.feed(cache, [9, 8]) == ROTATING_4.feed(twin, [9, 8])
+
+
+def test_advancing_an_arrays_cache_changes_its_lengths_in_place_but_no_second_handle() -> None:
+    cache = ArraysCache(1, left_padding=[3])
+    cache.prepare(lengths=[50])
+    handles = [mx.array(cache.left_padding), mx.array(cache.lengths)]
+    same = [cache.left_padding, cache.lengths]
+    cache.advance(10)
+    assert [a.tolist() for a in (cache.left_padding, cache.lengths)] == [[-7], [40]]
+    assert [a.tolist() for a in same] == [[-7], [40]]
+    assert [a.tolist() for a in handles] == [[3], [50]]
+
+
+def test_an_arrays_cache_has_neither_an_offset_nor_a_length() -> None:
+    assert not hasattr(ArraysCache(2), "offset")
+    assert ArraysCache(2).size() == 0
+
+
+def test_a_chunked_cache_calls_itself_trimmable_after_its_front_is_gone_and_clips() -> None:
+    cache = CHUNKED.fed(token_ids(41), [40, 1])
+    assert cache.start_position == 24
+    assert cache.is_trimmable()
+    assert cache.trim(30) == 17, "it cuts less than it was asked to"
+
+
+def test_a_chunked_cache_trims_its_front_into_new_arrays_and_writes_a_token_in_place() -> None:
+    cache = CHUNKED.fed(token_ids(10), [10])
+    keys = cache.keys
+    CHUNKED.feed(cache, [1])
+    assert cache.keys is keys
+    CHUNKED.feed(cache, token_ids(10))
+    cache.maybe_trim_front()
+    assert cache.keys is not keys
+    assert cache.keys.shape[2] == cache.chunk_size == cache.offset - cache.start_position
+
+
+def test_a_cache_list_holds_a_tuple_that_its_own_state_turns_into_a_list() -> None:
+    cache = CacheList(KVCache(), ArraysCache(2))
+    assert isinstance(cache.caches, tuple)
+    KV.feed(cache.caches[0], token_ids(3))
+    assert isinstance(CacheList.from_state(cache.state).caches, list)
+
+
+def test_a_layer_cache_has_a_state_without_a_setter_and_replaces_its_arrays() -> None:
+    state = vars(LayerCache)["state"]
+    assert isinstance(state, property)
+    assert state.fset is None
+    cache = LayerCache(8)
+    cache.update_window(mx.ones((1, 3, 4)))
+    window = cache.window
+    before = picture(window)
+    returned = cache.update_window(mx.zeros((1, 1, 4)))
+    assert cache.window is not window
+    assert picture(window) == before
+    assert (cache.offset, returned.shape[1], cache.window.shape[1]) == (4, 4, 4)
+    assert not cache.is_trimmable()
+
+
+def test_masks_come_from_the_cache_and_its_offset() -> None:
+    cache = KV.fed(token_ids(5), [5])
+    hidden = mx.zeros((1, 3, 8))
+    assert create_attention_mask(hidden, cache) == "causal"
+    assert picture(create_attention_mask(hidden, cache, return_array=True)) == picture(
+        cache.make_mask(3, return_array=True, window_size=None)
+    )
+
+
+# MLX itself
+
+
+def test_a_second_handle_on_an_array_keeps_its_value_when_the_first_is_written() -> None:
+    array = mx.zeros((1, 8))
+    handle = mx.array(array)
+    array[0, :4] = 1
+    array += 1
+    assert handle.tolist() == [[0.0] * 8]
+    assert array.tolist() == [[2.0] * 4 + [1.0] * 4]
+
+
+def test_the_supported_range_of_mlx_lm_is_the_installed_one() -> None:
+    assert mlx_lm.__version__.startswith("0.32.")
+
+
+def _capacities(cache: Any) -> set[int]:
+    """Lengths of a cache's buffers."""
+    sides = (cache.keys, cache.values)
+    buffers = sides if isinstance(cache, KVCache) else [buffer for side in sides for buffer in side]
+    return {buffer.shape[2] for buffer in buffers}

@@ -1,0 +1,331 @@
+"""Classes that nobody registered: kept only if a round trip through their own `state` loses nothing."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, _BaseCache
+
+from radixcache import UnsupportedCacheError
+from radixcache.adapters.probed import ProbedAdapter
+from radixcache.adapters.registry import PROBED, adapter_for
+from radixcache.layers.arrays import ArrayLayout
+from tests.adapters.cases import DIGEST, DigestCache, picture, token_ids
+
+
+class InheritsState(_BaseCache):  # type: ignore[misc]
+    """Only has the empty `state` that mlx-lm gives every cache class."""
+
+    def __init__(self) -> None:
+        self.memory = mx.zeros((1, 4))
+
+
+class InheritsAGoodState(DigestCache):
+    """Its parent would qualify; what this class adds, nobody knows."""
+
+
+class NoSetter(_BaseCache):  # type: ignore[misc]
+    @property
+    def state(self) -> list[mx.array]:
+        return [mx.zeros((1, 4))]
+
+
+class StateAsAttribute:
+    def __init__(self) -> None:
+        self.state = [mx.zeros((1, 4))]
+
+
+class _Counting(_BaseCache):  # type: ignore[misc]
+    """A memory of the tokens beside something else, which subclasses leave out of their state or hide."""
+
+    def __init__(self) -> None:
+        self.memory: mx.array | None = None
+        self.offset = 0
+
+    def feed(self, count: int) -> None:
+        self.memory = mx.ones((1, 4)) if self.memory is None else self.memory + count
+        self.offset += count
+
+
+class LosesANumber(_Counting):
+    """Its state lacks the offset."""
+
+    @property
+    def state(self) -> mx.array | None:
+        return self.memory
+
+    @state.setter
+    def state(self, value: mx.array | None) -> None:
+        self.memory, self.offset = value, 0
+
+
+class LosesAnAttribute(_Counting):
+    """A fresh object that is given the state lacks `scale` altogether."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 0.5
+
+    @property
+    def state(self) -> tuple[Any, int]:
+        return self.memory, self.offset
+
+    @state.setter
+    def state(self, value: tuple[Any, int]) -> None:
+        self.memory, self.offset = value
+
+
+class RoundsItsMemory(_Counting):
+    """Its state is not what it holds."""
+
+    @property
+    def state(self) -> tuple[Any, int]:
+        return self.memory, self.offset
+
+    @state.setter
+    def state(self, value: tuple[Any, int]) -> None:
+        self.memory, self.offset = value[0] + 1e-3, value[1]
+
+
+class RaisesWhenSet(_Counting):
+    @property
+    def state(self) -> tuple[Any, int]:
+        return self.memory, self.offset
+
+    @state.setter
+    def state(self, value: tuple[Any, int]) -> None:
+        raise RuntimeError("this cache is made by its model")
+
+
+class NumbersInNumPy(_Counting):
+    """Keeps positions outside MLX; its state has them, and they are changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = np.zeros(4, np.int64)
+
+    def feed(self, count: int) -> None:
+        super().feed(count)
+        self.positions += count
+
+    @property
+    def state(self) -> tuple[Any, int, Any]:
+        return self.memory, self.offset, self.positions
+
+    @state.setter
+    def state(self, value: tuple[Any, int, Any]) -> None:
+        self.memory, self.offset, self.positions = value
+
+
+class HidesItsArrays(_BaseCache):  # type: ignore[misc]
+    """Holds another cache object and passes its state through."""
+
+    def __init__(self) -> None:
+        self.inner = KVCache()
+
+    @property
+    def offset(self) -> int:
+        return int(self.inner.offset)
+
+    def feed(self, count: int) -> None:
+        self.inner.update_and_fetch(mx.ones((1, 1, count, 4)), mx.ones((1, 1, count, 4)))
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.inner.state = value
+
+
+class Pair(NamedTuple):
+    memory: mx.array
+    decay: mx.array
+
+
+class NestedState(_Counting):
+    """State as tuples, lists and dictionaries in one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nest: dict[str, Any] = {}
+
+    def feed(self, count: int) -> None:
+        super().feed(count)
+        memory = self.memory
+        assert memory is not None
+        self.nest = {"pair": (memory * 2, memory * 3), "list": [memory, None, "text"], "empty": ()}
+
+    @property
+    def state(self) -> tuple[Any, int, Any]:
+        return self.memory, self.offset, self.nest
+
+    @state.setter
+    def state(self, value: tuple[Any, int, Any]) -> None:
+        self.memory, self.offset, self.nest = value
+
+
+class NamedState(NestedState):
+    """As its parent, with a named tuple."""
+
+    def feed(self, count: int) -> None:
+        super().feed(count)
+        self.nest["pair"] = Pair(*self.nest["pair"])
+
+    @property
+    def state(self) -> tuple[Any, int, Any]:
+        return self.memory, self.offset, self.nest
+
+    @state.setter
+    def state(self, value: tuple[Any, int, Any]) -> None:
+        self.memory, self.offset, self.nest = value
+
+
+@pytest.mark.parametrize("unknown", [InheritsState, InheritsAGoodState, NoSetter, StateAsAttribute, object])
+def test_a_class_without_a_settable_state_of_its_own_is_refused_by_name(unknown: type) -> None:
+    with pytest.raises(UnsupportedCacheError, match=rf"layer 3 \({unknown.__name__}\)"):
+        adapter_for(unknown(), 3)
+    with pytest.raises(UnsupportedCacheError, match=unknown.__name__):
+        ArrayLayout(lambda: [KVCache(), unknown()], None, 64)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "message"),
+    [
+        (LosesANumber, "LosesANumber: .*offset"),
+        (LosesAnAttribute, "LosesAnAttribute: .*scale"),
+        (RoundsItsMemory, "RoundsItsMemory: .*memory"),
+        (RaisesWhenSet, "RaisesWhenSet: .*made by its model"),
+    ],
+)
+def test_a_class_whose_round_trip_loses_something_is_refused_at_its_first_use(unknown: Any, message: str) -> None:
+    for use in ("snapshot", "own"):
+        cache = unknown()
+        cache.feed(5)
+        before = picture(cache)
+        adapter = ProbedAdapter()
+        with pytest.raises(UnsupportedCacheError, match=message) as caught:
+            _use(adapter, cache, use)
+        assert "\n" not in str(caught.value)
+        assert picture(cache) == before
+
+
+def test_a_refused_class_is_refused_again() -> None:
+    adapter = ProbedAdapter()
+    for _ in range(2):
+        cache = LosesANumber()
+        cache.feed(5)
+        with pytest.raises(UnsupportedCacheError):
+            adapter.snapshot(cache, 0, 5)
+
+
+def test_a_class_that_passes_is_not_probed_again() -> None:
+    adapter, probes = ProbedAdapter(), 0
+
+    class Counted(DigestCache):
+        @property
+        def state(self) -> Any:
+            return self.digest, self.offset
+
+        @state.setter
+        def state(self, value: Any) -> None:
+            nonlocal probes
+            probes += 1
+            self.digest, self.offset = value
+
+    for _ in range(3):
+        cache = Counted()
+        cache.update([1, 2, 3])
+        adapter.snapshot(cache, 0, 3)
+    assert probes == 1
+
+
+def test_the_object_that_a_class_is_probed_with_is_never_the_live_one() -> None:
+    cache = DIGEST.fed(token_ids(9), [9])
+    before = picture(cache)
+    snapshot = ProbedAdapter().snapshot(cache, 0, 9)
+    assert picture(cache) == before
+    assert snapshot is not None
+    assert all(array is not cache.digest for array in snapshot.arrays())
+
+
+def test_a_class_that_hides_its_arrays_in_another_object_is_not_taken_for_empty() -> None:
+    cache = HidesItsArrays()
+    cache.feed(5)
+    adapter = ProbedAdapter()
+    try:
+        snapshot = adapter.snapshot(cache, 0, 5)
+    except UnsupportedCacheError as error:
+        assert "HidesItsArrays" in str(error)  # noqa: PT017 - the other outcome is a snapshot that holds it
+        return
+    assert snapshot is not None, "its state was left out without a word"
+    assert sum(array.nbytes for array in snapshot.arrays()) > 0
+
+
+def test_a_nested_state_is_kept_whole() -> None:
+    cache = NestedState()
+    cache.feed(5)
+    adapter = ProbedAdapter()
+    before = picture(cache)
+    snapshot, held = adapter.snapshot(cache, 0, 5), adapter.hold(cache, 3)
+    cache.feed(3)
+    assert adapter.roll_back(cache, held)
+    assert picture(cache) == before
+    cache.feed(3)
+    assert adapter.restore(cache, snapshot, 5)
+    assert picture(cache) == before
+
+
+def test_named_tuples_in_a_state_are_kept_or_refused_by_name() -> None:
+    cache = NamedState()
+    cache.feed(5)
+    adapter = ProbedAdapter()
+    before = picture(cache)
+    try:
+        snapshot = adapter.snapshot(cache, 0, 5)
+    except UnsupportedCacheError as error:
+        assert "NamedState" in str(error)  # noqa: PT017 - the other outcome is a snapshot that holds it
+        return
+    cache.feed(3)
+    assert adapter.restore(cache, snapshot, 5)
+    assert picture(cache) == before
+
+
+def test_numbers_outside_mlx_are_kept_or_refused_by_name() -> None:
+    cache = NumbersInNumPy()
+    cache.feed(5)
+    adapter = ProbedAdapter()
+    try:
+        snapshot = adapter.snapshot(cache, 0, 5)
+    except UnsupportedCacheError as error:
+        assert "NumbersInNumPy" in str(error)  # noqa: PT017 - the other outcome is a snapshot that holds it
+        return
+    cache.feed(3)
+    assert adapter.restore(cache, snapshot, 5)
+    assert cache.positions.tolist() == [5] * 4
+
+
+def test_the_layout_replaces_what_it_cannot_empty_by_what_a_fresh_object_holds() -> None:
+    layout = ArrayLayout(lambda: [DigestCache(), KVCache()], None, 64)
+    caches = layout.fresh()
+    cache = caches[0]
+    DIGEST.feed(cache, token_ids(6))
+    layout.restore_points(caches, None, 0)
+    assert caches[0] is cache
+    assert picture(vars(cache)) == picture(vars(DigestCache()))
+
+
+def test_one_probed_adapter_serves_all_unknown_classes() -> None:
+    assert adapter_for(DigestCache()) is PROBED
+    assert adapter_for(NestedState()) is PROBED
+
+
+def _use(adapter: ProbedAdapter, cache: Any, use: str) -> None:
+    if use == "own":
+        adapter.own(cache)
+    else:
+        adapter.snapshot(cache, 0, 5)

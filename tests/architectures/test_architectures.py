@@ -1,0 +1,190 @@
+"""Every architecture of mlx-lm gets the state of a cold run from the cache, and docs/architectures.md says so.
+
+The tiny kinds go through the same procedure in tests/architectures/test_right_state.py.
+Here are all the others that can be built, and the document.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmarks.architectures.__main__ import main
+from benchmarks.architectures.catalogue import (
+    ALIASES,
+    CUT_SENSITIVE,
+    REFUSALS,
+    distinct_models,
+    models,
+    modules,
+    subject_of,
+    wrapped_module,
+)
+from benchmarks.architectures.document import (
+    DOCUMENT,
+    Row,
+    WrongStateError,
+    measured_row,
+    power_of_ten_above,
+    row_of,
+    rows_in,
+    without_errors,
+)
+from benchmarks.architectures.right_state import (
+    BRANCH_OFFSET,
+    PROMPT_A,
+    PROMPT_LENGTH,
+    ROUNDING,
+    SHARED_LENGTH,
+    STEP_SIZE,
+    WRONG_STATE,
+    Subject,
+    control,
+    fetched_error,
+    timeline,
+)
+from benchmarks.architectures.temporal import largest_difference
+from runner.models.configuration import WINDOW_LENGTH, tiny_config
+from runner.models.tiny import TINY_KINDS
+
+# What no tiny kind has: caches that are never written, a CacheList of one, layers run twice with caches of their own,
+# three classes in one model, layers without any cache.
+REPRESENTATIVE = {"gear", "hunyuan", "iquestloopcoder", "minimax_m3_vl", "nemotron-nas"}
+OTHERS = sorted(set(distinct_models()) - set(TINY_KINDS))
+
+
+@cache
+def documented() -> dict[str, Row]:
+    return rows_in(DOCUMENT.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in REPRESENTATIVE)) for name in OTHERS]
+)
+def test_the_architecture_gets_the_state_of_a_cold_run_and_the_document_says_so(name: str) -> None:
+    subject = subject_of(name)
+    found, fetched = timeline(subject), fetched_error(subject)
+    assert max(found.state_error, found.logits_error, fetched) < ROUNDING, found
+    assert not found.other_replies
+    resumed = found.resumed_tokens
+    assert min(resumed["A grown"], resumed["B again"], resumed["A again"]) >= PROMPT_LENGTH - 16, resumed
+    if found.is_token_exact:
+        assert (resumed["B"], resumed["branch"]) == (SHARED_LENGTH, BRANCH_OFFSET), resumed
+    moved = control(subject)
+    assert moved
+    assert min(moved.values()) > WRONG_STATE, moved
+    measured = row_of(name, subject, found, max(found.largest_error, fetched))
+    assert without_errors(str(measured)) == without_errors(str(documented()[name]))
+
+
+def test_at_least_60_distinct_types_go_through_the_procedure() -> None:
+    tiny = {kind.module for kind in TINY_KINDS.values()}
+    assert tiny | set(OTHERS) == set(distinct_models())
+    assert len(distinct_models()) >= 60
+
+
+def test_every_module_has_a_line_in_the_document() -> None:
+    assert sorted(documented()) == sorted(modules())
+
+
+def test_every_model_in_the_document_was_measured_or_has_a_reason() -> None:
+    unmeasured = {name: row.notes for name, row in documented().items() if not row.is_measured}
+    assert set(unmeasured) == set(modules()) - set(models())
+    assert all(notes == "not a model" for name, notes in unmeasured.items() if name not in REFUSALS)
+    assert all(REFUSALS[name] in unmeasured[name] for name in REFUSALS)
+    assert all(f"alias of {of}" in documented()[name].notes for name, of in ALIASES.items())
+
+
+def test_every_class_of_cache_that_models_make_is_measured_in_several_types_alone_and_beside_others() -> None:
+    mixes = Counter(_classes(documented()[name]) for name in distinct_models())
+    classes = Counter(name for mix in mixes.elements() for name in mix)
+    assert classes.keys() >= {"ArraysCache", "KVCache", "RotatingKVCache", "CacheList(KVCache, KVCache)"}
+    for mix in ({"KVCache"}, {"ArraysCache"}, {"KVCache", "RotatingKVCache"}, {"ArraysCache", "KVCache"}):
+        assert mixes[frozenset(mix)] >= 3, (mix, mixes)
+
+
+@pytest.mark.slow
+def test_the_aliases_are_the_modules_that_wrap_the_layers_of_another() -> None:
+    found = {name: wrapped_module(name) for name in models()}
+    assert {name: of for name, of in found.items() if of is not None} == ALIASES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(CUT_SENSITIVE))
+def test_a_type_that_is_fed_one_token_at_a_time_needs_it_without_any_cache(name: str) -> None:
+    alone = subject_of(name)
+    at_once = Subject(alone.model, alone.open_cache, alone.fresh)
+    assert (alone.step_size, at_once.step_size) == (1, STEP_SIZE)
+    assert largest_difference(at_once.cold(PROMPT_A).logits, alone.cold(PROMPT_A).logits) > ROUNDING
+
+
+def test_a_field_that_no_rule_knows_keeps_its_default_and_an_exception_wins() -> None:
+    config = tiny_config("gemma2", {"num_hidden_layers": 5})
+    assert "attn_logit_softcapping" not in config
+    assert config["num_hidden_layers"] == 5
+    assert config["rms_norm_eps"] == 1e-5
+    sliding = tiny_config("olmo3", {"num_hidden_layers": 3})
+    assert sliding["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
+    assert sliding["sliding_window"] == WINDOW_LENGTH
+
+
+def test_a_nested_configuration_is_that_of_the_module_it_names() -> None:
+    assert tiny_config("qwen2_vl", {"text_config": {"model_type": "qwen2"}})["text_config"]["hidden_size"] == 64
+    moe = tiny_config("qwen3_5_moe", {"text_config": {"model_type": "qwen3_5", "num_experts": 8}})["text_config"]
+    assert (moe["model_type"], moe["num_experts"], moe["hidden_size"]) == ("qwen3_5", 8, 64)
+
+
+def test_errors_are_rounded_up_to_a_power_of_ten_and_left_out_where_documents_are_compared() -> None:
+    assert [power_of_ten_above(error) for error in (0, 9e-6, 1.1e-5, 3e-5)] == ["0", "<1e-5", "<1e-4", "<1e-4"]
+    one, other = (str(Row("llama", "3 KVCache", "3,072", "-", "token-exact", error)) for error in ("<1e-5", "<1e-4"))
+    assert one != other
+    assert without_errors(one) == without_errors(other)
+    assert without_errors(one) != without_errors(one.replace("3,072", "3,073"))
+
+
+def test_a_document_is_read_back_as_it_was_written() -> None:
+    row = Row("llama", "3 KVCache", "3,072", "-", "token-exact", "<1e-5", "none")
+    assert rows_in(f"# Head\n\n| type | layers |\n| --- | --- |\n{row}\n") == {"llama": row}
+
+
+def test_a_type_that_there_is_not_is_an_error_of_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--one", "nothing_of_the_kind"]) == 2
+    assert capsys.readouterr() == ("", "error: nothing_of_the_kind: not a module of mlx_lm.models.\n")
+
+
+def test_a_document_that_says_other_than_measured_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two modules are measured and the document is written, checked, and checked again after a change by hand."""
+    monkeypatch.setattr("benchmarks.architectures.document.modules", lambda: ("cache", "gpt2"))
+    monkeypatch.setattr("benchmarks.architectures.__main__.DOCUMENT", tmp_path / "docs" / "architectures.md")
+    assert main(["--check"]) == 1, "there is none yet"
+    assert main([]) == 0
+    assert main(["--check"]) == 0
+    written = (tmp_path / "docs" / "architectures.md").read_text(encoding="utf-8")
+    assert [row.type for row in rows_in(written).values()] == ["cache", "gpt2"]
+    assert str(documented()["gpt2"]).rpartition("<")[0] in written
+    (tmp_path / "docs" / "architectures.md").write_text(written.replace("4 KVCache", "5 KVCache"), encoding="utf-8")
+    assert main(["--check"]) == 1
+    assert "is stale" in capsys.readouterr().err
+
+
+def test_a_control_that_shows_nothing_is_an_error_and_not_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.architectures.document.control", lambda subject: {(0, None): 0.0})
+    with pytest.raises(WrongStateError, match=r"^gpt2: a wrong state moves the logits by no more than 0"):
+        measured_row("gpt2")
+
+
+def test_a_wrong_state_is_an_error_and_not_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.architectures.document.fetched_error", lambda subject: 2 * ROUNDING)
+    with pytest.raises(WrongStateError, match=r"^gpt2: state or logits are off by 0\.0002"):
+        measured_row("gpt2")
+
+
+def _classes(row: Row) -> frozenset[str]:
+    """Classes of cache in a line, without their counts."""
+    return frozenset(re.findall(r"\d+ (\w+(?:\([^)]*\))?)", row.layers))

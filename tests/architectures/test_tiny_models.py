@@ -1,0 +1,110 @@
+"""The tiny models tell a right state from a wrong one, in every layer; tests that compare logits rest on this."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.deepseek_v41 import LayerCache
+from numpy.typing import NDArray
+
+from benchmarks.architectures.right_state import ROUNDING, WRONG_STATE
+from benchmarks.architectures.temporal import largest_difference, leaf_at, places, stand_in
+from runner.models.tiny import CHUNK_LENGTH, TINY_KINDS, VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
+
+PROMPT_LENGTH = 52
+PROMPT, OTHER_PROMPT = np.random.default_rng(1).integers(0, VOCABULARY_LENGTH, (2, PROMPT_LENGTH))
+NEXT_TOKEN = 77
+
+
+@pytest.fixture(scope="module", params=sorted(TINY_KINDS))
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny_model(request.param)
+
+
+def test_prefill_in_chunks_gives_the_logits_of_one_pass(model: Any) -> None:
+    one_pass = _next_logits(model, _prefilled(model, PROMPT))
+    for chunk_length in (1, 7, 32):
+        in_chunks = _next_logits(model, _prefilled(model, PROMPT, chunk_length=chunk_length))
+        assert largest_difference(in_chunks, one_pass) < ROUNDING, chunk_length
+
+
+def test_a_token_fed_alone_gives_the_logits_of_one_fed_with_its_prompt(model: Any) -> None:
+    tokens = mx.array([[*PROMPT.tolist(), NEXT_TOKEN]])
+    together = np.array(model(tokens, cache=make_prompt_cache(model))[0, -1])
+    assert largest_difference(_next_logits(model, _prefilled(model, PROMPT)), together) < ROUNDING
+
+
+def test_the_state_of_another_prompt_in_any_one_place_changes_the_next_logits(model: Any) -> None:
+    right = _next_logits(model, _prefilled(model, PROMPT))
+    for place in places(make_prompt_cache(model)):
+        caches, others = _prefilled(model, PROMPT), _prefilled(model, OTHER_PROMPT)
+        stand_in(caches, others, place)
+        assert largest_difference(_next_logits(model, caches), right) > WRONG_STATE, place
+
+
+def test_the_prompt_is_long_enough_to_leave_windows_and_chunks_behind(model: Any) -> None:
+    caches = _prefilled(model, PROMPT)
+    _next_logits(model, caches)
+    for leaf in (leaf_at(caches, place) for place in places(caches)):
+        if isinstance(leaf, RotatingKVCache):
+            assert leaf.offset > 2 * leaf.max_size == 2 * WINDOW_LENGTH
+        if isinstance(leaf, ChunkedKVCache):
+            assert leaf.start_position > 0
+            assert leaf.chunk_size == CHUNK_LENGTH
+        if isinstance(leaf, LayerCache):
+            assert leaf.offset > 2 * leaf.window_size
+
+
+def test_every_parameter_is_float32_and_none_is_constant(model: Any) -> None:
+    for name, value in _parameters(model).items():
+        assert value.dtype == mx.float32, name
+        assert value.size == 1 or np.std(np.array(value)) > 0, name
+
+
+def test_every_cache_class_of_mlx_lm_is_some_kinds() -> None:
+    caches = {kind: make_prompt_cache(tiny_model(kind)) for kind in TINY_KINDS}
+    classes = {type(leaf_at(layers, place)) for layers in caches.values() for place in places(layers)}
+    assert classes == {ArraysCache, ChunkedKVCache, KVCache, LayerCache, RotatingKVCache}
+    nested = {
+        tuple(type(leaf) for leaf in layer.caches)
+        for layers in caches.values()
+        for layer in layers
+        if isinstance(layer, CacheList)
+    }
+    assert nested == {(KVCache, KVCache), (ArraysCache, KVCache), (ArraysCache, RotatingKVCache)}
+    # Layers that share another's cache: fewer caches than layers. A cache that is no layer's: more.
+    assert len(caches["gemma3n"]) < len(tiny_model("gemma3n").layers)
+    assert len(caches["longcat_flash_ngram"]) > len(tiny_model("longcat_flash_ngram").layers)
+
+
+@pytest.mark.parametrize("kind", ["llama", "kimi_linear"])
+def test_weights_depend_on_the_seed_alone(kind: str) -> None:
+    first = _parameters(tiny_model(kind, seed=5))
+    mx.random.seed(123)
+    again = _parameters(tiny_model(kind, seed=5))
+    other = _parameters(tiny_model(kind, seed=6))
+    assert all(mx.array_equal(first[name], again[name]) for name in first)
+    assert not any(mx.array_equal(first[name], other[name]) for name in first)
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'nothing' is not known\. Known: .*llama, .*mamba"):
+        tiny_model("nothing")
+
+
+def _prefilled(model: Any, tokens: NDArray[np.int64], chunk_length: int = PROMPT_LENGTH) -> list[Any]:
+    caches: list[Any] = make_prompt_cache(model)
+    for start in range(0, len(tokens), chunk_length):
+        mx.eval(model(mx.array(tokens[None, start : start + chunk_length]), cache=caches))
+    return caches
+
+
+def _next_logits(model: Any, caches: list[Any]) -> NDArray[Any]:
+    return np.array(model(mx.array([[NEXT_TOKEN]]), cache=caches)[0, -1])
+
+
+def _parameters(model: Any) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.parameters()))

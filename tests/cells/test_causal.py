@@ -1,0 +1,332 @@
+"""Sequences that share one buffer of cells get the logits that each gets alone, whoever comes, shares and goes."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from benchmarks.architectures.catalogue import CUT_SENSITIVE, distinct_models
+from radixcache.cells.causal import CausalCache
+from radixcache.cells.table import CellTable
+from radixcache.errors import UnsupportedCacheError
+from runner.models.exceptions import kind_of
+from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
+from runner.models.weights import build
+from tests import inside
+from tests.cells.causal_rows import ROUNDING, WRONG_STATE, Rows, words
+
+#: What cannot run on cells, and the word of the error that says why.
+REFUSED = {
+    "afm7": "where in them",
+    "deepseek_v41": "LayerCache",
+    "llama4": "ChunkedKVCache",
+    "minimax_m3_vl": "blocks of neighbouring slots",
+}
+#: Models whose rows run one after the other.
+ONE_BY_ONE = {"gemma2", "gpt_bigcode"}
+KINDS = sorted(set(TINY_KINDS) - set(REFUSED))
+WINDOWED = ("gemma3_text", "gpt_oss", "llama_sliding", "ministral3", "recurrent_gemma", "step3p5")
+TIMELINE_CELLS = 118
+HYBRIDS = ("falcon_h1", "jamba", "kimi_linear", "lfm2", "mamba", "plamo2", "qwen3_next", "recurrent_gemma", "rwkv7")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parallel_sequences_get_the_logits_of_each_alone(kind: str) -> None:
+    rows = Rows(tiny_model(kind), capacity=TIMELINE_CELLS)
+
+    moved = timeline(rows)
+
+    assert rows.error <= ROUNDING
+    assert moved > 0
+
+
+@pytest.mark.slow
+def test_all_architectures_get_the_logits_of_each_alone() -> None:
+    errors, refused, singly = {}, {}, set()
+    for name in distinct_models():
+        model = build(kind_of(name))
+        try:
+            rows = Rows(model, TIMELINE_CELLS, step_size=1 if name in CUT_SENSITIVE else None)
+            timeline(rows)
+        except UnsupportedCacheError as error:
+            refused[name] = str(error)
+            continue
+        errors[name] = rows.error
+        if not rows.causal.steps_together(model):
+            singly.add(name)
+
+    assert {name: error for name, error in errors.items() if error > ROUNDING} == {}
+    assert set(refused) == set(REFUSED)
+    assert all(REFUSED[name] in error for name, error in refused.items()), refused
+    assert singly == ONE_BY_ONE
+    assert len(errors) > 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_sequences_state_made_visible_moves_the_logits_a_hundred_times_more(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = Rows(tiny_model(kind), capacity=96)
+    for sequence in range(3):
+        rows.join(sequence, words(sequence, 14 + 5 * sequence))
+    rows.step({0: 3, 1: 4, 2: 5})
+    assert rows.error <= ROUNDING
+
+    plant_membership(rows, monkeypatch)
+    rows.step({0: 6, 1: 7, 2: 8})
+
+    assert rows.error > WRONG_STATE
+
+
+@pytest.mark.parametrize("kind", sorted(REFUSED))
+def test_what_cannot_run_on_cells_is_refused_by_name(kind: str) -> None:
+    model = build(kind_of(kind))
+
+    with pytest.raises(UnsupportedCacheError, match=REFUSED[kind]):
+        CausalCache(model, capacity=64).steps_together(model)
+
+
+def test_what_cannot_run_on_cells_is_refused_before_a_second_sequence_gets_wrong_logits() -> None:
+    model = build(kind_of("afm7"))
+    causal = CausalCache(model, capacity=64)
+    causal.add(1)
+    causal.prefill(model, 1, words(1, 5))
+    causal.add(2)
+    for sequence in (1, 2):
+        with pytest.raises(UnsupportedCacheError):
+            causal.prefill(model, sequence, words(2, 5))
+    causal.check()
+    assert causal.table.used == 5
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("kind", ["afm7", "gemma2", "llama", "lfm2", "gemma3_text"])
+def test_the_trial_tells_wrong_positions_in_every_dtype(kind: str, dtype: mx.Dtype) -> None:
+    model = build(kind_of(kind))
+    model.set_dtype(dtype)
+    causal = CausalCache(model, capacity=64)
+
+    if kind in REFUSED:
+        with pytest.raises(UnsupportedCacheError):
+            causal.steps_together(model)
+    else:
+        assert causal.steps_together(model) == (kind not in ONE_BY_ONE)
+
+
+@pytest.mark.parametrize(
+    "kind", ["gemma3_text", "gpt_oss", "llama_sliding", "ministral3", "step3p5", "recurrent_gemma"]
+)
+def test_windows_are_shorter_than_the_sequences_and_their_chunks(kind: str) -> None:
+    rows = Rows(tiny_model(kind), capacity=8 * WINDOW_LENGTH)
+    rows.join(1, words(1, WINDOW_LENGTH // 2))
+    rows.join(2, words(2, 5))
+    rows.prefill(1, words(3, 2 * WINDOW_LENGTH + 3))  # a chunk longer than the window, in cells out of order
+    for token in range(WINDOW_LENGTH + 2):
+        rows.step({2: token, 1: token + 50})
+    rows.prefill(2, words(4, WINDOW_LENGTH))
+    rows.step({1: 7, 2: 9})
+
+    assert rows.error <= ROUNDING
+    rows.check()
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "gemma3_text"])
+def test_one_sequence_with_cells_out_of_order_runs_the_trial_before_it_is_wrong(kind: str) -> None:
+    rows = Rows(tiny_model(kind), capacity=64)
+    rows.join(1, words(1, 10))
+    rows.join(2, words(2, 10))
+    rows.prefill(1, words(3, 10))
+    rows.leave(2)
+    rows.prefill(1, words(4, 25))
+    rows.step({1: 5})
+
+    assert rows.error <= ROUNDING
+    assert len(rows.causal.table.ranges(1)) > 2
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_recurrent_state_follows_those_who_leave_join_and_share_between_steps(kind: str) -> None:
+    rows = Rows(tiny_model(kind), capacity=160)
+    for sequence in range(3):
+        rows.join(sequence, words(sequence, 6 + sequence))
+    rows.step({0: 1, 1: 2, 2: 3})
+    rows.share(1, 10, rows.causal.length(1))  # out of the joined state
+    rows.step({1: 5})
+    rows.step({10: 4})
+    rows.step({2: 6, 10: 7, 0: 8})
+    rows.leave(0)
+    rows.step({2: 9, 10: 10})
+    rows.prefill(10, words(5, 4))
+    rows.step({10: 11, 2: 12, 1: 13})
+
+    assert rows.error <= ROUNDING
+    rows.check()
+
+
+def test_rows_of_states_that_cannot_be_joined_run_one_by_one() -> None:
+    rows = Rows(tiny_model("longcat_flash_ngram"), capacity=64)
+    rows.join(1, [5])
+    rows.join(2, [5, 3, 7, 2])
+    for token in range(4):
+        rows.step({1: token, 2: token + 3})
+
+    assert rows.error <= ROUNDING
+    rows.check()
+
+
+@pytest.mark.parametrize("kind", ["gpt_bigcode", "llama"])
+def test_copies_of_a_prefix_take_no_cell_and_outlive_its_owner(kind: str) -> None:
+    rows = Rows(tiny_model(kind), capacity=44)
+    rows.join(1, words(1, 40))
+    rows.share(1, 2, 40)
+    rows.share(1, 3, 40)
+    rows.leave(1)
+    rows.step({2: 4, 3: 5})
+    assert rows.causal.table.used == 42
+    rows.step({3: 6, 2: 7})
+
+    assert rows.error <= ROUNDING
+
+
+def test_a_sequence_is_tainted_from_its_first_gap_on_and_so_is_who_shares_cells_behind_it() -> None:
+    model = tiny_model("llama")
+    causal = CausalCache(model, capacity=64)
+    causal.add(1)
+    causal.prefill(model, 1, words(1, 20))
+    causal.remove(model, 1, 5, 8)
+    causal.remove(model, 1, 10, 12)
+    assert (causal.length(1), causal.clean_tokens(1)) == (15, 5)
+    for sequence, length, clean in ((2, 9, 5), (3, 4, 4)):
+        causal.add(sequence)
+        causal.copy_prefix(1, sequence, length)
+        assert causal.clean_tokens(sequence) == clean
+    causal.check()
+
+
+def test_logits_of_tokens_that_no_one_has_read_yet_are_right_several_steps_deep() -> None:
+    model = tiny_model("llama")
+    rows = Rows(model, capacity=128)
+    for sequence in range(3):
+        rows.join(sequence, words(sequence, 10 + sequence))
+    tokens, lazy = mx.array([1, 2, 3]), []
+    for _ in range(6):
+        logits = rows.causal.step(model, [0, 1, 2], tokens)
+        tokens = mx.argmax(logits[:, -1], axis=-1)
+        mx.async_eval(tokens)
+        lazy.append((tokens, logits))
+    fed = [[1, 2, 3], *(step.tolist() for step, _ in lazy[:-1])]
+    for ids, (_, logits) in zip(fed, lazy, strict=True):
+        for row in range(3):
+            rows.note(row, [ids[row]], logits[row])
+
+    assert rows.error <= ROUNDING
+    rows.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_overflow_in_one_sequence_stays_its_own(kind: str) -> None:
+    model = tiny_model(kind)
+    overflow_at(model, 200)
+    rows = Rows(model, capacity=64)
+    clean = [token % 200 for token in words(1, 9)]
+    rows.join(1, clean)
+    rows.causal.add(2)
+    lost = rows.causal.prefill(model, 2, [5, 200, 7])
+    assert not np.isfinite(np.array(lost[0, -1])).any()
+    for token in range(4):
+        logits = rows.causal.step(model, [2, 1], [token, token])
+        assert not np.isfinite(np.array(logits[0])).any()  # as it would be alone
+        rows.note(1, [token], logits[1])
+    rows.causal.free(2)
+    rows.join(3, clean[:5])  # into cells that were its, and beside them
+    rows.step({1: 3, 3: 4})
+
+    assert rows.error <= ROUNDING
+
+
+def timeline(rows: Rows) -> int:
+    """Joins, a shared prefix, a cancel, a defragmentation in mid-decode, a rewind; the cells that were moved."""
+    rows.join(1, words(1, 21))
+    rows.prefill(1, words(2, 12))
+    rows.share(1, 2, 33 if rows.has_states else 20)
+    rows.prefill(2, words(3, 9))
+    rows.join(3, words(4, 11))
+    for token in range(3):
+        rows.step({1: token, 2: token + 40, 3: token + 80})
+    rows.leave(2)
+    rows.step({3: 1, 1: 2})
+    rows.check()
+    before = rows.causal.table.cells(3).tolist()
+    room = rows.causal.table.capacity - rows.causal.table.used
+    assert rows.causal.table.largest_free_run < room - 4
+    rows.join(4, words(5, room - 4))
+    moved = sum(a != b for a, b in zip(before, rows.causal.table.cells(3).tolist(), strict=True))
+    rows.step({4: 5, 1: 6, 3: 7})
+    if not rows.has_states:
+        rows.rewind(3, 2)
+        rows.step({3: 9})
+    rows.leave(1)
+    rows.causal.defragment()
+    rows.step({4: 8, 3: 10})
+    rows.check()
+    return moved
+
+
+def plant_membership(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every row see all cells that the fetch spans; where there are none, give each row the state of another."""
+    if inside.cell_layers(rows.causal):
+        right = CellTable.mask
+
+        def wrong(self: CellTable, *args: Any, **kwargs: Any) -> Any:
+            start, stop = self.span(*args, **kwargs)
+            return right(self, *args, **kwargs) | inside.held_cells(self)[start:stop]
+
+        monkeypatch.setattr(CellTable, "mask", wrong)
+    else:
+        for cache in inside.row_states(rows.causal).take((0, 1, 2)):
+            cache.cache = [None if array is None else array[::-1] for array in cache.cache]
+
+
+def overflow_at(model: Any, token: int) -> None:
+    """Give one token an embedding that is not finite; a head that is tied to the embeddings keeps its weights."""
+
+    class Overflowing(nn.Embedding):
+        def __call__(self, ids: mx.array) -> mx.array:
+            return mx.where((ids == token)[..., None], float("inf"), super().__call__(ids))
+
+    for module in model.modules():
+        if type(module) is nn.Embedding and len(module.weight) == VOCABULARY_LENGTH:
+            module.__class__ = Overflowing
+
+
+def test_a_model_is_tried_once_for_all_caches_that_are_made_for_it() -> None:
+    model, calls = tiny_model("llama"), 0
+    real = type(model).__call__
+
+    class Counting(type(model)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **more: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return real(self, *args, **more)
+
+    model.__class__ = Counting
+    assert CausalCache(model, capacity=64).steps_together(model)
+    assert calls > 0
+    calls = 0
+    assert CausalCache(model, capacity=64).steps_together(model)
+    assert calls == 0
+
+
+def test_what_was_found_goes_with_the_model() -> None:
+    before = inside.tries()
+    model = tiny_model("llama")
+    CausalCache(model, capacity=64).steps_together(model)
+    assert len(inside.tries()) == len(before) + 1
+    del model
+    gc.collect()
+    assert inside.tries().keys() <= before.keys()

@@ -1,0 +1,230 @@
+"""What a CausalCache holds in memory: each distinct token once, nothing copied in a step, nothing kept after."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
+
+from radixcache.cells.causal import CausalCache
+from runner.models.exceptions import kind_of
+from runner.models.weights import build
+from tests import inside
+from tests.cells.causal_rows import words
+
+USERS = 16
+COMMON = 2_000
+OWN = 100
+TOKENS = COMMON + USERS * OWN
+
+
+def held_bytes(make: Callable[[], Any]) -> tuple[int, Any]:
+    """What is in memory because of what `make` returns, which is evaluated, and that."""
+    gc.collect()
+    # A buffer that is used again may be larger than what is asked for.
+    limit = mx.set_cache_limit(0)
+    try:
+        before = mx.get_active_memory()
+        made = make()
+        gc.collect()
+        return mx.get_active_memory() - before, made
+    finally:
+        mx.set_cache_limit(limit)
+
+
+def common_prompt(model: Any, capacity: int) -> CausalCache:
+    """All users with their own tokens behind the common ones: half in a prefill each, half in steps of all."""
+    causal = CausalCache(model, capacity=capacity)
+    for user in range(USERS):
+        causal.add(user)
+    for start in range(0, COMMON, 500):
+        causal.prefill(model, 0, words(start, 500))
+        mx.eval(causal.state)
+    for user in range(1, USERS):
+        causal.copy_prefix(0, user, COMMON)
+    for user in range(USERS):
+        causal.prefill(model, user, words(user, OWN // 2))
+        mx.eval(causal.state)
+    for token in range(OWN // 2):
+        causal.step(model, range(USERS), [token] * USERS)
+        mx.eval(causal.state)
+    return causal
+
+
+@pytest.mark.parametrize("capacity", [TOKENS, 4_096, 20_000])
+def test_a_common_prefix_is_in_memory_once_whatever_the_capacity(capacity: int) -> None:
+    model = build(kind_of("llama"))
+    mx.eval(CausalCache(model, capacity=8).steps_together(model))
+
+    memory, causal = held_bytes(lambda: common_prompt(model, capacity))
+
+    ideal = TOKENS * causal.token_bytes
+    assert causal.table.used == TOKENS
+    assert ideal <= causal.nbytes <= 1.05 * ideal
+    assert ideal <= memory <= 1.05 * ideal
+
+
+def test_mlx_lms_batch_holds_the_common_prefix_once_per_user() -> None:
+    model = build(replace(kind_of("qwen3"), overrides={"num_hidden_layers": 1}))
+    token_bytes = sum(layer.nbytes // layer.keys.shape[2] for layer in filled(model))
+
+    def batch() -> list[BatchKVCache]:
+        caches = [BatchKVCache([0] * USERS) for _ in make_prompt_cache(model)]
+        for start in range(0, COMMON + OWN, 100):
+            model(mx.array([words(start, 100)] * USERS), cache=caches)
+            mx.eval([cache.state[:2] for cache in caches])
+        return caches
+
+    memory, _ = held_bytes(batch)
+
+    assert memory >= USERS * (COMMON + OWN) * token_bytes
+    assert memory > 9 * TOKENS * token_bytes
+
+
+def filled(model: Any) -> list[Any]:
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[1, 2, 3]]), cache=caches))
+    return caches
+
+
+WIDE = {
+    "llama": {"head_dim": 128, "num_key_value_heads": 2, "num_attention_heads": 4},
+    "deepseek_v3": {"kv_lora_rank": 512},
+    "gpt_bigcode": {"n_embd": 128, "n_head": 1},
+}
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_a_step_writes_its_tokens_in_place_and_fetches_views(kind: str) -> None:
+    model = build(replace(kind_of(kind), overrides={**kind_of(kind).overrides, **WIDE[kind]}))
+    causal = CausalCache(model, capacity=4_000)
+    for row in range(2):
+        causal.add(row)
+        for start in range(0, 1_500, 250):
+            mx.eval(causal.prefill(model, row, words(start, 250)))
+        mx.eval(causal.state)
+    tokens = mx.array([1, 2])
+    for _ in range(3):
+        mx.eval(causal.step(model, [0, 1], tokens), causal.state)
+    buffer = min(layer.nbytes for layer in inside.cell_layers(causal))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(5):
+        logits = causal.step(model, [0, 1], tokens)
+        tokens = mx.argmax(logits[:, -1], axis=-1)
+        mx.eval(tokens)
+    peak = mx.get_peak_memory() - before
+
+    assert peak < buffer / 2, (peak, buffer)
+
+
+def test_lazy_steps_several_deep_hold_no_second_buffer() -> None:
+    model = build(replace(kind_of("llama"), overrides={**kind_of("llama").overrides, **WIDE["llama"]}))
+    causal = CausalCache(model, capacity=4_000)
+    for row in range(2):
+        causal.add(row)
+        mx.eval(causal.prefill(model, row, words(row, 1_500)), causal.state)
+    tokens = mx.array([1, 2])
+    mx.eval(causal.step(model, [0, 1], tokens), causal.state)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(8):
+        tokens = mx.argmax(causal.step(model, [0, 1], tokens)[:, -1], axis=-1)
+    mx.eval(tokens)
+
+    assert mx.get_peak_memory() - before < inside.cell_layers(causal)[0].nbytes / 2
+
+
+@pytest.mark.parametrize("kind", ["rwkv7", "mamba", "nemotron_h", "falcon_h1", "qwen3_next"])
+def test_recurrent_state_after_a_prefill_keeps_no_activations(kind: str) -> None:
+    model = build(kind_of(kind))
+
+    def prefilled() -> CausalCache:
+        causal = CausalCache(model, capacity=600)
+        causal.add(1)
+        mx.eval(causal.prefill(model, 1, words(1, 512)))
+        mx.eval(causal.state)
+        return causal
+
+    prefilled()
+    memory, causal = held_bytes(prefilled)
+
+    assert memory <= 1.1 * causal.nbytes + 16_384, (memory, causal.nbytes)
+
+
+def test_recurrent_state_after_a_chunk_of_one_token_is_no_view_either() -> None:
+    model = build(kind_of("lfm2"))
+    CausalCache(model, capacity=64).steps_together(model)
+
+    def prefilled() -> CausalCache:
+        causal = CausalCache(model, capacity=64 * 7)
+        for sequence in range(64):
+            causal.add(sequence)
+            for chunk in (words(sequence, 6), [5]):
+                mx.eval(causal.prefill(model, sequence, chunk), causal.state)
+        return causal
+
+    prefilled()
+    memory, causal = held_bytes(prefilled)
+
+    assert memory <= 1.05 * causal.nbytes, (memory, causal.nbytes)
+
+
+def test_who_leaves_a_batch_of_recurrent_rows_keeps_one_rows_state() -> None:
+    model = build(kind_of("mamba"))
+    CausalCache(model, capacity=64).steps_together(model)
+    gc.collect()
+    at_first = mx.get_active_memory()
+    causal = CausalCache(model, capacity=64)
+    for row in range(8):
+        causal.add(row)
+        causal.prefill(model, row, words(row, 2))
+    mx.eval(causal.step(model, range(8), [1] * 8), causal.state)
+    joined = causal.nbytes
+    memory, _ = held_bytes(lambda: mx.eval(causal.step(model, range(8), [1] * 8), causal.state))
+    assert memory <= 1_024
+    assert mx.get_active_memory() - at_first <= 1.1 * joined
+
+    def last_one() -> CausalCache:
+        for row in range(1, 8):
+            causal.free(row)
+        mx.eval(causal.state)
+        return causal
+
+    freed, _ = held_bytes(last_one)
+
+    assert freed <= -0.8 * 7 * causal.nbytes, (freed, causal.nbytes)
+
+
+def test_the_trial_leaves_nothing_behind() -> None:
+    model = build(kind_of("llama"))
+    mx.eval(model.parameters())
+    mx.random.seed(7)
+    expected = mx.random.uniform(shape=(4,)).tolist()
+    mx.random.seed(7)
+
+    memory, _ = held_bytes(lambda: CausalCache(model, capacity=64).steps_together(model))
+
+    assert abs(memory) < 1_024
+    assert mx.random.uniform(shape=(4,)).tolist() == expected
+
+
+def test_buffers_grow_by_a_twentieth_so_that_each_cell_is_copied_twenty_times_at_most() -> None:
+    model = build(kind_of("llama"))
+    causal = CausalCache(model, capacity=10_000)
+    causal.add(1)
+    copied = held = 0
+    for start in range(0, 6_000, 40):
+        causal.prefill(model, 1, words(start, 40))
+        cells = inside.cell_layers(causal)[0].keys.shape[2]  # type: ignore[union-attr]
+        copied += held if cells != held else 0
+        held = cells
+        mx.eval(causal.state)
+        assert held <= max(1.05 * causal.table.used, causal.table.used + 64)
+
+    assert copied <= 20 * held

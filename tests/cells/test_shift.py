@@ -1,0 +1,472 @@
+"""Shift: every RoPE variant rotates on, layers of real models find theirs, and what cannot be shifted is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import internlm3
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.rope_utils import initialize_rope
+
+from benchmarks.architectures.catalogue import cache_classes, distinct_models
+from radixcache import ShiftError
+from radixcache.cells import shift
+from radixcache.cells.plans import RemovalPlan
+from radixcache.cells.shift import Rotation, rotation_of
+from radixcache.cells.table import CellTable
+from runner.models.exceptions import TinyKind, kind_of
+from runner.models.weights import build
+
+HEADS, TOKENS, HEAD_WIDTH = 2, 12, 32
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 512}
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 512}
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 512,
+    "short_factor": [1.0] * 16,
+    "long_factor": [1.0 + index / 4 for index in range(16)],
+}
+PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 2.0}
+
+
+def rotations(model: Any, caches: Sequence[Any] | None = None) -> list[Rotation | None]:
+    """The rotations of the keys in a model's own caches, or in others."""
+    return shift.rotations(model, make_prompt_cache(model) if caches is None else caches)
+
+
+def rope(config: dict[str, Any] | None, dims: int = HEAD_WIDTH, traditional: bool = False) -> Any:
+    return initialize_rope(dims, 10_000.0, traditional, config, max_position_embeddings=8192)
+
+
+VARIANTS: dict[str, Callable[[], Any]] = {
+    "default": lambda: rope(None),
+    "traditional": lambda: rope(None, traditional=True),
+    "partial": lambda: rope(None, dims=12),
+    "partial, traditional": lambda: rope(None, dims=12, traditional=True),
+    "linear": lambda: rope({"rope_type": "linear", "factor": 4.0}),
+    "llama3": lambda: rope(LLAMA3),
+    "llama3, traditional": lambda: rope(LLAMA3, traditional=True),
+    "yarn": lambda: rope(YARN),
+    "yarn, traditional, mscale": lambda: rope({**YARN, "mscale": 0.7, "mscale_all_dim": 0.3}, traditional=True),
+    "longrope": lambda: rope(LONGROPE),
+    "proportional": lambda: rope(PROPORTIONAL),
+    "proportional, traditional": lambda: rope(PROPORTIONAL, traditional=True),
+    "mrope": lambda: rope({"rope_type": "mrope", "mrope_section": [8, 4, 4]}, dims=16),
+}
+SCALED = ["yarn", "yarn, traditional, mscale", "longrope"]
+
+
+def draw(*shape: int, seed: int = 0) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32))
+
+
+def largest(difference: mx.array) -> float:
+    return float(mx.abs(difference.astype(mx.float32)).max().item())
+
+
+def relative(found: mx.array, wanted: mx.array) -> float:
+    """Norm of the difference over the norm of what was wanted."""
+    found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
+    return float((mx.linalg.norm(found - wanted) / mx.linalg.norm(wanted)).item())
+
+
+# A rotation
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("begin", "delta"), [(40, -40), (40, -7), (0, 1), (17, 0), (3, 500), (900, -123)])
+def test_shifted_keys_are_those_made_at_the_new_position(name: str, begin: int, delta: int) -> None:
+    module = VARIANTS[name]()
+    unrotated = draw(1, HEADS, TOKENS, HEAD_WIDTH)
+    found = rotation_of(module).shift(module(unrotated, offset=begin), delta)
+    assert found.dtype == mx.float32
+    assert largest(found - module(unrotated, offset=begin + delta)) < 1e-4
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+def test_in_half_precision_it_is_as_close_as_rounding_once_more_allows(name: str, dtype: mx.Dtype) -> None:
+    module = VARIANTS[name]()
+    unrotated = draw(1, HEADS, TOKENS, HEAD_WIDTH).astype(dtype)
+    at_40 = module(unrotated, offset=40)
+    found = rotation_of(module).shift(at_40, -25)
+    wanted = module(unrotated, offset=15)
+    assert found.dtype == dtype
+    # Three roundings, each by at most half of eps of its size: of the key before, of the one after, of what is wanted.
+    assert largest(found - wanted) <= 1.5 * mx.finfo(dtype).eps * largest(wanted)
+    # Nothing but the result is rounded again.
+    in_float32 = rotation_of(module).shift(at_40.astype(mx.float32), -25)
+    assert mx.array_equal(found, in_float32.astype(dtype))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_key_of_a_batch_moves_by_the_same_distance(name: str) -> None:
+    rotation = rotation_of(VARIANTS[name]())
+    keys = draw(3, HEADS, TOKENS, HEAD_WIDTH)
+    found = rotation.shift(keys, -9)
+    assert found.shape == keys.shape
+    for row in range(3):
+        for token in range(TOKENS):
+            alone = rotation.shift(keys[row : row + 1, :, token : token + 1], -9)
+            assert largest(found[row, :, token] - alone[0, :, 0]) < 1e-6
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_there_and_back_is_where_it_was(name: str) -> None:
+    rotation = rotation_of(VARIANTS[name]())
+    keys = draw(1, HEADS, TOKENS, HEAD_WIDTH)
+    assert largest(rotation.shift(rotation.shift(keys, 321), -321) - keys) < 1e-4
+    assert largest(rotation.shift(keys, 0) - keys) < 1e-6
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_key_that_is_moved_often_is_where_one_move_takes_it(name: str) -> None:
+    rotation = rotation_of(VARIANTS[name]())
+    keys = draw(1, HEADS, TOKENS, HEAD_WIDTH)
+    moved = keys
+    for _ in range(100):
+        moved = rotation.shift(moved, -3)
+    assert largest(moved - rotation.shift(keys, -300)) < 1e-4
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+def test_every_move_in_half_precision_costs_one_rounding(name: str, dtype: mx.Dtype) -> None:
+    rotation = rotation_of(VARIANTS[name]())
+    keys = draw(1, HEADS, TOKENS, HEAD_WIDTH).astype(dtype)
+    moved = keys
+    for _ in range(20):
+        moved = rotation.shift(moved, -3)
+    assert relative(moved, rotation.shift(keys.astype(mx.float32), -60)) <= 20 * mx.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_keys_that_were_scaled_before_they_were_rotated_are_not_scaled_again(name: str) -> None:
+    module = VARIANTS[name]()
+    unrotated = draw(1, HEADS, TOKENS, HEAD_WIDTH)
+    at_40 = module(unrotated, offset=40)
+    scale = (mx.linalg.norm(at_40) / mx.linalg.norm(unrotated)).item()
+    assert abs(scale - 1) > 0.02, "this variant scales nothing, and the test would show nothing"
+    shifted = rotation_of(module).shift(at_40, -40)
+    assert mx.linalg.norm(shifted).item() == pytest.approx(mx.linalg.norm(at_40).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("traditional", [False, True])
+@pytest.mark.parametrize("frequencies", [None, (1.0, 7.0, 30.0, float("inf"))], ids=["base", "frequencies"])
+@pytest.mark.parametrize("delta", [11, -11])
+def test_pairs_turn_as_complex_numbers_do(traditional: bool, frequencies: tuple[float, ...] | None, delta: int) -> None:
+    base = 50.0 if frequencies is None else None
+    keys = np.asarray(draw(1, HEADS, TOKENS, 10))
+    found = np.asarray(Rotation(8, traditional, base, 0.5, frequencies).shift(mx.array(keys), delta))
+    wavelengths = np.array(frequencies) if frequencies else 50.0 ** (np.arange(4) / 4)
+    turn = np.exp(1j * 0.5 * delta / wavelengths)
+    first, second = (slice(0, 8, 2), slice(1, 8, 2)) if traditional else (slice(0, 4), slice(4, 8))
+    wanted = (keys[..., first] + 1j * keys[..., second]) * turn
+    assert np.abs(found[..., first] - wanted.real).max() < 1e-5
+    assert np.abs(found[..., second] - wanted.imag).max() < 1e-5
+    assert np.array_equal(found[..., 8:], keys[..., 8:])
+
+
+def test_rotations_are_values() -> None:
+    assert rotation_of(rope(YARN)) == rotation_of(rope(YARN))
+    assert len({rotation_of(make()) for make in VARIANTS.values()}) == len(VARIANTS)
+
+
+# Remove and shift
+
+
+class Cells:
+    """Keys in cells; carries out the plans of a cell table."""
+
+    def __init__(self, capacity: int, rotation: Rotation) -> None:
+        self.keys = mx.zeros((1, HEADS, capacity, HEAD_WIDTH))
+        self.rotation = rotation
+
+    def remove(self, plan: RemovalPlan) -> None:
+        for source, target, length in plan.copies:
+            self.keys[..., target : target + length, :] = self.keys[..., source : source + length, :]
+        for start, length, delta in plan.shifts:
+            run = self.keys[..., start : start + length, :]
+            self.keys[..., start : start + length, :] = self.rotation.shift(run, delta)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_after_a_removal_keys_are_those_of_the_tokens_at_their_new_positions(name: str) -> None:
+    module = VARIANTS[name]()
+    table, cells = CellTable(64), Cells(64, rotation_of(module))
+    unrotated = draw(1, HEADS, 64, HEAD_WIDTH)
+    tokens = {1: list(range(20)), 2: list(range(14))}
+    for sequence in tokens:
+        table.add(sequence)
+    table.append([(1, 20)])
+    table.copy_prefix(1, 2, 14)
+    cells.keys[..., :20, :] = module(unrotated[..., :20, :], offset=0)
+    for sequence, begin, end in [(2, 3, 8), (1, 0, 5), (1, 6, 7), (2, 1, 2), (2, 0, 3)]:
+        plan = table.plan_remove(sequence, begin, end)
+        cells.remove(plan)
+        table.apply(plan)
+        del tokens[sequence][begin:end]
+        for owner, held in tokens.items():
+            wanted = module(mx.take(unrotated, mx.array(held), axis=2), offset=0)
+            found = mx.take(cells.keys, mx.array(table.cells(owner)), axis=2)
+            assert largest(found - wanted) < 1e-4, (owner, sequence, begin, end)
+
+
+# Rotations of models
+
+
+class CacheFrom:
+    """A cache whose first token is at position `start`."""
+
+    def __init__(self, start: int) -> None:
+        self.offset = self.start_position = self.start = start
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self.keys is not None and self.values is not None:
+            keys = mx.concatenate([self.keys, keys], axis=2)
+            values = mx.concatenate([self.values, values], axis=2)
+        self.keys, self.values = keys, values
+        self.offset = self.start + keys.shape[2]
+        return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        return create_causal_mask(N, self.offset - self.start, window_size=window_size)
+
+    def maybe_trim_front(self) -> None:
+        pass
+
+
+def prefilled(model: Any, start: int) -> list[CacheFrom]:
+    """The caches after a prompt of `TOKENS` tokens from position `start`: within one window, and one chunk."""
+    caches = [CacheFrom(start) for _ in make_prompt_cache(model)]
+    mx.eval(model(mx.arange(20, 20 + TOKENS)[None], cache=caches))
+    return caches
+
+
+def worst_error(model: Any, found: list[Rotation | None], begin: int = 300, delta: int = -299) -> float:
+    """Largest relative difference, over layers, between shifted keys and those made at the new positions."""
+    errors = [0.0]
+    for rotation, before, after in zip(found, prefilled(model, begin), prefilled(model, begin + delta), strict=True):
+        if before.keys is None or after.keys is None:
+            assert rotation is None
+            continue
+        errors.append(relative(before.keys if rotation is None else rotation.shift(before.keys, delta), after.keys))
+    return max(errors)
+
+
+def with_fields(name: str, **fields: Any) -> Any:
+    """A tiny model of a type, with some fields of its configuration set otherwise."""
+    return build(TinyKind(name, {**kind_of(name).overrides, **fields}))
+
+
+#: Types, and how many rotations the layers of each have; None counts as one.
+TYPES = {
+    "llama": 1, "qwen3": 1, "phi3": 1, "gpt_neox": 1, "stablelm": 1, "gemma2": 1, "olmo2": 1, "ministral3": 1,
+    "gptj": 1, "nanochat": 1, "talkie": 1, "gemma3n": 1, "gpt_oss": 1, "internlm2": 1, "hunyuan": 1,
+    "gemma4_text": 2, "cohere2": 2, "smollm3": 2, "llama4": 2, "exaone4": 2, "nemotron-nas": 2, "minimax": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_the_layers_of_a_model_find_their_rotation(name: str) -> None:
+    model = build(kind_of(name))
+    found = rotations(model)
+    assert len(found) == len(make_prompt_cache(model))
+    assert len(set(found)) == TYPES[name], found
+    assert worst_error(model, found) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4_text", "cohere2", "llama4_text", "phi3", "talkie"])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+def test_they_find_the_same_one_in_half_precision(name: str, dtype: mx.Dtype) -> None:
+    model = build(kind_of(name))
+    in_float32 = rotations(model)
+    model.set_dtype(dtype)
+    assert rotations(model) == in_float32
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3, YARN, LONGROPE, {"rope_type": "linear", "factor": 4.0}], ids=str)
+def test_a_model_with_scaled_positions_finds_the_rotation_of_its_module(scaling: dict[str, Any]) -> None:
+    model = with_fields("llama", rope_scaling=scaling, head_dim=32)
+    found = rotations(model)
+    assert found == [rotation_of(layer.self_attn.rope) for layer in model.layers]
+    assert worst_error(model, found) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_layers_that_rotate_by_other_frequencies_are_told_apart(dtype: mx.Dtype) -> None:
+    model = with_fields("gemma3_text", rope_theta=1e6)
+    model.set_dtype(dtype)
+    bases = [rotation.base for rotation in rotations(model) if rotation]
+    assert bases == [layer.self_attn.rope.base for layer in model.layers]
+    assert set(bases) == {1e4, 1e6}
+
+
+@pytest.mark.parametrize("scaling", [{**LLAMA3, "original_max_position_embeddings": 8192}, YARN], ids=str)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+def test_slow_pairs_alone_tell_rotations_of_one_base_apart(scaling: dict[str, Any], dtype: mx.Dtype) -> None:
+    model = build(kind_of("llama"))
+    for layer in model.layers[1:]:
+        layer.self_attn.rope = rope(scaling, dims=64)
+    model.set_dtype(dtype)
+    assert rotations(model) == [rotation_of(layer.self_attn.rope) for layer in model.layers]
+
+
+def test_heads_may_be_narrower_than_what_another_layer_rotates() -> None:
+    model = with_fields("gemma4_text", global_head_dim=64)
+    found = rotations(model)
+    assert [rotation.dims for rotation in found if rotation] == [layer.self_attn.head_dim for layer in model.layers[:4]]
+    assert {rotation.dims for rotation in found if rotation} == {32, 64}
+
+
+def test_a_layer_that_does_not_use_its_rope_has_no_rotation() -> None:
+    model = build(kind_of("cohere2"))
+    for layer, rotation in zip(model.layers, rotations(model), strict=True):
+        assert isinstance(layer.self_attn.rope, nn.RoPE)
+        assert (rotation is not None) == layer.self_attn.use_sliding_window
+
+
+def test_a_cache_that_is_never_written_and_a_layer_without_one_have_no_rotation() -> None:
+    model = build(kind_of("nemotron-nas"))
+    assert [rotation is None for rotation in rotations(model)] == [False, False, True]
+    assert rotations(model, [KVCache(), KVCache(), None]) == rotations(model)
+    model = build(kind_of("llama"))
+    (rotation,) = set(rotations(model))
+    assert rotations(model, [KVCache(), None, KVCache()]) == [rotation, None, rotation]
+
+
+def test_windows_are_over_ordinary_keys() -> None:
+    model = build(kind_of("llama"))
+    windows = [RotatingKVCache(max_size=16) for _ in model.layers]
+    assert rotations(model, windows) == rotations(model)
+    model(mx.arange(40)[None], cache=windows)
+    before = [cache.offset for cache in windows]
+    assert rotations(model, windows) == rotations(model)
+    assert [cache.offset for cache in windows] == before
+
+
+# Refusals
+
+
+def test_a_base_that_depends_on_the_length_is_refused_by_name() -> None:
+    module = initialize_rope(16, 1e4, False, {"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=64)
+    with pytest.raises(ShiftError, match=r"rope_utils\.DynamicNTKScalingRoPE: its base depends on the length"):
+        rotation_of(module)
+    with pytest.raises(ShiftError, match=r"internlm3\.DynamicNTKScalingRoPE: its base depends on the length"):
+        rotation_of(internlm3.DynamicNTKScalingRoPE(16))
+
+
+class OwnRoPE(nn.RoPE):
+    """Could rotate in any way."""
+
+
+@pytest.mark.parametrize("module", [OwnRoPE(16), nn.ALiBi(), nn.SinusoidalPositionalEncoding(16), nn.Linear(4, 4)])
+def test_an_unknown_class_is_refused_by_name(module: nn.Module) -> None:
+    with pytest.raises(ShiftError, match=rf"{type(module).__name__} is not known\. Known: mlx\.nn\.RoPE, "):
+        rotation_of(module)
+
+
+RECURRENT = r"layer 0: ArraysCache holds recurrent state, which cannot forget"
+LATENT = r"layer 0 \(KVCache\): what it stores as values is rotated, as in latent attention \(MLA\)"
+LEARNED = r"layer 0 \(KVCache\): values depend on the position, as with learned position embeddings"
+ROTATED_OTHERWISE = r"layer 0 \(KVCache\): keys depend on the position, and not as a known RoPE .* RoPEs: "
+REFUSALS = {
+    "deepseek_v3": LATENT,
+    "deepseek_v32": r"layer 0: CacheList\(KVCache, KVCache\) is not known",
+    "deepseek_v41": r"layer 0: LayerCache is not known",
+    "falcon_h1": r"layer 0: CacheList\(ArraysCache, KVCache\) holds recurrent state",
+    "gpt2": LEARNED,
+    "gpt_bigcode": LEARNED,
+    "mamba": RECURRENT,
+    "qwen3_next": RECURRENT,
+    # Latent attention that stores whole heads: rotated at their end.
+    "minicpm3": ROTATED_OTHERWISE + r".*SuScaledRoPE",
+    "deepseek_v2": ROTATED_OTHERWISE + r".*DeepseekV2YarnRotaryEmbedding is not known",
+    # Rotated, and then each dimension scaled by a weight of its own.
+    "afm7": ROTATED_OTHERWISE + r".*RoPE",
+    "hunyuan_v1_dense": ROTATED_OTHERWISE + r".*DynamicNTKAlphaRoPE",
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_model_that_cannot_be_shifted_is_refused_with_the_layer_and_the_reason(name: str) -> None:
+    with pytest.raises(ShiftError, match=REFUSALS[name]):
+        rotations(build(kind_of(name)))
+
+
+def test_a_model_whose_base_depends_on_the_length_is_refused_by_the_name_of_its_rope() -> None:
+    model = with_fields("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=256)
+    with pytest.raises(ShiftError, match=r"layer 0 .* RoPEs: .*DynamicNTKScalingRoPE: its base depends"):
+        rotations(model)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+def test_a_model_that_rotates_otherwise_than_its_modules_say_is_refused(dtype: mx.Dtype) -> None:
+    model = build(kind_of("llama"))
+    model.layers[2].self_attn.rope = OwnRoPE(64, base=20_000.0)
+    # Squares of these keys are beyond what float16 holds.
+    model.layers[2].self_attn.k_proj.weight *= 200.0
+    model.set_dtype(dtype)
+    with pytest.raises(ShiftError, match=r"layer 2 \(KVCache\): keys depend .*OwnRoPE is not known"):
+        rotations(model)
+
+
+def test_keys_that_are_zero_tell_nothing() -> None:
+    model = build(kind_of("llama"))
+    model.layers[1].self_attn.k_proj.weight *= 0
+    with pytest.raises(ShiftError, match=r"layer 1 \(KVCache\): keys of token 100 are zero"):
+        rotations(model)
+
+
+class TwoKeysPerToken(nn.Module):
+    """Stores a key that is rotated, and then one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rope = nn.RoPE(8)
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> None:
+        keys = draw(1, 1, tokens.shape[1], 8)
+        cache[0].update_and_fetch(self.rope(keys, offset=cache[0].offset), keys)
+        cache[0].update_and_fetch(keys, keys)
+
+
+def test_all_that_a_layer_stores_has_to_be_rotated_the_same_way() -> None:
+    with pytest.raises(ShiftError, match=r"layer 0 \(KVCache\): keys depend on the position"):
+        rotations(TwoKeysPerToken(), [KVCache()])
+
+
+def test_quantized_keys_are_refused_by_name() -> None:
+    model = build(kind_of("llama"))
+    with pytest.raises(ShiftError, match=r"layer 1: QuantizedKVCache is not known"):
+        rotations(model, [KVCache(), QuantizedKVCache(), KVCache()])
+
+
+#: Types that are refused although no layer of theirs holds recurrent state.
+OTHERS_REFUSED = {
+    "afm7", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41", "glm4_moe_lite", "gpt2", "gpt_bigcode",
+    "hunyuan_v1_dense", "iquestloopcoder", "longcat_flash", "minicpm3", "minimax_m3_vl", "mistral4", "youtu_llm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", distinct_models())
+def test_every_architecture_is_shifted_rightly_or_refused(name: str) -> None:
+    model = build(kind_of(name))
+    if name in OTHERS_REFUSED or any("ArraysCache" in each for each in cache_classes(model)):
+        with pytest.raises(ShiftError, match=r"^layer \d+"):
+            rotations(model)
+    else:
+        assert worst_error(model, rotations(model)) < 1e-4

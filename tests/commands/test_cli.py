@@ -1,0 +1,322 @@
+"""The command line answers mistakes with one line and exit code 2, and results with a table and exit code 0 or 1."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.replay import progress
+from runner.replay.backends import single
+
+TALK = [
+    {"role": "system", "content": "You answer in one word."},
+    {"role": "user", "content": "Which river runs through Rome?"},
+    {"role": "assistant", "content": "Tiber."},
+    {"role": "user", "content": "And through Paris?"},
+]
+
+
+@pytest.fixture
+def talks(tmp_path):
+    """A file with the conversations of two users."""
+    path = tmp_path / "talks.jsonl"
+    records = [{"id": name, "user": name, "messages": TALK} for name in ("ann", "bob")]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def replay(talks, *more):
+    return ("replay", "--model", "tiny", "--conversations", talks, "--max-tokens", 4, *more)
+
+
+def last_line(text):
+    return text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--cache", "none,redis"], "--cache has 'redis'; wanted some of none, single, mlx-lm, radix."),
+        (["--cache", ","], "--cache names no cache"),
+        (["--policy", "best"], "--policy: policy 'best' is not known. Known: "),
+        (["--users", "0"], "--users is 0; wanted at least 1."),
+        (["--users", "3"], "users is 3; wanted 1 to 2"),
+        (["--requests", "0"], "--requests is 0; wanted at least 1."),
+        (["--max-tokens", "0"], "--max-tokens is 0; wanted at least 1."),
+        (["--step-size", "-1"], "--step-size is -1; wanted at least 1."),
+        (["--parallel", "0"], "--parallel is 0; wanted at least 1."),
+        (["--parallel", "2", "--cache", "none,radix"], "--parallel serves users from the radix cache alone"),
+        (["--parallel", "2", "--recorded"], "--parallel generates replies, and --recorded feeds known ones."),
+        (["--parallel", "2", "--exact"], "--exact compares bits"),
+        (["--budget-mib", "0"], "--budget-mib is 0; wanted more than 0."),
+        (["--budget-mib", "-5"], "--budget-mib is -5; wanted more than 0."),
+        (["--budget-mib", "nan"], "--budget-mib is nan; wanted more than 0."),
+        (["--model", "/nowhere/model"], "/nowhere/model"),
+        (["--model", "tiny:nothing"], "tiny:nothing: no such kind"),
+        (["--conversations", "/nowhere/talk.jsonl"], "/nowhere/talk.jsonl: cannot be read (No such file or directory)"),
+        (["--json", "/nowhere/out.json"], "/nowhere/out.json: cannot be written (No such file or directory)"),
+        (["--plot", "/"], "/: cannot be written (is a folder"),
+        (["--seed", "soon"], "'--seed'"),
+        (["--no-such-option"], "--no-such-option"),
+        (["surplus"], "surplus"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(command, talks, arguments, found):
+    code, stdout, stderr = command(*replay(talks), *arguments)
+    assert (code, stdout) == (2, "")
+    assert len(stderr.splitlines()) == 1
+    assert stderr.startswith("error: ")
+    assert found in stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["reply"]])
+def test_a_missing_or_unknown_command_is_one_line_and_exit_code_2(command, arguments):
+    code, stdout, stderr = command(*arguments)
+    assert (code, stdout, len(stderr.splitlines())) == (2, "", 1)
+    assert stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b'{"messages": []}', ":1: the conversation is empty"),
+        (b"", "the file is empty"),
+        (b"not json\n", ":1"),
+        (b'{"messages": [{"role": "user"}]}', "content"),
+    ],
+)
+def test_a_bad_conversation_file_is_one_line_and_exit_code_2(command, tmp_path, content, found):
+    path = tmp_path / "talk.jsonl"
+    path.write_bytes(content)
+    code, stdout, stderr = command(*replay(path))
+    assert (code, stdout, len(stderr.splitlines())) == (2, "", 1)
+    assert stderr.startswith(f"error: {path}")
+    assert found in stderr
+
+
+def test_a_prompt_beyond_the_models_context_is_one_line_and_exit_code_2(command, tmp_path):
+    path = tmp_path / "long.json"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "x" * 40_000}]}))
+    code, stdout, stderr = command(*replay(path))
+    assert (code, stdout, len(stderr.splitlines())) == (2, "", 1)
+    assert "do not fit the model's context of 32,768 tokens" in stderr
+
+
+def test_skip_bad_leaves_out_and_counts_what_cannot_be_replayed(command, talks, tmp_path):
+    with talks.open("a") as file:
+        file.write('{"messages": "none"}\n')
+        file.write(json.dumps({"messages": [{"role": "user", "content": "x" * 40_000}]}) + "\n")
+    out = tmp_path / "out.json"
+    code, _, stderr = command(*replay(talks, "--cache", "none", "--skip-bad", "--json", out))
+    assert code == 0
+    assert "note: 1 records skipped, the first: " in stderr
+    assert "note: 1 of 5 requests skipped" in stderr
+    assert json.loads(out.read_text())["skipped_requests"] == 1
+
+
+def test_a_replay_prints_a_table_and_a_sentence_and_writes_what_was_asked_for(command, talks, tmp_path):
+    json_file, plot_file = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = replay(talks, "--json", json_file, "--plot", plot_file, "--seed", 3, "--dump-tree")
+    code, stdout, stderr = command(*arguments)
+    assert code == 0, stderr
+    for cache in ("none", "single", "mlx-lm", "radix"):
+        assert f"│ {cache} " in stdout
+        assert cache in stderr, "a progress bar per run"
+    assert "Every answer is the same as without a cache." in stdout
+    assert "radix:\n" in stdout
+    assert "policy lru, budget" in stdout
+    document = json.loads(json_file.read_text())
+    assert [run["cache"] for run in document["runs"]] == ["none", "single", "mlx-lm", "radix"]
+    assert [run["answers_equal"] for run in document["runs"]] == [4, 4, 4, 4]
+    assert [len(run["rows"]) for run in document["runs"]] == [4, 4, 4, 4]
+    assert (document["seed"], document["model"], document["interrupted"]) == (3, "tiny:llama", False)
+    assert document["command"].startswith("radixcache replay --model tiny")
+    assert plot_file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_replay_of_several_users_at_a_time_gives_the_replies_of_one_after_the_other(command, talks, tmp_path):
+    alone, together, plot, tree = (tmp_path / name for name in ("1.json", "2.json", "out.png", "tree.json"))
+    assert command(*replay(talks, "--cache", "radix", "--json", alone))[0] == 0
+    code, stdout, stderr = command(
+        *replay(talks, "--parallel", 2, "--json", together, "--plot", plot, "--tree", tree, "--dump-tree")
+    )
+    assert code == 0, stderr
+    assert "2 users at a time were given 16 tokens in " in stdout
+    assert "policy lru, budget" in stdout
+    (serial,), (parallel,) = (json.loads(path.read_text())["runs"] for path in (alone, together))
+    assert [row["output_hash"] for row in parallel["rows"]] == [row["output_hash"] for row in serial["rows"]]
+    assert [row["prompt_tokens"] for row in parallel["rows"]] == [row["prompt_tokens"] for row in serial["rows"]]
+    assert [row["user"] for row in parallel["rows"]] == [row["user"] for row in serial["rows"]]
+    assert (parallel["users_at_a_time"], parallel["output_tokens"]) == (2, 16)
+    assert 0 < parallel["peak_cells"] <= parallel["capacity_cells"]
+    assert 0 < parallel["peak_cache_bytes"] <= 128 << 20
+    assert json.loads(together.read_text())["options"]["step_size"] == 512
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(tree.read_text())
+
+
+def test_a_model_that_cannot_serve_several_users_at_a_time_is_refused_by_name(command, talks):
+    code, stdout, stderr = command(*replay(talks), "--parallel", 2, "--model", "tiny:llama4")
+    assert (code, stdout) == (2, "")
+    assert last_line(stderr) == "error: tiny:llama4: a layer's ChunkedKVCache cannot be put into cells."
+
+
+def test_a_budget_that_one_user_does_not_fit_is_refused_with_the_numbers(command, tmp_path):
+    path = tmp_path / "long.json"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "x" * 2000}]}))
+    code, stdout, stderr = command(*replay(path), "--parallel", 2, "--budget-mib", 2)
+    assert (code, stdout) == (2, "")
+    assert last_line(stderr).startswith("error: --budget-mib is too small for one of the requests alone: ")
+    assert "2097152" in last_line(stderr)
+
+
+def test_what_had_finished_before_a_budget_that_is_too_small_is_kept(command, tmp_path):
+    path, out = tmp_path / "long.json", tmp_path / "out.json"
+    turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
+    path.write_text(json.dumps({"messages": [*turns, {"role": "user", "content": "x" * 2000}]}))
+    code, stdout, stderr = command(*replay(path), "--parallel", 2, "--budget-mib", 2, "--json", out)
+    assert code == 2
+    assert "1 users at a time were given 4 tokens" in stdout
+    assert stderr.splitlines()[-2] == "interrupted: 1 of 2 requests had finished."
+    assert last_line(stderr).startswith("error: --budget-mib is too small for one of the requests alone: ")
+    written = json.loads(out.read_text())
+    assert (written["interrupted"], len(written["runs"][0]["rows"])) == (True, 1)
+
+
+def test_ctrl_c_in_a_replay_of_several_users_prints_what_had_finished(command, talks, tmp_path, monkeypatch):
+    done = progress.ReplayProgress.request_done
+
+    def interrupted_at_the_third(self, prompt_tokens, seen=[]):  # noqa: B006
+        done(self, prompt_tokens)
+        seen.append(prompt_tokens)
+        if len(seen) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(progress.ReplayProgress, "request_done", interrupted_at_the_third)
+    out = tmp_path / "out.json"
+    code, stdout, stderr = command(*replay(talks, "--parallel", 2, "--json", out))
+    assert code == 130
+    assert last_line(stderr) == "interrupted: 3 of 4 requests had finished."
+    assert "2 users at a time were given 12 tokens" in stdout
+    assert json.loads(out.read_text())["interrupted"] is True
+
+
+def test_caches_run_in_the_order_given_and_once(command, talks, tmp_path):
+    out = tmp_path / "out.json"
+    assert command(*replay(talks, "--cache", "single, none,single", "--json", out))[0] == 0
+    assert [run["cache"] for run in json.loads(out.read_text())["runs"]] == ["single", "none"]
+
+
+def test_differing_answers_are_named_and_exit_code_1(command, talks, monkeypatch):
+    right = single.common_length
+    monkeypatch.setattr(single, "common_length", lambda *pair: min(right(*pair) + 9, min(map(len, pair))))
+    code, stdout, stderr = command(*replay(talks, "--cache", "none,single"))
+    assert code == 1
+    assert "Answers DIFFER from those without a cache" in stdout
+    assert last_line(stderr).startswith("check failed: single, request ")
+
+
+def test_ctrl_c_prints_what_had_finished_and_exits_with_130(command, talks, tmp_path, monkeypatch):
+    started = progress.ReplayProgress.run_started
+
+    def interrupted_at_single(self, cache, requests):
+        started(self, cache, requests)
+        if cache == "single":
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(progress.ReplayProgress, "run_started", interrupted_at_single)
+    out = tmp_path / "out.json"
+    code, stdout, stderr = command(*replay(talks, "--cache", "none,single", "--json", out))
+    assert code == 130
+    assert last_line(stderr) == "interrupted: 1 of 2 caches had finished."
+    assert "│ none " in stdout
+    assert "│ single" not in stdout
+    document = json.loads(out.read_text())
+    assert document["interrupted"] is True
+    assert [run["cache"] for run in document["runs"]] == ["none"]
+
+
+def test_ctrl_c_before_anything_finished_is_one_line_and_130(command, talks, monkeypatch):
+    monkeypatch.setattr("runner.models.load.load_model", lambda spec: signal.raise_signal(signal.SIGINT))
+    code, stdout, stderr = command(*replay(talks))
+    assert (code, stdout, stderr) == (130, "", "interrupted: nothing had finished.\n")
+
+
+def test_blas_advice_is_given_once_on_stderr(command, talks, monkeypatch):
+    monkeypatch.setattr("runner.BLAS_ADVICE", "install OpenBLAS.")
+    code, stdout, stderr = command(*replay(talks, "--cache", "none"))
+    assert code == 0
+    assert stderr.count("note: install OpenBLAS.") == 1
+    assert "OpenBLAS" not in stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["replay", "--help"], ["replay", "--cache", "redis"]])
+def test_help_and_mistakes_do_not_wait_for_mlx(arguments):
+    code = (
+        "import sys, runner.cli\n"
+        "try:\n    runner.cli.main(sys.argv[1:])\n"
+        "finally:\n    heavy = {'mlx.core', 'mlx_lm', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "    assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == (0 if "--help" in arguments else 2), done.stderr
+    assert "AssertionError" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", [["tree"], ["tree", "--format", "nothing"], ["explain"]])
+def test_output_that_cannot_be_written_is_one_line(talks, arguments):
+    code = "import sys, runner.cli\nrunner.cli.main(sys.argv[1:])\n"
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [sys.executable, "-c", code, *arguments, str(talks), "--model", "tiny"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    if "nothing" in arguments:
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    else:
+        wanted = "error: the output cannot be written (No space left on device).\n"
+        assert (done.returncode, done.stderr) == (1, wanted)
+
+
+def test_a_reader_that_went_away_costs_no_traceback(talks):
+    code = "import sys, runner.cli\nrunner.cli.main(sys.argv[1:])\n"
+    command = [sys.executable, "-c", code, "tree", str(talks), "--model", "tiny"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_full_disk_is_one_line_for_every_command_that_writes(talks, tmp_path):
+    code = (
+        "import resource, sys, runner.cli\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "runner.cli.main(sys.argv[1:])\n"
+    )
+    path = tmp_path / "out.json"
+    for arguments in (["explain", talks, "--json", path], ["tree", talks, "--out", path]):
+        command = [sys.executable, "-c", code, *map(str, arguments), "--model", "tiny"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        wanted = f"error: {path}: cannot be written (File too large).\n"
+        assert (done.returncode, done.stderr) == (2, wanted)
+        assert not path.exists()
+
+
+def test_help_lists_every_option(command):
+    code, stdout, _ = command("replay", "--help")
+    assert code == 0
+    for option in (
+        *("--cache", "--conversations", "--skip-bad", "--model", "--policy", "--users", "--seed", "--requests"),
+        *("--budget-mib", "--max-tokens", "--recorded", "--json", "--plot", "--dump-tree", "--step-size", "--exact"),
+    ):
+        assert option in stdout
+
+
+@pytest.mark.skipif(shutil.which("radixcache") is None, reason="the package is not installed")
+def test_the_installed_command_is_this_one():
+    done = subprocess.run(["radixcache", "replay", "--users", "0"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "error: --users is 0; wanted at least 1.\n")

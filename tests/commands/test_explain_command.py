@@ -1,0 +1,189 @@
+"""`radixcache explain`: what breaks the prefix of recorded conversations is found, named and counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.breaks.prefix_breaks import BreakReport, find_breaks, with_replies
+from runner.breaks.report import breaks_text
+from runner.models.load import ModelError, load_outline
+from runner.script.conversations.conversation import Conversation
+from runner.script.schedule import schedule
+from tests.watch.test_hints import SYSTEM
+
+OUTLINE = load_outline("tiny")
+QUESTIONS = ("Is it open today?", "Where do I return books?", "How much is a card?", "May I bring my dog?", "Who?")
+
+
+def conversation(name: str, *contents: str, system: str = SYSTEM, **more: Any) -> Conversation:
+    roles = ["user", "assistant"] * len(contents)
+    talk = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    return Conversation(name, name, ({"role": "system", "content": system}, *talk), **more)
+
+
+def broken(conversations: list[Conversation], outline: Any = OUTLINE, **options: Any) -> BreakReport:
+    from radixcache.layers.sizes import SizedLayout
+
+    layout = options.pop("layout", SizedLayout(1))
+    requests = schedule(with_replies(conversations))
+    report, skipped = find_breaks(outline, layout, requests, **{"budget_bytes": 1 << 40, **options})
+    assert skipped == 0
+    assert report.prompt_tokens == report.resumed_tokens + report.new_tokens + report.lost_tokens
+    assert report.lost_tokens == sum(each.lost_tokens for each in report.breaks)
+    return report
+
+
+def test_conversations_that_only_grow_and_share_their_system_prompt_lose_nothing() -> None:
+    talks = [conversation(f"c{i}", q, "It is.", "Thank you. " + q[::-1], "Bye.") for i, q in enumerate(QUESTIONS)]
+    report = broken(talks)
+    assert report.lost_tokens == 0
+    assert report.hints == []
+    assert "Nothing was lost" in breaks_text(report)
+
+
+def test_a_date_in_the_system_prompt_is_the_dearest_break_and_a_hint() -> None:
+    talks = [conversation(f"c{i}", q, system=f"Today is {i + 2} Nov. {SYSTEM}") for i, q in enumerate(QUESTIONS)]
+    report = broken(talks)
+    worst = report.breaks[0]
+    assert (worst.role, worst.piece, worst.reason, worst.messages) == ("system", "message", "diverged", {0: 4})
+    assert worst.lost_tokens >= 4 * len(SYSTEM)
+    assert worst.example is not None
+    assert (worst.example.before_text or "").endswith("Today is ")
+    (span,) = report.hints
+    assert span.lost_tokens >= 3 * len(SYSTEM)
+    text = breaks_text(report)
+    assert "system message 0: it differs from the stored one" in text
+    assert "changes in every request" in text
+
+
+def test_reasoning_that_the_template_leaves_out_later_is_put_down_to_the_template() -> None:
+    outline = load_outline("tiny")
+    outline.tokenizer._tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
+        "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    reply = "<think>They ask about the opening hours.</think>It is open until eight in the evening."
+    report = broken([conversation("c", "Is it open?", reply, "Until when?", reply, "Sure?", reply)], outline)
+    worst = report.breaks[0]
+    assert (worst.role, worst.piece, worst.reason) == ("assistant", "template", "diverged")
+    assert sorted(worst.messages) == [2, 4]
+    assert "the template writes them otherwise" in breaks_text(report)
+
+
+def test_what_the_budget_evicts_is_told_from_what_diverges() -> None:
+    # One conversation after another, twice: the first is gone when it is asked again.
+    talks = [
+        conversation(f"{turn}-{i}", f"{q} {q[::-1] * 9}", system=f"{i}")
+        for turn in range(2)
+        for i, q in enumerate(QUESTIONS)
+    ]
+    talks = [Conversation(t.conversation_id, "one user", t.messages) for t in talks]
+    report = broken(talks, budget_bytes=600)
+    assert {each.piece for each in report.breaks} == {"memory"}
+    assert {str(each.reason) for each in report.breaks} == {"evicted"}
+    assert broken(talks).lost_tokens == 0
+
+
+def test_layers_without_a_checkpoint_are_told_from_what_diverges() -> None:
+    from radixcache.layers.sizes import SizedLayout
+
+    # A long question is asked again and differs in its last words only: recurrent layers cannot take it up in between.
+    ends = ["and on which days of the week is that so?", "or may they be returned in the reading room?"]
+    talks = [conversation(f"c{i}", f"{SYSTEM} {SYSTEM} {end}", system="Be kind.") for i, end in enumerate(ends)]
+    assert broken(talks).lost_tokens == 0
+    (lost,) = broken(talks, layout=SizedLayout(1, 100)).breaks
+    assert (lost.piece, lost.reason, lost.role) == ("memory", "no_checkpoint", "user")
+    assert lost.lost_tokens >= 2 * len(SYSTEM)
+
+
+def test_where_no_replies_are_recorded_later_turns_do_not_break() -> None:
+    talk = conversation("c", "Is it open?", replies_recorded=False)
+    talk = Conversation("c", "c", (*talk.messages, {"role": "user", "content": "Until when?"}), replies_recorded=False)
+    assert [m["role"] for m in with_replies([talk])[0].messages] == ["system", "user", "assistant", "user"]
+    assert broken([talk]).lost_tokens == 0
+
+
+# The command
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    path = tmp_path / "talks.jsonl"
+    records = [
+        {
+            "id": f"c{i}",
+            "user": f"u{i}",
+            "messages": [
+                {"role": "system", "content": f"ScheduledRequest {7919 * i}. {SYSTEM}"},
+                {"role": "user", "content": question},
+            ],
+        }
+        for i, question in enumerate(QUESTIONS)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_the_command_prints_a_report_and_writes_its_figures(talks: Path, command: Any, tmp_path: Path) -> None:
+    code, out, err = command("explain", talks, "--model", "tiny", "--json", tmp_path / "breaks.json")
+    assert (code, err) == (0, "")
+    assert out.startswith("5 requests, ")
+    assert "system message 0" in out
+    assert "hint, in" in out
+    document = json.loads((tmp_path / "breaks.json").read_text())
+    assert document["breaks"][0]["role"] == "system"
+    assert document["breaks"][0]["example"]["before_text"].endswith("ScheduledRequest ")
+    assert document["lost_tokens"] == sum(each["lost_tokens"] for each in document["breaks"])
+    assert document["model"] == "tiny:llama"
+    assert document["hints"][0]["hint"]["values"] >= 3
+
+
+@pytest.mark.parametrize("kind", ["mamba", "gemma3_text", "nemotron_h"])
+def test_the_layers_of_the_model_count(talks: Path, command: Any, kind: str) -> None:
+    code, out, _ = command("explain", talks, "--model", f"tiny:{kind}")
+    assert code == 0
+    assert out.startswith("5 requests, ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--top", 0], "--top is 0; wanted at least 1."),
+        (["--requests", 0], "--requests is 0"),
+        (["--users", 9], "users is 9; wanted 1 to 5"),
+        (["--budget-mib", 0], "--budget-mib is 0; wanted more than 0."),
+        (["--policy", "best"], "--policy: policy 'best' is not known"),
+        (["--model", "tiny:nothing"], "tiny:nothing: no such kind"),
+        (["--model", "/nowhere/at/all"], "no such folder"),
+        (["--json", "/nowhere/at/all.json"], "cannot be written"),
+    ],
+)
+def test_a_mistake_is_one_line(talks: Path, command: Any, arguments: list[Any], found: str) -> None:
+    code, out, err = command("explain", talks, "--model", "tiny", *arguments)
+    assert code == 2
+    assert found in err
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    assert out == ""
+
+
+def test_a_file_that_is_not_there_is_one_line(command: Any) -> None:
+    code, _, err = command("explain", "/nowhere/talks.jsonl", "--model", "tiny")
+    assert code == 2
+    assert "/nowhere/talks.jsonl" in err
+
+
+def test_an_outline_of_a_folder_needs_no_weights(tmp_path: Path) -> None:
+    OUTLINE.tokenizer._tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_outline(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 77}))
+    outline = load_outline(str(tmp_path))
+    assert outline.context_length == 77
+    assert outline.tokenizer.encode("abc") == OUTLINE.tokenizer.encode("abc")

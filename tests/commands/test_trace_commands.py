@@ -1,0 +1,208 @@
+"""The commands mrc, synth and advise: what they print, write and refuse."""
+
+import json
+
+import pytest
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "rms_norm_eps": 1e-5,
+    "num_attention_heads": 4,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def trace(tmp_path, command):
+    """A small made-up trace in Mooncake's format."""
+    path = tmp_path / "small.jsonl"
+    code, _, _ = command("synth", path, "--requests", 300, "--format", "mooncake", "--block-tokens", 512)
+    assert code == 0
+    return path
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return path
+
+
+def test_synth_is_the_same_for_the_same_seed_and_says_that_it_is_synthetic(tmp_path, command) -> None:
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
+    for path, seed in zip(paths, (1, 1, 2), strict=True):
+        code, out, _ = command("synth", path, "--requests", 50, "--seed", seed)
+        assert code == 0
+        assert "50 requests" in out
+        assert "synthetic" in out
+    assert paths[0].read_bytes() == paths[1].read_bytes() != paths[2].read_bytes()
+    code, _, err = command("mrc", paths[0])
+    assert code == 0
+    assert "note: arrival times are synthetic" in err
+
+
+def test_mrc_prints_a_table_and_writes_json_and_plot(tmp_path, command, trace, config) -> None:
+    json_file, plot_file = tmp_path / "c.json", tmp_path / "c.svg"
+    code, out, _ = command("mrc", trace, "--model-config", config, "--json", json_file, "--plot", plot_file)
+    assert code == 0
+    assert "capacity" in out
+    assert "GiB" in out
+    assert "Block hit ratio: blocks found in the cache over all blocks of all prompts." in out
+    document = json.loads(json_file.read_text())
+    # 2 (keys, values) x 2 layers x 4 heads x 16 elements x 2 bytes x 512 tokens.
+    assert document["block_bytes"] == 512 * 512
+    ratios = [row["block_hit_ratio"] for row in document["rows"]]
+    assert ratios == sorted(ratios)
+    assert ratios[-1] == document["infinite_block_hit_ratio"]
+    assert [row["block_error"] for row in document["rows"]] == [None] * len(ratios)
+    assert plot_file.read_text().startswith("<?xml")
+
+
+def test_sampled_mrc_states_its_error(tmp_path, command, trace) -> None:
+    json_file = tmp_path / "c.json"
+    code, out, _ = command("mrc", trace, "--sample", 0.5, "--json", json_file)
+    assert code == 0
+    assert "standard" in out
+    document = json.loads(json_file.read_text())
+    assert document["sample_rate"] == 0.5
+    assert all(row["block_error"] is None or row["block_error"] >= 0 for row in document["rows"])
+    code, _, err = command("mrc", trace, "--sample", 0.01)
+    assert code == 0
+    assert "note: the sample is too small to tell its error" in err
+
+
+def test_advise_reports_and_writes_a_page(tmp_path, command, trace, config) -> None:
+    page, json_file = tmp_path / "a.html", tmp_path / "a.json"
+    code, out, _ = command(
+        "advise", trace, "--model-config", config, "--budget-gib", 0.05, "--prefill-tokens-per-s", 1000,
+        "--html", page, "--json", json_file,
+    )  # fmt: skip
+    assert code == 0
+    for phrase in ("At most", "of prefill can be saved", "the knee", "90% of all that can be saved", "s per GiB"):
+        assert phrase in out
+    assert page.read_text().startswith("<!doctype html>")
+    assert "<svg" in page.read_text()
+    budgets = json.loads(json_file.read_text())["budgets"]
+    assert budgets[-1]["capacity_blocks"] == int(0.05 * (1 << 30) // (512 * 512))
+    assert budgets[-1]["saved_s"] > 0
+
+
+def test_trace_without_reuse_has_no_marks_at_zero(tmp_path, command) -> None:
+    trace, page, picture = tmp_path / "t.jsonl", tmp_path / "a.html", tmp_path / "c.svg"
+    lines = [{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [index]} for index in range(5)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert command("advise", trace, "--html", page)[0] == command("mrc", trace, "--plot", picture)[0] == 0
+    assert "90% of all that can be saved" not in page.read_text().partition("<svg")[2]
+    assert "knee" not in picture.read_text()
+    assert "infinite cache" in picture.read_text()
+
+
+def test_advise_takes_the_best_policy_from_a_simulation(tmp_path, command, trace) -> None:
+    rows = [
+        {"trace": "small", "policy": policy, "capacity_blocks": 100, "token_hit_ratio": ratio}
+        for policy, ratio in (("lru", 0.1), ("turn", 0.2), ("belady", 0.5))
+    ]
+    simulation = tmp_path / "rows.json"
+    simulation.write_text(json.dumps({"rows": rows}))
+    code, out, _ = command("advise", trace, "--simulation", simulation)
+    assert code == 0
+    assert "Best policy at 100 blocks: turn, 20.0% of prefill saved, 10.0 points more than lru" in out
+    for wrong, message in (({"trace": "other"}, "no row of trace 'small'"), ({"token_hit_ratio": "x"}, "not the rows")):
+        simulation.write_text(json.dumps({"rows": [{**rows[0], **wrong}]}))
+        code, _, err = command("advise", trace, "--simulation", simulation)
+        assert code == 2
+        assert message in err
+
+
+def test_advise_compares_policies_with_the_optimum_and_with_checkpoints_where_there_are_some(tmp_path, command) -> None:
+    trace, json_file = tmp_path / "t.jsonl", tmp_path / "a.json"
+    command("synth", trace, "--requests", 60, "--format", "mooncake", "--block-tokens", 512)
+    given = ("--bytes-per-token", 100, "--budget-gib", 0.001, "--json", json_file)
+    code, out, _ = command("advise", trace, *given)
+    assert code == 0
+    assert "; belady, which knows the future, reaches" in out
+    spans = json.loads(json_file.read_text())["best_policy"]
+    assert spans["bound"][1] >= spans["token_hit_ratio"] > 0
+    code, out, _ = command("advise", trace, *given, "--bytes-per-checkpoint", 1_000_000)
+    assert code == 0
+    assert "belady" not in out
+    assert json.loads(json_file.read_text())["best_policy"]["token_hit_ratio"] < spans["token_hit_ratio"]
+
+
+def test_options_of_all_trace_commands_are_offered_by_each(command) -> None:
+    for name in ("simulate", "mrc", "advise"):
+        code, out, _ = command(name, "--help")
+        assert code == 0
+        for option in ("--model-config", "--bytes-per-checkpoint", "--kv-group-size", "--skip-bad", "--block-tokens"):
+            assert option in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["mrc", "none.jsonl"], "none.jsonl: cannot be read (No such file or directory); wanted a trace."),
+        (["mrc", "TRACE", "--sample", "0"], "--sample is 0; wanted more than 0 and at most 1."),
+        (["mrc", "TRACE", "--plot", "x.gif"], "x.gif: a picture in format 'gif'; wanted .png, .svg or .pdf."),
+        (["mrc", "TRACE", "--json", "nowhere/x.json"], "nowhere/x.json: cannot be written"),
+        (["mrc", "TRACE", "--block-tokens", "64"], "small.jsonl:1: hash_ids has"),
+        (["mrc", "TRACE", "--model-config", "none.json"], "none.json: cannot be read"),
+        (["mrc", "TRACE", "--model-config", "x", "--bytes-per-token", "3"], "wanted only one."),
+        (["mrc", "TRACE", "--bytes-per-token", "0"], "0 bytes per token; wanted more than 0."),
+        (
+            ["mrc", "TRACE", "--bytes-per-token", "0", "--bytes-per-checkpoint", "5"],
+            "blocks have no size of their own; use radixcache simulate.",
+        ),
+        (["mrc", "TRACE", "--bytes-per-token", "-1"], "--bytes-per-token is -1.0; wanted 0 or more."),
+        (["mrc", "TRACE", "--bytes-per-checkpoint", "5"], "--bytes-per-checkpoint needs --bytes-per-token."),
+        (["mrc", "TRACE", "--kv-bits", "4"], "--kv-bits needs --model-config."),
+        (["mrc", "TRACE", "--sample", "1e-9"], "blocks; wanted a larger one."),
+        (["mrc", "TRACE", "--sessions-per-hour", "0"], "sessions_per_hour is 0; wanted more than 0."),
+        (["advise", "TRACE", "--budget-gib", "1"], "--budget-gib needs bytes per token"),
+        (["advise", "TRACE", "--budget-gib", "1", "--capacity-blocks", "3"], "wanted only one."),
+        (["advise", "TRACE", "--prefill-tokens-per-s", "0"], "--prefill-tokens-per-s is 0.0; wanted more than 0."),
+        (["advise", "TRACE", "--simulation", "none.json"], "none.json: cannot be read"),
+        (["advise", "TRACE", "--sample", "1e-9"], "blocks; wanted a larger one."),
+        (
+            ["advise", "TRACE", "--bytes-per-token", "100", "--budget-gib", "1e-6"],
+            "--budget-gib is 1e-06; wanted at least a block of 51200 bytes.",
+        ),
+        (["advise", "TRACE", "--bytes-per-token", "1", "--budget-gib", "1e305"], "--budget-gib is 1e+305; wanted"),
+        (["synth", "nowhere/x.jsonl"], "nowhere/x.jsonl: cannot be written"),
+        (["synth", "x.jsonl", "--requests", "0"], "requests is 0; wanted 1 or more."),
+        (["synth", "x.jsonl", "--think-s", "0"], "think_s is 0; wanted more than 0."),
+        (["synth", "x.jsonl", "--user-tokens", "inf"], "a length has median inf"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(tmp_path, monkeypatch, command, trace, arguments, found) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command(*(trace if argument == "TRACE" else argument for argument in arguments))
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert found in line
+
+
+def test_bad_lines_are_counted_when_they_are_skipped(command, trace) -> None:
+    with trace.open("a") as file:
+        file.write("{}\n")
+    code, _, err = command("mrc", trace)
+    assert code == 2
+    assert "small.jsonl:301: timestamp is missing" in err
+    code, _, err = command("mrc", trace, "--skip-bad")
+    assert code == 0
+    assert "note: 1 lines skipped, the first:" in err
+
+
+def test_conversations_are_read_with_a_model_s_tokenizer(tmp_path, command) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "x" * 300}]}) + "\n")
+    code, out, _ = command("mrc", path, "--model", "tiny", "--block-tokens", 64)
+    assert code == 0
+    assert "distinct blocks of 64 tokens" in out
+    code, _, err = command("mrc", path)
+    assert code == 2
+    assert "name a model for its tokenizer" in err

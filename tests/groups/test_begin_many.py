@@ -1,0 +1,968 @@
+"""begin_many: rows on one buffer of cells answer as cold runs do, share what they have in common, and are stored back.
+
+The oracle is numeric: logits of a cold run of the same tokens through caches of mlx-lm's own. `other` in each test is
+a prompt of the same length whose logits are far off, so that the comparison could fail.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+
+from radixcache import (
+    BudgetFullError,
+    CacheFullError,
+    Event,
+    EventKind,
+    Group,
+    Ledger,
+    PrefixCache,
+    Reason,
+    Row,
+    Session,
+    SessionClosedError,
+    UnsupportedCacheError,
+)
+from radixcache.errors import ShiftError
+from radixcache.layers.sizes import SizedLayout
+from radixcache.sized_cache import sized_cache
+from runner.models.tiny import tiny_model
+from tests import inside
+from tests.whole.test_exact import tokens
+
+#: Full attention, latent attention, windows in some layers and in all, sinks, shared layers, recurrent layers alone and
+#: beside either.
+KINDS = (
+    "llama", "deepseek_v3", "gemma3_text", "llama_sliding", "gpt_oss", "gemma3n", "mamba", "rwkv7", "qwen3_next",
+    "falcon_h1", "recurrent_gemma", "kimi_linear",
+)  # fmt: skip
+POINT_KINDS = ("gemma3_text", "llama_sliding", "mamba", "qwen3_next", "recurrent_gemma")
+
+#: Relative error of logits: rounding, and what no rounding explains.
+ROUNDING, WRONG = 1e-4, 1e-2
+
+SYSTEM = tokens(1, 70)
+PROMPTS = [[*SYSTEM, *tokens(2, 30)], [*SYSTEM, *tokens(3, 41)], tokens(4, 25)]
+
+
+def cold(model: Any, prompt: Sequence[int]) -> mx.array:
+    """Logits (V,) of the prompt's last token."""
+    return model(mx.array(prompt)[None], cache=make_prompt_cache(model))[0, -1]
+
+
+def error(found: mx.array, wanted: mx.array) -> float:
+    return float(mx.max(mx.abs(found - wanted)) / mx.max(mx.abs(wanted)))
+
+
+def stored(cache: PrefixCache, model: Any, prompt: Sequence[int], marks: Sequence[int] = ()) -> None:
+    """Evaluate all of a prompt in a session of its own."""
+    with cache.begin(prompt, marks=marks) as session:
+        session.prefill(model)
+        session.step(model, session.prompt[-1:])
+    cache.check()
+
+
+def checked(cache: PrefixCache, group: Group) -> None:
+    cache.check()
+    group.check()
+    assert cache.stats.live_bytes == group.nbytes + inside.slots_bytes(cache)
+
+
+def prefilled(group: Group, model: Any, row: Row, chunk: int | None = None) -> mx.array:
+    """Logits (V,) of the row's last prompt token."""
+    while True:
+        logits = group.prefill(model, row, chunk)
+        if logits is not None:
+            assert logits.shape[:2] == (1, 1)
+            return logits[0, 0]
+
+
+def decoded(group: Group, model: Any, rows: list[Row], logits: list[mx.array], steps: int) -> list[list[int]]:
+    """Greedy tokens of each row, every step's logits compared with a cold run's."""
+    said: list[list[int]] = [[] for _ in rows]
+    token = mx.argmax(mx.stack(logits), axis=-1)
+    for _ in range(steps):
+        found = group.step(model, rows, token)
+        assert found.shape[:2] == (len(rows), 1)
+        for row, replies, last, each in zip(rows, said, token.tolist(), found, strict=True):
+            replies.append(last)
+            known = inside.known_tokens(row)
+            assert known[-len(replies) :] == replies
+            assert error(each[0], cold(model, known)) < ROUNDING
+        token = mx.argmax(found[:, -1], axis=-1)
+    return said
+
+
+# What a row answers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_answer_as_cold_runs_do_and_what_they_leave_is_resumed_at_its_end(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    stored(cache, model, PROMPTS[0], marks=[70])
+    prompts = [[*PROMPTS[0], 1], *PROMPTS[1:]]
+    with cache.begin_many(prompts, capacity=512) as group:
+        checked(cache, group)
+        assert [row.cached_tokens for row in group.rows] == [100, 70, 0]
+        assert [len(row.remaining) for row in group.rows] == [1, 41, 25]
+        logits = [prefilled(group, model, row) for row in group.rows]
+        for prompt, found in zip(prompts, logits, strict=True):
+            assert error(found, cold(model, prompt)) < ROUNDING
+        other = [*prompts[0][:-3], 250, *prompts[0][-2:]]
+        assert error(logits[0], cold(model, other)) > WRONG
+        said = decoded(group, model, group.rows, logits, 5)
+        checked(cache, group)
+    cache.check()
+    for prompt, replies in zip(prompts, said, strict=True):
+        told = [*prompt, *replies]
+        with cache.begin([*told, 7]) as session:
+            assert session.cached_tokens == len(told)
+            session.prefill(model)
+            assert error(session.step(model, [7])[0, -1], cold(model, [*told, 7])) < ROUNDING
+        cache.check()
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "gpt_oss", "gemma3n", "mamba", "qwen3_next", "falcon_h1"])
+def test_chunks_marks_and_other_rows_between_them_change_nothing(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    first, second = [*SYSTEM, *tokens(5, 23)], [*tokens(6, 40), *tokens(7, 30)]
+    with cache.begin_many(capacity=512) as group:
+        one, two = group.admit(first, marks=[70]), group.admit(second, marks=[11, 40])
+        done: dict[int, mx.array] = {}
+        while len(done) < 2:
+            for row in (one, two):
+                if row.prompt_left and (logits := group.prefill(model, row, 9)) is not None:
+                    done[row.id] = logits[0, 0]
+            checked(cache, group)
+        assert error(done[one.id], cold(model, first)) < ROUNDING
+        assert error(done[two.id], cold(model, second)) < ROUNDING
+        # A third takes up what the first left at its mark, which the tree does not have yet.
+        third = group.admit([*SYSTEM, *tokens(8, 12)])
+        assert third.cached_tokens == 70
+        used = group.used_cells
+        assert used == len(first) + len(second)
+        found = prefilled(group, model, third, 5)
+        assert error(found, cold(model, third.prompt.tolist())) < ROUNDING
+        assert group.used_cells == used + 12
+        decoded(group, model, group.rows, [done[one.id], done[two.id], found], 3)
+    cache.check()
+    # Marks let others resume there.
+    for prompt, mark in ((first, 70), (second, 40)):
+        with cache.begin([*prompt[:mark], 9, 9]) as session:
+            assert session.cached_tokens == mark
+            session.prefill(model)
+            assert error(session.step(model, [9])[0, -1], cold(model, [*prompt[:mark], 9, 9])) < ROUNDING
+
+
+def test_the_ids_of_a_prompt_stand_for_its_keys_where_it_has_keys() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    prompt = tokens(1, 40)
+    image = np.array(prompt, dtype=np.int64)
+    image[10] += 1 << 40
+    with cache.begin_many([prompt], capacity=256) as group:
+        prefilled(group, model, group.rows[0])
+        row = group.admit([*prompt, 1], keys=[*image, 1])
+        assert (row.cached_tokens, row.matched_tokens) == (10, 10)
+        prefilled(group, model, row)
+    assert cache.explain(prompt).matched_tokens == 40
+    assert cache.explain(prompt, keys=image).matched_tokens == 40
+    cache.check()
+
+
+def test_the_readmes_example_runs_and_stores_both_rows() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (code,) = (
+        block.split("```")[0] for block in text.split("```python\n") if "cache.begin_many(" in block.split("```")[0]
+    )
+    names: dict[str, Any] = {"model": model, "cache": cache, "tokens": PROMPTS[0]}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["logits"].shape[:2] == (2, 1)
+    assert cache.stats.requests == 2
+    assert cache.explain([*PROMPTS[0], 1]).matched_tokens >= len(PROMPTS[0])
+    assert cache.stats.tokens == len(PROMPTS[0]) + 64 + 64
+    cache.check()
+
+
+# What is shared
+
+
+def test_every_distinct_edge_is_restored_once_and_shared_by_all_rows() -> None:
+    model = tiny_model("llama")
+    told: list[Event] = []
+    cache = PrefixCache(model, on_event=told.append)
+    turn = [*SYSTEM, *tokens(9, 20)]
+    for prompt in (turn, PROMPTS[1]):
+        stored(cache, model, prompt)
+    cache.reclaim(cache.stats.paged_bytes + cache.stats.live_bytes)
+    before = cache.stats
+    told.clear()
+    prompts = [PROMPTS[0], [*turn, 1, 2], [*turn, 3], [*PROMPTS[1], 4], [*SYSTEM[:33], 5], [*turn, 1, 2, 6]]
+    with cache.begin_many(prompts, capacity=512) as group:
+        assert [row.cached_tokens for row in group.rows] == [70, 90, 90, 111, 33, 90]
+        # The system prompt, the turn behind it, and the other prompt's rest.
+        assert group.used_cells == 70 + 20 + 41
+        token_bytes = inside.causal(group).token_bytes
+        assert cache.stats.paged_in_bytes - before.paged_in_bytes == 131 * token_bytes
+        paged = [(event.start, event.end) for event in told if event.kind == EventKind.PAGED_IN]
+        assert sum(end - start for start, end in paged) == 131
+        checked(cache, group)
+        for row in group.rows:
+            assert error(prefilled(group, model, row), cold(model, row.prompt.tolist())) < ROUNDING
+    cache.check()
+
+
+def test_a_row_shares_what_a_running_row_has_generated_and_at_most_all_but_its_last_token() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    with cache.begin_many([PROMPTS[2]], capacity=128) as group:
+        (first,) = group.rows
+        (said,) = decoded(group, model, [first], [prefilled(group, model, first)], 6)
+        told = [*PROMPTS[2], *said]
+        second = group.admit(told)
+        assert (second.cached_tokens, second.remaining.tolist()) == (len(told) - 1, told[-1:])
+        assert second.reason == "last_token"
+        used = group.used_cells
+        assert error(prefilled(group, model, second), cold(model, told)) < ROUNDING
+        assert group.used_cells == used + 1 == len(told) + 1
+        # Rows part: each goes its own way.
+        decoded(group, model, [second, first], [mx.arange(8), -mx.arange(8)], 3)
+    cache.check()
+
+
+@pytest.mark.parametrize("kind", ["mamba", "qwen3_next", "recurrent_gemma"])
+def test_recurrent_state_is_shared_only_where_it_is_known(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model, checkpoint_interval=4096)
+    prompt = tokens(1, 60)
+    with cache.begin_many([prompt], capacity=512) as group:
+        (first,) = group.rows
+        logits = prefilled(group, model, first)
+        # Where the first stands now, at its tail's checkpoint 16 tokens before, and nowhere else.
+        same = group.admit([*prompt, 1, 2])
+        parted = group.admit([*prompt[:50], 3])
+        before = group.admit([*prompt[:30], 4])
+        assert [row.cached_tokens for row in (same, parted, before)] == [60, 44, 0]
+        assert [(row.matched_tokens, row.reason) for row in (same, parted, before)] == [
+            (60, None), (50, "no_checkpoint"), (30, "no_checkpoint"),
+        ]  # fmt: skip
+        decoded(group, model, [first], [logits], 2)
+        assert error(prefilled(group, model, same), cold(model, same.prompt.tolist())) < ROUNDING
+        late = group.admit([*prompt, 5])
+        assert late.cached_tokens == 44
+        for row in (parted, before, late):
+            assert error(prefilled(group, model, row), cold(model, row.prompt.tolist())) < ROUNDING
+        checked(cache, group)
+    cache.check()
+
+
+def test_windows_are_not_shared_from_where_a_row_holds_none_of_them() -> None:
+    """A row restored at 140 has no window in front of 124: another that parts from it at 60 cannot go on there."""
+    model = tiny_model("gemma3_text")
+    cache = PrefixCache(model, checkpoint_interval=4096)
+    prompt = tokens(1, 140)
+    stored(cache, model, prompt, marks=[100])
+    with cache.begin_many([[*prompt, 1]], capacity=512) as group:
+        assert group.rows[0].cached_tokens == 140
+        for parted, cached in (([*prompt[:60], 2], 0), ([*prompt[:110], 3], 100), ([*prompt, 4], 140)):
+            row = group.admit(parted)
+            assert row.cached_tokens == cached
+            assert error(prefilled(group, model, row), cold(model, parted)) < ROUNDING
+        # Cells are the first row's all the same, and what holds of them holds for those that share them.
+        assert group.used_cells == 140 + (60 + 1) + (10 + 1) + 1
+        group.rows[0].close()
+        row = group.admit([*prompt[:50], 5])
+        assert row.cached_tokens == 50
+        for each in group.rows[:2]:
+            each.close()
+        row.close()
+        cache.clear()
+        row = group.admit([*prompt[:50], 6])
+        assert row.cached_tokens == 0
+        assert error(prefilled(group, model, row), cold(model, row.prompt.tolist())) < ROUNDING
+        checked(cache, group)
+    cache.check()
+
+
+def test_other_namespaces_share_nothing() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    stored(cache, model, PROMPTS[0])
+    with cache.begin_many(PROMPTS[:1], capacity=256, namespace="b") as other:
+        assert (other.rows[0].cached_tokens, other.rows[0].matched_tokens) == (0, 0)
+        prefilled(other, model, other.rows[0])
+        with cache.begin_many(PROMPTS[:1], capacity=256) as group:
+            assert group.rows[0].cached_tokens == len(PROMPTS[0]) - 1
+        with cache.begin_many(PROMPTS[:1], capacity=256, namespace="c") as group:
+            assert group.rows[0].cached_tokens == 0
+    assert cache.explain(PROMPTS[0], "b").matched_tokens == len(PROMPTS[0])
+    assert cache.explain(PROMPTS[0], "c").matched_tokens == 0
+    cache.check()
+
+
+# A request like any other
+
+
+def test_rows_count_as_requests_in_stats_history_events_pins_and_traces(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    told: list[Event] = []
+    path = tmp_path / "trace.jsonl"
+    cache = PrefixCache(model, on_event=told.append, trace=path)
+    cache.warm(model, SYSTEM, name="system", ttl_requests=3)
+    requests = cache.stats.requests
+    told.clear()
+    with cache.begin_many(PROMPTS[:2], capacity=512, priority=2) as group:
+        resumed = [event for event in told if event.kind == EventKind.RESUMED]
+        assert [(event.end, event.detail["by"]) for event in resumed] == [(70, "begin_many")] * 2
+        assert list(cache.names()) == ["system"]
+        group.admit(PROMPTS[2])
+        assert list(cache.names()) == []
+        assert cache.stats.requests == requests + 3
+        assert cache.stats.hit_tokens == 140
+        for row in group.rows:
+            prefilled(group, model, row)
+        decoded(group, model, group.rows[:1], [mx.arange(8)], 2)
+    ticks = [entry.priority for entry in inside.entries(cache)]
+    assert 2 in ticks
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["output"] for line in lines if "request" in line] == [0, 2, 0, 0]
+    cache.reclaim(0)
+    assert {gap.reason for gap in cache.explain(PROMPTS[0]).gaps} == {Reason.EVICTED}
+    cache.check()
+
+
+def test_what_is_quarantined_is_neither_restored_nor_stored() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    stored(cache, model, PROMPTS[0])
+    keys = np.array(PROMPTS[0], dtype=np.int64)
+    with cache.begin_many([[*PROMPTS[0], 1]], capacity=512) as group:
+        (early,) = group.rows
+        assert early.cached_tokens == 100
+        with cache.begin(PROMPTS[0]) as session:
+            inside.find_wrong(cache, session, 100, 50)
+            session.prefill(model)
+        late = group.admit([*PROMPTS[0], 2])
+        assert late.cached_tokens == 50
+        for row in (early, late):
+            prefilled(group, model, row)
+        cache.clear_quarantine()
+        # The first stood on what was found wrong; the second evaluated it itself.
+        early.close()
+        assert inside.stored_tokens(cache, keys) == 50
+        late.close()
+        assert inside.stored_tokens(cache, [*PROMPTS[0], 2]) == 101
+        assert inside.stored_tokens(cache, [*PROMPTS[0], 1]) == 100
+    cache.check()
+
+
+# What is not stored
+
+
+def test_the_tainted_part_of_a_row_is_never_found_in_the_tree() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    with cache.begin_many([PROMPTS[0], PROMPTS[1]], capacity=512) as group:
+        one, two = group.rows
+        for row in (one, two):
+            prefilled(group, model, row)
+        inside.taint(inside.causal(group), one.id, 80)
+        # Another row takes up no more of it than that.
+        third = group.admit([*PROMPTS[0], 1])
+        assert third.cached_tokens == 80
+        third.close()
+        decoded(group, model, [one], [mx.arange(8)], 1)
+    assert cache.explain([*PROMPTS[0], 1]).matched_tokens == 80
+    assert cache.explain([*PROMPTS[1], 1]).matched_tokens == len(PROMPTS[1])
+    with cache.begin([*PROMPTS[0], 1]) as session:
+        session.prefill(model)
+        assert error(session.step(model, [1])[0, -1], cold(model, [*PROMPTS[0], 1])) < ROUNDING
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"), [("llama_sliding", 60), ("gemma3_text", 60), ("qwen3_next", 40), ("mamba", 40)]
+)
+def test_a_tainted_row_with_point_layers_is_stored_up_to_where_their_state_is_known(kind: str, kept: int) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model, checkpoint_interval=4096)
+    prompt = tokens(1, 100)
+    with cache.begin_many(capacity=512) as group:
+        row = group.admit(prompt, marks=[40])
+        prefilled(group, model, row)
+        inside.taint(inside.causal(group), row.id, 60)
+    with cache.begin([*prompt, 1]) as session:
+        assert session.cached_tokens == session.matched_tokens == kept
+        session.prefill(model)
+        assert error(session.step(model, [1])[0, -1], cold(model, [*prompt, 1])) < ROUNDING
+    cache.check()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_a_shifted_row_goes_on_stores_what_is_in_front_of_the_shift_and_leaves_other_rows_alone(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model, checkpoint_interval=16)
+    with cache.begin_many(capacity=512) as group:
+        one = group.admit(PROMPTS[0])
+        prefilled(group, model, one)
+        two = group.admit([*PROMPTS[0], 1])
+        logits = prefilled(group, model, two)
+        assert len(inside.checkpoints(one)) == (7 if kind == "gemma3_text" else 0)
+        group.remove(model, one, 30, 50)
+        checked(cache, group)
+        assert (one.position, one.known_tokens, one.clean_tokens) == (80, 80, 30)
+        group.step(model, [one], [3])
+        # Nobody takes up what was moved.
+        late = group.admit([*PROMPTS[0][:30], *PROMPTS[0][50:], 3, 4])
+        assert late.cached_tokens == 30
+        decoded(group, model, [two], [logits], 2)
+        two.close()
+        late.close()
+        checked(cache, group)
+    assert cache.explain([*PROMPTS[0][:30], *PROMPTS[0][50:], 3, 4]).matched_tokens == 30
+    assert cache.explain([*PROMPTS[0], 1, 2]).matched_tokens >= len(PROMPTS[0]) + 1
+    cache.check()
+
+
+def test_a_rewind_is_no_taint_and_what_was_rewound_is_not_stored() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    with cache.begin_many([PROMPTS[0]], capacity=256) as group:
+        (row,) = group.rows
+        logits = prefilled(group, model, row)
+        said = decoded(group, model, [row], [logits], 4)[0]
+        group.remove(model, row, 101, 104)
+        assert (row.position, row.known_tokens) == (101, 101)
+        found = group.step(model, [row], [5])[0, -1]
+        assert error(found, cold(model, [*PROMPTS[0], said[0], 5])) < ROUNDING
+        checked(cache, group)
+    assert cache.explain([*PROMPTS[0], *said, 1]).matched_tokens == 101
+    assert cache.explain([*PROMPTS[0], said[0], 5, 1]).matched_tokens == 102
+    cache.check()
+
+
+def test_a_row_is_not_rewound_to_where_it_has_no_window() -> None:
+    model = tiny_model("gemma3_text")
+    cache = PrefixCache(model)
+    stored(cache, model, PROMPTS[0])
+    with cache.begin_many([[*PROMPTS[0], 1, 2, 3]], capacity=256) as group:
+        (row,) = group.rows
+        prefilled(group, model, row)
+        with pytest.raises(ShiftError, match="restored at 100"):
+            group.remove(model, row, 90, 103)
+        checked(cache, group)
+        group.remove(model, row, 101, 103)
+        found = group.step(model, [row], [9])[0, -1]
+        assert error(found, cold(model, [*PROMPTS[0], 1, 9])) < ROUNDING
+    cache.check()
+
+
+# Bytes
+
+
+def active_bytes() -> int:
+    gc.collect()
+    mx.clear_cache()
+    return int(mx.get_active_memory())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
+def test_the_ledger_says_what_is_held_while_a_group_is_open_and_after(kind: str) -> None:
+    model = tiny_model(kind)
+    mx.eval(model.parameters())
+    base = active_bytes()
+    cache = PrefixCache(model)
+    stored(cache, model, [*SYSTEM, *tokens(5, 2000)], marks=[70])
+
+    def agrees() -> None:
+        stats = cache.stats
+        assert active_bytes() - base == pytest.approx(stats.live_bytes + stats.paged_bytes, rel=0.01, abs=4096)
+
+    agrees()
+    with cache.begin_many([PROMPTS[0], [*SYSTEM, *tokens(5, 1200)]], capacity=4096) as group:
+        agrees()
+        for row in group.rows:
+            prefilled(group, model, row, 64)
+            agrees()
+        group.rows[0].close()
+        agrees()
+        checked(cache, group)
+        assert group.nbytes > 0
+    agrees()
+    assert cache.stats.live_bytes == inside.slots_bytes(cache)
+    cache.clear()
+    agrees()
+    cache.check()
+
+
+@pytest.mark.parametrize("kind", ["mamba", "rwkv7", "nemotron_h"])
+def test_recurrent_state_does_not_keep_the_activations_of_its_chunk(kind: str) -> None:
+    model = tiny_model(kind)
+    mx.eval(model.parameters())
+    cache = PrefixCache(model)
+    base = active_bytes()
+    with cache.begin_many([tokens(1, 512)], capacity=520) as group:
+        group.prefill(model, group.rows[0], 500)
+        stats = cache.stats
+        assert active_bytes() - base == pytest.approx(stats.live_bytes + stats.paged_bytes, rel=0.05)
+
+
+def test_the_logits_of_a_prompt_hold_the_bytes_of_one_token_and_no_cells() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    with cache.begin_many([tokens(1, 30)], capacity=256) as group:
+        logits = group.prefill(model, group.rows[0])
+        held = active_bytes()
+        assert logits is not None
+        nbytes = logits.nbytes
+        del logits
+        assert held - active_bytes() <= nbytes + 64
+        # A write into cells that something else holds would copy them all.
+        mx.reset_peak_memory()
+        mx.eval(group.step(model, group.rows, [1]))
+        assert mx.get_peak_memory() - held < group.nbytes // 2
+
+
+def test_cells_that_do_not_fit_evict_what_they_may_and_are_refused_with_the_numbers() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    stored(cache, model, PROMPTS[0])
+    token_bytes = inside.token_bytes(cache)
+    budget = 900 * token_bytes
+    cache = PrefixCache(model, budget_bytes=budget)
+    stored(cache, model, tokens(9, 300))
+    stored(cache, model, PROMPTS[0])
+    with cache.begin_many([PROMPTS[0]], capacity=2048) as group:
+        row = group.rows[0]
+        assert cache.stats.live_bytes + cache.stats.paged_bytes <= budget
+        long = group.admit(tokens(8, 1500))
+        chunks, full = 0, None
+        while full is None:
+            try:
+                group.prefill(model, long, 100)
+            except BudgetFullError as refused:
+                full = refused
+            else:
+                chunks += 1
+            assert cache.stats.live_bytes + cache.stats.paged_bytes <= budget
+            checked(cache, group)
+        assert chunks >= 6
+        assert full.budget_bytes == budget
+        assert full.held_bytes + full.wanted_bytes > budget
+        assert str(budget) in str(full)
+        # As it was before the call.
+        assert long.position == 100 * chunks
+        checked(cache, group)
+        # Its cells are free for others once it is closed; of its state what fits the budget is kept.
+        long.close()
+        checked(cache, group)
+        assert cache.stats.live_bytes + cache.stats.paged_bytes <= budget
+        assert error(prefilled(group, model, row), cold(model, PROMPTS[0])) < ROUNDING
+        more = group.admit(tokens(7, 500))
+        prefilled(group, model, more)
+        checked(cache, group)
+    cache.check()
+    assert cache.stats.live_bytes + cache.stats.paged_bytes <= budget
+    assert cache.explain(tokens(7, 500)).matched_tokens == 500
+
+
+def test_a_prefix_that_does_not_fit_beside_its_copy_in_cells_gives_way_to_the_request() -> None:
+    model = tiny_model("llama")
+    stored(cache := PrefixCache(model), model, PROMPTS[2])
+    token_bytes = inside.token_bytes(cache)
+    cache = PrefixCache(model, budget_bytes=1000 * token_bytes)
+    prompt = tokens(1, 600)
+    stored(cache, model, prompt)
+    with cache.begin_many([[*prompt, 1]], capacity=700) as group:
+        (row,) = group.rows
+        assert row.cached_tokens < 600
+        assert error(prefilled(group, model, row), cold(model, [*prompt, 1])) < ROUNDING
+        checked(cache, group)
+    cache.check()
+    # Cells and what is stored of them are never there together: all of it is kept.
+    assert cache.explain([*prompt, 1, 2]).matched_tokens == 601
+    assert inside.peak_bytes(cache) <= 1000 * token_bytes
+
+
+def test_cells_run_out_with_the_numbers_and_nothing_is_lost() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    stored(cache, model, PROMPTS[0])
+    with cache.begin_many([PROMPTS[2]], capacity=60) as group:
+        (row,) = group.rows
+        logits = prefilled(group, model, row)
+        before = cache.stats.requests
+        with pytest.raises(CacheFullError) as caught:
+            group.admit(PROMPTS[0])
+        assert (caught.value.capacity, caught.value.used, caught.value.wanted) == (60, 25, 99)
+        assert (group.rows, cache.stats.requests) == ([row], before)
+        second = group.admit(tokens(9, 50))
+        with pytest.raises(CacheFullError):
+            group.prefill(model, second)
+        assert second.position == 0
+        assert group.prefill(model, second, 35) is None
+        with pytest.raises(CacheFullError):
+            group.step(model, [row], [1])
+        checked(cache, group)
+        second.close()
+        decoded(group, model, [row], [logits], 3)
+        checked(cache, group)
+    assert cache.explain([*tokens(9, 50), 1]).matched_tokens == 35
+    cache.check()
+
+
+def test_one_ledger_for_two_caches_counts_the_cells() -> None:
+    model = tiny_model("llama")
+    ledger = Ledger(1 << 30)
+    cache, other = (PrefixCache(model, budget_bytes=ledger) for _ in range(2))
+    stored(other, model, PROMPTS[0])
+    with cache.begin_many([PROMPTS[1]], capacity=256) as group:
+        prefilled(group, model, group.rows[0])
+        stats = [cache.stats, other.stats]
+        assert ledger.total_bytes == sum(each.live_bytes + each.paged_bytes for each in stats)
+        other.check()
+        checked(cache, group)
+    ledger.check()
+
+
+# Rows come and go
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "falcon_h1"])
+def test_twenty_rows_join_and_leave(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    told: list[list[int]] = []
+    with cache.begin_many(capacity=600) as group:
+        running: list[tuple[Row, mx.array]] = []
+        for number in range(20):
+            prompt = [*SYSTEM, *tokens(10 + number % 3, 9), *tokens(30 + number, 4 + number)]
+            row = group.admit(prompt, marks=[70])
+            assert number == 0 or row.cached_tokens >= 70
+            running.append((row, prefilled(group, model, row, 16)))
+            rows = [each for each, _ in running]
+            said = decoded(group, model, rows, [logits for _, logits in running], 1)
+            if len(running) == 4:
+                leaving = number % 4
+                row = running.pop(leaving)[0]
+                told.append(inside.known_tokens(row))
+                assert told[-1][-1:] == said[leaving]
+                row.close()
+                row.close()
+                assert row.is_closed
+                assert row not in group.rows
+            checked(cache, group)
+        assert len(group.rows) == 3
+    cache.check()
+    assert len(told) == 17
+    for each in told:
+        assert cache.explain([*each, 1]).resumable_tokens >= len(each)
+
+
+# What breaks off
+
+
+class Failing:
+    """Passes calls on to a model, and raises at the n-th."""
+
+    def __init__(self, model: Any, at: int, error: type[BaseException]) -> None:
+        self.model, self.at, self.error, self.calls = model, at, error, 0
+        self.layers = model.layers
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        self.calls += 1
+        if self.calls == self.at:
+            raise self.error("the model broke off")
+        return self.model(ids, cache=cache)
+
+
+@pytest.mark.parametrize("error_class", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
+def test_what_was_evaluated_before_an_exception_becomes_a_stored_prefix(
+    kind: str, error_class: type[BaseException]
+) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    failing = Failing(model, 4, error_class)
+    prompt = tokens(1, 90)
+    group = cache.begin_many([prompt], capacity=256)
+
+    def loop() -> None:
+        with group:
+            while group.prefill(failing, group.rows[0], 20) is None:
+                checked(cache, group)
+
+    with pytest.raises(error_class, match="broke off"):
+        loop()
+    cache.check()
+    assert group.is_closed
+    with cache.begin([*prompt, 1]) as session:
+        assert session.cached_tokens == 60
+        session.prefill(model)
+        assert error(session.step(model, [1])[0, -1], cold(model, [*prompt, 1])) < ROUNDING
+    with pytest.raises(SessionClosedError, match="group is closed"):
+        group.admit(prompt)
+
+
+def test_a_model_that_raises_leaves_rows_as_they_were_and_the_group_goes_on() -> None:
+    model = tiny_model("qwen3_next")
+    cache = PrefixCache(model)
+    with cache.begin_many(PROMPTS, capacity=512) as group:
+        logits = [prefilled(group, model, row) for row in group.rows]
+        with pytest.raises(ValueError, match="broke off"):
+            group.step(Failing(model, 1, ValueError), group.rows, [1, 2, 3])
+        checked(cache, group)
+        decoded(group, model, group.rows, logits, 3)
+    cache.check()
+
+
+def test_a_failed_evaluation_loses_the_cells_and_nothing_of_them_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    stored(cache, model, PROMPTS[0])
+    group = cache.begin_many(PROMPTS[:2], capacity=512)
+    with group:
+        row = group.rows[1]
+        prefilled(group, model, row)
+        real = mx.eval
+
+        def failing(*arrays: Any) -> None:
+            monkeypatch.setattr(mx, "eval", real)
+            raise_natively()
+
+        monkeypatch.setattr(mx, "eval", failing)
+        with pytest.raises(RuntimeError):
+            group.prefill(model, group.rows[0])
+        with pytest.raises(SessionClosedError, match="lost"):
+            group.step(model, [row], [1])
+    cache.check()
+    assert cache.explain([*PROMPTS[1], 1]).matched_tokens == 70
+    assert cache.stats.live_bytes == inside.slots_bytes(cache)
+
+
+def raise_natively() -> None:
+    """Raise as MLX does, without a raise statement."""
+    mx.load("/nonexistent/file.safetensors")
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+@pytest.mark.parametrize("close", ["row", "group"])
+def test_a_copy_out_of_the_cells_is_tried_again_once_and_one_that_fails_leaks_nothing(
+    monkeypatch: pytest.MonkeyPatch, failures: int, close: str
+) -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    group = cache.begin_many(PROMPTS[:2], capacity=512)
+    for row in group.rows:
+        prefilled(group, model, row)
+    real, left = mx.take, [failures]
+
+    def failing(*arguments: Any, **more: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise MemoryError("no room")
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(mx, "take", failing)
+    closing = group.rows[0].close if close == "row" else group.close
+    if failures == 1:
+        closing()
+    else:
+        with pytest.raises(MemoryError, match="no room"):
+            closing()
+    cache.check()
+    assert cache.explain([*PROMPTS[0], 1]).matched_tokens == (100 if failures == 1 else 0)
+    if close == "row":
+        checked(cache, group)
+        assert error(group.step(model, group.rows, [1])[0, -1], cold(model, [*PROMPTS[1], 1])) < ROUNDING
+    group.close()
+    cache.check()
+    assert cache.stats.live_bytes == 0
+    assert cache.explain([*PROMPTS[1], 1]).matched_tokens == (
+        0 if (failures, close) == (2, "group") else 111 + (close == "row")
+    )
+
+
+def test_a_group_that_nobody_closed_is_stored_and_its_bytes_are_given_back() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    group = cache.begin_many([PROMPTS[0]], capacity=256)
+    row = group.rows[0]
+    prefilled(group, model, row)
+    with pytest.raises(CacheFullError):
+        group.admit(tokens(9, 300), marks=[9]) and group.prefill(model, group.rows[1])
+    assert cache.stats.live_bytes > 0
+    del group
+    cache.check()
+    assert cache.stats.live_bytes == 0
+    assert cache.explain([*PROMPTS[0], 1]).matched_tokens == 100
+    assert row.is_closed
+    row.close()
+    # In a cycle it goes when the garbage collector comes.
+    group = cache.begin_many([PROMPTS[1]], capacity=256)
+    prefilled(group, model, group.rows[0])
+    group.myself = group  # type: ignore[attr-defined]
+    del group
+    gc.collect()
+    cache.check()
+    assert cache.stats.live_bytes == 0
+    assert cache.explain([*PROMPTS[1], 1]).matched_tokens == 111
+
+
+def test_a_group_whose_finalizer_was_interrupted_is_taken_back_by_the_next_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    monkeypatch.setattr(Group, "__del__", lambda self: None)
+    other = cache.begin_many(capacity=64)
+    requests = [
+        lambda: stored(cache, model, PROMPTS[2]),
+        lambda: cache.begin_many(capacity=8).close(),
+        lambda: other.admit(PROMPTS[2]),
+    ]
+    for ask in requests:
+        group = cache.begin_many([PROMPTS[0]], capacity=256)
+        prefilled(group, model, group.rows[0])
+        held = group.nbytes
+        del group
+        gc.collect()
+        assert cache.stats.live_bytes >= held
+        ask()
+        cache.check()
+        assert cache.stats.live_bytes == other.nbytes + inside.slots_bytes(cache)
+    other.close()
+
+
+# Beside sessions
+
+
+def test_sessions_and_groups_are_open_at_the_same_time_and_take_up_each_others_state() -> None:
+    model = tiny_model("qwen3_next")
+    cache = PrefixCache(model, live_slots=2)
+    with cache.begin(PROMPTS[0], marks=[70]) as session, cache.begin_many(capacity=512) as group:
+        session.prefill(model)
+        row = group.admit(PROMPTS[1])
+        # An open session's tokens are in the tree once it is closed.
+        assert row.cached_tokens == 0
+        prefilled(group, model, row)
+        with cache.begin_many([PROMPTS[2]], capacity=64) as another:
+            prefilled(another, model, another.rows[0])
+            cache.check()
+        session.close()
+        late = group.admit([*SYSTEM, 1, 2])
+        assert late.cached_tokens == 70
+        assert error(prefilled(group, model, late), cold(model, [*SYSTEM, 1, 2])) < ROUNDING
+        row.close()
+        with cache.begin([*PROMPTS[1], 1]) as next_session:
+            assert next_session.cached_tokens == len(PROMPTS[1])
+        checked(cache, group)
+    cache.check()
+
+
+def test_what_another_threads_session_alone_holds_is_not_read_unless_a_row_has_it_in_cells() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    sessions: list[Session] = []
+
+    def begin_elsewhere() -> None:
+        thread = threading.Thread(target=lambda: sessions.append(cache.begin([*PROMPTS[0], 1])))
+        thread.start()
+        thread.join()
+
+    stored(cache, model, PROMPTS[0])
+    with cache.begin_many([[*PROMPTS[0][:60], 2]], capacity=512) as early:
+        assert early.rows[0].cached_tokens == 60
+        begin_elsewhere()
+        with cache.begin_many([[*PROMPTS[0], 3]], capacity=512) as group:
+            (row,) = group.rows
+            assert (row.cached_tokens, row.matched_tokens, row.reason) == (0, 100, "live_elsewhere")
+            assert error(prefilled(group, model, row), cold(model, [*PROMPTS[0], 3])) < ROUNDING
+            cache.check()
+            group.check()
+        row = early.admit([*PROMPTS[0][:60], 4])
+        assert (row.cached_tokens, row.reason) == (60, None)
+    sessions[0].close()
+    cache.check()
+
+
+# What is refused
+
+
+def test_caches_whose_state_cannot_be_in_cells_are_refused() -> None:
+    model = tiny_model("llama")
+    refused: list[tuple[PrefixCache, str]] = [
+        (PrefixCache(model, exact=True), "exact"),
+        (PrefixCache(model, kv_bits=8), "quantized"),
+        (sized_cache(SizedLayout(8), budget_bytes=1 << 20), "sizes"),
+    ]
+    for cache, reason in refused:
+        with pytest.raises(ValueError, match=reason):
+            cache.begin_many(capacity=64)
+    for kind in ("llama4", "deepseek_v41"):
+        with pytest.raises(UnsupportedCacheError):
+            PrefixCache(tiny_model(kind)).begin_many(capacity=64)
+    kept = PrefixCache(model, caches=lambda: [RotatingKVCache(max_size=16, keep=4) for _ in model.layers])
+    with pytest.raises(UnsupportedCacheError, match="keeps its first 4"):
+        kept.begin_many(capacity=64)
+
+
+def test_arguments_out_of_their_range_are_named_and_change_nothing() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    for wrong in (0, -1, 1.5, True, None):
+        with pytest.raises(ValueError, match="capacity is"):
+            cache.begin_many(capacity=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="namespace"):
+        cache.begin_many(capacity=8, namespace=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tokens is empty"):
+        cache.begin_many([PROMPTS[0], []], capacity=8)
+    cache.check()
+    assert not inside.has_bookings(cache)
+    with cache.begin_many([PROMPTS[2]], capacity=256) as group, cache.begin_many([[1, 2]], capacity=8) as another:
+        (row,), (foreign,) = group.rows, another.rows
+        with pytest.raises(ValueError, match="mark 26"):
+            group.admit(PROMPTS[2], marks=[26])
+        for chunk in (0, -3):
+            with pytest.raises(ValueError, match="tokens is"):
+                group.prefill(model, row, chunk)
+        with pytest.raises(ValueError, match="another group"):
+            group.prefill(model, foreign)
+        group.prefill(model, row, 24)
+        with pytest.raises(ValueError, match=f"{PROMPTS[2][24]} follows"):
+            group.step(model, [row], [PROMPTS[2][24] + 1])
+        group.step(model, [row], [PROMPTS[2][24]])
+        assert (row.prompt_left, row.known_tokens) == (0, 25)
+        with pytest.raises(ValueError, match="use step"):
+            group.prefill(model, row)
+        with pytest.raises(ValueError, match="one each"):
+            group.step(model, [row], [1, 2])
+        with pytest.raises(ValueError, match="one each"):
+            group.step(model, [row, group.admit(PROMPTS[0])], mx.array([[1, 2]]))
+        group.rows[-1].close()
+        with pytest.raises(ValueError, match="wanted integers"):
+            group.step(model, [row], mx.array([1.0]))
+        with pytest.raises(ValueError, match="no rows"):
+            group.step(model, [], [])
+        with pytest.raises(ValueError, match=r"twice|2 rows"):
+            group.step(model, [row, row], [1, 2])
+        row.close()
+        with pytest.raises(SessionClosedError, match="row 0 is closed"):
+            group.step(model, [row], [1])
+        checked_all = [group.check, another.check, cache.check]
+        for check in checked_all:
+            check()
+    assert cache.explain([*PROMPTS[2], 1]).matched_tokens == 25

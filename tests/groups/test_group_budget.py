@@ -1,0 +1,200 @@
+"""Groups on a byte budget: what a row takes beside its cells is asked for first, and what may go does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from radixcache import BudgetFullError, CacheFullError, Group, PrefixCache
+from radixcache.groups.group import FIRST_TOKENS
+from runner.models.tiny import tiny_model
+from tests import inside
+from tests.prompts import tokens
+
+
+def held_bytes(cache: PrefixCache) -> int:
+    return cache.stats.live_bytes + cache.stats.paged_bytes
+
+
+def known(model: Any, budget_bytes: int | None = None) -> PrefixCache:
+    """A cache that has seen its model run."""
+    cache = PrefixCache(model) if budget_bytes is None else PrefixCache(model, budget_bytes=budget_bytes)
+    with cache.begin(tokens(9, 8)) as session:
+        session.prefill(model)
+    cache.clear()
+    return cache
+
+
+def row_bytes(model: Any, length: int) -> int:
+    """What one row with so many tokens takes of a budget without bounds."""
+    with known(model).begin_many([tokens(1, length)], capacity=length) as group:
+        group.prefill(model, group.rows[0])
+        return group.nbytes
+
+
+def open_rows(cache: PrefixCache, group: Group, model: Any, length: int, most: int) -> int:
+    """Admit and prefill rows until one is refused; returns how many were not."""
+    for count in range(most):
+        try:
+            group.prefill(model, group.admit(tokens(20 + count, length)))
+        except BudgetFullError:
+            return count
+        assert held_bytes(cache) <= cache.stats.budget_bytes
+    return most
+
+
+@pytest.mark.parametrize("kind", ["mamba", "qwen3_next", "falcon_h1"])
+def test_rows_with_a_state_of_their_own_are_refused_before_they_are_over_the_budget(kind: str) -> None:
+    model: Any = tiny_model(kind)
+    each = row_bytes(model, 8)
+    cache = known(model, 5 * each)
+    with cache.begin_many([], capacity=400) as group:
+        opened = open_rows(cache, group, model, 8, most=12)
+        assert 3 <= opened <= 5
+        group.check()
+        cache.check()
+        # The others go on, and the one that was refused has its turn when one of them is through.
+        mx.eval(group.step(model, group.rows[:opened], [3] * opened))
+        group.rows[0].close()
+        group.prefill(model, group.rows[-1])
+        group.check()
+    assert held_bytes(cache) <= cache.stats.budget_bytes
+    cache.check()
+
+
+def test_a_restored_or_shared_state_is_asked_for_as_well() -> None:
+    model: Any = tiny_model("mamba")
+    each = row_bytes(model, 8)
+    cache = known(model, 7 * each // 2)
+    with cache.begin_many([tokens(1, 40)], capacity=400) as group:
+        group.prefill(model, group.rows[0], 39)
+        shared = group.admit(tokens(1, 40))
+        assert shared.cached_tokens == 39
+        group.admit(tokens(1, 40))
+        with pytest.raises(BudgetFullError):
+            group.admit(tokens(1, 40))
+        assert held_bytes(cache) <= cache.stats.budget_bytes
+        group.check()
+    cache.check()
+
+
+def test_a_row_gives_up_its_checkpoints_rather_than_its_next_token() -> None:
+    model: Any = tiny_model("mamba")
+    each = row_bytes(model, 8)
+    cache = known(model, 5 * each // 2)
+    with cache.begin_many([], capacity=400) as group:
+        row = group.admit(tokens(1, 40), marks=[10, 20, 30])
+        group.prefill(model, row)
+        # One beside its state; there was no room for the others.
+        assert len(inside.checkpoints(row)) == 1
+        other = group.admit(tokens(2, 30))
+        group.prefill(model, other)
+        assert (inside.checkpoints(row), inside.checkpoints(other)) == ([], [])
+        mx.eval(group.step(model, [row, other], [5, 6]))
+        assert held_bytes(cache) <= cache.stats.budget_bytes
+        group.check()
+        cache.check()
+
+
+def test_what_cannot_fit_anyway_costs_no_checkpoint() -> None:
+    model: Any = tiny_model("qwen3_next")
+    cache = known(model, 2 * row_bytes(model, 100))
+    with cache.begin_many([], capacity=4000) as group:
+        row = group.admit(tokens(1, 60), marks=[20])
+        group.prefill(model, row)
+        taken = list(inside.checkpoints(row))
+        assert taken
+        with pytest.raises(BudgetFullError):
+            group.prefill(model, group.admit(tokens(2, 3000)))
+        assert inside.checkpoints(row) == taken
+        group.check()
+    cache.check()
+
+
+def test_the_state_of_a_row_that_takes_up_what_another_evaluated_meanwhile_is_asked_for() -> None:
+    model: Any = tiny_model("mamba")
+    each = row_bytes(model, 8)
+    prompt = tokens(1, 40)
+    cache = known(model, 5 * each // 2)
+    with cache.begin_many([prompt, prompt, prompt], capacity=400) as group:
+        first, second, third = group.rows
+        group.prefill(model, first, 39)
+        group.prefill(model, second, 39)
+        with pytest.raises(BudgetFullError):
+            group.prefill(model, third)
+        assert held_bytes(cache) <= cache.stats.budget_bytes
+        group.check()
+        second.close()
+        group.prefill(model, third)
+        assert held_bytes(cache) <= cache.stats.budget_bytes
+    cache.check()
+
+
+def test_the_first_forward_pass_of_a_cache_takes_few_tokens_and_then_the_budget_is_asked() -> None:
+    model: Any = tiny_model("llama")
+    token_bytes = inside.token_bytes(known(model))
+    cache = PrefixCache(model, budget_bytes=200 * token_bytes)
+    with cache.begin_many([tokens(1, 3000)], capacity=100_000) as group:
+        with pytest.raises(BudgetFullError, match="do not fit the budget"):
+            group.prefill(model, group.rows[0])
+        assert group.rows[0].position == FIRST_TOKENS
+        assert held_bytes(cache) <= cache.stats.budget_bytes
+        group.check()
+        group.prefill(model, group.rows[0], 100)
+    cache.check()
+
+
+def test_a_first_pass_in_two_gives_the_logits_of_one() -> None:
+    model: Any = tiny_model("llama")
+    prompt = tokens(1, 150)
+    with PrefixCache(model).begin_many([prompt], capacity=200) as group:
+        found = group.prefill(model, group.rows[0])
+    wanted = model(mx.array([prompt]))[:, -1:]
+    assert found is not None
+    assert mx.abs(found - wanted).max().item() < 1e-4
+
+
+def test_what_would_not_fit_even_alone_is_known_from_the_first_pass_on() -> None:
+    model: Any = tiny_model("qwen3_next")
+    cache = PrefixCache(model, budget_bytes=1 << 20)
+    with cache.begin_many([tokens(1, 20)], capacity=10_000) as group:
+        assert group.refusal_of(5_000) is None
+        group.prefill(model, group.rows[0])
+        refused = group.refusal_of(5_000)
+        assert refused is not None
+        assert (refused.budget_bytes, refused.held_bytes) == (1 << 20, 0)
+        assert refused.wanted_bytes == 4_999 * inside.token_bytes(cache) + row_bytes(model, 1)
+        assert group.refusal_of(100) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (lambda cache, group, model: cache.begin_many(None, capacity=10), "prompts is a NoneType"),
+        (lambda cache, group, model: group.admit([1, 2, 3], marks=None), "marks is a NoneType"),
+        (lambda cache, group, model: group.admit([1, 2, 3], marks=[1.5]), "mark 1.5 is a float; wanted an int"),
+        (lambda cache, group, model: cache.begin([1, 2, 3], marks=[1.5]), "mark 1.5 is a float; wanted an int"),
+        (lambda cache, group, model: group.step(model, [0], [1]), "a int is no row"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_refused_in_one_line(call: Any, found: str) -> None:
+    model: Any = tiny_model("llama")
+    cache = PrefixCache(model)
+    with cache.begin_many([tokens(1, 9)], capacity=40) as group:
+        with pytest.raises(ValueError, match=found):
+            call(cache, group, model)
+        group.check()
+        group.prefill(model, group.rows[0])
+        row = group.rows[0]
+    assert (row.position, row.clean_tokens) == (0, 0)
+    cache.check()
+
+
+def test_more_tokens_than_cells_are_a_full_cache_also_where_bytes_abound() -> None:
+    model: Any = tiny_model("mamba")
+    with known(model).begin_many([tokens(1, 30)], capacity=20) as group:
+        with pytest.raises(CacheFullError):
+            group.prefill(model, group.rows[0])
+        group.check()

@@ -1,0 +1,114 @@
+"""Rows that were admitted together, on prompts that begin alike and are nowhere yet: the beginning is held once.
+
+What a row evaluates is there for the others from then on; each looks again when its own first chunk is due.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from radixcache import PrefixCache
+from runner.models.tiny import tiny_model
+from tests import inside
+from tests.groups.test_begin_many import ROUNDING, checked, cold, decoded, error, prefilled, stored
+from tests.whole.test_exact import tokens
+
+SYSTEM = tokens(1, 60)
+PROMPTS = [[*SYSTEM, *tokens(number, 5 + number)] for number in range(2, 6)]
+#: Which prompts share their beginning whoever stands where; with recurrent layers a checkpoint at the mark is wanted.
+KINDS = ("llama", "deepseek_v3", "gemma3_text", "gpt_oss")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_begun_together_hold_their_common_beginning_once(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    with cache.begin_many(PROMPTS, capacity=256) as group:
+        assert [row.cached_tokens for row in group.rows] == [0, 0, 0, 0]
+        logits = [prefilled(group, model, row) for row in group.rows]
+        checked(cache, group)
+
+        assert [row.cached_tokens for row in group.rows] == [0, 60, 60, 60]
+        assert all(
+            row.remaining.tolist() == prompt[60:] for row, prompt in zip(group.rows[1:], PROMPTS[1:], strict=True)
+        )
+        assert group.used_cells == 60 + sum(len(prompt) - 60 for prompt in PROMPTS)
+        assert (cache.stats.hit_tokens, cache.stats.requests) == (180, 4)
+        assert cache.stats.hit_tokens + cache.stats.miss_tokens == sum(map(len, PROMPTS))
+        for prompt, found in zip(PROMPTS, logits, strict=True):
+            assert error(found, cold(model, prompt)) < ROUNDING
+        decoded(group, model, group.rows, logits, 3)
+    cache.check()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba", "falcon_h1"])
+def test_recurrent_rows_share_at_a_mark_that_another_row_has_passed(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    with cache.begin_many(capacity=256) as group:
+        rows = [group.admit(prompt, marks=[60]) for prompt in PROMPTS]
+        logits = [prefilled(group, model, row) for row in rows]
+        checked(cache, group)
+
+        assert [row.cached_tokens for row in rows] == [0, 60, 60, 60]
+        for prompt, found in zip(PROMPTS, logits, strict=True):
+            assert error(found, cold(model, prompt)) < ROUNDING
+        decoded(group, model, rows, logits, 3)
+    cache.check()
+
+
+def test_a_row_that_was_restored_shares_what_another_evaluates_behind_that() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    stored(cache, model, SYSTEM[:30])
+    with cache.begin_many(PROMPTS[:2], capacity=256) as group:
+        first, second = group.rows
+        assert (first.cached_tokens, second.cached_tokens) == (30, 30)
+        logits = [prefilled(group, model, first), prefilled(group, model, second)]
+        checked(cache, group)
+        assert (first.cached_tokens, second.cached_tokens) == (30, 60)
+        assert error(logits[1], cold(model, PROMPTS[1])) < ROUNDING
+
+
+def test_what_a_row_has_evaluated_itself_is_not_exchanged() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    with cache.begin_many(PROMPTS[:2], capacity=256) as group:
+        first, second = group.rows
+        group.prefill(model, second, 10)
+        prefilled(group, model, first)
+        assert (first.cached_tokens, second.cached_tokens) == (10, 0)
+        cells = inside.causal(group).table.cells(second.id).tolist()
+        found = prefilled(group, model, second)
+        assert inside.causal(group).table.cells(second.id).tolist()[:10] == cells
+        assert error(found, cold(model, PROMPTS[1])) < ROUNDING
+
+
+def test_a_model_that_raises_in_a_first_chunk_leaves_the_row_where_it_shared() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+
+    def failing(ids: mx.array, cache: object) -> mx.array:
+        raise ValueError("broke off")
+
+    with cache.begin_many(PROMPTS[:2], capacity=256) as group:
+        first, second = group.rows
+        prefilled(group, model, first)
+        with pytest.raises(ValueError, match="broke off"):
+            group.prefill(failing, second)
+        checked(cache, group)
+        assert second.position == second.cached_tokens == 60
+        assert error(prefilled(group, model, second), cold(model, PROMPTS[1])) < ROUNDING
+
+
+def test_of_a_recurrent_row_so_much_can_be_shared_later_as_its_chunks_end_at() -> None:
+    model = tiny_model("mamba")
+    cache = PrefixCache(model)
+    with cache.begin_many([PROMPTS[0]], capacity=256) as group:
+        (row,) = group.rows
+        keys = np.asarray(PROMPTS[1], dtype=np.int64)
+        # Where a chunk of so many tokens ends in what the two have in common, or at the checkpoint at 51.
+        for chunk_tokens, end in ((20, 60), (26, 52), (100, 51)):
+            assert group.sharable_later(keys, row, chunk_tokens) == end

@@ -1,0 +1,50 @@
+"""SizedLayout: whatever a layout of arrays can be asked, one of sizes can; a cache changes nothing of its layout."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.sized_cache import sized_cache
+
+#: What only copies between arrays and other arrays need.
+OF_ARRAYS = {"checkpoint_of", "is_in_use", "spans_of"}
+
+
+def test_a_layout_of_sizes_answers_whatever_one_of_arrays_does() -> None:
+    def public(owner: Any) -> set[str]:
+        return {name for name in dir(owner) if not name.startswith("_")}
+
+    sized = SizedLayout(4, 3)
+    assert public(ArrayLayout) - OF_ARRAYS <= public(sized)
+    caches = sized.fresh()
+    assert (sized.is_quantized, sized.is_known, sized.leaves(caches), sized.leaf_bytes(0)) == (False, True, [], 4)
+    caches[0].advance(7)
+    sized.empty(caches)
+    assert sized.is_empty(caches)
+
+
+@pytest.mark.parametrize("name", ["empty", "learn", "evaluate", "compare", "own", "own_lazily", "leaves", "arrays"])
+def test_what_takes_caches_alone_takes_them(name: str) -> None:
+    sized = SizedLayout(4)
+    assert list(inspect.signature(getattr(sized, name)).parameters) == ["caches"]
+    getattr(sized, name)(sized.fresh())
+
+
+def test_two_caches_on_one_layout_each_have_a_grid_of_their_own() -> None:
+    layout, model = SizedLayout(1), SizedModel()
+    exact = sized_cache(layout, budget_bytes=1 << 20, exact=True, step_size=16)
+    plain = sized_cache(layout, budget_bytes=1 << 20)
+    other = sized_cache(layout, budget_bytes=1 << 20, exact=True, step_size=32)
+    prompt = list(range(70))
+    for cache, resumed in ((exact, 64), (plain, 70), (other, 64), (exact, 64)):
+        for _ in range(2):
+            with cache.begin([*prompt, 1]) as session:
+                session.prefill(model)
+                session.step(model, [1])
+        assert session.cached_tokens == resumed
+        cache.check()

@@ -1,0 +1,104 @@
+"""A conversation of the demo model goes on past its context, and what the system prompt says is not forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+import mlx.core as mx
+import pytest
+
+from radixcache import PrefixCache, render_chat
+from runner.models.load import LoadedModel
+from runner.parallel import ParallelGenerator
+from runner.parallel.request import Ticket
+from runner.replies.reply import Completion
+
+pytestmark = pytest.mark.slow
+
+CONTEXT = 128
+SYSTEM = (
+    "You are the guide of the lighthouse museum. The lighthouse keeper's name is Oskar. The museum opens at nine. "
+    "Answer in one short sentence."
+)
+QUESTIONS = (
+    "What is a lighthouse?", "Why do ships need light?", "What is a harbour?", "What do gulls eat?",
+    "Where do waves come from?", "What is fog?", "What is a rope made of?", "How deep is the sea?",
+    "What colour is a lifeboat?",
+)  # fmt: skip
+LAST_QUESTION = "What is the name of the lighthouse keeper?"
+SAID = (
+    "Gladly. The museum stands on the cliff above the town. Visitors climb the stairs and look at the old lamp. Below "
+    "it there are boats, nets, and a bell. In the garden grow roses and thyme. The lighthouse keeper's name is"
+)
+
+
+def done(ticket: Ticket) -> Completion:
+    assert ticket.completion is not None
+    return ticket.completion
+
+
+def test_a_conversation_of_three_contexts_still_knows_its_system_prompt(demo: LoadedModel) -> None:
+    cache = PrefixCache(demo.model, budget_bytes=1 << 30, verify=1.0)
+    messages = [{"role": "system", "content": SYSTEM}]
+    completions: list[Completion] = []
+    with ParallelGenerator(cache, demo.model, demo.tokenizer, capacity=CONTEXT, context=CONTEXT) as generator:
+        for turn in count():
+            is_long = bool(completions) and completions[-1].prompt_tokens > 3 * CONTEXT
+            messages.append({"role": "user", "content": LAST_QUESTION if is_long else QUESTIONS[turn % len(QUESTIONS)]})
+            tokens, marks = render_chat(demo.tokenizer, messages)
+            ticket = generator.submit(tokens, marks=marks, max_tokens=12)
+            text = "".join(piece.text for _, piece in generator)
+            completions.append(done(ticket))
+            messages.append({"role": "assistant", "content": text})
+            if is_long:
+                break
+    assert "Oskar" in text
+    assert completions[-1].prompt_tokens > 3 * CONTEXT
+    assert completions[-1].omitted_tokens >= 2 * CONTEXT
+    assert all(completion.error is None and completion.note is None for completion in completions)
+    # The system prompt at least was there for every turn but the first.
+    _, (system_end, *_) = render_chat(demo.tokenizer, messages)
+    assert all(completion.cached_tokens >= system_end - 1 for completion in completions[1:])
+    tokens, marks = render_chat(demo.tokenizer, messages)
+    with cache.begin(tokens, marks=marks) as session:
+        session.prefill(demo.model)
+        assert session.cached_tokens >= system_end
+        assert session.mismatch is None
+
+
+def then_greedy(tokens: list[int]) -> Callable[[mx.array], mx.array]:
+    """A sampler that says what it is told to, and then what the model thinks."""
+    script = iter(tokens)
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        told = next(script, None)
+        return mx.argmax(logprobs, axis=-1) if told is None else mx.array([told])
+
+    return sampler
+
+
+def test_a_reply_during_which_the_context_was_shifted_still_knows_the_system_prompt(demo: LoadedModel) -> None:
+    cache = PrefixCache(demo.model, budget_bytes=1 << 30, verify=1.0)
+    messages = [{"role": "system", "content": SYSTEM}]
+    for question in QUESTIONS[:3]:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": "That is a good question."})
+    messages.append({"role": "user", "content": "Tell me about the museum."})
+    tokens, marks = render_chat(demo.tokenizer, messages)
+    said = demo.tokenizer.encode(SAID, add_special_tokens=False)
+    with ParallelGenerator(cache, demo.model, demo.tokenizer, capacity=CONTEXT, context=CONTEXT) as generator:
+        ticket = generator.submit(tokens, marks=marks, max_tokens=len(said) + 4, sampler=then_greedy(said))
+        text = "".join(piece.text for _, piece in generator)
+    completion = done(ticket)
+    assert completion.shifted_tokens > 0
+    assert completion.note is None
+    assert len(tokens) - completion.omitted_tokens + len(completion.tokens) > CONTEXT
+    assert text.startswith(SAID)
+    assert text.removeprefix(SAID).startswith(" Oskar")
+    gone = completion.omitted_tokens + completion.shifted_tokens
+    left = [*tokens[: marks[0]], *tokens[marks[0] + gone :], *completion.tokens]
+    with cache.begin(left) as session:
+        session.prefill(demo.model)
+        assert marks[0] <= session.cached_tokens < marks[0] + 8
+        assert session.mismatch is None

@@ -1,0 +1,219 @@
+"""`load_model` loads what its argument names, or says in one line why not; OpenBLAS is there before any model is."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from runner.models.load import LoadedModel, ModelError, load_model, load_outline
+from runner.models.tiny import CONTEXT_LENGTH, TINY_KINDS, VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder in mlx-lm's format: the tiny Qwen3, its tokenizer, its configuration."""
+    folder = tmp_path / "tiny-qwen3"
+    tiny_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(dict(TINY_KINDS["qwen3"].config)))
+    mx.save_safetensors(str(folder / "model.safetensors"), _parameters(tiny_model("qwen3", seed=3)))
+    return folder
+
+
+def test_a_folder_gives_its_weights_tokenizer_context_and_name(folder: Path) -> None:
+    loaded = load_model(str(folder))
+    tokens = mx.array([loaded.tokenizer.encode("abc")])
+    assert mx.array_equal(loaded.model(tokens), tiny_model("qwen3", seed=3)(tokens))
+    assert loaded.name == "tiny-qwen3"
+    assert loaded.context_length == CONTEXT_LENGTH
+    assert loaded.vocabulary_length == VOCABULARY_LENGTH
+    assert loaded.weight_bytes == sum(value.nbytes for value in _parameters(loaded.model).values())
+
+
+def test_a_folder_can_be_named_from_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert load_model("~/tiny-qwen3").name == "tiny-qwen3"
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "context_length"),
+    [
+        ("tiny", "llama", CONTEXT_LENGTH),
+        ("tiny:gpt_bigcode", "gpt_bigcode", CONTEXT_LENGTH),
+        ("tiny:rwkv7", "rwkv7", None),
+    ],
+)
+def test_tiny_names_a_random_model_of_that_kind(spec: str, kind: str, context_length: int | None) -> None:
+    loaded = load_model(spec)
+    assert loaded.name == f"tiny:{kind}"
+    assert type(loaded.model).__module__ == f"mlx_lm.models.{kind}"
+    assert loaded.context_length == context_length
+    assert loaded.vocabulary_length == VOCABULARY_LENGTH
+
+
+@pytest.mark.parametrize("kind", ["llama4", "gemma3n"])
+def test_context_and_vocabulary_are_found_in_a_nested_configuration(kind: str) -> None:
+    loaded = load_model(f"tiny:{kind}")
+    assert (loaded.context_length, loaded.vocabulary_length) == (CONTEXT_LENGTH, VOCABULARY_LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("tiny:nothing", r"tiny:nothing: no such kind\. Known: .*mamba, "),
+        ("nothing", r"'nothing': no such folder\. Give demo, tiny, "),
+        ("", "'': no such folder"),
+        ("/nowhere/at/all", "'/nowhere/at/all': no such folder"),
+        ("../nowhere", r"'\.\./nowhere': no such folder"),
+        ("one/two/three", "'one/two/three': no such folder"),
+        (__file__, "is a file, wanted a folder"),
+        (str(Path(__file__).parent), r"has no config\.json"),
+    ],
+)
+def test_what_names_nothing_is_an_error_of_one_line(spec: str, message: str) -> None:
+    assert _failure(spec, message)
+    with pytest.raises(ModelError, match=message) as raised:
+        load_outline(spec)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_tokenizer_and_its_configuration_need_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    outline = load_outline(str(folder))
+    assert outline.tokenizer.encode("abc") == tiny_tokenizer().encode("abc")
+    assert (outline.config["model_type"], outline.name) == ("qwen3", folder.name)
+    with pytest.raises(ModelError, match=r"has no model\*\.safetensors"):
+        load_model(str(folder))
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be loaded") as raised:
+        load_outline(str(folder))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_tiny_kind_has_the_configuration_of_its_float32_model() -> None:
+    outline = load_outline("tiny:mamba")
+    assert (outline.config["model_type"], outline.config["dtype"]) == ("mamba", "float32")
+    assert outline.tokenizer.decode(outline.tokenizer.encode("abc")) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda folder: (folder / "config.json").write_text("{"), r"config\.json: not readable as JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), r"config\.json: names no model_type"),
+        (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{"), r"config\.json: not readable as JSON"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "nothing"}'), "nothing not supported"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "qwen3"}'), "cannot be loaded: TypeError"),
+        (lambda folder: (folder / "model.safetensors").unlink(), r"has no model\*\.safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"no weights"), "cannot be loaded"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot be loaded"),
+    ],
+)
+def test_a_broken_folder_is_an_error_of_one_line(
+    folder: Path, break_it: Callable[[Path], object], message: str
+) -> None:
+    break_it(folder)
+    assert str(folder) in _failure(str(folder), message)
+
+
+def test_a_hub_id_that_cannot_be_fetched_is_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # The hub's client asks the environment once, when it is imported; offline it only looks into its cache.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert _failure(
+        "nobody/nothing", "'nobody/nothing': no such folder, and as a hub id: nobody/nothing cannot be loaded"
+    )
+
+
+def test_the_tiny_tokenizer_spells_every_text_in_bytes_and_knows_tools() -> None:
+    tokenizer = load_model("tiny").tokenizer
+    text = "Ünï 🙂\t<|im_end|>\r\n  0123\x7f"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert max(ids) < len(tokenizer) == VOCABULARY_LENGTH
+    assert len(tokenizer.encode("é")) == 2
+    call = {"function": {"name": "look_up", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "look it up"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "found"},
+    ]
+    prompt = tokenizer.apply_chat_template(
+        messages, tools=[{"name": "look_up"}], tokenize=False, add_generation_prompt=True
+    )
+    turns = [turn.partition("\n")[0] for turn in prompt.split("<|im_start|>")[1:]]
+    assert turns == ["tools", "user", "assistant", "tool", "assistant"]
+    assert "look_up" in prompt.split("<|im_start|>")[3]
+
+
+def test_the_tiny_detokenizer_streams_what_the_tokenizer_decodes() -> None:
+    tokenizer = load_model("tiny").tokenizer
+    text = "Ünï 🙂 done"
+    detokenizer = tokenizer.detokenizer
+    segments = []
+    for token in tokenizer.encode(text):
+        detokenizer.add_token(token)
+        segments.append(detokenizer.last_segment)
+    detokenizer.finalize()
+    assert "".join([*segments, detokenizer.last_segment]) == text
+
+
+def test_a_loaded_model_cannot_be_changed() -> None:
+    loaded = load_model("tiny")
+    assert isinstance(loaded, LoadedModel)
+    with pytest.raises(AttributeError):
+        loaded.name = "other"  # type: ignore[misc]
+
+
+def test_importing_runner_does_not_import_mlx() -> None:
+    assert _output("import sys, runner; print('mlx.core' in sys.modules)") == "False"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux loads OpenBLAS")
+def test_a_missing_openblas_is_one_line_of_advice_that_names_it() -> None:
+    advice = _output("from runner.blas import load_openblas; print(load_openblas('libnowhere.so.0'))")
+    assert "libopenblas.so.0 not found" in advice
+    assert "\n" not in advice
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux loads OpenBLAS")
+def test_a_library_that_is_loaded_answers_for_those_loaded_after_it() -> None:
+    found = _output(
+        "import ctypes; from runner.blas import load_openblas\n"
+        "before = hasattr(ctypes.CDLL(None), 'deflate'); load_openblas('libz.so.1')\n"
+        "print(before, hasattr(ctypes.CDLL(None), 'deflate'))"
+    )
+    # Some interpreters come with zlib inside; then it is there before, and says nothing.
+    assert found in ("False True", "True True")
+
+
+def test_advice_is_not_given_when_mlx_is_loaded_already() -> None:
+    assert (
+        _output("import mlx.core; from runner.blas import load_openblas; print(load_openblas('libnowhere.so.0'))")
+        == "None"
+    )
+
+
+def _output(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return done.stdout.strip()
+
+
+def _failure(spec: str, message: str) -> str:
+    with pytest.raises(ModelError, match=message) as error:
+        load_model(spec)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def _parameters(model: Any) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.parameters()))

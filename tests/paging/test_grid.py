@@ -1,0 +1,118 @@
+"""The prefill grid: where stops move to, and which dropped tails are remembered."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import radixcache.paging.grid
+from radixcache.paging.grid import Tails, floor, stops_on_grid
+from radixcache.tokens.keys import Keys, common_length
+from radixcache.tree.radix_tree import Match, Node
+
+
+def keys(*values: int) -> Keys:
+    return np.asarray(values, dtype=np.int64)
+
+
+def root(namespace: str = "") -> Node:
+    return Node(keys(), 0, None, namespace)
+
+
+def test_floor_is_the_multiple_at_or_below() -> None:
+    assert [floor(offset, 4) for offset in (0, 3, 4, 7, 8)] == [0, 0, 4, 4, 8]
+
+
+def test_stops_move_down_to_the_grid_and_the_most_lasting_of_several_stays() -> None:
+    stops = {20: "interval", 33: "mark", 40: "branch", 47: "interval", 66: "tail", 70: "mark", 95: "interval"}
+    assert stops_on_grid(stops, 16, 0, 99) == {16: "interval", 32: "branch", 64: "mark", 80: "interval", 96: "end"}
+
+
+def test_a_stop_at_or_before_the_position_is_none_and_so_is_one_behind_the_last_token() -> None:
+    assert stops_on_grid({20: "mark", 40: "mark", -3: "tail"}, 16, 16, 40) == {32: "mark"}
+    assert stops_on_grid({20: "mark"}, 16, 32, 40) == {}
+
+
+def test_a_tail_is_matched_as_far_as_it_goes_along() -> None:
+    tails, node = Tails(), root()
+    tails.add(node, keys(1, 2, 3))
+    tails.add(node, keys(1, 9))
+    found = [tails.matched(Match(node, 0), keys(*prompt)) for prompt in ((1, 2, 3, 4), (1, 2), (1, 9, 9), (5,), (1, 7))]
+    assert found == [3, 2, 2, 0, 1]
+    assert tails.matched(Match(root("other"), 0), keys(1, 2, 3)) == 0
+    tails.clear()
+    assert tails.matched(Match(node, 0), keys(1, 2, 3)) == 0
+
+
+def test_a_match_that_ends_inside_an_edge_has_no_tail() -> None:
+    tails = Tails()
+    above = root()
+    tails.add(above, keys(5, 6))
+    inside = Node(keys(5, 6, 7), 0, above, "")
+    assert tails.matched(Match(inside, 2), keys(5, 6, 8)) == 0
+
+
+def test_a_tail_that_another_one_covers_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(radixcache.paging.grid, "MAX_TAIL_KEYS", 8)
+    monkeypatch.setattr(radixcache.paging.grid, "NODE_KEYS", 0)
+    tails = Tails()
+    for tail in (keys(1, 2), keys(1, 2, 3, 4, 5), keys(1, 2, 3)):
+        tails.add(root("a"), tail)
+    tails.add(root("b"), keys(1, 2, 3))
+    assert tails.matched(Match(root("a"), 0), keys(1, 2, 3, 4, 5, 6)) == 5
+    assert tails.matched(Match(root("b"), 0), keys(1, 2, 3, 4)) == 3
+
+
+def test_the_tail_that_was_added_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(radixcache.paging.grid, "MAX_TAIL_KEYS", 8)
+    monkeypatch.setattr(radixcache.paging.grid, "NODE_KEYS", 0)
+    tails = Tails()
+    for name in ("a", "b", "c"):
+        tails.add(root(name), keys(1, 2, 3))
+    tails.add(root("d"), keys(*range(9)))  # more than fits at all
+    assert [tails.matched(Match(root(name), 0), keys(1, 2, 3)) for name in "abcd"] == [0, 3, 3, 0]
+
+
+def test_a_node_keeps_as_many_tails_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(radixcache.paging.grid, "MAX_TAIL_KEYS", 660)
+    tails, node = Tails(), root()
+    for value in range(11):
+        tails.add(node, keys(value, value))
+        tails.check()
+    found = [tails.matched(Match(node, 0), keys(value, value)) for value in range(11)]
+    assert found == [0] + [2] * 10, "the oldest went, at 64 keys a node"
+
+
+def test_a_tail_that_is_added_again_is_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(radixcache.paging.grid, "MAX_TAIL_KEYS", 8)
+    monkeypatch.setattr(radixcache.paging.grid, "NODE_KEYS", 0)
+    tails, node = Tails(), root()
+    for tail in (keys(1, 1, 1), keys(2, 2, 2), keys(1, 1), keys(3, 3, 3)):
+        tails.add(node, tail)
+    assert [tails.matched(Match(node, 0), keys(value, value, value)) for value in (1, 2, 3)] == [3, 0, 3]
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 2), max_size=6)), max_size=30))
+def test_within_bounds_tails_are_all_prefixes_of_what_was_added(drawn: list[tuple[str, list[int]]]) -> None:
+    tails = Tails()
+    for name, tail in drawn:
+        tails.add(root(name), keys(*tail))
+        tails.check()
+    for name, prompt in drawn:
+        asked = [*prompt, 1, 0]
+        wanted = max((common_length(keys(*tail), keys(*asked)) for other, tail in drawn if other == name), default=0)
+        assert tails.matched(Match(root(name), 0), keys(*asked)) == wanted
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 2), max_size=6)), max_size=30))
+def test_beyond_bounds_the_tail_added_last_is_still_there(drawn: list[tuple[str, list[int]]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(radixcache.paging.grid, "MAX_TAIL_KEYS", 7)
+        patch.setattr(radixcache.paging.grid, "NODE_KEYS", 1)
+        tails = Tails()
+        for name, tail in drawn:
+            tails.add(root(name), keys(*tail))
+            tails.check()
+            assert tails.matched(Match(root(name), 0), keys(*tail)) == len(tail)

@@ -1,0 +1,377 @@
+"""Pins with a name and a time, and prefixes that are warmed ahead of use."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+
+from radixcache import CacheBusyError, Ledger, NamedPin, PrefixCache
+from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.sized_cache import sized_cache
+from runner.models.tiny import TINY_KINDS, tiny_model
+from tests import inside
+from tests.paging.test_pins import PROMPT, ROUNDING, SYSTEM, TOKEN_BYTES_OF_LLAMA, serve
+from tests.prompts import tokens
+
+# Names
+
+
+def test_a_named_pin_is_listed_and_released_by_its_name(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    serve(cache, llama, PROMPT)
+    cache.pin(SYSTEM, name="support")
+    assert cache.names() == {"support": NamedPin("", 40, 40 * TOKEN_BYTES_OF_LLAMA, None)}
+    cache.reclaim(0)
+    assert cache.stats.tokens == 40
+    cache.unpin(name="support")
+    assert cache.names() == {}
+    cache.reclaim(0)
+    assert cache.stats.tokens == cache.stats.pinned_bytes == 0
+    cache.check()
+
+
+def test_a_named_pin_is_released_by_its_tokens_too_after_the_unnamed_ones(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    serve(cache, llama, PROMPT)
+    cache.pin(SYSTEM)
+    cache.pin(SYSTEM, name="support")
+    cache.unpin(SYSTEM)
+    assert list(cache.names()) == ["support"]
+    cache.unpin(SYSTEM)
+    assert cache.names() == {}
+    with pytest.raises(ValueError, match="not pinned"):
+        cache.unpin(SYSTEM)
+    cache.check()
+
+
+def test_a_name_that_is_taken_changes_over_and_stays_where_it_was_on_refusal(llama: Any) -> None:
+    cache = PrefixCache(llama, budget_bytes=150 * TOKEN_BYTES_OF_LLAMA)
+    serve(cache, llama, SYSTEM)
+    cache.pin(SYSTEM, name="support")
+    with pytest.raises(ValueError, match="only 40 of 70 tokens are stored"):
+        cache.pin(PROMPT, name="support")
+    assert cache.names()["support"].tokens == 40
+    serve(cache, llama, PROMPT)
+    cache.pin(PROMPT, name="support")
+    assert cache.names()["support"].tokens == 70
+    assert cache.stats.pinned_bytes == 70 * TOKEN_BYTES_OF_LLAMA
+    cache.unpin(name="support")
+    assert cache.stats.pinned_bytes == 0
+    cache.check()
+
+
+def test_a_name_changes_over_only_when_the_new_prefix_is_stored_beside_the_old_one() -> None:
+    cache = sized_cache(SizedLayout(1), budget_bytes=100)
+    model = SizedModel()
+    cache.warm(model, [1] * 60, name="a")
+    with pytest.raises(ValueError, match=r"of 70 tokens could be kept: .* under the budget of 100 bytes"):
+        cache.warm(model, [2] * 70, name="a")
+    assert cache.names()["a"].tokens == 60
+    assert cache.warm(model, [1] * 60) == 0
+    cache.warm(model, [2] * 40, name="a")
+    assert cache.names()["a"].tokens == 40
+    cache.warm(model, [3] * 60, name="b")
+    assert {name: pin.kept_bytes for name, pin in cache.names().items()} == {"a": 40, "b": 60}
+    with pytest.raises(ValueError, match="pins would keep 101 bytes; the budget is 100 bytes"):
+        cache.warm(model, [4] * 41, name="a")
+    assert cache.names()["a"].tokens == 40
+    cache.check()
+
+
+def test_names_of_one_namespace_tell_nothing_of_another(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    for namespace in ("a", "b"):
+        serve(cache, llama, PROMPT, namespace=namespace)
+        cache.pin(PROMPT, namespace, name="same")
+    cache.pin(SYSTEM, "b", name="secret")
+    assert list(cache.names("a")) == ["same"]
+    assert list(cache.names("b")) == ["same", "secret"]
+    assert cache.names() == {}
+    with pytest.raises(ValueError, match=r"no pin is named 'secret' in namespace 'a'; named pins there: 'same'"):
+        cache.unpin(name="secret", namespace="a")
+    cache.unpin(name="same", namespace="a")
+    assert list(cache.names("b")) == ["same", "secret"]
+    cache.check()
+
+
+def test_wrong_arguments_are_refused_and_change_nothing(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    serve(cache, llama, PROMPT)
+    before = cache.dump()
+    for arguments in ({"name": ""}, {"name": 3}, {"ttl_requests": 0}, {"ttl_requests": True}, {"ttl_requests": 1.5}):
+        with pytest.raises(ValueError, match=r"wanted"):
+            cache.pin(SYSTEM, **arguments)
+        with pytest.raises(ValueError, match=r"wanted"):
+            cache.warm(llama, SYSTEM, **arguments)
+    for arguments in ({}, {"tokens": SYSTEM, "name": "a"}):
+        with pytest.raises(ValueError, match="exactly one"):
+            cache.unpin(**arguments)
+    with pytest.raises(ValueError, match="mark 41 is outside the prompt of 40 tokens"):
+        cache.warm(llama, SYSTEM, marks=[41])
+    assert (cache.dump(), cache.names()) == (before, {})
+
+
+# Time
+
+
+def test_a_pin_ends_with_its_last_request_and_the_prefix_is_ordinary_again(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    serve(cache, llama, PROMPT)
+    cache.pin(SYSTEM, name="support", ttl_requests=3)
+    for left in (3, 2, 1):
+        assert cache.names()["support"].requests_left == left
+        cache.reclaim(0)
+        assert cache.stats.tokens == 40
+        if left == 2:
+            cache.fetch(tokens(50 + left, 5))
+        else:
+            serve(cache, llama, tokens(50 + left, 5))
+    assert cache.names() == {}
+    assert cache.stats.pinned_bytes == 0
+    cache.reclaim(0)
+    assert cache.stats.tokens == 0
+    cache.check()
+
+
+def test_the_request_with_which_a_pin_ends_still_resumes_on_it(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    serve(cache, llama, PROMPT)
+    cache.pin(SYSTEM, ttl_requests=1)
+    cache.reclaim(0)
+    assert serve(cache, llama, [*SYSTEM, *tokens(9, 4)]).cached_tokens == 40
+    cache.reclaim(0)
+    assert cache.stats.tokens == 0
+
+
+def test_a_renewed_name_counts_from_its_renewal_and_insert_does_not_count(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    serve(cache, llama, PROMPT)
+    cache.pin(SYSTEM, name="support", ttl_requests=2)
+    caches, remaining = cache.fetch([*PROMPT, 7])
+    llama(mx.array(remaining)[None], cache=caches)
+    cache.insert([*PROMPT, 7], caches)
+    assert cache.names()["support"].requests_left == 1
+    cache.pin(SYSTEM, name="support", ttl_requests=5)
+    assert cache.names()["support"].requests_left == 5
+    cache.pin(SYSTEM, name="support")
+    assert cache.names()["support"].requests_left is None
+    for seed in range(6):
+        serve(cache, llama, tokens(70 + seed, 3))
+    assert list(cache.names()) == ["support"]
+
+
+@settings(max_examples=80)
+@given(st.lists(st.tuples(st.sampled_from("ppnnurtbc"), st.integers(0, 5), st.integers(1, 4)), max_size=40))
+def test_pins_keep_what_they_say_through_any_calls(calls: list[tuple[str, int, int]]) -> None:
+    """Against a plain list of (name, prefix, requests left): whatever lasts there is resumed whole after reclaim(0)."""
+    cache = sized_cache(SizedLayout(1, 3), budget_bytes=10_000, live_slots=2)
+    model = SizedModel()
+    prefixes = [[1] * 20, [1] * 20 + [2] * 10, [1] * 20 + [3] * 10, [4] * 8, [4] * 8 + [5] * 8, [6] * 30]
+    pins: list[tuple[str | None, int, float]] = []
+    for action, which, amount in calls:
+        before, made = cache.stats.requests, None
+        name = f"n{amount}"
+        if action in "pn":
+            cache.warm(model, prefixes[which])
+            made = (None, which, math.inf) if action == "p" else (name, which, amount if which % 2 else math.inf)
+            cache.pin(prefixes[which], name=made[0], ttl_requests=None if made[2] == math.inf else int(made[2]))
+        elif action == "u" and name in cache.names():
+            cache.unpin(name=name)
+            pins = [pin for pin in pins if pin[0] != name]
+        elif action == "r":
+            cache.reclaim(0)
+        elif action == "t":
+            cache.fetch([9, 9])
+        elif action == "b":
+            with cache.begin([7] * (10 * amount)) as session:
+                session.prefill(model)
+        elif action == "c" and amount == 4:
+            cache.clear()
+            pins = []
+        passed = cache.stats.requests - before
+        pins = [(each, at, left - passed) for each, at, left in pins if left > passed]
+        if made is not None:
+            pins = [*(pin for pin in pins if pin[0] is None or pin[0] != made[0]), made]
+        cache.check()
+        named = {name: (len(prefixes[at]), left) for name, at, left in pins if name is not None}
+        found = {name: (pin.tokens, pin.requests_left or math.inf) for name, pin in cache.names().items()}
+        assert found == named
+    cache.reclaim(0)
+    lasting = {at for _, at, _ in pins}
+    for at in lasting:
+        assert cache.warm(model, prefixes[at]) == 0, at
+    paths = {tuple(prefixes[at][:end]) for at in lasting for end in range(1, len(prefixes[at]) + 1)}
+    assert cache.stats.tokens == len(paths)
+
+
+# Pressure
+
+
+def test_pins_of_all_caches_on_a_ledger_count_together(llama: Any) -> None:
+    ledger = Ledger(100 * TOKEN_BYTES_OF_LLAMA)
+    ours, theirs = PrefixCache(llama, budget_bytes=ledger), PrefixCache(llama, budget_bytes=ledger)
+    serve(ours, llama, SYSTEM)
+    ours.pin(SYSTEM, name="ours")
+    for seed in range(4):
+        serve(theirs, llama, tokens(20 + seed, 45))
+    assert serve(ours, llama, [*SYSTEM, 1]).cached_tokens == 40
+    theirs.clear()
+    with pytest.raises(ValueError, match=r"pins would keep \d+ bytes, \d+ of them for caches that share the budget"):
+        theirs.warm(llama, tokens(30, 70), name="theirs")
+    assert theirs.names() == {}
+    assert list(ours.names()) == ["ours"]
+
+
+def test_a_pin_of_live_state_that_is_lost_is_gone_with_it_and_no_other(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    cache.warm(llama, tokens(8, 20), name="paged")
+    cache.warm(llama, PROMPT, name="live")
+    with cache.begin([*PROMPT, 1, 2, 3]) as session:
+        session.prefill(llama)
+        inside.lose(session)
+    cache.check()
+    assert list(cache.names()) == ["paged"]
+    assert cache.stats.pinned_bytes == 20 * TOKEN_BYTES_OF_LLAMA
+    assert serve(cache, llama, [*tokens(8, 20), 5]).cached_tokens == 20
+
+
+# Warming
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "mamba", "nemotron_h", "llama4", "rwkv7", "deepseek_v41"])
+def test_a_warmed_prefix_is_resumed_at_its_very_end(kind: str) -> None:
+    check_warming(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(TINY_KINDS))
+def test_a_warmed_prefix_is_resumed_at_its_very_end_by_every_kind(kind: str) -> None:
+    check_warming(kind)
+
+
+def check_warming(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model, live_slots=2)
+    with cache.begin(tokens(3, 30)) as other:
+        other.prefill(model)
+        assert cache.warm(model, SYSTEM, name="system", step_size=16) == len(SYSTEM)
+        cache.check()
+    assert cache.warm(model, SYSTEM, name="system") == 0
+    cache.reclaim(0)
+    assert cache.stats.tokens == len(SYSTEM)
+    for seed in (5, 6):
+        session = serve(cache, model, [*SYSTEM, *tokens(seed, 20)])
+        assert (session.cached_tokens, session.reason) == (len(SYSTEM), None)
+    assert cache.warm(model, [*SYSTEM, *tokens(7, 10)]) == 10, "only what is missing is evaluated"
+
+
+def test_what_is_there_is_warm_at_once_even_with_no_slot_free(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    cache.warm(llama, SYSTEM)
+    before = cache.stats.requests
+    with cache.begin(tokens(3, 10)):
+        assert cache.warm(llama, SYSTEM, name="system") == 0
+        assert list(cache.names()) == ["system"]
+        with pytest.raises(CacheBusyError):
+            cache.warm(llama, PROMPT, name="prompt")
+    assert list(cache.names()) == ["system"]
+    assert cache.stats.requests == before + 1
+
+
+def test_warming_takes_no_checkpoint_but_those_asked_for_and_the_one_at_its_end() -> None:
+    mamba = tiny_model("mamba")
+    cache = PrefixCache(mamba)
+    cache.warm(mamba, SYSTEM, marks=[10])
+    assert [(node.end, node.checkpoint) for node in cache.view().nodes] == [(10, "mark"), (40, "mark")]
+
+
+def test_progress_of_warming_is_told_in_tokens_of_the_prefix(llama: Any) -> None:
+    told: list[tuple[int, int]] = []
+    PrefixCache(llama).warm(llama, SYSTEM, step_size=16, on_progress=lambda done, total: told.append((done, total)))
+    assert told == [(0, 40), (16, 40), (32, 40), (40, 40)]
+
+
+def test_a_prefix_that_cannot_stay_is_refused_with_the_numbers(llama: Any) -> None:
+    budget_bytes = 60 * TOKEN_BYTES_OF_LLAMA
+    cache = PrefixCache(llama, budget_bytes=budget_bytes)
+    cache.warm(llama, SYSTEM, name="kept")
+    wanted = (40 + 50) * TOKEN_BYTES_OF_LLAMA
+    message = f"pins would keep {wanted} bytes; the budget is {budget_bytes} bytes"
+    with pytest.raises(ValueError, match=message):
+        cache.warm(llama, tokens(8, 50), name="more")
+    cache.check()
+    assert list(cache.names()) == ["kept"]
+    with pytest.raises(ValueError, match=rf"of 50 tokens could be kept: .* {budget_bytes} bytes"):
+        cache.warm(llama, tokens(8, 50))
+    assert serve(cache, llama, [*SYSTEM, 3]).cached_tokens == 40
+
+
+def test_a_prefix_that_cannot_stay_is_refused_before_anything_is_evaluated_and_is_no_request() -> None:
+    cache = sized_cache(SizedLayout(1), budget_bytes=100)
+    first, second = tokens(8, 80), tokens(9, 60)
+    cache.warm(SizedModel(), first, name="a", ttl_requests=2)
+    before = (cache.stats, cache.names(), cache.dump())
+    assert cache.names()["a"].requests_left == 2
+    told: list[tuple[int, int]] = []
+    with pytest.raises(ValueError, match="pins would keep 140 bytes; the budget is 100 bytes"):
+        cache.warm(SizedModel(), second, name="b", on_progress=lambda *at: told.append(at))
+    assert told == []
+    assert (cache.stats, cache.names(), cache.dump()) == before
+    with pytest.raises(ValueError, match="pins would keep 140 bytes"):
+        cache.warm(SizedModel(), second, ttl_requests=5)
+
+
+def test_a_pin_that_ends_with_the_request_that_warms_is_not_in_its_way() -> None:
+    cache = sized_cache(SizedLayout(1), budget_bytes=100)
+    cache.warm(SizedModel(), tokens(8, 80), name="a", ttl_requests=1)
+    assert cache.warm(SizedModel(), tokens(9, 60), name="b") == 60
+    assert list(cache.names()) == ["b"]
+
+
+def test_a_failure_while_warming_leaves_what_was_evaluated_and_no_pin(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    calls = 0
+
+    def breaks_at_the_third(array: mx.array, cache: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("planted")
+        return llama(array, cache=cache)
+
+    with pytest.raises(RuntimeError, match="planted"):
+        cache.warm(breaks_at_the_third, SYSTEM, name="system", step_size=16)
+    cache.check()
+    assert (cache.stats.tokens, cache.names()) == (32, {})
+    assert cache.warm(llama, SYSTEM, name="system") == 8
+
+
+def test_a_prefix_is_warmed_for_a_draft_model_too(llama: Any) -> None:
+    draft = tiny_model("qwen3")
+    cache = PrefixCache(caches=lambda: [*make_prompt_cache(llama), *make_prompt_cache(draft)], budget_bytes=1 << 30)
+    assert cache.warm(llama, SYSTEM, draft_model=draft) == 40
+    layers = len(llama.layers)
+    with cache.begin([*SYSTEM, 1]) as session:
+        assert session.cached_tokens == 40
+        for model, caches in ((llama, session.caches[:layers]), (draft, session.caches[layers:])):
+            cold = np.array(model(mx.array([[*SYSTEM, 1]]), cache=make_prompt_cache(model))[0, -1])
+            assert np.abs(np.array(model(mx.array([[1]]), cache=caches)[0, -1]) - cold).max() < ROUNDING
+    with pytest.raises(ValueError, match=r"has \d+ layer caches; draft_model needs both models' \d+, in order"):
+        PrefixCache(llama).warm(llama, SYSTEM, draft_model=draft)
+
+
+def test_keys_are_warmed_as_they_are_asked_for(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    keys = [(1 << 61) + index for index in range(40)]
+    assert cache.warm(llama, SYSTEM, keys=keys) == 40
+    with cache.begin([*SYSTEM, 1], keys=[*keys, 1]) as session:
+        assert session.cached_tokens == 40
+        session.prefill(llama)
+    assert cache.warm(llama, SYSTEM) == 40

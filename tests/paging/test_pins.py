@@ -1,0 +1,275 @@
+"""Pins: a pinned prefix stays whatever the pressure, until it is let go as often as it was pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from radixcache import PrefixCache, Session
+from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.sized_cache import sized_cache
+from runner.models.tiny import VOCABULARY_LENGTH, tiny_model
+from tests.prompts import tokens
+
+KINDS = ["llama", "llama_sliding", "mamba", "nemotron_h"]
+TOKEN_BYTES_OF_LLAMA = 3 * 2 * 2 * 64 * 4
+ROUNDING = 1e-4
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny_model(request.param)
+
+
+SYSTEM = tokens(0, 40)
+PROMPT = [*SYSTEM, *tokens(1, 30)]
+
+
+def serve(cache: PrefixCache, model: Any, prompt: list[int], marks: Sequence[int] = (), namespace: str = "") -> Session:
+    """Answer a prompt, compare with a cold run; returns the closed session."""
+    with cache.begin(prompt, marks=marks, namespace=namespace, reserve=16) as session:
+        session.prefill(model)
+        logits = np.array(session.step(model, prompt[-1:])[0, -1])
+    cold = np.array(model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1])
+    assert np.abs(logits - cold).max() < ROUNDING
+    cache.check()
+    return session
+
+
+def held_bytes(cache: PrefixCache) -> int:
+    return cache.stats.live_bytes + cache.stats.paged_bytes
+
+
+def test_a_pinned_prefix_without_a_checkpoint_of_its_own_keeps_the_nearest_above_it() -> None:
+    cache = sized_cache(SizedLayout(1, 10), budget_bytes=1 << 20)
+    prompt = list(range(100))
+    with cache.begin(prompt, marks=[30, 60]) as session:
+        session.prefill(SizedModel())
+    cache.pin(prompt[:80])
+    cache.reclaim(0)
+    cache.check()
+    assert cache.explain([*prompt[:80], 7]).resumable_tokens == 60
+
+
+def test_a_live_path_is_not_cut_back_over_a_fork_that_a_pinned_prefix_hangs_on() -> None:
+    cache = sized_cache(SizedLayout(1, 10), budget_bytes=1 << 20)
+    system = list(range(50))
+    pinned, live = [*system, *range(100, 150)], [*system, *range(200, 250)]
+    with cache.begin(pinned) as session:
+        session.prefill(SizedModel())
+    cache.pin(pinned[:-1])
+    with cache.begin(live) as session:
+        session.step(SizedModel(), live)  # at once, so that no checkpoint is taken where the two part
+    cache.reclaim(0)
+    cache.check()
+    assert cache.explain([*live, 1]).resumable_tokens == len(live)
+    assert cache.explain(pinned).resumable_tokens == len(pinned) - 1
+
+
+def test_a_pinned_prefix_survives_what_evicts_everything_else(model: Any) -> None:
+    cache = PrefixCache(model)
+    serve(cache, model, PROMPT, marks=[len(SYSTEM)])
+    serve(cache, model, tokens(5, 50))
+    kept = cache.pin(SYSTEM)
+    assert kept == cache.stats.pinned_bytes > 0
+    cache.reclaim(0)
+    cache.check()
+    assert cache.stats.tokens == len(SYSTEM)
+    assert held_bytes(cache) >= kept
+    assert serve(cache, model, [*SYSTEM, *tokens(6, 10)], marks=[len(SYSTEM)]).cached_tokens == len(SYSTEM)
+    cache.unpin(SYSTEM)
+    cache.reclaim(0)
+    assert held_bytes(cache) == cache.stats.tokens == cache.stats.pinned_bytes == 0
+
+
+def test_a_pinned_prefix_survives_a_walk_under_a_small_budget(model: Any) -> None:
+    probe = PrefixCache(model)
+    serve(probe, model, PROMPT, marks=[len(SYSTEM)])
+    budget_bytes = 3 * held_bytes(probe)
+    cache = PrefixCache(model, budget_bytes=budget_bytes)
+    serve(cache, model, PROMPT, marks=[len(SYSTEM)])
+    cache.pin(SYSTEM)
+    for user in range(12):
+        serve(cache, model, tokens(100 + user, 60))
+        assert held_bytes(cache) <= budget_bytes
+        if user % 4 == 3:
+            session = serve(cache, model, [*SYSTEM, *tokens(user, 20)], marks=[len(SYSTEM)])
+            assert session.cached_tokens >= len(SYSTEM)
+    assert cache.stats.evictions > 0
+
+
+def test_a_pin_inside_an_edge_keeps_exactly_its_tokens(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    serve(cache, llama, PROMPT)
+    assert cache.pin(PROMPT[:25]) == 25 * TOKEN_BYTES_OF_LLAMA
+    cache.check()
+    cache.reclaim(0)
+    assert cache.stats.tokens == 25
+    assert serve(cache, llama, PROMPT).cached_tokens == 25
+
+
+def test_letting_go_of_a_pin_inside_an_edge_leaves_no_seam(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    serve(cache, llama, PROMPT)
+    before = cache.dump()
+    cache.pin(PROMPT[:25])
+    assert cache.stats.nodes == 2
+    cache.unpin(PROMPT[:25])
+    assert cache.dump() == before
+    cache.check()
+
+
+def test_a_pin_where_no_checkpoint_stands_keeps_the_nearest_one_above() -> None:
+    mamba = tiny_model("mamba")
+    cache = PrefixCache(mamba)
+    serve(cache, mamba, PROMPT, marks=[len(SYSTEM)])
+    cache.pin(PROMPT[:50])
+    serve(cache, mamba, tokens(5, 50))
+    cache.reclaim(0)
+    cache.check()
+    session = serve(cache, mamba, [*PROMPT[:50], *tokens(6, 10)])
+    assert (session.matched_tokens, session.cached_tokens) == (50, len(SYSTEM))
+
+
+def test_pins_count(model: Any) -> None:
+    cache = PrefixCache(model)
+    serve(cache, model, PROMPT, marks=[len(SYSTEM)])
+    assert cache.pin(SYSTEM) == cache.pin(SYSTEM)
+    cache.unpin(SYSTEM)
+    cache.reclaim(0)
+    assert cache.stats.tokens == len(SYSTEM)
+    cache.unpin(SYSTEM)
+    cache.reclaim(0)
+    assert cache.stats.tokens == 0
+    with pytest.raises(ValueError, match="these 40 tokens are not pinned in namespace ''"):
+        cache.unpin(SYSTEM)
+    cache.check()
+
+
+def test_nested_and_overlapping_pins_are_counted_once_and_let_go_one_by_one(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    other = [*SYSTEM, *tokens(9, 20)]
+    for prompt in (PROMPT, other):
+        serve(cache, llama, prompt)
+    assert cache.pin(SYSTEM) == 40 * TOKEN_BYTES_OF_LLAMA
+    assert cache.pin(PROMPT) == 70 * TOKEN_BYTES_OF_LLAMA
+    assert cache.pin(other) == 90 * TOKEN_BYTES_OF_LLAMA
+    cache.unpin(PROMPT)
+    assert cache.stats.pinned_bytes == 60 * TOKEN_BYTES_OF_LLAMA
+    cache.reclaim(0)
+    assert cache.stats.tokens == 60
+    cache.unpin(other)
+    cache.reclaim(0)
+    assert cache.stats.tokens == 40
+    cache.unpin(SYSTEM)
+    cache.check()
+
+
+def test_pins_larger_than_the_budget_are_refused_and_change_nothing(llama: Any) -> None:
+    budget_bytes = 100 * TOKEN_BYTES_OF_LLAMA
+    cache = PrefixCache(llama, budget_bytes=budget_bytes)
+    pinned = [[1, *tokens(1, 59)], [2, *tokens(2, 29)]]
+    for prompt in pinned:
+        serve(cache, llama, prompt)
+        cache.pin(prompt)
+    # A third one still runs beside the two, but can neither stay nor be made to stay.
+    third = [3, *tokens(3, 19)]
+    serve(cache, llama, third)
+    before = (cache.dump(), cache.stats.pinned_bytes)
+    with pytest.raises(ValueError, match=r"of 20 tokens are stored|pins would keep"):
+        cache.pin(third)
+    assert (cache.dump(), cache.stats.pinned_bytes) == before
+    assert cache.stats.pinned_bytes == 90 * TOKEN_BYTES_OF_LLAMA
+    assert held_bytes(cache) <= budget_bytes
+    for prompt in pinned:
+        assert serve(cache, llama, [*prompt, 1]).cached_tokens == len(prompt)
+        assert held_bytes(cache) <= budget_bytes
+
+
+def test_a_request_larger_than_what_the_pins_leave_runs_and_the_pins_stay(model: Any) -> None:
+    probe = PrefixCache(model)
+    serve(probe, model, PROMPT, marks=[len(SYSTEM)])
+    budget_bytes = held_bytes(probe)
+    cache = PrefixCache(model, budget_bytes=budget_bytes)
+    serve(cache, model, PROMPT, marks=[len(SYSTEM)])
+    cache.pin(SYSTEM)
+    serve(cache, model, tokens(7, 300))
+    assert held_bytes(cache) <= budget_bytes
+    assert serve(cache, model, [*SYSTEM, 1, 2]).cached_tokens == len(SYSTEM)
+
+
+def test_only_a_prefix_that_is_stored_whole_can_be_pinned(model: Any) -> None:
+    cache = PrefixCache(model)
+    serve(cache, model, PROMPT)
+    before = cache.dump()
+    with pytest.raises(ValueError, match="only 70 of 72 tokens are stored; prefill them before pinning"):
+        cache.pin([*PROMPT, 1, 2])
+    with pytest.raises(ValueError, match="only 0 of 3 tokens are stored"):
+        cache.pin([(PROMPT[0] + 1) % VOCABULARY_LENGTH, 1, 2])
+    with pytest.raises(ValueError, match="only 0 of 70 tokens are stored"):
+        cache.pin(PROMPT, namespace="other")
+    assert cache.dump() == before
+    cache.check()
+
+
+def test_pins_of_one_namespace_do_not_hold_those_of_another(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    for namespace in ("a", "b"):
+        serve(cache, llama, PROMPT, namespace=namespace)
+    cache.pin(PROMPT, namespace="a")
+    cache.reclaim(0)
+    assert cache.view().namespaces == ("a",)
+    assert cache.stats.tokens == len(PROMPT)
+    with pytest.raises(ValueError, match="not pinned in namespace 'b'"):
+        cache.unpin(PROMPT, namespace="b")
+
+
+def test_a_pin_made_while_a_session_is_open_holds_after_it(model: Any) -> None:
+    cache = PrefixCache(model)
+    serve(cache, model, PROMPT, marks=[len(SYSTEM)])
+    with cache.begin([*PROMPT, 1, 2]) as session:
+        session.prefill(model)
+        cache.pin(SYSTEM)
+        cache.check()
+        session.step(model, [2])
+    cache.check()
+    cache.reclaim(0)
+    assert cache.stats.tokens == len(SYSTEM)
+    cache.unpin(SYSTEM)
+    cache.check()
+
+
+def test_clear_lets_go_of_pins_too(model: Any) -> None:
+    cache = PrefixCache(model)
+    serve(cache, model, PROMPT)
+    cache.pin(PROMPT)
+    cache.clear()
+    assert held_bytes(cache) == cache.stats.tokens == cache.stats.pinned_bytes == 0
+    with pytest.raises(ValueError, match="not pinned"):
+        cache.unpin(PROMPT)
+    cache.check()
+
+
+def test_a_pinned_live_path_gives_up_its_spare_room_and_nothing_else(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    serve(cache, llama, PROMPT)
+    cache.pin(PROMPT)
+    assert cache.stats.spare_bytes > TOKEN_BYTES_OF_LLAMA
+    cache.reclaim(0)
+    assert cache.stats.spare_bytes <= TOKEN_BYTES_OF_LLAMA
+    assert cache.stats.tokens == len(PROMPT)
+    assert serve(cache, llama, [*PROMPT, 1]).cached_tokens == len(PROMPT)
+
+
+def test_a_pin_and_its_tokens_show_in_the_dump(llama: Any) -> None:
+    cache = PrefixCache(llama)
+    serve(cache, llama, PROMPT)
+    cache.pin(SYSTEM)
+    lines = cache.dump().splitlines()
+    assert [("pin" in line) for line in lines[2:]] == [True, False]
+    assert lines[2].startswith("[0, 40)")

@@ -1,0 +1,356 @@
+"""Models whose state cannot be cut anywhere (windows, recurrent, chunked, hybrid) are not silently prefilled anew."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixcache import PrefixCache, Session, ShortReason
+from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.sized_cache import sized_cache
+from runner.models.tiny import CHUNK_LENGTH, VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
+from tests import inside
+from tests.prompts import tokens
+
+POINT_KINDS = ["llama_sliding", "llama4", "mamba", "nemotron_h", "falcon_h1"]
+MORE_POINT_KINDS = ["gemma3n", "rwkv7", "recurrent_gemma", "qwen3_next", "baichuan_m1", "deepseek_v41"]
+#: Chat templates rewrite at most this many tokens at the end of a prompt.
+REWRITTEN_TAIL = 16
+
+SYSTEM_LENGTH = 60
+
+
+@pytest.fixture(
+    scope="module", params=[*POINT_KINDS, *(pytest.param(k, marks=pytest.mark.slow) for k in MORE_POINT_KINDS)]
+)
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny_model(request.param)
+
+
+def serve(
+    cache: PrefixCache, model: Any, prompt: list[int], reply: Sequence[int] = (1, 2, 3), marks: Sequence[int] = ()
+) -> Session:
+    """Answer a prompt with given tokens; returns the closed session."""
+    with cache.begin(prompt, marks=marks) as session:
+        session.prefill(model)
+        for token in (prompt[-1], *reply):
+            session.step(model, [token])
+    cache.check()
+    return session
+
+
+SYSTEM = tokens(0, SYSTEM_LENGTH)
+
+
+# A growing conversation
+
+
+def test_each_turn_resumes_behind_the_reply_of_the_last(model: Any) -> None:
+    cache = PrefixCache(model)
+    prompt = SYSTEM + tokens(1, 30)
+    stored = 0
+    for turn in range(5):
+        reply = tokens(100 + turn, 7)
+        assert serve(cache, model, prompt, reply).cached_tokens == stored
+        stored = len(prompt) + len(reply)
+        prompt = [*prompt, *reply, *tokens(200 + turn, 25)]
+
+
+def test_each_turn_resumes_16_tokens_before_the_last_prompts_end_when_the_template_rewrote_what_follows(
+    model: Any,
+) -> None:
+    cache = PrefixCache(model)
+    prompt = SYSTEM + tokens(1, 30)
+    previous = 0
+    for turn in range(5):
+        session = serve(cache, model, prompt, tokens(100 + turn, 7))
+        assert session.cached_tokens >= previous - REWRITTEN_TAIL
+        previous = len(prompt)
+        # The reply is stored, but the next prompt takes another way 15 tokens before this one's end.
+        prompt = [*prompt[: previous - 15], *tokens(200 + turn, 45)]
+
+
+def test_each_turn_resumes_just_as_well_when_users_take_turns(model: Any) -> None:
+    cache = PrefixCache(model)
+    prompts = {user: SYSTEM + tokens(user, 30, first=user) for user in (10, 20, 30)}
+    ends = dict.fromkeys(prompts, 0)
+    for turn in range(4):
+        for user, prompt in prompts.items():
+            session = serve(cache, model, prompt, tokens(turn, 5))
+            assert session.cached_tokens >= ends[user] - REWRITTEN_TAIL
+            ends[user] = len(prompt)
+            prompts[user] = [*prompt, *tokens(turn, 5), *tokens(user + turn, 20)]
+
+
+def test_a_regenerated_reply_resumes_16_tokens_before_the_prompts_end(model: Any) -> None:
+    cache = PrefixCache(model)
+    prompt = SYSTEM + tokens(1, 30)
+    serve(cache, model, prompt, tokens(2, 9))
+    for reply in (tokens(3, 9), tokens(4, 9)):
+        again = serve(cache, model, prompt, reply)
+        assert again.matched_tokens == len(prompt)
+        assert again.cached_tokens >= len(prompt) - REWRITTEN_TAIL
+        assert again.reason is not None
+
+
+def test_a_turn_that_was_only_prefilled_is_resumed_by_the_next_try(model: Any) -> None:
+    cache = PrefixCache(model)
+    prompt = SYSTEM + tokens(1, 30)
+    with cache.begin(prompt) as session:
+        session.prefill(model)
+    again = serve(cache, model, prompt)
+    assert (again.cached_tokens, again.reason) == (len(prompt) - 1, None)
+
+
+# A shared system prompt
+
+
+def test_with_marks_the_second_user_resumes_at_the_end_of_the_system_prompt(model: Any) -> None:
+    cache = PrefixCache(model)
+    cached = []
+    for user in range(4):
+        session = serve(cache, model, SYSTEM + tokens(user, 40, first=user), marks=[SYSTEM_LENGTH])
+        cached.append(session.cached_tokens)
+    assert cached == [0, SYSTEM_LENGTH, SYSTEM_LENGTH, SYSTEM_LENGTH]
+
+
+def test_without_marks_the_third_user_resumes_at_the_end_of_the_system_prompt(model: Any) -> None:
+    cache = PrefixCache(model)
+    sessions = [serve(cache, model, SYSTEM + tokens(user, 40, first=user)) for user in range(4)]
+    assert [s.matched_tokens for s in sessions] == [0, SYSTEM_LENGTH, SYSTEM_LENGTH, SYSTEM_LENGTH]
+    assert [s.cached_tokens for s in sessions[2:]] == [SYSTEM_LENGTH, SYSTEM_LENGTH]
+    # A chunked cache that was filled by one forward pass has lost nothing and is cut back: the second user gains too.
+    second = sessions[1]
+    assert (second.cached_tokens, second.reason) in [(0, ShortReason.NO_CHECKPOINT), (SYSTEM_LENGTH, None)]
+
+
+def test_marks_at_both_ends_of_a_prompt_are_harmless(model: Any) -> None:
+    cache = PrefixCache(model)
+    prompt = SYSTEM + tokens(1, 30)
+    serve(cache, model, prompt, marks=[0, len(prompt) - 1, len(prompt)])
+    assert serve(cache, model, prompt).cached_tokens == len(prompt) - 1
+
+
+# Branches
+
+
+@pytest.mark.parametrize("offset", [WINDOW_LENGTH + 1, 47, 61, 83])
+def test_after_one_branch_at_an_offset_the_next_one_there_resumes_there(model: Any, offset: int) -> None:
+    cache = PrefixCache(model)
+    trunk = tokens(1, 90)
+    sessions = [serve(cache, model, trunk)]
+    for branch in range(3):
+        other = (trunk[offset] + 1 + branch) % VOCABULARY_LENGTH
+        sessions.append(serve(cache, model, trunk[:offset] + tokens(branch, 40, first=other)))
+    assert [s.matched_tokens for s in sessions[1:]] == [offset] * 3
+    assert [s.cached_tokens for s in sessions[2:]] == [offset] * 2
+
+
+def test_a_branch_inside_a_branch_resumes_there_too(model: Any) -> None:
+    cache = PrefixCache(model)
+    trunk = tokens(1, 90)
+    limb = trunk[:50] + tokens(2, 60, first=(trunk[50] + 1) % VOCABULARY_LENGTH)
+    serve(cache, model, trunk)
+    serve(cache, model, limb)
+    first = serve(cache, model, limb[:80] + tokens(3, 20, first=(limb[80] + 1) % VOCABULARY_LENGTH))
+    second = serve(cache, model, limb[:80] + tokens(4, 20, first=(limb[80] + 2) % VOCABULARY_LENGTH))
+    assert (first.matched_tokens, first.cached_tokens, first.reason) == (80, 50, ShortReason.NO_CHECKPOINT)
+    assert (second.matched_tokens, second.cached_tokens, second.reason) == (80, 80, None)
+
+
+def test_a_branch_of_what_was_cut_back_resumes_where_it_was_cut() -> None:
+    # The window of `trunk` is whole and is cut back to 7; `limb` goes round it, so only `trunk` can tell about 7.
+    sliding = tiny_model("llama_sliding")
+    cache = PrefixCache(sliding)
+    trunk = tokens(1, WINDOW_LENGTH - 4)
+    limb = trunk[:7] + tokens(2, 60, first=(trunk[7] + 1) % VOCABULARY_LENGTH)
+    serve(cache, sliding, trunk)
+    assert serve(cache, sliding, limb).cached_tokens == 7
+    twig = serve(cache, sliding, limb[:30] + tokens(3, 20, first=(limb[30] + 1) % VOCABULARY_LENGTH))
+    assert (twig.matched_tokens, twig.cached_tokens) == (30, 7)
+
+
+# Reasons
+
+
+def test_a_reason_is_given_exactly_when_less_than_the_match_is_resumed(model: Any) -> None:
+    cache = PrefixCache(model)
+    random = np.random.default_rng(5)
+    served: list[list[int]] = [[]]
+    short: dict[str, int] = {}
+    for request in range(30):
+        base = served[random.integers(len(served))]
+        prompt = base[: random.integers(len(base) + 1)] + tokens(request, int(random.integers(1, 30)))
+        session = serve(cache, model, prompt, tokens(request, 3))
+        served.append([*prompt, *tokens(request, 3)])
+        assert 0 <= session.cached_tokens <= session.matched_tokens <= len(prompt)
+        assert session.cached_tokens < len(prompt)
+        assert (session.reason is None) == (session.cached_tokens == session.matched_tokens)
+        if session.reason is not None:
+            short[session.reason] = short.get(session.reason, 0) + 1
+    assert cache.stats.short_reasons == short
+    assert short.keys() == {ShortReason.NO_CHECKPOINT}
+
+
+def test_a_pure_span_model_is_short_of_its_match_only_by_the_last_token() -> None:
+    llama = tiny_model("llama")
+    cache = PrefixCache(llama)
+    prompt = tokens(1, 50)
+    assert serve(cache, llama, prompt).reason is None
+    again = serve(cache, llama, prompt)
+    assert (again.matched_tokens, again.cached_tokens, again.reason) == (50, 49, ShortReason.LAST_TOKEN)
+    branch = serve(cache, llama, prompt[:20] + tokens(2, 30, first=(prompt[20] + 1) % VOCABULARY_LENGTH))
+    assert (branch.matched_tokens, branch.cached_tokens, branch.reason) == (20, 20, None)
+
+
+def test_a_fetch_in_another_thread_says_what_the_open_session_keeps_from_it(model: Any) -> None:
+    cache = PrefixCache(model)
+    prompt = tokens(1, 60)
+    serve(cache, model, prompt)
+    remaining: list[int] = []
+    with cache.begin([*prompt, 1, 2, 3, *tokens(2, 5)]):
+        thread = threading.Thread(target=lambda: remaining.append(len(cache.fetch([*prompt, 1, 2, 3, 4])[1])))
+        thread.start()
+        thread.join()
+    # Spans are only in the buffers that the session is writing. A model without span layers needs none of those.
+    has_spans = inside.token_bytes(cache) > 0
+    assert cache.stats.short_reasons == ({ShortReason.LIVE_ELSEWHERE: 1} if has_spans else {})
+    assert remaining == [64 if has_spans else 1]
+
+
+# Windows and chunks that have lost nothing yet
+
+
+@pytest.mark.parametrize(("kind", "length"), [("llama_sliding", WINDOW_LENGTH), ("llama4", CHUNK_LENGTH)])
+@pytest.mark.parametrize("visitor", [False, True], ids=["live", "from a checkpoint"])
+def test_a_window_that_has_not_wrapped_is_cut_back_to_any_offset(kind: str, length: int, visitor: bool) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    prompt = tokens(1, length - 4)
+    serve(cache, model, prompt, reply=(1, 2, 3))
+    if visitor:
+        serve(cache, model, tokens(2, length - 4, first=(prompt[0] + 1) % VOCABULARY_LENGTH))
+    for offset in (length - 5, 7, 1):
+        branch = prompt[:offset] + tokens(offset, 3, first=(prompt[offset] + 1) % VOCABULARY_LENGTH)
+        session = serve(cache, model, branch, reply=())
+        assert (session.cached_tokens, session.reason) == (offset, None)
+
+
+@pytest.mark.parametrize("kind", ["llama_sliding", "llama4"])
+def test_a_window_that_has_wrapped_is_not_cut_back(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    prompt = tokens(1, 2 * CHUNK_LENGTH + 6)
+    serve(cache, model, prompt, reply=())
+    branch = prompt[:60] + tokens(2, 3, first=(prompt[60] + 1) % VOCABULARY_LENGTH)
+    session = serve(cache, model, branch)
+    assert session.cached_tokens == len(prompt) - REWRITTEN_TAIL
+    assert (session.matched_tokens, session.reason) == (60, ShortReason.NO_CHECKPOINT)
+
+
+# Checkpoints on the way, and the cap on them
+
+
+@pytest.mark.parametrize("step_size", [2048, 50, 32])
+def test_a_branch_resumes_at_the_last_checkpoint_of_the_interval(model: Any, step_size: int) -> None:
+    cache = PrefixCache(model, checkpoint_interval=32)
+    trunk = tokens(1, 200)
+    with cache.begin(trunk) as session:
+        session.prefill(model, step_size=step_size)
+    for offset, resumed in ((150, 128), (100, 96), (65, 64), (40, 32)):
+        branch = trunk[:offset] + tokens(offset, 10, first=(trunk[offset] + 1) % VOCABULARY_LENGTH)
+        session = serve(cache, model, branch)
+        assert session.matched_tokens == offset
+        assert session.cached_tokens >= resumed
+
+
+def test_the_cap_on_checkpoints_takes_those_of_the_interval_and_keeps_branches_marks_and_the_newest(
+    model: Any,
+) -> None:
+    checkpoint_bytes = _checkpoint_bytes(model)
+    cap_bytes = 6 * checkpoint_bytes
+    cache = PrefixCache(model, checkpoint_interval=16, checkpoint_budget_bytes=cap_bytes)
+    trunk = tokens(1, 230)
+    branch = trunk[:90] + tokens(2, 120, first=(trunk[90] + 1) % VOCABULARY_LENGTH)
+    serve(cache, model, trunk, marks=[50])
+    assert cache.stats.checkpoint_bytes <= cap_bytes
+    serve(cache, model, branch, marks=[50])
+    assert cache.stats.checkpoint_bytes <= cap_bytes
+    kept = _checkpoint_kinds(cache)
+    assert {"mark", "branch", "end"} <= set(kept), kept
+    # The branch point, the mark and both ends are resumed where they were made.
+    assert serve(cache, model, [*branch, 1, 2, 3, 4]).cached_tokens == len(branch) + 3
+    third = trunk[:90] + tokens(3, 10, first=(trunk[90] + 2) % VOCABULARY_LENGTH)
+    assert serve(cache, model, third).cached_tokens == 90
+    fourth = trunk[:50] + tokens(4, 10, first=(trunk[50] + 1) % VOCABULARY_LENGTH)
+    assert serve(cache, model, fourth).cached_tokens == 50
+    assert serve(cache, model, [*trunk, 1, 2, 3, 4]).cached_tokens == len(trunk) + 3
+
+
+def test_under_a_cap_a_prefill_gives_up_the_checkpoint_whose_neighbours_are_closest_together() -> None:
+    layout = SizedLayout(1, 10)
+    cache = sized_cache(layout, budget_bytes=1 << 20, checkpoint_interval=32, checkpoint_budget_bytes=40)
+    with cache.begin(list(range(98)), marks=[68]) as session:
+        session.prefill(SizedModel())
+        assert [(each.offset, each.kind) for each in session.checkpoints] == [
+            (32, "interval"),  # 64 lay between 32 and 68
+            (68, "mark"),
+            (82, "tail"),
+            (96, "interval"),
+        ]
+
+
+def test_a_prefill_that_ends_with_an_interval_takes_its_checkpoint_too() -> None:
+    cache = sized_cache(SizedLayout(1, 10), budget_bytes=1 << 20, checkpoint_interval=32)
+    with cache.begin(list(range(65))) as session:
+        session.prefill(SizedModel())
+        assert [each.offset for each in session.checkpoints] == [32, 49, 64]
+
+
+def test_a_step_that_goes_on_behind_the_prompt_adds_only_what_is_new() -> None:
+    cache = sized_cache(SizedLayout(1), budget_bytes=1 << 20)
+    with cache.begin([1, 2, 3, 4]) as session:
+        session.prefill(SizedModel())
+        session.step(SizedModel(), [4, 5, 6])
+        assert session.known_tokens == 6
+    assert cache.explain([1, 2, 3, 4, 5, 6, 7]).resumable_tokens == 6
+
+
+def test_a_cap_too_small_for_any_checkpoint_still_lets_the_next_turn_resume(model: Any) -> None:
+    cache = PrefixCache(model, checkpoint_interval=16, checkpoint_budget_bytes=1)
+    prompt = tokens(1, 100)
+    serve(cache, model, prompt, marks=[40])
+    assert "interval" not in _checkpoint_kinds(cache)
+    again = serve(cache, model, [*prompt, 1, 2, 3, *tokens(2, 20)], marks=[40])
+    assert again.cached_tokens == len(prompt) + 3
+    other = prompt[:40] + tokens(3, 20, first=(prompt[40] + 1) % VOCABULARY_LENGTH)
+    assert serve(cache, model, other).cached_tokens == 40
+
+
+def _checkpoint_bytes(model: Any) -> int:
+    """Bytes of one checkpoint of this model, of a prompt that has wrapped every window."""
+    cache = PrefixCache(model)
+    with cache.begin(tokens(1, 230)) as session:
+        session.prefill(model)
+    count = len(_checkpoint_kinds(cache))
+    assert count == 2, cache.dump()
+    return cache.stats.checkpoint_bytes // count
+
+
+def _checkpoint_kinds(cache: PrefixCache) -> list[str]:
+    """What the checkpoints in the tree were made for."""
+    return [node.checkpoint for node in cache.view().nodes if node.checkpoint]
+
+
+@pytest.mark.parametrize("about", [{"turn": -1}, {"turn": "3"}, {"turn": True}, {"priority": 1.5}, {"kind": None}])
+def test_what_a_policy_could_make_nothing_of_is_refused_before_anything_runs(about: dict[str, Any]) -> None:
+    cache = PrefixCache(tiny_model("llama"))
+    with pytest.raises(ValueError, match=f"{next(iter(about))} .*wanted"):
+        cache.begin([1, 2, 3], **about)
+    assert cache.stats.requests == 0
+    with cache.begin([1, 2, 3], turn=1, priority=-1, kind="agent"):
+        pass

@@ -1,0 +1,497 @@
+"""Several live paths side by side: which slot a request takes, what it copies, what it costs, and who gives way.
+
+Each timeline runs on real tiny models; whatever a session is handed must give the logits of a cold run.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import radixcache.paging.pager
+from radixcache import CacheBusyError, PrefixCache, Session, ShortReason
+from radixcache.layers.evaluation import LiveStateError
+from runner.models.tiny import tiny_model
+from tests import inside
+from tests.prompts import tokens
+from tests.sessions.test_failures import FailingCopies, failed_decomposition
+
+ROUNDING = 1e-4
+LLAMA_TOKEN_BYTES = 3 * 2 * 2 * 64 * 4
+
+KINDS = ["llama", "llama_sliding", "nemotron_h", "mamba", "llama4"]
+
+
+SYSTEM = tokens(0, 200)
+ANNA, BEN, CARLA = ([*SYSTEM, *tokens(seed, 60)] for seed in (1, 2, 3))
+
+
+@pytest.fixture(params=KINDS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny_model(request.param)
+
+
+@pytest.fixture
+def _short_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy between slots in so many cuts that their seams show."""
+    monkeypatch.setattr(radixcache.paging.pager, "CUT_TOKENS", 64)
+
+
+def run(session: Session, model: Any, reply: Sequence[int] = ()) -> None:
+    """Prefill and step through the reply; the logits after it must be those of a cold run."""
+    session.prefill(model, step_size=128)
+    for token in (int(session.prompt[-1]), *reply):
+        logits = session.step(model, [token])
+    cold = model(mx.array([[*session.prompt.tolist(), *reply]]), cache=make_prompt_cache(model))
+    assert float(mx.abs(logits[0, -1] - cold[0, -1]).max()) < ROUNDING
+
+
+def serve(cache: PrefixCache, model: Any, prompt: list[int], reply: Sequence[int] = (1, 2), **more: Any) -> Session:
+    with cache.begin(prompt, **more) as session:
+        run(session, model, reply)
+    cache.check()
+    return session
+
+
+def slot_of(session: Session) -> int:
+    return inside.slot(session)
+
+
+# Which slot, and what is copied
+
+
+@pytest.mark.parametrize(("slots", "copies"), [(1, True), (2, False)])
+def test_users_who_each_have_a_slot_take_turns_without_a_copy(llama: Any, slots: int, copies: bool) -> None:
+    cache = PrefixCache(llama, live_slots=slots)
+    histories = [tokens(7, 150), tokens(8, 150)]
+    for turn in range(4):
+        for user, history in enumerate(histories):
+            session = serve(cache, llama, [*history, 5], reply=[turn, user])
+            assert session.cached_tokens == (len(history) if turn else 0)
+            history += [5, turn, user]
+    assert (cache.stats.copied_bytes > 0, cache.stats.paged_bytes > 0) == (copies, copies)
+
+
+def test_the_free_slot_with_the_longest_common_prefix_is_taken(llama: Any) -> None:
+    cache = PrefixCache(llama, live_slots=3)
+    first, second = serve(cache, llama, ANNA), serve(cache, llama, tokens(9, 100))
+    assert slot_of(first) != slot_of(second)
+    with cache.begin([*ANNA, 9]) as again:
+        assert slot_of(again) == slot_of(first)
+        # That slot is taken now: the next best is a free one that holds nothing, not the one that holds something else.
+        with cache.begin([*SYSTEM, 9]) as third:
+            assert slot_of(third) not in (slot_of(first), slot_of(second))
+    assert slot_of(serve(cache, llama, [*tokens(9, 100), 4])) == slot_of(second)
+
+
+def test_of_slots_that_share_nothing_the_one_used_longest_ago_is_taken(llama: Any) -> None:
+    cache = PrefixCache(llama, live_slots=2)
+    first, second = serve(cache, llama, tokens(7, 50)), serve(cache, llama, tokens(8, 50))
+    assert slot_of(serve(cache, llama, tokens(9, 50))) == slot_of(first)
+    assert slot_of(serve(cache, llama, tokens(10, 50))) == slot_of(second)
+
+
+@pytest.mark.usefixtures("_short_cuts")
+def test_a_request_reads_what_is_live_in_an_idle_slot(model: Any) -> None:
+    cache = PrefixCache(model, live_slots=2)
+    serve(cache, model, ANNA, marks=[len(SYSTEM)])
+    with cache.begin(tokens(9, 30)) as other:
+        run(other, model)
+        # The slot of ANNA is the only free one; then it is busy, and the other one takes over from it.
+    with cache.begin([*ANNA, 1]) as anna:
+        with cache.begin(BEN) as ben:
+            assert slot_of(ben) != slot_of(anna)
+            assert ben.cached_tokens == len(SYSTEM)
+            run(ben, model)
+        run(anna, model)
+    cache.check()
+
+
+@pytest.mark.usefixtures("_short_cuts")
+def test_open_sessions_of_one_thread_read_each_others_prefix(model: Any) -> None:
+    cache = PrefixCache(model, live_slots=3)
+    serve(cache, model, ANNA, marks=[len(SYSTEM)])
+    with ExitStack() as stack:
+        sessions = [
+            stack.enter_context(cache.begin([*prompt, 3], marks=[len(SYSTEM)])) for prompt in (ANNA, BEN, CARLA)
+        ]
+        assert sorted(slot_of(session) for session in sessions) == [0, 1, 2]
+        assert len(ANNA) - 16 <= sessions[0].cached_tokens <= len(ANNA)
+        assert [session.cached_tokens for session in sessions[1:]] == [len(SYSTEM), len(SYSTEM)]
+        for session in sessions:
+            run(session, model, reply=[4])
+        cache.check()
+    cache.check()
+    for prompt in (ANNA, BEN, CARLA):
+        assert serve(cache, model, [*prompt, 3, 4, 5]).cached_tokens == len(prompt) + 2
+
+
+def test_what_two_slots_hold_is_not_joined_with_what_one_of_them_goes_on_with(llama: Any) -> None:
+    cache = PrefixCache(llama, live_slots=2)
+    with cache.begin(SYSTEM) as shorter, cache.begin(ANNA) as longer:
+        run(shorter, llama)
+        run(longer, llama)
+    cache.check()
+    with cache.begin([*SYSTEM, 1, 2, 7]) as again:
+        assert slot_of(again) == slot_of(shorter)
+        assert again.cached_tokens == len(SYSTEM)
+        run(again, llama)
+    cache.check()
+
+
+def test_a_session_is_not_disturbed_by_others_that_come_and_go(model: Any) -> None:
+    cache = PrefixCache(model, live_slots=2, budget_bytes=2_000 * LLAMA_TOKEN_BYTES)
+    reply = tokens(20, 12)
+    with cache.begin(ANNA, marks=[len(SYSTEM)]) as session:
+        session.prefill(model)
+        logits = [session.step(model, ANNA[-1:])]
+        for index, token in enumerate(reply):
+            serve(cache, model, [*SYSTEM, *tokens(30 + index, 40)], marks=[len(SYSTEM)])
+            logits.append(session.step(model, [token]))
+    cold = model(mx.array([[*ANNA, *reply]]), cache=make_prompt_cache(model))[0, len(ANNA) - 1 :]
+    found = mx.concatenate([each[0] for each in logits])
+    assert float(mx.abs(found - cold).max()) < ROUNDING
+    cache.check()
+
+
+def test_a_slot_behind_another_pages_nothing_out_that_is_live_there(llama: Any) -> None:
+    cache = PrefixCache(llama, live_slots=2)
+    with cache.begin(ANNA) as anna, cache.begin(ANNA) as again:
+        run(anna, llama)
+        run(again, llama)
+    before = cache.stats
+    serve(cache, llama, tokens(9, 30))
+    assert cache.stats.paged_out_bytes == before.paged_out_bytes
+
+
+# What it costs
+
+
+def test_a_common_prefix_of_two_slots_counts_twice_and_is_so_much_memory(llama: Any) -> None:
+    gc.collect()
+    mx.clear_cache()
+    base = mx.get_active_memory()
+    cache = PrefixCache(llama, live_slots=2)
+    with cache.begin(ANNA, reserve=40) as anna, cache.begin(BEN, reserve=40) as ben:
+        run(anna, llama)
+        run(ben, llama)
+    stats = cache.stats
+    assert stats.tokens == len(SYSTEM) + 2 * 60
+    assert stats.live_bytes - stats.spare_bytes == 2 * len(ANNA) * LLAMA_TOKEN_BYTES
+    gc.collect()
+    mx.clear_cache()
+    assert mx.get_active_memory() - base == pytest.approx(stats.live_bytes + stats.paged_bytes, rel=0.01)
+
+
+def test_a_reclaim_empties_every_idle_slot_and_no_open_one(llama: Any) -> None:
+    cache = PrefixCache(llama, live_slots=3)
+    for seed in (1, 2, 3):
+        serve(cache, llama, tokens(seed, 80))
+    with cache.begin([*tokens(2, 80), 9]) as session:
+        cache.reclaim(0)
+        cache.check()
+        assert cache.stats.tokens == 80
+        run(session, llama)
+    cache.reclaim(0)
+    assert (cache.stats.live_bytes, cache.stats.paged_bytes) == (0, 0)
+
+
+# Who gives way
+
+
+def test_an_idle_slot_gives_way_before_anything_that_is_in_use(llama: Any) -> None:
+    cache = PrefixCache(llama, live_slots=2, budget_bytes=700 * LLAMA_TOKEN_BYTES)
+    serve(cache, llama, tokens(9, 250))
+    cache.pin(tokens(9, 40))
+    with cache.begin(ANNA, reserve=0) as anna:
+        run(anna, llama)
+        with cache.begin([*ANNA[:100], *tokens(5, 250)], reserve=0) as ben:
+            run(ben, llama)
+            run_on = anna.step(llama, [3])
+            mx.eval(run_on)
+        cache.check()
+    stats = cache.stats
+    assert stats.live_bytes + stats.paged_bytes <= stats.budget_bytes
+    assert serve(cache, llama, [*tokens(9, 40), 1]).cached_tokens == 40
+
+
+def test_under_pressure_the_slot_used_longest_ago_is_given_up_and_the_common_prefix_with_it(llama: Any) -> None:
+    cache = PrefixCache(llama, live_slots=2)
+    with cache.begin(ANNA, reserve=0) as anna, cache.begin(BEN, reserve=0) as ben:
+        run(anna, llama)
+        run(ben, llama)
+    # Two slots hold SYSTEM twice; with it once, everything fits.
+    distinct = len(SYSTEM) + 2 * 60
+    cache.reclaim((distinct + 8) * LLAMA_TOKEN_BYTES)
+    cache.check()
+    stats = cache.stats
+    assert stats.tokens == distinct, cache.dump()
+    assert stats.evictions == 0
+    # BEN was begun last.
+    assert stats.paged_bytes == 60 * LLAMA_TOKEN_BYTES
+    assert inside.live_offset(cache, 0) == 0
+    assert serve(cache, llama, [*ANNA, 7], reserve=0).cached_tokens == len(ANNA)
+
+
+def test_a_slot_that_nobody_came_back_to_does_not_shield_its_state_from_the_policy(llama: Any) -> None:
+    cache = PrefixCache(llama, live_slots=2, budget_bytes=1_000 * LLAMA_TOKEN_BYTES)
+    serve(cache, llama, tokens(1, 300), reserve=0)
+    # They all share SYSTEM and so the other slot; the tails of the first that come are the policy's victims.
+    for seed in range(2, 22):
+        serve(cache, llama, [*SYSTEM, *tokens(seed, 60)], reserve=0)
+    assert inside.live_offset(cache, 0) == 0
+    assert inside.stored_tokens(cache, tokens(1, 300)) == 0
+    assert serve(cache, llama, [*SYSTEM, *tokens(14, 60), 1], reserve=0).cached_tokens == len(SYSTEM) + 60
+
+
+@pytest.mark.own_process
+def test_a_failed_slot_costs_the_others_nothing(llama: Any) -> None:
+    cache = PrefixCache(llama, live_slots=2)
+    serve(cache, llama, ANNA)
+    with cache.begin([*ANNA, 5]) as anna, cache.begin([*ANNA, 6]) as ben:
+        run(ben, llama)
+        anna.prefill(llama)
+        poison = failed_decomposition()
+        anna.caches[0].keys = anna.caches[0].keys + poison
+    assert inside.is_lost(anna)
+    cache.check()
+    assert serve(cache, llama, [*ANNA, 6, 7]).cached_tokens == len(ANNA) + 1
+
+
+@pytest.mark.own_process
+def test_a_session_outlives_the_slot_that_held_what_it_matched() -> None:
+    mamba: Any = tiny_model("mamba")
+    cache = PrefixCache(mamba, live_slots=2)
+    serve(cache, mamba, ANNA)
+    anna = cache.begin([*ANNA, 5])
+    # All of this is in the tree and only in the slot of ANNA; without a checkpoint there nothing of it is resumed.
+    with cache.begin([*ANNA[:100], 7, 8]) as ben:
+        assert (ben.matched_tokens, ben.cached_tokens) == (100, 0)
+        anna.caches[0][0] = anna.caches[0][0] + failed_decomposition()
+        anna.close()
+        assert inside.is_lost(anna)
+        cache.check()
+        run(ben, mamba)
+    cache.check()
+    serve(cache, mamba, [*ANNA, 6])
+
+
+@pytest.mark.own_process
+def test_state_that_is_pending_on_a_failure_is_not_read_by_another_slot(llama: Any) -> None:
+    cache = PrefixCache(llama, live_slots=2)
+    serve(cache, llama, ANNA)
+    anna = cache.begin([*ANNA, 5])
+    anna.caches[0].keys = anna.caches[0].keys + failed_decomposition()
+    with cache.begin([*ANNA, 6]) as ben:
+        assert ben.cached_tokens == 0
+        assert ben.reason is ShortReason.LIVE_ELSEWHERE
+        run(ben, llama)
+    assert inside.is_lost(anna)
+    anna.close()
+    cache.check()
+    assert serve(cache, llama, [*ANNA, 6, 3]).cached_tokens == len(ANNA) + 1
+
+
+# A copy fails
+
+
+def _overlap(cache: PrefixCache, model: Any) -> Iterator[Callable[[], Any]]:
+    """Operations that copy between slots, and give slots up."""
+    yield lambda: serve(cache, model, ANNA, marks=[len(SYSTEM)])
+    yield lambda: _side_by_side(cache, model, [*ANNA, 5], BEN)
+    yield lambda: cache.reclaim(len(SYSTEM) * 2 * LLAMA_TOKEN_BYTES)
+    yield lambda: _side_by_side(cache, model, [*BEN, 6], CARLA)
+    yield lambda: cache.reclaim(len(SYSTEM) * LLAMA_TOKEN_BYTES)
+    yield lambda: serve(cache, model, tokens(9, 50))
+
+
+def _side_by_side(cache: PrefixCache, model: Any, first: list[int], second: list[int]) -> None:
+    with cache.begin(first, marks=[len(SYSTEM)]) as one:
+        run(one, model)
+        with cache.begin(second, marks=[len(SYSTEM)]) as other:
+            run(other, model)
+            mx.eval(one.step(model, [7]))
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["page_out", "page_in", "restore_points", "reserve"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("nemotron_h", marks=pytest.mark.slow)])
+def test_a_copy_that_fails_while_slots_overlap_leaves_nothing_wrong(
+    kind: str, method: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny_model(kind)
+    at = 0
+    reached = True
+    while reached:
+        at += 1
+        cache = PrefixCache(model, live_slots=2)
+        with FailingCopies(method, at, times, MemoryError).installed(monkeypatch) as failing:
+            for operation in _overlap(cache, model):
+                try:
+                    operation()
+                except (MemoryError, LiveStateError):
+                    assert times > 1
+                    assert failing.reached
+                cache.check()
+        assert not inside.has_open_path(cache)
+        for prompt in (ANNA, BEN, CARLA):
+            serve(cache, model, [*prompt, 8])
+        reached = failing.reached
+    assert at > 1 or (kind, method) == ("llama", "restore_points")
+
+
+# Who holds the slots
+
+
+def test_a_busy_error_names_who_holds_each_slot(llama: Any) -> None:
+    cache = PrefixCache(llama, live_slots=2)
+    first = cache.begin(ANNA, turn=3, kind="chat")
+    second = cache.begin(BEN, namespace="tenant")
+    with pytest.raises(CacheBusyError) as caught:
+        cache.begin(CARLA)
+    message = str(caught.value)
+    assert "all 2 live slots are taken" in message
+    assert "slot 0 by a request in thread MainThread of kind chat, turn 3, request 1, at 0 of 260 prompt" in message
+    assert "slot 1 by a request in thread MainThread" in message
+    assert len(caught.value.holders) == 2
+    # What another namespace asks for stays its own.
+    assert "request 2" not in message
+    first.close()
+    assert slot_of(cache.begin(CARLA)) == 0
+    second.close()
+    gc.collect()
+    cache.check()
+
+
+def test_a_slot_count_that_is_none_is_refused(llama: Any) -> None:
+    for wrong in (0, -1, 1.5, True, "2"):
+        with pytest.raises(ValueError, match=r"live_slots is .*; wanted a whole number of slots, 1 or more"):
+            PrefixCache(llama, live_slots=wrong)  # type: ignore[arg-type]
+
+
+def test_a_vanished_session_frees_its_own_slot_alone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = PrefixCache(llama, live_slots=2)
+    serve(cache, llama, ANNA)
+    with cache.begin([*ANNA, 5]) as anna:
+        monkeypatch.setattr(Session, "__del__", lambda self: None)
+        ben = cache.begin([*ANNA, 6], marks=[100])
+        ben.prefill(llama)
+        del ben
+        gc.collect()
+        with cache.begin([*ANNA, 7]) as carla:
+            assert carla.cached_tokens == len(ANNA)
+            cache.check()
+            run(carla, llama)
+        run(anna, llama)
+    cache.check()
+
+
+def test_a_session_collected_in_the_middle_of_an_operation_is_closed_after_it(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = PrefixCache(llama, live_slots=2)
+    serve(cache, llama, ANNA)
+    abandoned: list[Session | None] = [cache.begin([*ANNA, 5])]
+    abandoned[0].prefill(llama)  # type: ignore[union-attr]
+    is_open_after: list[bool] = []
+
+    def collect() -> None:
+        abandoned[0] = None
+        gc.collect()
+        is_open_after.append(inside.has_open_live_path(cache))
+
+    inside.before_each_split(cache, collect, monkeypatch)
+    serve(cache, llama, BEN)
+    monkeypatch.undo()
+    assert is_open_after
+    assert all(is_open_after)
+    assert not inside.has_open_path(cache)
+    cache.check()
+
+
+# Threads
+
+
+def test_sessions_of_several_threads_run_side_by_side(model: Any) -> None:
+    cache = PrefixCache(model, live_slots=3, budget_bytes=3_000 * LLAMA_TOKEN_BYTES)
+    serve(cache, model, ANNA, marks=[len(SYSTEM)])
+    failures: list[BaseException] = []
+    # MLX does not promise that several threads may evaluate at a time: they take turns, as on one device.
+    device = threading.Lock()
+
+    def work(user: int) -> None:
+        try:
+            history = [*SYSTEM, *tokens(40 + user, 30)]
+            for turn in range(5):
+                with device:
+                    session = cache.begin(history, marks=[len(SYSTEM)])
+                with device:
+                    run(session, model, reply=[turn, user])
+                with device:
+                    session.close()
+                history += [turn, user, *tokens(100 * user + turn, 15)]
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(user,)) for user in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    cache.check()
+    for user in range(3):
+        assert serve(cache, model, [*SYSTEM, *tokens(40 + user, 30), 0, user, 1]).cached_tokens > len(SYSTEM)
+
+
+def test_buffers_that_another_thread_works_on_are_not_read_and_the_reason_says_so(llama: Any) -> None:
+    cache = PrefixCache(llama, live_slots=2)
+    serve(cache, llama, ANNA)
+    with cache.begin([*ANNA, 5]) as anna:
+        found: list[Session] = []
+        thread = threading.Thread(target=lambda: found.append(serve(cache, llama, BEN)))
+        thread.start()
+        thread.join()
+        run(anna, llama)
+    assert [(each.cached_tokens, each.reason) for each in found] == [(0, ShortReason.LIVE_ELSEWHERE)]
+    assert cache.stats.short_reasons[ShortReason.LIVE_ELSEWHERE] == 1
+    cache.check()
+
+
+def test_a_snapshot_is_not_dropped_as_a_duplicate_while_another_thread_needs_it(llama: Any) -> None:
+    cache = PrefixCache(llama, live_slots=2, budget_bytes=1_100 * LLAMA_TOKEN_BYTES)
+    for prompt in (ANNA, tokens(9, 50), tokens(10, 50)):
+        serve(cache, llama, prompt, reserve=0)
+    with cache.begin([*ANNA, 5], reserve=0) as anna:
+        assert cache.stats.duplicate_bytes == len(ANNA) * LLAMA_TOKEN_BYTES
+        found: list[Session] = []
+        thread = threading.Thread(target=lambda: found.append(serve(cache, llama, [*ANNA, 6], reserve=400)))
+        thread.start()
+        thread.join()
+        run(anna, llama)
+    assert [each.cached_tokens for each in found] == [len(ANNA)]
+    cache.check()
+
+
+# Looking
+
+
+def test_the_dump_says_in_which_slots_a_node_is_live(llama: Any) -> None:
+    cache = PrefixCache(llama, live_slots=2)
+    with cache.begin(ANNA) as anna, cache.begin(BEN) as ben:
+        run(anna, llama)
+        run(ben, llama)
+    assert sorted(node.slots for node in cache.view().nodes) == [(0,), (0, 1), (1,)]
+
+
+@pytest.fixture(autouse=True)
+def _no_session_left() -> Iterator[None]:
+    yield
+    gc.collect()

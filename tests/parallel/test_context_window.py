@@ -1,0 +1,135 @@
+"""What a conversation loses when it is longer than the context, and what it never loses."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.parallel.context_window import OPENING_TOKENS, SINK_TOKENS, ContextError, ContextWindow, Outline
+
+WINDOW = ContextWindow(100)
+# A system prompt of 20 tokens, then messages that end at these offsets, the last of them the question.
+OUTLINE = Outline.of(126, (20, 40, 62, 90, 120))
+
+
+def test_nothing_goes_while_all_fits():
+    assert WINDOW.excess(OUTLINE, length=60, room=40) == 0
+    assert WINDOW.excess(OUTLINE, length=80, room=20) == 0
+
+
+def test_whole_messages_go_the_oldest_first_until_a_quarter_is_free():
+    # 27 too many; a quarter is 25, so 50 are to go: the second message behind the system prompt ends at 42, then 70.
+    assert WINDOW.excess(OUTLINE, length=126, room=1) == 70
+    # 10 too many: the first message would do, a quarter takes the second one too.
+    assert WINDOW.excess(OUTLINE, length=109, room=1) == 42
+
+
+def test_the_question_goes_last_and_then_by_the_token():
+    outline = Outline.of(126, (20, 30, 120))
+    # Of 120 tokens 20 are too many, and the message of 10 is not enough: from the question go 25 in all.
+    assert WINDOW.excess(outline, length=119, room=1) == 25
+    # What the message of 10 frees is enough, though it is no quarter.
+    assert WINDOW.excess(outline, length=100, room=10) == 10
+
+
+def test_a_prompt_without_marks_loses_its_oldest_tokens_but_the_very_first():
+    outline = Outline.of(120, ())
+    assert outline.keep == SINK_TOKENS
+    assert WINDOW.excess(outline, length=120, room=1) == 25
+
+
+def test_a_prompt_with_a_mark_for_the_system_prompt_alone_can_be_cut_behind_it():
+    assert WINDOW.excess(Outline.of(120, (50,)), length=120, room=1) == 25
+
+
+def test_keep_overrides_the_first_mark():
+    # No system prompt: the first mark is where the first message ends, and that one may go.
+    assert WINDOW.excess(Outline.of(120, (30, 60, 114), keep=0), length=120, room=1) == 30
+
+
+@pytest.mark.parametrize("keep", [-1, 121])
+def test_keep_outside_the_prompt_is_refused_with_the_numbers(keep):
+    with pytest.raises(ValueError, match=rf"keep is {keep} tokens; wanted 0 to 120"):
+        Outline.of(120, (), keep=keep)
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers():
+    with pytest.raises(ContextError, match=r"126 tokens and 1 more do not fit 100: the first 110 and the last 6 stay"):
+        WINDOW.excess(Outline.of(126, (110, 120)), length=126, room=1)
+
+
+@pytest.mark.parametrize("tokens", [-5, 0, 1])
+def test_a_context_of_less_than_two_tokens_is_refused(tokens):
+    with pytest.raises(ValueError, match="wanted at least 2"):
+        ContextWindow(tokens)
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.01, float("nan")])
+def test_a_share_outside_its_range_is_refused(share):
+    with pytest.raises(ValueError, match="wanted more than 0 and at most 1"):
+        ContextWindow(100, share)
+
+
+def test_the_turns_of_a_conversation_are_cut_at_few_places():
+    # A turn is a question of 6 tokens and a reply of 6 behind a system prompt of 10; 40 turns are 5 contexts.
+    cuts = []
+    for turn in range(40):
+        ends = [10, *(10 + 6 * message for message in range(1, 2 * turn + 2))]
+        length = ends[-1] + 3
+        cuts.append(WINDOW.excess(Outline.of(length, ends), length, room=10))
+    grown = [after for before, after in pairwise(cuts) if after != before]
+    assert cuts == sorted(cuts)
+    assert cuts[-1] >= 390
+    # Once in a quarter of a context, so that between two cuts a turn finds what the last one left.
+    assert len(grown) <= 490 // WINDOW.quantum
+
+
+@st.composite
+def prompts(draw):
+    keep = draw(st.integers(0, 30))
+    lengths = draw(st.lists(st.integers(1, 60), max_size=8))
+    opening = draw(st.integers(0, 5))
+    ends, at = [], keep
+    for length in lengths:
+        at += length
+        ends.append(at)
+    return Outline(max(1, at + opening), keep, tuple(ends))
+
+
+@given(
+    outline=prompts(),
+    reply=st.integers(0, 80),
+    room=st.integers(0, 40),
+    tokens=st.integers(2, 150),
+    share=st.sampled_from([0.1, 0.25, 0.5, 1.0]),
+)
+def test_a_cut_makes_the_room_and_leaves_beginning_opening_and_reply(outline, reply, room, tokens, share):
+    window = ContextWindow(tokens, share)
+    length = outline.length + reply
+    try:
+        gone = window.excess(outline, length, room)
+    except ContextError:
+        opening = max(1, min(OPENING_TOKENS, outline.length - outline.ends[-1]) if outline.ends else 1)
+        assert outline.keep + opening + reply + room > tokens
+        return
+    assert gone >= 0
+    assert length - gone + room <= tokens
+    assert gone == 0 or outline.keep + gone <= outline.limit < outline.length
+    # Going on from there is going on from the same place: what is gone is not asked for again.
+    assert window.excess(outline, length - gone, room, dropped=gone) == 0
+    whole = {end - outline.keep for end in outline.ends[:-1]}
+    if gone and max(whole, default=0) >= length + room - tokens:
+        assert gone in whole
+
+
+@given(outline=prompts(), tokens=st.integers(10, 100), grown=st.lists(st.integers(1, 5), max_size=30))
+def test_cuts_in_steps_end_where_one_cut_would(outline, tokens, grown):
+    window, length, dropped = ContextWindow(tokens), outline.length, 0
+    try:
+        for more in grown:
+            dropped += window.excess(outline, length - dropped, more, dropped)
+            length += more
+        assert dropped >= window.excess(outline, length, 0) or not grown
+    except ContextError:
+        return

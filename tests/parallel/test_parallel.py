@@ -1,0 +1,222 @@
+"""What a ParallelGenerator is handed is looked at at once, and what it keeps of a request is right at every turn."""
+
+import numpy as np
+import pytest
+
+from radixcache import PrefixCache, UnsupportedCacheError
+from runner.models.load import load_model
+from runner.parallel import ParallelGenerator
+from runner.parallel.context_window import Outline
+from runner.parallel.request import ParallelRequest, Ticket
+from runner.replies.reply import Reply
+from tests.replay.test_pipeline import Uncompiled, is_compiling
+
+PROMPT = np.arange(30, 130)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_model("tiny")
+
+
+def new_generator(loaded, model=None, **more):
+    cache = PrefixCache(loaded.model, budget_bytes=64 << 20)
+    options = {"capacity": 512, "step_size": 32, **more}
+    return ParallelGenerator(cache, model or loaded.model, loaded.tokenizer, **options)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"capacity": 0}, "capacity is 0; wanted at least 1"),
+        ({"max_rows": 0}, "max_rows is 0; wanted at least 1"),
+        ({"max_rows": "a"}, "max_rows is 'a'; wanted at least 1"),
+        ({"step_size": 1.5}, "step_size is 1.5; wanted at least 1"),
+        ({"step_size": -1}, "step_size is -1; wanted at least 1"),
+        ({"context": 1}, "a context of 1 tokens; wanted at least 2"),
+        ({"context": 513}, "a context of 513 tokens does not fit 512 cells"),
+        ({"context": 100, "free_share": 0}, "free_share is 0; wanted more than 0"),
+        ({"priority": "high"}, "priority is 'high'"),
+    ],
+)
+def test_a_generator_that_makes_no_sense_is_refused(tiny, options, found):
+    with pytest.raises(ValueError, match=found):
+        new_generator(tiny, **options)
+
+
+def test_a_model_whose_layers_cannot_be_shared_is_refused_by_name():
+    with pytest.raises(UnsupportedCacheError, match="ChunkedKVCache"):
+        new_generator(load_model("tiny:llama4"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "more", "found"),
+    [
+        ([], {}, "tokens is empty"),
+        ("text", {}, "tokens is a str"),
+        ([1, 2, 300], {}, r"tokens\[2\] is 300; wanted a token id in \[0, 256\)"),
+        (PROMPT, {"max_tokens": 0}, "max_tokens is 0; wanted at least 1"),
+        (PROMPT, {"marks": (101,)}, "mark 101 is outside the prompt of 100 tokens"),
+        (PROMPT, {"marks": (-1,)}, "mark -1 is outside"),
+        (PROMPT, {"keys": [1, 2]}, "keys has 2 entries; wanted 100"),
+        (PROMPT, {"keep": 101}, "keep is 101 tokens; wanted 0 to 100"),
+        (PROMPT, {"max_tokens": 1.5}, "max_tokens is 1.5; wanted at least 1"),
+        (PROMPT, {"sampler": 3}, "sampler is a int; wanted a function"),
+        (PROMPT, {"reserve": 0}, "reserve is 0; wanted at least 1"),
+        (PROMPT, {"max_tokens": 414}, "take 513 cells; there are 512"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused_and_nothing_else_is(tiny, tokens, more, found):
+    with new_generator(tiny) as generator:
+        with pytest.raises(ValueError, match=found):
+            generator.submit(tokens, **{"max_tokens": 4, **more})
+        assert list(generator) == []
+        ticket = generator.submit(PROMPT, max_tokens=413, stop_tokens=range(256))
+        assert ticket.number == 0
+        assert [piece.completion.done_reason for _, piece in generator] == ["stop"]
+
+
+def test_tickets_are_numbered_in_order_and_say_how_they_ended(tiny):
+    with new_generator(tiny) as generator:
+        tickets = [generator.submit(PROMPT[: 10 + count], max_tokens=2, stop_tokens=()) for count in range(3)]
+        assert [ticket.number for ticket in tickets] == [0, 1, 2]
+        assert repr(tickets[2]) == "Ticket(number=2, prompt_tokens=12, waiting or running)"
+        list(generator)
+        assert repr(tickets[2]) == "Ticket(number=2, prompt_tokens=12, length)"
+        assert tickets[2].matched_tokens == 11
+        assert (tickets[0].matched_tokens, tickets[0].reason) == (0, None)
+
+
+def test_closing_twice_is_fine_and_ends_an_iteration(tiny):
+    generator = new_generator(tiny)
+    ticket = generator.submit(PROMPT, max_tokens=50, stop_tokens=())
+    for count, _ in enumerate(generator):
+        if count == 3:
+            generator.close()
+    generator.close()
+    assert ticket.completion.done_reason == "cancelled"
+    assert len(ticket.completion.tokens) == 4
+    assert generator.group.is_closed
+
+
+# Compiled mode
+
+
+def test_compiled_mode_is_off_while_a_model_that_wants_it_so_runs_and_on_between_iterations(tiny):
+    model = Uncompiled(tiny.model)
+    with new_generator(tiny, model) as generator:
+        generator.submit(PROMPT, max_tokens=9, stop_tokens=())
+        assert is_compiling()
+        for _ in generator:
+            assert not is_compiling()
+            break
+        assert is_compiling()
+        list(generator)
+    assert model.compiled_calls
+    assert not any(model.compiled_calls)
+    assert is_compiling()
+
+
+def test_compiled_mode_comes_back_when_the_model_raises(tiny):
+    with new_generator(tiny, Uncompiled(tiny.model, fails=True)) as generator:
+        ticket = generator.submit(PROMPT, max_tokens=9)
+        list(generator)
+    assert str(ticket.completion.error) == "a layer failed"
+    assert is_compiling()
+
+
+# Waiting to share
+
+
+def order_of(loaded, prompts, **more):
+    """Which request reported progress when, as (number, offset)."""
+    order = []
+    with new_generator(loaded) as generator:
+        for number, prompt in enumerate(prompts):
+            generator.submit(
+                prompt,
+                max_tokens=1,
+                on_progress=lambda done, total, number=number: order.append((number, done)),
+                **more,
+            )
+        list(generator)
+    return order
+
+
+@pytest.mark.parametrize(("common", "marks", "shared"), [(100, (), 96), (100, (98,), 98), (20, (10,), 10)])
+def test_with_recurrent_layers_who_waits_comes_in_where_the_other_stands_or_at_a_checkpoint(common, marks, shared):
+    loaded = load_model("tiny:qwen3_next")
+    order = order_of(loaded, [np.arange(30, 230), np.append(np.arange(30, 30 + common), 9)], marks=marks)
+    reached = -(-shared // 32) * 32
+    assert order.index((1, shared)) == order.index((0, reached)) + 1
+    assert [number for number, _ in order[: order.index((1, shared))]] == [0] * (reached // 32 + 1)
+
+
+def test_with_recurrent_layers_nobody_waits_for_what_cannot_be_shared():
+    loaded = load_model("tiny:qwen3_next")
+    order = order_of(loaded, [np.arange(30, 230), np.append(np.arange(30, 50), 9)])
+    assert order[:2] == [(0, 0), (1, 0)]
+
+
+def test_a_long_prompt_gets_every_second_chunk_while_short_ones_keep_coming(tiny):
+    order = []
+    with new_generator(tiny, capacity=4096, max_rows=64) as generator:
+
+        def submit(name, prompt):
+            generator.submit(prompt, max_tokens=1, on_progress=lambda done, total: order.append((name, done)))
+
+        submit("long", np.full(320, 200))
+        for count in range(40):
+            submit(count, np.full(30, count))
+        list(generator)
+    chunks = [name for name, done in order if done]
+    assert [name == "long" for name in chunks[:20]] == [True, False] * 10
+    assert [name for name in chunks if name != "long"] == list(range(40))
+
+
+# A request's own state
+
+
+def request(loaded, marks=(20, 40, 60), max_tokens=10):
+    reply = Reply(loaded.tokenizer, max_tokens=max_tokens, stop_tokens=(), prompt_tokens=100)
+    outline = Outline.of(100, marks)
+    return ParallelRequest(Ticket(0, 100), PROMPT, PROMPT.copy(), marks, outline, reply, None, max_tokens, None)
+
+
+def test_a_request_that_goes_back_twice_has_its_reply_in_its_tokens_once(tiny):
+    each = request(tiny)
+    for token in (1, 2, 3):
+        each.reply.add(token, None, lambda: False)
+    each.go_back()
+    assert each.tokens.tolist() == [*PROMPT, 1, 2, 3]
+    assert each.needed_tokens == 109
+    for token in (4, 5):
+        each.reply.add(token, None, lambda: False)
+    assert each.proven_tokens == 104
+    each.go_back()
+    assert each.tokens.tolist() == each.keys.tolist() == [*PROMPT, 1, 2, 3, 4, 5]
+    assert each.needed_tokens == 109
+    assert each.proven_tokens == 0
+
+
+def test_what_is_dropped_is_gone_from_tokens_keys_and_marks(tiny):
+    each = request(tiny)
+    each.drop(30)
+    assert each.tokens.tolist() == each.keys.tolist() == [*PROMPT[:20], *PROMPT[50:]]
+    assert each.marks == (20, 30)
+    each.shift(10)
+    assert each.tokens.tolist() == [*PROMPT[:20], *PROMPT[60:]]
+    assert each.marks == (20,)
+    assert (each.dropped, each.reply.shifted_tokens) == (40, 10)
+
+
+def test_a_reply_of_which_less_is_reserved_needs_less_until_it_went_back(tiny):
+    each = request(tiny)
+    each.reserve = 1
+    assert each.needed_tokens == 100
+    each.reply.add(1, None, lambda: False)
+    each.go_back()
+    assert each.needed_tokens == 109

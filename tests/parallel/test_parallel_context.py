@@ -1,0 +1,323 @@
+"""A conversation longer than the context goes on: its oldest turns go, its beginning stays, and it says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixcache import PrefixCache
+from radixcache.cells.causal import CausalCache
+from runner.models.load import LoadedModel
+from runner.parallel import ParallelGenerator
+from runner.parallel.context_window import OPENING_TOKENS
+from runner.parallel.request import Ticket
+from runner.replies.pipeline import generate
+from tests import inside
+from tests.parallel.test_parallel_generate import alone, done, drain, load, new_cache, new_generator, tokens_of
+
+CONTEXT = 128
+QUARTER = CONTEXT // 4
+KINDS = ("llama", "llama_sliding", "gemma3_text", "gpt_oss")
+_random = np.random.default_rng(9)
+SYSTEM = _random.integers(20, 200, 40)
+OPENING = [3, 4, 5]
+MESSAGE_LENGTH = 10
+
+
+@pytest.fixture(params=KINDS)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return load(request.param)
+
+
+@pytest.fixture
+def llama() -> LoadedModel:
+    return load("llama")
+
+
+def conversation(messages: int, seed: int = 0) -> tuple[np.ndarray, tuple[int, ...]]:
+    """A system prompt, messages of 10 tokens, the opening of a reply; and their marks."""
+    random = np.random.default_rng(seed)
+    text = random.integers(20, 200, messages * MESSAGE_LENGTH)
+    ends = [len(SYSTEM) + MESSAGE_LENGTH * count for count in range(messages + 1)]
+    return np.concatenate([SYSTEM, text, OPENING]), tuple(ends)
+
+
+def submit(generator: ParallelGenerator, prompt: Any, marks: Any, max_tokens: int, **more: Any) -> Ticket:
+    return generator.submit(prompt, marks=marks, max_tokens=max_tokens, **{"stop_tokens": (), **more})
+
+
+def without(prompt: Any, begin: int, length: int) -> np.ndarray:
+    return np.delete(np.asarray(prompt), slice(begin, begin + length))
+
+
+def final(ticket: Ticket, prompt: Any, keep: int = len(SYSTEM)) -> list[int]:
+    """What was in the cells at the end of a request."""
+    completion = done(ticket)
+    gone = completion.omitted_tokens + completion.shifted_tokens
+    return [*without(prompt, keep, gone), *completion.tokens]
+
+
+def require_untainted(loaded: LoadedModel, cache: PrefixCache, prompts: list[Any]) -> None:
+    """All that the cache resumes of these is what a cold prefill gives, layer by layer."""
+    cache.check()
+    resumed = 0
+    for prompt in prompts:
+        with cache.begin(prompt) as session:
+            list(generate(session, loaded.model, loaded.tokenizer, max_tokens=1, stop_tokens=()))
+            assert session.mismatch is None
+            resumed += session.cached_tokens
+    assert resumed > 0
+    assert cache.stats.verified_requests > 0
+    assert cache.stats.verify_mismatches == 0
+
+
+def system_cells(generator: ParallelGenerator) -> list[mx.array]:
+    """Keys and values of the system prompt in all layers, of the first row."""
+    causal = inside.causal(generator.group)
+    cells = mx.array(causal.table.cells(generator.group.rows[0].id)[: len(SYSTEM)])
+    return [array for layer in causal.leaves for array in layer.read(cells)]
+
+
+def test_a_reply_that_fills_the_context_goes_on_without_the_oldest_turns(loaded: LoadedModel) -> None:
+    cache = new_cache(loaded, verify=1.0)
+    prompt, marks = conversation(5)
+    with new_generator(loaded, cache, context=CONTEXT) as generator:
+        ticket = submit(generator, prompt, marks, 70)
+        held: list[list[mx.array]] = []
+
+        def look(count: int) -> None:
+            if count in (2, 65):
+                held.append(system_cells(generator))
+            if generator.group.rows:
+                assert generator.group.rows[0].position <= CONTEXT
+
+        pieces = drain(generator, look)
+    completion = done(ticket)
+    assert (completion.done_reason, completion.note, completion.error) == ("length", None, None)
+    assert (len(completion.tokens), completion.omitted_tokens) == (70, 0)
+    # A quarter of the context is 32 tokens, and the fourth message is the first one to end behind that many.
+    assert completion.shifted_tokens == 40
+    before, after = held
+    assert all(bool(mx.array_equal(*pair)) for pair in zip(before, after, strict=True))
+    # Up to the shift it is what it would be with all the context it wants.
+    free = CONTEXT - len(prompt)
+    assert completion.tokens[: free + 1] == alone(loaded, prompt, 70)[: free + 1]
+    assert [piece.token for piece in pieces[ticket]] == list(completion.tokens)
+    require_untainted(loaded, cache, [final(ticket, prompt), [*prompt, *completion.tokens], [*SYSTEM, 30]])
+
+
+def test_the_others_do_not_notice_a_shift_of_what_they_share(loaded: LoadedModel) -> None:
+    cache = new_cache(loaded, verify=1.0)
+    long, marks = conversation(5)
+    # The second shares the system prompt and four messages with the first, which are what is shifted out.
+    other = np.concatenate([long[:80], conversation(1, seed=4)[0][40:]])
+    with new_generator(loaded, cache, context=CONTEXT) as generator:
+        tickets = [
+            submit(generator, long, marks, 70),
+            submit(generator, other, (40, 80, 90), 35),
+            submit(generator, long, marks, 35),
+        ]
+        drain(generator)
+    assert [done(ticket).shifted_tokens for ticket in tickets] == [40, 0, 0]
+    assert [done(ticket).cached_tokens for ticket in tickets] == [0, 80, len(long) - 1]
+    assert tokens_of(tickets[1]) == alone(loaded, other, 35)
+    assert tokens_of(tickets[2]) == alone(loaded, long, 35)
+    assert tokens_of(tickets[0])[:36] == alone(loaded, long, 36)
+    require_untainted(loaded, cache, [final(tickets[0], long), long, other])
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_next", "mamba"])
+def test_a_prompt_longer_than_the_context_is_answered_without_its_oldest_messages(kind: str) -> None:
+    loaded = load(kind)
+    cache = new_cache(loaded, verify=1.0)
+    prompt, marks = conversation(30)
+    with new_generator(loaded, cache, context=CONTEXT) as generator:
+        ticket = submit(generator, prompt, marks, 10)
+        drain(generator)
+    completion = done(ticket)
+    assert (completion.prompt_tokens, completion.shifted_tokens, completion.done_reason) == (len(prompt), 0, "length")
+    # 343 tokens and 10 more are 225 too many; 8 quarters of the context are 256, and the next message ends at 260.
+    assert completion.omitted_tokens == 260
+    assert completion.tokens == alone(loaded, without(prompt, len(SYSTEM), 260), 10)
+    require_untainted(loaded, cache, [prompt, final(ticket, prompt)])
+
+
+def test_a_conversation_of_three_contexts_goes_on_turn_by_turn_and_resumes_what_the_last_turn_left(
+    loaded: LoadedModel,
+) -> None:
+    cache = new_cache(loaded, verify=1.0)
+    history, ends = list(SYSTEM), [len(SYSTEM)]
+    shifted = omitted = resumed = 0
+    with new_generator(loaded, cache, context=CONTEXT) as generator:
+        for turn in range(20):
+            history += np.random.default_rng(turn).integers(20, 200, 10).tolist()
+            ends.append(len(history))
+            ticket = submit(generator, [*history, *OPENING], ends, 9)
+            drain(generator)
+            completion = done(ticket)
+            assert (completion.done_reason, len(completion.tokens), completion.note) == ("length", 9, None)
+            if turn:
+                assert completion.cached_tokens >= len(SYSTEM)
+                resumed += completion.cached_tokens > len(SYSTEM)
+            shifted += completion.shifted_tokens > 0
+            omitted += completion.omitted_tokens > 0
+            history += [*OPENING, *completion.tokens]
+            ends.append(len(history))
+    assert len(history) > 3 * CONTEXT
+    assert omitted >= 10
+    # The place of the cut moves once in a quarter of the context; in between, turns find what the last one stored.
+    assert resumed >= 10
+    require_untainted(loaded, cache, [history, [*SYSTEM, 30]])
+
+
+def test_a_shift_that_fails_ends_its_own_reply_alone(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: CausalCache, *arguments: Any) -> None:
+        raise OSError("no rotation")
+
+    monkeypatch.setattr(CausalCache, "remove", failing)
+    prompt, marks = conversation(5)
+    with new_generator(llama, new_cache(llama), context=CONTEXT) as generator:
+        tickets = [submit(generator, prompt, marks, 80), submit(generator, prompt[:60], (40, 50), 60)]
+        drain(generator)
+    failed = done(tickets[0])
+    assert (failed.done_reason, type(failed.error)) == ("error", OSError)
+    assert failed.tokens == alone(llama, prompt, CONTEXT - len(prompt) + 1)
+    assert tokens_of(tickets[1]) == alone(llama, prompt[:60], 60)
+
+
+@pytest.mark.parametrize("capacity", [CONTEXT + 20, CONTEXT + 38])
+def test_who_has_to_wait_while_others_are_shifted_goes_on_afterwards(loaded: LoadedModel, capacity: int) -> None:
+    cache = new_cache(loaded, verify=1.0)
+    talks = [conversation(5, seed) for seed in (1, 1, 2)]
+    # A token shorter and a round earlier: the context is full for both at the same time.
+    talks[0] = (talks[0][0][:-1], talks[0][1])
+    lengths: list[int] = []
+    with new_generator(loaded, cache, context=CONTEXT, capacity=capacity) as generator:
+        tickets = [
+            submit(generator, prompt, marks, 75, reserve=1, on_progress=lambda done, total: lengths.append(total))
+            for prompt, marks in talks
+        ]
+        pieces = drain(generator)
+    assert max(lengths) <= CONTEXT
+    ended = []
+    for ticket, (prompt, _) in zip(tickets, talks, strict=True):
+        ended.append(final(ticket, prompt))
+        completion = done(ticket)
+        assert (completion.done_reason, completion.note, len(completion.tokens)) == ("length", None, 75)
+        assert completion.omitted_tokens + completion.shifted_tokens >= len(prompt) + 74 - CONTEXT
+        assert [piece.token for piece in pieces[ticket]] == list(completion.tokens)
+    require_untainted(
+        loaded, cache, [final(ticket, prompt) for ticket, (prompt, _) in zip(tickets, talks, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "mamba"])
+def test_where_nothing_can_be_shifted_the_reply_ends_and_says_why(kind: str) -> None:
+    loaded = load(kind)
+    cache = new_cache(loaded, verify=1.0)
+    prompt, marks = conversation(5)
+    with new_generator(loaded, cache, context=CONTEXT) as generator:
+        tickets = [submit(generator, prompt, marks, 80), submit(generator, prompt[::-1].copy(), (), 20)]
+        pieces = drain(generator)
+    completion = done(tickets[0])
+    assert (completion.done_reason, completion.shifted_tokens, completion.error) == ("length", 0, None)
+    assert completion.note is not None
+    assert "context of 128 tokens is full" in completion.note
+    assert "cannot be shifted" in completion.note
+    # Every cell was used, and the last token, which is in none, was handed out too.
+    assert completion.tokens == alone(loaded, prompt, CONTEXT - len(prompt) + 1)
+    assert [piece.token for piece in pieces[tickets[0]] if piece.token is not None] == list(completion.tokens)
+    assert tokens_of(tickets[1]) == alone(loaded, prompt[::-1], 20)
+    require_untainted(loaded, cache, [final(tickets[0], prompt)])
+
+
+def test_the_reply_itself_is_never_cut(llama: LoadedModel) -> None:
+    prompt, marks = conversation(5)
+    with new_generator(llama, new_cache(llama), context=CONTEXT) as generator:
+        ticket = submit(generator, prompt, marks, 500)
+        drain(generator)
+    completion = done(ticket)
+    assert completion.done_reason == "length"
+    assert completion.note is not None
+    assert "too few to go" in completion.note
+    assert len(completion.tokens) == CONTEXT - len(SYSTEM) - len(OPENING) + 1
+    assert completion.shifted_tokens == len(prompt) - len(SYSTEM) - len(OPENING)
+
+
+def test_what_must_stay_and_does_not_fit_is_refused_with_the_numbers(llama: LoadedModel) -> None:
+    with new_generator(llama, new_cache(llama), context=CONTEXT) as generator:
+        with pytest.raises(
+            ValueError, match=r"163 tokens and 32 more do not fit 128: the first 120 and the last 3 stay"
+        ):
+            submit(generator, conversation(16)[0][:163], (120, 140, 160), 50)
+        # Asked for less, or with less of its beginning kept, it fits.
+        tickets = [
+            submit(generator, conversation(16)[0][:163], (120, 140, 160), 5),
+            submit(generator, conversation(16)[0][:163], (120, 140, 160), 50, keep=0),
+        ]
+        drain(generator)
+    assert [done(ticket).omitted_tokens for ticket in tickets] == [40, 120]
+    assert [len(tokens_of(ticket)) for ticket in tickets] == [5, 50]
+
+
+@pytest.mark.parametrize(("context", "capacity"), [(1, 100), (101, 100)])
+def test_a_context_that_makes_no_sense_is_refused(llama: LoadedModel, context: int, capacity: int) -> None:
+    with pytest.raises(ValueError, match="context of"):
+        new_generator(llama, new_cache(llama), context=context, capacity=capacity)
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_with_short_room_and_a_short_context_all_is_served_and_nothing_wrong_is_stored(data: st.DataObject) -> None:
+    loaded = load(data.draw(st.sampled_from(["llama", "llama_sliding", "qwen3_next"])))
+    cache = new_cache(loaded, verify=1.0)
+    capacity = data.draw(st.sampled_from([CONTEXT, 150, 260]))
+    share = data.draw(st.sampled_from([0.1, 0.25, 0.5]))
+    reserve = data.draw(st.sampled_from([None, 1]))
+    requests = data.draw(
+        st.lists(st.tuples(st.integers(0, 8), st.integers(1, 60), st.integers(0, 1)), min_size=1, max_size=4)
+    )
+    tickets = []
+    with new_generator(loaded, cache, capacity=capacity, context=CONTEXT, free_share=share) as generator:
+        for messages, length, seed in requests:
+            prompt, marks = conversation(2 * messages, seed)
+            tickets.append((submit(generator, prompt, marks, length, reserve=reserve), prompt, length))
+        drain(generator)
+    finals: list[Any] = [[*SYSTEM, 30]]
+    for ticket, prompt, length in tickets:
+        completion = done(ticket)
+        assert completion.done_reason == "length", completion
+        if completion.note is None:
+            assert len(completion.tokens) == length
+        if completion.shifted_tokens == 0:
+            short = without(prompt, len(SYSTEM), completion.omitted_tokens)
+            assert completion.tokens == alone(loaded, short, length)[: len(completion.tokens)]
+        gone = completion.omitted_tokens + completion.shifted_tokens
+        assert gone <= max(0, len(prompt) - len(SYSTEM) - min(OPENING_TOKENS, len(OPENING)))
+        finals.append(final(ticket, prompt))
+    require_untainted(loaded, cache, finals)
+
+
+@pytest.mark.parametrize("kind", ["llama_sliding", "gemma3_text"])
+def test_a_checkpoint_behind_a_rewind_is_not_taken_for_the_tokens_that_came_instead(kind: str) -> None:
+    loaded = load(kind)
+    cache = new_cache(loaded, verify=1.0)
+    prompt = _random.integers(20, 200, 100)
+    instead = np.concatenate([prompt[:60], _random.integers(20, 200, 40)])
+    with cache.begin_many([prompt], capacity=256) as group:
+        (row,) = group.rows
+        group.prefill(loaded.model, row)
+        assert [each.offset for each in inside.checkpoints(row)] == [len(prompt) - 16]
+        group.remove(loaded.model, row, 60, 100)
+        group.check()
+        for token in instead[60:]:
+            group.step(loaded.model, [row], [int(token)])
+        same = group.admit([*instead[:95], 30, 31])
+        assert same.cached_tokens == 95
+        same.close()
+    require_untainted(loaded, cache, [[*instead[:90], 30], [*instead, 30]])

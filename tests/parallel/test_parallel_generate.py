@@ -1,0 +1,978 @@
+"""Many replies at once are those of one at a time, whoever joins, leaves, is cancelled or fails meanwhile."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixcache import BudgetFullError, PrefixCache, render_chat
+from radixcache.cells.causal import CausalCache
+from runner.models.load import LoadedModel, load_model
+from runner.parallel import ParallelGenerator
+from runner.parallel.request import Ticket
+from runner.replies.pipeline import generate
+from runner.replies.reply import Completion, Piece
+from tests import inside
+from tests.sessions.test_failures import Fuse, failed_decomposition, fused, raising, refused_product, spoiling
+
+BUDGET_BYTES = 64 << 20
+CAPACITY = 1024
+STEP_SIZE = 32
+MAX_TOKENS = 8
+
+_random = np.random.default_rng(5)
+SYSTEM = _random.integers(20, 200, 40)
+MARKS = (len(SYSTEM),)
+PROMPTS = [np.concatenate([SYSTEM, _random.integers(20, 200, length)]) for length in (5, 40, 90, 7, 33)]
+# Full attention, sliding windows in all and in some layers, recurrent state beside attention, and alone.
+KINDS = ("llama", "llama_sliding", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "mamba")
+FEW_KINDS = ("llama", "llama_sliding", "qwen3_next")
+
+_loaded: dict[str, LoadedModel] = {}
+_alone: dict[tuple[str, bytes, int], tuple[int, ...]] = {}
+
+
+def load(kind: str) -> LoadedModel:
+    if kind not in _loaded:
+        _loaded[kind] = load_model(f"tiny:{kind}")
+    return _loaded[kind]
+
+
+@pytest.fixture(params=FEW_KINDS)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return load(request.param)
+
+
+@pytest.fixture
+def llama() -> LoadedModel:
+    return load("llama")
+
+
+def new_cache(loaded: LoadedModel, **more: Any) -> PrefixCache:
+    return PrefixCache(loaded.model, **{"budget_bytes": BUDGET_BYTES, **more})
+
+
+def new_generator(loaded: LoadedModel, cache: PrefixCache, **more: Any) -> ParallelGenerator:
+    options = {"capacity": CAPACITY, "step_size": STEP_SIZE, **more}
+    return ParallelGenerator(cache, loaded.model, loaded.tokenizer, **options)
+
+
+def alone(loaded: LoadedModel, prompt: Any, max_tokens: int = MAX_TOKENS) -> tuple[int, ...]:
+    """The greedy reply to a prompt, by the pipeline of one request at a time on an empty cache."""
+    key = loaded.name, np.asarray(prompt, np.int64).tobytes(), max_tokens
+    if key not in _alone:
+        with new_cache(loaded).begin(prompt) as session:
+            *_, last = generate(session, loaded.model, loaded.tokenizer, max_tokens=max_tokens, stop_tokens=())
+        _alone[key] = done(last).tokens
+    return _alone[key]
+
+
+def submit(generator: ParallelGenerator, prompt: Any, max_tokens: int = MAX_TOKENS, **more: Any) -> Ticket:
+    return generator.submit(prompt, max_tokens=max_tokens, **{"marks": MARKS, "stop_tokens": (), **more})
+
+
+def drain(generator: ParallelGenerator, at: Callable[[int], None] = lambda count: None) -> dict[Ticket, list[Piece]]:
+    """Serve until all is done, with a check of the cells after each piece; `at` is told the number of pieces."""
+    pieces: dict[Ticket, list[Piece]] = {}
+    at(0)
+    for count, (ticket, piece) in enumerate(generator, start=1):
+        pieces.setdefault(ticket, []).append(piece)
+        generator.group.check()
+        at(count)
+    return pieces
+
+
+def done(ticket: Ticket) -> Completion:
+    assert ticket.completion is not None
+    return ticket.completion
+
+
+def tokens_of(ticket: Ticket) -> tuple[int, ...]:
+    return done(ticket).tokens
+
+
+def require_alone(loaded: LoadedModel, tickets: Iterable[Ticket], prompts: Iterable[Any]) -> None:
+    for ticket, prompt in zip(tickets, prompts, strict=True):
+        assert done(ticket).done_reason == "length", done(ticket)
+        assert done(ticket).tokens == alone(loaded, prompt, len(done(ticket).tokens))
+
+
+def require_right_tree(loaded: LoadedModel, cache: PrefixCache, prompts: Iterable[Any]) -> None:
+    """What the cache restores of these prompts gives the tokens that an empty one gives."""
+    cache.check()
+    for prompt in prompts:
+        with cache.begin(prompt) as session:
+            *_, last = generate(session, loaded.model, loaded.tokenizer, max_tokens=2, stop_tokens=())
+        assert done(last).tokens == alone(loaded, prompt, 2)
+
+
+def quarantine(cache: PrefixCache, prompt: Any, start: int) -> None:
+    """Have what begins with a prompt quarantined from an offset on, as verification does where state is wrong."""
+    with cache.begin(prompt) as session:
+        inside.find_wrong(cache, session, len(prompt), start)
+
+
+def scripted(tokens: Sequence[int]) -> Callable[[mx.array], mx.array]:
+    """A sampler that says what it is told to, whatever the model thinks."""
+    script = iter(tokens)
+    return lambda logprobs: mx.array([next(script)])
+
+
+# Together
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replies_are_those_of_one_at_a_time_and_the_system_prompt_is_evaluated_once(kind: str) -> None:
+    loaded = load(kind)
+    cache = new_cache(loaded)
+    with new_generator(loaded, cache) as generator:
+        tickets = [submit(generator, prompt) for prompt in PROMPTS]
+        pieces = drain(generator)
+        require_alone(loaded, tickets, PROMPTS)
+        assert [done(ticket).cached_tokens for ticket in tickets] == [0, *[len(SYSTEM)] * 4]
+        assert generator.group.used_cells == 0
+        # What was stored at the end of one request is there for the next.
+        again = submit(generator, [*PROMPTS[1], *tokens_of(tickets[1])[:-1], 30])
+        drain(generator)
+        assert done(again).cached_tokens == len(PROMPTS[1]) + MAX_TOKENS - 1
+    for ticket in tickets:
+        assert [piece.token for piece in pieces[ticket]] == list(tokens_of(ticket))
+        assert [piece.completion for piece in pieces[ticket]] == [None] * (MAX_TOKENS - 1) + [ticket.completion]
+        assert done(ticket).ttft_ms is not None
+    require_right_tree(loaded, cache, PROMPTS)
+
+
+def test_all_that_decode_take_one_forward_pass_together(llama: LoadedModel) -> None:
+    passes: list[tuple[int, int]] = []
+    model = Watched(llama.model, passes)
+    generator = ParallelGenerator(new_cache(llama), model, llama.tokenizer, capacity=CAPACITY, step_size=STEP_SIZE)
+    with generator:
+        for prompt in PROMPTS[:3]:
+            submit(generator, prompt, 20)
+        drain(generator)
+    widest = [shape for shape in passes if shape[0] > 1]
+    assert (3, 1) in widest
+    assert all(rows == 1 or tokens == 1 for rows, tokens in passes)
+    assert max(tokens for _, tokens in passes) <= STEP_SIZE
+    # Every token but the last of each reply is evaluated once, and prompts once but for what they share.
+    total = sum(rows * tokens for rows, tokens in passes)
+    trial = 64
+    assert total <= sum(map(len, PROMPTS[:3])) - 2 * len(SYSTEM) + 3 * 19 + trial
+
+
+class Watched:
+    """A model that notes the shape (rows, tokens) of every forward pass."""
+
+    def __init__(self, model: Any, passes: list[tuple[int, int]]) -> None:
+        self._model = model
+        self._passes = passes
+
+    def __call__(self, ids: mx.array, cache: Any = None) -> mx.array:
+        self._passes.append((ids.shape[0], ids.shape[1]))
+        return self._model(ids, cache=cache)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def test_between_two_tokens_of_a_reply_lies_one_chunk_of_prefill_at_most(llama: LoadedModel) -> None:
+    passes: list[tuple[int, int]] = []
+    generator = ParallelGenerator(
+        new_cache(llama), Watched(llama.model, passes), llama.tokenizer, capacity=CAPACITY, step_size=STEP_SIZE
+    )
+    with generator:
+        talking = submit(generator, PROMPTS[0], 40)
+        marks_at: list[int] = []
+
+        def join(count: int) -> None:
+            if count == 3:
+                passes.clear()
+                for prompt in PROMPTS[1:]:
+                    submit(generator, prompt[::-1].copy(), 2, marks=())
+
+        for count, (ticket, _) in enumerate(generator, start=1):
+            join(count)
+            if ticket is talking:
+                marks_at.append(sum(tokens > 1 for _, tokens in passes))
+    chunks = sum(-(-len(prompt) // STEP_SIZE) for prompt in PROMPTS[1:])
+    steps = [later - earlier for earlier, later in pairwise(marks_at[3:])]
+    assert max(steps) == 1
+    assert marks_at[-1] >= chunks
+
+
+def test_the_next_step_is_dispatched_before_a_token_is_handed_out_and_none_after_the_last(llama: LoadedModel) -> None:
+    asked = [0, 0]
+
+    def counting(row: int, tokens: Sequence[int]) -> Callable[[mx.array], mx.array]:
+        says = scripted(tokens)
+
+        def sampler(logprobs: mx.array) -> mx.array:
+            asked[row] += 1
+            return says(logprobs)
+
+        return sampler
+
+    with new_generator(llama, new_cache(llama)) as generator:
+        tickets = [
+            submit(generator, PROMPTS[0], 3, sampler=counting(0, [40, 41, 42])),
+            submit(generator, PROMPTS[3], 4, sampler=counting(1, [50, 51, 52, 53])),
+        ]
+        seen = [(ticket.number, piece.token, asked[ticket.number]) for ticket, piece in generator]
+    assert [each for each in seen if each[0] == 0] == [(0, 40, 2), (0, 41, 3), (0, 42, 3)]
+    assert [each for each in seen if each[0] == 1] == [(1, 50, 2), (1, 51, 3), (1, 52, 4), (1, 53, 4)]
+    assert [tokens_of(ticket) for ticket in tickets] == [(40, 41, 42), (50, 51, 52, 53)]
+
+
+def test_each_row_has_its_own_sampler_stop_tokens_and_text(llama: LoadedModel) -> None:
+    stop = next(iter(llama.tokenizer.eos_token_ids))
+    texts = ["é und ü", "日本語", "a🙂b"]
+    spelled = [llama.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    with new_generator(llama, new_cache(llama)) as generator:
+        tickets = [
+            submit(generator, prompt, 60, sampler=scripted([*tokens, stop, stop]), stop_tokens=None)
+            for prompt, tokens in zip(PROMPTS, spelled, strict=False)
+        ]
+        greedy = submit(generator, PROMPTS[4])
+        own_stop = submit(generator, PROMPTS[3], stop_tokens=[alone(llama, PROMPTS[3])[2]])
+        pieces = drain(generator)
+    for ticket, text, tokens in zip(tickets, texts, spelled, strict=True):
+        said = [piece.text for piece in pieces[ticket]]
+        assert "".join(said) == text
+        assert all(text.startswith("".join(said[:count])) for count in range(len(said)))
+        assert (done(ticket).done_reason, done(ticket).tokens) == ("stop", (*tokens, stop))
+    require_alone(llama, [greedy], [PROMPTS[4]])
+    assert done(own_stop).done_reason == "stop"
+    assert tokens_of(own_stop) == alone(llama, PROMPTS[3])[: len(tokens_of(own_stop))]
+
+
+def test_the_readme_serves_two_requests_together(llama: LoadedModel, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (code,) = [block for block in text.split("```python")[1:] if "ParallelGenerator(" in block]
+    names = {"cache": new_cache(llama), "model": llama.model, "tokenizer": llama.tokenizer, "render_chat": render_chat}
+    exec(compile(code.partition("```")[0], "README.md", "exec"), names)
+    ends = re.findall(r"^(?:stop|length) (\d+) (\d+)$", capsys.readouterr().out, re.MULTILINE)
+    assert sorted(int(cached) > 30 for cached, _ in ends) == [False, True]
+    assert {shifted for _, shifted in ends} == {"0"}
+
+
+# Joining and leaving
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, 12])
+def test_who_joins_changes_nothing_for_the_others(loaded: LoadedModel, at: int) -> None:
+    cache = new_cache(loaded)
+    joined: list[Ticket] = []
+    with new_generator(loaded, cache) as generator:
+        tickets = [submit(generator, prompt) for prompt in PROMPTS[:2]]
+
+        def join(count: int) -> None:
+            if count == at:
+                joined.extend(submit(generator, prompt) for prompt in PROMPTS[2:4])
+
+        drain(generator, join)
+        require_alone(loaded, [*tickets, *joined], PROMPTS[:4])
+    require_right_tree(loaded, cache, PROMPTS)
+
+
+def test_replies_of_different_lengths_leave_one_after_the_other(loaded: LoadedModel) -> None:
+    lengths = (1, 2, 9, 4, 16)
+    with new_generator(loaded, new_cache(loaded)) as generator:
+        tickets = [submit(generator, prompt, length) for prompt, length in zip(PROMPTS, lengths, strict=True)]
+        drain(generator)
+    require_alone(loaded, tickets, PROMPTS)
+    assert tuple(len(tokens_of(ticket)) for ticket in tickets) == lengths
+
+
+def test_requests_may_be_handed_in_by_other_threads_while_others_run(llama: LoadedModel) -> None:
+    found: list[Ticket] = []
+    with new_generator(llama, new_cache(llama)) as generator:
+        assert not generator.wait(timeout_s=0)
+
+        def client() -> None:
+            for prompt in PROMPTS:
+                found.append(submit(generator, prompt))
+
+        clients = [threading.Thread(target=client) for _ in range(3)]
+        for each in clients:
+            each.start()
+        while any(each.is_alive() for each in clients) or generator.wait(timeout_s=0):
+            drain(generator)
+        for each in clients:
+            each.join()
+        drain(generator)
+    assert sorted(ticket.number for ticket in found) == list(range(15))
+    by_length = {len(prompt): prompt for prompt in PROMPTS}
+    require_alone(llama, found, [by_length[ticket.prompt_tokens] for ticket in found])
+
+
+def test_whoever_waits_for_work_wakes_up_for_it_and_when_the_generator_closes(llama: LoadedModel) -> None:
+    woken: list[bool] = []
+    generator = new_generator(llama, new_cache(llama))
+    server = threading.Thread(target=lambda: woken.append(generator.wait()))
+    server.start()
+    ticket = submit(generator, PROMPTS[0])
+    server.join(timeout=30)
+    assert woken == [True]
+    drain(generator)
+    require_alone(llama, [ticket], PROMPTS[:1])
+    server = threading.Thread(target=lambda: woken.append(generator.wait()))
+    server.start()
+    generator.close()
+    server.join(timeout=30)
+    assert woken == [True, False]
+    with pytest.raises(ValueError, match="closed"):
+        submit(generator, PROMPTS[0])
+
+
+def test_an_iteration_that_is_broken_off_goes_on_with_the_next(loaded: LoadedModel) -> None:
+    with new_generator(loaded, new_cache(loaded)) as generator:
+        tickets = [submit(generator, prompt) for prompt in PROMPTS[:3]]
+        seen: dict[Ticket, list[int | None]] = {ticket: [] for ticket in tickets}
+        while not all(ticket.completion for ticket in tickets):
+            for ticket, piece in generator:
+                seen[ticket].append(piece.token)
+                if len(seen[ticket]) % 2:
+                    break
+    require_alone(loaded, tickets, PROMPTS[:3])
+    assert [seen[ticket] for ticket in tickets] == [list(tokens_of(ticket)) for ticket in tickets]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_whatever_ends_the_block_what_was_evaluated_is_stored(loaded: LoadedModel, error: type[BaseException]) -> None:
+    cache = new_cache(loaded)
+    tickets: list[Ticket] = []
+
+    def serve() -> None:
+        with new_generator(loaded, cache) as generator:
+            tickets.extend(submit(generator, prompt, 50) for prompt in PROMPTS[:2])
+            for count, _ in enumerate(generator):
+                if count == 9:
+                    raise error
+
+    with pytest.raises(error):
+        serve()
+    assert [done(ticket).done_reason for ticket in tickets] == ["cancelled"] * 2
+    for ticket, prompt in zip(tickets, PROMPTS, strict=False):
+        said = tokens_of(ticket)
+        assert len(said) >= 4
+        with cache.begin([*prompt, *said, 30]) as session:
+            assert session.cached_tokens >= len(prompt) + len(said) - 1
+    require_right_tree(loaded, cache, PROMPTS)
+    cache.clear()
+    assert cache.stats.live_bytes == cache.stats.paged_bytes == 0
+
+
+# Cancelling
+
+
+def cancelled_at(loaded: LoadedModel, at: int) -> None:
+    cache = new_cache(loaded)
+    with new_generator(loaded, cache) as generator:
+        tickets = [submit(generator, prompt) for prompt in PROMPTS[:3]]
+        drain(generator, lambda count: tickets[1].cancel() if count == at else None)
+        require_alone(loaded, [tickets[0], tickets[2]], [PROMPTS[0], PROMPTS[2]])
+    said = tokens_of(tickets[1])
+    assert done(tickets[1]).done_reason == ("cancelled" if len(said) < MAX_TOKENS else "length")
+    assert said == alone(loaded, PROMPTS[1])[: len(said)]
+    require_right_tree(loaded, cache, PROMPTS)
+
+
+@pytest.mark.parametrize("at", [0, 3, 8, 14])
+def test_a_reply_that_is_cancelled_leaves_the_others_as_they_are(loaded: LoadedModel, at: int) -> None:
+    cancelled_at(loaded, at)
+
+
+def test_a_reply_may_be_cancelled_at_any_point(llama: LoadedModel) -> None:
+    for at in range(3 * MAX_TOKENS):
+        cancelled_at(llama, at)
+
+
+@pytest.mark.parametrize("offset", [0, 72, 130])
+def test_a_prompt_cancelled_between_chunks_keeps_the_chunks_that_were_done(loaded: LoadedModel, offset: int) -> None:
+    cache = new_cache(loaded)
+    with new_generator(loaded, cache) as generator:
+        tickets: list[Ticket] = []
+        reached: list[int] = []
+
+        def progress(done: int, total: int) -> None:
+            assert total == len(PROMPTS[2])
+            if done >= offset and not reached:
+                reached.append(done)
+                tickets[1].cancel()
+
+        tickets.append(submit(generator, PROMPTS[0]))
+        tickets.append(submit(generator, PROMPTS[2], on_progress=progress))
+        drain(generator)
+        require_alone(loaded, tickets[:1], PROMPTS[:1])
+    cancelled = done(tickets[1])
+    assert cancelled.done_reason == "cancelled"
+    assert len(cancelled.tokens) <= 1
+    if cancelled.tokens == ():
+        assert cancelled.ttft_ms is None
+        with cache.begin(PROMPTS[2]) as session:
+            assert session.cached_tokens == min(reached[0], len(PROMPTS[2]) - 1)
+    require_right_tree(loaded, cache, PROMPTS)
+
+
+def test_what_is_cancelled_before_it_ran_evaluates_nothing(llama: LoadedModel) -> None:
+    with new_generator(llama, new_cache(llama), max_rows=1) as generator:
+        tickets = [submit(generator, prompt) for prompt in PROMPTS[:2]]
+        tickets[1].cancel()
+        pieces = drain(generator)
+        require_alone(llama, tickets[:1], PROMPTS[:1])
+    assert done(tickets[1]).done_reason == "cancelled"
+    assert [(piece.text, piece.token) for piece in pieces[tickets[1]]] == [("", None)]
+
+
+# Sharing what is being prefilled
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding"])
+def test_who_asks_the_same_at_the_same_time_waits_and_evaluates_one_token(kind: str) -> None:
+    loaded = load(kind)
+    with new_generator(loaded, new_cache(loaded)) as generator:
+        tickets = [submit(generator, PROMPTS[2]) for _ in range(3)]
+        other = submit(generator, PROMPTS[0][::-1].copy(), marks=())
+        drain(generator)
+    require_alone(loaded, [*tickets, other], [*[PROMPTS[2]] * 3, PROMPTS[0][::-1]])
+    cached = [done(ticket).cached_tokens for ticket in tickets]
+    assert cached == [0, len(PROMPTS[2]) - 1, len(PROMPTS[2]) - 1]
+
+
+def test_who_waits_to_share_comes_in_as_soon_as_what_is_shared_is_there(llama: LoadedModel) -> None:
+    order: list[tuple[str, int]] = []
+    long = np.concatenate([SYSTEM, _random.integers(20, 200, 300)])
+    with new_generator(llama, new_cache(llama)) as generator:
+        submit(generator, long, 2, on_progress=lambda done, total: order.append(("long", done)))
+        short = submit(generator, PROMPTS[0], 2, on_progress=lambda done, total: order.append(("short", done)))
+        drain(generator)
+    assert done(short).cached_tokens == len(SYSTEM)
+    assert order[:4] == [("long", 0), ("long", 32), ("long", 64), ("short", 40)]
+
+
+def test_nobody_waits_for_a_prompt_that_was_cancelled(llama: LoadedModel) -> None:
+    with new_generator(llama, new_cache(llama)) as generator:
+        first = submit(generator, PROMPTS[2], on_progress=lambda done, total: first.cancel() if done else None)
+        second = submit(generator, PROMPTS[2])
+        drain(generator)
+    assert done(first).done_reason == "cancelled"
+    require_alone(llama, [second], [PROMPTS[2]])
+    assert done(second).cached_tokens == STEP_SIZE
+
+
+@pytest.mark.parametrize("kind", ["llama_sliding", "gemma3_text"])
+def test_nobody_waits_for_windows_that_were_never_restored(kind: str) -> None:
+    loaded = load(kind)
+    cache = new_cache(loaded)
+    with cache.begin(PROMPTS[2]) as session:
+        session.prefill(loaded.model)
+        session.step(loaded.model, PROMPTS[2][-1:])
+    longer, other = np.concatenate([PROMPTS[2], PROMPTS[1]]), np.append(PROMPTS[2][:100], 30)
+    order: list[tuple[str, int]] = []
+    with new_generator(loaded, cache) as generator:
+        first = submit(generator, longer, on_progress=lambda done, total: order.append(("first", done)), marks=())
+        second = submit(generator, other, on_progress=lambda done, total: order.append(("second", done)), marks=())
+        drain(generator)
+    require_alone(loaded, [first, second], [longer, other])
+    assert order[:2] == [("first", len(PROMPTS[2])), ("second", done(second).cached_tokens)]
+    assert done(second).cached_tokens < 100
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "qwen3_next"])
+def test_nobody_waits_for_what_is_quarantined(kind: str) -> None:
+    loaded = load(kind)
+    cache = new_cache(loaded)
+    quarantine(cache, PROMPTS[2], 0)
+    order: list[tuple[str, int]] = []
+    with new_generator(loaded, cache) as generator:
+        first = submit(generator, PROMPTS[2], on_progress=lambda done, total: order.append(("first", done)))
+        second = submit(generator, PROMPTS[2], on_progress=lambda done, total: order.append(("second", done)))
+        drain(generator)
+    require_alone(loaded, [first, second], [PROMPTS[2]] * 2)
+    assert done(second).cached_tokens == 0
+    assert order[:2] == [("first", 0), ("second", 0)]
+
+
+def test_who_may_share_nothing_of_a_quarantined_prompt_waits_for_cells_of_its_own(llama: LoadedModel) -> None:
+    cache = new_cache(llama)
+    progress: list[tuple[int, bool]] = []
+    tickets: list[Ticket] = []
+    with new_generator(llama, cache, capacity=200) as generator:
+
+        def ask_again(count: int) -> None:
+            if count == 1:
+                quarantine(cache, PROMPTS[2], 0)
+                tickets.append(
+                    submit(
+                        generator,
+                        PROMPTS[2],
+                        on_progress=lambda offset, total: progress.append((offset, first.completion is not None)),
+                    )
+                )
+
+        first = submit(generator, PROMPTS[2], 20)
+        drain(generator, ask_again)
+    require_alone(llama, [first, *tickets], [PROMPTS[2]] * 2)
+    # It came in once, when the first was through.
+    assert progress == [(offset, True) for offset in (0, 32, 64, 96, 128, 130)]
+
+
+# Failing
+
+
+def spoiled_by_its_sampler(loaded: LoadedModel, at: int, spoil: Callable[[], Any]) -> Exception:
+    """Serve three prompts, the second by a sampler that goes wrong after `at` tokens; returns what that one ended with.
+
+    The others have the replies they would have alone, and what is stored is right.
+    """
+    cache = new_cache(loaded)
+    calls = 0
+
+    def sampler(logprobs: mx.array) -> Any:
+        nonlocal calls
+        calls += 1
+        return spoil() if calls > at else mx.argmax(logprobs, axis=-1)
+
+    with new_generator(loaded, cache) as generator:
+        tickets = [
+            submit(generator, prompt, sampler=sampler if index == 1 else None)
+            for index, prompt in enumerate(PROMPTS[:3])
+        ]
+        drain(generator)
+        require_alone(loaded, [tickets[0], tickets[2]], [PROMPTS[0], PROMPTS[2]])
+    failed = done(tickets[1])
+    assert failed.done_reason == "error"
+    assert failed.tokens == alone(loaded, PROMPTS[1])[:at]
+    require_right_tree(loaded, cache, PROMPTS)
+    assert failed.error is not None
+    return failed.error
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_a_sampler_that_raises_ends_its_own_reply_alone(loaded: LoadedModel, at: int) -> None:
+    assert isinstance(spoiled_by_its_sampler(loaded, at, lambda: 1 / 0), ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("token", "error"),
+    [
+        pytest.param(mx.array([1.5]), TypeError, id="a float"),
+        pytest.param(mx.array([1, 2]), TypeError, id="two tokens"),
+        pytest.param(None, TypeError, id="nothing"),
+        pytest.param("a", TypeError, id="a text"),
+        pytest.param(mx.array([100_000]), ValueError, id="far outside"),
+        pytest.param(np.array([-3]), ValueError, id="below 0"),
+    ],
+)
+def test_a_sampler_that_returns_no_token_ends_its_own_reply_alone(
+    loaded: LoadedModel, token: Any, error: type[Exception]
+) -> None:
+    assert isinstance(spoiled_by_its_sampler(loaded, 2, lambda: token), error)
+
+
+def test_a_sampler_may_return_what_numpy_has(llama: LoadedModel) -> None:
+    with new_generator(llama, new_cache(llama)) as generator:
+        tickets = [submit(generator, PROMPTS[0], 3, sampler=lambda _: np.int64(5)), submit(generator, PROMPTS[1])]
+        drain(generator)
+        require_alone(llama, tickets[1:], PROMPTS[1:2])
+    assert tokens_of(tickets[0]) == (5, 5, 5)
+
+
+class FailingTokenizer:
+    """A tokenizer whose second detokenizer, and no other, fails at its third token."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._made = 0
+
+    @property
+    def detokenizer(self) -> Any:
+        self._made += 1
+        detokenizer = self._tokenizer.detokenizer
+        if self._made == 2:
+            add, seen = detokenizer.add_token, []
+
+            def add_token(token: int) -> None:
+                seen.append(token)
+                if len(seen) == 3:
+                    raise KeyError("no such token")
+                add(token)
+
+            def finalize() -> None:
+                raise KeyError("nothing to end")
+
+            detokenizer.add_token, detokenizer.finalize = add_token, finalize
+        return detokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def test_a_text_that_cannot_be_made_ends_its_own_reply_alone(llama: LoadedModel) -> None:
+    tokenizer = FailingTokenizer(llama.tokenizer)
+    with ParallelGenerator(new_cache(llama), llama.model, tokenizer, capacity=CAPACITY) as generator:
+        tickets = [submit(generator, prompt) for prompt in PROMPTS[:3]]
+        drain(generator)
+        require_alone(llama, [tickets[0], tickets[2]], [PROMPTS[0], PROMPTS[2]])
+    failed = done(tickets[1])
+    assert (failed.done_reason, type(failed.error)) == ("error", KeyError)
+
+
+def test_a_progress_callback_that_raises_ends_its_own_request_alone(llama: LoadedModel) -> None:
+    def progress(done: int, total: int) -> None:
+        if done > 60:
+            raise OSError("gone")
+
+    with new_generator(llama, new_cache(llama)) as generator:
+        tickets = [submit(generator, PROMPTS[0]), submit(generator, PROMPTS[2], on_progress=progress)]
+        drain(generator)
+        require_alone(llama, tickets[:1], PROMPTS[:1])
+    assert isinstance(done(tickets[1]).error, OSError)
+
+
+@pytest.mark.parametrize(("at", "after"), [(1, False), (4, True), (6, False), (9, True), (13, False), (13, True)])
+def test_a_model_that_raises_at_any_pass_leaves_right_state_and_clear_errors(
+    loaded: LoadedModel, at: int, after: bool
+) -> None:
+    cache = new_cache(loaded)
+    with new_generator(loaded, cache) as generator:
+        # The first group tries out how the model takes rows; that is not what is to fail here.
+        inside.causal(generator.group).steps_together(loaded.model)
+        with fused(loaded.model, Fuse(at, raising(ValueError, after))) as fuse:
+            tickets = [submit(generator, prompt) for prompt in PROMPTS[:3]]
+            drain(generator)
+        assert fuse.passes >= at
+        for ticket, prompt in zip(tickets, PROMPTS, strict=False):
+            assert tokens_of(ticket) == alone(loaded, prompt)[: len(tokens_of(ticket))]
+            if done(ticket).done_reason == "error":
+                assert str(done(ticket).error) == "blown"
+            else:
+                assert len(done(ticket).tokens) == MAX_TOKENS
+        assert any(done(ticket).done_reason == "error" for ticket in tickets)
+        generator.group.check()
+        again = [submit(generator, prompt) for prompt in PROMPTS]
+        drain(generator)
+        require_alone(loaded, again, PROMPTS)
+    require_right_tree(loaded, cache, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("at", "poison"),
+    [
+        (2, refused_product),
+        (7, refused_product),
+        (12, refused_product),
+        pytest.param(7, failed_decomposition, marks=pytest.mark.own_process),
+    ],
+)
+def test_an_evaluation_that_fails_costs_those_who_run_and_nobody_else(
+    loaded: LoadedModel, at: int, poison: Callable[[], mx.array]
+) -> None:
+    cache = new_cache(loaded)
+    with new_generator(loaded, cache, max_rows=2) as generator:
+        inside.causal(generator.group).steps_together(loaded.model)
+        with fused(loaded.model, Fuse(at, spoiling(poison))):
+            tickets = [submit(generator, prompt) for prompt in PROMPTS]
+            drain(generator)
+        reasons = [done(ticket).done_reason for ticket in tickets]
+        assert len(reasons) == len(PROMPTS)
+        assert 1 <= reasons.count("error") <= 2
+        for ticket, prompt in zip(tickets, PROMPTS, strict=True):
+            assert tokens_of(ticket) == alone(loaded, prompt)[: len(tokens_of(ticket))]
+            if done(ticket).done_reason == "error":
+                assert isinstance(done(ticket).error, Exception)
+            else:
+                assert len(tokens_of(ticket)) == MAX_TOKENS
+        generator.group.check()
+    require_right_tree(loaded, cache, PROMPTS)
+
+
+# Neither in a prompt nor among the tokens that a model is tried with.
+BAD_TOKEN = 210
+
+
+@pytest.fixture
+def poisoned(loaded: LoadedModel) -> Iterable[LoadedModel]:
+    """A model in which one token is not a number."""
+    embedding = loaded.model.model.embed_tokens
+    plain = type(embedding)
+
+    def call(self: Any, ids: mx.array) -> mx.array:
+        return mx.where((ids == BAD_TOKEN)[..., None], float("nan"), plain.__call__(self, ids))
+
+    embedding.__class__ = type(plain.__name__, (plain,), {"__call__": call})
+    yield loaded
+    embedding.__class__ = plain
+
+
+def test_a_prompt_whose_state_is_not_a_number_takes_nobody_along(poisoned: LoadedModel) -> None:
+    cache = new_cache(poisoned)
+    bad = PROMPTS[2].copy()
+    bad[50] = BAD_TOKEN
+    with new_generator(poisoned, cache) as generator:
+        tickets = [submit(generator, prompt) for prompt in (PROMPTS[0], bad, PROMPTS[1], PROMPTS[3])]
+        drain(generator)
+        require_alone(poisoned, [tickets[0], *tickets[2:]], [PROMPTS[0], PROMPTS[1], PROMPTS[3]])
+        later = submit(generator, PROMPTS[4])
+        drain(generator)
+        require_alone(poisoned, [later], [PROMPTS[4]])
+    failed = done(tickets[1])
+    assert isinstance(failed.error, FloatingPointError)
+    with cache.begin(bad) as session:
+        assert session.cached_tokens <= 50
+    require_right_tree(poisoned, cache, PROMPTS)
+
+
+@pytest.mark.parametrize("at", [0, 3, 6])
+def test_a_reply_that_stops_being_numbers_takes_nobody_along(poisoned: LoadedModel, at: int) -> None:
+    cache = new_cache(poisoned)
+    said = [30 + count for count in range(at)]
+    with new_generator(poisoned, cache) as generator:
+        tickets = [submit(generator, prompt) for prompt in PROMPTS[:2]]
+        bad = submit(generator, PROMPTS[3], sampler=scripted([*said, *[BAD_TOKEN] * 20]))
+        tickets.append(submit(generator, PROMPTS[2]))
+        pieces = drain(generator)
+        require_alone(poisoned, tickets, PROMPTS[:3])
+    assert isinstance(done(bad).error, FloatingPointError)
+    assert tokens_of(bad) == (*said, BAD_TOKEN)
+    for ticket in [*tickets, bad]:
+        assert [piece.token for piece in pieces[ticket] if piece.token is not None] == list(tokens_of(ticket))
+    require_right_tree(poisoned, cache, PROMPTS)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_of_a_reply_that_stops_being_numbers_nothing_is_kept_that_was_restored_wrong(
+    poisoned: LoadedModel, at: int
+) -> None:
+    cache = new_cache(poisoned)
+    prompt = [*PROMPTS[2], 30]
+    with cache.begin(prompt, marks=[40]) as session:
+        session.prefill(poisoned.model)
+    with new_generator(poisoned, cache) as generator:
+        bad = submit(generator, prompt, sampler=scripted([*range(30, 30 + at), *[BAD_TOKEN] * 20]))
+
+        def found_wrong(count: int) -> None:
+            if count == 1:
+                quarantine(cache, prompt, 40)
+                cache.clear_quarantine()
+
+        drain(generator, found_wrong)
+    assert done(bad).cached_tokens == 130
+    assert isinstance(done(bad).error, FloatingPointError)
+    assert cache.explain([*prompt, 1]).matched_tokens == 40
+    cache.check()
+
+
+# Room
+
+
+def test_a_request_that_never_fits_is_refused_with_the_numbers(llama: LoadedModel) -> None:
+    with new_generator(llama, new_cache(llama), capacity=100) as generator:
+        with pytest.raises(ValueError, match="a prompt of 80 tokens and a reply of 22 take 101 cells; there are 100"):
+            submit(generator, PROMPTS[1], 22)
+        fits = submit(generator, PROMPTS[1], 21)
+        drain(generator)
+        require_alone(llama, [fits], [PROMPTS[1]])
+
+
+def test_who_does_not_fit_waits_and_is_not_overtaken(loaded: LoadedModel) -> None:
+    admitted: list[tuple[int, int]] = []
+    most = finished = 0
+    with new_generator(loaded, new_cache(loaded), capacity=160) as generator:
+
+        def submit_next(index: int) -> Ticket:
+            return submit(
+                generator,
+                PROMPTS[index],
+                on_progress=lambda done, total: admitted.append((index, finished)) if done <= len(SYSTEM) else None,
+            )
+
+        # The third needs 137 cells, of which it shares 40: it waits for the first two, and the fourth behind it, for
+        # which there would be room.
+        tickets = [submit_next(index) for index in (0, 1, 2, 3)]
+        for _, piece in generator:
+            most = max(most, generator.group.used_cells)
+            finished += piece.completion is not None
+        require_alone(loaded, tickets, [PROMPTS[index] for index in (0, 1, 2, 3)])
+    assert most <= 160
+    assert list(dict.fromkeys(index for index, _ in admitted)) == [0, 1, 2, 3]
+    assert min(before for index, before in admitted if index == 2) >= 1
+
+
+@pytest.mark.parametrize(("capacity", "together"), [(52 + 47, True), (52 + 46, False)])
+def test_who_fits_once_what_it_shares_is_counted_does_not_wait(
+    loaded: LoadedModel, capacity: int, together: bool
+) -> None:
+    progress: list[tuple[int, bool]] = []
+    with new_generator(loaded, new_cache(loaded), capacity=capacity) as generator:
+        # 45 tokens and a reply of 8 take 52 cells; 80 and 8 take 87, of which the system prompt's 40 are there.
+        first = submit(generator, PROMPTS[0])
+        second = submit(
+            generator, PROMPTS[1], on_progress=lambda done, total: progress.append((done, first.completion is None))
+        )
+        drain(generator)
+    require_alone(loaded, [first, second], PROMPTS[:2])
+    assert progress[0] == (len(SYSTEM), together)
+
+
+def test_at_most_max_rows_run_at_a_time(llama: LoadedModel) -> None:
+    with new_generator(llama, new_cache(llama), max_rows=2) as generator:
+        tickets = [submit(generator, prompt) for prompt in PROMPTS]
+        rows: list[int] = []
+        drain(generator, lambda count: rows.append(len(generator.group.rows)))
+        require_alone(llama, tickets, PROMPTS)
+    assert max(rows) == 2
+
+
+@pytest.mark.parametrize("capacity", [131 + 40, 131 + 100])
+def test_who_came_last_goes_back_to_waiting_when_cells_run_out_and_loses_no_text(
+    loaded: LoadedModel, capacity: int
+) -> None:
+    cache = new_cache(loaded)
+    with new_generator(loaded, cache, capacity=capacity) as generator:
+        tickets = [submit(generator, prompt, 40, reserve=1) for prompt in PROMPTS]
+        pieces = drain(generator)
+        require_alone(loaded, tickets, PROMPTS)
+    for ticket in tickets:
+        assert [piece.token for piece in pieces[ticket]] == list(tokens_of(ticket))
+    require_right_tree(loaded, cache, PROMPTS)
+
+
+def test_going_back_to_waiting_happens_and_resumes_where_the_reply_stood(llama: LoadedModel) -> None:
+    cache = new_cache(llama)
+    progress: list[int] = []
+    with new_generator(llama, cache, capacity=160) as generator:
+        first = submit(generator, PROMPTS[0], 60, reserve=1)
+        second = submit(
+            generator, PROMPTS[3], 60, reserve=1, on_progress=lambda done, total: progress.append((done, total))
+        )
+        drain(generator)
+        require_alone(llama, [first, second], [PROMPTS[0], PROMPTS[3]])
+    starts = [(done, total) for done, total in progress if total > len(PROMPTS[3])]
+    # It was admitted again, once, with what it had said as part of its prompt, and restored but for the last token.
+    assert len({total for _, total in starts}) == 1
+    assert starts[0][0] == starts[0][1] - 1
+
+
+def test_who_goes_back_to_waiting_takes_along_what_was_sampled(llama: LoadedModel) -> None:
+    said = [list(range(30, 90)), list(range(100, 160))]
+    with new_generator(llama, new_cache(llama), capacity=160) as generator:
+        tickets = [
+            submit(generator, prompt, 60, reserve=1, sampler=scripted(tokens))
+            for prompt, tokens in zip((PROMPTS[0], PROMPTS[3]), said, strict=True)
+        ]
+        drain(generator)
+    assert [list(tokens_of(ticket)) for ticket in tickets] == said
+
+
+@pytest.mark.parametrize("reserve", [None, 1])
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding"])
+def test_bytes_are_kept_within_the_budget_and_replies_as_they_are(kind: str, reserve: int | None) -> None:
+    loaded = load(kind)
+    causal = CausalCache(loaded.model, capacity=8)
+    causal.add(0)
+    causal.prefill(loaded.model, 0, [1])
+    # All five take 365 cells.
+    budget_bytes = 230 * causal.token_bytes
+    cache = new_cache(loaded, budget_bytes=budget_bytes)
+    most = rows = 0
+    starts: list[tuple[int, int]] = []
+    with new_generator(loaded, cache) as generator:
+
+        def watch(count: int) -> None:
+            nonlocal most, rows
+            most = max(most, cache.stats.live_bytes + cache.stats.paged_bytes)
+            rows = max(rows, len(generator.group.rows))
+
+        tickets = [
+            submit(generator, prompt, 30, reserve=reserve, on_progress=lambda done, total: starts.append((done, total)))
+            for prompt in PROMPTS
+        ]
+        drain(generator, watch)
+        require_alone(loaded, tickets, PROMPTS)
+    assert 0 < most <= budget_bytes
+    assert rows > 1
+    if reserve is None:
+        # There was room for all that was admitted: nobody had to go back to waiting.
+        assert {total for _, total in starts} == {len(prompt) for prompt in PROMPTS}
+    cache.check()
+
+
+def test_what_the_budget_cannot_hold_is_a_clear_error_for_that_request_alone(llama: LoadedModel) -> None:
+    cache = new_cache(llama, budget_bytes=900_000)
+    with new_generator(llama, cache) as generator:
+        tickets = [submit(generator, prompt) for prompt in (PROMPTS[1], _random.integers(20, 200, 500), PROMPTS[2])]
+        drain(generator)
+        require_alone(llama, [tickets[0], tickets[2]], [PROMPTS[1], PROMPTS[2]])
+    failed = done(tickets[1])
+    assert isinstance(failed.error, BudgetFullError)
+    assert "do not fit the budget of 900000" in str(failed.error)
+    cache.check()
+
+
+def test_a_prompt_that_never_fits_the_bytes_does_not_hold_up_those_behind_it(llama: LoadedModel) -> None:
+    cache = new_cache(llama, budget_bytes=900_000)
+    with new_generator(llama, cache, capacity=2000) as generator:
+        drain_one = submit(generator, PROMPTS[0], 2)
+        drain(generator)
+        first = submit(generator, PROMPTS[1], 12)
+        never = submit(generator, _random.integers(20, 200, 500))
+        behind = submit(generator, PROMPTS[2], 3)
+        ended = [ticket for ticket, piece in generator if piece.completion is not None]
+    assert done(drain_one).done_reason == "length"
+    assert ended == [never, behind, first]
+    assert isinstance(done(never).error, BudgetFullError)
+    assert str(done(never).error).startswith("1536000 more bytes do not fit the budget of 900000")
+
+
+@pytest.mark.parametrize("marks", [(), (20,), (10, 20, 30)])
+def test_a_lone_reply_is_not_refused_for_its_own_checkpoints(marks: tuple[int, ...]) -> None:
+    mamba = load_model("tiny:mamba")
+    cache = new_cache(mamba, budget_bytes=80_000)
+    with new_generator(mamba, cache, capacity=64) as generator:
+        ticket = submit(generator, PROMPTS[0][:40], 8, marks=marks)
+        drain(generator)
+    assert done(ticket).done_reason == "length"
+    assert tokens_of(ticket) == alone(mamba, PROMPTS[0][:40])[:8]
+    assert cache.stats.peak_bytes <= 80_000
+
+
+# Whatever happens
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_mixture_of_joining_cancelling_and_short_room_leaves_every_reply_as_it_is(data: st.DataObject) -> None:
+    loaded = load(data.draw(st.sampled_from(FEW_KINDS)))
+    cache = new_cache(loaded)
+    capacity = data.draw(st.sampled_from([180, 260, 1024]))
+    rows = data.draw(st.integers(1, 5))
+    joins = data.draw(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 4), st.integers(1, 12)), max_size=8))
+    cancels = dict(data.draw(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 7)), max_size=4)))
+    reserve = data.draw(st.sampled_from([None, 1, 4]))
+    step_size = data.draw(st.sampled_from([16, 32, 512]))
+    tickets: list[tuple[Ticket, Any]] = []
+    with new_generator(loaded, cache, capacity=capacity, max_rows=rows, step_size=step_size) as generator:
+
+        def happen(count: int) -> None:
+            for at, prompt, length in joins:
+                if at == count:
+                    tickets.append((submit(generator, PROMPTS[prompt], length, reserve=reserve), PROMPTS[prompt]))
+            if count in cancels and cancels[count] < len(tickets):
+                tickets[cancels[count]][0].cancel()
+
+        drain(generator, happen)
+    for ticket, prompt in tickets:
+        assert done(ticket).done_reason in ("length", "cancelled"), done(ticket)
+        assert done(ticket).tokens == alone(loaded, prompt, 12)[: len(done(ticket).tokens)]
+    require_right_tree(loaded, cache, PROMPTS)

@@ -1,0 +1,93 @@
+"""Several users at a time are given the replies that they get one after the other, from prompts that are the same."""
+
+import pytest
+
+from runner.models.load import load_model
+from runner.parallel.replay import ParallelReplay
+from runner.replay.replay import ReplayOptions, replay
+from runner.script.conversations.conversation import Conversation
+from runner.script.schedule import schedule
+from runner.script.script import Script
+from tests.replay.test_replay import CONVERSATIONS, Silence
+
+BUDGET_BYTES = 64 << 20
+# Replies that are not recorded: what a user asks next follows on what was generated.
+UNRECORDED = [
+    Conversation(
+        name,
+        name,
+        tuple({"role": "user", "content": text} for text in (f"I am {name}.", "Go on.", "Why?")),
+        replies_recorded=False,
+    )
+    for name in ("ann", "bob", "eve")
+]
+
+
+def new_script(loaded, conversations, seed, max_tokens=6):
+    return Script(loaded, schedule(conversations, seed=seed), max_tokens=max_tokens)
+
+
+def options(**more):
+    return ReplayOptions(**{"budget_bytes": BUDGET_BYTES, "max_tokens": 6, "step_size": 64, **more})
+
+
+def together(model, users, *, conversations=CONVERSATIONS, seed=1, observer=None, **more):
+    loaded = load_model(model)
+    run = ParallelReplay(loaded, new_script(loaded, conversations, seed), options(**more), users, observer or Silence())
+    run.run()
+    return run.result()
+
+
+def alone(model, *, conversations=CONVERSATIONS, seed=1):
+    loaded = load_model(model)
+    (run,) = replay(loaded, new_script(loaded, conversations, seed), ["radix"], options(), Silence())
+    return run
+
+
+@pytest.mark.parametrize(
+    ("users", "kind"), [(1, "llama"), (2, "llama_sliding"), (2, "qwen3_next"), (3, "llama"), (3, "mamba")]
+)
+def test_replies_and_prompts_are_those_of_one_request_at_a_time(kind, users):
+    expected = alone(f"tiny:{kind}")
+    found = together(f"tiny:{kind}", users)
+    for name in ("user", "conversation_id", "turn", "prompt_tokens", "output_hash", "output_tokens", "done_reason"):
+        assert [getattr(row, name) for row in found.rows] == [getattr(row, name) for row in expected.rows], name
+    assert found.users_at_a_time == min(users, 2)  # Ann and Bob
+    # Ann and Bob have a system prompt in common, and each the turns before.
+    assert sum(row.cached_tokens for row in found.rows) >= 0.5 * sum(row.cached_tokens for row in expected.rows)
+
+
+def test_replies_that_are_generated_are_in_the_next_prompts():
+    expected = alone("tiny:llama", conversations=UNRECORDED)
+    found = together("tiny:llama", 3, conversations=UNRECORDED)
+    assert len(found.rows) == 9
+    assert [row.output_hash for row in found.rows] == [row.output_hash for row in expected.rows]
+    assert [row.prompt_tokens for row in found.rows] == [row.prompt_tokens for row in expected.rows]
+
+
+def test_long_replies_that_are_no_text_of_their_own_still_fit_the_next_prompts():
+    # Random weights generate halves of characters, each of which comes back as the three bytes of a replacement.
+    loaded = load_model("tiny:llama")
+    script = new_script(loaded, UNRECORDED[:1], 1, max_tokens=200)
+    run = ParallelReplay(loaded, script, options(max_tokens=200), 1, Silence())
+    run.run()
+    rows = run.result().rows
+    assert len(rows) == 3
+    assert rows[2].prompt_tokens > rows[0].prompt_tokens + 400 + 50
+
+
+def test_no_more_cells_are_asked_for_than_all_users_together_can_fill():
+    few, many = (together("tiny:llama", users, conversations=UNRECORDED) for users in (2, 10**9))
+    assert (many.users_at_a_time, many.capacity_cells) == (3, few.capacity_cells // 2 * 3)
+    assert [row.output_hash for row in many.rows] == [row.output_hash for row in few.rows]
+
+
+def test_the_observer_hears_of_every_request_and_peaks_are_within_bounds():
+    observer = Silence()
+    found = together("tiny:llama", 2, observer=observer)
+    assert observer.runs == [("radix", 7)]
+    assert sorted(observer.done) == sorted(row.prompt_tokens for row in found.rows)
+    assert 0 < found.peak_cells <= found.capacity_cells
+    assert 0 < found.peak_bytes <= BUDGET_BYTES
+    assert all(row.ttft_ms > row.waited_ms >= 0 for row in found.rows)
+    assert found.wall_s * 1e3 >= max(row.ttft_ms for row in found.rows)

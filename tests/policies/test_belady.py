@@ -1,0 +1,69 @@
+"""Belady's rule where every block weighs the same: never below any policy, and as good as trying everything."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import OFFLINE_POLICIES, POLICIES, make_policy
+from tests.policies.blocks import BlockCache, Future, replay
+
+Block = tuple[int, ...]
+Requests = list[list[int]]
+
+prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=25)
+few_prompts = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), min_size=1, max_size=9)
+
+
+def _optimum(name: str, requests: Requests, capacity: int) -> int:
+    future = Future(requests)
+    return sum(replay(BlockCache(OFFLINE_POLICIES[name](future), capacity), requests, future))
+
+
+@given(prompts, st.integers(5, 14))
+@settings(max_examples=60, deadline=None)
+def test_no_policy_finds_more_blocks_than_belady_nor_belady_more_than_with_bypass(
+    requests: Requests, capacity: int
+) -> None:
+    best = _optimum("belady", requests, capacity)
+    assert best <= _optimum("belady-bypass", requests, capacity)
+    for name in POLICIES:
+        for adds_first in (False, True):
+            cache = BlockCache(make_policy(name), capacity, adds_first=adds_first)
+            assert sum(replay(cache, requests)) <= best, name
+
+
+@given(few_prompts, st.integers(3, 5))
+@settings(max_examples=60, deadline=None)
+def test_belady_finds_as_many_blocks_as_the_best_of_all_ways_to_evict(requests: Requests, capacity: int) -> None:
+    assert _optimum("belady", requests, capacity) == _exhaustive(requests, capacity, bypass=False)
+    assert _optimum("belady-bypass", requests, capacity) == _exhaustive(requests, capacity, bypass=True)
+
+
+@given(few_prompts, st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_bypass_is_optimal_for_requests_that_do_not_fit(requests: Requests, capacity: int) -> None:
+    assert _optimum("belady-bypass", requests, capacity) == _exhaustive(requests, capacity, bypass=True)
+
+
+def _exhaustive(requests: Requests, capacity: int, bypass: bool) -> int:
+    """Most blocks found over all requests, whatever goes: every set of blocks that can be held, after each request."""
+    held: dict[frozenset[Block], int] = {frozenset(): 0}
+    for keys in requests:
+        path = frozenset(tuple(keys[:length]) for length in range(1, len(keys) + 1))
+        after: dict[frozenset[Block], int] = {}
+        for blocks, found in held.items():
+            hits = found + len(path & blocks)
+            for kept in _choices(blocks | path, capacity, frozenset() if bypass else path):
+                after[kept] = max(after.get(kept, 0), hits)
+        held = after
+    return max(held.values())
+
+
+def _choices(blocks: frozenset[Block], capacity: int, pinned: frozenset[Block]) -> list[frozenset[Block]]:
+    """The sets with all prefixes of their members that may be kept: as many blocks as fit, as more never hurts."""
+    size = min(capacity, len(blocks))
+    chosen = (frozenset(some) | pinned for some in combinations(blocks - pinned, size - len(pinned)))
+    return [some for some in chosen if all(len(block) == 1 or block[:-1] in some for block in some)]

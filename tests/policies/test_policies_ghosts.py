@@ -1,0 +1,167 @@
+"""What queue policies remember of what is gone, and how they learn the capacity."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from policies import ARC, S3FIFO, SIEVE, Entry
+from policies.ghosts import Ghosts
+from policies.runs import Run, RunPolicy, _cut
+from policies.s3fifo import MAIN, SMALL
+from tests.policies.blocks import BlockCache, prefix_digests
+
+
+def _entry(number: int, keys: list[int], start: int = 0) -> Entry:
+    digests = prefix_digests(keys)
+    entry = Entry(number, "span", start, len(keys), 1, 1.0, created=1, last_used=1)
+    entry.digest_of = lambda: digests[-1]
+    entry.digests_of = lambda offsets: [digests[offset - 1] for offset in offsets]
+    return entry
+
+
+def test_a_ghost_is_met_by_what_spells_all_of_it_and_by_nothing_else() -> None:
+    ghosts = Ghosts()
+    ghosts.add(_entry(1, [1, 2, 3, 4], start=2), 2)
+    assert ghosts.tokens == 2
+    assert [end for end, _ in ghosts.meet(_entry(2, [1, 2, 3, 4, 5, 6]))] == [4]
+    assert ghosts.meet(_entry(3, [1, 2, 3])) == []
+    assert ghosts.meet(_entry(4, [1, 2, 3, 5, 4])) == []
+    assert ghosts.meet(_entry(5, [1, 2, 3, 4, 9], start=4)) == [], "it does not reach back over its start"
+
+
+def test_a_taken_ghost_is_gone_and_the_oldest_go_first() -> None:
+    ghosts = Ghosts()
+    for key in (1, 2, 3):
+        ghosts.add(_entry(key, [key]), 1)
+    assert ghosts.take("span", 1, prefix_digests([2])[0]) == 1
+    assert ghosts.take("span", 1, prefix_digests([2])[0]) == 0
+    ghosts.trim(1)
+    assert (len(ghosts), ghosts.tokens) == (1, 1)
+    assert ghosts.meet(_entry(9, [1])) == []
+    assert len(ghosts.meet(_entry(9, [3]))) == 1
+    ghosts.trim(0)
+    assert ghosts._ends == {}
+
+
+def test_an_entry_that_knows_no_inner_digests_still_meets_the_ghost_of_its_end() -> None:
+    ghosts = Ghosts()
+    ghosts.add(_entry(1, [1, 2]), 1)
+    ghosts.add(_entry(2, [1, 2, 3]), 1)
+    entry = _entry(3, [1, 2, 3])
+    entry.digests_of = None
+    assert [end for end, _ in ghosts.meet(entry)] == [3]
+
+
+def test_many_ghosts_cost_one_look_at_an_edge_and_not_one_each() -> None:
+    ghosts = Ghosts()
+    for key in range(1000):
+        ghosts.add(_entry(key, [key] * 3), 1)
+    asked: list[int] = []
+    entry = _entry(2000, [5, 5, 5, 6])
+    inner = entry.digests_of
+    assert inner is not None
+    entry.digests_of = lambda offsets: (asked.extend(offsets), inner(offsets))[1]
+    assert ghosts.meet(entry) == [(3, prefix_digests([5, 5, 5])[-1])]
+    assert asked == [3]
+
+
+def test_s3fifo_takes_a_prefix_that_comes_back_to_the_main_queue_key_by_key() -> None:
+    policy = S3FIFO()
+    cache = BlockCache(policy, 40)
+    cache.request([1, 2, 3, 4])
+    for key in range(100, 138):
+        cache.request([key])
+    assert cache.states.match(np.array([1, 2, 3, 4]), "").offset == 2
+    cache.request([1, 2, 3, 4, 5])
+    node = cache.states.match(np.array([1, 2, 3, 4, 5]), "").node
+    assert node.payload is not None
+    runs = policy._runs[node.payload.entry.entry_id]
+    assert [(run.tokens, run.queue) for run in runs] == [(1, MAIN), (1, MAIN), (1, SMALL)]
+
+
+def test_s3fifo_lets_a_key_go_round_the_main_queue_once_for_each_use() -> None:
+    cache = BlockCache(S3FIFO(), 10)
+    for key in [*range(10), 5, 5]:
+        cache.request([key])
+    rounds = 0
+    while cache.states.match(np.array([5]), "").offset:
+        rounds += 1
+        for _ in range(3):
+            cache.request([9 + rounds])  # joins the main queue, and has its oldest go
+    assert rounds == 6 + 9 + 9, "behind the six before it, then twice behind all nine others"
+
+
+@pytest.mark.parametrize("kind", [ARC, S3FIFO, SIEVE])
+def test_the_request_that_made_a_key_does_not_count_as_a_use_of_it(kind: type[RunPolicy]) -> None:
+    policy = kind()
+    entry = _entry(1, [1, 2, 3])
+    policy.inserted(entry)
+    policy.touched(entry)
+    assert [(run.queue, run.marks) for run in policy._runs[1]] == [(0, 0)]
+    entry.last_used = 2
+    policy.touched(entry)
+    assert [(run.queue, run.marks) for run in policy._runs[1]] == [(1, 0) if kind is ARC else (0, 1)]
+
+
+def test_arc_moves_its_target_towards_the_list_whose_ghost_it_met() -> None:
+    policy = ARC()
+    cache = BlockCache(policy, 4, adds_first=True)
+    for key in (1, 2, 1, 2, 3, 4, 5):
+        cache.request([key])
+    assert policy.target == 0
+    assert (policy.ghosts[0].tokens, policy.ghosts[1].tokens) == (1, 0)
+    cache.request([3])
+    assert policy.target == 1
+    assert policy.ghosts[0].tokens + policy.ghosts[1].tokens == 1
+
+
+@pytest.mark.parametrize("kind", [S3FIFO, ARC])
+@pytest.mark.parametrize("adds_first", [False, True])
+def test_the_capacity_is_learnt_from_what_is_held_and_follows_it(kind: type[RunPolicy], adds_first: bool) -> None:
+    policy = kind()
+    cache = BlockCache(policy, 30, adds_first=adds_first)
+    for key in range(0, 400, 4):
+        cache.request([key, key + 1, key + 2])
+    assert policy.capacity == 30
+    cache.capacity_blocks = 12
+    for key in range(1000, 1040, 4):
+        cache.request([key, key + 1, key + 2])
+    assert policy.capacity == 12
+    policy.check()
+
+
+def test_sieve_remembers_the_arrival_of_nothing_that_is_gone() -> None:
+    policy = SIEVE()
+    cache = BlockCache(policy, 10)
+    for key in range(300):
+        cache.request([key % 40, 1000 + key])
+    assert sum(policy._arrived.values()) == cache.states.tree.key_count
+    assert len(policy._arrived) <= 10
+
+
+def test_what_was_removed_and_not_chosen_leaves_no_ghost() -> None:
+    policy = S3FIFO()
+    cache = BlockCache(policy, 100)
+    cache.request([1, 2, 3])
+    cache.states.remove(cache.states.match(np.array([1, 2, 3]), "").node)
+    assert len(policy.ghosts) == 0
+
+
+def test_runs_are_cut_where_an_edge_is() -> None:
+    runs = [Run(5, 0, 1.0), Run(3, 1, 2.0, 2)]
+    for below, wanted in (
+        (1, ([5, 2], [1])),
+        (3, ([5], [3])),
+        (4, ([4], [1, 3])),
+        (8, ([], [5, 3])),
+        (0, ([5, 3], [])),
+    ):
+        above, lower = _cut([Run(run.tokens, run.queue, run.place, run.marks) for run in runs], below)
+        assert ([run.tokens for run in above], [run.tokens for run in lower]) == wanted
+
+
+@pytest.mark.parametrize("wrong", [{"small_share": 0.0}, {"small_share": 1.0}, {"marks_to_promote": 0}])
+def test_shares_and_marks_that_make_no_queue_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="wanted"):
+        S3FIFO(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,392 @@
+"""LFU, SLRU, priority, GDSF, LFUDA, TTL, T-LRU, Marconi and random by their own words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from policies import GDSF, LFUDA, SLRU, TLRU, TTL, Entry, EvictionPolicy, Marconi, Random, make_policy
+from policies.alpha_search import AlphaSearch
+from tests.policies.blocks import BlockCache
+from tests.policies.traffic import Traffic
+
+
+def _order(policy: EvictionPolicy, entries: Sequence[Entry]) -> list[int]:
+    """Ids in the order they go, of entries that may all go."""
+    for entry in entries:
+        if entry.entry_id not in getattr(policy, "_keys", {}):
+            policy.inserted(entry)
+        policy.evictable_changed(entry, True)
+    order = []
+    while (victim := policy.victim()) is not None:
+        order.append(victim.entry_id)
+        policy.evictable_changed(victim, False)
+        policy.evicted(victim)
+    return order
+
+
+def _entry(
+    number: int, *, last_used: int = 1, uses: int = 1, tokens: int = 10, weight: int = 1, cost: float = 1.0
+) -> Entry:
+    return Entry(number, "span", 0, tokens, weight, cost, created=1, last_used=last_used, uses=uses)
+
+
+def _used(policy: EvictionPolicy, entry: Entry, tick: int) -> None:
+    entry.last_used = tick
+    entry.uses += 1
+    policy.touched(entry)
+
+
+# Frequency
+
+
+def test_lfu_gives_up_what_was_used_least_and_of_that_what_was_used_longest_ago() -> None:
+    entries = [_entry(1, uses=3), _entry(2, uses=1, last_used=9), _entry(3, uses=1, last_used=2), _entry(4, uses=2)]
+    assert _order(make_policy("lfu"), entries) == [3, 2, 4, 1]
+
+
+def test_slru_protects_what_was_used_twice_however_long_ago() -> None:
+    entries = [_entry(1, uses=2, last_used=1), _entry(2, uses=1, last_used=9), _entry(3, uses=5, last_used=3)]
+    assert _order(SLRU(), entries) == [2, 1, 3]
+
+
+def test_a_capped_slru_is_lru_while_too_much_is_protected() -> None:
+    entries = [_entry(number, uses=2, last_used=number) for number in (1, 2, 3)] + [_entry(4, last_used=2)]
+    assert _order(SLRU(protected_share=1.0), entries) == [4, 1, 2, 3]
+    entries = [_entry(number, uses=2, last_used=number) for number in (1, 2, 3)] + [_entry(4, last_used=2)]
+    assert _order(SLRU(protected_share=0.5), entries) == [1, 2, 4, 3]
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, 1.5])
+def test_a_share_that_is_none_is_refused(wrong: float) -> None:
+    with pytest.raises(ValueError, match="wanted more than 0 and at most 1"):
+        SLRU(protected_share=wrong)
+
+
+# Priority and time to live
+
+
+def test_a_higher_priority_outlives_any_lower_one_and_spreads_to_the_root() -> None:
+    traffic = Traffic(make_policy("priority"))
+    traffic.request([1, 2, 3], priority=5)
+    traffic.request([1, 2, 4])
+    traffic.request([9])
+    order = []
+    while (found := traffic.states.victim()) is not None:
+        order.append(found[0].prefix().tolist())
+        traffic.states.remove(found[0])
+    assert order == [[1, 2, 4], [9], [1, 2, 3], [1, 2]]
+
+
+def test_a_soft_pin_goes_last_until_it_expires_and_is_renewed_by_a_use() -> None:
+    policy = TTL({"system": 10})
+    pinned = Entry(1, "span", 0, 5, 1, 1.0, created=1, last_used=1, kind="system")
+    other = Entry(2, "span", 0, 5, 1, 1.0, created=5, last_used=5, kind="chat")
+    for entry in (pinned, other):
+        policy.inserted(entry)
+        policy.evictable_changed(entry, True)
+    assert policy.victim() is other
+    late = Entry(3, "span", 0, 5, 1, 1.0, created=11, last_used=11)
+    policy.inserted(late)
+    assert policy.victim() is pinned, "tick 11 is the first after its ten"
+    _used(policy, pinned, 12)
+    _used(policy, other, 13)
+    assert policy.victim() is other
+    policy.inserted(Entry(4, "span", 0, 5, 1, 1.0, created=21, last_used=21))
+    assert policy.victim() is other
+    policy.evicted(other)
+    assert policy.victim() is pinned, "nothing else may go"
+
+
+def test_a_priority_is_a_time_to_live_where_the_kind_has_none() -> None:
+    policy = TTL()
+    pinned = Entry(1, "span", 0, 5, 1, 1.0, created=1, last_used=1, priority=100)
+    other = Entry(2, "span", 0, 5, 1, 1.0, created=50, last_used=50)
+    assert _order(policy, [pinned, other]) == [2, 1]
+    policy = TTL()
+    late = Entry(3, "span", 0, 5, 1, 1.0, created=101, last_used=101)
+    assert _order(policy, [pinned, other, late]) == [1, 2, 3]
+
+
+def test_expired_pins_are_forgotten_however_often_they_were_renewed() -> None:
+    policy = TTL({"": 3})
+    entry = _entry(1)
+    policy.inserted(entry)
+    policy.evictable_changed(entry, True)
+    for tick in range(2, 200):
+        _used(policy, entry, tick)
+        assert policy.victim() is entry
+    assert len(policy._expiries) < 10
+
+
+def test_a_pin_that_never_expires_is_remembered_once_and_goes_with_its_entry() -> None:
+    policy = TTL({"": 10**15})
+    first, second = _entry(1), _entry(2)
+    for entry in (first, second):
+        policy.inserted(entry)
+        policy.evictable_changed(entry, True)
+    for tick in range(2, 50):
+        _used(policy, first, tick)
+    assert len(policy._expiries) == len(policy._pinned) == 2
+    policy.merged(first, second)
+    policy.evicted(second)
+    assert len(policy._expiries) == len(policy._pinned) == 0
+
+
+def test_a_negative_time_to_live_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ttl_ticks is \{'chat': -1\}; wanted 0 or more"):
+        TTL({"chat": -1, "system": 4})
+
+
+# Greedy-dual
+
+
+def test_gdsf_gives_up_what_is_cheap_to_compute_and_large() -> None:
+    assert _order(GDSF(), [_entry(1, cost=50), _entry(2, cost=5), _entry(3, cost=20)]) == [2, 3, 1]
+    assert _order(GDSF(), [_entry(1, weight=10, cost=50), _entry(2, weight=100, cost=50)]) == [2, 1]
+    assert _order(GDSF(), [_entry(1, uses=2), _entry(2, uses=1)]) == [2, 1]
+
+
+def test_lfuda_does_not_look_at_cost_and_bytes() -> None:
+    assert _order(LFUDA(), [_entry(1, weight=1000, cost=1, uses=2), _entry(2, weight=1, cost=1000)]) == [2, 1]
+
+
+def test_cutting_and_joining_an_edge_again_and_again_leaves_no_trace_in_gdsf() -> None:
+    policy = GDSF()
+    traffic = Traffic(policy)
+    leaf = traffic.request(range(40))
+    for at in [*range(1, 39), *range(38, 0, -1)]:
+        traffic.states.coalesce(traffic.states.split(leaf, at))
+    (aged,) = policy._aged.values()
+    assert aged == [(40, 0.0)]
+
+
+@pytest.mark.parametrize("policy", [GDSF(), LFUDA()])
+def test_what_goes_raises_what_comes_and_what_is_used_later(policy: GDSF) -> None:
+    popular, idle, new = _entry(1, uses=5), _entry(2), _entry(3)
+    for entry in (popular, idle):
+        policy.inserted(entry)
+        policy.evictable_changed(entry, True)
+    assert policy.victim() is idle
+    assert policy.inflation == 0.0
+    policy.evicted(idle)
+    assert policy.inflation == 1.0
+    policy.inserted(new)
+    policy.evictable_changed(new, True)
+    _used(policy, new, 2)
+    _used(policy, new, 3)
+    assert policy.key(new)[0] == 1 + 3
+    _used(policy, new, 4)
+    _used(policy, new, 5)
+    assert policy.victim() is popular, "5 uses before anything went, against 5 uses and 1 of age"
+
+
+def test_a_node_that_merely_becomes_a_leaf_keeps_the_age_of_its_last_use() -> None:
+    cache = BlockCache(LFUDA(), 4)
+    cache.request([1, 2])
+    cache.request([1, 2, 3])
+    policy = cache.policy
+    assert isinstance(policy, LFUDA)
+    for key in range(10, 30):
+        cache.request([key])
+    assert policy.inflation > 3
+    assert cache.states.match(np.array([1, 2]), "").offset == 0, "it aged like any other"
+
+
+def test_what_was_removed_and_not_chosen_ages_nothing() -> None:
+    policy = GDSF()
+    entries = [_entry(1, uses=7), _entry(2)]
+    for entry in entries:
+        policy.inserted(entry)
+        policy.evictable_changed(entry, True)
+    assert policy.victim() is entries[1]
+    policy.evicted(entries[0])
+    assert policy.inflation == 0.0
+
+
+def test_bytes_that_come_after_an_entry_was_filed_count() -> None:
+    policy = GDSF()
+    large, small = _entry(1, weight=0, cost=8), _entry(2, weight=4, cost=8)
+    for entry in (large, small):
+        policy.inserted(entry)
+        policy.evictable_changed(entry, True)
+    large.weight_bytes = 100
+    assert policy.victim() is large
+    large.weight_bytes = 1
+    assert policy.victim() is small
+
+
+# Tail latency
+
+
+def test_t_lru_gives_up_what_a_conversation_can_spare_first() -> None:
+    tail = Entry(3, "span", 90, 100, 1, 1.0, created=2, last_used=2)
+    head = Entry(4, "span", 0, 90, 1, 1.0, created=2, last_used=2, children=1)
+    idle = Entry(5, "span", 0, 60, 1, 1.0, created=1, last_used=1)
+    policy = TLRU(threshold_tokens=5, next_tokens=10)
+    assert _order(policy, [idle, tail]) == [5, 3], "nobody can spare anything: LRU"
+    policy = TLRU(threshold_tokens=30, next_tokens=10)
+    tail.parent = head
+    policy.inserted(head)
+    policy.inserted(tail)
+    policy.evictable_changed(tail, True)
+    assert policy.victim() is tail, "safe: 100 + 10 - 99 are left"
+    policy.evicted(tail)
+    policy.evictable_changed(head, True)
+    policy.inserted(idle)
+    policy.evictable_changed(idle, True)
+    assert policy.victim() is idle, "head would leave 100 + 10 - 89 = 21, safe, and so is idle, older"
+    head.end = 70
+    policy.split(head, Entry(6, "span", 70, 90, 1, 1.0, created=2, last_used=2))
+    idle.last_used = 9
+    policy.touched(idle)
+    assert policy.victim() is idle, "head, cut back, would leave 100 + 10 - 69 = 41: not safe any more"
+
+
+def test_t_lru_learns_what_is_usual_from_what_requests_add() -> None:
+    policy = TLRU()
+    cache = BlockCache(policy, 1000)
+    for number in range(10):
+        cache.request([100 * number + block for block in range(6)])
+    assert policy._added_tokens / policy._requests == 6
+
+
+@pytest.mark.parametrize("wrong", [{"threshold_tokens": -1}, {"next_tokens": -5}])
+def test_a_negative_length_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="wanted 0 or more, or None"):
+        TLRU(**wrong)
+
+
+# Marconi and chance
+
+
+def test_marconi_weighs_age_against_compute_saved_per_byte() -> None:
+    old_dense = _entry(1, last_used=1, weight=1, cost=90)
+    new_thin = _entry(2, last_used=8, weight=90, cost=1)
+    middling = _entry(3, last_used=9, weight=1, cost=45)
+    assert _order(Marconi(alpha=0.0), [old_dense, new_thin, middling]) == [1, 2, 3]
+    assert _order(Marconi(alpha=2.0), [old_dense, new_thin, middling])[0] == 2
+
+
+def test_marconi_goes_by_the_last_use_and_not_by_age() -> None:
+    old = Entry(1, "span", 0, 10, 1, 1.0, created=1, last_used=9)
+    young = Entry(2, "span", 0, 10, 1, 1.0, created=5, last_used=6)
+    assert _order(Marconi(alpha=0.0), [old, young]) == [2, 1]
+
+
+def test_marconi_learns_to_keep_what_saves_much_per_byte_where_that_is_what_comes_back() -> None:
+    def learnt(dense_comes_back: bool) -> float:
+        policy = Marconi(bootstrap=60)
+        entries: dict[str, Entry] = {}
+        for tick, number in enumerate(range(200), 1):
+            name = f"dense {number % 6}" if number % 2 == 0 else f"thin {number}"
+            if not dense_comes_back:
+                name = f"dense {number}" if number % 2 == 0 else f"thin {number % 6}"
+            if name in entries:
+                _used(policy, entries[name], tick)
+            else:
+                cost = 9.0 if name.startswith("dense") else 1.0
+                entry = Entry(number, "span", 0, 1, 1, cost, created=tick, last_used=tick)
+                entry.digest_of = name.encode
+                entries[name] = entry
+                policy.inserted(entry)
+                policy.evictable_changed(entry, True)
+            while len(entries) > 4:
+                victim = policy.victim()
+                assert victim is not None
+                del entries[victim.digest.decode()]
+                policy.evictable_changed(victim, False)
+                policy.evicted(victim)
+        assert policy._search is None
+        return policy.alpha
+
+    assert learnt(dense_comes_back=True) > 0
+    assert learnt(dense_comes_back=False) == 0
+
+
+@pytest.mark.parametrize("wrong", [{"alpha": -0.1}, {"candidates": 0}, {"bootstrap": 0}])
+def test_marconi_without_candidates_or_a_window_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="wanted 0 or more, 1 or more, and 1 or more"):
+        Marconi(**wrong)  # type: ignore[arg-type]
+
+
+def test_marconi_of_many_looks_at_a_bounded_number_and_still_at_all_ages() -> None:
+    policy = Marconi(alpha=0.0, candidates=8)
+    entries = [_entry(number, last_used=number) for number in range(1, 801)]
+    for entry in entries:
+        policy.inserted(entry)
+        policy.evictable_changed(entry, True)
+    sampled = [policy._filed[number].last_used for _, number in policy._sample()]
+    assert len(sampled) == 8
+    assert [(tick - 1) // 100 for tick in sampled] == list(range(8))
+    victim = policy.victim()
+    assert victim is not None
+    assert victim.last_used <= 100
+
+
+@pytest.mark.parametrize("policy", [Random(), Marconi(alpha=1.0)])
+def test_what_is_joined_to_another_part_of_the_victim_draws_nothing_new(policy: Random | Marconi) -> None:
+    leaf, other = _entry(1), _entry(2, last_used=9)
+    for entry in (leaf, other):
+        policy.inserted(entry)
+        policy.evictable_changed(entry, True)
+    victim = policy.victim()
+    assert victim is not None
+    draw = policy._draw
+    upper = Entry(3, "span", 0, 5, 1, 1.0, created=1, last_used=victim.last_used)
+    victim.start = 5
+    policy.split(upper, victim)
+    victim.start = 0
+    policy.merged(upper, victim)
+    assert policy._draw == draw, "nothing has gone"
+    policy.evicted(victim)
+    assert policy._draw != draw
+
+
+def test_the_search_for_alpha_waits_for_no_entry_that_was_joined_to_another() -> None:
+    policy = Marconi()
+    upper, lower, again = _entry(1, tokens=5), _entry(2), _entry(3, tokens=5)
+    for entry in (upper, again):
+        entry.digest_of = lambda: b"upper"
+    policy.inserted(upper)
+    policy.evictable_changed(upper, True)
+    assert policy.victim() is upper
+    policy.evictable_changed(upper, False)
+    policy.inserted(lower)
+    policy.merged(upper, lower)
+    policy.inserted(again)
+    search = policy._search
+    assert search is not None
+    assert set(search.costs) == {0.0}, "it never went"
+
+
+def test_the_search_for_alpha_tells_a_checkpoint_from_the_span_that_ends_with_it() -> None:
+    search = AlphaSearch(100)
+    span = _entry(1)
+    point = Entry(2, "checkpoint", 0, 10, 1, 1.0, created=1, last_used=1)
+    for weight, entry in enumerate((point, span)):
+        entry.digest_of = lambda: b"the same"
+        search.decide([(_entry(7), 0.0)] * weight + [(entry, 1.0 + weight)])
+        search.evicted(entry)
+    search.inserted(point)
+    assert search.costs[:2] == [1.0, 0.0]
+    search.inserted(span)
+    assert search.costs[:2] == [1.0, 2.0]
+
+
+def test_random_takes_each_with_the_same_chance_and_the_same_with_the_same_seed() -> None:
+    def first(seed: int) -> int:
+        policy = Random(seed)
+        for entry in (_entry(number, tokens=number) for number in (1, 2, 3, 4)):
+            policy.inserted(entry)
+            policy.evictable_changed(entry, True)
+        victim = policy.victim()
+        assert victim is not None
+        return victim.entry_id
+
+    counts = Counter(first(seed) for seed in range(2000))
+    assert all(400 < counts[number] < 600 for number in (1, 2, 3, 4)), counts
+    assert first(5) == first(5)

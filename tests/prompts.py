@@ -1,0 +1,13 @@
+"""Prompts of the scenarios: tokens drawn by a seed, the same every time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from runner.models.tiny import VOCABULARY_LENGTH
+
+
+def tokens(seed: int, length: int, first: int | None = None) -> list[int]:
+    """Random tokens of the tiny models; `first` tells sequences apart from their first token on."""
+    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
+    return drawn if first is None else [first, *drawn[1:]]

@@ -1,0 +1,313 @@
+"""`generate` streams one reply, whatever ends it, and leaves the run knowing what its caches hold."""
+
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+from runner.models.load import load_model
+from runner.replay.backends.plain_run import PlainRun
+from runner.replies.pipeline import compile_mode, feed, generate
+from runner.replies.reply import Completion
+
+PROMPT = np.arange(30, 130, dtype=np.int32)
+# Small enough for the allocator to keep, large enough to be seen among what decoding leaves.
+FREED_BYTES = 4 << 20
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_model("tiny")
+
+
+class CountingRun(PlainRun):
+    """A run that counts what was dispatched and remembers the lengths of the prefill chunks."""
+
+    def __init__(self, tokens, caches):
+        super().__init__(tokens, caches)
+        self.steps = 0
+        self.offsets = []
+
+    def step(self, model, tokens):
+        self.steps += 1
+        return super().step(model, tokens)
+
+
+def begin(tiny, tokens=PROMPT):
+    return CountingRun(tokens, make_prompt_cache(tiny.model))
+
+
+def scripted(tokens):
+    """A sampler that says what it is told to, whatever the model thinks."""
+    script = iter(tokens)
+    return lambda logprobs: mx.array([next(script)])
+
+
+def completion_of(pieces) -> Completion:
+    completions = [piece.completion for piece in pieces if piece.completion is not None]
+    assert len(completions) == 1
+    assert pieces[-1].completion is completions[0]
+    return completions[0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "said"),
+    [(100_000, ValueError, [40, 41]), (-1, ValueError, [40, 41]), (0.5, TypeError, [40])],
+)
+def test_a_sampler_that_returns_no_token_of_the_model_is_an_error_after_tokens_before(tiny, returned, error, said):
+    run = begin(tiny)
+    pieces = generate(
+        run, tiny.model, tiny.tokenizer, max_tokens=9, sampler=scripted([40, 41, returned, 42]), stop_tokens=()
+    )
+    assert [next(pieces).token for _ in said] == said
+    with pytest.raises(error, match="the sampler returned"):
+        next(pieces)
+
+
+def test_greedy_tokens_are_those_of_mlx_lm(tiny):
+    expected = [token for token, _ in generate_step(mx.array(PROMPT), tiny.model, max_tokens=12)]
+    pieces = list(generate(begin(tiny), tiny.model, tiny.tokenizer, max_tokens=12, stop_tokens=()))
+    assert [piece.token for piece in pieces] == expected
+    assert completion_of(pieces).tokens == tuple(expected)
+
+
+def test_chunked_prefill_gives_the_logprobs_of_a_single_forward_pass(tiny):
+    whole = tiny.model(mx.array(PROMPT)[None])[0, -1].astype(mx.float32)
+    expected = np.array(whole - mx.logsumexp(whole))
+    piece = next(generate(begin(tiny), tiny.model, tiny.tokenizer, max_tokens=1, step_size=7, stop_tokens=()))
+    assert np.abs(np.array(piece.logprobs) - expected).max() < 1e-4
+    assert piece.token == int(expected.argmax())
+
+
+def test_prefill_stops_at_every_chunk_and_says_how_far_it_is(tiny):
+    seen = []
+    list(
+        generate(
+            begin(tiny),
+            tiny.model,
+            tiny.tokenizer,
+            max_tokens=1,
+            step_size=40,
+            on_progress=lambda offset, total: seen.append((offset, total)),
+        )
+    )
+    assert seen == [(0, 100), (40, 100), (80, 100), (99, 100), (100, 100)]
+
+
+def test_the_next_step_is_dispatched_before_a_token_is_yielded_and_none_after_the_last(tiny):
+    run = begin(tiny)
+    pieces = generate(run, tiny.model, tiny.tokenizer, max_tokens=3, sampler=scripted([40, 41, 42]))
+    assert [(piece.token, run.steps) for piece in pieces] == [(40, 2), (41, 3), (42, 3)]
+
+
+def test_a_stop_token_ends_the_reply_and_brings_no_text(tiny):
+    stop = next(iter(tiny.tokenizer.eos_token_ids))
+    letters = tiny.tokenizer.encode("ab", add_special_tokens=False)
+    run = begin(tiny)
+    sampler = scripted([*letters, stop, stop])
+    pieces = list(generate(run, tiny.model, tiny.tokenizer, max_tokens=50, sampler=sampler))
+    completion = completion_of(pieces)
+    assert "".join(piece.text for piece in pieces) == "ab"
+    assert (completion.done_reason, completion.tokens) == ("stop", (*letters, stop))
+    # Its forward pass was on the way already, and the run knows.
+    assert run.finish().tolist() == [*PROMPT, *letters, stop]
+
+
+def test_counts_and_durations_belong_to_prompt_and_completion(tiny):
+    run = PlainRun(PROMPT, make_prompt_cache(tiny.model))
+    pieces = list(generate(run, tiny.model, tiny.tokenizer, max_tokens=5, stop_tokens=(), arrived_at_s=0.0))
+    completion = completion_of(pieces)
+    assert (completion.done_reason, completion.completion_tokens) == ("length", 5)
+    assert (completion.prompt_tokens, completion.cached_tokens) == (len(PROMPT), 0)
+    # Arrival at 0 on the clock of perf_counter: all that came before prefill counts for the first token.
+    assert completion.ttft_ms > completion.prompt_ms > 0
+    assert completion.completion_ms > 0
+
+
+@pytest.mark.parametrize("text", ["é und ü", "日本語", "🙂🙂", "a🙂b", "नमस्ते"])
+def test_pieces_never_cut_a_character(tiny, text):
+    tokens = tiny.tokenizer.encode(text, add_special_tokens=False)
+    assert len(tokens) == len(text.encode()), "one token per byte, so that every character can be cut"
+    pieces = list(
+        generate(
+            begin(tiny), tiny.model, tiny.tokenizer, max_tokens=len(tokens), sampler=scripted(tokens), stop_tokens=()
+        )
+    )
+    assert "".join(piece.text for piece in pieces) == text
+    assert all(text.startswith("".join(piece.text for piece in pieces[: n + 1])) for n in range(len(pieces)))
+    assert not any("\ufffd" in piece.text for piece in pieces)
+
+
+def test_a_reply_that_ends_inside_a_character_ends_before_it(tiny):
+    tokens = tiny.tokenizer.encode("ok🙂", add_special_tokens=False)[:-1]
+    pieces = list(
+        generate(
+            begin(tiny), tiny.model, tiny.tokenizer, max_tokens=len(tokens), sampler=scripted(tokens), stop_tokens=()
+        )
+    )
+    assert "".join(piece.text for piece in pieces) == "ok"
+
+
+def test_cancelling_between_chunks_keeps_the_chunks_that_were_done(tiny):
+    cancel = threading.Event()
+    run = begin(tiny)
+    pieces = list(
+        generate(
+            run,
+            tiny.model,
+            tiny.tokenizer,
+            max_tokens=5,
+            step_size=40,
+            cancelled=cancel.is_set,
+            on_progress=lambda offset, total: cancel.set() if offset >= 40 else None,
+        )
+    )
+    completion = completion_of(pieces)
+    assert (completion.done_reason, completion.tokens, completion.ttft_ms) == ("cancelled", (), None)
+    assert run.steps == 0
+    assert run.finish().tolist() == PROMPT[:40].tolist()
+    assert {cache.offset for cache in run.caches} == {40}
+
+
+def test_cancelling_before_the_start_evaluates_nothing(tiny):
+    run = begin(tiny)
+    pieces = list(generate(run, tiny.model, tiny.tokenizer, max_tokens=5, cancelled=lambda: True))
+    assert completion_of(pieces).done_reason == "cancelled"
+    assert all(cache.empty() for cache in run.caches)
+
+
+def test_cancelling_between_tokens_ends_with_the_tokens_so_far(tiny):
+    cancel = threading.Event()
+    run = begin(tiny)
+    pieces = []
+    for piece in generate(
+        run, tiny.model, tiny.tokenizer, max_tokens=50, sampler=scripted(range(40, 90)), cancelled=cancel.is_set
+    ):
+        pieces.append(piece)
+        if len(pieces) == 3:
+            cancel.set()
+    completion = completion_of(pieces)
+    assert (completion.done_reason, completion.tokens) == ("cancelled", (40, 41, 42, 43))
+    assert run.finish().tolist() == [*PROMPT, 40, 41, 42, 43]
+
+
+def test_a_generator_closed_early_leaves_a_run_that_knows_what_its_caches_hold(tiny):
+    run = begin(tiny)
+    pieces = generate(run, tiny.model, tiny.tokenizer, max_tokens=50, sampler=scripted(range(40, 90)))
+    assert next(pieces).token == 40
+    pieces.close()
+    held = run.finish().tolist()
+    assert held == [*PROMPT, 40]
+    assert {cache.offset for cache in run.caches} == {len(held)}
+
+
+def test_feeding_a_reply_leaves_the_state_that_stepping_through_it_leaves(tiny):
+    reply = np.arange(60, 100, dtype=np.int32)
+    fed, stepped = begin(tiny), begin(tiny)
+    for run in (fed, stepped):
+        next(generate(run, tiny.model, tiny.tokenizer, max_tokens=1, stop_tokens=()))
+    assert feed(fed, tiny.model, reply, step_size=16) == len(reply)
+    for token in reply:
+        stepped.step(tiny.model, mx.array([int(token)]))
+    assert fed.finish().tolist() == stepped.finish().tolist() == [*PROMPT, *reply]
+    for left, right in zip(fed.caches, stepped.caches, strict=True):
+        assert left.offset == right.offset == len(PROMPT) + len(reply)
+        difference = mx.abs(left.keys[..., : left.offset, :] - right.keys[..., : right.offset, :]).max().item()
+        assert difference < 1e-4
+
+
+def test_free_buffers_are_released_after_256_tokens(tiny):
+    held_free = []
+    pieces = generate(begin(tiny), tiny.model, tiny.tokenizer, max_tokens=260, stop_tokens=())
+    next(pieces)
+    freed = mx.zeros((FREED_BYTES,), mx.uint8)
+    mx.eval(freed)
+    del freed
+    for _ in pieces:
+        held_free.append(mx.get_cache_memory())
+    # The first piece was taken above: index 254 is piece 256, the last before the release.
+    assert held_free[254] >= FREED_BYTES
+    assert held_free[255] < FREED_BYTES
+
+
+@pytest.mark.parametrize("limits", [{"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 1, "step_size": 0}])
+def test_a_limit_below_one_is_refused_before_anything_runs(tiny, limits):
+    run = begin(tiny)
+    with pytest.raises(ValueError, match="wanted at least 1"):
+        next(generate(run, tiny.model, tiny.tokenizer, **limits))
+    assert all(cache.empty() for cache in run.caches)
+
+
+class Uncompiled:
+    """A model that asks for MLX's compiled mode to be off, and tells whether it was."""
+
+    def __init__(self, model, *, as_method=False, fails=False):
+        self._model = model
+        self._fails = fails
+        self.enable_compile = (lambda: False) if as_method else False
+        self.compiled_calls = []
+
+    def __call__(self, tokens, cache):
+        self.compiled_calls.append(is_compiling())
+        if self._fails:
+            raise RuntimeError("a layer failed")
+        return self._model(tokens, cache=cache)
+
+
+def is_compiling() -> bool:
+    """Tell whether MLX's compiled mode is on: a compiled function runs its Python only once then."""
+    traces = []
+
+    def traced(x):
+        traces.append(x)
+        return x + 1
+
+    compiled = mx.compile(traced)
+    compiled(mx.array(1))
+    compiled(mx.array(2))
+    return len(traces) == 1
+
+
+@pytest.mark.parametrize("as_method", [False, True])
+def test_compiled_mode_is_off_while_a_model_that_wants_it_so_runs(tiny, as_method):
+    model = Uncompiled(tiny.model, as_method=as_method)
+    list(generate(begin(tiny), model, tiny.tokenizer, max_tokens=2))
+    assert model.compiled_calls
+    assert not any(model.compiled_calls)
+    assert is_compiling()
+
+
+def test_compiled_mode_stays_on_for_a_model_that_does_not_say(tiny):
+    model = Uncompiled(tiny.model)
+    del model.enable_compile
+    list(generate(begin(tiny), model, tiny.tokenizer, max_tokens=2))
+    assert model.compiled_calls
+    assert all(model.compiled_calls)
+
+
+def test_compiled_mode_comes_back_when_the_model_raises(tiny):
+    with pytest.raises(RuntimeError, match="a layer failed"):
+        list(generate(begin(tiny), Uncompiled(tiny.model, fails=True), tiny.tokenizer, max_tokens=2))
+    assert is_compiling()
+
+
+def test_compiled_mode_comes_back_when_the_generator_is_closed_early(tiny):
+    pieces = generate(begin(tiny), Uncompiled(tiny.model), tiny.tokenizer, max_tokens=20, stop_tokens=())
+    next(pieces)
+    assert not is_compiling()
+    pieces.close()
+    assert is_compiling()
+
+
+def test_compiled_mode_that_was_off_for_the_whole_process_stays_off(monkeypatch):
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")
+    mx.disable_compile()
+    try:
+        with compile_mode(Uncompiled(None)):
+            pass
+        assert not is_compiling()
+    finally:
+        mx.enable_compile()

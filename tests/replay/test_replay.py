@@ -1,0 +1,391 @@
+"""Replaying conversations through every cache gives the same answers, and each cache restores what it promises."""
+
+import json
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.server import ResponseGenerator
+
+from runner.models.load import load_model
+from runner.replay.backends import mlx_lm, single
+from runner.replay.backends.catalogue import CACHE_NAMES, open_backend
+from runner.replay.backends.plain_run import layers_bytes
+from runner.replay.replay import ReplayOptions, replay
+from runner.replies.pipeline import generate
+from runner.script.conversations.conversation import Conversation
+from runner.script.schedule import schedule
+from runner.script.script import Prompt, Script, ScriptError
+from tests import inside
+
+BUDGET_BYTES = 64 << 20
+TIMING_FIELDS = ("ttft_ms", "begin_ms", "decode_ms", "close_ms", "allocated_bytes")
+SYSTEM = "You answer in one word. " * 4
+
+
+class Silence:
+    """Watches a replay and remembers what it was told."""
+
+    def __init__(self):
+        self.runs = []
+        self.advances = []
+        self.done = []
+
+    def run_started(self, cache, requests):
+        self.runs.append((cache, requests))
+
+    def request_advanced(self, done_tokens, prompt_tokens):
+        self.advances.append((done_tokens, prompt_tokens))
+
+    def request_done(self, prompt_tokens):
+        self.done.append(prompt_tokens)
+
+
+def conversation(name, user, *texts, **more):
+    """A conversation whose messages after the system prompt alternate between user and assistant."""
+    roles = ["user", "assistant"] * len(texts)
+    messages = [{"role": "system", "content": SYSTEM}]
+    messages += [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    return Conversation(name, user, tuple(messages), **more)
+
+
+CONVERSATIONS = [
+    conversation("a", "ann", "Which river runs through Rome?", "Tiber.", "And through Paris?", "Seine.", "And Cairo?"),
+    conversation("b", "bob", "Name a noble gas.", "Argon.", "Another one.", "Neon.", "A heavier one, please."),
+    # Ann edits her second question.
+    conversation("a2", "ann", "Which river runs through Rome?", "Tiber.", "And through Vienna?", first_turn=1),
+]
+
+
+def options(**more):
+    return ReplayOptions(**{"budget_bytes": BUDGET_BYTES, "max_tokens": 4, "step_size": 64, **more})
+
+
+def run(model, caches, *, conversations=CONVERSATIONS, seed=1, skip_bad=False, **more):
+    """Replay conversations; returns the runs by cache."""
+    chosen = options(**more)
+    loaded = load_model(model)
+    script = Script(
+        loaded,
+        schedule(conversations, seed=seed),
+        max_tokens=chosen.max_tokens,
+        recorded=chosen.recorded,
+        skip_bad=skip_bad,
+    )
+    return {each.cache: each for each in replay(loaded, script, caches, chosen, Silence())}
+
+
+def prompt_of(tokens, system_end=0):
+    array = np.asarray(tokens, np.int32)
+    return Prompt(array, (system_end,) if system_end else (), system_end, ends_with_user=True, reply_tokens=4)
+
+
+def serve(backend, loaded, prompt, max_tokens=4):
+    """Answer one prompt; returns (cached tokens, reason, tokens of the reply)."""
+    with backend.begin(prompt) as session:
+        pieces = list(generate(session, loaded.model, loaded.tokenizer, max_tokens=max_tokens, stop_tokens=()))
+        return session.cached_tokens, session.reason, pieces[-1].completion.tokens
+
+
+GENERATED = ("llama", "llama_sliding", "llama4", "mamba", "qwen3_next", "deepseek_v3")
+RECORDED = ("llama", "llama_sliding", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    ("kind", "recorded"), [(kind, False) for kind in GENERATED] + [(kind, True) for kind in RECORDED]
+)
+def test_every_cache_gives_the_answers_of_no_cache(kind, recorded):
+    # A chunked cache calls itself trimmable when its front is gone, and mlx-lm believes it: its answers differ there.
+    caches = [cache for cache in CACHE_NAMES if (kind, cache) != ("llama4", "mlx-lm")]
+    runs = run(f"tiny:{kind}", caches, recorded=recorded)
+    expected = [row.output_hash for row in runs["none"].rows]
+    assert len(expected) == 7
+    for cache in caches:
+        assert [row.output_hash for row in runs[cache].rows] == expected, cache
+        assert [row.prompt_tokens for row in runs[cache].rows] == [row.prompt_tokens for row in runs["none"].rows]
+
+
+def test_a_wrong_restore_changes_answers(monkeypatch):
+    # The control of the test above: claim one token too many wherever a prompt parts from the last one.
+    right = single.common_length
+    monkeypatch.setattr(single, "common_length", lambda *pair: min(right(*pair) + 5, min(map(len, pair))))
+    runs = run("tiny:llama", ["none", "single"])
+    assert [row.output_hash for row in runs["none"].rows] != [row.output_hash for row in runs["single"].rows]
+
+
+@pytest.mark.parametrize("cache", CACHE_NAMES)
+def test_bytes_that_a_cache_claims_are_the_bytes_that_mlx_allocated(cache):
+    conversations = [conversation(user, user, "x" * 800, "Yes.", "Why?", "So.", "Go on.") for user in ("ann", "bob")]
+    rows = run("tiny:llama", [cache], conversations=conversations)[cache].rows
+    for row in rows:
+        # The allocator reuses buffers that are up to two pages too large.
+        assert row.peak_bytes == pytest.approx(row.allocated_bytes, rel=0.02)
+    held = rows[-1].live_bytes + rows[-1].paged_bytes
+    assert (held > 0) == (cache != "none")
+
+
+def test_nothing_of_a_cache_is_left_when_its_run_is_over():
+    loaded = load_model("tiny:llama")
+    script = Script(loaded, schedule(CONVERSATIONS, seed=1), max_tokens=4)
+    list(replay(loaded, script, ["none"], options(), Silence()))
+    before = mx.get_active_memory()
+    list(replay(loaded, script, CACHE_NAMES, options(), Silence()))
+    assert mx.get_active_memory() == before
+
+
+def test_the_observer_hears_of_every_run_and_every_prompt_token():
+    loaded = load_model("tiny:llama")
+    script = Script(loaded, schedule(CONVERSATIONS, seed=1), max_tokens=4)
+    observer = Silence()
+    rows = [each.rows for each in replay(loaded, script, ["none", "single"], options(), observer)]
+    assert observer.runs == [("none", 7), ("single", 7)]
+    assert observer.done == [row.prompt_tokens for run_rows in rows for row in run_rows]
+    ends = [done for done, total in observer.advances if done == total]
+    assert ends == observer.done
+
+
+def test_single_continues_its_own_conversation_and_keeps_only_the_common_prefix_of_another():
+    loaded = load_model("tiny:llama")
+    backend = open_backend("single", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    first = list(range(20, 120))
+    assert serve(backend, loaded, prompt_of(first))[0] == 0
+    # The last of 4 reply tokens is predicted but not evaluated: 100 prompt tokens and 3 of the reply are held.
+    assert serve(backend, loaded, prompt_of([*first, 7, 7]))[0] == 100
+    assert serve(backend, loaded, prompt_of([*first[:40], 9, 9, 9]))[0] == 40
+    assert serve(backend, loaded, prompt_of([*first[:40], 9, 9, 9]))[0] == 42
+
+
+@pytest.mark.parametrize("kind", ["mamba", "llama_sliding"])
+def test_single_frees_what_it_cannot_trim_and_says_so(kind):
+    loaded = load_model(f"tiny:{kind}")
+    backend = open_backend("single", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    first = list(range(20, 120))
+    *_, reply = serve(backend, loaded, prompt_of(first))
+    # Going on with the very tokens it holds needs no trimming.
+    longer = [*first, *reply[:3], 7, 7]
+    cached_tokens, reason, _ = serve(backend, loaded, prompt_of(longer))
+    assert (cached_tokens, reason) == (103, None)
+    cached_tokens, reason, _ = serve(backend, loaded, prompt_of([*first[:40], 9]))
+    assert (cached_tokens, reason) == (0, "a layer cannot be trimmed back to the common prefix")
+
+
+def test_single_drops_its_cache_when_a_run_fails():
+    loaded = load_model("tiny:llama")
+    backend = open_backend("single", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    prompt = prompt_of(range(20, 120))
+    serve(backend, loaded, prompt)
+    with pytest.raises(KeyboardInterrupt), backend.begin(prompt):
+        raise KeyboardInterrupt
+    assert backend.live_bytes == 0
+    assert serve(backend, loaded, prompt)[0] == 0
+
+
+def test_a_window_that_has_not_wrapped_is_trimmed():
+    loaded = load_model("tiny:llama_sliding")
+    backend = open_backend("single", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    serve(backend, loaded, prompt_of([20, 21, 22, 23, 24]), max_tokens=2)
+    assert serve(backend, loaded, prompt_of([20, 21, 22, 9]), max_tokens=2)[0] == 3
+
+
+def test_mlx_lm_stores_the_system_prompt_the_user_turn_and_the_reply_of_a_model_that_cannot_trim():
+    loaded = load_model("tiny:mamba")
+    backend = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    system = list(range(20, 60))
+    *_, reply = serve(backend, loaded, prompt_of([*system, 1, 2, 3], system_end=40))
+    counts = {kind: stats["n_sequences"] for kind, stats in inside.mlx_lm_store(backend).stats_by_type().items()}
+    assert counts == {"system": 1, "user": 1, "assistant": 1}
+    # Another user resumes at the system prompt, a repetition at the user turn, the next turn after the reply.
+    assert serve(backend, loaded, prompt_of([*system, 9, 9, 9], system_end=40))[0] == 40
+    assert serve(backend, loaded, prompt_of([*system, 1, 2, 3], system_end=40))[0] == 42
+    assert serve(backend, loaded, prompt_of([*system, 1, 2, 3, *reply[:3], 8, 8], system_end=40))[0] == 46
+
+
+@pytest.mark.parametrize("texts", [("Hello?",), ("Hello?", "Yes.", "Who is there?"), ("",)])
+@pytest.mark.parametrize("system", [SYSTEM, None])
+def test_mlx_lm_stores_where_its_own_server_cuts_the_prompt(texts, system):
+    loaded = load_model("tiny:mamba")
+    messages = conversation("a", "ann", *texts).messages[0 if system else 1 :]
+    script = Script(loaded, schedule([Conversation("a", "ann", messages)], max_requests=1), max_tokens=4)
+    server = object.__new__(ResponseGenerator)
+    server.model_provider = SimpleNamespace(processor=None, cli_args=SimpleNamespace(chat_template_args={}))
+    asked = script[0].prompt
+    count = len(messages) if len(texts) == 1 else len(messages) - 2
+    request = SimpleNamespace(
+        request_type="chat", messages=[dict(m) for m in messages[:count]], tools=None, role_mapping=None
+    )
+    tokens, segments, kinds, *_ = server._tokenize(
+        loaded.tokenizer, request, SimpleNamespace(chat_template_kwargs=None)
+    )
+    assert tokens == asked.tokens.tolist()
+    ends = np.cumsum([len(segment) for segment in segments]).tolist()
+    # Its generator keeps the last token of the last segment for the first step.
+    ends[-1] -= 1
+    backend = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    assert inside.mlx_lm_segments(backend, asked) == list(zip(ends, kinds, strict=True))
+
+
+def test_mlx_lm_keeps_one_entry_per_conversation_of_a_model_that_trims():
+    loaded = load_model("tiny:llama")
+    backend = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    system = list(range(20, 60))
+    serve(backend, loaded, prompt_of([*system, 1, 2, 3], system_end=40))
+    assert len(inside.mlx_lm_store(backend)) == 1
+    serve(backend, loaded, prompt_of([*system, 9, 9, 9], system_end=40))
+    assert len(inside.mlx_lm_store(backend)) == 2
+    assert serve(backend, loaded, prompt_of([*system, 1, 2, 3, 5], system_end=40))[0] == 43
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba"])
+def test_mlx_lm_evaluates_the_last_token_of_a_prompt_that_is_stored_whole(kind):
+    loaded = load_model(f"tiny:{kind}")
+    backend = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    prompt = list(range(20, 60))
+    *_, reply = serve(backend, loaded, prompt_of(prompt))
+    stored = [*prompt, *reply[:3]]
+    cached_tokens, _, again = serve(backend, loaded, prompt_of(stored))
+    # What trims goes back by one; what does not goes back to the entry before.
+    assert cached_tokens == (42 if kind == "llama" else 39)
+    assert again[0] == reply[3]
+
+
+def test_mlx_lm_stays_within_the_budget_and_counts_what_that_costs():
+    loaded = load_model("tiny:llama")
+    one = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    serve(one, loaded, prompt_of(range(20, 120)))
+    budget_bytes = int(2.5 * one.paged_bytes)
+    backend = open_backend("mlx-lm", loaded, budget_bytes=budget_bytes, policy="lru")
+    for start in range(5):
+        serve(backend, loaded, prompt_of([start, *range(21, 120)]))
+        assert backend.paged_bytes <= budget_bytes
+    assert (len(inside.mlx_lm_store(backend)), backend.evictions) == (2, 3)
+
+
+def test_mlx_lm_makes_room_for_the_live_cache_before_a_request_runs():
+    loaded = load_model("tiny:llama")
+    backend = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    serve(backend, loaded, prompt_of(range(20, 120)))
+    inside.set_budget(backend, int(1.5 * backend.paged_bytes))
+    # The hit's copy and the entry it came from do not fit together.
+    with backend.begin(prompt_of([*range(20, 120), 5])) as session:
+        assert session.cached_tokens == 100
+        assert layers_bytes(session.caches) == backend.live_bytes
+        assert (backend.paged_bytes, backend.evictions) == (0, 1)
+
+
+def test_what_mlx_lm_stores_holds_no_spare_capacity():
+    loaded = load_model("tiny:llama")
+    backend = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    with backend.begin(prompt_of(range(20, 120))) as session:
+        list(generate(session, loaded.model, loaded.tokenizer, max_tokens=4, stop_tokens=()))
+        copies = [mlx_lm.stored_copy(cache) for cache in session.caches]
+        assert {cache.keys.shape[2] for cache in session.caches} == {256}
+        assert {copy.keys.shape[2] for copy in copies} == {103}
+
+
+def test_a_recorded_reply_is_part_of_what_the_next_turn_resumes():
+    conversations = [conversation("a", "ann", "Which river runs through Rome?", "Tiber, of course.", "And Paris?")]
+    generated = run("tiny:llama", ["single"], conversations=conversations)["single"].rows
+    recorded = run("tiny:llama", ["single"], conversations=conversations, recorded=True)["single"].rows
+    assert [row.output_tokens for row in recorded] == [1, 1]
+    reply_tokens = len("Tiber, of course.")
+    assert recorded[1].cached_tokens >= recorded[0].prompt_tokens + reply_tokens
+    assert generated[1].cached_tokens < generated[0].prompt_tokens + reply_tokens
+
+
+def test_replies_that_were_never_recorded_are_generated_once_and_the_same_for_every_cache():
+    messages = tuple({"role": "user", "content": text} for text in ("Name a colour.", "Another.", "And another."))
+    conversations = [Conversation("q", "ann", messages, replies_recorded=False)]
+    loaded = load_model("tiny:llama")
+    script = Script(loaded, schedule(conversations), max_tokens=4)
+    runs = list(replay(loaded, script, ["single", "none"], options(), Silence()))
+    assert [row.prompt_tokens for row in runs[0].rows] == [row.prompt_tokens for row in runs[1].rows]
+    assert [row.output_hash for row in runs[0].rows] == [row.output_hash for row in runs[1].rows]
+    text = loaded.tokenizer.decode(script[1].prompt.tokens.tolist())
+    assert text.index("Name a colour.") < text.index("assistant") < text.index("Another.")
+    with pytest.raises(ScriptError, match="earlier replies were not recorded"):
+        Script(loaded, schedule(conversations), max_tokens=4, recorded=True)
+
+
+def test_a_prompt_beyond_the_models_context_is_named_before_anything_runs():
+    loaded = load_model("tiny:llama")
+    long = conversation("long", "bob", "x" * loaded.context_length)
+    with pytest.raises(ScriptError, match=r"conversation long, turn 0: .* do not fit the model's context of 32,768"):
+        Script(loaded, schedule([*CONVERSATIONS, long]), max_tokens=4)
+    script = Script(loaded, schedule([*CONVERSATIONS, long]), max_tokens=4, skip_bad=True)
+    assert (len(script), script.skipped_requests) == (7, 1)
+    with pytest.raises(ScriptError, match="nothing to replay"):
+        Script(loaded, schedule([long]), max_tokens=4, skip_bad=True)
+
+
+def test_radix_restores_at_least_what_any_other_cache_restores():
+    runs = run("tiny:llama", CACHE_NAMES)
+    for index, row in enumerate(runs["radix"].rows):
+        assert row.cached_tokens >= max(runs[cache].rows[index].cached_tokens for cache in CACHE_NAMES)
+        assert row.cached_tokens == row.matched_tokens or row.reason
+
+
+def test_the_tree_is_dumped_with_the_text_of_its_edges():
+    tree = run("tiny:llama", ["radix"], dump_tree=True)["radix"].tree
+    assert '"<|im_start|>system↵You answ' in tree
+    assert run("tiny:llama", ["radix"])["radix"].tree is None
+
+
+def test_the_same_replay_twice_gives_the_same_rows_and_the_same_tree():
+    timeless = []
+    for _ in range(2):
+        radix = run("tiny:qwen3_next", ["radix"], dump_tree=True)["radix"]
+        # Durations differ, and so does what the allocator had lying around.
+        rows = [{**vars(row), **dict.fromkeys(TIMING_FIELDS, 0)} for row in radix.rows]
+        timeless.append(json.dumps([rows, radix.tree, radix.evictions]))
+    assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_a_cancelled_prefill_is_kept_and_a_retry_goes_on_from_there(kind):
+    loaded = load_model(f"tiny:{kind}")
+    backend = open_backend("radix", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    prompt = prompt_of(range(20, 220))
+    reached = []
+    with backend.begin(prompt) as session:
+        pieces = generate(
+            session,
+            loaded.model,
+            loaded.tokenizer,
+            max_tokens=4,
+            step_size=64,
+            cancelled=lambda: reached[-1:] == [128],
+            on_progress=lambda offset, _: reached.append(offset),
+        )
+        assert [piece.completion.done_reason for piece in pieces] == ["cancelled"]
+    assert reached == [0, 64, 128]
+    cached_tokens, _, reply = serve(backend, loaded, prompt)
+    assert cached_tokens == 128
+    assert reply == serve(open_backend("none", loaded, budget_bytes=1, policy="lru"), loaded, prompt)[2]
+
+
+def test_a_reply_closed_early_leaves_the_radix_cache_sound():
+    loaded = load_model("tiny:qwen3_next")
+    backend = open_backend("radix", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    prompt = prompt_of(range(20, 220))
+    with backend.begin(prompt) as session:
+        pieces = generate(session, loaded.model, loaded.tokenizer, max_tokens=20, stop_tokens=())
+        started = [next(pieces).token, next(pieces).token]
+        pieces.close()
+    backend.shown.check()
+    longer = prompt_of([*range(20, 220), *started, 7, 7])
+    cached_tokens, _, reply = serve(backend, loaded, longer)
+    assert cached_tokens >= 184
+    assert reply == serve(open_backend("none", loaded, budget_bytes=1, policy="lru"), loaded, longer)[2]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_an_exact_replay_resumes_on_the_grid_alone_and_says_so(kind):
+    caches = ["none", "radix"]
+    free, exact = (run(f"tiny:{kind}", caches, step_size=32, exact=wanted) for wanted in (False, True))
+    rows = exact["radix"].rows
+    assert {row.cached_tokens % 32 for row in rows} == {0}
+    assert 0 < sum(row.cached_tokens for row in rows) < sum(row.cached_tokens for row in free["radix"].rows)
+    assert "off_grid" in {row.reason for row in rows}
+    assert "off_grid" not in {row.reason for row in free["radix"].rows}
+    assert [row.output_hash for row in rows] == [row.output_hash for row in exact["none"].rows]

@@ -1,0 +1,254 @@
+"""A report's figures follow from its rows, and its sentence says no more than they do."""
+
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from runner.files.atomic import require_writable, write_atomically
+from runner.files.json_file import write_json
+from runner.files.origin import machine, versions
+from runner.replay.plots import plot_replay
+from runner.replay.replay import CacheRun, RequestRow, output_hash
+from runner.replay.report import Report
+
+
+def row(ttft_ms=100.0, *, answer=(1, 2), cached_tokens=0, peak_bytes=1 << 20, **more):
+    figures = {
+        "user": "ann",
+        "conversation_id": "a",
+        "turn": 0,
+        "prompt_tokens": 200,
+        "matched_tokens": cached_tokens,
+        "cached_tokens": cached_tokens,
+        "reason": None,
+        "ttft_ms": ttft_ms,
+        "begin_ms": 1.0,
+        "decode_ms": 50.0,
+        "close_ms": 2.0,
+        "live_bytes": peak_bytes,
+        "paged_bytes": 0,
+        "peak_bytes": peak_bytes,
+        "allocated_bytes": peak_bytes,
+        "output_tokens": len(answer),
+        "output_hash": output_hash(answer),
+        "done_reason": "length",
+    }
+    return RequestRow(**{**figures, **more})
+
+
+def run(cache, ttft_ms=100.0, *, requests=4, evictions=0, **more):
+    return CacheRun(cache, tuple(row(ttft_ms, **more) for _ in range(requests)), evictions, wall_s=1.0)
+
+
+def printed(report):
+    output = io.StringIO()
+    Console(width=140, file=output).print(report.table())
+    return output.getvalue()
+
+
+def test_totals_percentiles_and_peaks_come_from_the_rows():
+    rows = tuple(
+        row(ttft_ms, cached_tokens=50, peak_bytes=peak_bytes)
+        for ttft_ms, peak_bytes in [(100.0, 10), (200.0, 40), (300.0, 30), (1000.0, 20)]
+    )
+    summary = Report([CacheRun("radix", rows, evictions=3, wall_s=2.5)]).summaries[0]
+    assert (summary.requests, summary.prompt_tokens, summary.cached_tokens) == (4, 800, 200)
+    assert summary.cached_share == 0.25
+    assert summary.ttft_ms_p50 == 250.0
+    assert summary.ttft_ms_p95 == pytest.approx(895.0)
+    assert (summary.prefill_s, summary.decode_s) == (pytest.approx(1.6), pytest.approx(0.2))
+    assert (summary.begin_s, summary.close_s) == (pytest.approx(0.004), pytest.approx(0.008))
+    assert (summary.peak_cache_bytes, summary.peak_allocated_bytes, summary.evictions) == (40, 40, 3)
+
+
+def test_answers_are_counted_against_the_run_without_a_cache():
+    radix = CacheRun("radix", (row(), row(answer=(9, 9)), row()), 0, 1.0)
+    report = Report([run("none", requests=3), radix])
+    assert [summary.answers_equal for summary in report.summaries] == [3, 2]
+    assert [(cache, index) for cache, index, _ in report.differences()] == [("radix", 1)]
+    assert "2/3" in printed(report)
+    assert report.sentence().endswith("Answers DIFFER from those without a cache: 1 of 3 with radix.")
+
+
+def test_without_a_reference_nothing_is_called_equal():
+    report = Report([run("mlx-lm"), run("radix", 50.0)])
+    assert [summary.answers_equal for summary in report.summaries] == [None, None]
+    assert report.differences() == []
+    assert "none was not among the caches" in report.sentence()
+    assert "Every answer is the same" not in report.sentence()
+
+
+def test_output_hashes_tell_outputs_apart():
+    assert output_hash([1, 2, 3]) == output_hash((1, 2, 3))
+    assert len({output_hash(tokens) for tokens in ([], [1], [1, 2], [2, 1], [256], [1, 0])}) == 6
+
+
+def test_the_sentence_names_the_next_best_cache_and_how_far_ahead_radix_is():
+    mlx_lm = run("mlx-lm", 300.0, peak_bytes=3 << 20)
+    report = Report([run("none", 1000.0), mlx_lm, run("radix", 100.0, cached_tokens=150)])
+    assert report.sentence() == (
+        "radix took 75% of the prompt tokens from its cache and reached its first tokens in 0.4 s, 3.0 times faster "
+        "than mlx-lm, the next best (1.2 s), and held 1 MiB at most where mlx-lm held 3; none took 4.0 s. Every answer "
+        "is the same as without a cache."
+    )
+
+
+def test_the_sentence_says_when_radix_is_behind():
+    sentence = Report([run("none", 1000.0), run("mlx-lm", 100.0), run("radix", 200.0)]).sentence()
+    assert "radix took 0% of the prompt tokens" in sentence
+    assert "2.0 times slower than mlx-lm (0.4 s), so not ahead here" in sentence
+    assert "faster" not in sentence
+
+
+@pytest.mark.parametrize("ttft_ms", [99.0, 100.0, 101.0])
+def test_the_sentence_calls_nearly_equal_totals_level(ttft_ms):
+    sentence = Report([run("mlx-lm", 100.0), run("radix", ttft_ms)]).sentence()
+    assert "level with mlx-lm (0.4 s), so not ahead here" in sentence
+
+
+def test_the_sentence_makes_do_with_one_cache():
+    assert (
+        Report([run("radix")]).sentence().startswith("radix reached its first tokens in 0.4 s, with 0% of the prompt")
+    )
+    sentence = Report([run("none", 300.0), run("single", 200.0)]).sentence()
+    assert sentence.startswith("single reached its first tokens in 0.8 s")
+    assert "none took 1.2 s" in sentence
+    assert Report([run("none")]).sentence().endswith("There was no other cache to compare answers with.")
+    assert Report([]).sentence() == "No cache finished its run."
+
+
+def test_the_table_has_a_row_per_cache_with_units_in_its_header():
+    text = printed(
+        Report([run("none", 1234.0), run("radix", 56.0, cached_tokens=150, peak_bytes=3 << 20, evictions=7)])
+    )
+    for header in ("cached", "tokens %", "p50 ms", "p95 ms", "prefill", "decode", "MiB", "evictions", "to none"):
+        assert header in text
+    none, radix = (line.replace("│", " ") for line in text.splitlines() if "│ none" in line or "│ radix" in line)
+    assert " ".join(none.split()) == "none 4 800 0.0 1,234 1,234 4.9 0.2 1.0 0 4/4"
+    assert " ".join(radix.split()) == "radix 4 800 75.0 56 56 0.2 0.2 3.0 7 4/4"
+
+
+def test_the_document_has_every_figure_and_survives_json():
+    report = Report([run("none"), run("radix", reason="no checkpoint")])
+    document = json.loads(json.dumps(report.document(model="tiny", seed=7)))
+    assert (document["model"], document["seed"]) == ("tiny", 7)
+    assert set(document) >= {"runs", "machine", "versions"}
+    none, radix = document["runs"]
+    assert set(none) >= {
+        "cache",
+        "requests",
+        "prompt_tokens",
+        "cached_tokens",
+        "ttft_ms_p50",
+        "ttft_ms_p95",
+        "prefill_s",
+        "decode_s",
+        "peak_cache_bytes",
+        "evictions",
+        "answers_equal",
+    }
+    assert len(radix["rows"]) == radix["requests"] == 4
+    assert radix["rows"][0]["reason"] == "no checkpoint"
+    assert radix["rows"][0]["output_hash"] == output_hash((1, 2))
+
+
+def test_the_machine_is_described_without_its_name():
+    described = machine()
+    assert described["logical_cores"] >= 1
+    assert described["memory_bytes"] > 1 << 28
+    assert described["processor"]
+    assert platform.node() not in described.values()
+    assert set(versions()) == {"python", "radixcache", "mlx", "mlx-lm", "numpy", "transformers"}
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "report.json"
+    write_json(path, {"a": 1})
+    assert json.loads(path.read_text()) == {"a": 1}
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(path, b"half")
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [each.name for each in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_written_file_is_as_readable_as_any_other(tmp_path):
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    write_atomically(tmp_path / "ours", b"x")
+    assert (tmp_path / "ours").stat().st_mode == plain.stat().st_mode
+
+
+def test_a_place_that_cannot_be_written_is_found_out_beforehand(tmp_path):
+    require_writable(tmp_path / "new.json")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(IsADirectoryError):
+        require_writable(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        require_writable(tmp_path / "missing" / "new.json")
+
+
+def test_checking_for_a_place_leaves_a_file_that_is_there_alone(tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text("old")
+    require_writable(path)
+    assert path.read_text() == "old"
+
+
+def test_a_link_stays_one_and_what_it_leads_to_is_written(tmp_path):
+    (tmp_path / "folder").mkdir()
+    target, link = tmp_path / "folder" / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    for content in (b"new", b"newer"):
+        require_writable(link)
+        write_atomically(link, content)
+        assert link.is_symlink()
+        assert target.read_bytes() == content
+    assert [each.name for each in target.parent.iterdir()] == ["target.json"]
+
+
+@pytest.mark.parametrize("through_link", [False, True])
+def test_a_fifo_is_written_to_and_stays_one(tmp_path, through_link):
+    fifo, given, read = tmp_path / "fifo", tmp_path / "given", []
+    os.mkfifo(fifo)
+    given.symlink_to(fifo)
+    path = given if through_link else fifo
+    require_writable(path)
+    reader = threading.Thread(target=lambda: read.append(fifo.read_bytes()), daemon=True)
+    reader.start()
+    write_atomically(path, b"content")
+    reader.join(timeout=30)
+    assert (read, fifo.is_fifo(), given.is_symlink()) == ([b"content"], True, True)
+
+
+def test_an_error_names_the_file_that_was_asked_for(tmp_path):
+    code = (
+        "import resource, sys\nfrom pathlib import Path\nfrom runner.files.atomic import write_atomically\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "try:\n    write_atomically(Path(sys.argv[1]), bytes(1000))\n"
+        "except OSError as error:\n    print(error.filename, error.strerror)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{tmp_path / 'a'} File too large\n", done.stderr
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FileNotFoundError) as caught:
+        require_writable(tmp_path / "missing" / "new.json")
+    assert caught.value.filename == str(tmp_path / "missing" / "new.json")
+
+
+def test_the_plot_is_a_png_of_its_full_size(tmp_path: Path):
+    path = tmp_path / "replay.png"
+    plot_replay(path, [run("none"), run("radix", 10.0)], title="two caches", budget_bytes=2 << 20)
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
+    assert (width, height) == (1200, 960)
+    assert [each.name for each in tmp_path.iterdir()] == ["replay.png"]

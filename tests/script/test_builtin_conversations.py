@@ -1,0 +1,100 @@
+"""The built-in conversations: large enough to show something, small enough for two cores, branching at every depth."""
+
+import json
+from collections import Counter
+from itertools import combinations
+from typing import Any
+
+from runner.script.conversations.builtin import builtin_conversations
+from runner.script.conversations.conversation import Conversation
+from runner.script.schedule import schedule
+
+# Measured once with the tokenizer and template of SmolLM2-135M-Instruct, as 11,382 tokens.
+CHARACTERS_PER_TOKEN = 3.97
+
+
+def rendered_chars(messages: tuple[dict[str, Any], ...]) -> int:
+    """Length of a ChatML prompt, with its control tokens counted as text of a token's length."""
+    return sum(len(message["content"]) + len(message["role"]) + 4 * 4 for message in messages) + 3 * 4
+
+
+def shared_messages(one: Conversation, other: Conversation) -> int:
+    count = 0
+    for left, right in zip(one.messages, other.messages, strict=False):
+        if left != right:
+            break
+        count += 1
+    return count
+
+
+def test_default_schedule_has_about_24_requests_and_12000_prompt_tokens() -> None:
+    requests = schedule(builtin_conversations())
+    assert len(requests) == 24
+    tokens = sum(rendered_chars(request.messages) for request in requests) / CHARACTERS_PER_TOKEN
+    assert 11_000 <= tokens <= 12_500
+
+
+def test_several_applications_have_several_users_with_a_system_prompt_each() -> None:
+    conversations = builtin_conversations()
+    prompts = {conversation.messages[0]["content"] for conversation in conversations}
+    users = Counter(user.partition("/")[0] for user in {conversation.user for conversation in conversations})
+    assert all(conversation.messages[0]["role"] == "system" for conversation in conversations)
+    assert len(prompts) == len(users) >= 4
+    assert all(count >= 2 for count in users.values())
+
+
+def test_branches_occur_at_every_depth() -> None:
+    depths: set[str] = set()
+    for one, other in combinations(builtin_conversations(), 2):
+        shared = shared_messages(one, other)
+        if shared == 1:
+            depths.add("after the system prompt" if one.user != other.user else "at the first user turn")
+        elif shared == 2:
+            depths.add("at the first reply")
+        elif 2 < shared < min(len(one.messages), len(other.messages)) - 2:
+            depths.add("in the middle")
+        elif shared > 2:
+            depths.add("at the last turn" if one.messages[shared]["role"] == "user" else "at the last reply")
+    assert depths == {
+        "after the system prompt",
+        "at the first user turn",
+        "at the first reply",
+        "in the middle",
+        "at the last turn",
+        "at the last reply",
+    }
+
+
+def test_repeated_beginnings_are_not_asked_again() -> None:
+    conversations = {conversation.conversation_id: conversation for conversation in builtin_conversations()}
+    for conversation in conversations.values():
+        if conversation.first_turn:
+            original = conversations[conversation.conversation_id[:-1] + "1"]
+            user_turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "user"]
+            assert shared_messages(conversation, original) >= user_turns[conversation.first_turn]
+
+
+def test_tool_calls_have_results_and_tools_and_are_described_in_the_system_prompt() -> None:
+    with_tools = [conversation for conversation in builtin_conversations() if conversation.tools]
+    calls = 0
+    for conversation in with_tools:
+        names = {tool["function"]["name"]: tool["function"]["parameters"] for tool in conversation.tools or ()}
+        assert all(
+            f"- {name}({', '.join(names[name]['properties'])}):" in conversation.messages[0]["content"]
+            for name in names
+        )
+        for message, result in zip(conversation.messages, conversation.messages[1:], strict=False):
+            for call in message.get("tool_calls", ()):
+                calls += 1
+                assert set(json.loads(call["function"]["arguments"])) == set(
+                    names[call["function"]["name"]]["required"]
+                )
+                assert (result["role"], result["tool_call_id"]) == ("tool", call["id"])
+    assert calls >= 2
+
+
+def test_recorded_replies_are_short_and_all_messages_have_text() -> None:
+    for request in schedule(builtin_conversations()):
+        assert request.recorded_reply is not None
+        assert 10 <= len(request.recorded_reply["content"].split()) <= 40
+        assert all(isinstance(message["content"], str) and message["content"] for message in request.messages)

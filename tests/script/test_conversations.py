@@ -1,0 +1,374 @@
+"""Readers: every known format, and one clear line for everything that is none."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.script.conversations import records
+from runner.script.conversations.conversation import Conversation, ConversationError
+from runner.script.conversations.reader import read_conversations
+
+SHARED_DATA = Path(__file__).parents[3] / "shared" / "data"
+HELLO = {"role": "user", "content": "Hello"}
+REPLY = {"role": "assistant", "content": "Hi there"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"day": 1}'}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "c1", "name": "look_up", "content": "42"}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+
+
+def write(path: Path, *values: Any) -> Path:
+    """Write a JSONL file; text goes in as it is."""
+    path.write_text("".join((value if isinstance(value, str) else json.dumps(value)) + "\n" for value in values))
+    return path
+
+
+def error_of(path: Path, **options: Any) -> str:
+    with pytest.raises(ConversationError) as caught:
+        read_conversations(path, **options)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line.replace(str(path.parent) + os.sep, "")
+
+
+# Formats
+
+
+def test_jsonl_holds_a_conversation_per_line_with_id_user_tools_and_first_turn(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "chat.jsonl",
+        {"id": "a", "user": "ann", "tools": [TOOL], "messages": [HELLO, CALLING, RESULT, REPLY]},
+        "",
+        {"id": 7, "messages": [HELLO, REPLY, HELLO], "first_turn": 1},
+        [HELLO, REPLY],
+    )
+    first, second, third = read_conversations(path).conversations
+    calling = {"role": "assistant", "tool_calls": [CALL]}
+    assert first == Conversation("a", "ann", (HELLO, calling, RESULT, REPLY), (TOOL,), 0, "chat.jsonl:1")
+    assert second == Conversation("7", "7", (HELLO, REPLY, HELLO), None, 1, "chat.jsonl:3")
+    assert third == Conversation("chat#2", "chat#2", (HELLO, REPLY), None, 0, "chat.jsonl:4")
+
+
+@pytest.mark.parametrize("indent", [None, 2], ids=["compact", "indented"])
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        ({"messages": [HELLO, REPLY]}, 1),
+        ([{"messages": [HELLO, REPLY]}, {"messages": [HELLO]}], 2),
+        ([[HELLO, REPLY], [HELLO]], 2),
+        ([HELLO, REPLY], 1),
+    ],
+    ids=["object", "list", "list of lists", "bare messages"],
+)
+def test_json_holds_one_conversation_or_a_list_of_them(
+    value: Any, count: int, indent: int | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps(value, indent=indent))
+    conversations = read_conversations(path).conversations
+    assert len(conversations) == count
+    assert conversations[0].messages == (HELLO, REPLY)
+
+
+def test_records_of_a_json_array_know_the_line_they_begin_at(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text('[\n\n  {"messages":\n [{"role": "user", "content": "a"}]},\n {"messages": [\n\n')
+    path.write_text(path.read_text() + '{"role": "user", "content": "b"}]}\n]\n')
+    assert [each.source for each in read_conversations(path).conversations] == ["chat.json:3", "chat.json:5"]
+
+
+def test_sharegpt_speakers_become_roles(tmp_path: Path) -> None:
+    turns = [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "Hello"},
+        {"from": "function_call", "value": '{"name": "look_up", "arguments": {"day": 1}}'},
+        {"from": "observation", "value": "42"},
+        {"from": "gpt", "value": "Hi there"},
+        {"from": "user", "value": "Bye"},
+        {"from": "assistant", "value": "Bye"},
+    ]
+    path = tmp_path / "share.json"
+    path.write_text(json.dumps([{"id": "s1", "conversations": turns, "tools": json.dumps([TOOL])}]))
+    (conversation,) = read_conversations(path).conversations
+    assert [message["role"] for message in conversation.messages] == [
+        "system", "user", "assistant", "tool", "assistant", "user", "assistant",
+    ]  # fmt: skip
+    assert conversation.messages[2]["tool_calls"][0]["function"] == {"name": "look_up", "arguments": {"day": 1}}
+    assert conversation.tools == (TOOL,)
+    assert conversation.conversation_id == conversation.user == "s1"
+
+
+def test_sharegpt_system_field_becomes_the_first_message(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.jsonl", {"system": "Be brief.", "conversations": [{"from": "human", "value": "Hello"}]})
+    assert read_conversations(path).conversations[0].messages == ({"role": "system", "content": "Be brief."}, HELLO)
+
+
+def test_mt_bench_questions_have_no_recorded_replies(tmp_path: Path) -> None:
+    path = write(tmp_path / "question.jsonl", {"question_id": 81, "category": "writing", "turns": ["Hello", "Again"]})
+    (conversation,) = read_conversations(path).conversations
+    assert conversation.messages == (HELLO, {"role": "user", "content": "Again"})
+    assert conversation.conversation_id == "81"
+    assert not conversation.replies_recorded
+
+
+@pytest.mark.parametrize("folder", [".", "trajectories"])
+def test_tau_bench_tools_lie_beside_the_trajectories_or_one_folder_up(folder: str, tmp_path: Path) -> None:
+    other = {"type": "function", "function": {"name": "cancel_order", "parameters": {}}}
+    (tmp_path / "airline_tools.json").write_text(json.dumps([TOOL]))
+    (tmp_path / "retail_tools.json").write_text(json.dumps([other]))
+    (tmp_path / folder).mkdir(exist_ok=True)
+    record = {"task_id": 3, "trial": 1, "info": {"task": {"user_id": "ann_1"}}, "traj": [HELLO, CALLING, RESULT]}
+    by_name = tmp_path / folder / "model-retail.json"
+    by_calls = tmp_path / folder / "model.json"
+    for path in (by_name, by_calls):
+        path.write_text(json.dumps([record]))
+    assert read_conversations(by_name).conversations[0].tools == (other,)
+    (conversation,) = read_conversations(by_calls).conversations
+    assert conversation.tools == (TOOL,)
+    assert (conversation.conversation_id, conversation.user) == ("model/3.1", "ann_1")
+
+
+def test_trajectories_without_a_tool_list_are_read_without_tools(tmp_path: Path) -> None:
+    path = tmp_path / "model-airline.json"
+    path.write_text(json.dumps([{"traj": [HELLO, CALLING, RESULT]}]))
+    assert read_conversations(path).conversations[0].tools is None
+
+
+def test_broken_tool_list_beside_trajectories_is_an_error_that_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "model-airline.json"
+    path.write_text(json.dumps([{"traj": [HELLO]}]))
+    (tmp_path / "airline_tools.json").write_text('[{"type": "function"}]')
+    assert error_of(path).startswith("airline_tools.json: tool 0 is dict {'type': 'function'}; wanted a function")
+
+
+def test_several_files_are_read_in_order(tmp_path: Path) -> None:
+    first = write(tmp_path / "one.jsonl", {"id": "a", "messages": [HELLO]})
+    second = write(tmp_path / "two.jsonl", {"id": "b", "messages": [HELLO]}, [HELLO])
+    conversations = read_conversations(first, str(second)).conversations
+    assert [each.conversation_id for each in conversations] == ["a", "b", "two#1"]
+
+
+def test_files_of_one_name_in_two_folders_can_be_read_together(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "chat.jsonl", [HELLO])
+    result = read_conversations(tmp_path / "one" / "chat.jsonl", tmp_path / "two" / "chat.jsonl")
+    assert len({each.conversation_id for each in result.conversations}) == 2
+
+
+def test_text_parts_are_joined_and_unknown_keys_are_dropped(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    path = write(tmp_path / "c.jsonl", [{"role": "user", "content": parts, "refusal": None, "audio": 1}])
+    assert read_conversations(path).conversations[0].messages == (HELLO,)
+
+
+def test_byte_order_mark_and_line_separators_inside_text_are_no_trouble(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    message = '[{"role": "user", "content": "a\u2028b"}]'
+    path.write_bytes(b"\xef\xbb\xbf" + f"{message}\r\n{message}\r\n".encode())
+    assert [each.source for each in read_conversations(path).conversations] == ["c.jsonl:1", "c.jsonl:2"]
+
+
+# Bad records
+
+
+BAD_RECORDS = [
+    ('{"messages": [{"role": "user", "content": "a"}', "not JSON (Expecting ',' delimiter at column 47)."),
+    ("hello", "not JSON (Expecting value at column 1)."),
+    ("42", "found int 42; wanted a conversation: a list of messages or an object with messages, "),
+    ({"text": "a"}, "no known kind of conversation (keys: text); wanted a list of messages or an object with"),
+    ({"messages": []}, "the conversation is empty; wanted at least one message of role user."),
+    ([], "the conversation is empty; wanted at least one message of role user."),
+    ({"turns": []}, "the conversation is empty; wanted at least one message of role user."),
+    ({"messages": "a"}, "messages is str 'a'; wanted a list of messages."),
+    ({"messages": [REPLY]}, "no user turn among 1 messages (roles: assistant)."),
+    ({"messages": [HELLO, {"role": "bot", "content": "a"}]}, "message 1 has role str 'bot'; wanted one of system, "),
+    ({"messages": [HELLO, {"content": "a"}]}, "message 1 has role missing; wanted one of system, "),
+    ({"messages": [HELLO, "a"]}, "message 1 is str 'a'; wanted an object with role and content."),
+    ({"messages": [{"role": "user"}]}, "message 0 (role user) has no content; wanted text."),
+    ({"messages": [HELLO, {"role": "assistant"}]}, "message 1 (role assistant) has no content; wanted text."),
+    ({"messages": [{"role": "user", "content": 3}]}, "message 0 has content int 3; wanted text."),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message 0: content part 0 is dict {'ty"),
+    ({"messages": [HELLO, {**CALLING, "tool_calls": {}}]}, "message 1 has tool_calls dict {}; wanted a list of calls."),
+    ({"messages": [HELLO, {**CALLING, "tool_calls": [{}]}]}, "message 1: tool call 0 is dict {}; wanted a function"),
+    (
+        {"messages": [HELLO, {**CALLING, "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}]},
+        "message 1: tool call 0 has arguments int 3; wanted JSON text or an object.",
+    ),
+    ({"messages": [HELLO], "tools": "[]x"}, "tools is not JSON (Extra data: line 1 column 3 (char 2)); wanted a list"),
+    ({"messages": [HELLO], "tools": {}}, "tools is dict {}; wanted a list of function definitions."),
+    ({"messages": [HELLO], "tools": [{}]}, "tool 0 is dict {}; wanted a function with a name."),
+    ({"messages": [HELLO], "user": []}, "user is list []; wanted text that is not empty."),
+    ({"messages": [HELLO], "id": ""}, "id is str ''; wanted text that is not empty."),
+    ({"messages": [HELLO], "first_turn": 1}, "first_turn is 1; wanted 0 to 0 (there are 1 user turns)."),
+    ({"messages": [HELLO], "first_turn": -1}, "first_turn is -1; wanted 0 to 0 (there are 1 user turns)."),
+    ({"messages": [HELLO], "first_turn": "0"}, "first_turn is str '0'; wanted a whole number."),
+    ({"conversations": {}}, "conversations is dict {}; wanted a list of turns."),
+    ({"conversations": [{"from": "cat", "value": ""}]}, "turn 0 is from str 'cat'; wanted one of system, human, "),
+    ({"conversations": [{"value": ""}]}, "turn 0 is dict {'value': ''}; wanted an object with from and value."),
+    ({"conversations": [{"from": "human", "value": 1}]}, "turn 0 has value int 1; wanted text."),
+    ({"turns": [1]}, "turns is list [1]; wanted a list of the user's texts."),
+    ('{"messages": [{"role": "user", "content": NaN}]}', "holds NaN, which is not JSON; wanted a number or null."),
+    ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "message 0 holds the lone surrogate U+D800 at char"),
+    ("[" * 100_000, "nested too deeply; wanted a conversation."),
+    ('{"n": ' + "1" * 5000 + "}", "not usable JSON (Exceeds the limit"),
+    ("[] []", "text after the end of the JSON value (column 3); wanted one per line."),
+]
+
+
+@pytest.mark.parametrize(("bad", "wanted"), BAD_RECORDS, ids=[wanted[:45] for _, wanted in BAD_RECORDS])
+def test_bad_record_is_named_with_its_line_or_skipped_and_counted(bad: Any, wanted: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", [HELLO], "", bad, [HELLO, REPLY])
+    line = error_of(path)
+    assert line.startswith(f"chat.jsonl:3: {wanted}")
+    result = read_conversations(path, skip_bad=True)
+    assert [len(each.messages) for each in result.conversations] == [1, 2]
+    assert [skipped.replace(str(tmp_path) + os.sep, "") for skipped in result.skipped] == [line]
+
+
+def test_broken_first_line_does_not_hide_that_a_file_is_jsonl(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.txt", '{"messages": [', {"messages": [HELLO]}, {"messages": [HELLO]})
+    assert error_of(path) == "chat.txt:1: not JSON (Expecting value at column 15)."
+    result = read_conversations(path, skip_bad=True)
+    assert (len(result.conversations), len(result.skipped)) == (2, 1)
+
+
+def test_bad_element_of_a_json_array_is_skipped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text(
+        '[{"messages": [{"role": "user", "content": "a"}]},\n 5,\n NaN,\n [{"role": "user", "content": "b"}]]'
+    )
+    assert error_of(path) == (
+        "chat.json:2: found int 5; wanted a conversation: a list of messages or an object with messages, conversations,"
+        " traj, turns."
+    )
+    result = read_conversations(path, skip_bad=True)
+    assert len(result.conversations) == 2
+    assert [line.rpartition("chat.json:")[2][:1] for line in result.skipped] == ["2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("tail", "wanted"),
+    [
+        (',\n{"messages": [}]', "chat.json:3: not JSON (Expecting value at column 15)."),
+        (",\n\n]", "chat.json:4: not JSON (Expecting value at column 1)."),
+        ("", "chat.json:2: not JSON (the file ends in an array; wanted ',' or ']')."),
+        ("\n{}]", "chat.json:3: not JSON (found '{' in an array; wanted ',' or ']')."),
+        ("]\n5", "chat.json:3: text after the end of the JSON array; wanted none."),
+    ],
+    ids=["in a record", "trailing comma", "no end", "no comma", "text behind"],
+)
+def test_syntax_error_in_a_json_array_names_its_own_line_and_keeps_what_came_before(
+    tail: str, wanted: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text('[\n{"messages": [{"role": "user", "content": "a"}]}' + tail)
+    assert error_of(path) == wanted
+    result = read_conversations(path, skip_bad=True)
+    assert (len(result.conversations), len(result.skipped)) == (1, 1)
+
+
+def test_syntax_error_in_an_indented_object_names_its_own_line(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text('{\n  "messages": [\n    {"role": "user" "content": "a"}\n  ]\n}\n')
+    assert error_of(path) == "chat.json:3: not JSON (Expecting ',' delimiter at column 21)."
+
+
+def test_bare_list_with_a_bad_message_is_one_bad_conversation(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text('[\n {"content": "a"},\n {"role": "user", "content": "b"}\n]')
+    assert error_of(path).startswith("chat.json:2: message 0 has role missing")
+
+
+def test_line_that_is_too_long_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_RECORD_CHARS", 200)
+    path = write(tmp_path / "chat.jsonl", [HELLO], [{"role": "user", "content": "a" * 300}], [HELLO])
+    assert error_of(path) == "chat.jsonl:2: the line has 333 characters; wanted at most 200."
+    assert len(read_conversations(path, skip_bad=True).conversations) == 2
+
+
+def test_second_use_of_an_id_names_the_first(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", {"id": "a", "messages": [HELLO]}, {"id": "a", "messages": [HELLO, REPLY]})
+    line = error_of(path)
+    assert line.startswith("chat.jsonl:2: the id 'a' was already used at ")
+    assert line.endswith("chat.jsonl:1; wanted distinct ids.")
+    assert len(read_conversations(path, skip_bad=True).conversations) == 1
+
+
+# Bad files
+
+
+@pytest.mark.parametrize("content", ["", " \n\n\t", "\ufeff"], ids=["nothing", "blanks", "byte order mark"])
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_empty_file_is_an_error(content: str, skip_bad: bool, tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text(content, encoding="utf-8")
+    assert error_of(path, skip_bad=skip_bad) == (
+        "empty.jsonl: the file is empty; wanted conversations as JSON or JSONL."
+    )
+
+
+def test_file_that_is_missing_or_a_directory_is_an_error(tmp_path: Path) -> None:
+    assert error_of(tmp_path / "none.jsonl") == (
+        "none.jsonl: cannot be read (No such file or directory); wanted a file of conversations."
+    )
+    (tmp_path / "folder").mkdir()
+    assert error_of(tmp_path / "folder") == "folder: is a directory; wanted a file of conversations."
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read every file")
+def test_file_without_permission_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "secret.jsonl", [HELLO])
+    path.chmod(0)
+    assert error_of(path) == "secret.jsonl: cannot be read (Permission denied); wanted a file of conversations."
+
+
+def test_bytes_that_are_not_utf8_are_an_error_or_spoil_their_record_alone(tmp_path: Path) -> None:
+    path = tmp_path / "latin.jsonl"
+    good = json.dumps([HELLO]).encode()
+    path.write_bytes(good + b'\n[{"role": "user", "content": "caf\xe9"}]\n' + good)
+    assert error_of(path) == f"latin.jsonl:2: byte 0xe9 at offset {len(good) + 34} is not UTF-8; wanted UTF-8 text."
+    result = read_conversations(path, skip_bad=True)
+    assert len(result.conversations) == 2
+    assert len(result.skipped) == 1
+    assert "latin.jsonl:2: message 0 holds the byte 0xe9 at character 3 of a text" in result.skipped[0]
+
+
+def test_file_of_nothing_but_bad_records_is_an_error_even_when_they_are_skipped(tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.jsonl", {"a": 1}, {"b": 1})
+    line = error_of(path, skip_bad=True)
+    assert line.startswith("bad.jsonl: no conversation found; the first of 2 skipped: bad.jsonl:1: no known kind")
+
+
+def test_array_of_nothing_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "none.json", [])
+    assert error_of(path) == "none.json: no conversation found."
+
+
+def test_no_path_at_all_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no conversation file was given"):
+        read_conversations()
+
+
+# Real data
+
+
+@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data sets are not here")
+@pytest.mark.parametrize(
+    ("name", "count", "has_tools"),
+    [
+        ("tau-bench/historical_trajectories/gpt-4o-airline.json", 200, True),
+        ("mt-bench/question.jsonl", 80, False),
+        ("mt-bench/dummy_conversation.json", 500, False),
+    ],
+)
+def test_public_data_sets_are_read_whole(name: str, count: int, has_tools: bool) -> None:
+    result = read_conversations(SHARED_DATA / name)
+    assert len(result.conversations) == count
+    assert result.skipped == []
+    assert {conversation.tools is not None for conversation in result.conversations} == {has_tools}
+    lines = [int(conversation.source.rpartition(":")[2]) for conversation in result.conversations]
+    assert lines == sorted(set(lines))

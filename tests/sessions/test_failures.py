@@ -1,0 +1,727 @@
+"""Sessions that go wrong: afterwards the tree is sound, what was completed is reused, and the next answers are right.
+
+A fuse in a middle layer of a tiny model blows at a chosen forward pass: it raises, or it spoils the layer's output so
+that its evaluation fails. Our own copies fail at every call in turn. Generators run ahead of what they report, and are
+closed early. Ctrl-C comes from a real signal at many moments.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm import stream_generate as plain_stream_generate
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from numpy.typing import NDArray
+
+import radixcache
+from radixcache import PrefixCache, Session, SessionClosedError, stream_generate
+from radixcache.adapters.snapshots import Spans
+from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.sized_cache import sized_cache
+from runner.models.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
+from tests import inside
+
+ROUNDING = 1e-4
+STEP_SIZE = 16
+#: The deepest checkpoint before the end of a prompt that is taken in any case.
+TAIL_LENGTH = 16
+
+KINDS = ["llama", "llama_sliding", "mamba", "nemotron_h"]
+MORE_KINDS = ["llama4", "falcon_h1", "deepseek_v41"]
+#: A single-token write into these goes over what it replaces, so only a checkpoint brings it back.
+OVERWRITING_KINDS = {"llama_sliding", "llama4"}
+
+_random = np.random.default_rng(11)
+SYSTEM = _random.integers(0, VOCABULARY_LENGTH, 20).tolist()
+PROMPT = [*SYSTEM, 1, *_random.integers(0, VOCABULARY_LENGTH, 40).tolist()]
+OTHER = [*SYSTEM, 2, *_random.integers(0, VOCABULARY_LENGTH, 30).tolist()]
+REPLY = _random.integers(0, VOCABULARY_LENGTH, 5).tolist()
+TURN = [*PROMPT, *REPLY, 7, 8, 9]
+
+
+@pytest.fixture(scope="module", params=[*KINDS, *(pytest.param(k, marks=pytest.mark.slow) for k in MORE_KINDS)])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(kind: str) -> Any:
+    return tiny_model(kind)
+
+
+# A fuse
+
+
+@dataclass
+class Fuse:
+    """Counts the forward passes through one layer, and does something else at one of them.
+
+    Attributes:
+        blow: called at pass `at` (from 1 on) with a function that runs the layer; its result is the layer's.
+        passes: how many forward passes reached the layer.
+        done: tokens of the passes that left it.
+    """
+
+    at: int = 0
+    blow: Callable[[Callable[[], Any]], Any] = field(default=lambda run: run())
+    passes: int = 0
+    done: int = 0
+
+    def __call__(self, tokens: int, run: Callable[[], Any]) -> Any:
+        self.passes += 1
+        result = self.blow(run) if self.passes == self.at else run()
+        self.done += tokens
+        return result
+
+
+@contextmanager
+def fused(model: Any, fuse: Fuse) -> Iterator[Fuse]:
+    """Put a fuse into the middle layer of a model."""
+    layer = model.layers[len(model.layers) // 2]
+    plain = type(layer)
+
+    def call(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        return fuse(int(x.shape[1]), lambda: plain.__call__(self, x, *args, **kwargs))
+
+    layer.__class__ = type(plain.__name__, (plain,), {"__call__": call})
+    try:
+        yield fuse
+    finally:
+        layer.__class__ = plain
+
+
+def raising(error: type[BaseException], after: bool) -> Callable[[Callable[[], Any]], Any]:
+    """Raise before the layer has run, or after it wrote its cache."""
+
+    def blow(run: Callable[[], Any]) -> Any:
+        if after:
+            run()
+        raise error("blown")
+
+    return blow
+
+
+def spoiling(poison: Callable[[], mx.array]) -> Callable[[Callable[[], Any]], Any]:
+    """Make the evaluation of all that follows from the layer fail."""
+
+    def blow(run: Callable[[], Any]) -> Any:
+        result = run()
+        return (result[0] + poison(), *result[1:]) if isinstance(result, tuple) else result + poison()
+
+    return blow
+
+
+def refused_product() -> mx.array:
+    """A scalar whose evaluation is refused before it is dispatched, and again each time it is asked for."""
+    half = mx.ones((4, 4), mx.float16)
+    return mx.gather_mm(half, half[None], None, mx.array([0]), stream=mx.cpu).sum().astype(mx.float32)
+
+
+def failed_decomposition() -> mx.array:
+    """A scalar whose evaluation fails while it runs: MLX raises once, then takes what it left behind for the result."""
+    return mx.linalg.eigh(mx.full((3, 3), mx.nan), stream=mx.cpu)[0].sum()
+
+
+POISONS = [refused_product, pytest.param(failed_decomposition, marks=pytest.mark.own_process)]
+
+
+# Requests
+
+
+def warm(model: Any, **more: Any) -> PrefixCache:
+    """A cache that holds another user's conversation, paged out."""
+    cache = PrefixCache(model, **more)
+    serve(cache, model, OTHER)
+    serve(cache, model, [0, 3, 5])
+    return cache
+
+
+def serve(cache: PrefixCache, model: Any, prompt: list[int], reply: Sequence[int] = ()) -> Session:
+    with cache.begin(prompt, reserve=32) as session:
+        run(session, model, reply)
+    return session
+
+
+def run(session: Session, model: Any, reply: Sequence[int]) -> NDArray[Any]:
+    """Prefill, then step through the reply; returns the logits after it."""
+    session.prefill(model, step_size=STEP_SIZE)
+    for token in (int(session.prompt[-1]), *reply):
+        logits = session.step(model, [token])
+        mx.eval(logits)
+    return np.array(logits[0, -1])
+
+
+def cold_logits(model: Any, prompt: list[int]) -> NDArray[Any]:
+    return np.array(model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1])
+
+
+def answers_rightly(cache: PrefixCache, model: Any, prompt: list[int]) -> Session:
+    """Answer a prompt and compare with a cold run."""
+    with cache.begin(prompt) as session:
+        logits = run(session, model, ())
+        assert np.abs(logits - cold_logits(model, prompt)).max() < ROUNDING
+    cache.check()
+    return session
+
+
+def passes_of_a_request(model: Any) -> int:
+    """Forward passes of PROMPT and REPLY on a warm cache."""
+    cache = warm(model)
+    with fused(model, Fuse()) as fuse:
+        serve(cache, model, PROMPT, REPLY)
+    return fuse.passes
+
+
+# A layer raises
+
+
+@pytest.mark.parametrize(
+    ("error", "after"),
+    [
+        pytest.param(KeyboardInterrupt, True, id="interrupt after"),
+        pytest.param(ValueError, False, id="error before", marks=pytest.mark.slow),
+    ],
+)
+def test_after_a_layer_raised_at_any_forward_pass_the_rest_is_kept_and_the_retry_is_right(
+    kind: str, model: Any, error: type[BaseException], after: bool
+) -> None:
+    for at in range(1, passes_of_a_request(model) + 1):
+        cache = warm(model)
+        session = cache.begin(PROMPT, reserve=32)
+        with fused(model, Fuse(at, raising(error, after))) as fuse, pytest.raises(error, match="blown"), session:
+            run(session, model, REPLY)
+        completed = session.cached_tokens + fuse.done
+        cache.check()
+        retry = answers_rightly(cache, model, TURN)
+        # Nothing of the pass that broke off is there, and all that came before it.
+        assert retry.matched_tokens <= max(completed, len(SYSTEM)), at
+        in_decode = completed >= len(PROMPT) - 1
+        kept = len(PROMPT) - TAIL_LENGTH if in_decode and kind in OVERWRITING_KINDS else completed
+        assert retry.cached_tokens >= kept, (at, completed)
+        assert answers_rightly(cache, model, OTHER).cached_tokens > 0
+
+
+def test_a_session_that_caught_the_error_of_its_model_goes_on_rightly(model: Any) -> None:
+    expected = cold_logits(model, [*PROMPT, *REPLY])
+    for at in range(1, passes_of_a_request(model) + 1):
+        cache = warm(model)
+        with cache.begin(PROMPT, reserve=32) as session:
+            with fused(model, Fuse(at, raising(RuntimeError, after=True))), pytest.raises(RuntimeError, match="blown"):
+                run(session, model, REPLY)
+            following = [*PROMPT, *REPLY][session.position :]
+            if session.position < len(PROMPT) - 1:
+                session.prefill(model, step_size=STEP_SIZE)
+                following = [*PROMPT, *REPLY][session.position :]
+            for token in following:
+                logits = session.step(model, [token])
+            assert np.abs(np.array(logits[0, -1]) - expected).max() < ROUNDING, at
+        cache.check()
+        assert answers_rightly(cache, model, TURN).cached_tokens == len(PROMPT) + len(REPLY)
+
+
+def test_of_a_pass_that_broke_off_in_a_loop_of_the_callers_own_nothing_is_stored() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    with cache.begin(PROMPT) as session:
+        session.prefill(model)
+        with fused(model, Fuse(1, raising(ValueError, after=True))), pytest.raises(ValueError, match="blown"):
+            model(mx.array([PROMPT[-1:]]), cache=session.caches)
+    cache.check()
+    assert cache.stats.tokens == len(PROMPT) - 1
+
+
+def test_a_model_that_fails_twice_in_a_row_is_retried_from_what_both_tries_completed(model: Any) -> None:
+    cache = PrefixCache(model)
+    cached = []
+    for _ in range(3):
+        session = cache.begin(PROMPT)
+        cached.append(session.cached_tokens)
+        blown = Fuse(2, raising(ValueError, after=False))
+        with fused(model, blown), pytest.raises(ValueError, match="blown"), session:
+            session.prefill(model, step_size=STEP_SIZE)
+        cache.check()
+    assert cached == [0, STEP_SIZE, 2 * STEP_SIZE]
+    answers_rightly(cache, model, PROMPT)
+
+
+# An evaluation fails
+
+
+@pytest.mark.parametrize("poison", POISONS)
+def test_after_an_evaluation_failed_at_any_forward_pass_no_wrong_state_is_stored(
+    model: Any, poison: Callable[[], mx.array]
+) -> None:
+    for at in range(1, passes_of_a_request(model) + 1):
+        cache = warm(model)
+        session = cache.begin(PROMPT, reserve=32)
+        with fused(model, Fuse(at, spoiling(poison))), pytest.raises(RuntimeError), session:
+            run(session, model, REPLY)
+        cache.check()
+        # The paged state of others is not touched by it.
+        assert answers_rightly(cache, model, [*OTHER, 9]).cached_tokens == len(OTHER)
+        answers_rightly(cache, model, TURN)
+
+
+@pytest.mark.parametrize("poison", POISONS)
+def test_a_spoiled_step_that_nobody_looked_at_is_found_at_close(model: Any, poison: Callable[[], mx.array]) -> None:
+    cache = warm(model)
+    with fused(model, Fuse(1, spoiling(poison))), cache.begin(PROMPT[:1]) as session:
+        session.step(model, PROMPT[:1])
+    cache.check()
+    answers_rightly(cache, model, TURN)
+    assert answers_rightly(cache, model, [*OTHER, 9]).cached_tokens == len(OTHER)
+
+
+@pytest.mark.parametrize("poison", POISONS)
+def test_a_session_whose_state_was_lost_says_so_and_closes(poison: Callable[[], mx.array]) -> None:
+    llama = tiny_model("llama")
+    cache = warm(llama)
+    session = cache.begin(PROMPT)
+    with fused(llama, Fuse(2, spoiling(poison))), pytest.raises(RuntimeError):
+        session.prefill(llama, step_size=STEP_SIZE)
+    if inside.is_lost(session):
+        with pytest.raises(SessionClosedError, match="state was lost"):
+            session.prefill(llama)
+        with pytest.raises(SessionClosedError, match="state was lost"):
+            session.step(llama, PROMPT[:1])
+    else:
+        run(session, llama, REPLY)
+    session.close()
+    cache.check()
+    answers_rightly(cache, llama, TURN)
+
+
+def test_a_sampled_token_that_cannot_be_evaluated_is_not_stored(model: Any) -> None:
+    cache = warm(model)
+    with cache.begin(PROMPT, reserve=32) as session:
+        session.prefill(model, step_size=STEP_SIZE)
+        session.step(model, PROMPT[-1:])
+        session.step(model, mx.zeros((1,), mx.int32) + refused_product().astype(mx.int32))
+    cache.check()
+    assert answers_rightly(cache, model, [*PROMPT, 0, 1]).matched_tokens <= len(PROMPT)
+
+
+def test_a_sampled_token_outside_the_vocabulary_ends_what_is_stored(model: Any) -> None:
+    cache = warm(model)
+    with cache.begin(PROMPT, reserve=32) as session:
+        session.prefill(model, step_size=STEP_SIZE)
+        for token in (PROMPT[-1], 3, VOCABULARY_LENGTH + 1, 4):
+            session.step(model, mx.array([token]))
+    cache.check()
+    retry = answers_rightly(cache, model, [*PROMPT, 3, 4, 5])
+    assert retry.matched_tokens <= len(PROMPT) + 1
+    assert retry.cached_tokens >= len(PROMPT) - TAIL_LENGTH
+
+
+# A copy of ours fails
+
+
+COPYING_KINDS = ["llama", "nemotron_h", *(pytest.param(k, marks=pytest.mark.slow) for k in ("llama_sliding", "mamba"))]
+COPIES = ["page_out", "page_in", "checkpoint", "restore_points", "reserve", "split", "merge"]
+
+
+@dataclass
+class FailingCopies:
+    """Lets the calls number `at` to `at + times - 1` of one method of ArrayLayout fail as MLX's allocator does."""
+
+    method: str
+    at: int
+    times: int
+    error: type[Exception]
+    calls: int = 0
+
+    @contextmanager
+    def installed(self, patch: pytest.MonkeyPatch) -> Iterator[FailingCopies]:
+        original = getattr(ArrayLayout, self.method)
+
+        def call(layout: ArrayLayout, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.at <= self.calls < self.at + self.times:
+                raise self.error("[malloc] Unable to allocate 4096 bytes.")
+            return original(layout, *args, **kwargs)
+
+        with patch.context() as scope:
+            scope.setattr(ArrayLayout, self.method, call)
+            yield self
+
+    @property
+    def reached(self) -> bool:
+        return self.calls >= self.at
+
+
+def _timeline(cache: PrefixCache, model: Any) -> Iterator[Callable[[], Any]]:
+    """Operations that between them make every copy: switches, branches, marks, inserts, fetches, reclaims."""
+    yield lambda: serve(cache, model, PROMPT, REPLY)
+    yield lambda: serve(cache, model, OTHER, REPLY)
+    yield lambda: serve(cache, model, [*PROMPT, *REPLY, 9])
+    yield lambda: serve(cache, model, [*PROMPT[:40], 9, 9, 9])
+    yield lambda: cache.fetch([*OTHER, 9])
+    yield lambda: cache.insert([8, *PROMPT], _filled(model, [8, *PROMPT]))
+    yield lambda: serve(cache, model, [*OTHER, *REPLY, 9])
+    yield lambda: serve(cache, model, [*PROMPT[:30], 6, 6, 6])
+    yield lambda: serve(cache, model, [*OTHER, *REPLY, 9, 9])
+    yield lambda: cache.reclaim(cache.stats.live_bytes + cache.stats.paged_bytes * 2 // 3)
+    yield lambda: cache.reclaim(cache.stats.live_bytes // 2)
+    yield lambda: serve(cache, model, [*PROMPT, *REPLY, 9, 10])
+
+
+def _filled(model: Any, prompt: list[int]) -> list[Any]:
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([prompt]), cache=caches))
+    return list(caches)
+
+
+@pytest.mark.parametrize("method", COPIES)
+@pytest.mark.parametrize("kind", COPYING_KINDS)
+def test_a_copy_that_fails_once_is_made_again_and_nobody_notices(
+    kind: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(kind)
+    at = 0
+    reached = True
+    while reached:
+        at += 1
+        cache = PrefixCache(model)
+        with FailingCopies(method, at, 1, RuntimeError).installed(monkeypatch) as failing:
+            for operation in _timeline(cache, model):
+                operation()
+                cache.check()
+        answers_rightly(cache, model, TURN)
+        reached = failing.reached
+    assert (at == 1) == _is_never_called(kind, method)
+
+
+@pytest.mark.parametrize("method", COPIES)
+@pytest.mark.parametrize("kind", COPYING_KINDS)
+def test_a_copy_that_keeps_failing_raises_and_leaves_nothing_wrong(
+    kind: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(kind)
+    at = 0
+    reached = True
+    while reached:
+        at += 1
+        cache = PrefixCache(model)
+        with FailingCopies(method, at, 2, MemoryError).installed(monkeypatch) as failing:
+            for operation in _timeline(cache, model):
+                try:
+                    operation()
+                except MemoryError:
+                    assert failing.reached
+                cache.check()
+        for prompt in ([*OTHER, 9], TURN):
+            answers_rightly(cache, model, prompt)
+        reached = failing.reached
+    assert (at == 1) == _is_never_called(kind, method)
+
+
+def test_a_copy_that_memory_runs_out_for_is_made_once_half_of_what_is_held_has_gone() -> None:
+    class Full(SizedLayout):
+        most_bytes = 1 << 30
+
+        def page_out(self, caches: Sequence[Any], start: int, end: int) -> Spans:
+            if cache.stats.paged_bytes > self.most_bytes:
+                raise MemoryError("[malloc] Unable to allocate 4096 bytes.")
+            return super().page_out(caches, start, end)
+
+    layout = Full(1)
+    cache = sized_cache(layout, budget_bytes=1 << 20)
+    for first in range(0, 10_000, 1000):
+        if first == 9000:
+            layout.most_bytes = 500
+        with cache.begin(list(range(first, first + 100))) as session:
+            session.prefill(SizedModel())
+    assert cache.stats.evictions > 0
+    assert cache.stats.paged_bytes <= 500
+    cache.check()
+
+
+def _is_never_called(kind: str, method: str) -> bool:
+    """Pure span models have no checkpoints; pure point models have no rows to make room for and copy in."""
+    return method in {"llama": ("checkpoint", "restore_points"), "mamba": ("page_in", "reserve")}.get(kind, ())
+
+
+# Generators that run ahead, and are closed early
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "left open"])
+def test_mlx_lms_generator_may_run_ahead_of_what_was_reported(kind: str, model: Any, count: int, closed: bool) -> None:
+    cache = warm(model)
+    reply = []
+    with cache.begin(PROMPT, reserve=32) as session:
+        session.prefill(model, step_size=STEP_SIZE)
+        generator = generate_step(mx.array(PROMPT[-1:]), model, prompt_cache=session.caches, max_tokens=20)
+        for token, _ in generator:
+            reply.append(int(token))
+            session.extend([int(token)])
+            if len(reply) == count:
+                break
+        if closed:
+            generator.close()
+    cache.check()
+    retry = answers_rightly(cache, model, [*PROMPT, *reply, 7, 8])
+    assert retry.matched_tokens <= len(PROMPT) + count
+    assert retry.cached_tokens >= (len(PROMPT) + count if kind == "llama" else len(PROMPT) - TAIL_LENGTH)
+    generator.close()
+
+
+def test_tokens_that_were_not_reported_are_not_stored(kind: str, model: Any) -> None:
+    cache = warm(model)
+    with cache.begin(PROMPT, reserve=32) as session:
+        session.prefill(model, step_size=STEP_SIZE)
+        generator = generate_step(mx.array(PROMPT[-1:]), model, prompt_cache=session.caches, max_tokens=20)
+        reply = [int(token) for token, _ in generator]
+        session.extend(reply[:3])
+    cache.check()
+    retry = answers_rightly(cache, model, [*PROMPT, *reply, 7, 8])
+    assert retry.matched_tokens <= len(PROMPT) + 3
+    assert retry.cached_tokens >= (len(PROMPT) + 3 if kind == "llama" else len(PROMPT) - TAIL_LENGTH)
+
+
+def test_mlx_lms_stream_generate_runs_on_a_sessions_caches(kind: str, model: Any, tokenizer: Any) -> None:
+    cache = warm(model)
+    expected = [r.token for r in plain_stream_generate(model, tokenizer, PROMPT, max_tokens=9)]
+    with cache.begin(PROMPT, reserve=32) as session:
+        session.prefill(model, step_size=STEP_SIZE)
+        reply = []
+        for response in plain_stream_generate(model, tokenizer, PROMPT[-1:], max_tokens=9, prompt_cache=session.caches):
+            reply.append(response.token)
+            session.extend([response.token])
+    assert reply == expected
+    cache.check()
+    retry = answers_rightly(cache, model, [*PROMPT, *reply, 7, 8])
+    assert retry.cached_tokens >= (len(PROMPT) + 8 if kind == "llama" else len(PROMPT) - TAIL_LENGTH)
+
+
+def test_a_loop_of_its_own_that_reports_wrong_tokens_too_late_is_told(model: Any) -> None:
+    cache = warm(model)
+    with cache.begin(PROMPT, reserve=32) as session:
+        session.prefill(model, step_size=STEP_SIZE)
+        offset = inside.first_offset(cache, session.caches)
+        model(mx.array([[*PROMPT[-1:], 4, 5]]), cache=session.caches)
+        if offset is not None:
+            with pytest.raises(ValueError, match=f"{len(PROMPT) + 2}.*only {len(PROMPT)} tokens are known"):
+                session.step(model, [6])
+    cache.check()
+    answers_rightly(cache, model, [*PROMPT, 4, 5, 6])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "collected"])
+def test_a_stream_that_is_closed_early_keeps_what_it_yielded(
+    kind: str, model: Any, tokenizer: Any, count: int, closed: bool
+) -> None:
+    cache = warm(model)
+    stream: Any = stream_generate(model, tokenizer, PROMPT, max_tokens=20, cache=cache)
+    reply = [next(stream).token for _ in range(count)]
+    if closed:
+        stream.close()
+    del stream
+    gc.collect()
+    cache.check()
+    retry = answers_rightly(cache, model, [*PROMPT, *reply, 7, 8])
+    assert retry.cached_tokens >= (len(PROMPT) - TAIL_LENGTH if kind in OVERWRITING_KINDS else len(PROMPT) + count)
+
+
+def test_a_stream_that_was_never_started_holds_nothing(model: Any, tokenizer: Any) -> None:
+    cache = warm(model)
+    stream: Any = stream_generate(model, tokenizer, PROMPT, cache=cache)
+    answers_rightly(cache, model, OTHER)
+    stream.close()
+    cache.check()
+
+
+def test_a_sampler_that_raises_leaves_the_tokens_before_it(model: Any, tokenizer: Any) -> None:
+    cache = warm(model)
+    calls = 0
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise ValueError("no sample")
+        return mx.argmax(logprobs, axis=-1)
+
+    reply = [r.token for r in plain_stream_generate(model, tokenizer, PROMPT, max_tokens=3)]
+    stream: Any = stream_generate(model, tokenizer, PROMPT, cache=cache, sampler=sampler)
+    assert [next(stream).token, next(stream).token] == reply[:2]
+    with pytest.raises(ValueError, match="no sample"):
+        next(stream)
+    cache.check()
+    # The forward pass of the third token had run when no fourth could be drawn.
+    retry = answers_rightly(cache, model, [*PROMPT, *reply, 7, 8])
+    assert retry.cached_tokens == len(PROMPT) + 3
+
+
+# Caches that were converted on the way
+
+
+@pytest.mark.parametrize("start", [0, len(PROMPT) + 2, len(PROMPT) + 50])
+def test_caches_that_were_quantized_on_the_way_are_stored_up_to_there(start: int) -> None:
+    llama = tiny_model("llama")
+    cache = warm(llama)
+    reply = []
+    with cache.begin(PROMPT, reserve=32) as session:
+        session.prefill(llama, step_size=STEP_SIZE)
+        for token, _ in generate_step(
+            mx.array(PROMPT[-1:]),
+            llama,
+            prompt_cache=session.caches,
+            max_tokens=8,
+            kv_bits=8,
+            kv_group_size=64,
+            quantized_kv_start=start,
+        ):
+            reply.append(int(token))
+            session.extend([int(token)])
+    del session
+    gc.collect()
+    cache.check()
+    retry = answers_rightly(cache, llama, [*PROMPT, *reply, 7, 8])
+    # mlx-lm converts after the forward pass that reaches the start.
+    stored = max(len(PROMPT), min(start, len(PROMPT) + 8))
+    assert retry.cached_tokens == stored
+    assert retry.matched_tokens == stored
+
+
+# Ctrl-C
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Python's own handler for SIGINT, whatever was there before; a signal that comes late does nothing."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, previous)
+
+
+def _conversation(cache: PrefixCache, model: Any, tokenizer: Any) -> None:
+    """A run of requests of every sort."""
+    serve(cache, model, PROMPT, REPLY)
+    serve(cache, model, OTHER, REPLY)
+    for _ in stream_generate(model, tokenizer, [*PROMPT, *REPLY, 4], max_tokens=3, cache=cache):
+        pass
+    cache.fetch([*OTHER, *REPLY])
+    cache.insert([5, *OTHER], _filled(model, [5, *OTHER]))
+    cache.reclaim(50_000)
+    serve(cache, model, [*PROMPT[:30], 1, 2, 3])
+    serve(cache, model, [*PROMPT[:30], 4, 5, 6])
+
+
+@pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
+def test_after_a_real_interrupt_at_many_moments_the_cache_is_sound(kind: str, tokenizer: Any) -> None:
+    model = tiny_model(kind)
+    _conversation(PrefixCache(model), model, tokenizer)
+    cache = PrefixCache(model)
+    interrupts = 0
+    for moment in range(30):
+        timer = threading.Timer(0.001 + 0.0025 * moment, os.kill, (os.getpid(), signal.SIGINT))
+        with interruptible():
+            try:
+                # On a busy machine it may go off before start() returns.
+                timer.start()
+                for _ in range(20):
+                    _conversation(cache, model, tokenizer)
+            except KeyboardInterrupt:
+                interrupts += 1
+            timer.join()
+        gc.collect()
+        cache.check()
+        if moment % 10 == 0:
+            answers_rightly(cache, model, TURN)
+            answers_rightly(cache, model, [*OTHER, 9])
+    assert interrupts == 30
+
+
+@dataclass
+class LineInterrupt:
+    """Sends this process SIGINT when the interpreter reaches a chosen line of the package, counted as it goes."""
+
+    at: int
+    lines: int = 0
+
+    @contextmanager
+    def installed(self) -> Iterator[LineInterrupt]:
+        package = os.path.dirname(radixcache.__file__)
+
+        def watch(frame: FrameType, event: str, argument: Any) -> Any:
+            if not frame.f_code.co_filename.startswith(package):
+                return None
+            if event == "line":
+                self.lines += 1
+                if self.lines == self.at:
+                    signal.raise_signal(signal.SIGINT)
+            return watch
+
+        previous = sys.gettrace()
+        sys.settrace(watch)
+        try:
+            yield self
+        finally:
+            sys.settrace(previous)
+
+
+def _interrupted_at(line: int, model: Any, tokenizer: Any) -> int:
+    """Run the conversation with an interrupt at one line; check what is left; returns how many lines were reached."""
+    cache = PrefixCache(model)
+    with interruptible(), LineInterrupt(line).installed() as lines, suppress(KeyboardInterrupt):
+        _conversation(cache, model, tokenizer)
+    gc.collect()
+    cache.check()
+    answers_rightly(cache, model, TURN)
+    answers_rightly(cache, model, [*OTHER, 9])
+    return lines.lines
+
+
+@pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
+def test_after_an_interrupt_at_any_of_many_lines_the_cache_is_sound_and_right(kind: str, tokenizer: Any) -> None:
+    model = tiny_model(kind)
+    total = _interrupted_at(0, model, tokenizer)
+    for line in range(1, total, total // 15):
+        assert _interrupted_at(line, model, tokenizer) >= line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "mamba", "nemotron_h"])
+def test_after_an_interrupt_at_very_many_lines_the_cache_is_sound_and_right(kind: str, tokenizer: Any) -> None:
+    model = tiny_model(kind)
+    total = _interrupted_at(0, model, tokenizer)
+    for line in range(2, total, total // 40):
+        _interrupted_at(line, model, tokenizer)
+
+
+def test_a_session_whose_finalizer_was_cut_off_frees_the_slot_for_the_next(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = warm(model)
+    monkeypatch.setattr(Session, "__del__", lambda self: None)
+    session = cache.begin(PROMPT)
+    session.prefill(model)
+    del session
+    gc.collect()
+    answers_rightly(cache, model, TURN)
+    cache.check()
+    assert answers_rightly(cache, model, [*OTHER, 9]).cached_tokens > 0

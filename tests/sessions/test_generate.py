@@ -1,0 +1,382 @@
+"""stream_generate says what mlx_lm.stream_generate says, token by token, and leaves the conversation in the cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm import stream_generate as plain_stream_generate
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from radixcache import CacheBusyError, PrefixCache, render_chat, stream_generate
+from runner.models.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
+
+KINDS = ["llama", "llama_sliding", "mamba", "nemotron_h"]
+
+PROMPT = np.random.default_rng(4).integers(0, VOCABULARY_LENGTH, 50).tolist()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    # Without a stop token, so that a reply of random weights is as long as it was asked to be.
+    wrapped = tiny_tokenizer()
+    wrapped.eos_token_ids = set()
+    return wrapped
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny_model(request.param)
+
+
+def agree(
+    model: Any, tokenizer: Any, cache: PrefixCache, prompt: Any, make: Callable[[], dict[str, Any]] = dict
+) -> list[int]:
+    """Generate with and without the cache and compare every response; returns the tokens."""
+    expected = list(plain_stream_generate(model, tokenizer, _as_mlx(prompt), **make()))
+    found = list(stream_generate(model, tokenizer, prompt, cache=cache, **make()))
+    cache.check()
+    assert [r.token for r in found] == [r.token for r in expected]
+    assert [r.text for r in found] == [r.text for r in expected]
+    assert [r.finish_reason for r in found] == [r.finish_reason for r in expected]
+    assert [r.from_draft for r in found] == [r.from_draft for r in expected]
+    assert [r.generation_tokens for r in found] == [r.generation_tokens for r in expected]
+    assert [r.prompt_tokens for r in found] == [r.prompt_tokens for r in expected]
+    for left, right in zip(found, expected, strict=True):
+        assert left.logprobs.shape == right.logprobs.shape
+        assert float(mx.abs(left.logprobs - right.logprobs).max()) < 1e-4
+        assert min(left.prompt_tps, left.generation_tps, left.peak_memory) > 0
+    return [r.token for r in found]
+
+
+def _as_mlx(prompt: Any) -> Any:
+    return prompt if isinstance(prompt, str) else mx.array(prompt)
+
+
+# The same tokens
+
+
+@pytest.mark.parametrize("step_size", [2048, 16])
+def test_greedy_replies_are_those_of_mlx_lm_through_a_conversation_with_a_branch(
+    model: Any, tokenizer: Any, step_size: int
+) -> None:
+    cache = PrefixCache(model)
+    prompt = PROMPT
+    for turn in range(3):
+        reply = agree(model, tokenizer, cache, prompt, lambda: {"max_tokens": 8, "prefill_step_size": step_size})
+        branch = [*prompt[:-5], 1, 2, 3]
+        agree(model, tokenizer, cache, branch, lambda: {"max_tokens": 5, "prefill_step_size": step_size})
+        prompt = [*prompt, *reply, turn, 7, 8]
+    assert cache.stats.hit_tokens > cache.stats.miss_tokens
+
+
+def test_a_seeded_sampler_draws_what_it_draws_for_mlx_lm(model: Any, tokenizer: Any) -> None:
+    cache = PrefixCache(model)
+
+    def seeded() -> dict[str, Any]:
+        mx.random.seed(7)
+        return {"max_tokens": 12, "sampler": make_sampler(temp=1.5, top_p=0.95)}
+
+    first = agree(model, tokenizer, cache, PROMPT, seeded)
+    again = agree(model, tokenizer, cache, PROMPT, seeded)
+    assert first == again
+    mx.random.seed(8)
+    other = [
+        r.token
+        for r in stream_generate(
+            model, tokenizer, PROMPT, max_tokens=12, cache=cache, sampler=make_sampler(temp=1.5, top_p=0.95)
+        )
+    ]
+    assert other != first
+
+
+def test_logits_processors_see_the_whole_prompt_however_much_of_it_was_cached(model: Any, tokenizer: Any) -> None:
+    cache = PrefixCache(model)
+    seen: list[list[list[int]]] = []
+
+    def watching() -> dict[str, Any]:
+        seen.append([])
+
+        def watch(tokens: mx.array, logits: mx.array) -> mx.array:
+            seen[-1].append(np.array(tokens).tolist())
+            return logits
+
+        penalties = make_logits_processors(repetition_penalty=1.5, repetition_context_size=30)
+        return {"max_tokens": 6, "logits_processors": [*penalties, watch]}
+
+    agree(model, tokenizer, cache, PROMPT, watching)
+    reply = agree(model, tokenizer, cache, PROMPT, watching)
+    for plain, cached in (seen[:2], seen[2:]):
+        # mlx-lm runs ahead by one forward pass more than is yielded.
+        assert plain[: len(cached)] == cached
+        assert cached[0] == PROMPT
+        assert cached[-1] == PROMPT + reply[:-1]
+
+
+def test_text_is_encoded_as_mlx_lm_encodes_it(tokenizer: Any) -> None:
+    llama = tiny_model("llama")
+    cache = PrefixCache(llama)
+    agree(llama, tokenizer, cache, "Grüße aus Köln, und noch mehr Text.", lambda: {"max_tokens": 6})
+    agree(llama, tokenizer, cache, "Grüße aus Köln, und ganz anderer.", lambda: {"max_tokens": 6})
+    assert cache.stats.hit_tokens == len(tokenizer.encode("Grüße aus Köln, und "))
+
+
+@pytest.mark.parametrize("as_type", [list, tuple, np.array, mx.array])
+def test_a_prompt_of_token_ids_may_be_any_sequence(tokenizer: Any, as_type: Callable[[Any], Any]) -> None:
+    llama = tiny_model("llama")
+    cache = PrefixCache(llama)
+    prompt: Any = as_type(PROMPT)
+    tokens = [r.token for r in stream_generate(llama, tokenizer, prompt, max_tokens=4, cache=cache)]
+    assert tokens == agree(llama, tokenizer, cache, PROMPT, lambda: {"max_tokens": 4})
+
+
+# The end
+
+
+def test_a_stop_token_ends_the_reply(model: Any) -> None:
+    plain: Any = tiny_tokenizer()
+    plain.eos_token_ids = set()
+    cache = PrefixCache(model)
+    tokens = agree(model, plain, cache, PROMPT, lambda: {"max_tokens": 12})
+    stop = tokens[5]
+    stopping: Any = tiny_tokenizer()
+    stopping.eos_token_ids = {stop}
+    shorter = agree(model, stopping, cache, PROMPT, lambda: {"max_tokens": 12})
+    assert shorter == tokens[: tokens.index(stop) + 1]
+    last = list(stream_generate(model, stopping, PROMPT, max_tokens=12, cache=cache))[-1]
+    assert (last.finish_reason, last.token) == ("stop", stop)
+
+
+def test_without_a_limit_only_a_stop_token_ends_the_reply(model: Any) -> None:
+    plain: Any = tiny_tokenizer()
+    plain.eos_token_ids = set()
+    cache = PrefixCache(model)
+    free: Any = stream_generate(model, plain, PROMPT, max_tokens=-1, cache=cache)
+    # More than the default limit of 256, and more than was reserved.
+    tokens = [next(free).token for _ in range(300)]
+    free.close()
+    assert tokens == [r.token for r in plain_stream_generate(model, plain, PROMPT, max_tokens=300)]
+    stopping: Any = tiny_tokenizer()
+    stopping.eos_token_ids = {tokens[20]}
+    ended = list(stream_generate(model, stopping, PROMPT, max_tokens=-1, cache=cache))
+    assert [r.token for r in ended] == tokens[: tokens.index(tokens[20]) + 1]
+    assert ended[-1].finish_reason == "stop"
+    cache.check()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_limit_ends_the_reply_and_runs_no_forward_pass_for_nothing(model: Any, tokenizer: Any, count: int) -> None:
+    cache = PrefixCache(model)
+    agree(model, tokenizer, cache, PROMPT, lambda: {"max_tokens": count})
+    # The last token was never fed to the model, so it is not stored.
+    assert cache.stats.tokens == len(PROMPT) + count - 1
+
+
+# What is left in the cache
+
+
+def test_the_next_turn_resumes_behind_the_reply(model: Any, tokenizer: Any) -> None:
+    cache = PrefixCache(model)
+    reply = [r.token for r in stream_generate(model, tokenizer, PROMPT, max_tokens=10, cache=cache)]
+    following = list(stream_generate(model, tokenizer, [*PROMPT, *reply, 1, 2], max_tokens=2, cache=cache))
+    assert {r.cached_tokens for r in following} == {len(PROMPT) + 9}
+
+
+def test_a_stream_that_is_closed_early_frees_the_slot_and_keeps_its_tokens(model: Any, tokenizer: Any) -> None:
+    cache = PrefixCache(model)
+    stream: Any = stream_generate(model, tokenizer, PROMPT, max_tokens=10, cache=cache)
+    tokens = [next(stream).token for _ in range(3)]
+    with pytest.raises(CacheBusyError, match=r"the live slot is taken: .* of 50 prompt tokens"):
+        cache.begin(PROMPT)
+    stream.close()
+    cache.check()
+    assert cache.begin([*PROMPT, *tokens, 1]).cached_tokens >= len(PROMPT) - 16
+
+
+def test_marks_and_namespace_reach_the_cache(tokenizer: Any) -> None:
+    mamba = tiny_model("mamba")
+    cache = PrefixCache(mamba)
+    system = {"role": "system", "content": "Answer in one word, and mind your manners."}
+    cached = []
+    for question in ("Ann asks: why?", "Bob asks: where?"):
+        rendered, marks = render_chat(tokenizer, [system, {"role": "user", "content": question}])
+        tokens = rendered.tolist()
+        stream = stream_generate(mamba, tokenizer, tokens, max_tokens=2, cache=cache, marks=marks)
+        cached.append([response.cached_tokens for response in stream])
+    assert cached == [[0, 0], [marks[0], marks[0]]]
+    (elsewhere,) = stream_generate(mamba, tokenizer, tokens, max_tokens=1, cache=cache, namespace="other")
+    assert elsewhere.cached_tokens == 0
+
+
+def test_progress_is_reported_up_to_the_whole_prompt(model: Any, tokenizer: Any) -> None:
+    cache = PrefixCache(model)
+
+    def progress_of(prompt: list[int]) -> list[tuple[int, int]]:
+        calls: list[tuple[int, int]] = []
+        for _ in stream_generate(
+            model,
+            tokenizer,
+            prompt,
+            max_tokens=2,
+            cache=cache,
+            prefill_step_size=16,
+            prompt_progress_callback=lambda done, total: calls.append((done, total)),
+        ):
+            pass
+        return calls
+
+    first = progress_of(PROMPT)
+    assert first[0] == (0, 50)
+    assert first[-1] == (50, 50)
+    assert [done for done, _ in first] == sorted({done for done, _ in first})
+    again = progress_of([*PROMPT, *PROMPT])
+    # The branch's first progress says what was restored.
+    assert again[0][0] > 0
+    assert again[-1] == (100, 100)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prompt_cache", []),
+        ("max_kv_size", 64),
+        ("input_embeddings", mx.zeros((4, 64))),
+        ("kv_bits", 8),
+        ("kv_group_size", 32),
+        ("quantized_kv_start", 100),
+    ],
+)
+def test_an_argument_that_contradicts_the_cache_is_refused_by_name_before_anything_runs(
+    tokenizer: Any, name: str, value: Any
+) -> None:
+    llama = tiny_model("llama")
+    cache = PrefixCache(llama)
+    with pytest.raises(ValueError, match=rf"{name} cannot be used together with cache=: \w+"):
+        stream_generate(llama, tokenizer, PROMPT, cache=cache, **{name: value})
+    assert cache.stats.requests == 0
+
+
+def test_an_argument_left_at_none_is_not_refused(tokenizer: Any) -> None:
+    llama = tiny_model("llama")
+    cache = PrefixCache(llama)
+    arguments: dict[str, Any] = {"prompt_cache": None, "max_kv_size": None, "kv_bits": None, "max_tokens": 3}
+    assert len(list(stream_generate(llama, tokenizer, PROMPT, cache=cache, **arguments))) == 3
+
+
+def test_an_unknown_argument_is_refused_by_name(tokenizer: Any) -> None:
+    llama = tiny_model("llama")
+    with pytest.raises(TypeError, match="unexpected arguments: temperature"):
+        stream_generate(llama, tokenizer, PROMPT, cache=PrefixCache(llama), temperature=0.5)
+
+
+@pytest.mark.parametrize("max_tokens", [0, -2])
+def test_a_limit_of_no_tokens_is_refused(tokenizer: Any, max_tokens: int) -> None:
+    llama = tiny_model("llama")
+    with pytest.raises(ValueError, match=f"max_tokens is {max_tokens}; wanted 1 or more, or -1"):
+        stream_generate(llama, tokenizer, PROMPT, max_tokens=max_tokens, cache=PrefixCache(llama))
+
+
+@pytest.mark.parametrize("prompt", [[], "", [1, VOCABULARY_LENGTH], [1.5], [-1]])
+def test_a_prompt_that_is_no_sequence_of_tokens_is_refused(tokenizer: Any, prompt: Any) -> None:
+    llama = tiny_model("llama")
+    cache = PrefixCache(llama)
+    with pytest.raises(ValueError, match="tokens"):
+        next(stream_generate(llama, tokenizer, prompt, cache=cache))
+    cache.check()
+
+
+# Speculative decoding
+
+
+def both_models(seed: int = 1) -> tuple[Any, Any, PrefixCache]:
+    """A llama, a draft model for it (its twin, or another), and a cache with room for both."""
+    model, draft = tiny_model("llama"), tiny_model("llama", seed=seed)
+    return model, draft, PrefixCache(model, caches=lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)])
+
+
+@pytest.mark.parametrize("seed", [0, 1], ids=["a twin", "another"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_speculative_decoding_gives_mlx_lms_tokens_and_the_next_turn_resumes(
+    tokenizer: Any, seed: int, count: int
+) -> None:
+    model, draft, cache = both_models(seed)
+    prompt = PROMPT
+    for turn in range(3):
+        reply = agree(
+            model,
+            tokenizer,
+            cache,
+            prompt,
+            lambda: {"max_tokens": 11, "draft_model": draft, "num_draft_tokens": count},
+        )
+        longer = [*prompt, *reply, turn, 5, 6]
+        with cache.begin(longer) as session:
+            assert session.cached_tokens >= len(prompt) + len(reply) - 2
+        prompt = longer
+    greedy = [r.token for r in plain_stream_generate(model, tokenizer, PROMPT, max_tokens=11)]
+    assert [r.token for r in stream_generate(
+        model, tokenizer, PROMPT, max_tokens=11, draft_model=draft, cache=cache
+    )] == greedy  # fmt: skip
+
+
+def test_logits_processors_work_with_a_draft_model(tokenizer: Any) -> None:
+    model, draft, cache = both_models()
+    for prompt in (PROMPT, [*PROMPT, 1, 2, 3]):
+        agree(
+            model,
+            tokenizer,
+            cache,
+            prompt,
+            lambda: {
+                "max_tokens": 9,
+                "draft_model": draft,
+                "logits_processors": make_logits_processors(repetition_penalty=1.3),
+            },
+        )
+
+
+def test_a_speculative_stream_closed_early_leaves_the_right_state(tokenizer: Any) -> None:
+    model, draft, cache = both_models()
+    for count in range(1, 9):
+        stream: Any = stream_generate(model, tokenizer, PROMPT, max_tokens=20, draft_model=draft, cache=cache)
+        reply = [next(stream).token for _ in range(count)]
+        stream.close()
+        cache.check()
+        agree(model, tokenizer, cache, [*PROMPT, *reply, 3], lambda: {"max_tokens": 6, "draft_model": draft})
+
+
+def test_a_draft_model_needs_a_cache_made_for_both(tokenizer: Any) -> None:
+    llama = tiny_model("llama")
+    cache = PrefixCache(llama)
+    stream = stream_generate(llama, tokenizer, PROMPT, draft_model=tiny_model("llama"), cache=cache)
+    with pytest.raises(ValueError, match="has 3 layer caches; draft_model needs both models' 6"):
+        next(stream)
+    cache.check()
+    assert next(stream_generate(llama, tokenizer, PROMPT, cache=cache)).cached_tokens == 0
+
+
+# Threads
+
+
+def test_a_stream_may_be_read_in_a_thread_of_its_own(model: Any, tokenizer: Any) -> None:
+    cache = PrefixCache(model)
+    expected = agree(model, tokenizer, cache, PROMPT, lambda: {"max_tokens": 6})
+    found: list[Iterator[int]] = []
+
+    def read() -> None:
+        found.append(iter([r.token for r in stream_generate(model, tokenizer, PROMPT, max_tokens=6, cache=cache)]))
+
+    for _ in range(2):
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+    assert [list(tokens) for tokens in found] == [expected] * 2
+    cache.check()

@@ -1,0 +1,137 @@
+"""Advice says what the curve and the simulated rows say, and leaves out what is not known."""
+
+import html.parser
+
+import numpy as np
+import pytest
+
+from runner.simulate.advise import Advice, advice_document, advice_html, advice_of, advice_text, best_policy
+from runner.simulate.curve_report import capacities_of, curve_document, curve_picture, points_of
+from runner.simulate.mrc import lru_curve
+from runner.traces.request import Trace, TraceRequest
+
+GIB = 1 << 30
+
+
+def circle(length: int = 10, rounds: int = 20) -> Trace:
+    """Requests of one block of 64 tokens, round and round: LRU hits nothing below `length` blocks and then all."""
+    requests = [TraceRequest(np.array([index % length], np.int64), 64, 1, index) for index in range(length * rounds)]
+    return Trace("circle <1>", 64, requests, False, "circle.jsonl")
+
+
+def advice(**more) -> Advice:
+    trace = circle()
+    return advice_of(trace, lru_curve(trace), **more)
+
+
+def row(policy: str, capacity_blocks: int, ratio: float | None, trace: str = "t") -> dict:
+    return {"trace": trace, "policy": policy, "capacity_blocks": capacity_blocks, "token_hit_ratio": ratio}
+
+
+def test_budgets_are_where_the_curve_says() -> None:
+    found = advice(token_bytes=1024, prefill_tokens_per_s=100.0, budget_bytes=9 * 64 * 1024)
+    assert [budget.capacity_blocks for budget in found.budgets] == [10] * 4
+    assert found.budgets[0].capacity_bytes == 10 * 64 * 1024
+    # 190 of 200 requests hit; 12,800 tokens at 100 tokens/s.
+    assert found.prefill_s == 128.0
+    assert found.budgets[0].token_hit_ratio == pytest.approx(0.95)
+    assert found.budgets[0].saved_s == pytest.approx(0.95 * 128.0)
+    assert found.budgets[0].saved_s_per_gib == pytest.approx(0.95 * 128.0 / (10 * 64 * 1024 / GIB))
+    assert found.own is not None
+    assert (found.own.capacity_blocks, found.own.token_hit_ratio) == (9, 0.0)
+
+
+def test_what_is_not_known_is_neither_counted_nor_printed() -> None:
+    found = advice(budget_blocks=10)
+    assert found.budgets[0].capacity_bytes is found.budgets[0].saved_s is found.budgets[0].saved_s_per_gib is None
+    text = advice_text(found)
+    header = next(line for line in text.splitlines() if line.startswith("LRU with room for"))
+    assert "GiB" not in header
+    assert "seconds" not in header
+    assert "--model-config or --bytes-per-token turns them into GiB" in text
+    assert "At most 95.0% of prefill can be saved" in text
+    with pytest.raises(ValueError, match="needs the bytes of a token"):
+        advice(budget_bytes=GIB)
+
+
+def test_checkpoints_that_are_not_counted_are_mentioned() -> None:
+    assert "checkpoints of 5,000 bytes" in advice_text(advice(token_bytes=8, checkpoint_bytes=5000))
+    assert "checkpoints" not in advice_text(advice(token_bytes=8))
+
+
+def test_best_policy_is_online_and_at_the_largest_capacity_within_the_budget() -> None:
+    rows = [
+        row("lru", 100, 0.2), row("turn", 100, 0.25), row("belady", 100, 0.4), row("arc", 100, None),
+        row("turn", 200, 0.3), row("lru", 200, 0.3), row("lru", 100, 0.9, trace="other"),
+    ]  # fmt: skip
+    best = best_policy(rows, trace="t", capacity_blocks=150)
+    assert best is not None
+    assert (best.policy, best.capacity_blocks, best.bound) == ("turn", 100, ("belady", 0.4))
+    assert best.gain == pytest.approx(0.05)
+    level = best_policy(rows, trace="t")
+    assert level is not None
+    assert (level.policy, level.capacity_blocks, level.gain, level.bound) == ("lru", 200, 0.0, None)
+    assert best_policy(rows, trace="none") is None
+    assert best_policy([row("belady", 100, 0.4)]) is None
+
+
+def test_sentence_says_how_far_ahead_and_how_far_from_the_optimum() -> None:
+    best = best_policy([row("lru", 100, 0.2), row("turn", 100, 0.25), row("belady", 100, 0.4)])
+    text = advice_text(advice(), best)
+    assert "Best policy at 100 blocks: turn, 25.0% of prefill saved, 5.0 points more than lru" in text
+    assert "belady, which knows the future, reaches 40.0%" in text
+    close = best_policy([row("lru", 100, 0.2), row("turn", 100, 0.2001)])
+    assert "level with lru" in advice_text(advice(), close)
+
+
+def test_document_holds_the_same_figures() -> None:
+    found = advice(token_bytes=1024, prefill_tokens_per_s=100.0, budget_blocks=10)
+    document = advice_document(found)
+    assert document["savable_token_ratio"] == pytest.approx(0.95)
+    assert [each["name"] for each in document["budgets"]][-1] == "the given budget"
+    assert document["budgets"][-1]["saved_s_per_gib"] == found.budgets[0].saved_s_per_gib
+
+
+class PageReader(html.parser.HTMLParser):
+    """Collects tags, and what the page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [
+            value or ""
+            for name, value in attrs
+            if name in ("src", "href", "xlink:href") and not (value or "").startswith("#")
+        ]
+
+
+def test_page_fetches_nothing_and_escapes_names() -> None:
+    found = advice(token_bytes=1024)
+    picture = curve_picture(found.curve, found.trace, found.block_bytes, marks={"knee": 10}, file_format="svg")
+    page = advice_html(found, picture, more=[b"\x89PNG"])
+    reader = PageReader()
+    reader.feed(page)
+    assert {"table", "svg", "img"} <= set(reader.tags)
+    assert "script" not in reader.tags
+    assert all(address.startswith("data:image/png;base64,") for address in reader.fetched)
+    assert "circle &lt;1&gt;" in page
+    assert "<1>" not in page
+
+
+def test_same_curve_gives_the_same_picture() -> None:
+    found = advice()
+    pictures = {curve_picture(found.curve, found.trace, None, marks={"knee": 10}, file_format="svg") for _ in range(2)}
+    assert len(pictures) == 1
+
+
+def test_round_capacities_reach_the_whole_trace() -> None:
+    found = advice()
+    assert capacities_of(found.curve) == [1, 2, 5, 10]
+    assert points_of(found.curve) == [1, 2, 5, 10]
+    document = curve_document(found.curve, found.trace, 64)
+    assert [each["capacity_bytes"] for each in document["rows"]] == [64, 128, 320, 640]
+    assert document["rows"][-1]["block_hit_ratio"] == document["infinite_block_hit_ratio"] == pytest.approx(0.95)

@@ -1,0 +1,154 @@
+"""The simulator and a live cache evict the same, in the same order: the policy that is simulated is the one deployed.
+
+The same conversations run through a tiny real model and through sizes alone, in tokens, under the same budget. A
+recorder between cache and policy notes what is given up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from policies import POLICIES, CostModel, Entry, make_policy
+from radixcache import PrefixCache
+from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.sized_cache import sized_cache
+from runner.models.tiny import VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
+from tests import inside
+
+KINDS = ("llama", "nemotron_h", "mamba")
+QUICK = {("llama", "lru"), ("llama", "s3fifo"), ("nemotron_h", "lru"), ("nemotron_h", "gdsf"), ("mamba", "lru")}
+#: Checkpoints alone are what is given up of it: one policy of each kind of key.
+FEW_POLICIES = ("gdsf", "lru", "marconi", "s3fifo", "turn")
+#: Step in which mlx-lm's KVCache grows.
+GROW_TOKENS = 256
+
+
+class Recorder:
+    """Passes everything on to a policy, and notes each entry that it is told has gone."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        self.ranks_whole_edges = getattr(policy, "ranks_whole_edges", True)
+        self.gone: list[tuple[str, int, int, bytes]] = []
+
+    def inserted(self, entry: Entry) -> None:
+        self.policy.inserted(entry)
+
+    def touched(self, entry: Entry) -> None:
+        self.policy.touched(entry)
+
+    def split(self, upper: Entry, lower: Entry) -> None:
+        self.policy.split(upper, lower)
+
+    def merged(self, gone: Entry, into: Entry) -> None:
+        self.policy.merged(gone, into)
+
+    def evicted(self, entry: Entry) -> None:
+        self.gone.append((entry.state, entry.start, entry.end, entry.digest))
+        self.policy.evicted(entry)
+
+    def evictable_changed(self, entry: Entry, evictable: bool) -> None:
+        self.policy.evictable_changed(entry, evictable)
+
+    def victim(self) -> Entry | None:
+        victim: Entry | None = self.policy.victim()
+        return victim
+
+
+def conversations(count: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts and replies of users who share two system prompts, grow turn by turn, and now and then branch."""
+    random = np.random.default_rng(11)
+
+    def tokens(length: int) -> list[int]:
+        drawn: list[int] = random.integers(0, VOCABULARY_LENGTH, length).tolist()
+        return drawn
+
+    systems = [tokens(120), tokens(60)]
+    users = [[*systems[user % 2], *tokens(30)] for user in range(6)]
+    requests = []
+    for _ in range(count):
+        user = int(random.integers(len(users)))
+        history = users[user]
+        if random.random() < 0.2:
+            history = history[: int(random.integers(40, len(history)))]
+        if len(history) > 500:
+            history = [*systems[user % 2], *tokens(20)]
+        prompt, reply = [*history, *tokens(int(random.integers(5, 40)))], tokens(int(random.integers(1, 6)))
+        users[user] = [*prompt, *reply]
+        requests.append((prompt, reply))
+    return requests
+
+
+def run(cache: PrefixCache, model: Any, requests: list[tuple[list[int], list[int]]], marks: list[int]) -> list[int]:
+    cached = []
+    for turn, (prompt, reply) in enumerate(requests):
+        with cache.begin(
+            prompt, reserve=16, marks=[mark for mark in marks if mark <= len(prompt)], turn=turn % 4, priority=turn % 3
+        ) as session:
+            session.prefill(model, step_size=128)
+            for token in (prompt[-1], *reply):
+                logits = session.step(model, [token])
+                if isinstance(logits, mx.array):
+                    mx.eval(logits)
+            cached.append(session.cached_tokens)
+    cache.check()
+    return cached
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        pytest.param(kind, policy, marks=[pytest.mark.slow] * ((kind, policy) not in QUICK))
+        for kind in sorted(KINDS)
+        for policy in sorted(POLICIES)
+        if kind != "mamba" or policy in FEW_POLICIES
+    ],
+)
+def test_the_simulator_evicts_what_the_live_cache_evicts(kind: str, policy: str) -> None:
+    model: Any = tiny_model(kind)
+    requests = conversations(60)
+    token_bytes, checkpoint_bytes = measured(model)
+    budget_bytes = 900 * token_bytes + 9 * checkpoint_bytes
+    live_record, sized_record = Recorder(make_policy(policy)), Recorder(make_policy(policy))
+    with inside.settings(trim_tokens=32):
+        live = PrefixCache(
+            model, budget_bytes=budget_bytes, policy=live_record, cost=CostModel(), checkpoint_interval=64
+        )
+    layout = SizedLayout(token_bytes, checkpoint_bytes, grow_keys=GROW_TOKENS)
+    sized = sized_cache(
+        layout,
+        budget_bytes=budget_bytes,
+        policy=sized_record,
+        cost=CostModel(),
+        checkpoint_interval=64,
+        trim_tokens=32,
+    )
+    cached = run(live, model, requests, marks=[60])
+    assert cached == run(sized, SizedModel(), requests, marks=[60])
+    assert len(live_record.gone) > 30
+    assert live_record.gone == sized_record.gone
+    assert live.dump() == sized.dump()
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_the_simulator_cuts_a_window_back_where_the_live_cache_does(more: int) -> None:
+    model: Any = tiny_model("llama_sliding")
+    prompt = [1 + number % 200 for number in range(WINDOW_LENGTH + more - 1)]
+    requests = [(prompt, [7]), ([*prompt[:10], 201, 202], [7])]
+    layout = SizedLayout(8, windows=[(WINDOW_LENGTH, 4)])
+    sized = sized_cache(layout, budget_bytes=1 << 30, cost=CostModel())
+    cached = run(PrefixCache(model, cost=CostModel()), model, requests, marks=[])
+    assert cached == [0, 10 if more <= 0 else 0]
+    assert cached == run(sized, SizedModel(), requests, marks=[])
+
+
+def measured(model: Any) -> tuple[int, int]:
+    """Bytes of a token and of a checkpoint, from a cache that has seen one prompt."""
+    cache = PrefixCache(model)
+    with cache.begin([1, 2, 3, 4]) as session:
+        session.prefill(model)
+    return inside.token_bytes(cache), cache.stats.checkpoint_bytes

@@ -1,0 +1,138 @@
+"""Made-up traffic has the properties its parameters name."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from runner.traces.arrivals import Pace
+from runner.traces.request import Trace
+from runner.traces.synth import Lengths, Synth, synthesize
+
+SMALL = Synth(requests=2000)
+
+
+def conversations(trace: Trace) -> dict[str, list]:
+    found: dict[str, list] = {}
+    for request in trace.requests:
+        found.setdefault(request.session, []).append(request)
+    return found
+
+
+def test_same_seed_same_trace_and_another_seed_another() -> None:
+    first, again, other = (synthesize(SMALL, seed=seed) for seed in (1, 1, 2))
+    for a, b in zip(first.requests, again.requests, strict=True):
+        assert np.array_equal(a.keys, b.keys)
+        assert (a.tokens, a.output_tokens, a.time_ms, a.session) == (b.tokens, b.output_tokens, b.time_ms, b.session)
+    assert [a.tokens for a in first.requests] != [b.tokens for b in other.requests]
+
+
+def test_blocks_and_times_are_those_of_a_trace() -> None:
+    trace = synthesize(SMALL)
+    assert len(trace.requests) == 2000
+    assert trace.is_timing_synthetic
+    places: dict[int, tuple[int, int]] = {}
+    time_ms = 0
+    for request in trace.requests:
+        assert len(request.keys) == -(-request.tokens // trace.block_tokens)
+        assert request.time_ms >= time_ms
+        time_ms = request.time_ms
+        keys = request.keys.tolist()
+        for index, key in enumerate(keys):
+            before = (index, keys[index - 1] if index else -1)
+            assert places.setdefault(key, before) == before
+
+
+def test_prompts_grow_by_reply_and_message_where_nothing_branches() -> None:
+    trace = synthesize(replace(SMALL, branching=0.0))
+    for requests in conversations(trace).values():
+        for earlier, later in pairwise(requests):
+            assert later.tokens > earlier.tokens + earlier.output_tokens
+            full = earlier.tokens // trace.block_tokens
+            assert np.array_equal(earlier.keys[:full], later.keys[:full])
+            assert later.turn == earlier.turn + 1
+
+
+def test_branching_goes_back_to_what_was_said_before() -> None:
+    trace = synthesize(replace(SMALL, branching=1.0, turns=6.0, agent_share=0.0))
+    shrunk = sum(
+        later.tokens < earlier.tokens
+        for requests in conversations(trace).values()
+        for earlier, later in pairwise(requests)
+    )
+    assert shrunk > 100
+
+
+def test_turn_carries_on_the_latest_one_before_it_also_after_going_back() -> None:
+    trace = synthesize(replace(SMALL, branching=0.5, turns=8.0, agent_share=0.5))
+    for requests in conversations(trace).values():
+        latest = {}
+        for request in requests:
+            if request.turn > 1:
+                earlier = latest[request.turn - 1]
+                full = earlier.tokens // trace.block_tokens
+                assert np.array_equal(earlier.keys[:full], request.keys[:full])
+            latest[request.turn] = request
+
+
+def test_popular_applications_are_more_popular_with_a_larger_exponent() -> None:
+    shares = []
+    for zipf in (0.0, 2.0):
+        trace = synthesize(replace(SMALL, zipf=zipf, applications=10, system=Lengths(500, 0.2)))
+        firsts = Counter(int(requests[0].keys[0]) for requests in conversations(trace).values())
+        shares.append(firsts.most_common(1)[0][1] / firsts.total())
+    assert shares[0] < 0.25 < 0.5 < shares[1]
+
+
+def test_only_agents_have_more_requests_than_turns() -> None:
+    chats = synthesize(replace(SMALL, agent_share=0.0))
+    agents = synthesize(replace(SMALL, agent_share=1.0))
+    assert {request.kind for request in chats.requests} == {"chat"}
+    assert {request.kind for request in agents.requests} == {"agent"}
+    lengths = [np.mean([len(each) for each in conversations(trace).values()]) for trace in (chats, agents)]
+    assert lengths[0] < 4 < lengths[1]
+
+
+def test_mean_turns_are_as_asked() -> None:
+    trace = synthesize(replace(SMALL, agent_share=0.0, turns=3.0, requests=6000, pace=Pace(600, 0.01, 0.01, 1e6)))
+    lengths = [len(each) for each in conversations(trace).values()][:-10]
+    assert 2.8 < np.mean(lengths) < 3.2
+
+
+def test_users_and_tools_take_the_time_that_is_asked_for() -> None:
+    pace = Pace(sessions_per_hour=600.0, think_s=20.0, tool_s=2.0, output_tokens_per_s=1e6)
+    for agent_share, turns, gap_s in ((0.0, 10.0, 20.0), (1.0, 1.0, 2.0)):
+        trace = synthesize(replace(SMALL, agent_share=agent_share, turns=turns, tool_calls=10.0, pace=pace))
+        gaps = [b.time_ms - a.time_ms for requests in conversations(trace).values() for a, b in pairwise(requests)]
+        assert np.mean(gaps) / 1e3 == pytest.approx(gap_s, rel=0.2)
+
+
+def test_no_prompt_is_longer_than_the_context() -> None:
+    trace = synthesize(replace(SMALL, context_tokens=3000))
+    assert max(request.tokens for request in trace.requests) <= 3000
+    with pytest.raises(ValueError, match="none of 1000 conversations began within 1 tokens"):
+        synthesize(replace(SMALL, context_tokens=1))
+
+
+def test_lengths_far_beyond_the_context_cost_no_more_than_it() -> None:
+    with pytest.raises(ValueError, match="none of 1000 conversations began within 500 tokens"):
+        synthesize(replace(SMALL, context_tokens=500, system=Lengths(1e9, 0.0)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"requests": 0}, {"turns": 0.5}, {"agent_share": 1.1}, {"branching": -0.1}, {"zipf": float("nan")}],
+)
+def test_parameters_out_of_range_are_refused(wrong: dict) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*; wanted"):
+        replace(SMALL, **wrong)
+
+
+def test_lengths_and_paces_out_of_range_are_refused() -> None:
+    for median in (0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="wanted 1 or more"):
+            Lengths(median, 1.0)
+    with pytest.raises(ValueError, match="think_s is 0; wanted more than 0"):
+        Pace(think_s=0)

@@ -1,0 +1,353 @@
+"""Readers of traces: what each format becomes, and the one line for whatever is wrong with it."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.traces.arrivals import Pace
+from runner.traces.compact import write_compact
+from runner.traces.joined import join_traces
+from runner.traces.mooncake import write_mooncake
+from runner.traces.reader import read_trace
+from runner.traces.request import Trace, TraceError, TraceRequest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def line(timestamp: int = 0, tokens: int = 1000, ids: list[Any] | None = None, **more: Any) -> dict[str, Any]:
+    ids = [0, 1] if ids is None else ids
+    return {"timestamp": timestamp, "input_length": tokens, "output_length": 5, "hash_ids": ids, **more}
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in records))
+    return path
+
+
+def ask(t: float, tokens: int, ids: list[int], **more: Any) -> dict[str, Any]:
+    return {"t": t, "type": "n", "in": tokens, "out": 3, "hash_ids": ids, **more}
+
+
+def session(path: Path, *requests: Any, block_size: int = 64, **more: Any) -> Path:
+    path.write_text(json.dumps({"id": path.stem, "block_size": block_size, "requests": list(requests), **more}))
+    return path
+
+
+def assert_invariants(trace: Trace) -> None:
+    """TR1 to TR4 of a trace."""
+    places: dict[int, tuple[int, ...]] = {}
+    time_ms = 0
+    for request in trace.requests:
+        assert len(request.keys) == -(-request.tokens // trace.block_tokens) >= 1
+        assert request.keys.dtype == np.int64
+        keys = request.keys.tolist()
+        assert min(keys) >= 0
+        assert request.time_ms >= time_ms
+        time_ms = request.time_ms
+        for index, key in enumerate(keys):
+            # The block before stands for everything before it.
+            before = (index, keys[index - 1] if index else -1)
+            assert places.setdefault(key, before) == before
+
+
+# Mooncake ------------------------------------------------------------------------------------------------------------
+
+
+def test_mooncake_lines_become_requests_in_their_order(tmp_path) -> None:
+    trace = read_trace(write(tmp_path / "m.jsonl", line(0, 1000, [7, 9]), line(0, 513, [7, 8]), line(3000, 20, [5])))
+    assert (trace.name, trace.block_tokens, trace.is_timing_synthetic) == ("m", 512, False)
+    assert [(r.tokens, r.output_tokens, r.time_ms) for r in trace.requests] == [
+        (1000, 5, 0),
+        (513, 5, 0),
+        (20, 5, 3000),
+    ]
+    first, second, third = (r.keys.tolist() for r in trace.requests)
+    assert first[0] == second[0]
+    assert len({*first, *second, *third}) == 4
+    assert_invariants(trace)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (
+            line(tokens=6758, ids=list(range(12))),
+            "hash_ids has 12 ids; input_length 6758 needs 14 blocks of 512 tokens.",
+        ),
+        (line(ids=[0, "1"]), "hash_ids is list [0, '1']; wanted a list of whole numbers."),
+        (line(ids=[0, True]), "wanted a list of whole numbers."),
+        (line(tokens=-3, ids=[]), "input_length is int -3; wanted a whole number, 1 or more."),
+        (line(timestamp=-1), "timestamp is int -1; wanted a whole number, 0 or more."),
+        (line(timestamp=4), "timestamp 4 is before 5 of an earlier line; wanted them sorted."),
+        (line(5, ids=[1, 0]), "hash id 1 (index 0) was seen behind another prefix"),
+        (line(5, ids=[8, 8]), "hash id 8 (index 1) was seen behind another prefix"),
+        ({"timestamp": 5}, "input_length is missing"),
+        (line(1 << 54), "timestamp is int 18014398509481984; wanted at most 9,007,199,254,740,992."),
+        (line(5, output_length=1e3), "output_length is float 1000.0; wanted a whole number, 0 or more."),
+        ('{"timestamp": NaN}', "timestamp is float nan; wanted a whole number, 0 or more."),
+        ('{"timestamp": 5', "not JSON ("),
+        ("[1]", "found list [1]; wanted an object."),
+    ],
+)
+def test_bad_line_is_named_with_file_and_line(tmp_path, bad: Any, message: str) -> None:
+    path = write(tmp_path / "trace.jsonl", line(5), bad, line(5, ids=[0, 2]))
+    with pytest.raises(TraceError) as raised:
+        read_trace(path)
+    assert str(raised.value).startswith(f"{path}:2: ")
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_skipped_lines_are_counted_and_leave_no_trace(tmp_path) -> None:
+    good = [line(5), line(6, ids=[0, 2]), line(7, 2000, [0, 1, 3, 4])]
+    # The first bad line would give id 3 another place, were it taken in part.
+    bad = line(5, 1100, [3, 4])
+    trace = read_trace(write(tmp_path / "t.jsonl", good[0], bad, good[1], "{", good[2]), skip_bad=True)
+    assert [message.split(" ")[0].rpartition(":")[0].rpartition(":")[2] for message in trace.skipped] == ["2", "4"]
+    assert [request.time_ms for request in trace.requests] == [5, 6, 7]
+    assert_invariants(trace)
+
+
+def test_file_of_bad_lines_only_is_an_error_even_when_they_are_skipped(tmp_path) -> None:
+    with pytest.raises(TraceError, match="no request found; the first of 1 skipped"):
+        read_trace(write(tmp_path / "t.jsonl", line(tokens=9999)), skip_bad=True)
+
+
+def test_line_that_is_not_utf_8_is_named_and_a_byte_order_mark_is_none(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    lines = [json.dumps(each).encode() for each in (line(0), line(1, ids=[0, 2]))]
+    path.write_bytes(b"\xef\xbb\xbf" + lines[0] + b"\r\n" + lines[1] + b"\r\n")
+    assert [request.time_ms for request in read_trace(path).requests] == [0, 1]
+    path.write_bytes(lines[0] + b"\n" + lines[1] + b"\xff\n")
+    with pytest.raises(TraceError, match=r"t\.jsonl:2: byte 0xff at offset 78 is not UTF-8"):
+        read_trace(path)
+
+
+def test_other_block_lengths_can_be_told(tmp_path) -> None:
+    trace = read_trace(write(tmp_path / "t.jsonl", line(tokens=100, ids=[0, 1])), block_tokens=64)
+    assert trace.block_tokens == 64
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=20))
+def test_mooncake_written_and_read_is_the_same(tmp_path_factory, paths: list[list[int]]) -> None:
+    numbers: dict[tuple[int, ...], int] = {}
+    requests = []
+    for at, path in enumerate(paths):
+        keys = [numbers.setdefault(tuple(path[: end + 1]), len(numbers)) for end in range(len(path))]
+        requests.append(TraceRequest(np.array(keys, np.int64), 512 * len(path) - at % 512, at, 10 * at))
+    trace = Trace("t", 512, requests, False, "t")
+    folder = tmp_path_factory.mktemp("round")
+    for write_as in (write_mooncake, write_compact):
+        write_as(folder / "t.jsonl", trace)
+        again = read_trace(folder / "t.jsonl")
+        shift = again.requests[0].keys[0] - trace.requests[0].keys[0]
+        for old, new in zip(trace.requests, again.requests, strict=True):
+            assert np.array_equal(old.keys, new.keys - shift)
+            assert (old.tokens, old.output_tokens, old.time_ms) == (new.tokens, new.output_tokens, new.time_ms)
+
+
+# Coding agents -------------------------------------------------------------------------------------------------------
+
+
+def test_session_has_full_blocks_and_a_tail_of_its_own(tmp_path) -> None:
+    path = session(tmp_path / "s.json", ask(0, 130, [1, 2]), ask(9.5, 130, [1, 2]), ask(20, 192, [1, 2, 3]))
+    trace = read_trace(path)
+    first, second, third = trace.requests
+    assert trace.is_timing_synthetic
+    assert first.keys[:2].tolist() == second.keys[:2].tolist() == third.keys[:2].tolist()
+    assert first.keys[2] != second.keys[2]
+    assert (first.turn, second.turn, third.turn, third.kind, third.session) == (1, 2, 3, "main", "s")
+    assert [request.time_ms for request in trace.requests] == [0, 9500, 20000]
+    assert_invariants(trace)
+
+
+def test_subagent_starts_its_duration_before_it_reports(tmp_path) -> None:
+    inner = [ask(0, 64, [10]), ask(4, 128, [10, 11])]
+    agent = {"t": 30.0, "type": "subagent", "agent_id": "a1", "duration_ms": 20_000, "requests": inner}
+    trace = read_trace(session(tmp_path / "s.json", ask(0, 64, [1]), agent, ask(31, 128, [1, 2])))
+    assert [(r.time_ms, r.kind, r.session, r.turn) for r in trace.requests] == [
+        (0, "main", "s", 1),
+        (10_000, "subagent", "s/a1", 1),
+        (14_000, "subagent", "s/a1", 2),
+        (31_000, "main", "s", 2),
+    ]
+
+
+def test_sessions_share_no_block_and_start_by_a_seeded_poisson_process(tmp_path) -> None:
+    for name in "abc":
+        session(tmp_path / f"{name}.json", ask(0, 64, [1]), ask(1, 128, [1, 2]))
+    first, again = read_trace(tmp_path), read_trace(tmp_path)
+    other = read_trace(tmp_path, seed=1)
+    times = [[request.time_ms for request in trace.requests] for trace in (first, again, other)]
+    assert times[0] == times[1] != times[2]
+    assert first.name == tmp_path.name
+    sessions = {
+        r.session: {int(key) for each in first.requests if each.session == r.session for key in each.keys}
+        for r in first.requests
+    }
+    assert sorted(sessions) == ["a", "b", "c"]
+    assert len(set().union(*sessions.values())) == sum(map(len, sessions.values())) == 6
+    rare = read_trace(tmp_path, pace=Pace(sessions_per_hour=1.0))
+    assert rare.requests[-1].time_ms > first.requests[-1].time_ms
+    assert_invariants(first)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (ask(0, 200, [1]), "requests[0]: hash_ids has 1 ids; in 200 needs 3 full blocks of 64 tokens."),
+        (ask(-1, 64, [1]), "requests[0]: t is int -1; wanted seconds, 0 or more."),
+        (ask(float("nan"), 64, [1]), "t is float nan; wanted seconds"),
+        (7, "requests[0] is int 7; wanted an object."),
+        ({"type": "subagent", "t": 1, "duration_ms": 10**400, "requests": []}, "duration_ms is int 1000"),
+        ({"type": "subagent", "t": 1, "requests": None}, "requests[0]: requests is missing; wanted a list."),
+        ({"type": "subagent", "t": 1, "requests": [ask(0, 64, [])]}, "requests[0]: requests[0]: hash_ids has 0 ids"),
+    ],
+)
+def test_bad_request_of_a_session_is_named(tmp_path, request_: Any, message: str) -> None:
+    path = session(tmp_path / "s.json", request_, ask(1, 64, [9]))
+    with pytest.raises(TraceError) as raised:
+        read_trace(path)
+    assert str(raised.value).startswith(f"{path}: ")
+    assert message in str(raised.value)
+    assert len(read_trace(path, skip_bad=True).requests) == 1
+
+
+def test_sessions_in_files_of_one_name_share_no_block(tmp_path) -> None:
+    paths = []
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        paths.append(session(tmp_path / folder / "s.json", ask(0, 128, [1, 2])))
+    first, second = read_trace(*paths).requests
+    assert not set(first.keys.tolist()) & set(second.keys.tolist())
+
+
+def test_sessions_that_are_all_bad_leave_other_traces_as_they_are(tmp_path) -> None:
+    bad = session(tmp_path / "s.json", ask(0, 640, [1]))
+    trace = read_trace(bad, write(tmp_path / "m.jsonl", line()), skip_bad=True)
+    assert (trace.block_tokens, len(trace.requests), len(trace.skipped)) == (512, 1, 1)
+
+
+def test_sessions_of_unlike_blocks_are_refused(tmp_path) -> None:
+    session(tmp_path / "a.json", ask(0, 64, [1]))
+    session(tmp_path / "b.json", ask(0, 32, [1]), block_size=32)
+    with pytest.raises(TraceError, match=r"b\.json: block_size is 32; wanted 64"):
+        read_trace(tmp_path)
+
+
+def test_real_sessions_are_read_whole(shared_data) -> None:
+    trace = read_trace(shared_data / "claude-code-traces" / "traces")
+    assert len(trace.requests) == 1327
+    assert sum(request.kind == "subagent" for request in trace.requests) == 102
+    assert trace.skipped == ()
+    assert_invariants(trace)
+
+
+# Conversations -------------------------------------------------------------------------------------------------------
+
+
+def talk(*contents: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
+
+
+def test_conversations_take_a_tokenizer_and_share_what_they_share(tmp_path) -> None:
+    from runner.models.tiny import tiny_tokenizer
+
+    long = "What is a radix tree? " * 20
+    records = [
+        {"id": "a", "messages": talk(long, "A tree.", "And then?", "It is cut.")},
+        {"id": "b", "messages": talk(long, "A tree.", "Why?")},
+    ]
+    path = write(tmp_path / "talks.jsonl", *records)
+    with pytest.raises(TraceError, match=r"if it holds conversations, name a model"):
+        read_trace(path)
+    trace = read_trace(path, tokenizer=tiny_tokenizer(), block_tokens=32)
+    assert (trace.block_tokens, trace.is_timing_synthetic) == (32, True)
+    requests = {(r.session, r.turn): r for r in trace.requests}
+    assert sorted(requests) == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+    first, second = requests["a", 1], requests["a", 2]
+    full = first.tokens // 32
+    assert first.keys[:full].tolist() == second.keys[:full].tolist() == requests["b", 2].keys[:full].tolist()
+    assert first.output_tokens == len("A tree.")
+    assert second.time_ms > first.time_ms
+    assert_invariants(trace)
+
+
+# Formats, files, joining ---------------------------------------------------------------------------------------------
+
+
+def test_missing_empty_and_foreign_files_are_one_line(tmp_path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "folder").mkdir()
+    for name, message in (
+        ("none.jsonl", "cannot be read (No such file or directory); wanted a trace."),
+        ("empty.jsonl", "the file is empty; wanted a trace."),
+        ("folder", "the folder has no .json or .jsonl file; wanted a trace."),
+    ):
+        with pytest.raises(TraceError) as raised:
+            read_trace(tmp_path / name)
+        assert str(raised.value) == f"{tmp_path / name}: {message}"
+    with pytest.raises(TraceError, match=r"cannot be read \(File name too long\)"):
+        read_trace("x" * 5000)
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(TraceError, match=r"packed\.jsonl\.gz: is compressed; wanted it unpacked"):
+        read_trace(tmp_path / "packed.jsonl.gz")
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(TraceError, match=r"table\.csv:1: not JSON; wanted a trace"):
+        read_trace(tmp_path / "table.csv")
+    with pytest.raises(ValueError, match="no trace was given"):
+        read_trace()
+
+
+def test_pipe_is_refused_as_its_beginning_could_not_be_read_twice(tmp_path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(TraceError, match=r"pipe\.jsonl: is a pipe or a device; wanted a file"):
+        read_trace(tmp_path / "pipe.jsonl")
+
+
+def test_files_of_a_folder_that_are_no_traces_can_be_skipped(tmp_path) -> None:
+    session(tmp_path / "a.json", ask(0, 64, [1]))
+    (tmp_path / "b.json").write_text("")
+    (tmp_path / "c.json").write_text("notes")
+    with pytest.raises(TraceError, match=r"b\.json: the file is empty"):
+        read_trace(tmp_path)
+    trace = read_trace(tmp_path, skip_bad=True)
+    assert (len(trace.requests), len(trace.skipped)) == (1, 2)
+
+
+def test_format_is_told_by_content_also_where_the_first_line_is_broken(tmp_path) -> None:
+    mooncake = write(tmp_path / "m.json", "{broken", line(block_size=512), line())
+    with pytest.raises(TraceError, match=r"m\.json:1: not JSON"):
+        read_trace(mooncake)
+    assert len(read_trace(mooncake, skip_bad=True, block_tokens=512).requests) == 2
+    compact = tmp_path / "c.txt"
+    write_compact(compact, read_trace(write(tmp_path / "n.jsonl", line())))
+    assert read_trace(compact).block_tokens == 512
+    agent = session(tmp_path / "a.jsonl", ask(0, 64, [1]))
+    agent.write_text(json.dumps(json.loads(agent.read_text()), indent=1))
+    assert read_trace(agent).block_tokens == 64
+
+
+def test_joined_traces_share_no_key_and_come_by_time(tmp_path) -> None:
+    (tmp_path / "x").mkdir()
+    first = write(tmp_path / "m.jsonl", line(0), line(10, ids=[0, 2]))
+    second = write(tmp_path / "x" / "m.jsonl", line(5), line(10, ids=[0, 2]))
+    trace = read_trace(first, second)
+    assert [request.time_ms for request in trace.requests] == [0, 5, 10, 10]
+    assert len({int(key) for request in trace.requests for key in request.keys}) == 6
+    assert trace.name == "m+m"
+    assert_invariants(trace)
+
+
+def test_traces_of_unlike_blocks_are_not_joined() -> None:
+    small, large = (Trace(f"{n}", n, [], False, f"{n}.jsonl") for n in (64, 512))
+    with pytest.raises(TraceError, match=r"512\.jsonl: blocks of 512 tokens; wanted 64, as in 64\.jsonl"):
+        join_traces([small, large])

@@ -1,0 +1,263 @@
+"""Events: told in order when the lock is free, to a listener that may call back, raise, or be slow; bounded."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+
+from radixcache.locking.lock import Lock
+from radixcache.tree.events import MAX_WAITING, Event, EventKind, Events
+
+
+def offsets(events: list[Event]) -> list[int]:
+    return [event.start for event in events]
+
+
+def test_an_event_is_told_in_order_when_the_lock_is_free_and_not_before() -> None:
+    lock, told = Lock(), []
+    events = Events(told.append, lock)
+    with lock:
+        with lock:
+            events.emit(EventKind.STORED, "", 0, 1, 0, {})
+            events.emit(EventKind.SPLIT, "", 1, 9, 0, {"at": 4})
+        assert told == []
+    assert [(event.kind, event.start, event.detail) for event in told] == [("stored", 0, {}), ("split", 1, {"at": 4})]
+
+
+def test_a_listener_runs_without_the_lock() -> None:
+    lock, reached = Lock(), []
+
+    def listen(_: Event) -> None:
+        def take() -> None:
+            with lock:
+                reached.append(True)
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+    events = Events(listen, lock)
+    with lock:
+        events.emit(EventKind.STORED, "", 0, 1, 0, {})
+    assert reached == [True]
+    assert events.failures == 0
+
+
+def test_what_a_listener_causes_follows_in_its_turn() -> None:
+    lock, told = Lock(), []
+
+    def listen(event: Event) -> None:
+        if event.start < 10:
+            with lock:
+                events.emit(EventKind.STORED, "", event.start + 10, 0, 0, {})
+            assert event.start + 10 not in offsets(told), "told before the listener was through"
+        told.append(event)
+
+    events = Events(listen, lock)
+    with lock:
+        for start in range(3):
+            events.emit(EventKind.STORED, "", start, 0, 0, {})
+    assert offsets(told) == [0, 1, 2, 10, 11, 12]
+    assert events.failures == 0
+
+
+def test_a_listener_that_always_causes_another_event_comes_to_an_end() -> None:
+    lock, count = Lock(), 0
+
+    def listen(event: Event) -> None:
+        nonlocal count
+        count += 1
+        with lock:
+            events.emit(EventKind.STORED, "", event.start + 1, 0, 0, {})
+
+    events = Events(listen, lock)
+    with lock:
+        events.emit(EventKind.STORED, "", 0, 0, 0, {})
+    assert count == MAX_WAITING
+    with lock:
+        events.emit(EventKind.STORED, "", 0, 0, 0, {})
+    assert count == 2 * MAX_WAITING, "the one left over is told next time"
+
+
+def test_more_events_than_may_wait_are_counted_as_dropped() -> None:
+    lock, told = Lock(), []
+    events = Events(told.append, lock)
+    with lock:
+        for start in range(MAX_WAITING + 3):
+            events.emit(EventKind.STORED, "", start, 0, 0, {})
+        assert len(lock.afterwards) == 1
+    assert offsets(told) == list(range(MAX_WAITING))
+    assert events.dropped == 3
+
+
+def test_what_a_listener_raises_is_counted_and_warned_of_once() -> None:
+    lock = Lock()
+
+    def listen(_: Event) -> None:
+        raise LookupError("no such metric")
+
+    events = Events(listen, lock)
+
+    def emit_two() -> None:
+        with lock:
+            events.emit(EventKind.STORED, "", 0, 1, 0, {})
+            events.emit(EventKind.STORED, "", 1, 2, 0, {})
+
+    with pytest.warns(RuntimeWarning, match=r"on_event raised LookupError\('no such metric'\) for stored") as caught:
+        emit_two()
+    assert events.failures == 2
+    assert len(caught) == 1
+
+
+def test_a_warning_that_is_an_error_does_not_reach_the_caller_either() -> None:
+    lock = Lock()
+
+    def listen(_: Event) -> None:
+        raise LookupError
+
+    events = Events(listen, lock)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with lock:
+            events.emit(EventKind.STORED, "", 0, 1, 0, {})
+    assert events.failures == 1
+
+
+def test_an_exception_that_cannot_describe_itself_does_not_reach_the_caller_and_is_warned_of_by_its_class() -> None:
+    class ShyError(Exception):
+        def __repr__(self) -> str:
+            raise RuntimeError("no words")
+
+    lock = Lock()
+
+    def listen(_: Event) -> None:
+        raise ShyError
+
+    events = Events(listen, lock)
+
+    def emit() -> None:
+        with lock:
+            events.emit(EventKind.STORED, "", 0, 1, 0, {})
+            events.emit(EventKind.STORED, "", 1, 2, 0, {})
+
+    with pytest.warns(RuntimeWarning, match="on_event raised ShyError for stored"):
+        emit()
+    assert events.failures == 2
+
+
+def test_a_warning_that_cannot_be_shown_does_not_reach_the_caller_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = Lock()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError
+
+    events = Events(fail, lock)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", fail)
+        with lock:
+            events.emit(EventKind.STORED, "", 0, 1, 0, {})
+    assert events.failures == 1
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_in_a_listener_passes_and_the_rest_is_told_later(kind: type[BaseException]) -> None:
+    lock, told = Lock(), []
+
+    def listen(event: Event) -> None:
+        told.append(event)
+        if event.start == 0:
+            raise kind
+
+    events = Events(listen, lock)
+
+    def emit(*starts: int) -> None:
+        with lock:
+            for start in starts:
+                events.emit(EventKind.STORED, "", start, 0, 0, {})
+
+    with pytest.raises(kind):
+        emit(0, 1)
+    assert offsets(told) == [0]
+    emit(2)
+    assert offsets(told) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("count", [1, MAX_WAITING])
+def test_an_interrupt_in_the_listener_of_one_cache_does_not_silence_another_on_the_same_lock(count: int) -> None:
+    lock, told = Lock(), []
+
+    def interrupt(_: Event) -> None:
+        raise KeyboardInterrupt
+
+    first, second = Events(interrupt, lock), Events(told.append, lock)
+
+    def emit(*starts: int) -> None:
+        with lock:
+            for start in starts:
+                second.emit(EventKind.EVICTED, "", start, start, 0, {})
+
+    def emit_both() -> None:
+        with lock:
+            first.emit(EventKind.EVICTED, "", 0, 0, 0, {})
+            emit(*range(count))
+
+    with pytest.raises(KeyboardInterrupt):
+        emit_both()
+    assert told == []
+    emit(count)
+    assert offsets(told) == list(range(min(count + 1, MAX_WAITING)))
+
+
+def test_events_are_told_when_the_call_that_caused_them_raises() -> None:
+    lock, told = Lock(), []
+    events = Events(told.append, lock)
+
+    def fail() -> None:
+        with lock:
+            events.emit(EventKind.EVICTED, "", 0, 1, 0, {})
+            raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        fail()
+    assert len(told) == 1
+
+
+def test_threads_lose_no_event_and_each_keeps_its_order() -> None:
+    lock, told = Lock(), []
+    events = Events(told.append, lock)
+
+    def work(first: int) -> None:
+        for start in range(first, first + 200):
+            with lock:
+                events.emit(EventKind.STORED, "", start, 0, 0, {})
+
+    threads = [threading.Thread(target=work, args=(1000 * index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(4):
+        mine = [start for start in offsets(told) if start // 1000 == index]
+        assert mine == list(range(1000 * index, 1000 * index + 200))
+
+
+def test_without_a_listener_no_event_is_made(monkeypatch: Any) -> None:
+    monkeypatch.setattr("radixcache.tree.events.Event", None)
+    events = Events()
+    events.emit(EventKind.STORED, "", 0, 1, 0, {})
+    assert not events.is_on
+
+
+def test_a_listener_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ValueError, match="on_event is a list; wanted a callable"):
+        Events([])  # type: ignore[arg-type]
+
+
+def test_an_event_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        Event(EventKind.STORED, 1, "", 0, 1, 0, {}).start = 3  # type: ignore[misc]

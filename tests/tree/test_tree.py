@@ -1,0 +1,436 @@
+"""RadixTree: every operation, every invariant, and what matching costs. test_tree_machine.py walks it at random."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixcache.tokens.keys import Keys, common_length
+from radixcache.tree import radix_tree as tree_module
+from radixcache.tree.radix_tree import Match, Node, RadixTree, below
+
+
+def keys(*numbers: int) -> Keys:
+    return np.array(numbers, dtype=np.int64)
+
+
+def store(tree: RadixTree[str], *numbers: int, namespace: str = "") -> Node[str]:
+    """Store a sequence as the cache layer does: match, split what it leaves in the middle, append the rest."""
+    sequence = keys(*numbers)
+    match = tree.match(sequence, namespace)
+    node = tree.root(namespace) if match.node.is_root else match.node
+    if not node.is_root and match.offset < node.end:
+        node = tree.split(node, match.offset)
+    return tree.append(node, sequence[match.offset :]) if match.offset < len(sequence) else node
+
+
+@pytest.fixture
+def tree() -> RadixTree[str]:
+    """[1 2 3] - [4 5] and [6 7 8], and [9 9] apart."""
+    tree: RadixTree[str] = RadixTree()
+    for sequence in ((1, 2, 3, 4, 5), (1, 2, 3, 6, 7, 8), (9, 9)):
+        store(tree, *sequence)
+    tree.check()
+    return tree
+
+
+# match
+
+
+@pytest.mark.parametrize(
+    ("sequence", "offset", "span"),
+    [
+        ((1, 2, 3, 4, 5), 5, (3, 5)),
+        ((1, 2, 3, 4, 5, 6), 5, (3, 5)),
+        ((1, 2, 3), 3, (0, 3)),
+        ((1, 2, 3, 7), 3, (0, 3)),
+        ((1, 2, 3, 6, 7, 1), 5, (3, 6)),
+        ((1, 2), 2, (0, 3)),
+        ((1, 5), 1, (0, 3)),
+        ((1, 4, 5), 1, (0, 3)),
+        ((9,), 1, (0, 2)),
+        ((9, 9, 9), 2, (0, 2)),
+    ],
+)
+def test_match_finds_the_longest_stored_prefix_and_the_deepest_node_on_it(
+    tree: RadixTree[str], sequence: tuple[int, ...], offset: int, span: tuple[int, int]
+) -> None:
+    match = tree.match(keys(*sequence))
+    assert match.offset == offset
+    assert (match.node.start, match.node.end) == span
+
+
+def test_a_miss_is_the_root_at_offset_0(tree: RadixTree[str]) -> None:
+    for sequence in ((), (2, 3), (0,)):
+        match = tree.match(keys(*sequence))
+        assert match.offset == 0
+        assert match.node.is_root
+
+
+def test_match_ends_inside_an_edge_without_splitting_it(tree: RadixTree[str]) -> None:
+    before = tree.dump()
+    for sequence in ((1, 2), (1, 2, 3, 6), (9,), (7,), ()):
+        tree.match(keys(*sequence))
+        tree.match(keys(*sequence), "elsewhere")
+    assert tree.dump() == before
+    assert [root.namespace for root in tree.roots()] == [""]
+
+
+def test_keys_use_all_64_bits() -> None:
+    tree: RadixTree[str] = RadixTree()
+    extremes = (-(1 << 63), (1 << 63) - 1, -1, 1 << 62)
+    store(tree, *extremes)
+    assert tree.match(keys(*extremes)).offset == 4
+    assert tree.match(keys(extremes[0], extremes[1] - 1)).offset == 1
+
+
+def test_common_length_is_that_of_the_shorter_when_one_begins_the_other() -> None:
+    assert common_length(keys(1, 2), keys(1, 2, 3)) == 2
+    assert common_length(keys(1, 2, 3), keys(1, 2)) == 2
+    assert common_length(keys(), keys(1)) == 0
+    assert common_length(keys(1, 2, 3), keys(1, 3, 3)) == 1
+    assert common_length(keys(4, 2), keys(1, 2)) == 0
+
+
+@given(st.lists(st.integers(0, 3), max_size=20), st.lists(st.integers(0, 3), max_size=20))
+def test_the_common_length_is_that_of_a_plain_loop(left: list[int], right: list[int]) -> None:
+    expected = 0
+    while expected < min(len(left), len(right)) and left[expected] == right[expected]:
+        expected += 1
+    assert common_length(keys(*left), keys(*right)) == expected
+
+
+# Restructuring
+
+
+def test_split_puts_a_new_node_above_and_keeps_the_lower_ones_identity(tree: RadixTree[str]) -> None:
+    node = tree.match(keys(1, 2, 3, 6, 7, 8)).node
+    node.payload = "state"
+    parent = node.parent
+    upper = tree.split(node, 4)
+    assert (upper.start, upper.end, node.start, node.end) == (3, 4, 4, 6)
+    assert upper.payload is None
+    assert node.payload == "state"
+    assert (upper.parent, node.parent) == (parent, upper)
+    assert list(upper.children.values()) == [node]
+    assert tree.match(keys(1, 2, 3, 6, 7, 8)) == Match(node, 6)
+    assert tree.key_count == 10
+    tree.check()
+
+
+def test_merge_keeps_the_childs_identity_and_children(tree: RadixTree[str]) -> None:
+    node = tree.match(keys(1, 2, 3)).node
+    upper = tree.split(node, 1)
+    node.payload = "state"
+    merged = tree.merge(upper)
+    assert merged is node
+    assert node.payload == "state"
+    assert (node.start, node.end, len(node.children)) == (0, 3, 2)
+    assert upper.parent is None
+    assert not upper.children
+    tree.check()
+
+
+def test_split_then_merge_is_the_identity(tree: RadixTree[str]) -> None:
+    before = tree.dump(_spelled)
+    for sequence, at in (((1, 2, 3), 1), ((1, 2, 3), 2), ((1, 2, 3, 6, 7, 8), 5), ((9, 9), 1)):
+        tree.merge(tree.split(tree.match(keys(*sequence)).node, at))
+        tree.check()
+    assert tree.dump(_spelled) == before
+
+
+def test_append_copies_the_keys_it_is_given(tree: RadixTree[str]) -> None:
+    sequence = keys(20, 21, 22)
+    leaf = tree.append(tree.root(), sequence)
+    sequence[0] = 99
+    assert leaf.edge.tolist() == [20, 21, 22]
+    assert leaf.prefix().tolist() == [20, 21, 22]
+    tree.check()
+
+
+def test_append_takes_any_integers_and_stores_int64() -> None:
+    tree: RadixTree[str] = RadixTree()
+    tree.append(tree.root(), np.array([1, 2], dtype=np.int32))
+    tree.check()
+    assert tree.match(keys(1, 2)).offset == 2
+
+
+def test_append_below_the_root_that_a_miss_returned_stores_the_keys() -> None:
+    tree: RadixTree[str] = RadixTree()
+    for namespace in ("", "another"):
+        miss = tree.match(keys(1, 2), namespace)
+        tree.append(miss.node, keys(1, 2))
+        assert tree.match(keys(1, 2), namespace).offset == 2
+        tree.check()
+
+
+def test_extend_lengthens_a_leaf_and_truncate_shortens_it(tree: RadixTree[str]) -> None:
+    leaf = tree.match(keys(9, 9)).node
+    tree.extend(leaf, keys(8, 7, 6))
+    assert tree.match(keys(9, 9, 8, 7, 6, 5)).offset == 5
+    assert tree.key_count == 13
+    tree.check()
+    tree.truncate(leaf, 3)
+    assert tree.match(keys(9, 9, 8, 7, 6, 5)).offset == 3
+    assert tree.key_count == 11
+    tree.check()
+
+
+def test_remove_takes_a_leaf_and_returns_its_parent(tree: RadixTree[str]) -> None:
+    leaf = tree.match(keys(1, 2, 3, 4, 5)).node
+    parent = leaf.parent
+    assert tree.remove(leaf) is parent
+    assert leaf.parent is None
+    assert tree.match(keys(1, 2, 3, 4, 5)).offset == 3
+    assert (tree.node_count, tree.key_count) == (3, 8)
+    tree.check()
+
+
+def test_what_is_removed_below_a_root_leaves_the_others_there(tree: RadixTree[str]) -> None:
+    other = tree.match(keys(1, 2, 3)).node
+    assert tree.remove(tree.match(keys(9, 9)).node).is_root
+    assert tree.match(keys(1, 2, 3)) == Match(other, 3)
+    tree.check()
+
+
+def test_an_operation_that_makes_no_sense_is_refused_and_changes_nothing(tree: RadixTree[str]) -> None:
+    inner, leaf = tree.match(keys(1, 2, 3)).node, tree.match(keys(9, 9)).node
+    before = tree.dump(_spelled)
+    for wrong in (
+        lambda: tree.split(tree.root(), 0),
+        lambda: tree.split(leaf, 0),
+        lambda: tree.split(leaf, 2),
+        lambda: tree.split(inner, -1),
+        lambda: tree.merge(tree.root()),
+        lambda: tree.merge(inner),
+        lambda: tree.merge(leaf),
+        lambda: tree.append(leaf, keys()),
+        lambda: tree.append(inner, keys(4, 1)),
+        lambda: tree.append(tree.root(), keys(9)),
+        lambda: tree.extend(inner, keys(1)),
+        lambda: tree.extend(tree.root(), keys(1)),
+        lambda: tree.truncate(inner, 1),
+        lambda: tree.truncate(leaf, 0),
+        lambda: tree.truncate(leaf, 2),
+        lambda: tree.remove(inner),
+        lambda: tree.remove(tree.root()),
+    ):
+        with pytest.raises(AssertionError):
+            wrong()
+        assert tree.dump(_spelled) == before
+        tree.check()
+
+
+# Reading
+
+
+def test_a_node_knows_its_path_and_its_prefix(tree: RadixTree[str]) -> None:
+    node = tree.match(keys(1, 2, 3, 6, 7, 8)).node
+    assert [(each.start, each.end) for each in node.path()] == [(0, 3), (3, 6)]
+    assert node.prefix().tolist() == [1, 2, 3, 6, 7, 8]
+    assert node.prefix().dtype == np.int64
+    assert tree.root().path() == []
+    assert len(tree.root().prefix()) == 0
+    assert repr(node) == "Node[3, 6)"
+
+
+def test_nodes_come_parents_first_in_the_order_they_were_stored(tree: RadixTree[str]) -> None:
+    store(tree, 5, 5, namespace="b")
+    assert [n.prefix().tolist() for n in tree.nodes()] == [
+        [1, 2, 3],
+        [1, 2, 3, 4, 5],
+        [1, 2, 3, 6, 7, 8],
+        [9, 9],
+        [5, 5],
+    ]
+    assert [n.prefix().tolist() for n in tree.nodes("b")] == [[5, 5]]
+    assert list(tree.nodes("nowhere")) == []
+    assert list(below(tree.match(keys(9)).node)) == []
+
+
+def test_dump_is_one_indented_line_a_node_and_the_same_for_the_same_operations(tree: RadixTree[str]) -> None:
+    store(tree, 5, namespace="tenant")
+    assert tree.dump(_spelled) == "\n".join(
+        [
+            "namespace ''",
+            "  1 2 3",
+            "    4 5",
+            "    6 7 8",
+            "  9 9",
+            "namespace 'tenant'",
+            "  5",
+        ]
+    )
+    assert "Node[3, 5)" in tree.dump()
+
+
+# Namespaces
+
+
+def test_nothing_matches_across_namespaces(tree: RadixTree[str]) -> None:
+    assert tree.match(keys(1, 2, 3), "other").offset == 0
+    node = store(tree, 1, 2, 3, 4, namespace="other")
+    assert node.namespace == "other"
+    assert tree.match(keys(1, 2, 3, 6, 7, 8), "other").offset == 3
+    upper = tree.split(node, 2)
+    assert upper.namespace == "other"
+    assert tree.match(keys(1, 2, 3, 6, 7, 8)).offset == 6
+    tree.check()
+
+
+def test_a_namespace_is_forgotten_with_its_last_node(tree: RadixTree[str]) -> None:
+    leaf = store(tree, 1, namespace="other")
+    assert [root.namespace for root in tree.roots()] == ["", "other"]
+    tree.remove(leaf)
+    assert [root.namespace for root in tree.roots()] == [""]
+    tree.check()
+
+
+# check
+
+
+BROKEN: dict[str, Callable[[RadixTree[str], Node[str], Node[str]], None]] = {
+    "T1 an inner node with an empty edge": lambda tree, inner, leaf: setattr(inner, "edge", keys()),
+    "T1 a leaf with an empty edge": lambda tree, inner, leaf: setattr(leaf, "edge", keys()),
+    "T1 a root with an edge": lambda tree, inner, leaf: setattr(tree.root(), "edge", keys(1)),
+    "T2 another first key": lambda tree, inner, leaf: setattr(leaf, "edge", keys(7)),
+    "T2 another parent": lambda tree, inner, leaf: setattr(leaf, "parent", tree.root()),
+    "T3 another start": lambda tree, inner, leaf: setattr(leaf, "start", 1),
+    "T4 a view of a longer edge": lambda tree, inner, leaf: setattr(inner, "edge", keys(1, 2, 3)[:2]),
+    "T4 keys of 32 bits": lambda tree, inner, leaf: setattr(inner, "edge", np.array([1, 2], dtype=np.int32)),
+    "T3 another end": lambda tree, inner, leaf: setattr(leaf, "end", 99),
+    "T5 one node less": lambda tree, inner, leaf: setattr(tree, "node_count", tree.node_count - 1),
+    "T5 one key more": lambda tree, inner, leaf: setattr(tree, "key_count", tree.key_count + 1),
+    "a node of another namespace": lambda tree, inner, leaf: setattr(leaf, "namespace", "other"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_check_notices_each_broken_invariant(name: str) -> None:
+    tree: RadixTree[str] = RadixTree()
+    leaf = store(tree, 1, 2, 3)
+    store(tree, 1, 2, 4)
+    tree.check()
+    BROKEN[name](tree, tree.match(keys(1, 2)).node, leaf)
+    with pytest.raises(AssertionError):
+        tree.check()
+
+
+# What it costs
+
+
+def test_a_stored_key_takes_8_bytes() -> None:
+    short, long = (_tree_bytes(length) for length in (1, 1001))
+    assert (long - short) / (_SEQUENCES * 1000) <= 8.5
+
+
+def test_no_operation_leaves_keys_behind() -> None:
+    def bytes_after(worked: bool) -> int:
+        tracemalloc.start()
+        tree: RadixTree[str] = RadixTree()
+        rng = np.random.default_rng(5)
+        leaves = [tree.append(tree.root(), np.append(i, rng.integers(0, 9, 2000))) for i in range(50)]
+        for leaf in leaves if worked else []:
+            upper = tree.split(leaf, 100)
+            tree.extend(leaf, np.arange(5000))
+            tree.truncate(leaf, 2001)
+            tree.merge(upper)
+        tree.check()
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return held
+
+    assert bytes_after(True) <= bytes_after(False) * 1.02
+
+
+class _CountingChildren(dict[int, Node[str]]):
+    looked_up = 0
+
+    def get(self, *arguments: Any) -> Any:
+        _CountingChildren.looked_up += 1
+        return super().get(*arguments)
+
+
+def test_what_a_match_costs_does_not_grow_with_the_stored_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+
+    def counting(left: Keys, right: Keys) -> int:
+        compared.append(min(len(left), len(right)))
+        return common_length(left, right)
+
+    monkeypatch.setattr(tree_module, "common_length", counting)
+    costs = set()
+    for conversations in (10, 100, 2000):
+        tree: RadixTree[str] = RadixTree()
+        rng = np.random.default_rng(3)
+        wanted = rng.integers(0, 50_000, 400)
+        for cut in (100, 200, 300, 400):
+            store(tree, *wanted[:cut], 77_000)
+        for _ in range(conversations):
+            shared = int(rng.choice([0, 100, 200, 300]))
+            store(tree, *wanted[:shared], *rng.integers(60_000, 70_000_000, 20))
+        for node in (tree.root(), *tree.nodes()):
+            node.children = _CountingChildren(node.children)
+        compared.clear()
+        _CountingChildren.looked_up = 0
+        assert tree.match(wanted).offset == 400
+        costs.add((len(compared), sum(compared), _CountingChildren.looked_up))
+    assert costs == {(4, 400, 4)}
+
+
+def test_matching_an_edge_takes_the_same_python_steps_however_long_it_is() -> None:
+    steps = set()
+    for length in (10, 1000, 100_000):
+        tree: RadixTree[str] = RadixTree()
+        sequence = np.arange(length)
+        tree.append(tree.root(), sequence)
+        steps.add(_lines_run(lambda tree=tree, sequence=sequence: tree.match(sequence)))
+    assert len(steps) == 1
+
+
+_SEQUENCES = 200
+
+
+def _tree_bytes(length: int) -> int:
+    rng = np.random.default_rng(1)
+    sequences = [np.append(first, rng.integers(0, 1 << 60, length)) for first in range(_SEQUENCES)]
+    tracemalloc.start()
+    tree: RadixTree[str] = RadixTree()
+    for sequence in sequences:
+        tree.append(tree.root(), sequence)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert tree.key_count == _SEQUENCES * (length + 1)
+    return held
+
+
+def _lines_run(call: Any) -> int:
+    lines = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    gc.disable()  # what others left behind is not to be cleared away in here
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return lines
+
+
+def _spelled(node: Node[str]) -> str:
+    return " ".join(map(str, node.edge.tolist()))

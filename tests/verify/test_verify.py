@@ -1,0 +1,871 @@
+"""verify=1.0 finds state that was spoilt, quarantines it and answers cold; where nothing is wrong it changes nothing.
+
+A fault is planted where it would come about: in a snapshot that lies in the tree, in the live buffers of an idle slot,
+or in the code that writes and reads snapshots. Each is also planted with verify=0: there the answer is a wrong one, so
+the fault matters.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm import stream_generate as plain_stream_generate
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from numpy.typing import NDArray
+
+from radixcache import Event, EventKind, PrefixCache, Reason, Session, stream_generate
+from radixcache.adapters.rotating import RotatingKVAdapter
+from radixcache.adapters.span import SpanAdapter, SpanSnapshot
+from radixcache.layers.sizes import SizedLayout
+from radixcache.sized_cache import sized_cache
+from radixcache.tree.state_tree import StateNode
+from radixcache.verify.comparison import Part
+from runner.models.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
+from tests import inside
+from tests.sessions.test_failures import LineInterrupt, interruptible
+
+STEP_SIZE = 16
+#: What a planted fault must come to in the logits, relative to the largest.
+MATTERS = 1e-3
+
+_random = np.random.default_rng(5)
+SYSTEM, TAIL_A, TAIL_B, TURN, OTHER = (
+    _random.integers(0, VOCABULARY_LENGTH, length).tolist() for length in (40, 30, 30, 12, 50)
+)
+PROMPT_A, PROMPT_B = [*SYSTEM, *TAIL_A], [*SYSTEM, *TAIL_B]
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning:radixcache")
+
+
+def answer(session: Session, model: Any, reply: int = 3) -> list[NDArray[Any]]:
+    """Prefill, and step through a reply that does not depend on the logits; all of these."""
+    session.prefill(model, step_size=STEP_SIZE)
+    logits = [session.step(model, session.prompt[-1:])]
+    logits += [session.step(model, [token]) for token in range(reply)]
+    return [np.array(each) for each in logits]
+
+
+def serve(cache: PrefixCache, model: Any, prompt: list[int], **more: Any) -> list[NDArray[Any]]:
+    with cache.begin(prompt, **more) as session:
+        found = answer(session, model)
+    cache.check()
+    return found
+
+
+def cold(model: Any, prompt: list[int], **more: Any) -> list[NDArray[Any]]:
+    return serve(PrefixCache(model, **more), model, prompt)
+
+
+def same_bits(left: list[NDArray[Any]], right: list[NDArray[Any]]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def far_apart(left: list[NDArray[Any]], right: list[NDArray[Any]]) -> bool:
+    error = max(float(np.abs(a - b).max()) for a, b in zip(left, right, strict=True))
+    return not error < MATTERS * max(float(np.abs(b).max()) for b in right)
+
+
+# Faults
+
+
+def nodes(cache: PrefixCache) -> list[StateNode]:
+    return inside.nodes(cache)
+
+
+def spoilt(array: mx.array, index: Any = ...) -> mx.array:
+    """The same array with one byte turned over: sign and exponent of the largest number under `index`."""
+    values = np.array(array)
+    part = values[index].copy()
+    place = np.unravel_index(np.abs(part).argmax(), part.shape)
+    part.view(np.uint8).reshape(*part.shape, 4)[(*place, 3)] ^= 0x82
+    values[index] = part
+    return mx.array(values)
+
+
+def wrong_span(part: int) -> Callable[[PrefixCache], None]:
+    """A wrong byte in a key (0) or a value (1) of the last layer with spans, in a snapshot at token 20."""
+
+    def plant(cache: PrefixCache) -> None:
+        node = next(n for n in nodes(cache) if n.start <= 20 < n.end and inside.spans_of(n) is not None)
+        snapshot = [leaf for leaf in inside.spans_of(node).leaves if leaf is not None][-1]  # type: ignore[union-attr]
+        arrays = list(snapshot.segments[0])
+        arrays[part] = spoilt(arrays[part], (0, slice(None), 20 - node.start))
+        snapshot.segments[0] = tuple(arrays)
+
+    return plant
+
+
+def wrong_recurrent_state(cache: PrefixCache) -> None:
+    """A wrong byte in the recurrent state behind the reply to PROMPT_A."""
+    for node in nodes(cache):
+        checkpoint = inside.checkpoint_of(node)
+        if checkpoint is not None and checkpoint.offset == len(PROMPT_A) + 3:
+            snapshot = [leaf for leaf in checkpoint.leaves if leaf is not None and isinstance(leaf.state, tuple)][-1]
+            slots = inside.slots_of(snapshot)
+            slots[-1] = spoilt(slots[-1])
+
+
+def swapped_spans(cache: PrefixCache) -> None:
+    """The ends of two conversations of the same length have each other's snapshots."""
+    first, second = (n for n in nodes(cache) if n.start == len(SYSTEM))
+    one, two = inside.spans_of(first), inside.spans_of(second)
+    one.leaves, two.leaves = two.leaves, one.leaves
+
+
+def swapped_checkpoints(cache: PrefixCache) -> None:
+    """The ends of two conversations of the same length have each other's checkpoints."""
+    ends = [n for n in nodes(cache) if n.end in (len(PROMPT_A), len(PROMPT_A) + 3) and inside.checkpoint_of(n)]
+    for end in {node.end for node in ends}:
+        first, second = (inside.checkpoint_of(n) for n in ends if n.end == end)
+        assert first is not None
+        assert second is not None
+        first.leaves, second.leaves = second.leaves, first.leaves
+
+
+def no_fault(cache: PrefixCache) -> None:
+    pass
+
+
+def off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Snapshots are taken one token too late."""
+    right = SpanAdapter.snapshot
+
+    def wrong(self: Any, live: Any, start: int, end: int) -> SpanSnapshot | None:
+        if start == 0:
+            return right(self, live, start, end)
+        found = right(self, live, start - 1, end - 1)
+        return None if found is None else SpanSnapshot(start, end, found.segments)
+
+    patch.setattr(SpanAdapter, "snapshot", wrong)
+
+
+def wrong_offset(patch: pytest.MonkeyPatch) -> None:
+    """A rotating cache is restored with an offset that is one token short."""
+    right = RotatingKVAdapter.restore
+
+    def wrong(self: Any, live: Any, snapshot: Any, target: int) -> bool:
+        done = right(self, live, snapshot, target)
+        if done and snapshot is not None and target:
+            live.offset -= 1
+        return done
+
+    patch.setattr(RotatingKVAdapter, "restore", wrong)
+
+
+FAULTS = {
+    "a byte of a key": ("llama", wrong_span(0), None, {Part.ROWS}),
+    "a byte of a value": ("llama", wrong_span(1), None, {Part.ROWS}),
+    "a byte of a key in a hybrid model": ("nemotron_h", wrong_span(0), None, {Part.ROWS}),
+    "a byte of a recurrent state": ("mamba", wrong_recurrent_state, None, {Part.POINT}),
+    "a byte of a recurrent state in a hybrid model": ("nemotron_h", wrong_recurrent_state, None, {Part.POINT}),
+    "the offset of a rotating cache": ("llama_sliding", no_fault, wrong_offset, {Part.OFFSET}),
+    "swapped snapshots": ("llama", swapped_spans, None, {Part.ROWS}),
+    "swapped checkpoints": ("mamba", swapped_checkpoints, None, {Part.POINT}),
+    "swapped windows": ("llama_sliding", swapped_checkpoints, None, {Part.POINT}),
+    "a span stored one token off": ("llama", no_fault, off_by_one, {Part.ROWS}),
+    "a span stored one token off in a hybrid model": ("nemotron_h", no_fault, off_by_one, {Part.ROWS}),
+}
+# Much like another one.
+SIMILAR = {name for name in FAULTS if name.endswith("in a hybrid model")} - {
+    "a byte of a recurrent state in a hybrid model"
+}
+
+
+@pytest.fixture(params=[pytest.param(n, marks=[pytest.mark.slow] * (n in SIMILAR)) for n in FAULTS])
+def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    kind, plant, patch, parts = FAULTS[request.param]
+    model = tiny_model(kind)
+    expected = cold(model, [*PROMPT_A, 0, 1, 2, *TURN])
+
+    def make(**more: Any) -> PrefixCache:
+        monkeypatch.undo()
+        cache = PrefixCache(model, **more)
+        serve(cache, model, PROMPT_A, marks=[len(SYSTEM)])
+        with monkeypatch.context() as patched:
+            if patch is off_by_one:
+                patch(patched)
+            serve(cache, model, PROMPT_B, marks=[len(SYSTEM)])
+            serve(cache, model, OTHER)
+        plant(cache)
+        if patch is wrong_offset:
+            patch(monkeypatch)
+        return cache
+
+    return model, make, parts, expected
+
+
+def test_a_planted_fault_is_found_quarantined_and_answered_cold(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, make, parts, expected = fault
+    prompt = [*PROMPT_A, 0, 1, 2, *TURN]
+    blind = make()
+    with blind.begin(prompt) as session:
+        assert session.cached_tokens > 0
+        unnoticed = answer(session, model)
+    assert far_apart(unnoticed, expected)
+
+    told: list[Event] = []
+    cache = make(verify=1.0, on_event=told.append)
+    warned = pytest.warns(RuntimeWarning, match="is not what a cold prefill gives")
+    with cache.begin(prompt) as session:
+        resumed = session.cached_tokens
+        assert resumed > 0
+        with warned:
+            found = answer(session, model)
+        assert session.cached_tokens == 0
+        cache.check()
+    assert same_bits(found, expected)
+    cache.check()
+    (mismatch,) = cache.mismatches
+    assert mismatch is session.mismatch
+    assert (mismatch.tokens.tolist(), mismatch.resume_offset) == (prompt, resumed)
+    assert mismatch.part in parts
+    assert not mismatch.error <= mismatch.tolerance
+    stats = cache.stats
+    assert (stats.verify_mismatches, stats.quarantined, stats.verify_bytes) == (1, 1, 0)
+    assert stats.verify_largest_error >= mismatch.error
+    monkeypatch.undo()
+    # Nothing of it is stored any more, nor resumed: begin, fetch and insert all stop in front of it.
+    start = mismatch.quarantined_from
+    (event,) = [event for event in told if event.kind == EventKind.QUARANTINED]
+    assert (event.start, event.end, event.detail["mismatch"]) == (start, resumed, mismatch)
+    explained = cache.explain(prompt)
+    assert explained.matched_tokens <= start
+    assert (explained.gaps[-1].reason, explained.gaps[-1].start) == (Reason.QUARANTINED, start)
+    assert inside.quarantined_from(cache, prompt) == start < resumed
+    caches, remaining = cache.fetch(prompt)
+    assert len(prompt) - len(remaining) <= start
+    grown = [*prompt, 5]
+    model(mx.array([remaining.tolist()]), cache=caches)
+    assert cache.insert(prompt, caches) <= start
+    with cache.begin(grown) as session:
+        assert session.matched_tokens <= start
+        assert session.mismatch is None
+        answer(session, model)
+    cache.check()
+    assert cache.stats.verify_mismatches == 1
+
+
+@pytest.mark.slow
+def test_after_the_quarantine_was_cleared_the_path_is_stored_again(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, make, _, expected = fault
+    prompt = [*PROMPT_A, 0, 1, 2, *TURN]
+    cache = make(verify=1.0)
+    with pytest.warns(RuntimeWarning, match="cold prefill"):
+        serve(cache, model, prompt)
+    monkeypatch.undo()
+    cache.clear_quarantine("elsewhere")
+    assert cache.stats.quarantined == 1
+    cache.clear_quarantine()
+    assert cache.stats.quarantined == 0
+    serve(cache, model, prompt)
+    with cache.begin([*prompt, 0, 1, 2, 9]) as session:
+        assert session.cached_tokens >= len(prompt) - 16
+        answer(session, model)
+        assert session.mismatch is None
+    cache.check()
+    assert cache.stats.verify_mismatches == 1
+    assert same_bits(expected, cold(model, prompt))
+
+
+# Whoever else stands on the path
+
+
+def spoil_live(cache: PrefixCache, slot: int, row: int, layer: int = -1) -> None:
+    """A wrong byte in a row of the live buffers of a slot."""
+    leaf = [each for each in inside.live_caches(cache, slot) if isinstance(each, KVCache)][layer]
+    leaf.keys = spoilt(leaf.keys, (0, slice(None), row))
+    mx.eval(leaf.keys)
+
+
+def test_other_paths_that_hold_the_wrong_state_step_back_and_the_session_on_one_of_them_closes_soundly() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, live_slots=3)
+    serve(cache, model, PROMPT_A)
+    spoil_live(cache, 0, 20)
+    # Another session takes the spoilt path over: state that is drawn is verified at its first pass, which is not yet.
+    standing = cache.begin([*PROMPT_A, 1])
+    with cache.begin([*PROMPT_A, 2]) as idle:
+        assert idle.cached_tokens == len(PROMPT_A)
+    with cache.begin([*PROMPT_A, 3]) as session:
+        assert session.cached_tokens == len(PROMPT_A)
+        with pytest.warns(RuntimeWarning, match="from token 20 on"):
+            found = answer(session, model)
+        cache.check()
+        assert all(node.end <= 20 for node in nodes(cache))
+        # What is right of the path is there for others, also while this request has not stored it again.
+        assert cache.stats.tokens == 20
+        # The one that stands on it goes on, and nothing beyond token 20 of it is stored.
+        standing.close()
+        cache.check()
+        assert all(node.end <= 20 for node in nodes(cache))
+    assert same_bits(found, cold(model, [*PROMPT_A, 3]))
+    cache.check()
+    assert cache.stats.tokens == 20
+    assert [m.row for m in cache.mismatches] == [20]
+    assert cache.stats.verify_skipped == 2
+
+
+def test_a_session_that_stands_on_wrong_state_stores_none_of_it_also_where_that_is_not_quarantined_any_more() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, live_slots=2)
+    serve(cache, model, PROMPT_A)
+    spoil_live(cache, 0, 20)
+    standing = cache.begin([*PROMPT_A, 1])
+    with pytest.warns(RuntimeWarning, match="from token 20 on"):
+        serve(cache, model, [*PROMPT_A, 3])
+    cache.clear_quarantine()
+    standing.close()
+    cache.check()
+    explained = cache.explain(PROMPT_A)
+    assert explained.matched_tokens == 20
+    assert {gap.reason for gap in explained.gaps} == {Reason.QUARANTINED}
+    assert "found wrong and taken out at tick 3" in str(explained)
+
+
+def test_what_is_wrong_is_quarantined_from_the_first_row_that_is_in_any_layer() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0)
+    serve(cache, model, PROMPT_A)
+    spoil_live(cache, 0, 30, layer=0)
+    spoil_live(cache, 0, 20)
+    with pytest.warns(RuntimeWarning, match="from token 20 on"):
+        serve(cache, model, [*PROMPT_A, 3])
+    (mismatch,) = cache.mismatches
+    assert (mismatch.layer, mismatch.row, mismatch.quarantined_from) == (0, 20, 20)
+
+
+def test_pins_on_the_wrong_path_are_void_and_those_in_front_of_it_stay() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0)
+    serve(cache, model, PROMPT_A)
+    cache.pin(PROMPT_A[:10])
+    cache.pin(PROMPT_A)
+    spoil_live(cache, 0, 20)
+    with pytest.warns(RuntimeWarning, match="from token 20 on"):
+        serve(cache, model, [*PROMPT_A, 3])
+    assert cache.stats.pinned_bytes == 10 * inside.token_bytes(cache)
+    cache.unpin(PROMPT_A[:10])
+    with pytest.raises(ValueError, match="not pinned"):
+        cache.unpin(PROMPT_A)
+    with pytest.raises(ValueError, match="only 20 of 70 tokens are stored"):
+        cache.pin(PROMPT_A)
+    # The walls of a namespace: the same prompt elsewhere is nobody's business.
+    serve(cache, model, PROMPT_A, namespace="tenant")
+    assert cache.begin([*PROMPT_A, 1], namespace="tenant").cached_tokens == len(PROMPT_A)
+
+
+def test_what_shares_only_the_beginning_stays_and_is_resumed() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0)
+    serve(cache, model, PROMPT_A)
+    serve(cache, model, PROMPT_B)
+    node = next(n for n in nodes(cache) if n.end == len(PROMPT_A) + 3 and inside.spans_of(n) is not None)
+    snapshot = inside.spans_of(node).leaves[0]  # type: ignore[union-attr]
+    snapshot.segments[0] = tuple(spoilt(array) for array in snapshot.segments[0])
+    with pytest.warns(RuntimeWarning, match="from token"):
+        found = serve(cache, model, [*PROMPT_A, 9])
+    assert same_bits(found, cold(model, [*PROMPT_A, 9]))
+    (mismatch,) = cache.mismatches
+    assert mismatch.row is not None
+    assert len(SYSTEM) <= mismatch.row == mismatch.quarantined_from
+    with cache.begin([*PROMPT_B, 9]) as session:
+        assert session.cached_tokens == len(PROMPT_B)
+    with cache.begin([*PROMPT_A, 9]) as session:
+        assert session.cached_tokens == mismatch.row
+    assert cache.stats.verify_mismatches == 1
+
+
+def long_prompts(*lengths: int) -> list[list[int]]:
+    return [np.random.default_rng(n).integers(0, VOCABULARY_LENGTH, n).tolist() for n in lengths]
+
+
+# Logits alone
+
+
+class Hidden:
+    """A model with something wrong beside its caches: the logits of what was restored are off."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.wrong: Callable[[Any], bool] = lambda cache: False
+        self.passes: list[int] = []
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        self.passes.append(int(tokens.shape[1]))
+        wrong = self.wrong(cache)
+        logits: mx.array = self.model(tokens, cache=cache)
+        return logits + mx.arange(logits.shape[-1]) if wrong else logits
+
+
+def steps(session: Session, model: Any) -> list[NDArray[Any]]:
+    """What answer() gives, without prefill()."""
+    logits = [session.step(model, session.remaining), *(session.step(model, [token]) for token in range(3))]
+    return [np.array(logits[0][:, -1:]), *map(np.array, logits[1:])]
+
+
+@pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
+@pytest.mark.parametrize("takes", ["prefill", "steps"])
+def test_where_only_the_logits_differ_the_whole_path_is_quarantined(kind: str, takes: str) -> None:
+    model = Hidden(tiny_model(kind))
+    cache = PrefixCache(model.model, verify=1.0)
+    serve(cache, model, PROMPT_A)
+    serve(cache, model, PROMPT_B)
+    prompt = [*PROMPT_A, 0, 1, 2, *TAIL_B]
+    with cache.begin(prompt) as session:
+        ours = id(session.caches[0])
+        model.wrong = lambda live: id(live[0]) == ours and session.mismatch is None
+        with pytest.warns(RuntimeWarning, match="the logits, relative error"):
+            found = answer(session, model) if takes == "prefill" else steps(session, model)
+        cache.check()
+        offsets = [checkpoint.offset for checkpoint in inside.checkpoints(session)]
+        assert len(offsets) == len(set(offsets))
+    cache.check()
+    assert session.mismatch is not None
+    assert (session.mismatch.part, session.mismatch.quarantined_from) == (Part.LOGITS, 0)
+    if takes == "prefill":
+        assert same_bits(found, cold(model.model, prompt))
+    else:
+        assert not far_apart(found, cold(model.model, prompt))
+    with cache.begin([*prompt, 1]) as session:
+        assert session.matched_tokens == 0
+    _, remaining = cache.fetch(prompt)
+    assert remaining.tolist() == prompt
+    # What others share with it is theirs.
+    with cache.begin([*PROMPT_B, 9]) as session:
+        assert session.matched_tokens == len(PROMPT_B)
+
+
+# When nothing is wrong
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("fault", ["state", "logits"])
+def test_where_warnings_are_errors_the_request_can_go_on_after_it(fault: str) -> None:
+    model = Hidden(tiny_model("llama"))
+    cache = PrefixCache(model.model, verify=1.0)
+    serve(cache, model, PROMPT_A)
+    if fault == "state":
+        spoil_live(cache, 0, 20)
+    with cache.begin([*PROMPT_A, 9, 8]) as session:
+        ours = id(session.caches[0])
+        model.wrong = lambda live: fault == "logits" and id(live[0]) == ours and session.mismatch is None
+        left = session.remaining
+        with pytest.raises(RuntimeWarning, match="cold prefill"):
+            session.step(model, left)
+        cache.check()
+        logits = session.step(model, left)
+        assert not far_apart([np.array(logits[:, -1:])], cold(model.model, [*PROMPT_A, 9, 8])[:1])
+    cache.check()
+
+
+def test_a_check_leaves_no_handle_on_the_live_buffers_behind() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0)
+    (prompt,) = long_prompts(1_500)
+    with cache.begin(prompt, reserve=64) as session:
+        session.prefill(model)
+    with cache.begin(prompt, reserve=64) as session:
+        session.prefill(model)
+        gc.collect()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(session.step(model, prompt[-1:]))
+        # A buffer that somebody holds is copied when it is written.
+        assert mx.get_peak_memory() - before < session.caches[0].keys.nbytes
+    assert cache.stats.verified_requests == 1
+
+
+def test_without_verify_nothing_is_evaluated_twice_and_with_it_everything_once_more() -> None:
+    model = Hidden(tiny_model("llama"))
+    prompt = [*PROMPT_A, 0, 1, 2, *TURN]
+    counts = {}
+    for share in (0.0, 1.0):
+        cache = PrefixCache(model.model, verify=share)
+        serve(cache, model, PROMPT_A)
+        model.passes.clear()
+        serve(cache, model, prompt)
+        counts[share] = sum(model.passes)
+        assert (cache.stats.verified_requests, cache.stats.verify_skipped) == (int(share), 0)
+    assert counts[0.0] == len(TURN) + 3
+    assert counts[1.0] == counts[0.0] + len(prompt)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_what_fetch_and_begin_many_restore_is_drawn_as_well_and_counted_as_skipped(share: float) -> None:
+    model = tiny_model("llama")
+    drawn = random.Random(7)
+    cache = PrefixCache(model, verify=share, verify_seed=7)
+    prompt = list(range(40))
+    cache.fetch(prompt)  # nothing is restored, nothing is drawn
+    with cache.begin(prompt) as session:
+        session.prefill(model)
+    wanted_skipped = wanted_verified = 0
+    for turn in range(12):
+        is_drawn = drawn.random() < share
+        if turn % 3 == 0:
+            with cache.begin(prompt) as session:
+                session.prefill(model)
+            wanted_verified += is_drawn
+        elif turn % 3 == 1:
+            cache.fetch(prompt)
+            wanted_skipped += is_drawn
+        else:
+            with cache.begin_many([prompt], capacity=64) as group:
+                assert group.rows[0].cached_tokens == 39
+            wanted_skipped += is_drawn
+        stats = cache.stats
+        assert (stats.verified_requests, stats.verify_skipped) == (wanted_verified, wanted_skipped)
+    assert (wanted_skipped, wanted_verified) == (8, 4) if share == 1 else wanted_skipped < 8
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "mamba", "nemotron_h", "llama4"])
+def test_answers_are_the_same_bits_with_and_without_verification(kind: str) -> None:
+    model = tiny_model(kind)
+    plain, verified = PrefixCache(model), PrefixCache(model, verify=1.0)
+    for prompt in (PROMPT_A, [*PROMPT_A, *TURN], PROMPT_B, [*PROMPT_B, 0, 1, *TURN], PROMPT_A):
+        assert same_bits(serve(plain, model, prompt), serve(verified, model, prompt))
+    assert verified.dump() == plain.dump()
+    stats = verified.stats
+    assert stats.verified_requests >= 2
+    assert stats.verify_largest_error < 1e-5
+    # The products of a recurrent layer add up in the same order on some processors, whatever the length.
+    assert stats.verify_largest_error > 0 or kind == "mamba"
+    assert (stats.verify_mismatches, stats.verify_skipped, verified.mismatches) == (0, 0, ())
+
+
+def test_the_same_seed_draws_the_same_requests_and_about_the_share_that_was_asked_for() -> None:
+    model = tiny_model("llama")
+
+    def drawn(seed: int) -> list[int]:
+        cache = PrefixCache(model, verify=0.3, verify_seed=seed)
+        serve(cache, model, PROMPT_A)
+        counts = []
+        for _ in range(16):
+            with cache.begin(PROMPT_A) as session:
+                session.step(model, PROMPT_A[-1:])
+            counts.append(cache.stats.verified_requests)
+        return counts
+
+    first, again, other = drawn(1), drawn(1), drawn(2)
+    assert first == again != other
+    assert 2 <= first[-1] <= 9
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), True, "1", None])
+def test_a_share_that_is_none_is_refused(share: Any) -> None:
+    with pytest.raises(ValueError, match="wanted a share from 0 to 1"):
+        PrefixCache(tiny_model("llama"), verify=share)
+    with pytest.raises(ValueError, match="a layout that holds sizes has none"):
+        sized_cache(SizedLayout(8), budget_bytes=100, verify=0.5)
+
+
+# When a check cannot be made
+
+
+@pytest.mark.parametrize(("budget_tokens", "fits"), [(1_100, False), (1_700, True)])
+def test_a_second_state_makes_room_for_itself_or_is_skipped_and_evicts_nothing(budget_tokens: int, fits: bool) -> None:
+    model = tiny_model("llama")
+    probe = PrefixCache(model)
+    serve(probe, model, SYSTEM)
+    token_bytes = inside.token_bytes(probe)
+    cache = PrefixCache(model, verify=1.0, budget_bytes=budget_tokens * token_bytes)
+    second, third, first = long_prompts(210, 220, 620)
+    held: list[int] = []
+
+    def watched(tokens: mx.array, cache: Any) -> mx.array:
+        held.append(watching.stats.verify_bytes)
+        logits: mx.array = model(tokens, cache=cache)
+        return logits
+
+    watching = cache
+    for prompt in (second, third, first):
+        with cache.begin(prompt, reserve=8) as session:
+            session.prefill(watched)
+    before = cache.stats
+    assert before.evictions == 0
+    assert max(held) == 0
+    with cache.begin([*first, 1, 2], reserve=8) as session:
+        session.prefill(watched, step_size=256)
+        cache.check()
+    cache.check()
+    stats = cache.stats
+    assert (stats.verified_requests, stats.verify_skipped) == (int(fits), int(not fits))
+    assert (stats.evictions > 0) == fits
+    assert (max(held) >= len(first) * token_bytes) == fits
+    assert stats.verify_bytes == 0
+    assert stats.peak_bytes <= budget_tokens * token_bytes
+
+
+def test_requests_of_which_the_tokens_do_not_say_everything_are_skipped() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0)
+    keys = np.array(PROMPT_A) + 1000
+    for _ in range(2):
+        serve(cache, model, PROMPT_A, keys=keys)
+    assert (cache.stats.verified_requests, cache.stats.verify_skipped) == (0, 1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba"])
+def test_a_loop_that_called_the_model_before_prefill_is_skipped(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model, verify=1.0)
+    serve(cache, model, PROMPT_A)
+    with cache.begin([*PROMPT_A, 0, 1, 2, *TURN]) as session:
+        at = session.cached_tokens
+        model(mx.array(session.prompt[at : at + 4])[None], cache=session.caches)
+        session.prefill(model)
+    assert (cache.stats.verified_requests, cache.stats.verify_skipped) == (0, 1)
+    cache.check()
+
+
+def test_of_a_loop_that_takes_over_after_prefill_the_state_is_compared() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0)
+    serve(cache, model, PROMPT_A)
+    spoil_live(cache, 0, 20)
+    prompt = [*PROMPT_A, 1]
+    with cache.begin(prompt) as session:
+        caches = session.caches
+        with pytest.warns(RuntimeWarning, match="from token 20 on"):
+            session.prefill(model, step_size=STEP_SIZE)
+        # The cache objects that the loop was given at first are the ones that are right now.
+        assert all(a is b for a, b in zip(caches, session.caches, strict=True))
+        logits = np.array(model(mx.array([prompt[-1:]]), cache=caches))
+    assert np.array_equal(logits, cold(model, prompt)[0])
+    cache.check()
+
+
+def test_a_window_that_keeps_its_first_tokens_is_compared_until_it_wraps() -> None:
+    model = tiny_model("llama")
+    layers = len(model.layers)
+    cache = PrefixCache(model, caches=lambda: [RotatingKVCache(max_size=60, keep=4) for _ in range(layers)], verify=1.0)
+    for prompt in (SYSTEM, [*SYSTEM, 0, 1, 2, 5], PROMPT_A, [*PROMPT_A, 0, 1, 2, 5]):
+        serve(cache, model, prompt)
+    assert (cache.stats.verified_requests, cache.stats.verify_skipped, cache.stats.verify_mismatches) == (1, 2, 0)
+
+
+def test_layers_that_the_given_model_does_not_write_are_left_out() -> None:
+    model, draft = tiny_model("llama"), tiny_model("llama", seed=1)
+    layers = len(model.layers)
+
+    def target_alone(tokens: mx.array, cache: Any) -> mx.array:
+        logits: mx.array = model(tokens, cache=cache[:layers])
+        return logits
+
+    cache = PrefixCache(caches=lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)], verify=1.0)
+    serve(cache, target_alone, PROMPT_A)
+    serve(cache, target_alone, [*PROMPT_A, 0, 1, 2, 7])
+    assert (cache.stats.verified_requests, cache.stats.verify_mismatches) == (1, 0)
+
+
+# When a check breaks off
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
+def test_a_check_that_breaks_off_leaves_the_session_as_it_was(kind: str, error: type[BaseException]) -> None:
+    model = tiny_model(kind)
+    prompt = [*PROMPT_A, 0, 1, 2, *TURN]
+    expected = cold(model, prompt)
+    for at in (1, 5, 7):
+        cache = PrefixCache(model, verify=1.0)
+        serve(cache, model, PROMPT_A)
+        passes = 0
+
+        def failing(tokens: mx.array, cache: Any, at: int = at) -> mx.array:
+            nonlocal passes
+            passes += 1
+            logits: mx.array = model(tokens, cache=cache)
+            if passes == at:
+                raise error("broken off")
+            return logits
+
+        with cache.begin(prompt) as session:
+            resumed = session.cached_tokens
+            if error is KeyboardInterrupt:
+                with pytest.raises(KeyboardInterrupt):
+                    session.prefill(failing, step_size=STEP_SIZE)
+            else:
+                session.prefill(failing, step_size=STEP_SIZE)
+            cache.check()
+            assert cache.stats.verify_bytes == 0
+            assert session.cached_tokens == resumed
+            assert not far_apart(answer(session, model), expected)
+        cache.check()
+        stats = cache.stats
+        assert stats.verified_requests + stats.verify_skipped == 1
+        assert (stats.verify_mismatches, stats.verify_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("where", ["the comparison", "the model"])
+def test_a_check_that_breaks_off_by_a_mistake_is_warned_of_once_and_counted(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0)
+    serve(cache, model, PROMPT_A)
+    passes = 0
+
+    def mistaken(tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        if where == "the comparison" or passes == 1:
+            raise TypeError("a mistake")
+        return model(tokens, *args, **kwargs)
+
+    if where == "the comparison":
+        monkeypatch.setattr("radixcache.verify.verifier.compare_states", mistaken)
+    prompt = PROMPT_A
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            prompt = [*prompt, 0, 1, 2, *TURN]
+            passes = 0
+            found = serve(cache, mistaken if where == "the model" else model, prompt)
+            assert not far_apart(found, cold(model, prompt))
+    (told,) = caught
+    assert str(told.message).startswith("verification broke off with TypeError('a mistake').")
+    assert (told.category, Path(told.filename).name) == (RuntimeWarning, "session.py")
+    stats = cache.stats
+    assert (stats.verified_requests, stats.verify_skipped, stats.verify_mismatches, stats.verify_bytes) == (0, 2, 0, 0)
+
+
+def test_a_session_that_breaks_off_in_its_check_stores_what_was_restored() -> None:
+    model = tiny_model("nemotron_h")
+    cache = PrefixCache(model, verify=1.0)
+    serve(cache, model, PROMPT_A)
+
+    def interrupted(tokens: mx.array, cache: Any) -> mx.array:
+        raise KeyboardInterrupt
+
+    def request() -> None:
+        with cache.begin([*PROMPT_A, 0, 1, 2, *TURN]) as session:
+            session.prefill(interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        request()
+    cache.check()
+    with cache.begin([*PROMPT_A, 0, 1, 2, *TURN]) as session:
+        assert session.cached_tokens == len(PROMPT_A) + 3
+
+
+def test_a_session_that_vanishes_in_its_check_gives_the_second_state_back() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0)
+    serve(cache, model, PROMPT_A)
+    session = cache.begin([*PROMPT_A, 1])
+    assert inside.book_second_state(session, 1000)
+    assert cache.stats.verify_bytes == 1000
+    cache.check()
+    del session
+    gc.collect()
+    serve(cache, model, OTHER)
+    assert cache.stats.verify_bytes == 0
+
+
+def test_a_verified_request_gives_back_all_the_memory_of_its_second_state() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0)
+    for _ in range(3):
+        serve(cache, model, PROMPT_A)
+    gc.collect()
+    before = mx.get_active_memory() - cache.stats.live_bytes - cache.stats.paged_bytes
+    for _ in range(5):
+        serve(cache, model, PROMPT_A)
+    gc.collect()
+    after = mx.get_active_memory() - cache.stats.live_bytes - cache.stats.paged_bytes
+    assert abs(after - before) < 4096
+    assert cache.stats.verified_requests == 7
+
+
+@pytest.mark.parametrize(("kind", "moments"), [("llama", 6), pytest.param("nemotron_h", 60, marks=pytest.mark.slow)])
+def test_after_ctrl_c_at_any_line_of_a_check_that_finds_a_fault_the_next_answer_is_right(
+    kind: str, moments: int
+) -> None:
+    model = tiny_model(kind)
+    prompt = [*PROMPT_A, 0, 1, 2, *TURN]
+    expected = cold(model, prompt)
+
+    def interrupted(line: int) -> tuple[int, int]:
+        cache = PrefixCache(model, verify=1.0, live_slots=2)
+        serve(cache, model, PROMPT_A)
+        spoil_live(cache, 0, 20)
+        with interruptible(), LineInterrupt(line).installed() as lines, suppress(KeyboardInterrupt):
+            serve(cache, model, prompt)
+        gc.collect()
+        cache.check()
+        assert cache.stats.verify_bytes == 0
+        assert not far_apart(serve(cache, model, prompt), expected)
+        assert cache.stats.verify_mismatches == len(cache.mismatches) == 1
+        return lines.lines, cache.stats.quarantined
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        total, _ = interrupted(0)
+        for line in range(1, total, total // moments):
+            reached, quarantined = interrupted(line)
+            assert reached >= line
+            assert quarantined == 1
+
+
+# Through the generators
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    wrapped = tiny_tokenizer()
+    wrapped.eos_token_ids = set()
+    return wrapped
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba"])
+def test_stream_generate_says_what_mlx_lm_says_after_a_fault(kind: str, tokenizer: Any) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model, verify=1.0)
+    first = [r.token for r in stream_generate(model, tokenizer, PROMPT_A, max_tokens=4, cache=cache)]
+    prompt = [*PROMPT_A, *first[:3], *TURN]
+    serve(cache, model, OTHER)
+    for node in nodes(cache):
+        checkpoint, spans = inside.checkpoint_of(node), inside.spans_of(node)
+        if node.end == len(PROMPT_A) + 3 and checkpoint is not None:
+            slots = inside.slots_of(checkpoint.leaves[-1])
+            slots[-1] = spoilt(slots[-1])
+        elif kind == "llama" and node.start == 0 and node.end == len(PROMPT_A) + 3 and spans is not None:
+            spans.leaves[0].segments[0] = tuple(spoilt(array) for array in spans.leaves[0].segments[0])
+    expected = [r.token for r in plain_stream_generate(model, tokenizer, mx.array(prompt), max_tokens=8)]
+    with pytest.warns(RuntimeWarning, match="cold prefill"):
+        responses = list(stream_generate(model, tokenizer, prompt, max_tokens=8, cache=cache))
+    assert [r.token for r in responses] == expected
+    assert {r.cached_tokens for r in responses} == {0}
+    cache.check()
+    again = list(stream_generate(model, tokenizer, prompt, max_tokens=8, cache=cache))
+    assert [r.token for r in again] == expected
+
+
+def test_speculative_decoding_is_verified_up_to_its_prefill(tokenizer: Any) -> None:
+    model, draft = tiny_model("llama"), tiny_model("llama", seed=1)
+    cache = PrefixCache(caches=lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)], verify=1.0)
+    prompt = PROMPT_A
+    for turn in range(3):
+        more: dict[str, Any] = {"draft_model": draft, "max_tokens": 6}
+        expected = [r.token for r in plain_stream_generate(model, tokenizer, mx.array(prompt), **more)]
+        if turn == 2:
+            spoil_live(cache, 0, 20)  # the draft model's last layer
+            with pytest.warns(RuntimeWarning, match="from token 20 on"):
+                found = [r.token for r in stream_generate(model, tokenizer, prompt, cache=cache, **more)]
+        else:
+            found = [r.token for r in stream_generate(model, tokenizer, prompt, cache=cache, **more)]
+        assert found == expected
+        cache.check()
+        prompt = [*prompt, *found, 7, 8]
+    assert cache.stats.verified_requests == 2
+    assert cache.stats.verify_mismatches == 1

@@ -1,0 +1,155 @@
+"""render() and view(): what they show is what the tree holds, and nothing of another namespace."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixcache import PrefixCache
+from runner.models.tiny import tiny_model, tiny_tokenizer
+
+SYSTEM = "You are kind and brief. "
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module", params=["llama", "nemotron_h"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny_model(request.param)
+
+
+def serve(cache: PrefixCache, model: Any, prompt: list[int], namespace: str = "") -> None:
+    with cache.begin(prompt, namespace=namespace) as session:
+        session.prefill(model)
+        session.step(model, prompt[-1:])
+
+
+def test_a_view_has_every_node_with_what_it_holds(model: Any, tokenizer: Any) -> None:
+    cache = PrefixCache(model, live_slots=2)
+    texts = [SYSTEM + "What is the capital of France?", SYSTEM + "What is bread made of?", "Something else altogether"]
+    for text in texts:
+        serve(cache, model, tokenizer.encode(text))
+    cache.warm(model, tokenizer.encode(SYSTEM), name="system")
+    view, stats = cache.view(tokenizer=tokenizer), cache.stats
+    assert (len(view.nodes), view.tokens) == (stats.nodes, stats.tokens)
+    assert sum(node.checkpoint_bytes for node in view.nodes) == stats.checkpoint_bytes
+    assert sum(node.span_bytes for node in view.nodes if node.is_paged) + stats.checkpoint_bytes == stats.paged_bytes
+    assert sum(node.span_bytes for node in view.nodes if node.residency == "both") == stats.duplicate_bytes
+    assert [node.pin_names for node in view.nodes if node.is_pinned] == [("system",)]
+    assert {slot for node in view.nodes for slot in node.slots} == {0, 1}
+    assert [node.is_live for node in view.nodes] == [bool(node.slots) for node in view.nodes]
+    paths = set()
+    for index, node in enumerate(view.nodes):
+        if node.below == 0:
+            path, at = "", index
+            while at >= 0:
+                path, at = (view.nodes[at].text or "") + path, view.nodes[at].parent
+            paths.add(path)
+    assert paths == set(texts)
+
+
+def test_a_branch_shows_the_text_on_both_sides_of_where_requests_part(model: Any, tokenizer: Any) -> None:
+    cache = PrefixCache(model)
+    for text in ("red apples", "red berries"):
+        serve(cache, model, tokenizer.encode(SYSTEM + text))
+    for format_name in ("text", "svg", "html", "json"):
+        shown = cache.render(format_name, tokenizer=tokenizer)
+        assert "apples" in shown
+        assert "berries" in shown
+        assert "apples" not in cache.render(format_name)
+
+
+def test_an_open_session_and_what_is_left_out_are_shown(model: Any, tokenizer: Any) -> None:
+    cache = PrefixCache(model)
+    for text in ("red apples", "red berries", "green beans"):
+        serve(cache, model, tokenizer.encode(SYSTEM + text))
+    with cache.begin(tokenizer.encode(SYSTEM + "red apples, please")) as session:
+        session.prefill(model)
+        held = [node for node in cache.view().nodes if node.is_open]
+        assert max(node.end for node in held) == session.matched_tokens
+        assert "in use" in cache.render()
+    assert "more node" in cache.render(max_nodes=1)
+    assert "in use" not in cache.render()
+
+
+def test_nothing_of_another_namespace_is_shown(model: Any, tokenizer: Any) -> None:
+    cache = PrefixCache(model, budget_bytes=1 << 30)
+    serve(cache, model, tokenizer.encode("hello there"), "ours")
+    before = cache.view(namespace="ours", tokenizer=tokenizer)
+    secret = "planted-secret"
+    serve(cache, model, tokenizer.encode(f"the {secret} text"), f"{secret}-name")
+    cache.pin(tokenizer.encode(f"the {secret}"), f"{secret}-name", name=f"{secret}-pin")
+    after = cache.view(namespace="ours", tokenizer=tokenizer)
+    assert after.namespaces == before.namespaces == ("ours",)
+    assert [(node.start, node.end, node.uses, node.last_used) for node in after.nodes] == [
+        (node.start, node.end, node.uses, node.last_used) for node in before.nodes
+    ]
+    assert after.about == ()
+    for format_name in ("text", "svg", "html", "json"):
+        assert secret in cache.render(format_name, tokenizer=tokenizer)
+        shown = cache.render(format_name, namespace="ours", tokenizer=tokenizer)
+        assert "hello" in shown
+        assert secret not in shown
+        assert secret not in cache.render(format_name, namespace="nobody's", tokenizer=tokenizer)
+    assert cache.view(namespace="nobody's").nodes == ()
+
+
+def test_keys_that_are_no_text_are_named_by_their_digits(tokenizer: Any) -> None:
+    llama = tiny_model("llama")
+    cache = PrefixCache(llama)
+    ids = tokenizer.encode("look: ?? what is it")
+    keys = np.array(ids, np.int64)
+    keys[6:8] = [(1 << 61) + 5, 1 << 40]
+    with cache.begin(ids, keys=keys) as session:
+        session.prefill(llama)
+    (node,) = cache.view(tokenizer=tokenizer).nodes
+    assert node.text == "look: [key 2000000000000005][key 0000010000000000] what is i"
+
+
+def test_a_tokenizer_that_does_not_know_a_key_is_no_failure() -> None:
+    class Refuses:
+        def decode(self, ids: list[int]) -> str:
+            raise IndexError("piece id is out of range")
+
+    llama = tiny_model("llama")
+    cache = PrefixCache(llama)
+    serve(cache, llama, [5, 17, 3])
+    assert "[ids 5 17 3]" in cache.render(tokenizer=Refuses())
+
+
+def test_text_is_decoded_and_drawn_outside_of_the_lock(tokenizer: Any) -> None:
+    llama = tiny_model("llama")
+    cache = PrefixCache(llama)
+    serve(cache, llama, tokenizer.encode("hello there"))
+    seen: list[int] = []
+
+    class Asks:
+        def decode(self, ids: list[int]) -> str:
+            other = threading.Thread(target=lambda: seen.append(cache.stats.nodes))
+            other.start()
+            other.join(60)
+            return str(tokenizer.decode(ids))
+
+    assert "hello there" in cache.render(tokenizer=Asks())
+    assert seen == [1], "another thread could look while text was decoded"
+
+
+def test_looking_changes_nothing(model: Any, tokenizer: Any) -> None:
+    cache = PrefixCache(model)
+    serve(cache, model, tokenizer.encode("hello there"))
+    before = (cache.dump(), cache.stats)
+    for format_name in ("text", "svg", "html", "json"):
+        assert cache.render(format_name) == cache.render(format_name)
+        cache.render(format_name, tokenizer=tokenizer)
+    assert json.loads(cache.render("json"))["format"] == "radixcache-tree"
+    with pytest.raises(ValueError, match="format is 'pdf'"):
+        cache.render("pdf")
+    assert (cache.dump(), cache.stats) == before
+    cache.check()

@@ -1,0 +1,536 @@
+"""explain: each reason in a timeline that causes it, agreement with begin and fetch, and nothing changed by asking."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixcache import CacheBusyError, Event, EventKind, Explanation, Gap, Ledger, PrefixCache, Reason
+from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.sized_cache import sized_cache
+from radixcache.tree.radix_tree import Node
+from runner.models.tiny import tiny_model, tiny_tokenizer
+from tests import inside
+
+MODEL = SizedModel()
+TOKENIZER = tiny_tokenizer()
+
+
+def spans(**options: Any) -> PrefixCache:
+    """A cache of a model with full attention alone: 1 byte per token."""
+    return sized_cache(SizedLayout(1), **{"budget_bytes": 1 << 30, **options})
+
+
+def recurrent(**options: Any) -> PrefixCache:
+    """A cache of a hybrid model: 1 byte per token, 10 per checkpoint."""
+    return sized_cache(SizedLayout(1, 10), **{"budget_bytes": 1 << 30, **options})
+
+
+def serve(cache: PrefixCache, prompt: list[int], namespace: str = "", **more: Any) -> int:
+    with cache.begin(prompt, namespace=namespace, reserve=0, **more) as session:
+        session.prefill(MODEL)
+        session.step(MODEL, prompt[-1:])
+        return session.cached_tokens
+
+
+def reasons(explanation: Explanation) -> list[tuple[Reason, int, int]]:
+    return [(gap.reason, gap.start, gap.end) for gap in explanation.gaps]
+
+
+def numbers(seed: int, length: int) -> list[int]:
+    drawn: list[int] = np.random.default_rng(seed).integers(1000, 9999, length).tolist()
+    return drawn
+
+
+A, B = numbers(1, 100), numbers(2, 100)
+
+
+def test_an_empty_cache_explains_that_nothing_was_ever_stored() -> None:
+    found = spans().explain(A)
+    assert (found.prompt_tokens, found.matched_tokens, found.resumable_tokens) == (100, 0, 0)
+    assert reasons(found) == [(Reason.NEVER_STORED, 0, 100)]
+
+
+def test_all_stored_leaves_the_last_token() -> None:
+    cache = spans()
+    serve(cache, A)
+    assert reasons(cache.explain(A)) == [(Reason.LAST_TOKEN, 99, 100)]
+    assert reasons(cache.explain([*A, 1, 2])) == [(Reason.NEVER_STORED, 100, 102)]
+
+
+def test_a_path_that_goes_on_otherwise_is_named_with_its_text_on_both_sides() -> None:
+    cache = spans(tokenizer=TOKENIZER)
+    serve(cache, TOKENIZER.encode("The library opens at nine on weekdays."))
+    found = cache.explain(TOKENIZER.encode("The library opens at noon on weekdays."))
+    (gap,) = found.gaps
+    assert (gap.reason, gap.start) == (Reason.DIVERGED, len("The library opens at n"))
+    assert gap.before_text == "The library opens at n"
+    assert gap.stored_text == "ine on weekdays."
+    assert gap.asked_text == "oon on weekdays."
+    assert "stored 'ine on weekdays.', asked 'oon on weekdays.'" in str(found)
+
+
+def test_without_a_tokenizer_the_tokens_themselves_are_shown() -> None:
+    cache = spans()
+    serve(cache, [1, 2, 3, 4])
+    (gap,) = cache.explain([1, 2, 8, 9]).gaps
+    assert (gap.before, gap.stored, gap.asked) == ((1, 2), (3, 4), (8, 9))
+    assert gap.stored_text is None
+    assert "stored tokens [3, 4], asked [8, 9]" in str(gap)
+
+
+def test_keys_that_are_no_token_ids_are_shown_as_keys() -> None:
+    cache = spans(tokenizer=TOKENIZER)
+    ids = TOKENIZER.encode("see: ??")
+    with cache.begin(ids, keys=[*ids[:5], 1 << 40, 1 << 41], reserve=0) as session:
+        session.prefill(MODEL)
+        session.step(MODEL, ids[-1:])
+    (gap,) = cache.explain(ids, keys=[*ids[:5], 1 << 42, 7]).gaps
+    assert gap.stored_text == f"[key {1 << 40:016x}][key {1 << 41:016x}]"
+    assert gap.asked_text == "??"
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_shown_by_their_numbers() -> None:
+    class Refuses:
+        def decode(self, ids: list[int]) -> str:
+            raise KeyError(ids[0])
+
+    cache = spans(tokenizer=Refuses())
+    serve(cache, [5, 17, 3])
+    (gap,) = cache.explain([5, 17, 8]).gaps
+    assert (gap.before_text, gap.stored_text, gap.asked_text) == ("[ids 5 17]", "[ids 3]", "[ids 8]")
+    assert '"[ids 5 17 3]"' in cache.dump()
+    assert '"[ids 5 17 3]"' in cache.render()
+
+
+def test_a_divergence_right_at_the_start_is_one_too() -> None:
+    cache = spans()
+    serve(cache, A)
+    assert reasons(cache.explain(B)) == [(Reason.DIVERGED, 0, 100)]
+
+
+def test_what_was_evicted_is_explained_with_its_tick() -> None:
+    cache = spans(budget_bytes=250, trim_tokens=16)
+    serve(cache, A)
+    for seed in range(10, 13):
+        serve(cache, numbers(seed, 100))
+    assert cache.stats.evictions > 0
+    found = cache.explain(A)
+    assert {gap.reason for gap in found.gaps} == {Reason.EVICTED}
+    assert (found.gaps[0].start, found.gaps[-1].end) == (0, 100)
+    assert all(gap.tick in (3, 4) for gap in found.gaps)
+    assert str(found).count("evicted at tick") == 1
+
+
+def test_evicted_tokens_before_new_ones() -> None:
+    cache = spans(trim_tokens=1)
+    serve(cache, A)
+    cache.reclaim(40)
+    found = cache.explain([*A, 5, 6, 7])
+    assert reasons(found) == [(Reason.EVICTED, 40, 100), (Reason.NEVER_STORED, 100, 103)]
+    assert found.gaps[0].tick == 1
+
+
+def test_evicted_again_counts_as_of_the_last_time() -> None:
+    cache = spans()
+    for _ in range(2):
+        serve(cache, A)
+        cache.reclaim(0)
+    serve(cache, B)
+    cache.reclaim(0)
+    assert [(gap.reason, gap.tick) for gap in cache.explain(A).gaps] == [(Reason.EVICTED, 2)]
+    assert [(gap.reason, gap.tick) for gap in cache.explain(B).gaps] == [(Reason.EVICTED, 3)]
+
+
+def test_what_was_evicted_and_stored_again_is_not_called_evicted() -> None:
+    cache = spans()
+    serve(cache, A)
+    cache.reclaim(0)
+    serve(cache, A)
+    assert reasons(cache.explain(A)) == [(Reason.LAST_TOKEN, 99, 100)]
+
+
+def test_a_branch_of_which_part_came_back_is_evicted_beyond_it() -> None:
+    cache = spans()
+    serve(cache, A)
+    cache.reclaim(0)
+    serve(cache, [*A[:30], 1, 2, 3])
+    assert reasons(cache.explain(A)) == [(Reason.EVICTED, 30, 100)]
+    assert reasons(cache.explain([*A, 5])) == [(Reason.EVICTED, 30, 100), (Reason.NEVER_STORED, 100, 101)]
+
+
+def test_beyond_the_last_checkpoint_point_layers_have_nothing_to_resume() -> None:
+    cache = recurrent()
+    serve(cache, A)
+    found = cache.explain([*A[:50], 1, 2])
+    assert (found.matched_tokens, found.resumable_tokens) == (50, 0)
+    assert reasons(found) == [(Reason.NO_CHECKPOINT, 0, 50), (Reason.DIVERGED, 50, 52)]
+    assert "no checkpoint between 0 and 50" in str(found)
+    found = cache.explain(A)
+    assert reasons(found) == [(Reason.NO_CHECKPOINT, 84, 99), (Reason.LAST_TOKEN, 99, 100)]
+
+
+def test_a_checkpoint_that_was_evicted_is_named() -> None:
+    cache = recurrent(checkpoint_budget_bytes=25)
+    serve(cache, A, marks=[50])
+    assert cache.explain([*A[:50], 7]).resumable_tokens == 50
+    serve(cache, [*A, *B], marks=[150])
+    serve(cache, [*A, *B, *A], marks=[250])
+    found = cache.explain([*A[:86], 7])
+    evicted = [gap for gap in found.gaps if gap.reason == Reason.EVICTED]
+    assert evicted, reasons(found)
+    assert all(gap.checkpoint == gap.end for gap in evicted)
+    assert "the checkpoint at" in str(found)
+
+
+@pytest.mark.parametrize("count", [1, 9, 40])
+def test_prompts_shorter_than_a_chunk_are_told_what_exactness_costs_them_however_many_there_are(count: int) -> None:
+    cache = spans(exact=True, step_size=256)
+    prompts = [numbers(seed, 200) for seed in range(count)]
+    for prompt in [*prompts, *prompts]:
+        serve(cache, prompt)
+    assert cache.stats.off_grid_tokens == 199 * count
+    assert cache.stats.short_reasons == {"off_grid": count}
+    assert reasons(cache.explain(prompts[0])) == [(Reason.OFF_GRID, 0, 199), (Reason.LAST_TOKEN, 199, 200)]
+    cache.check()
+
+
+def test_in_exact_mode_what_lacks_a_checkpoint_is_told_from_what_is_off_the_grid() -> None:
+    cache = recurrent(exact=True, step_size=16)
+    serve(cache, A[:65])  # checkpoints at 48 and 64
+    assert reasons(cache.explain([*A[:37], 7])) == [
+        (Reason.NO_CHECKPOINT, 0, 32),
+        (Reason.OFF_GRID, 32, 37),
+        (Reason.DIVERGED, 37, 38),
+    ]
+
+
+def test_the_gaps_tile_what_is_not_resumed_and_their_costs_add_up() -> None:
+    from policies import CostModel
+
+    cost = CostModel(2.0, 0.5, "seconds")
+    cache = recurrent(cost=cost)
+    serve(cache, A)
+    found = cache.explain([*A, *B])
+    assert found.gaps[0].start == found.resumable_tokens
+    assert all(one.end == two.start for one, two in zip(found.gaps, found.gaps[1:], strict=False))
+    assert found.gaps[-1].end == 200
+    assert found.cost == pytest.approx(cost.cost(found.resumable_tokens, 200))
+    assert found.cost_unit == "seconds"
+
+
+def test_quarantined_tokens_are_named_from_where_they_begin() -> None:
+    cache = spans()
+    serve(cache, A[:60])
+    inside.quarantine(cache, A[:90], 80)
+    assert reasons(cache.explain(A)) == [(Reason.NEVER_STORED, 60, 80), (Reason.QUARANTINED, 80, 100)]
+    inside.quarantine(cache, A[:90], 30)
+    found = cache.explain(A)
+    assert reasons(found) == [(Reason.QUARANTINED, 30, 100)]
+    assert (found.matched_tokens, found.resumable_tokens) == (30, 30)
+    with cache.begin(A) as session:
+        assert (session.matched_tokens, session.cached_tokens) == (30, 30)
+    cache.clear_quarantine()
+    assert reasons(cache.explain(A)) == [(Reason.NEVER_STORED, 60, 100)]
+
+
+def test_every_reason_has_words_of_its_own() -> None:
+    words = {str(Gap(3, 9, reason, 1.0, tick=1)) for reason in Reason}
+    assert len(words) == len(Reason)
+
+
+# As begin does
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "mamba", "nemotron_h"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_explain_agrees_with_begin_on_real_models(kind: str, slots: int) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model, budget_bytes=3_000_000, live_slots=slots)
+    draw = np.random.default_rng(0)
+    system = draw.integers(0, 200, 40).tolist()
+    talks = [list(system) for _ in range(3)]
+    for turn in range(15):
+        talk = talks[int(draw.integers(3))]
+        talk += draw.integers(0, 200, 20).tolist()
+        prompt = talk if turn % 4 else [*talk[: -5 - turn], 1, 2, 3]
+        before = inside.everything(cache)
+        found = cache.explain(prompt)
+        assert inside.everything(cache) == before
+        with cache.begin(prompt) as session:
+            assert (found.matched_tokens, found.resumable_tokens) == (session.matched_tokens, session.cached_tokens)
+            session.prefill(model)
+            session.step(model, prompt[-1:])
+        cache.check()
+
+
+def test_with_all_slots_taken_explain_says_what_fetch_does() -> None:
+    model = tiny_model("llama_sliding")
+    cache = PrefixCache(model, budget_bytes=1 << 30)
+    prompt = [int(i) % 200 for i in A]
+    with cache.begin(prompt) as session:
+        session.prefill(model)
+    with cache.begin([*prompt, 1]) as session:
+        session.prefill(model)
+        for asked in (prompt, prompt[:50], [*prompt, 1, 2], [*prompt[:90], 5]):
+            found = cache.explain(asked)
+            _, remaining = cache.fetch(asked)
+            assert found.resumable_tokens == len(asked) - len(remaining)
+
+
+def test_what_only_another_threads_session_holds_is_live_elsewhere() -> None:
+    cache = recurrent(live_slots=2)
+    serve(cache, A)
+    session = cache.begin([*A, 1])
+    found: list[Explanation] = []
+    thread = threading.Thread(target=lambda: found.append(cache.explain([*A, 2, 3])))
+    thread.start()
+    thread.join()
+    cached: list[int] = []
+    thread = threading.Thread(target=lambda: cached.append(serve(cache, [*A, 2, 3])))
+    thread.start()
+    thread.join()
+    session.close()
+    assert found[0].resumable_tokens == cached[0] < 100
+    assert found[0].gaps[0].reason == Reason.LIVE_ELSEWHERE
+    assert found[0].gaps[0].end == 100
+
+
+def test_what_a_vanished_session_left_unreadable_is_foreseen() -> None:
+    cache = spans()
+    serve(cache, A)
+    session = cache.begin([*A, 1, 2])
+    session.is_closed = True  # as after a finalizer that was interrupted: nobody closes it
+    del session
+    gc.collect()
+    before = inside.everything(cache)
+    found = cache.explain(A)
+    assert inside.everything(cache) == before
+    with cache.begin(A, reserve=0) as session:
+        assert (session.matched_tokens, session.cached_tokens) == (0, 0)
+    assert (found.matched_tokens, found.resumable_tokens) == (0, 0)
+
+
+def test_explain_walks_up_the_path_of_a_deep_conversation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = recurrent(live_slots=3)
+    for end in range(10, 310, 10):
+        serve(cache, numbers(1, 300)[:end])
+    assert cache.stats.nodes >= 30
+    walks = []
+    path = Node.path
+    monkeypatch.setattr(Node, "path", lambda node: walks.append(node) or path(node))
+    cache.explain(numbers(1, 300))
+    assert len(walks) == 1
+
+
+def test_explain_in_a_cache_without_room_still_answers() -> None:
+    cache = spans(budget_bytes=1)
+    serve(cache, A)
+    assert cache.explain(A).resumable_tokens == serve(cache, A) == 0
+
+
+# Hints
+
+
+def test_a_hint_names_the_span_and_what_it_costs() -> None:
+    cache = spans(tokenizer=TOKENIZER)
+    rules = "Answer in one short paragraph, in the language of the question, and say on which page you found it. "
+    for day in (2, 13, 24):
+        serve(cache, TOKENIZER.encode(f"Today is the {day}. {rules} Is it open?"))
+    found = cache.explain(TOKENIZER.encode(f"Today is the 30. {rules} When does it close?"))
+    (hint,) = found.hints
+    assert (hint.start, hint.end, hint.values) == (13, 15, 4)
+    assert (hint.asked_text, hint.other_text) == ("30", "24")
+    assert len(rules) <= hint.tokens <= len(rules) + 5
+    assert "tokens 13 to 14 change in every request" in str(found)
+    assert "everything behind is recomputed" in str(found)
+    assert cache.explain(TOKENIZER.encode("Today is the 30.")).hints == ()
+
+
+def test_after_clear_nothing_of_earlier_prompts_is_told() -> None:
+    cache = spans(tokenizer=TOKENIZER)
+    rules = "; answer in short sentences, cite the section and the page, and never guess what is not written there."
+    for secret in ("SECRET23757", "SECRET58012", "SECRET77310", "SECRET10466"):
+        serve(cache, TOKENIZER.encode(f"id {secret} {rules}"))
+    asked = TOKENIZER.encode(f"id 0 {rules}")
+    assert "SECRET" in str(cache.explain(asked))
+    cache.clear()
+    found = cache.explain(asked)
+    assert (found.hints, reasons(found)) == ((), [(Reason.NEVER_STORED, 0, len(asked))])
+    assert "SECRET" not in str(found)
+    for prompt in (TOKENIZER.encode(f"id SECRET10466 {rules}"), asked):
+        assert reasons(cache.explain(prompt)) == [(Reason.NEVER_STORED, 0, len(prompt))]
+    cache.check()
+
+
+def test_the_example_in_the_readme_runs_and_shows_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    example = text.partition("## Why was that not a hit?")[2].partition("```python")[2].partition("```")[0]
+    exec(example, {"model": tiny_model("llama"), "tokenizer": TOKENIZER, "PrefixCache": PrefixCache})
+    printed = capsys.readouterr().out
+    first, last = printed.partition("tokens resumed")[0], printed.rpartition("tokens resumed")[2]
+    assert first.startswith("0 of ")
+    assert "diverged at 6 from a stored path behind 'It is ': stored 'Tuesday" in last
+    assert printed.count("hint: ") == 1
+    assert "hint: tokens 6 to 11 change in every request (stored 'Tues', asked 'Wednes')" in last
+    assert "{'resumed': 3, 'stored': 3, " in last
+
+
+# Events
+
+
+def listening(make: Any, **options: Any) -> tuple[PrefixCache, list[Event]]:
+    told: list[Event] = []
+    return make(on_event=told.append, **options), told
+
+
+def kinds(told: list[Event]) -> list[str]:
+    return [str(event.kind) for event in told]
+
+
+def test_a_request_is_told_as_resumed_and_stored() -> None:
+    cache, told = listening(spans)
+    serve(cache, A, namespace="ann")
+    serve(cache, [*A, *B], namespace="ann")
+    assert [(e.kind, e.tick, e.namespace, e.start, e.end, e.nbytes) for e in told] == [
+        (EventKind.RESUMED, 1, "ann", 0, 0, 0),
+        (EventKind.STORED, 1, "ann", 0, 100, 100),
+        (EventKind.RESUMED, 2, "ann", 0, 100, 100),
+        (EventKind.STORED, 2, "ann", 100, 200, 100),
+        (EventKind.MERGED, 2, "ann", 0, 200, 0),
+    ]
+    assert told[2].detail == {"prompt_tokens": 200, "matched_tokens": 100, "reason": None, "by": "begin"}
+
+
+def test_of_a_request_that_resumes_short_of_its_match_only_what_it_took_up_is_told_as_resumed() -> None:
+    cache, told = listening(recurrent)
+    serve(cache, A)
+    serve(cache, A)
+    resumed = [(e.start, e.end, e.detail["matched_tokens"]) for e in told if e.kind == EventKind.RESUMED]
+    assert resumed == [(0, 0, 0), (0, 84, 100)]
+
+
+def test_a_switch_is_told_as_split_and_paged() -> None:
+    cache, told = listening(spans)
+    serve(cache, A)
+    serve(cache, [*A[:40], *B])
+    told.clear()
+    serve(cache, [*A, 1])
+    assert [(e.kind, e.start, e.end, e.nbytes) for e in told[:3]] == [
+        (EventKind.PAGED_OUT, 40, 140, 100),
+        (EventKind.PAGED_IN, 40, 100, 60),
+        (EventKind.RESUMED, 0, 100, 100),
+    ]
+
+
+def test_checkpoints_are_told_apart() -> None:
+    cache, told = listening(recurrent, checkpoint_budget_bytes=25)
+    serve(cache, A)
+    stored = [(e.end, e.nbytes) for e in told if e.kind == EventKind.STORED and e.detail["state"] == "checkpoint"]
+    assert stored == [(84, 10), (100, 10)]
+    told.clear()
+    serve(cache, [*A, *B])
+    evicted = [(e.end, e.detail["state"]) for e in told if e.kind == EventKind.EVICTED]
+    assert evicted
+    assert all(state == "checkpoint" for _, state in evicted)
+
+
+def test_a_listener_may_call_the_cache() -> None:
+    seen: list[Any] = []
+
+    def listen(event: Event) -> None:
+        cache.check()
+        seen.append((event.kind, cache.stats.tokens, cache.explain(A).resumable_tokens))
+        if event.kind == EventKind.STORED and event.namespace == "":
+            serve(cache, B, namespace="shadow")
+            cache.reclaim(120)
+
+    cache = spans(on_event=listen)
+    serve(cache, A)
+    assert [kind for kind, _, _ in seen][:4] == ["resumed", "stored", "paged_out", "resumed"]
+    assert [kind for kind, _, _ in seen][-1] == "evicted"
+    assert cache.stats.event_failures == 0
+    cache.check()
+
+
+def test_a_listener_that_raises_costs_the_request_nothing() -> None:
+    def listen(_: Event) -> None:
+        raise OSError("disk full")
+
+    cache = spans(on_event=listen)
+    with pytest.warns(RuntimeWarning, match="disk full"):
+        serve(cache, A)
+    assert serve(cache, A) == 99
+    assert cache.stats.event_failures >= 3
+    cache.check()
+
+
+def test_an_interrupt_in_a_listener_leaves_the_cache_as_it_should_be() -> None:
+    def listen(event: Event) -> None:
+        if event.kind == EventKind.RESUMED and event.end == 0:
+            raise KeyboardInterrupt
+
+    cache = spans(on_event=listen)
+    with pytest.raises(KeyboardInterrupt):
+        cache.begin(A)
+    cache.check()
+    assert not inside.has_open_path(cache)
+
+
+def test_losing_the_live_state_is_told_as_evicted() -> None:
+    cache, told = listening(spans)
+    with cache.begin(A, reserve=0) as session:
+        session.prefill(MODEL)
+    told.clear()
+    with cache.begin([*A, 1], reserve=0) as session:
+        inside.lose(session)
+    assert [(e.kind, e.start, e.end) for e in told if e.kind == EventKind.EVICTED] == [(EventKind.EVICTED, 0, 99)]
+    assert cache.stats.tokens == 0
+
+
+def test_what_one_cache_takes_from_another_is_told_to_the_other() -> None:
+    ledger = Ledger(300)
+    one, told_one = listening(spans, budget_bytes=ledger)
+    two, told_two = listening(spans, budget_bytes=ledger)
+    serve(one, A)
+    told_one.clear()
+    serve(two, numbers(20, 250))
+    assert set(kinds(told_one)) == {"evicted"}
+    assert kinds(told_two) == ["resumed", "stored"]
+    assert {gap.reason for gap in one.explain(A).gaps} == {Reason.EVICTED}
+
+
+def test_sessions_in_several_threads_and_a_listener_that_looks_do_not_stand_in_each_others_way() -> None:
+    told: list[Event] = []
+
+    def listen(event: Event) -> None:
+        told.append(event)
+        assert cache.stats.requests > 0
+        cache.explain(A, namespace=event.namespace)
+
+    cache = spans(budget_bytes=1_000, live_slots=3, on_event=listen)
+
+    def work(name: str) -> None:
+        for turn in range(12):
+            try:
+                serve(cache, [*A[: 30 + turn], *numbers(turn, 20)], namespace=name)
+            except CacheBusyError:
+                cache.explain(A, namespace=name)
+
+    threads = [threading.Thread(target=work, args=(f"tenant {index}",)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    cache.check()
+    stats = cache.stats
+    assert (stats.event_failures, stats.dropped_events) == (0, 0)
+    assert kinds(told).count("resumed") == stats.requests
+    stored = sum(e.end - e.start for e in told if e.kind == EventKind.STORED)
+    assert stored - sum(e.end - e.start for e in told if e.kind == EventKind.EVICTED) == stats.tokens

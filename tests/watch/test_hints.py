@@ -1,0 +1,169 @@
+"""Hints: spans that vary with the same text behind them are found, at any length; ordinary prompts give none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from radixcache import render_chat
+from radixcache.watch.hints import MAX_SPAN, Parting, parting, variations
+from runner.models.tiny import tiny_tokenizer
+
+SYSTEM = (
+    "You are a helpful assistant of the city library. Answer in one short paragraph, in the language of the question. "
+    "Never guess opening hours; look them up with the tool that you were given, and say which page you found them on."
+)
+TOKENIZER = tiny_tokenizer()
+
+
+def chat(*contents: str, system: str = SYSTEM) -> Any:
+    roles = ["user", "assistant"] * len(contents)
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    return render_chat(TOKENIZER, messages)[0].astype(np.int64)
+
+
+def text(ids: Any) -> str:
+    return str(TOKENIZER.decode(ids.tolist()))
+
+
+def found(prompts: list[Any]) -> list[Any]:
+    """The hints on the newest of these prompts, which came in this order."""
+    return variations(prompts[-1], reversed(prompts))
+
+
+def test_a_date_in_the_system_prompt_is_found_with_what_it_costs() -> None:
+    dates = ["Mon 2 Nov", "Tue 10 Nov", "Wed 11 Nov", "Thu 3 Dec"]
+    prompts = [chat(f"Is it open? {i}", system=f"Today is {date}. {SYSTEM}") for i, date in enumerate(dates)]
+    (hint,) = found(prompts)
+    span = text(prompts[-1][hint.start : hint.end])
+    assert span in "Thu 3 Dec"
+    assert text(hint.other) in "Wed 11 Nov"
+    assert hint.values == hint.requests == 4
+    assert len(SYSTEM) <= hint.behind <= len(SYSTEM) + 40
+
+
+def test_a_request_id_of_varying_length_at_the_very_beginning_is_found() -> None:
+    ids = ["7", "1204", "98", "55555", "310"]
+    prompts = [np.array([*TOKENIZER.encode(each), *chat("Is it open?")], np.int64) for each in ids]
+    (hint,) = found(prompts)
+    assert (hint.start, hint.end) == (0, 3)
+    assert hint.values == hint.requests == 5
+    assert hint.behind == len(prompts[0]) - 1
+
+
+def test_an_id_whose_digits_agree_by_chance_is_one_span() -> None:
+    ids = ["4f1a-77", "4f9b-72", "4f1c-33", "4f1a-79"]
+    prompts = [chat("Is it open?", system=f"Request {each}. {SYSTEM}") for each in ids]
+    (hint,) = found(prompts)
+    assert text(prompts[-1][hint.start : hint.end]) == "1a-79"
+    assert hint.values == 4
+
+
+def test_two_spans_far_apart_are_found_one_at_a_time_the_first_first() -> None:
+    prompts = [chat("Is it open?", system=f"Id {i:03}. {SYSTEM} Id {i * 37:05}. {SYSTEM}") for i in range(4)]
+    (hint,) = found(prompts)
+    assert text(prompts[-1][: hint.start]).endswith("Id 00")
+
+
+def test_an_id_per_conversation_is_found_while_conversations_take_turns() -> None:
+    prompts = []
+    for turn in range(2):
+        for user in ("ann", "bert", "carol-anne"):
+            contents = [f"{user} asks {turn}", "It is.", f"And then, {user}?"][: 2 * turn + 1]
+            prompts.append(chat(*contents, system=f"Session {user}. {SYSTEM}"))
+    (hint,) = found(prompts)
+    assert text(prompts[-1][hint.start : hint.end]) == "carol-anne"
+    assert (hint.values, hint.requests) == (3, 6)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        pytest.param(
+            [chat(f"What is the capital of {land}?") for land in ("France", "Spain", "Chile", "Japan", "Peru")],
+            id="questions alike but for a word",
+        ),
+        pytest.param([chat(f"{index * 7919} and {index}?") for index in range(8)], id="numbers asked about"),
+        pytest.param(
+            [chat(q) for q in ("Is it open?", "Where do I return books after hours?", "Why?", "Hello! I need a card")],
+            id="different questions",
+        ),
+        pytest.param(
+            [chat(*["Is it open?", "It is.", "Until when?", "Until eight.", "Thanks!"][: 2 * n + 1]) for n in range(3)],
+            id="one conversation that grows",
+        ),
+        pytest.param(
+            [
+                chat(*[f"{user}: is it open?", f"Yes, {user}.", "Until when?", "Eight.", "Thanks!"][: 2 * turn + 1])
+                for turn in range(3)
+                for user in ("Ann", "Bert", "Carol")
+            ],
+            id="conversations that take turns",
+        ),
+        pytest.param(
+            [chat("Is it open?", system=f"For {tenant}. {SYSTEM}") for tenant in ("Rome", "Oslo") for _ in range(4)],
+            id="two tenants, each with a header of its own",
+        ),
+        pytest.param(
+            [
+                chat(f"Question {index}", system=f"For {tenant}. {SYSTEM}")
+                for index in range(3)
+                for tenant in ("Rome", "Oslo", "Bern")
+            ],
+            id="three tenants who come back",
+        ),
+        pytest.param(
+            [
+                chat(f"Question {index}", system=f"For {tenant}. {SYSTEM}")
+                for index in range(3)
+                for tenant in ("A", "B")
+            ],
+            id="two tenants who take turns",
+        ),
+        pytest.param([chat("Is it open?")] * 6, id="the same prompt again and again"),
+        pytest.param(
+            [
+                chat(*[f"Are you {name}?", "No, I am an assistant of the city library, made by people.", "Oh!"][:n])
+                for name in ("a robot", "GPT", "a curious cat")
+                for n in (1, 3)
+            ],
+            id="questions that differ and get the same reply",
+        ),
+        pytest.param([chat("One?", system="Be brief."), chat("Two?", system="Be kind."), chat("Three?", system="Be.")],
+                     id="short system prompts"),
+    ],
+)  # fmt: skip
+def test_ordinary_prompts_give_no_hint(prompts: list[Any]) -> None:
+    assert found(prompts) == []
+    assert [each for prompt in prompts for each in variations(prompt, reversed(prompts))] == []
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=30),
+    st.lists(st.integers(4, 5), max_size=MAX_SPAN),
+    st.lists(st.integers(6, 7), max_size=MAX_SPAN),
+    st.integers(0, 1 << 30),
+    st.integers(32, 90),
+)
+def test_a_parting_is_found_wherever_a_short_span_was_replaced(
+    front: list[int], mine: list[int], other: list[int], seed: int, behind: int
+) -> None:
+    rest = np.random.default_rng(seed).integers(100, 1 << 40, behind).tolist()
+    if not mine and not other:
+        assert parting(np.array(front + rest), np.array(front + rest)) is None
+        return
+    found = parting(np.array(front + mine + rest + [1]), np.array(front + other + rest + [2]))
+    assert found == Parting(len(front), len(front) + len(mine), len(front) + len(other), behind)
+
+
+def test_prompts_that_part_for_good_or_end_have_no_parting() -> None:
+    draw = np.random.default_rng(0)
+    one, two = draw.integers(0, 1000, 500), draw.integers(0, 1000, 500)
+    assert parting(one, two) is None
+    assert parting(one, one[:300]) is None
+    assert parting(one[:300], one) is None

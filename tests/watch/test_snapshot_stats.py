@@ -1,0 +1,218 @@
+"""snapshot_stats(): every number agrees with stats, the tree, the pins and the slots; names, kinds, units, text."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from radixcache import CacheStats, Ledger, PrefixCache, StatsSnapshot
+from radixcache.view.description import NodeView
+from runner.models.tiny import tiny_model
+from tests import inside
+from tests.prompts import tokens
+
+SAMPLE = re.compile(r'(radixcache_[a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*)\})? (-?[0-9.e+-]+)')
+
+
+def serve(cache: PrefixCache, model: Any, prompt: list[int], namespace: str = "") -> None:
+    with cache.begin(prompt, namespace=namespace) as session:
+        session.prefill(model)
+        session.step(model, prompt[-1:])
+
+
+@pytest.fixture(scope="module", params=["llama", "nemotron_h"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny_model(request.param)
+
+
+@pytest.fixture
+def cache(model: Any) -> PrefixCache:
+    """A cache with branches, pins, an eviction and a slot of each kind."""
+    cache = PrefixCache(model, budget_bytes=4 << 20, live_slots=3, policy="lfu")
+    system = tokens(0, 40)
+    for seed in (1, 2, 3):
+        serve(cache, model, [*system, *tokens(seed, 30)])
+    cache.warm(model, system, name="system")
+    cache.pin(system)
+    for seed in range(10, 20):
+        serve(cache, model, tokens(seed, 300))
+    return cache
+
+
+def numbers(snapshot: StatsSnapshot) -> dict[str, float]:
+    """Samples by name and labels, as the exposition spells them."""
+    found = {}
+    for line in snapshot.exposition().splitlines():
+        if not line.startswith("#"):
+            matched = SAMPLE.fullmatch(line)
+            assert matched, line
+            found[f"{matched[1]}{{{matched[2] or ''}}}"] = float(matched[3])
+    return found
+
+
+def test_every_field_of_stats_is_a_metric_with_its_value_and_an_explanation(cache: PrefixCache) -> None:
+    snapshot, stats = cache.snapshot_stats(), cache.stats
+    metrics = {metric.name: metric for metric in snapshot.metrics}
+    for field in fields(CacheStats):
+        value = getattr(stats, field.name)
+        found = metrics.get(f"radixcache_{field.name}") or metrics.get(f"radixcache_{field.name}_total")
+        if isinstance(value, str):
+            assert snapshot.value("radixcache_info", policy="lfu", **{field.name: value}) == 1
+            continue
+        assert found is not None, field.name
+        assert found.kind == ("counter" if found.name.endswith("_total") else "gauge")
+        assert len(found.help) > len("radixcache"), found
+        if isinstance(value, dict):
+            assert {dict(sample.labels)["reason"]: sample.value for sample in found.samples} == value
+        else:
+            assert [sample.value for sample in found.samples] == [value], field.name
+    assert stats.evictions > 0
+    ratio = stats.hit_tokens / (stats.hit_tokens + stats.miss_tokens)
+    assert snapshot.value("radixcache_hit_ratio") == ratio > 0
+
+
+def test_what_is_held_agrees_with_the_tree_the_pins_and_the_slots(cache: PrefixCache, model: Any) -> None:
+    with cache.begin(tokens(30, 20)) as session:
+        session.prefill(model)
+        snapshot, stats, nodes = cache.snapshot_stats(), cache.stats, cache.view().nodes
+
+        def summed(residency: str, value: str) -> int:
+            return sum(getattr(node, value) for node in nodes if node.residency == residency)
+
+        for place in ("live", "paged", "both"):
+            assert snapshot.value("radixcache_resident_tokens", residency=place) == summed(place, "tokens")
+            assert snapshot.value("radixcache_resident_bytes", residency=place) == summed(place, "span_bytes")
+        named = {metric.name: metric for metric in snapshot.metrics}
+        assert sum(sample.value for sample in named["radixcache_resident_nodes"].samples) == stats.nodes == len(nodes)
+        assert sum(sample.value for sample in named["radixcache_resident_tokens"].samples) == stats.tokens
+        paged = sum(snapshot.value("radixcache_resident_bytes", residency=place) for place in ("paged", "both"))
+        points = sum(sample.value for sample in named["radixcache_node_checkpoint_bytes"].samples)
+        held_by_session = sum(checkpoint.nbytes for checkpoint in inside.checkpoints(session))
+        assert paged + points + held_by_session == stats.paged_bytes
+        assert points + held_by_session == stats.checkpoint_bytes
+        assert snapshot.value("radixcache_resident_bytes", residency="both") == stats.duplicate_bytes
+        assert snapshot.value("radixcache_slots", state="open") == 1
+        assert sum(sample.value for sample in named["radixcache_slots"].samples) == 3
+        assert sum(sample.value for sample in named["radixcache_slot_bytes"].samples) == stats.live_bytes
+        assert snapshot.value("radixcache_pins") == 2
+        assert snapshot.value("radixcache_named_pins") == len(cache.names()) == 1
+        assert snapshot.value("radixcache_longest_path_tokens") == max(node.end for node in nodes)
+        assert snapshot.value("radixcache_depth_nodes") == max(depth_of(nodes, index) for index in range(len(nodes)))
+        largest = sorted((node.nbytes for node in nodes), reverse=True)[:10]
+        assert [node["bytes"] for node in snapshot.largest_nodes] == largest
+        assert snapshot.value("radixcache_largest_node_bytes") == largest[0]
+
+
+def depth_of(nodes: tuple[NodeView, ...], index: int) -> int:
+    depth = 0
+    while index >= 0:
+        depth, index = depth + 1, nodes[index].parent
+    return depth
+
+
+def test_offsets_of_slots_are_those_of_their_paths(model: Any) -> None:
+    cache = PrefixCache(model, live_slots=2)
+    serve(cache, model, tokens(1, 30))
+    snapshot = cache.snapshot_stats()
+    assert {snapshot.value("radixcache_slot_offset_tokens", slot=str(slot)) for slot in (0, 1)} == {30, 0}
+    assert [snapshot.value("radixcache_slots", state=state) for state in ("open", "idle", "empty")] == [0, 1, 1]
+
+
+def test_it_survives_json_and_its_text_has_every_number(cache: PrefixCache) -> None:
+    snapshot = cache.snapshot_stats()
+    document = snapshot.as_dict()
+    assert json.loads(json.dumps(document)) == document
+    found = numbers(snapshot)
+    count = 0
+    for name, metric in document["metrics"].items():
+        assert re.fullmatch(r"radixcache_[a-z][a-z_]*", name)
+        for sample in metric["samples"]:
+            labels = ",".join(f'{key}="{value}"' for key, value in sample["labels"].items())
+            assert found[f"{name}{{{labels}}}"] == sample["value"]
+            count += 1
+    assert count == len(found)
+    text = snapshot.exposition({"model": 'a"b\\c\nd'})
+    assert r'radixcache_nodes{model="a\"b\\c\nd"}' in text
+    assert text.count("# TYPE") == len(document["metrics"])
+    units = {metric["unit"] for metric in document["metrics"].values()}
+    assert {"bytes", "tokens", "nodes", "requests", "evictions", "slots", "pins", ""} <= units
+
+
+def test_counters_never_fall_whatever_is_done(model: Any) -> None:
+    cache = PrefixCache(model, budget_bytes=2 << 20)
+    before: dict[str, float] = {}
+    kinds: dict[str, str] = {}
+    fell: set[str] = set()
+
+    def look() -> None:
+        nonlocal before
+        snapshot = cache.snapshot_stats()
+        kinds.update({metric.name: metric.kind for metric in snapshot.metrics})
+        now = numbers(snapshot)
+        fell.update(name for name, value in now.items() if value < before.get(name, 0))
+        before = now
+
+    for step in range(30):
+        if step % 9 == 8:
+            cache.reclaim(100_000)
+        elif step % 13 == 12:
+            cache.clear()
+        else:
+            serve(cache, model, [*tokens(step % 4, 60), *tokens(100 + step, 10 * (step % 5) + 1)])
+            cache.fetch(tokens(step % 3, 20))
+        look()
+    assert {name for name in fell if kinds[name.partition("{")[0]] == "counter"} == set()
+    assert "radixcache_nodes{}" in fell, "and gauges do"
+
+
+def test_a_namespace_is_told_what_its_own_nodes_and_pins_come_to_and_nothing_else(model: Any) -> None:
+    def told(others: bool) -> dict[str, Any]:
+        cache = PrefixCache(model, budget_bytes=1 << 30)
+        cache.warm(model, tokens(1, 30), "ours", name="a")
+        if others:
+            serve(cache, model, tokens(2, 70), "theirs")
+            cache.warm(model, tokens(3, 50), "theirs", name="secret-name")
+            assert "theirs" not in cache.snapshot_stats().exposition()
+            assert cache.snapshot_stats().value("radixcache_namespaces") == 2
+        else:
+            serve(cache, model, tokens(1, 30)[:1], "")
+        return cache.snapshot_stats("ours").as_dict()
+
+    with_others = told(others=True)
+    assert with_others["metrics"]["radixcache_pins"]["samples"] == [{"labels": {}, "value": 1}]
+    for place in ("live", "paged", "both"):
+        # Where ours are depends on who has the live slot; how many there are does not.
+        assert f'"{place}"' in json.dumps(with_others)
+    alone = told(others=False)
+    total = [
+        sum(s["value"] for s in each["metrics"]["radixcache_resident_tokens"]["samples"])
+        for each in (with_others, alone)
+    ]
+    assert total == [30, 30]
+    assert set(with_others["metrics"]) == set(alone["metrics"])
+    assert not [
+        name for name in with_others["metrics"] if name.endswith("_total") or "ledger" in name or "slot" in name
+    ]
+
+
+def test_caches_that_share_a_budget_say_what_all_of_them_hold(model: Any) -> None:
+    ledger = Ledger(1 << 30)
+    ours, theirs = PrefixCache(model, budget_bytes=ledger), PrefixCache(model, budget_bytes=ledger)
+    for cache in (ours, theirs):
+        serve(cache, model, tokens(1, 30))
+    both = sum(cache.stats.live_bytes + cache.stats.paged_bytes for cache in (ours, theirs))
+    assert ours.snapshot_stats().value("radixcache_ledger_bytes") == both == ledger.total_bytes
+
+
+def test_a_number_that_is_not_there_is_a_key_error(model: Any) -> None:
+    snapshot = PrefixCache(model).snapshot_stats()
+    assert snapshot.value("radixcache_hit_ratio") == 0
+    for labels in ({}, {"state": "shut"}):
+        with pytest.raises(KeyError):
+            snapshot.value("radixcache_slots", **labels)
+    with pytest.raises(KeyError):
+        snapshot.value("radixcache_nothing")

@@ -1,0 +1,324 @@
+"""The recorded trace: what a reader gets back, what is not in the file, and what a killed writer leaves."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixcache.watch.trace import TraceWriter
+from runner.traces.compact import write_compact
+from runner.traces.reader import read_trace
+from runner.traces.request import Trace, TraceError, TraceRequest
+
+PROMPTS = st.lists(
+    st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=12), st.sampled_from(["", "tenant"])),
+    min_size=1,
+    max_size=15,
+)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def same_prefixes(trace: Trace, prompts: list[tuple[str, list[int]]]) -> bool:
+    """Whether two blocks have the same key exactly where namespaces and beginnings are the same."""
+    meaning: dict[int, tuple] = {}
+    for request, (namespace, tokens) in zip(trace.requests, prompts, strict=True):
+        for index, key in enumerate(request.keys.tolist()):
+            beginning = (namespace, tuple(tokens[: (index + 1) * trace.block_tokens]))
+            if meaning.setdefault(key, beginning) != beginning:
+                return False
+    return len(set(meaning.values())) == len(meaning)
+
+
+@settings(max_examples=60)
+@given(PROMPTS, st.booleans(), st.sampled_from([0, 3, 1 << 18]))
+def test_what_is_written_is_read_back(tmp_path_factory, prompts, plain: bool, known_blocks: int) -> None:
+    path = tmp_path_factory.mktemp("trace") / "t.jsonl"
+    with TraceWriter(path, block_tokens=3, plain=plain, known_blocks=known_blocks, clock="ms") as writer:
+        for at, (tokens, namespace) in enumerate(prompts):
+            writer.append(tokens, time=5 * at, output_tokens=at, namespace=namespace, turn=at + 1, kind="chat")
+    trace = read_trace(path)
+    assert (trace.block_tokens, trace.is_timing_synthetic, trace.skipped) == (3, False, ())
+    assert [(r.tokens, r.time_ms, r.output_tokens, r.turn, r.kind) for r in trace.requests] == [
+        (len(tokens), 5 * at, at, at + 1, "chat") for at, (tokens, _) in enumerate(prompts)
+    ]
+    assert same_prefixes(trace, [(namespace, tokens) for tokens, namespace in prompts])
+
+
+def test_what_a_request_shares_with_an_earlier_one_is_not_written_again(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    prompt = np.arange(64 * 50, dtype=np.int64)
+    with TraceWriter(path) as writer:
+        writer.append(prompt, time=1)
+        long_bytes = path.stat().st_size
+        writer.append(np.append(prompt, [1, 2, 3]), time=2)
+    first, second = lines(path)[1:]
+    assert second["after"] == [0, 50]
+    assert len(second["blocks"]) == 12
+    assert path.stat().st_size - long_bytes < 120
+    assert first["tokens"] == 3200
+
+
+def test_no_token_text_namespace_or_salt_is_in_the_file(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    salt = b"pepper-and-salt!"
+    with TraceWriter(path, salt=salt) as writer:
+        writer.append([123456789] * 100, time=1, namespace="tenant-seven")
+    content = path.read_bytes()
+    for secret in (b"123456789", b"tenant-seven", salt, salt.hex().encode()):
+        assert secret not in content
+    assert set(lines(path)[1]) == {"request", "time", "tokens", "output", "blocks", "namespace"}
+
+
+def test_plain_trace_holds_ids_and_namespace(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    with TraceWriter(path, plain=True, block_tokens=2) as writer:
+        writer.append([7, 8, 9], time=1, namespace="tenant")
+        writer.append([7, 8, 10], time=2, namespace="tenant")
+    assert [(line.get("after"), line["ids"], line["namespace"]) for line in lines(path)[1:]] == [
+        (None, [7, 8, 9], "tenant"),
+        ([0, 1], [10], "tenant"),
+    ]
+
+
+def test_same_salt_gives_the_same_digests_and_another_salt_others(tmp_path) -> None:
+    blocks = []
+    for name, salt in (("a", b"x"), ("b", b"x"), ("c", b"y"), ("d", None), ("e", None)):
+        with TraceWriter(tmp_path / name, salt=salt) as writer:
+            writer.append(range(100), time=1)
+        blocks.append(lines(tmp_path / name)[1]["blocks"])
+    assert blocks[0] == blocks[1]
+    assert len(set(blocks)) == 4
+
+
+@pytest.mark.parametrize("cut_bytes", range(1, 40))
+def test_torn_last_line_is_left_out_and_counted(tmp_path, cut_bytes: int) -> None:
+    path = tmp_path / "t.jsonl"
+    with TraceWriter(path) as writer:
+        writer.append(range(100), time=1)
+        writer.append(range(130), time=2)
+    content = path.read_bytes()
+    path.write_bytes(content[:-cut_bytes])
+    trace = read_trace(path)
+    # Without its end of line the last line is still whole.
+    is_torn = cut_bytes > 1
+    assert [len(request.keys) for request in trace.requests] == [2, 3][: 2 - is_torn]
+    assert len(trace.skipped) == is_torn
+    if is_torn:
+        assert trace.skipped[0].startswith(f"{path}:3: torn")
+
+
+def test_reopened_trace_goes_on_behind_a_torn_line(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    with TraceWriter(path, salt=b"s", clock="ms") as writer:
+        writer.append(range(100), time=100)
+        writer.append(range(130), time=200)
+    path.write_bytes(path.read_bytes()[:-9])
+    with TraceWriter(path, salt=b"s", clock="ms") as writer:
+        writer.append(range(100), time=7)
+        writer.append(range(130), time=9)
+    trace = read_trace(path)
+    assert [request.time_ms for request in trace.requests] == [0, 0, 2]
+    assert trace.requests[0].keys.tolist() == trace.requests[1].keys.tolist()
+    assert len(trace.skipped) == 1
+
+
+def test_another_salt_in_a_later_part_shares_no_block(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    for _ in range(2):
+        with TraceWriter(path) as writer:
+            writer.append(range(100), time=1)
+    first, second = read_trace(path).requests
+    assert not set(first.keys.tolist()) & set(second.keys.tolist())
+
+
+def test_equal_digests_under_unlike_salts_are_not_taken_for_equal_prefixes(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    with TraceWriter(path, salt=b"s") as writer:
+        writer.append(range(100), time=1)
+    header, request = lines(path)
+    for salt_id, shared in (("0" * 16, 0), (header["salt_id"], 2)):
+        parts = (header, request, {**header, "salt_id": salt_id}, request)
+        path.write_text("".join(json.dumps(each) + "\n" for each in parts))
+        first, second = read_trace(path).requests
+        assert len(set(first.keys.tolist()) & set(second.keys.tolist())) == shared
+
+
+def test_failed_write_costs_its_line_and_no_other(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "t.jsonl"
+    real_write = os.write
+    with TraceWriter(path, salt=b"s") as writer:
+        writer.append(range(100), time=1)
+
+        def fail_half_way(handle: int, content: bytes) -> int:
+            real_write(handle, content[:20])
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "write", fail_half_way)
+        with pytest.raises(OSError, match="No space left"):
+            writer.append(range(164), time=2)
+        monkeypatch.setattr(os, "write", real_write)
+        writer.append(range(228), time=3)
+    trace = read_trace(path)
+    assert [len(request.keys) for request in trace.requests] == [2, 4]
+    assert trace.requests[0].keys[0] == trace.requests[1].keys[0]
+    assert len(trace.skipped) == 1
+
+
+def test_file_of_a_header_that_could_not_be_written_can_be_opened_again(tmp_path, monkeypatch) -> None:
+    def fail(handle: int, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(OSError, match="No space left"):
+        TraceWriter(tmp_path / "t.jsonl")
+    monkeypatch.undo()
+    TraceWriter(tmp_path / "t.jsonl").close()
+
+
+def test_short_writes_are_completed(tmp_path, monkeypatch) -> None:
+    real_write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, content: real_write(handle, content[:7]))
+    with TraceWriter(tmp_path / "t.jsonl") as writer:
+        writer.append(range(100), time=1)
+    monkeypatch.undo()
+    assert len(read_trace(tmp_path / "t.jsonl").requests) == 1
+
+
+def test_requests_that_ended_out_of_order_are_read_in_the_order_they_arrived(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    with TraceWriter(path) as writer:
+        for time in (3, 1, 2):
+            writer.append([time], time=time)
+    trace = read_trace(path)
+    assert [request.time_ms for request in trace.requests] == [0, 1, 2]
+    assert trace.is_timing_synthetic, "ticks are no milliseconds"
+
+
+def test_two_writers_of_one_file_are_refused(tmp_path) -> None:
+    with TraceWriter(tmp_path / "t.jsonl"), pytest.raises(ValueError, match="another writer has this trace open"):
+        TraceWriter(tmp_path / "t.jsonl")
+    TraceWriter(tmp_path / "t.jsonl").close()
+
+
+def test_wrong_arguments_are_refused_and_write_nothing(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    for wrong in ({"block_tokens": 0}, {"salt": b"x" * 65}, {"clock": "days"}):
+        with pytest.raises(ValueError, match="wanted"):
+            TraceWriter(path, **wrong)
+    assert not path.exists()
+    with TraceWriter(path) as writer:
+        length = path.stat().st_size
+        for keys, wrong in (([], {"time": 1}), ([1], {"time": -1}), ([1], {"time": 1, "output_tokens": -1})):
+            with pytest.raises(ValueError, match="wanted"):
+                writer.append(keys, **wrong)
+        with pytest.raises(ValueError, match="1 digests for 100 tokens; wanted 2 of 8 bytes"):
+            writer.append_blocks([b"12345678"], tokens=100, time=1)
+        assert path.stat().st_size == length
+    with pytest.raises(ValueError, match="closed"):
+        writer.append([1], time=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, ":1: version is int 2; wanted 1."),
+        ({"clock": "days"}, ":1: clock is str 'days'; wanted one of requests, ms, synthetic_ms."),
+        ({"block_tokens": 0}, ":1: block_tokens is int 0"),
+    ],
+)
+def test_foreign_header_is_refused(tmp_path, change: dict, message: str) -> None:
+    path = tmp_path / "t.jsonl"
+    with TraceWriter(path) as writer:
+        writer.append([1], time=1)
+    header, request = lines(path)
+    path.write_text(json.dumps({**header, **change}) + "\n" + json.dumps(request) + "\n")
+    with pytest.raises(TraceError) as raised:
+        read_trace(path)
+    assert str(raised.value).startswith(f"{path}{message}")
+
+
+def test_requests_behind_a_header_that_is_no_use_are_not_taken_for_the_part_before(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    for start in (0, 1000):
+        with TraceWriter(path, salt=b"s") as writer:
+            writer.append(range(start, start + 128), time=1)
+            writer.append(range(start, start + 192), time=2)
+    first, second = lines(path)[:3], lines(path)[3:]
+    assert second[2]["after"] == [0, 2]
+    broken = [{**second[0], "version": 2}, *second[1:]]
+    # Without a header the numbers begin again.
+    for part, skipped in ((broken, 3), (second[1:], 2)):
+        path.write_text("".join(json.dumps(each) + "\n" for each in (*first, *part)))
+        trace = read_trace(path, skip_bad=True)
+        assert [len(request.keys) for request in trace.requests] == [2, 3]
+        assert len(trace.skipped) == skipped
+        with pytest.raises(TraceError, match=r"t\.jsonl:4: (version is int 2|request 0 was there before)"):
+            read_trace(path)
+
+
+def test_ids_of_a_plain_trace_are_counted(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    with TraceWriter(path, plain=True) as writer:
+        writer.append(range(100), time=1)
+        writer.append(range(100), time=2)
+    header, first, second = lines(path)
+    assert (second["after"], second["ids"]) == ([0, 2], [])
+    assert len(read_trace(path).requests) == 2
+    path.write_text("".join(json.dumps(each) + "\n" for each in (header, {**first, "ids": list(range(99))}, second)))
+    with pytest.raises(TraceError, match=r"t\.jsonl:2: 99 ids behind 0 blocks; tokens 100 needs 100"):
+        read_trace(path)
+
+
+def test_trace_that_cannot_be_written_whole_leaves_the_old_file(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    requests = [TraceRequest(np.arange(count, dtype=np.int64), 64, 1, 0) for count in (1, 2)]
+    write_compact(path, Trace("t", 64, requests[:1], True, "t"))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="2 digests for 64 tokens"):
+        write_compact(path, Trace("t", 64, requests[1:], True, "t"))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_trace_is_written_to_what_a_link_leads_to(tmp_path) -> None:
+    path, link = tmp_path / "t.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    write_compact(link, Trace("t", 64, [TraceRequest(np.arange(1, dtype=np.int64), 64, 1, 0)], True, "t"))
+    assert link.is_symlink()
+    assert len(read_trace(path).requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"blocks": "AAA"}, "wanted base64"),
+        ({"blocks": "AAAA"}, "blocks has 3 bytes; wanted a multiple of 8."),
+        ({"tokens": 500}, "3 blocks; tokens 500 needs 8 blocks of 64 tokens."),
+        ({"after": [5, 1]}, "after names 1 blocks of request 5, which has 0 here"),
+        ({"after": [0, 3]}, "after names 3 blocks of request 0, which has 2 here"),
+        ({"after": 7}, "after is int 7; wanted [request, blocks]."),
+        ({"kind": 3}, "kind is int 3; wanted text."),
+        ({"time": "now"}, "time is str 'now'; wanted a whole number"),
+    ],
+)
+def test_bad_request_line_is_named(tmp_path, change: dict, message: str) -> None:
+    path = tmp_path / "t.jsonl"
+    with TraceWriter(path) as writer:
+        writer.append(range(100), time=1)
+        writer.append([*range(64), *range(80)], time=2)
+    header, first, second = lines(path)
+    assert second["after"] == [0, 1]
+    third = {**first, "request": 2}
+    path.write_text("".join(json.dumps(each) + "\n" for each in (header, first, {**second, **change}, third)))
+    with pytest.raises(TraceError) as raised:
+        read_trace(path)
+    assert str(raised.value).startswith(f"{path}:3: ")
+    assert message in str(raised.value)
+    assert len(read_trace(path, skip_bad=True).requests) == 2

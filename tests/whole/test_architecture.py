@@ -1,0 +1,91 @@
+"""docs/architecture.md shows the rooms as the imports have them, and what the pages for readers name is there."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.architecture import PAGE, ROOT, arrows_between_rooms, arrows_of, floors_of, picture, written
+
+PACKAGES = ("policies", "radixcache", "runner", "benchmarks")
+#: A path in a page is told from one of these folders.
+FOLDERS = (ROOT, ROOT / "radixcache")
+#: Every room may import these.
+FREE = {"errors", "settings", "locking", "tokens"}
+ANY = "any room"
+
+
+@cache
+def _code() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "radixcache").rglob("*.py"))
+
+
+def _allowed(page: str, rooms: set[str]) -> dict[str, set[str]]:
+    """What each room may import, as the page's table of rooms has it."""
+    allowed = {}
+    for names, _, imports in re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) ?\|$", page.partition("## The way")[0], re.M):
+        granted = rooms if imports == ANY else FREE | set(re.findall(r"`(\w+)`", imports))
+        allowed |= dict.fromkeys(re.findall(r"`(\w+)(?:/|\.py)`", names), granted)
+    return allowed
+
+
+def test_the_picture_on_the_page_is_the_one_that_the_imports_draw() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    drawn = picture(arrows_between_rooms(arrows_of("radixcache")))
+    assert written(page, drawn) == page, "python -m tests.architecture --write"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_file_imports_itself_by_way_of_others(package: str) -> None:
+    arrows = arrows_of(package)
+    floors_of(arrows)  # CycleError names them
+
+
+def test_the_table_names_every_room_and_none_imports_more_than_its_row_allows() -> None:
+    rooms = arrows_between_rooms(arrows_of("radixcache"))
+    allowed = _allowed(PAGE.read_text(encoding="utf-8"), set(rooms))
+    assert allowed.keys() == rooms.keys()
+    assert {room: more for room in rooms if (more := rooms[room] - allowed[room])} == {}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+def test_every_path_that_a_page_names_is_there(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    paths = set(re.findall(r"(?<![\w/.-])[\w-]+(?:/[\w-]+)*(?:/[\w-]+\.(?:py|md|json|png)\b|/(?=[`\s)]))", text))
+    assert len(paths) > 5
+    missing = {path for path in paths if "NAME" not in path and not any((at / path).exists() for at in FOLDERS)}
+    assert missing == set()
+
+
+def test_every_name_of_the_code_that_the_page_gives_is_in_the_code() -> None:
+    names = set(re.findall(r"`([A-Z]\w+)\.(\w+)`", PAGE.read_text(encoding="utf-8")))
+    assert len(names) > 30
+    gone = {f"{owner}.{name}" for owner, name in names if not re.search(rf"\bdef {name}\b", _code())}
+    assert gone == set()
+    assert {owner for owner, _ in names if not re.search(rf"^class {owner}\b", _code(), re.M)} == set()
+
+
+def test_a_circle_has_no_floors() -> None:
+    with pytest.raises(ValueError, match="cycle"):
+        floors_of({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+
+
+def test_a_room_is_drawn_above_what_it_imports() -> None:
+    drawn = picture({"low": set(), "high": {"low", "middle"}, "middle": {"low"}})
+    assert drawn.splitlines() == ["2    high ■──●──●", "1     middle ■──●", "0           low ■"]
+
+
+def test_every_import_of_a_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "house").mkdir()
+    (tmp_path / "house" / "__init__.py").write_text("from house import a")
+    for name, text in {
+        "a": "def f():\n    from house import b",
+        "b": "if TYPE_CHECKING:\n    import house.c",
+        "c": "from house.a import f",
+    }.items():
+        (tmp_path / "house" / f"{name}.py").write_text(text)
+    monkeypatch.setattr("tests.architecture.ROOT", tmp_path)
+    assert arrows_of("house") == {"house.a": {"house.b"}, "house.b": {"house.c"}, "house.c": {"house.a"}}

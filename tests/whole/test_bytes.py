@@ -1,0 +1,515 @@
+"""Bytes: what the statistics say is what MLX allocated, each distinct token is held once, and the budget holds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+
+from policies import LRU, Entry
+from radixcache import CacheStats, Ledger, PrefixCache, Session
+from runner.models.tiny import TINY_KINDS, tiny_model
+from tests.prompts import tokens
+
+#: float32 keys and values of one token, from the configurations of the tiny models; 8 bits: packed, scales, biases.
+TOKEN_BYTES = {
+    "llama": 3 * 2 * 2 * 64 * 4,
+    "gpt_bigcode": 3 * 2 * 1 * 16 * 4,
+    "deepseek_v3": 3 * 1 * (32 + 16) * 4,
+    "llama in 8 bits": 3 * 2 * 2 * (64 + 4 + 4),
+}
+#: Kinds whose arrays, as the model leaves them, keep more memory than they show.
+VIEW_KINDS = ["rwkv7", "mamba", "nemotron_h", "jamba", "gpt_bigcode"]
+MEASURED_KINDS = [*VIEW_KINDS, "llama", "llama_sliding"]
+
+SYSTEM_LENGTH = 300
+
+pytestmark = pytest.mark.usefixtures("exact_allocations")
+
+
+@pytest.fixture(params=sorted(TOKEN_BYTES))
+def pure(request: pytest.FixtureRequest) -> tuple[Any, Callable[..., PrefixCache], int]:
+    """A model with span layers alone, how its PrefixCache is made, and bytes per token."""
+    name = request.param
+    model: Any = tiny_model(name.removesuffix(" in 8 bits"))
+    bits = 8 if name.endswith("8 bits") else None
+    return model, lambda **more: PrefixCache(model, kv_bits=bits, **more), TOKEN_BYTES[name]
+
+
+def serve(cache: PrefixCache, model: Any, prompt: list[int], reply: Sequence[int] = (1, 2, 3), **begin: Any) -> Session:
+    """Answer a prompt with given tokens; returns the closed session."""
+    with cache.begin(prompt, **begin) as session:
+        session.prefill(model, step_size=512)
+        for token in (prompt[-1], *reply):
+            session.step(model, [token])
+    cache.check()
+    return session
+
+
+def interleaved(users: int, turns: int) -> Iterator[tuple[list[int], list[int]]]:
+    """(prompt, reply) of users who take turns; every second one shares a system prompt."""
+    prompts = {user: [*tokens(user % 2, SYSTEM_LENGTH), user] for user in range(users)}
+    for turn in range(turns):
+        for user in prompts:
+            prompt = prompts[user] + tokens(1000 * user + turn, 120)
+            reply = tokens(7000 * user + turn, 8)
+            yield prompt, reply
+            prompts[user] = prompt + reply
+
+
+def held_bytes(stats: CacheStats) -> int:
+    return stats.live_bytes + stats.paged_bytes
+
+
+def active_bytes() -> int:
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
+class DistinctTokens:
+    """Counts the distinct prefixes of sequences, one dictionary per token."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._root: dict[int, Any] = {}
+
+    def add(self, sequence: Sequence[int]) -> None:
+        node = self._root
+        for token in sequence:
+            if token not in node:
+                node[token] = {}
+                self.count += 1
+            node = node[token]
+
+
+# Each distinct token once
+
+
+def test_after_interleaved_users_each_distinct_token_is_held_once(
+    pure: tuple[Any, Callable[..., PrefixCache], int],
+) -> None:
+    model, open_cache, token_bytes = pure
+    cache = open_cache()
+    distinct = DistinctTokens()
+    for prompt, reply in interleaved(users=4, turns=4):
+        serve(cache, model, prompt, reply)
+        distinct.add(prompt + reply)
+        stats = cache.stats
+        wanted = distinct.count * token_bytes + stats.spare_bytes + stats.duplicate_bytes
+        assert held_bytes(stats) == pytest.approx(wanted, rel=0.02)
+        assert stats.tokens == distinct.count
+    assert stats.evictions == 0
+    assert stats.duplicate_bytes > 0
+    assert stats.spare_bytes > 0
+
+
+def test_pressure_takes_duplicates_first_then_spare_capacity_and_only_then_tokens(
+    pure: tuple[Any, Callable[..., PrefixCache], int],
+) -> None:
+    model, open_cache, token_bytes = pure
+    cache = open_cache()
+    for prompt, reply in interleaved(users=3, turns=3):
+        serve(cache, model, prompt, reply)
+    before = cache.stats
+    assert min(before.duplicate_bytes, before.spare_bytes) > 2 * token_bytes
+
+    cache.reclaim(held_bytes(before) - 1)
+    some = cache.stats
+    assert some.duplicate_bytes < before.duplicate_bytes
+    assert (some.spare_bytes, some.tokens, some.evictions) == (before.spare_bytes, before.tokens, 0)
+
+    cache.reclaim(held_bytes(before) - before.duplicate_bytes)
+    lean = cache.stats
+    assert lean.duplicate_bytes == 0
+    assert (lean.spare_bytes, lean.tokens, lean.evictions) == (before.spare_bytes, before.tokens, 0)
+
+    cache.reclaim(held_bytes(lean) - 1)
+    leaner = cache.stats
+    assert leaner.spare_bytes <= token_bytes
+    assert (leaner.tokens, leaner.evictions) == (before.tokens, 0)
+    assert held_bytes(leaner) == pytest.approx(before.tokens * token_bytes, rel=0.02)
+
+    cache.reclaim(held_bytes(leaner) - 1)
+    assert cache.stats.tokens < before.tokens
+    assert cache.stats.evictions == 1
+    cache.check()
+
+
+def test_a_budget_that_just_fits_the_distinct_tokens_evicts_nothing(
+    pure: tuple[Any, Callable[..., PrefixCache], int],
+) -> None:
+    model, open_cache, token_bytes = pure
+    distinct = DistinctTokens()
+    requests = list(interleaved(users=4, turns=2))
+    for prompt, reply in requests:
+        distinct.add(prompt + reply)
+    # In the worst moment the new path's own tokens are in buffers and snapshots at once, until they are dropped.
+    longest = max(len(prompt) + len(reply) for prompt, reply in requests)
+    cache = open_cache(budget_bytes=(distinct.count + longest + 16) * token_bytes)
+    for prompt, reply in requests:
+        serve(cache, model, prompt, reply, reserve=16)
+    assert (cache.stats.evictions, cache.stats.tokens) == (0, distinct.count)
+
+
+def test_paging_a_long_path_into_short_buffers_takes_nothing_from_others(
+    pure: tuple[Any, Callable[..., PrefixCache], int],
+) -> None:
+    model, open_cache, token_bytes = pure
+    cache = open_cache(budget_bytes=800 * token_bytes)
+    long, other, short = tokens(1, 300), tokens(2, 300), tokens(3, 20)
+    for prompt in (long, other, short):
+        serve(cache, model, prompt, reserve=4)
+    assert (cache.stats.evictions, cache.stats.spare_bytes < 40 * token_bytes) == (0, True)
+    assert serve(cache, model, [*long, 1, 2, 3, 5], reserve=4).cached_tokens == 303
+    assert cache.stats.evictions == 0
+
+
+def test_what_would_have_to_go_at_once_is_not_copied_out_first(
+    pure: tuple[Any, Callable[..., PrefixCache], int],
+) -> None:
+    model, open_cache, token_bytes = pure
+    cache = open_cache(budget_bytes=130 * token_bytes)
+    for seed in (1, 2):
+        serve(cache, model, tokens(seed, 80), reserve=4)
+    assert (cache.stats.evictions, cache.stats.paged_out_bytes) == (1, 0)
+
+
+def test_closing_a_session_adds_nothing_for_span_layers(pure: tuple[Any, Callable[..., PrefixCache], int]) -> None:
+    model, open_cache, _ = pure
+    cache = open_cache()
+    for prompt, reply in interleaved(users=2, turns=2):
+        session = cache.begin(prompt)
+        session.prefill(model)
+        for token in (prompt[-1], *reply):
+            mx.eval(session.step(model, [token]))
+        before, active = cache.stats, active_bytes()
+        session.close()
+        after = cache.stats
+        assert held_bytes(after) <= held_bytes(before)
+        assert after.copied_bytes == before.copied_bytes
+        assert after.checkpoint_bytes == 0
+        assert active_bytes() <= active
+
+
+@pytest.mark.parametrize("kind", ["mamba", "nemotron_h", "llama_sliding"])
+def test_closing_a_session_adds_the_checkpoint_at_its_end_and_no_more(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    session = cache.begin(tokens(1, 200))
+    session.prefill(model)
+    logits = session.step(model, session.prompt[-1:])
+    _evaluate(session, logits)
+    del logits
+    before, active = cache.stats, active_bytes()
+    session.close()
+    del session
+    after = cache.stats
+    # One more beside the one that was taken 16 tokens before the end, of the same size.
+    assert after.checkpoint_bytes == 2 * before.checkpoint_bytes > 0
+    assert held_bytes(after) - held_bytes(before) == before.checkpoint_bytes
+    assert 0 < active_bytes() - active <= before.checkpoint_bytes
+
+
+# Statistics and memory
+
+
+@pytest.mark.parametrize("kind", MEASURED_KINDS)
+def test_the_bytes_in_the_statistics_are_those_that_mlx_allocated(kind: str) -> None:
+    _statistics_match_memory(kind, checkpoint_interval=64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(set(TINY_KINDS) - set(MEASURED_KINDS)))
+def test_the_bytes_in_the_statistics_are_those_that_mlx_allocated_for_every_other_kind(kind: str) -> None:
+    _statistics_match_memory(kind, checkpoint_interval=64, users=2)
+
+
+def _statistics_match_memory(kind: str, checkpoint_interval: int, users: int = 3) -> None:
+    model = tiny_model(kind)
+    # Constants that the model makes at its first use.
+    mx.eval(model(mx.array([[1, 2, 3]]), cache=make_prompt_cache(model)))
+    base = active_bytes()
+    cache = PrefixCache(model, checkpoint_interval=checkpoint_interval)
+
+    def agree() -> None:
+        assert active_bytes() - base == pytest.approx(held_bytes(cache.stats), rel=0.01)
+
+    for prompt, reply in interleaved(users=users, turns=2):
+        with cache.begin(prompt, marks=[SYSTEM_LENGTH]) as session:
+            agree()
+            session.prefill(model, step_size=512)
+            agree()
+            for token in (prompt[-1], *reply):
+                logits = session.step(model, [token])
+            _evaluate(session, logits)
+            del logits
+            agree()
+        del session
+        agree()
+    cache.check()
+    for target in (held_bytes(cache.stats) // 2, 0):
+        before, active = held_bytes(cache.stats), active_bytes()
+        freed = cache.reclaim(target)
+        assert freed == before - held_bytes(cache.stats)
+        assert active - active_bytes() == pytest.approx(freed, rel=0.01)
+    assert held_bytes(cache.stats) == 0
+    assert active_bytes() - base == pytest.approx(0, abs=4096)
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "jamba"])
+def test_what_a_loop_of_the_callers_own_evaluated_keeps_nothing_else_in_memory(kind: str) -> None:
+    model = tiny_model(kind)
+    mx.eval(model(mx.array([[1, 2, 3]]), cache=make_prompt_cache(model)))
+    base = active_bytes()
+    cache = PrefixCache(model)
+    prompt = tokens(1, 500)
+    with cache.begin(prompt) as session:
+        logits = model(mx.array([prompt]), cache=session.caches)
+        _evaluate(session, logits)
+        del logits
+    del session
+    assert cache.stats.tokens == len(prompt)
+    assert active_bytes() - base == pytest.approx(held_bytes(cache.stats), rel=0.01)
+
+
+def _evaluate(session: Session, logits: mx.array) -> None:
+    """Evaluate the logits, and the writes to the caches that the logits did not need."""
+    mx.eval(logits, [c.state for c in session.caches if c is not None and not c.empty()])
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba", "rwkv7", "nemotron_h"])
+def test_a_closed_session_that_somebody_still_holds_keeps_no_memory(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    base = active_bytes()
+    sessions = [serve(cache, model, prompt, reply) for prompt, reply in interleaved(users=2, turns=2)]
+    assert active_bytes() - base == pytest.approx(held_bytes(cache.stats), rel=0.01)
+    cache.reclaim(0)
+    assert active_bytes() - base == pytest.approx(0, abs=4096)
+    assert all(session.is_closed for session in sessions)
+
+
+def test_fetched_caches_are_not_in_the_statistics_and_share_no_memory() -> None:
+    model = tiny_model("nemotron_h")
+    cache = PrefixCache(model)
+    prompt = tokens(1, 400)
+    serve(cache, model, prompt)
+    before, active = held_bytes(cache.stats), active_bytes()
+    caches, _ = cache.fetch([*prompt, 1, 2, 3, 4])
+    assert held_bytes(cache.stats) == before
+    own = sum(c.nbytes for c in caches)
+    assert active_bytes() - active == pytest.approx(own, rel=0.01)
+    # What was fetched stays when the cache has given everything back.
+    cache.clear()
+    assert active_bytes() - active == pytest.approx(own - before, rel=0.01)
+
+
+def test_inserted_caches_are_copied_and_counted() -> None:
+    model = tiny_model("nemotron_h")
+    cache = PrefixCache(model)
+    caches = make_prompt_cache(model)
+    prompt = tokens(1, 400)
+    mx.eval(model(mx.array([prompt]), cache=caches), [c.state for c in caches])
+    base = active_bytes()
+    cache.insert(prompt, caches)
+    assert active_bytes() - base == pytest.approx(held_bytes(cache.stats), rel=0.01)
+    own = sum(c.nbytes for c in caches)
+    del caches
+    assert active_bytes() - base < held_bytes(cache.stats) - own // 2
+
+
+# The budget
+
+
+class NumberModel:
+    """A model of no use that is quick: a layer writes one number per token; logits are zeros.
+
+    Layers: full attention, a window of 24 that wraps, and recurrent state, as `layers` says.
+    """
+
+    def __init__(self, layers: str) -> None:
+        self._layers = layers
+
+    def make_cache(self) -> list[Any]:
+        fresh = {"full": KVCache, "window": lambda: RotatingKVCache(max_size=24), "recurrent": lambda: ArraysCache(1)}
+        return [fresh[name]() for name in self._layers.split()]
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        length = inputs.shape[1]
+        for layer in cache:
+            if isinstance(layer, ArraysCache):
+                old = mx.zeros((1, 64)) if layer[0] is None else layer[0]
+                layer[0] = old + inputs.sum()
+            else:
+                rows = mx.broadcast_to(inputs[:, None, :, None].astype(mx.float32), (1, 1, length, 4))
+                layer.update_and_fetch(rows, rows)
+        return mx.zeros((1, length, 8))
+
+
+@pytest.mark.parametrize("layers", ["full full", "full window recurrent"])
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+def test_over_2000_random_operations_the_budget_holds_after_every_public_call(layers: str, policy: str) -> None:
+    _walk(NumberModel(layers), policy, operations=2000, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", ["full", "window", "recurrent", "full recurrent", "window recurrent", "full window"])
+@pytest.mark.parametrize("seed", range(2))
+def test_over_many_random_operations_the_budget_holds_for_every_mix_of_layers(layers: str, seed: int) -> None:
+    _walk(NumberModel(layers), "lru", operations=2000, seed=seed)
+
+
+def _walk(model: NumberModel, policy: str, operations: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    budget_bytes = 24_000
+    cache = PrefixCache(caches=model.make_cache, budget_bytes=budget_bytes, policy=policy, checkpoint_interval=32)
+    done: list[list[int]] = [[]]
+    calls = 0
+
+    def idle() -> None:
+        nonlocal calls
+        calls += 1
+        assert held_bytes(cache.stats) <= budget_bytes, (calls, cache.stats)
+
+    def within(session: Session) -> None:
+        nonlocal calls
+        calls += 1
+        stats = cache.stats
+        if held_bytes(stats) > budget_bytes:
+            # Over it only with what the session stands on: nothing else is left.
+            assert stats.tokens <= session.matched_tokens, (calls, cache.dump())
+            assert stats.duplicate_bytes == 0
+
+    while calls < operations:
+        base = done[random.integers(len(done))]
+        length = int(random.choice([3, 20, 80, 300], p=[0.3, 0.4, 0.25, 0.05]))
+        prompt = base[: random.integers(len(base) + 1)] + random.integers(0, 4, length).tolist()
+        action = random.choice(["serve", "insert", "fetch", "reclaim"], p=[0.7, 0.1, 0.15, 0.05])
+        if action == "insert":
+            caches = model.make_cache()
+            model(mx.array([prompt]), caches)
+            cache.insert(prompt, caches)
+        elif action == "fetch":
+            cache.fetch(prompt)
+        elif action == "reclaim":
+            target = int(random.integers(budget_bytes))
+            cache.reclaim(target)
+            assert held_bytes(cache.stats) <= target
+        else:
+            marks = random.integers(0, len(prompt) + 1, 2).tolist()
+            with cache.begin(prompt, marks=marks, reserve=int(random.integers(40))) as session:
+                within(session)
+                if random.random() < 0.9:
+                    session.prefill(model, step_size=64)
+                    within(session)
+                    reply = random.integers(0, 4, random.integers(12)).tolist()
+                    for token in (prompt[-1], *reply):
+                        session.step(model, [token])
+                        within(session)
+                    prompt = prompt + reply
+                if random.random() < 0.1:
+                    cache.fetch(prompt)
+                    within(session)
+        idle()
+        cache.check()
+        done = [*done[-30:], prompt]
+    assert cache.stats.evictions > 50, "the budget was never tight"
+
+
+def test_reclaim_leaves_an_open_session_what_it_stands_on() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    requests = list(interleaved(users=3, turns=1))
+    for prompt, reply in requests:
+        serve(cache, model, prompt, reply)
+    prompt = requests[0][0] + tokens(5, 20)
+    expected = np.array(_cold_logits(model, prompt))
+    with cache.begin(prompt) as session:
+        session.prefill(model)
+        freed = cache.reclaim(0)
+        assert freed > 0
+        assert cache.stats.tokens == session.matched_tokens
+        cache.check()
+        assert np.abs(np.array(session.step(model, prompt[-1:])[0, -1]) - expected).max() < 1e-4
+    assert cache.stats.tokens == len(prompt)
+    assert cache.reclaim(0) > 0
+    assert held_bytes(cache.stats) == cache.stats.tokens == 0
+    cache.check()
+
+
+def test_reclaim_refuses_a_negative_target() -> None:
+    with pytest.raises(ValueError, match="target_bytes is -1; wanted 0 or more"):
+        PrefixCache(caches=lambda: [KVCache()]).reclaim(-1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "mamba", "nemotron_h"])
+def test_a_request_larger_than_the_budget_still_runs_and_everything_else_goes(kind: str) -> None:
+    model = tiny_model(kind)
+    small = tokens(2, 40)
+    cache = PrefixCache(model, budget_bytes=20_000)
+    serve(cache, model, small)
+    prompt = tokens(1, 500)
+    with cache.begin(prompt) as session:
+        session.prefill(model)
+        logits = np.array(session.step(model, prompt[-1:])[0, -1])
+        assert held_bytes(cache.stats) > cache.stats.budget_bytes
+        assert cache.stats.tokens == 0
+    assert np.abs(logits - np.array(_cold_logits(model, prompt))).max() < 1e-4
+    assert held_bytes(cache.stats) <= cache.stats.budget_bytes
+    cache.check()
+    assert serve(cache, model, small).cached_tokens == 0
+
+
+def test_two_caches_on_one_ledger_hold_its_budget_together() -> None:
+    ledger = Ledger(600_000)
+    models = [tiny_model("llama"), tiny_model("nemotron_h")]
+    caches = [PrefixCache(model, budget_bytes=ledger) for model in models]
+    for turn in range(10):
+        for cache, model in zip(caches, models, strict=True):
+            serve(cache, model, tokens(turn, 30 + 5 * turn), reserve=8)
+            assert sum(held_bytes(each.stats) for each in caches) <= 600_000
+    assert all(each.stats.evictions for each in caches)
+    assert all(each.stats.tokens for each in caches)
+
+
+def test_without_a_budget_the_statistics_say_what_it_became_and_why() -> None:
+    stats = PrefixCache(tiny_model("llama")).stats
+    assert stats.budget_bytes > 0
+    assert stats.budget_source.startswith("a quarter of")
+    assert PrefixCache(tiny_model("llama"), budget_bytes=1 << 20).stats.budget_source == "given"
+
+
+def _cold_logits(model: Any, prompt: list[int]) -> mx.array:
+    logits: mx.array = model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1]
+    return logits
+
+
+class Weighing(LRU):
+    """LRU that notes what each entry weighs when it is told that it may go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: dict[int, int] = {}
+
+    def evictable_changed(self, entry: Entry, evictable: bool) -> None:
+        super().evictable_changed(entry, evictable)
+        self.weights[entry.entry_id] = entry.weight_bytes
+
+
+@pytest.mark.parametrize("name", ["llama", "nemotron_h"])
+def test_a_policy_hears_of_what_may_go_with_the_bytes_that_it_frees(name: str) -> None:
+    policy = Weighing()
+    model: Any = tiny_model(name)
+    cache = PrefixCache(model, policy=policy)
+    for user in (1, 2, 1, 3, 2):
+        serve(cache, model, [7] * 20 + [user] * 30)
+        told = {number: policy.weights[number] for number in policy._filed}
+        assert told == {number: entry.weight_bytes for number, entry in policy._filed.items()}
+    assert told

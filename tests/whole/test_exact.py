@@ -1,0 +1,582 @@
+"""exact=True: what a warm request computes is bit for bit what a cold one computes, and what that costs is told.
+
+Every logit is compared without tolerance: those of each prefill chunk, of the prompt's last token and of the tokens
+decoded behind it. The cold run goes through an empty cache of the same settings; a plain loop over mlx-lm's own caches
+is held against it as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from numpy.typing import NDArray
+
+from radixcache import PrefixCache, Session, ShortReason, stream_generate
+from runner.models.tiny import TINY_KINDS, tiny_model, tiny_tokenizer
+from tests import inside
+from tests.prompts import tokens
+
+STEP = 16
+REPLY = (5, 77, 130, 9, 201)
+FAST_KINDS = ["gemma3_text", "falcon_h1"]
+#: One of each kind of state: spans, windows, chunks, recurrent, a mix.
+WALKED_KINDS = ["llama", "llama_sliding", "llama4", "mamba", "falcon_h1"]
+
+Logits = dict[int, NDArray[Any]]
+
+
+def exact_cache(model: Any, **more: Any) -> PrefixCache:
+    return PrefixCache(model, **{"exact": True, "step_size": STEP, "checkpoint_interval": 64, **more})
+
+
+class Recorded:
+    """A model that keeps the logits it returned, by the offset of each token."""
+
+    def __init__(self, model: Any, start: int) -> None:
+        self.model = model
+        self.offset = start
+        self.logits: Logits = {}
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        logits: mx.array = self.model(ids, cache=cache)
+        mx.eval(logits)
+        for index, row in enumerate(np.array(logits[0].astype(mx.float32))):  # loses nothing
+            self.logits[self.offset + index] = row
+        self.offset += ids.shape[1]
+        return logits
+
+
+def run(session: Session, model: Any, reply: Sequence[int] = REPLY) -> Logits:
+    """Prefill, then step through the prompt's last token and the reply; the logits of all tokens not restored."""
+    recorded = Recorded(model, session.cached_tokens)
+    session.prefill(recorded)
+    for token in (int(session.prompt[-1]), *reply):
+        session.step(recorded, [token])
+    return recorded.logits
+
+
+def serve(cache: PrefixCache, model: Any, prompt: list[int], reply: Sequence[int] = REPLY, **begin: Any) -> Logits:
+    with cache.begin(prompt, **begin) as session:
+        logits = run(session, model, reply)
+    cache.check()
+    return logits
+
+
+def plain(model: Any, prompt: list[int], reply: Sequence[int] = REPLY) -> Logits:
+    """The same by mlx-lm's own caches, as its generate_step prefills them."""
+    caches = make_prompt_cache(model)
+    recorded = Recorded(model, 0)
+    last = len(prompt) - 1
+    for start in range(0, last, STEP):
+        recorded(mx.array(prompt[start : min(start + STEP, last)])[None], cache=caches)
+    for token in (prompt[-1], *reply):
+        recorded(mx.array([[token]]), cache=caches)
+    return recorded.logits
+
+
+def differing(warm: Logits, cold: Logits) -> list[int]:
+    """Offsets at which the logits are not the same to the bit."""
+    assert warm.keys() <= cold.keys()
+    return [offset for offset, row in warm.items() if not np.array_equal(row, cold[offset])]
+
+
+SYSTEM = tokens(0, 40)
+
+
+def timeline() -> list[tuple[str, list[int], dict[str, Any]]]:
+    """Requests of two users who share a system prompt, grow, part inside a chunk, and come back; with options."""
+    anna, ben = [*SYSTEM, *tokens(1, 37)], [*SYSTEM, *tokens(2, 30)]
+    branch = [*anna[:55], *tokens(3, 41)]
+    requests: list[tuple[str, list[int], dict[str, Any]]] = [("anna", anna, {"marks": [40], "reserve": 0})]
+    requests.append(("ben", ben, {"marks": [40]}))
+    grown = [*anna, *REPLY, *tokens(4, 30)]
+    requests += [("anna grown", grown, {"reserve": 300}), ("ben again", ben, {}), ("branch", branch, {"reserve": 3})]
+    requests += [("branch grown", [*branch, *REPLY, *tokens(5, 50)], {}), ("anna again", anna, {})]
+    # Their end lies on the grid, and one token behind it; a prompt shorter than a chunk.
+    requests += [("to the grid", [*grown[:96]], {}), ("one behind", [*grown[:97]], {}), ("short", SYSTEM[:9], {})]
+    requests += [("anna on", [*grown, *REPLY, *tokens(6, 45)], {}), ("ben on", [*ben, *tokens(7, 60)], {"marks": [67]})]
+    return requests
+
+
+def other_answers(cache: PrefixCache, model: Any, cold: dict[str, Logits]) -> dict[str, list[int]]:
+    """Run the timeline; the requests whose logits differ from the cold ones, and where."""
+    found = {name: differing(serve(cache, model, prompt, **more), cold[name]) for name, prompt, more in timeline()}
+    return {name: offsets for name, offsets in found.items() if offsets}
+
+
+@functools.cache
+def model_and_cold_answers(kind: str) -> tuple[Any, dict[str, Logits]]:
+    model: Any = tiny_model(kind)
+    return model, cold_answers(model, lambda: exact_cache(model))
+
+
+def cold_answers(model: Any, make: Callable[[], PrefixCache]) -> dict[str, Logits]:
+    return {name: serve(make(), model, prompt, **more) for name, prompt, more in timeline()}
+
+
+KINDS = [pytest.param(k, marks=[pytest.mark.slow] * (k not in FAST_KINDS)) for k in TINY_KINDS]
+#: One of each class of cache, and of each mix.
+SLOT_KINDS = ("llama", "llama_sliding", "llama4", "gemma3_text", "mamba", "qwen3_next", "falcon_h1", "deepseek_v32")
+
+
+def test_there_are_at_least_20_types() -> None:
+    assert len({kind.module for kind in TINY_KINDS.values()}) >= 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_warm_answers_are_cold_ones_to_the_bit(kind: str) -> None:
+    model, cold = model_and_cold_answers(kind)
+    roomy = exact_cache(model)
+    assert other_answers(roomy, model, cold) == {}
+    assert roomy.stats.hit_tokens > 0
+    tight = exact_cache(model, budget_bytes=roomy.stats.peak_bytes // 2)
+    assert other_answers(tight, model, cold) == {}
+    assert tight.stats.evictions > 0
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "llama")) for k in SLOT_KINDS])
+def test_so_they_are_once_more_in_two_slots_and_after_memory_was_given_back(kind: str) -> None:
+    model, cold = model_and_cold_answers(kind)
+    cache = exact_cache(model)
+    resumed = 0
+    for _ in range(2):
+        assert other_answers(cache, model, cold) == {}
+        assert cache.stats.hit_tokens > 2 * resumed
+        resumed = cache.stats.hit_tokens
+    assert other_answers(exact_cache(model, live_slots=2), model, cold) == {}
+    for target_bytes in (cache.stats.paged_bytes // 2, 0):
+        cache.reclaim(target_bytes)
+        cache.check()
+        assert other_answers(cache, model, cold) == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cold_answers_are_those_of_mlx_lm_to_the_bit(kind: str) -> None:
+    model, cold = model_and_cold_answers(kind)
+    found = {name: differing(plain(model, prompt), cold[name]) for name, prompt, _ in timeline()}
+    assert {name: offsets for name, offsets in found.items() if offsets} == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_a_token_does_not_depend_on_what_follows_it_in_its_chunk(kind: str) -> None:
+    # What lets two paths that part inside a chunk share the node in front of that place.
+    model: Any = tiny_model(kind)
+    found = []
+    for seed in (1, 2):
+        caches = make_prompt_cache(model)
+        recorded = Recorded(model, 0)
+        for chunk in (SYSTEM[:STEP], SYSTEM[STEP : 2 * STEP], [*SYSTEM[2 * STEP :], *tokens(seed, 8)]):
+            recorded(mx.array([chunk]), cache=caches)
+        found.append(recorded.logits)
+    assert differing(*found) == list(range(len(SYSTEM), 3 * STEP))
+
+
+def test_without_exact_warm_answers_differ_in_their_last_bits() -> None:
+    model: Any = tiny_model("falcon_h1")
+    cold = cold_answers(model, lambda: PrefixCache(model, step_size=STEP))
+    assert other_answers(PrefixCache(model, step_size=STEP), model, cold)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_in_half_precision_exact_answers_are_equal_where_others_are_far_apart(dtype: mx.Dtype) -> None:
+    model: Any = tiny_model("falcon_h1")
+    model.set_dtype(dtype)
+    cold = cold_answers(model, lambda: exact_cache(model))
+    assert other_answers(exact_cache(model), model, cold) == {}
+    free = PrefixCache(model, step_size=STEP)
+    cold = cold_answers(model, lambda: PrefixCache(model, step_size=STEP))
+    warm = {name: serve(free, model, prompt, **more) for name, prompt, more in timeline()}
+    errors = [np.abs(row - cold[name][at]).max() for name, logits in warm.items() for at, row in logits.items()]
+    assert max(errors) > 1e-3
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "qwen3_next"])
+def test_open_sessions_beside_each_other_answer_as_alone(kind: str, slots: int) -> None:
+    model: Any = tiny_model(kind)
+    cache = exact_cache(model, live_slots=slots + 1)
+    prompts = [[*SYSTEM, *tokens(seed, 50)] for seed in range(slots + 1)]
+    cold = [serve(exact_cache(model), model, prompt) for prompt in prompts]
+    for _ in range(2):
+        sessions = [cache.begin(prompt) for prompt in prompts]
+        recorded = [Recorded(model, session.cached_tokens) for session in sessions]
+        for session, model_of in zip(sessions, recorded, strict=True):
+            session.prefill(model_of)
+        for index in range(len(REPLY) + 1):
+            for session, model_of, prompt in zip(sessions, recorded, prompts, strict=True):
+                session.step(model_of, [(prompt[-1], *REPLY)[index]])
+        for session, model_of, wanted in zip(sessions, recorded, cold, strict=True):
+            session.close()
+            assert differing(model_of.logits, wanted) == []
+        cache.check()
+    assert sessions[0].cached_tokens == 80
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "llama4", "mamba", "falcon_h1"])
+def test_fetched_caches_stand_on_the_grid_and_give_cold_answers(kind: str) -> None:
+    model: Any = tiny_model(kind)
+    cache = exact_cache(model)
+    prompt = [*SYSTEM, *tokens(1, 50)]
+    serve(cache, model, prompt)
+    longer = [*prompt, *REPLY, *tokens(2, 30)]
+    cold = serve(exact_cache(model), model, longer)
+    caches, remaining = cache.fetch(longer)
+    start = len(longer) - len(remaining)
+    assert start == 80
+    recorded = Recorded(model, start)
+    last = len(longer) - 1
+    for low in range(start, last, STEP):
+        recorded(mx.array(longer[low : min(low + STEP, last)])[None], cache=caches)
+    for token in (longer[-1], *REPLY):
+        recorded(mx.array([[token]]), cache=caches)
+    assert differing(recorded.logits, cold) == []
+
+
+def test_a_quantized_cache_gives_the_answers_of_a_cold_one() -> None:
+    model: Any = tiny_model("llama")
+    cold = cold_answers(model, lambda: exact_cache(model, kv_bits=8))
+    cache = exact_cache(model, kv_bits=8)
+    assert other_answers(cache, model, cold) == {}
+    assert cache.stats.hit_tokens > 0
+
+
+@pytest.mark.parametrize("max_size", [100, 512])
+def test_a_window_is_cut_back_to_the_grid_alone_before_it_wraps(max_size: int) -> None:
+    model: Any = tiny_model("llama")
+
+    def make() -> PrefixCache:
+        return exact_cache(model, caches=lambda: [RotatingKVCache(max_size=max_size) for _ in model.layers])
+
+    cold = cold_answers(model, make)
+    cache = make()
+    for _ in range(2):
+        assert other_answers(cache, model, cold) == {}
+    assert cache.stats.hit_tokens % STEP == 0
+    assert cache.stats.hit_tokens > 800
+
+
+class Walk:
+    """Requests drawn one after another, each held against a cold run."""
+
+    models: dict[str, Any] = {}  # noqa: RUF012  one for all examples: they are only read
+
+    def __init__(self, kind: str, slots: int, budget_bytes: int) -> None:
+        self.model = self.models.setdefault(kind, tiny_model(kind))
+        self.cache = exact_cache(self.model, live_slots=slots, budget_bytes=budget_bytes, checkpoint_interval=32)
+        self.seen = [SYSTEM]
+
+    def request(self, base: int, cut: int, more: list[int], reply: list[int], begin: dict[str, Any]) -> None:
+        earlier = self.seen[base % len(self.seen)]
+        prompt = [*earlier[: cut % (len(earlier) + 1)], *more]
+        self.seen.append([*prompt, *reply])
+        cold = serve(exact_cache(self.model), self.model, prompt, reply)
+        assert differing(serve(self.cache, self.model, prompt, reply, **begin), cold) == []
+
+
+drawn_tokens = st.integers(0, 99).flatmap(lambda seed: st.integers(1, 60).map(lambda length: tokens(seed, length)))
+requests = st.tuples(
+    st.integers(0, 9),
+    st.integers(0, 200),
+    drawn_tokens,
+    st.lists(st.integers(0, 250), max_size=20),
+    st.sampled_from([0, 7, 300]),
+    st.sampled_from([None, None, 0, 200_000]),
+)
+
+
+def walk_and_compare(kind: str, slots: int, budget: int, drawn: list[Any]) -> None:
+    walk = Walk(kind, slots, budget)
+    for base, cut, more, reply, reserve, target_bytes in drawn:
+        walk.request(base, cut, more, reply, {"reserve": reserve, "marks": [len(more) // 2]})
+        if target_bytes is not None:
+            walk.cache.reclaim(target_bytes)
+            walk.cache.check()
+
+
+walks = given(
+    slots=st.integers(1, 2),
+    budget=st.sampled_from([1 << 30, 700_000]),
+    drawn=st.lists(requests, min_size=3, max_size=7),
+)
+checked = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=4)
+
+
+@pytest.mark.parametrize("kind", WALKED_KINDS)
+@checked
+@walks
+def test_any_sequence_of_requests_gets_cold_answers(kind: str, slots: int, budget: int, drawn: list[Any]) -> None:
+    walk_and_compare(kind, slots, budget, drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WALKED_KINDS)
+@settings(checked, max_examples=15)
+@walks
+def test_any_long_walk_gets_cold_answers(kind: str, slots: int, budget: int, drawn: list[Any]) -> None:
+    walk_and_compare(kind, slots, budget, drawn)
+
+
+# What is resumed, what is stored, and what it costs
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "llama4", "mamba", "qwen3_next"])
+def test_a_request_resumes_at_the_last_multiple_that_was_prefilled_whole(kind: str) -> None:
+    model: Any = tiny_model(kind)
+    cache = exact_cache(model)
+    prompt = tokens(1, 70)
+    serve(cache, model, prompt)  # chunks end at 16, 32, 48, 64 and 69
+    with cache.begin([*prompt, *REPLY, 1, 2]) as session:
+        assert (session.cached_tokens, session.matched_tokens) == (64, 70 + len(REPLY))
+        assert session.reason is ShortReason.OFF_GRID
+    assert cache.stats.off_grid_tokens == 6 + len(REPLY)
+    assert cache.stats.short_reasons == {"off_grid": 1}
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "mamba"])
+def test_a_branch_inside_a_chunk_resumes_at_the_multiple_below(kind: str) -> None:
+    model: Any = tiny_model(kind)
+    cache = exact_cache(model)
+    prompt = tokens(1, 70)
+    serve(cache, model, prompt, marks=[40])
+    with cache.begin([*prompt[:45], *tokens(2, 30)]) as session:
+        assert (session.cached_tokens, session.matched_tokens) == (32, 45)
+        assert session.reason is ShortReason.OFF_GRID
+    assert cache.stats.off_grid_tokens == 13
+
+
+def test_a_missing_checkpoint_is_still_told_apart_from_the_grid() -> None:
+    model: Any = tiny_model("mamba")
+    cache = exact_cache(model)
+    serve(cache, model, tokens(1, 150))
+    with cache.begin([*tokens(1, 150)[:120], 1, 2]) as session:
+        assert (session.cached_tokens, session.matched_tokens) == (64, 120)
+        assert session.reason is ShortReason.NO_CHECKPOINT
+    # Of the 56 tokens 48 are for want of a checkpoint.
+    assert cache.stats.off_grid_tokens == 8
+
+
+def test_only_the_last_token_is_missing_where_the_prompt_ends_one_behind_a_multiple() -> None:
+    model: Any = tiny_model("llama")
+    cache = exact_cache(model)
+    serve(cache, model, tokens(1, 100))
+    with cache.begin(tokens(1, 100)[:65]) as session:
+        assert (session.cached_tokens, session.matched_tokens, session.reason) == (64, 65, ShortReason.LAST_TOKEN)
+    assert cache.stats.off_grid_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "mamba", "qwen3_next"])
+def test_nothing_is_kept_that_nothing_resumes_on(kind: str) -> None:
+    model: Any = tiny_model(kind)
+    cache = exact_cache(model)
+    serve(cache, model, tokens(1, 70), marks=[20, 30])
+    assert cache.stats.tokens == 64
+    serve(cache, model, tokens(2, STEP))  # its last token is not prefilled: no whole chunk
+    assert cache.stats.tokens == 64
+    serve(cache, model, tokens(2, STEP))
+    assert cache.stats.short_reasons == {"off_grid": 1}
+    cache.clear()
+    stats = cache.stats
+    assert (stats.live_bytes, stats.paged_bytes, stats.nodes) == (0, 0, 0)
+    serve(cache, model, tokens(2, STEP))
+    assert cache.stats.short_reasons == {"off_grid": 1}
+
+
+@pytest.mark.parametrize(("more", "ends"), [({"merges": False}, {0, 32}), ({"trim_tokens": 9}, {0, 16, 32, 96})])
+def test_evicted_branches_leave_nothing_behind_inside_a_chunk(more: dict[str, Any], ends: set[int]) -> None:
+    model: Any = tiny_model("llama")
+    with inside.settings(**more):
+        cache = exact_cache(model)
+    shared = tokens(1, 40)
+    for seed in (2, 3):
+        serve(cache, model, [*shared, *tokens(seed, 60)])
+    serve(cache, model, tokens(4, 60))
+    found = set()
+    for target_bytes in range(cache.stats.live_bytes + cache.stats.paged_bytes, 0, -16_384):
+        cache.reclaim(target_bytes)
+        cache.check()
+        leaves = [node for node in inside.nodes(cache) if node.is_leaf]
+        assert all(node.end % STEP == 0 for node in leaves), cache.dump()
+        found.add(max((node.end for node in leaves if node.edge[0] == shared[0]), default=0))
+    assert found >= ends, found
+
+
+@pytest.mark.parametrize("kind", ["llama_sliding", "mamba", "qwen3_next"])
+def test_checkpoints_stand_on_the_grid(kind: str) -> None:
+    model: Any = tiny_model(kind)
+    cache = exact_cache(model, checkpoint_interval=20)
+    serve(cache, model, tokens(1, 100), marks=[33, 40, 47, 70])
+    found = {n.end: found.kind for n in inside.nodes(cache) if (found := inside.checkpoint_of(n)) is not None}
+    assert found == {16: "interval", 32: "mark", 48: "interval", 64: "mark", 80: "tail", 96: "end"}
+
+
+def test_decoded_tokens_are_not_resumed_and_a_prefill_over_them_is() -> None:
+    model: Any = tiny_model("llama")
+    cache = exact_cache(model)
+    prompt, reply = tokens(1, 20), tokens(2, 60)
+    serve(cache, model, prompt, reply)
+    assert cache.stats.tokens == STEP
+    whole = [*prompt, *reply, 1]
+    serve(cache, model, whole)
+    assert cache.stats.off_grid_tokens == len(prompt) + len(reply) - STEP
+    with cache.begin([*whole, 2]) as session:
+        assert session.cached_tokens == 80
+
+
+def test_a_loop_of_the_callers_own_is_not_resumed_beyond_the_prefill() -> None:
+    model: Any = tiny_model("qwen3_next")
+    cache = exact_cache(model)
+    prompt = tokens(1, 50)
+    with cache.begin(prompt) as session:
+        session.prefill(model)
+        session.extend(REPLY)
+        for token in (prompt[-1], *REPLY):
+            model(mx.array([[token]]), cache=session.caches)
+    cache.check()
+    assert cache.stats.tokens == 48
+    with cache.begin(tokens(3, 50)) as session:
+        # In whole chunks, but nobody but prefill() says so.
+        for start in range(0, 48, STEP):
+            session.step(model, tokens(3, 50)[start : start + STEP])
+    cache.check()
+    assert cache.stats.tokens == 48
+
+
+def test_what_an_own_loop_took_back_is_not_resumed() -> None:
+    model: Any = tiny_model("llama")
+    cache = exact_cache(model)
+    prompt = tokens(1, 50)
+    with cache.begin(prompt) as session:
+        session.prefill(model)
+        for layer in session.caches:
+            layer.trim(30)
+        # Token by token over what was a whole chunk.
+        for token in prompt[19:]:
+            session.step(model, [token])
+    cache.check()
+    assert cache.stats.tokens == STEP
+    cold = serve(exact_cache(model), model, prompt)
+    assert differing(serve(cache, model, prompt), cold) == []
+
+
+def test_what_an_own_loop_put_in_front_keeps_prefill_off_the_grid() -> None:
+    model: Any = tiny_model("llama_sliding")
+    cache = exact_cache(model)
+    prompt = tokens(1, 50)
+    with cache.begin(prompt) as session:
+        session.step(model, prompt[:7])
+        session.prefill(model)
+    cache.check()
+    assert cache.stats.tokens == 0
+    cold = serve(exact_cache(model), model, prompt)
+    assert differing(serve(cache, model, prompt), cold) == []
+
+
+def test_another_step_size_is_refused_with_the_reason() -> None:
+    model: Any = tiny_model("llama")
+    cache = exact_cache(model)
+    with (
+        cache.begin(tokens(1, 40)) as session,
+        pytest.raises(ValueError, match="step_size is 8; the exact cache was made with 16 and stores only"),
+    ):
+        session.prefill(model, step_size=8)
+    with pytest.raises(ValueError, match="step_size is 8; the exact cache"):
+        list(stream_generate(model, tiny_tokenizer(), [1, 2, 3], max_tokens=1, cache=cache, prefill_step_size=8))
+    cache.check()
+    free = PrefixCache(model, step_size=16)
+    with free.begin(tokens(1, 40)) as session:
+        session.prefill(model, step_size=8)
+    with pytest.raises(ValueError, match="step_size is 0; wanted"):
+        PrefixCache(model, step_size=0)
+
+
+def test_prefill_takes_the_step_size_of_the_cache() -> None:
+    model: Any = tiny_model("llama")
+    for exact in (True, False):
+        lengths: list[int] = []
+
+        def watched(ids: mx.array, cache: Any, lengths: list[int] = lengths) -> Any:
+            lengths.append(ids.shape[1])
+            return model(ids, cache=cache)
+
+        with PrefixCache(model, exact=exact, step_size=STEP).begin(tokens(1, 40)) as session:
+            session.prefill(watched)
+        assert lengths == [16, 16, 7]
+
+
+def test_caches_of_somebody_else_are_refused_since_nobody_knows_how_they_were_made() -> None:
+    model: Any = tiny_model("llama")
+    cache = exact_cache(model)
+    caches = make_prompt_cache(model)
+    model(mx.array([tokens(1, 32)]), cache=caches)
+    with pytest.raises(ValueError, match=r"insert\(\) into an exact cache: nobody knows .* 16 tokens"):
+        cache.insert(tokens(1, 32), caches)
+    assert cache.stats.nodes == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_generated_tokens_and_their_log_probabilities_are_those_of_a_cold_stream(kind: str) -> None:
+    model: Any = tiny_model(kind)
+    tokenizer = tiny_tokenizer()
+    cache = exact_cache(model)
+    prompt, on_grid = [*SYSTEM, *tokens(1, 50)], 0
+    for turn in range(3):
+        warm = list(stream_generate(model, tokenizer, prompt, max_tokens=6, cache=cache))
+        cold = list(stream_generate(model, tokenizer, prompt, max_tokens=6, cache=exact_cache(model)))
+        assert [r.token for r in warm] == [r.token for r in cold]
+        assert all(mx.array_equal(w.logprobs, c.logprobs) for w, c in zip(warm, cold, strict=True))
+        assert warm[0].cached_tokens == on_grid
+        on_grid = (len(prompt) - 1) // STEP * STEP
+        prompt = [*prompt, *[r.token for r in warm], *tokens(10 + turn, 20)]
+
+
+def test_a_draft_model_on_the_grid_gives_the_answers_of_a_cold_stream() -> None:
+    model: Any = tiny_model("llama")
+    draft: Any = tiny_model("llama", seed=1)
+    tokenizer = tiny_tokenizer()
+
+    def make() -> PrefixCache:
+        return exact_cache(model, caches=lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)])
+
+    cache = make()
+    prompt = [*SYSTEM, *tokens(1, 50)]
+    for turn in range(3):
+        warm, cold = (
+            list(stream_generate(model, tokenizer, prompt, max_tokens=8, draft_model=draft, cache=each))
+            for each in (cache, make())
+        )
+        assert [(r.token, r.from_draft) for r in warm] == [(r.token, r.from_draft) for r in cold]
+        assert all(mx.array_equal(w.logprobs, c.logprobs) for w, c in zip(warm, cold, strict=True))
+        assert (warm[0].cached_tokens > 0) == (turn > 0)
+        cache.check()
+        prompt = [*prompt, *[r.token for r in warm], *tokens(10 + turn, 20)]
+
+
+def test_pins_and_namespaces_hold_in_exact_mode() -> None:
+    model: Any = tiny_model("mamba")
+    cache = exact_cache(model)
+    prompt = tokens(1, 70)
+    serve(cache, model, prompt)
+    cache.pin(prompt)  # as much of it as is stored
+    cache.reclaim(0)
+    cache.check()
+    assert cache.stats.tokens == 64
+    with cache.begin([*prompt, 1]) as session:
+        assert session.cached_tokens == 64
+    with pytest.raises(ValueError, match="15 tokens: no whole chunk of 16 to keep"):
+        cache.pin(prompt[:15])
+    cache.pin(prompt[:16])
+    cache.unpin(prompt[:16])
+    with cache.begin([*prompt, 1], namespace="other") as session:
+        assert (session.cached_tokens, session.matched_tokens, session.reason) == (0, 0, None)
+    cache.unpin(prompt)
+    cache.reclaim(0)
+    assert cache.stats.tokens == 0

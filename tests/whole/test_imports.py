@@ -1,0 +1,64 @@
+"""The parts that promise to need no MLX are imported in a fresh interpreter that would notice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("mlx", "mlx_lm", "transformers", "runner")
+
+
+def _loaded_by(statement: str) -> set[str]:
+    """Top-level packages in memory after a statement, in an interpreter of its own."""
+    code = f"{statement}; import sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    # -P: nothing but the repository on the path, whatever the working directory is.
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import policies, radixcache.tree.radix_tree, radixcache.budget.ledger",
+        "import radixcache",
+        "import radixcache.cells.table; from radixcache import CacheFullError",
+        "from radixcache import POLICIES, CostModel, Entry, EvictionPolicy, Ledger, RadixTree, RadixCacheError",
+        "import radixcache.adapters.snapshots, radixcache.errors, radixcache.locking.interrupts, radixcache.tokens.ids",
+    ],
+)
+def test_the_parts_that_need_no_mlx_do_not_import_it(statement: str) -> None:
+    assert _loaded_by(statement).isdisjoint(HEAVY)
+
+
+def test_the_cache_itself_does_import_mlx() -> None:
+    assert {"mlx", "mlx_lm"} <= _loaded_by("from radixcache import PrefixCache")
+
+
+def test_policies_import_nothing_of_radixcache_and_radixcache_nothing_of_runner() -> None:
+    assert _loaded_by("import policies").isdisjoint({"radixcache", "runner"})
+    assert "runner" not in _loaded_by("from radixcache import *")
+
+
+def test_reading_a_trace_and_its_curve_imports_no_mlx() -> None:
+    modules = (
+        "traces.synth",
+        "traces.reader",
+        "simulate.mrc",
+        "simulate.advise",
+        "simulate.curve_report",
+        "models.footprint",
+    )
+    loaded = _loaded_by(f"import radixcache.watch.trace, {', '.join(f'runner.{name}' for name in modules)}")
+    assert loaded.isdisjoint({"mlx", "mlx_lm", "transformers", "matplotlib"})

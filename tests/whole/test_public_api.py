@@ -1,0 +1,174 @@
+"""The public names: pinned, sorted, all there, and no more."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+
+import pytest
+
+import radixcache
+from policies import EvictionPolicy
+
+PUBLIC_NAMES = [
+    "POLICIES",
+    "BudgetFullError",
+    "CacheBusyError",
+    "CacheFullError",
+    "CacheStats",
+    "CausalCache",
+    "CostModel",
+    "Entry",
+    "Event",
+    "EventKind",
+    "EvictionPolicy",
+    "Explanation",
+    "Gap",
+    "Group",
+    "Hint",
+    "Ledger",
+    "Mismatch",
+    "NamedPin",
+    "PrefixCache",
+    "RadixCacheError",
+    "RadixTree",
+    "Reason",
+    "Row",
+    "Session",
+    "SessionClosedError",
+    "ShiftError",
+    "ShortReason",
+    "SnapshotError",
+    "StatsSnapshot",
+    "TraceWriter",
+    "TreeView",
+    "UnsupportedCacheError",
+    "register_adapter",
+    "render_chat",
+    "stream_generate",
+]
+
+
+def test_the_public_names_are_these() -> None:
+    assert radixcache.__all__ == PUBLIC_NAMES
+
+
+def test_the_public_names_are_sorted_constants_then_classes_then_functions() -> None:
+    def rank(name: str) -> tuple[int, str]:
+        return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+    assert radixcache.__all__ == sorted(radixcache.__all__, key=rank)
+
+
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_every_public_name_can_be_imported_and_is_documented(name: str) -> None:
+    value = getattr(radixcache, name)
+    namespace: dict[str, object] = {}
+    exec(f"from radixcache import {name}", namespace)
+    assert namespace[name] is value
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert inspect.getdoc(value)
+        assert value.__name__ == name
+
+
+def test_every_public_name_is_listed_by_dir_and_a_wrong_one_is_an_attribute_error() -> None:
+    assert set(PUBLIC_NAMES) <= set(dir(radixcache))
+    with pytest.raises(AttributeError, match="module 'radixcache' has no attribute 'PrefixCash'"):
+        radixcache.PrefixCash  # noqa: B018
+
+
+def test_star_import_brings_exactly_the_public_names() -> None:
+    namespace: dict[str, object] = {}
+    exec("from radixcache import *", namespace)
+    assert set(namespace) - {"__builtins__"} == set(PUBLIC_NAMES)
+
+
+def test_every_public_method_says_what_it_does() -> None:
+    for owner in (radixcache.PrefixCache, radixcache.Session, radixcache.RadixTree, radixcache.Ledger):
+        for name, member in inspect.getmembers(owner):
+            if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+                assert inspect.getdoc(member), f"{owner.__name__}.{name} has no docstring"
+
+
+def test_errors_have_one_base_and_are_also_what_python_calls_them() -> None:
+    for name in PUBLIC_NAMES:
+        if name.endswith("Error"):
+            assert issubclass(getattr(radixcache, name), radixcache.RadixCacheError)
+    assert issubclass(radixcache.SnapshotError, ValueError)
+    assert issubclass(radixcache.UnsupportedCacheError, TypeError)
+
+
+def test_an_eviction_policy_has_these_hooks_and_no_others() -> None:
+    hooks = [name for name, each in vars(EvictionPolicy).items() if inspect.isfunction(each) and name[0] != "_"]
+    assert hooks == ["inserted", "touched", "split", "merged", "evicted", "evictable_changed", "victim"]
+
+
+def test_an_entry_has_the_fields_that_policies_are_written_against() -> None:
+    fields = typing.get_type_hints(radixcache.Entry)
+    assert {
+        "entry_id",
+        "state",
+        "start",
+        "end",
+        "weight_bytes",
+        "cost",
+        "parent",
+        "children",
+        "has_checkpoint",
+        "created",
+        "last_used",
+        "uses",
+        "priority",
+        "turn",
+        "kind",
+    } <= set(fields)
+    assert isinstance(radixcache.Entry.tokens, property)
+    assert isinstance(radixcache.Entry.digest, property)
+
+
+def test_the_arguments_of_the_public_calls_are_those_of_the_documentation() -> None:
+    def parameters(function: object) -> list[str]:
+        return [name for name in inspect.signature(function).parameters if name != "self"]  # type: ignore[arg-type]
+
+    cache, session = radixcache.PrefixCache, radixcache.Session
+    made = parameters(cache)
+    assert made[0] == "model"
+    options = {"caches", "budget_bytes", "policy", "checkpoint_interval", "live_slots", "kv_bits", "kv_group_size"}
+    assert options <= set(made)
+    begun = parameters(cache.begin)
+    assert begun[:6] == ["tokens", "keys", "namespace", "marks", "reserve", "priority"]
+    assert {"model", "step_size", "on_progress"} <= set(parameters(session.prefill))
+    assert parameters(session.step) == ["model", "tokens"]
+    assert parameters(session.extend) == ["tokens"]
+    assert parameters(cache.fetch)[:1] == ["tokens"]
+    assert parameters(cache.insert)[:2] == ["tokens", "caches"]
+    assert parameters(cache.reclaim) == ["target_bytes"]
+    assert isinstance(cache.stats, property)
+    after_the_model = list(inspect.signature(cache).parameters.values())[1:]
+    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in after_the_model)
+
+
+def test_what_users_may_ask_of_a_cache_is_this() -> None:
+    assert [name for name in dir(radixcache.PrefixCache) if not name.startswith("_")] == [
+        "begin",
+        "begin_many",
+        "check",
+        "clear",
+        "clear_quarantine",
+        "dump",
+        "explain",
+        "fetch",
+        "insert",
+        "make_room",
+        "mismatches",
+        "names",
+        "pin",
+        "reclaim",
+        "render",
+        "snapshot_stats",
+        "stats",
+        "unpin",
+        "view",
+        "warm",
+    ]
+    assert radixcache.PrefixCache.__mro__ == (radixcache.PrefixCache, object)

@@ -1,0 +1,524 @@
+"""What was made apart and meets in one cache: verification, exact mode, pins, warming, explain, one ledger for two."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from radixcache import Event, EventKind, Ledger, PrefixCache, Reason, Session, StatsSnapshot
+from runner.models.tiny import tiny_model
+from tests import inside
+from tests.prompts import tokens
+from tests.verify.test_verify import nodes, spoil_live
+from tests.walks.spelling import SpellingModel
+from tests.whole.test_exact import REPLY, STEP, Logits, Recorded, differing, exact_cache, serve
+
+PROMPT = tokens(11, 70)
+
+
+# Verification in exact mode
+
+
+class OwnPasses(Recorded):
+    """Records what a session evaluates in its own caches, and lets the cold run of a check pass."""
+
+    def __init__(self, model: Any, session: Session) -> None:
+        super().__init__(model, session.position)
+        self.session = session
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        if cache is not self.session.caches:
+            return self.model(ids, cache=cache)
+        self.offset = self.session.position
+        return super().__call__(ids, cache)
+
+
+def own_logits(session: Session, model: Any) -> Logits:
+    recorded = OwnPasses(model, session)
+    session.prefill(recorded)
+    for token in (int(session.prompt[-1]), *REPLY):
+        session.step(recorded, [token])
+    return recorded.logits
+
+
+def asked_where_it_is_wrong(model: Any) -> tuple[list[int], Logits, PrefixCache]:
+    """A prompt, its cold logits, and an exact cache that verifies and has its beginning wrong from token 20 on."""
+    prompt = [*PROMPT, *tokens(12, 40)]
+    cold = serve(exact_cache(model), model, prompt)
+    cache = exact_cache(model, verify=1.0)
+    serve(cache, model, PROMPT)
+    spoil_live(cache, 0, 20)
+    return prompt, cold, cache
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding"])
+def test_a_session_that_starts_over_in_exact_mode_answers_as_a_cold_one_and_stores_whole_chunks(kind: str) -> None:
+    model = tiny_model(kind)
+    prompt, cold, cache = asked_where_it_is_wrong(model)
+    with cache.begin(prompt) as session:
+        assert session.cached_tokens == 64
+        with pytest.warns(RuntimeWarning, match="cold prefill"):
+            found = own_logits(session, model)
+        assert inside.grid_end(session) == 96
+        assert found.keys() == cold.keys()
+        assert differing(found, cold) == []
+    cache.check()
+    start = cache.mismatches[0].quarantined_from
+    # What is left ends on the grid: nothing resumes on the right part of the chunk in which the wrong row lies.
+    assert start % STEP == 0
+    assert all(node.end % STEP == 0 for node in nodes(cache))
+    assert inside.stored_tokens(cache, prompt) <= start
+    assert cache.explain(prompt).resumable_tokens <= start
+    # Once nothing is quarantined any more its whole chunks are stored again, and are right.
+    cache.clear_quarantine()
+    with cache.begin(prompt) as session:
+        assert differing(own_logits(session, model), cold) == []
+        assert session.mismatch is None
+    cache.check()
+    with cache.begin([*prompt, 1]) as session:
+        assert session.cached_tokens == 96
+        own_logits(session, model)
+        assert session.mismatch is None
+    cache.check()
+
+
+def test_step_before_prefill_starts_over_in_whole_chunks_and_stores_them_alone() -> None:
+    model = tiny_model("llama")
+    prompt, cold, cache = asked_where_it_is_wrong(model)
+    with cache.begin(prompt) as session:
+        with pytest.warns(RuntimeWarning, match="from token 20 on"):
+            logits = session.step(model, prompt[64:70])
+        assert logits.shape[1] == 6
+        assert np.allclose(np.array(logits[0]), [cold[at] for at in range(64, 70)], atol=1e-4)
+        cache.clear_quarantine()
+        session.prefill(model)
+        # What step() evaluated was not made in a whole chunk: the chunks in front of it are all that is on the grid.
+        assert (session.position, inside.grid_end(session)) == (109, 64)
+    assert cache.explain(prompt).resumable_tokens == 64
+    with cache.begin(prompt) as session:
+        assert differing(own_logits(session, model), cold) == []
+        assert session.mismatch is None
+    cache.check()
+
+
+def test_in_exact_mode_tails_of_a_quarantined_path_are_not_matched_and_cost_nothing() -> None:
+    model = tiny_model("llama")
+    cache = exact_cache(model, verify=1.0)
+    serve(cache, model, PROMPT)
+    assert cache.explain([*PROMPT, 1]).matched_tokens == len(PROMPT)
+    spoil_live(cache, 0, 20)
+    with pytest.warns(RuntimeWarning, match="cold prefill"):
+        serve(cache, model, PROMPT)
+    before = cache.stats.off_grid_tokens
+    explained = cache.explain([*PROMPT, 1])
+    assert explained.matched_tokens <= 20
+    assert [gap.reason for gap in explained.gaps][-1] == Reason.QUARANTINED
+    with cache.begin([*PROMPT, 1]) as session:
+        assert (session.matched_tokens, session.cached_tokens) == (explained.matched_tokens, 16)
+    assert cache.stats.off_grid_tokens - before == explained.matched_tokens - 16
+
+
+def test_a_leaf_that_lost_its_tail_is_not_matched_with_what_followed_its_former_end() -> None:
+    model = SpellingModel(["kv"])
+    with inside.settings(trim_tokens=4):
+        cache = PrefixCache(model, exact=True, step_size=4, budget_bytes=1 << 20)
+    with cache.begin([1, 2, 3, 4, 5, 6, 7, 8, 9, 9]) as session:
+        session.prefill(model)
+    assert cache.explain([1, 2, 3, 4, 5, 6, 7, 8, 9, 0]).matched_tokens == 9
+    cache.reclaim(6 * inside.token_bytes(cache))
+    assert [node.end for node in nodes(cache)] == [4]
+    # Nobody ever asked for 9 behind the first four.
+    other = [1, 2, 3, 4, 9, 9, 9]
+    explained = cache.explain(other)
+    assert (explained.matched_tokens, [gap.reason for gap in explained.gaps]) == (4, [Reason.NEVER_STORED])
+    with cache.begin(other) as session:
+        assert (session.matched_tokens, session.cached_tokens, session.reason) == (4, 4, None)
+    assert cache.stats.off_grid_tokens == 0
+
+
+# Pins and warming
+
+
+def quarantined_cache(**more: Any) -> tuple[Any, PrefixCache]:
+    """A cache in which PROMPT is quarantined from token 20 on."""
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, step_size=STEP, **more)
+    for _ in range(2):
+        if nodes(cache):
+            spoil_live(cache, 0, 20)
+        with cache.begin(PROMPT) as session:
+            session.prefill(model)
+    return model, cache
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+@pytest.mark.parametrize("exact", [False, True])
+def test_quarantined_tokens_are_neither_warmed_nor_pinned_and_the_message_says_so(exact: bool) -> None:
+    model, cache = quarantined_cache(exact=exact)
+    assert cache.stats.quarantined == 1
+    before = cache.stats.requests
+    start = 16 if exact else 20
+    for call in pin_and_warm(cache, lambda *_, **__: pytest.fail("evaluated in vain")):
+        with pytest.raises(ValueError, match=f"tokens are stored; from offset {start} on they are quarantined.*clear_"):
+            call()
+    assert (cache.stats.requests, cache.names()) == (before, {})
+    assert cache.warm(model, PROMPT[:20]) >= 0
+    cache.clear_quarantine()
+    assert cache.warm(model, PROMPT, name="a") > 0
+    assert list(cache.names()) == ["a"]
+    cache.check()
+
+
+def pin_and_warm(cache: PrefixCache, model: Any) -> list[Callable[[], object]]:
+    return [
+        lambda: cache.pin(PROMPT),
+        lambda: cache.pin(PROMPT, name="a"),
+        lambda: cache.warm(model, PROMPT),
+        lambda: cache.warm(model, PROMPT, name="a"),
+    ]
+
+
+def test_warming_that_finds_the_state_wrong_says_so() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, step_size=STEP)
+    cache.warm(model, PROMPT)
+    spoil_live(cache, 0, 20)
+    with (
+        pytest.warns(RuntimeWarning, match="cold prefill"),
+        pytest.raises(ValueError, match="from offset 20 on they are quarantined"),
+    ):
+        cache.warm(model, [*PROMPT, 1, 2], name="a")
+    assert cache.names() == {}
+    cache.check()
+
+
+def test_in_exact_mode_unpin_takes_the_pin_of_the_same_tokens_back_whatever_was_stored_since() -> None:
+    model = SpellingModel(["kv"])
+    cache = PrefixCache(model, exact=True, step_size=4)
+    eight, nine = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    with cache.begin(eight) as session:
+        session.prefill(model)
+    cache.pin(eight)  # keeps 4
+    with cache.begin(nine) as session:
+        session.prefill(model)
+    cache.pin(nine)  # keeps 8
+    cache.unpin(eight)
+    assert cache.stats.pinned_bytes == 8 * inside.token_bytes(cache)
+    with pytest.raises(ValueError, match="not pinned"):
+        cache.unpin([*nine[:8], 0])
+    cache.unpin(nine)
+    assert cache.stats.pinned_bytes == 0
+    # Twice the same tokens, the last chunk stored in between: the newer pin goes first.
+    cache.clear()
+    with cache.begin(eight) as session:
+        session.prefill(model)
+    cache.pin(eight)
+    cache.warm(model, eight)
+    cache.pin(eight)
+    cache.unpin(eight)
+    assert cache.stats.pinned_bytes == 4 * inside.token_bytes(cache)
+    cache.unpin(eight)
+    assert cache.stats.pinned_bytes == 0
+    cache.check()
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 12])
+def test_in_exact_mode_what_was_warmed_is_named_resumed_and_unpinned_by_its_tokens(length: int) -> None:
+    model = SpellingModel(["kv", "arrays"])
+    cache = PrefixCache(model, exact=True, step_size=4, verify=1.0)
+    prefix = list(range(1, length + 1))
+    if length < 4:
+        with pytest.raises(ValueError, match="no whole chunk of 4"):
+            cache.warm(model, prefix, name="a")
+        return
+    kept = length // 4 * 4
+    cache.warm(model, prefix, name="a")
+    assert cache.warm(model, prefix, name="b", ttl_requests=1) == 0
+    assert {name: pin.tokens for name, pin in cache.names().items()} == {"a": kept, "b": kept}
+    cache.reclaim(0)
+    assert cache.explain([*prefix, 7]).resumable_tokens == kept
+    with cache.begin([*prefix, 7]) as session:
+        # One of them ends with this request.
+        assert list(cache.names()) == ["a"]
+        assert session.cached_tokens == kept
+        cache.unpin(prefix)
+        cache.reclaim(0)
+        cache.check()
+        session.prefill(model)
+        assert session.mismatch is None
+    assert cache.stats.pinned_bytes == 0
+    cache.check()
+
+
+# One ledger for two
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+def test_the_second_state_counts_for_all_caches_on_the_ledger_and_takes_from_the_other() -> None:
+    model = tiny_model("llama")
+    per_token = 0
+    for budget in (1 << 30, None):
+        ledger = Ledger(budget or 3 * 80 * per_token)
+        cache, other = (PrefixCache(model, budget_bytes=ledger, verify=1.0, step_size=STEP) for _ in range(2))
+        serve(other, model, PROMPT)
+        serve(cache, model, PROMPT)
+        spoil_live(cache, 0, 20)
+        seen = []
+
+        def looking(ids: Any, cache: Any, ledger: Any = ledger, one: Any = cache, two: Any = other) -> Any:
+            stats = [one.stats, two.stats]
+            seen.append(stats[0].verify_bytes)  # noqa: B023
+            total = sum(each.live_bytes + each.paged_bytes + each.verify_bytes for each in stats)
+            assert ledger.total_bytes == total
+            one.check()
+            two.check()
+            return model(ids, cache=cache)
+
+        with cache.begin([*PROMPT, 1, 2]) as session:
+            session.prefill(looking)
+            session.step(looking, [2])
+        per_token = inside.token_bytes(cache)
+        assert max(seen) >= 70 * per_token
+        assert session.mismatch is not None
+        ledger.check()
+        assert ledger.over_bytes() == 0
+        assert (cache.stats.verify_bytes, other.stats.quarantined) == (0, 0)
+    mx.clear_cache()
+
+
+# Figures
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+def test_figures_of_a_run_with_mismatches_are_counters_only_where_they_never_fall() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, step_size=STEP)
+    seen: list[StatsSnapshot] = []
+
+    def looking(ids: Any, cache_list: Any) -> Any:
+        seen.append(cache.snapshot_stats())
+        return model(ids, cache=cache_list)
+
+    for _ in range(2):
+        if nodes(cache):
+            spoil_live(cache, 0, 20)
+        with cache.begin(PROMPT) as session:
+            session.prefill(lambda ids, cache: looking(ids, cache))
+    cache.clear_quarantine()
+    seen.append(cache.snapshot_stats())
+    for name in ("quarantined", "verify_bytes"):
+        assert max(each.value(f"radixcache_{name}") for each in seen) > seen[-1].value(f"radixcache_{name}") == 0
+    for metric in seen[0].metrics:
+        if metric.kind == "counter":
+            values = [sum(s.value for m in each.metrics if m.name == metric.name for s in m.samples) for each in seen]
+            assert values == sorted(values), metric.name
+    units = {metric.name: metric.unit for metric in seen[-1].metrics}
+    assert units["radixcache_quarantined"] == "prefixes"
+    assert units["radixcache_verify_mismatches_total"] == units["radixcache_verify_skipped_total"] == "requests"
+
+
+def test_an_infinite_error_is_written_as_prometheus_and_json_can_read_it() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, step_size=STEP)
+    with cache.begin(PROMPT) as session:
+        session.prefill(model)
+    leaf = inside.live_caches(cache, 0)[-1]
+    leaf.keys = mx.where(mx.arange(leaf.keys.shape[2])[:, None] == 20, mx.nan, leaf.keys)
+    mx.eval(leaf.keys)
+    with pytest.warns(RuntimeWarning, match="relative error inf"), cache.begin(PROMPT) as session:
+        session.prefill(model)
+    found = cache.snapshot_stats()
+    assert "radixcache_verify_largest_error +Inf\n" in found.exposition()
+    text = json.dumps(found.as_dict(), allow_nan=False)
+    assert json.loads(text)["metrics"]["radixcache_verify_largest_error"]["samples"] == [
+        {"labels": {}, "value": "+Inf"}
+    ]
+
+
+# Two sessions on one wrong path
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+def test_a_session_that_stood_on_wrong_state_stores_none_of_it_also_once_the_quarantine_is_cleared() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, live_slots=2, step_size=STEP)
+    with cache.begin(PROMPT) as session:
+        session.prefill(model)
+    spoil_live(cache, 0, 20)
+    # A loop of its own: what it was handed is never compared.
+    standing = cache.begin([*PROMPT, 1])
+    model(mx.array([standing.remaining.tolist()]), cache=standing.caches)
+    with cache.begin([*PROMPT, 2]) as session:
+        session.prefill(model)
+        assert session.mismatch is not None
+    cache.clear_quarantine()
+    standing.close()
+    cache.check()
+    assert inside.stored_tokens(cache, [*PROMPT, 1]) == 20
+    # The slot is as good as any other afterwards.
+    with cache.begin([*PROMPT, 1, 3]) as session:
+        assert session.cached_tokens == 20
+        session.prefill(model)
+        assert session.mismatch is None
+    assert inside.stored_tokens(cache, [*PROMPT, 1]) == len(PROMPT) + 1
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+def test_a_second_session_that_finds_the_same_checkpoint_wrong_does_not_quarantine_what_is_in_front_of_it() -> None:
+    model = SpellingModel(["kv", "arrays"])
+    cache = PrefixCache(model, verify=1.0, live_slots=3)
+    prefix, prompt = [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8]
+    cache.warm(model, prefix)
+    cache.warm(model, prompt)
+    (node,) = (each for each in nodes(cache) if each.end == len(prompt))
+    assert node.start == len(prefix)
+    checkpoint = inside.checkpoint_of(node)
+    assert checkpoint is not None
+    (slots,) = (inside.slots_of(leaf) for leaf in checkpoint.leaves if leaf is not None)
+    slots[1] = slots[1] + 1
+    for slot in inside.live_slots(cache):
+        inside.restore_live_points(cache, slot, checkpoint, len(prompt))
+    first, second = cache.begin([*prompt, 9]), cache.begin([*prompt, 10])
+    assert first.cached_tokens == second.cached_tokens == len(prompt)
+    for session in (first, second):
+        session.step(model, session.prompt[-1:])
+        assert session.mismatch is not None
+        assert session.mismatch.quarantined_from == len(prefix)
+        session.close()
+        cache.check()
+    assert cache.explain([*prompt, 9]).resumable_tokens == len(prefix)
+
+
+# What breaks off, and what is told
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_all_memory_is_accounted_for_while_and_after_a_check_breaks_off(at: int, error: type[BaseException]) -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, exact=True, step_size=STEP)
+    for _ in range(2):
+        with cache.begin(PROMPT) as session:
+            session.prefill(model)
+
+    def unbooked() -> int:
+        gc.collect()
+        stats = cache.stats
+        return int(mx.get_active_memory()) - stats.live_bytes - stats.paged_bytes - stats.verify_bytes
+
+    before, passes = unbooked(), 0
+
+    def failing(ids: mx.array, cache: Any) -> mx.array:
+        nonlocal passes
+        passes += 1
+        if passes == at:
+            raise error
+        logits: mx.array = model(ids, cache=cache)
+        return logits
+
+    def request() -> None:
+        with cache.begin([*PROMPT, 1, 2]) as session:
+            session.prefill(failing)
+
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            request()
+    else:
+        request()
+    assert passes >= at
+    cache.check()
+    assert cache.stats.verify_bytes == 0
+    assert abs(unbooked() - before) < 4096
+    with cache.begin(PROMPT) as session:
+        assert session.cached_tokens == 64
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+def test_a_mismatch_is_told_after_the_request_was_resumed_and_its_state_was_taken_out() -> None:
+    model = tiny_model("llama")
+    told: list[Event] = []
+    cache = PrefixCache(model, verify=1.0, step_size=STEP, on_event=told.append)
+    for namespace in ("other", "tenant"):
+        with cache.begin(PROMPT, namespace=namespace) as session:
+            session.prefill(model)
+    spoil_live(cache, 0, 20)
+    told.clear()
+    with cache.begin([*PROMPT, 1], namespace="tenant") as session:
+        session.prefill(model)
+    kinds = [event.kind for event in told if event.kind in ("resumed", "evicted", "quarantined", "stored")]
+    assert kinds == ["resumed", "evicted", "quarantined"]
+    taken_out, found = (event for event in told if event.kind in (EventKind.EVICTED, EventKind.QUARANTINED))
+    assert found.detail == {"mismatch": session.mismatch}
+    assert (found.start, found.end) == (20, len(PROMPT) - 1)
+    assert taken_out.detail == {"state": "tokens", "was_wrong": True}
+    assert (taken_out.start, taken_out.end) == (20, len(PROMPT) - 1)
+    assert taken_out.nbytes == inside.token_bytes(cache) * (len(PROMPT) - 1 - 20)
+    assert {event.namespace for event in told} == {"tenant"}
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+@pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
+def test_what_was_found_wrong_is_told_from_what_had_to_go(kind: str) -> None:
+    model = tiny_model(kind)
+    told: list[Event] = []
+    cache = PrefixCache(model, verify=1.0, step_size=STEP, on_event=told.append)
+    branches = [[*PROMPT, 1, 2, 3], [*PROMPT, 4, 5, 6]]
+    for prompt in branches:
+        with cache.begin(prompt) as session:
+            session.prefill(model)
+    spoil_live(cache, 0, 20)
+    told.clear()
+    with cache.begin([*branches[1], 1]) as session:
+        session.prefill(model)
+        mismatch = session.mismatch
+    start = mismatch.quarantined_from
+    assert start <= 20
+    evicted = [event for event in told if event.kind == "evicted" and event.detail["state"] == "tokens"]
+    gone = [event for event in evicted if event.detail["was_wrong"]]
+    assert all(event.end <= start for event in evicted if event not in gone)
+    # What the two share, and the ends of both.
+    assert sum(event.end - event.start for event in gone) == len(PROMPT) - start + 2 * 2
+    assert [(gap.reason, gap.tick) for gap in cache.explain(branches[0]).gaps][-1] == (Reason.QUARANTINED, None)
+    cache.clear_quarantine()
+    for prompt in branches:
+        gaps = [gap for gap in cache.explain(prompt).gaps if start < gap.end < len(prompt)]
+        assert {(gap.reason, gap.tick) for gap in gaps} == {(Reason.QUARANTINED, mismatch.tick)}
+        assert f"found wrong and taken out at tick {mismatch.tick}" in str(gaps[0])
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+def test_what_is_quarantined_in_one_namespace_is_as_it_was_in_another() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, step_size=STEP, live_slots=2)
+    for namespace in ("mine", "hidden"):
+        with cache.begin(PROMPT, namespace=namespace) as session:
+            session.prefill(model)
+    before = (
+        cache.explain([*PROMPT, 1], "mine"),
+        cache.snapshot_stats("mine").exposition(),
+        cache.render(namespace="mine"),
+    )
+    (slot,) = inside.live_slots(cache, "hidden")
+    spoil_live(cache, slot, 20)
+    with cache.begin([*PROMPT, 1], namespace="hidden") as session:
+        session.prefill(model)
+        assert session.mismatch is not None
+    after = (
+        cache.explain([*PROMPT, 1], "mine"),
+        cache.snapshot_stats("mine").exposition(),
+        cache.render(namespace="mine"),
+    )
+    assert after[:2] == before[:2]
+    assert "hidden" not in str(after)
+    assert {gap.reason for gap in cache.explain([*PROMPT, 1], "elsewhere").gaps} == {Reason.NEVER_STORED}
+    assert cache.pin(PROMPT[:-1], "mine", name="a") > 0
+    assert cache.warm(model, PROMPT[:-1], "mine") == 0
+    cache.clear_quarantine("mine")
+    assert cache.stats.quarantined == 1
+    cache.check()
