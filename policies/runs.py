@@ -11,9 +11,9 @@ not count as long as they cannot go, so it does not matter whether a cache makes
 
 Invariants:
 
-  R1  The runs of an entry have one key or more each, and as many keys together as the entry.
-  R2  `_filed[id]` says where an evictable entry's last run stands; nothing else is in a queue.
-  R3  `tokens[q]` is the sum over all runs in queue q.
+  RU1  The runs of an entry have one key or more each, and as many keys together as the entry.
+  RU2  `_filed[id]` says where an evictable entry's last run stands; nothing else is in a queue.
+  RU3  `tokens[q]` is the sum over all runs in queue q.
 
 O(log n) per operation, plus the runs of the edge it is about (one, unless uses ended inside it or its keys were moved
 apart); a victim costs what it takes to pass over the marks that uses have left.
@@ -171,7 +171,7 @@ class RunPolicy:
         return self._answer
 
     def check(self) -> None:
-        """Assert R1 to R3."""
+        """Assert RU1 to RU3."""
         tokens = [0] * self.queue_count
         for number, entry in self._entries.items():
             runs = self._runs[number]
