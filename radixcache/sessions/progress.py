@@ -133,8 +133,8 @@ class Progress:
         if self._is_exact and self.position != self.grid_end:
             return
         with self._core.lock:
-            make = lambda: self._layout.checkpoint(self.caches, self.position, kind)  # noqa: E731
-            self.checkpoints.append(self._core.pager.allocating(make))
+            copied = self._core.pager.allocating(lambda: self._layout.checkpoint(self.caches, self.position, kind))
+            self.checkpoints.append(copied)
             self._core.thin(self.checkpoints, self._live.booking)
 
     def settle(self, known: int, broke_off: bool) -> tuple[int, int]:
