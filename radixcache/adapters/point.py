@@ -6,6 +6,7 @@ The state of a cache is a nest of lists, tuples and dictionaries with arrays in 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,18 +35,18 @@ class PointSnapshot:
         return arrays_in(self.state)
 
 
-class PointAdapter:
+class PointAdapter(ABC):
     """Base of the adapters of point state; most of them can restore a snapshot at its own offset only."""
 
     is_point = True
 
+    @abstractmethod
     def state(self, cache: Any) -> Any:
         """The state of a cache that is not empty; not a copy."""
-        raise NotImplementedError(f"{type(self).__name__} must define state(cache).")
 
+    @abstractmethod
     def put(self, cache: Any, state: Any, offset: int | None) -> None:
         """Give the cache the state that `state` gave at this offset."""
-        raise NotImplementedError(f"{type(self).__name__} must define put(cache, state, offset).")
 
     def is_empty(self, cache: Any) -> bool:
         return not self.buffers(cache)
@@ -62,7 +63,7 @@ class PointAdapter:
     def spare_nbytes(self, cache: Any) -> int:
         return 0
 
-    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:
+    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:  # noqa: B027
         """Nothing to reserve: the class allocates at every update."""
 
     def snapshot(self, cache: Any, start: int, end: int) -> PointSnapshot | None:

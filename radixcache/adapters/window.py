@@ -6,6 +6,7 @@ and both the live state and a snapshot can be cut back to any smaller one.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import mlx.core as mx
@@ -18,13 +19,13 @@ from radixcache.adapters.point import PointAdapter, PointSnapshot
 class WindowAdapter(KeysAndValues, PointAdapter):
     """Base of these adapters, which say how many tokens the buffers hold, and where the class notes that."""
 
+    @abstractmethod
     def filled(self, cache: Any) -> int:
         """Tokens of the state."""
-        raise NotImplementedError(f"{type(self).__name__} must define filled(cache).")
 
+    @abstractmethod
     def place(self, cache: Any, buffers: Any, offset: int, filled: int) -> None:
         """Give the cache buffers (or None twice) whose first `filled` tokens are the state at `offset`."""
-        raise NotImplementedError(f"{type(self).__name__} must define place(cache, buffers, offset, filled).")
 
     def put(self, cache: Any, state: Any, offset: int | None) -> None:
         self.place(cache, state, offset or 0, state[0].shape[2])
