@@ -41,20 +41,22 @@ class CacheBusyError(RadixCacheError):
 
 
 class CacheFullError(RadixCacheError):
-    """No room for more tokens in a buffer of cells. Nothing has changed; the caller decides what goes.
+    """No room for more tokens in a group or a buffer of cells. Nothing has changed; the caller decides what goes.
 
     Attributes:
-        capacity, used, free: cells in the buffer; those that hold a token, and none. From `wanted` free ones up,
+        capacity, used, free: tokens that there may be, that there are, and that may come. From `wanted` free cells up,
             defragmentation makes room.
-        largest_free_run, wanted: the most free cells in a row; cells that were asked for.
+        largest_free_run, wanted: the most free cells in a row, None in a group; tokens that were to come.
     """
 
-    def __init__(self, capacity: int, used: int, largest_free_run: int, wanted: int) -> None:
+    def __init__(self, capacity: int, used: int, largest_free_run: int | None, wanted: int) -> None:
         super().__init__(capacity, used, largest_free_run, wanted)
         self.capacity, self.used, self.free = capacity, used, capacity - used
         self.largest_free_run, self.wanted = largest_free_run, wanted
 
     def __str__(self) -> str:
+        if self.largest_free_run is None:
+            return f"no room for {self.wanted} tokens: the rows hold {self.used} of {self.capacity}. Close one."
         what = "Defragment." if self.wanted <= self.free else "Free a sequence or remove a range."
         return (
             f"no room for {self.wanted} tokens: {self.used} of {self.capacity} cells used, {self.free} free, "

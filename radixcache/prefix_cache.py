@@ -150,23 +150,30 @@ class PrefixCache:
         return open_session(self._core, request, namespace, require_use(priority, turn, kind))
 
     def begin_many(
-        self, prompts: Sequence[Any] = (), *, capacity: int, namespace: str = "", priority: int = 0
+        self,
+        prompts: Sequence[Any] = (),
+        *,
+        capacity: int,
+        namespace: str = "",
+        priority: int = 0,
+        segment_bytes: int | None = None,
     ) -> Group:
-        """Open a group: many requests on one buffer of cells, in which every distinct prefix is held once.
+        """Open a group: many requests that decode together, on prefixes that are read where the tree holds them.
 
         Each prompt is a row, restored as `Group.admit` says; more may be admitted later. It takes no live slot.
 
         Args:
-            capacity: cells, which is tokens of all rows together, a shared one counted once. Buffers grow up to it as
-                they fill, count as live bytes of the budget, and are given back when the group closes.
+            capacity: tokens of all rows together, a shared one counted once. What rows hold beside the tree counts as
+                live bytes of the budget.
+            segment_bytes: a span is read in place from so many bytes per layer on; None: what was measured.
 
         Raises:
             ValueError: an argument out of its range; the cache is exact, quantized, or made for sizes alone.
-            UnsupportedCacheError: a layer's state cannot be put into cells.
+            UnsupportedCacheError: a layer's state cannot be in a batch of rows.
             CacheFullError, BudgetFullError: no room for what is to be restored.
         """
         require_namespace(namespace)
-        return open_group(self._core, prompts, capacity, namespace, priority)
+        return open_group(self._core, prompts, capacity, namespace, priority, segment_bytes)
 
     def fetch(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> tuple[list[Any], TokenIds]:
         """Restore the longest usable prefix into fresh caches that the caller owns, outside of the budget.

@@ -5,7 +5,7 @@ The parts of one class that has tests of its own (a policy's books, a tree's nod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,14 +14,18 @@ from unittest.mock import patch
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
 from policies import Entry
-from radixcache import Group, PrefixCache, Row, Session, prefix_cache
+from radixcache import PrefixCache, Row, Session, prefix_cache
+from radixcache.adapters.registry import adapter_for
 from radixcache.cells import trial
 from radixcache.cells.causal import CausalCache
 from radixcache.cells.plans import DefragPlan
 from radixcache.cells.table import CellTable
+from radixcache.groups import ways
+from radixcache.groups.tails import GROWTH_COLUMNS, TailLayer
 from radixcache.paging.expulsion import expel
 from radixcache.paging.live_path import LivePath
 from radixcache.settings import Settings
@@ -238,11 +242,6 @@ def book_second_state(session: Session, nbytes: int) -> bool:
 # Groups and rows
 
 
-def causal(group: Group) -> CausalCache:
-    """The cells of a group."""
-    return group.causal
-
-
 def has_bookings(cache: PrefixCache) -> bool:
     """Whether bytes are booked for some group."""
     return bool(cache._core.bookings)
@@ -256,6 +255,68 @@ def known_tokens(row: Row) -> list[int]:
 def clean_tokens(row: Row) -> list[int]:
     """Those of a row's tokens that have the state that they would have alone."""
     return row.clean_keys().tolist()
+
+
+def first_tokens(row: Row, count: int) -> list[mx.array]:
+    """Keys and values of a row's first tokens, in all layers that have some per token."""
+    found = []
+    for index, leaf in enumerate(row.batch.leaves):
+        if isinstance(leaf, TailLayer):
+            snapshots = [spans.leaves[index] for spans in row.reads()]
+            pairs = [segment for snapshot in snapshots if snapshot is not None for segment in snapshot.segments]
+            pairs.append(leaf.columns_of(row.at, 0, row.batch.columns.lengths[row.at]))
+            found += [mx.concatenate(list(arrays), axis=2)[..., :count, :] for arrays in zip(*pairs, strict=True)]
+    return found
+
+
+def growth_columns() -> int:
+    """How many columns a batch's tails grow by."""
+    return GROWTH_COLUMNS
+
+
+def expel_tokens(cache: PrefixCache, tokens: Sequence[int], start: int) -> None:
+    """Have what begins with these tokens count as found wrong from an offset on."""
+    core = cache._core
+    with core.lock:
+        expel(core, core.slots.paths[0], np.array(tokens, dtype=np.int64), start, "")
+
+
+def first_layer(row: Row) -> dict[str, mx.array]:
+    """What a row has of its first layer, in order of position, as far as a window goes back."""
+    leaf = row.batch.leaves[0]
+    if not isinstance(leaf, TailLayer):
+        keys, values = adapter_for(leaf).state(leaf)
+        return {"keys": keys, "values": values}
+    keys, values = first_tokens(row, row.position)[:2]
+    return {"keys": keys, "values": values}
+
+
+def first_layer_alone(model: Any, tokens: Sequence[int]) -> dict[str, mx.array]:
+    """What mlx-lm's own cache has of the first layer."""
+    caches = make_prompt_cache(model)
+    model(mx.array([tokens]), cache=caches)
+    keys, values = adapter_for(caches[0]).state(caches[0]) if hasattr(caches[0], "max_size") else caches[0].state[:2]
+    return {"keys": keys[..., : len(tokens), :], "values": values[..., : len(tokens), :]}
+
+
+def read_in_place(row: Row) -> list[Any]:
+    """The spans that a row reads where the tree holds them."""
+    return row.reads()
+
+
+def found_ways() -> set[int]:
+    """Ids of the models of which it is known how they decode several rows."""
+    return set(ways._found)
+
+
+def try_ways(model: Any) -> None:
+    """Find out how rows of a model decode, before anything counts its passes."""
+    ways.way_of(model, lambda: make_prompt_cache(model))
+
+
+def taint_row(row: Row, offset: int) -> None:
+    """Have a row's tokens count, from an offset on, as others than those they would be alone."""
+    row._tainted = offset
 
 
 # Cells

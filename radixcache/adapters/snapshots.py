@@ -21,6 +21,11 @@ class Spans:
     leaves: list[Any]
     nbytes: int
 
+    @property
+    def pieces(self) -> int:
+        """Segments of each leaf that has any."""
+        return next((len(leaf.segments) for leaf in self.leaves if leaf is not None), 0)
+
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:

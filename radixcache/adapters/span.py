@@ -3,10 +3,12 @@
 Source: mlx_lm.models.cache, mlx-lm 0.32.2. KVCache grows its buffers when `offset + T` exceeds the capacity and never
 looks beyond `offset`, so any capacity is fine and a rewind is a smaller offset.
 
-A snapshot is a row of segments on a fixed grid of SEGMENT_TOKENS, so that cutting one, joining two and dropping a tail
-touch one segment, not the whole edge:
+A snapshot is a row of segments, at first on a fixed grid of SEGMENT_TOKENS, so that cutting one, joining two and
+dropping a tail touch one segment, not the whole edge:
 
     [700, 1600)  ->  [700, 1024) [1024, 1536) [1536, 1600)
+
+Where attention reads a snapshot in place, few long segments are faster than many short ones: `join` makes one of them.
 
 Page-in writes the segments into the live buffers in place; page-out copies them out.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -42,7 +45,7 @@ class SpanSnapshot:
     """The state of tokens [start, end) of one layer.
 
     Attributes:
-        segments: one tuple of owned arrays, each (1, H, T, D), per segment of `segment_bounds(start, end)`.
+        segments: tuples of owned arrays, each (1, H, T, D), one behind the other.
     """
 
     start: int
@@ -56,9 +59,22 @@ class SpanSnapshot:
     def arrays(self) -> list[mx.array]:
         return [array for segment in self.segments for array in segment]
 
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """Where each segment begins and ends."""
+        ends = list(accumulate((segment[0].shape[2] for segment in self.segments), initial=self.start))
+        return list(pairwise(ends))
+
+    def join(self) -> None:
+        """Make one segment of all, evaluated."""
+        if len(self.segments) > 1:
+            segment = tuple(mx.concatenate(list(arrays), axis=2) for arrays in zip(*self.segments, strict=True))
+            mx.eval(segment)
+            self.segments = [segment]
+
     def parts(self, start: int, end: int) -> Iterator[tuple[int, int, Segment]]:
         """What lies in [start, end), a segment at a time: offsets [first, last) and its arrays, cut to that."""
-        for (low, high), segment in zip(segment_bounds(self.start, self.end), self.segments, strict=True):
+        for (low, high), segment in zip(self.bounds, self.segments, strict=True):
             first, last = max(low, start), min(high, end)
             if (first, last) == (low, high):
                 yield first, last, segment
@@ -112,7 +128,7 @@ class SpanAdapter(KeysAndValues):
             return snapshot, None
         upper: list[Segment] = []
         lower: list[Segment] = []
-        for (low, high), segment in zip(segment_bounds(snapshot.start, snapshot.end), snapshot.segments, strict=True):
+        for (low, high), segment in zip(snapshot.bounds, snapshot.segments, strict=True):
             if low < at < high:
                 upper.append(tuple(owned_span(a, 0, at - low) for a in segment))
                 lower.append(tuple(owned_span(a, at - low, high - low) for a in segment))
@@ -130,7 +146,8 @@ class SpanAdapter(KeysAndValues):
             if left.dtype != right.dtype or _without_time(left) != _without_time(right):
                 raise SnapshotError(f"spans differ: {left.shape} {left.dtype} and {right.shape} {right.dtype}.")
         segments = upper.segments + lower.segments
-        if upper.end % SEGMENT_TOKENS:
+        width = upper.segments[-1][0].shape[2] + lower.segments[0][0].shape[2]
+        if upper.end % SEGMENT_TOKENS and width <= SEGMENT_TOKENS:
             # The seam lies inside a grid segment: its two parts become one again.
             seam = len(upper.segments)
             pairs = zip(segments[seam - 1], segments[seam], strict=True)

@@ -80,7 +80,7 @@ def steps_together(model: Any, own: Callable[[], Sequence[Any]], cells: Callable
     UnsupportedCacheError: they do not get them a row at a time either.
     """
     wanted = _alone(model, own, PREFILLS)
-    rounding = MARGIN * _error(_alone(model, own, RECHUNKED), wanted)
+    rounding = MARGIN * error_of(_alone(model, own, RECHUNKED), wanted)
     # Whatever a model raises that was not made for this.
     with suppress(Exception):
         if _is_right(model, cells(CELLS), [ROWS], wanted, rounding):
@@ -110,15 +110,18 @@ def _is_right(model: Any, causal: Sequences, groups: list[tuple[int, ...]], want
     for row, tokens in PREFILLS:
         causal.prefill(model, row, tokens)
     steps = [[causal.step(model, group, [step[row] for row in group]) for group in groups] for step in STEPS]
-    error = _error(mx.concatenate([mx.concatenate(rows) for rows in steps], axis=1), wanted)
-    dtypes = {wanted.dtype, *(array.dtype for array in causal.state)}
-    if mx.cuda.is_available():
-        dtypes.add(mx.float16)  # MLX multiplies in TF32 there, whose mantissa is as short
-    tolerance = max((TOLERANCES[dtype] for dtype in dtypes if dtype in TOLERANCES), default=TOLERANCES[mx.float32])
+    error = error_of(mx.concatenate([mx.concatenate(rows) for rows in steps], axis=1), wanted)
+    tolerance = tolerance_of(wanted.dtype, *(array.dtype for array in causal.state))
     return error <= min(max(rounding, LEAST_PART * tolerance), tolerance)
 
 
-def _error(found: mx.array, wanted: mx.array) -> float:
+def tolerance_of(*dtypes: mx.Dtype) -> float:
+    """How far apart logits may be that were computed in these."""
+    known = {*dtypes, mx.float16} if mx.cuda.is_available() else {*dtypes}  # TF32's mantissa there is as short
+    return max((TOLERANCES[dtype] for dtype in known if dtype in TOLERANCES), default=TOLERANCES[mx.float32])
+
+
+def error_of(found: mx.array, wanted: mx.array) -> float:
     """The largest difference, relative to the largest value."""
     found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
     return float(mx.max(mx.abs(found - wanted)) / mx.maximum(mx.max(mx.abs(wanted)), 1e-9))

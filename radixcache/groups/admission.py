@@ -1,115 +1,205 @@
-"""Admission: where a row of a group begins.
+"""Admission: where a row of a group begins, and what of it is read in place.
 
-    plan          over tree and open rows -> make room in cells and budget -> share -> restore
-
-The nodes that a plan uses are guarded while it is carried out.
+offer     what open rows have evaluated of its prompt, and the tree does not have yet, becomes part of the tree
+plan      over the tree, as for a session
+stand     on the path of the tree: it stays until the row closes
+place     before the first forward pass: long spans are read where they are, short ones are copied into the row's tail
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-from radixcache.errors import BudgetFullError
-from radixcache.groups.cell_budget import CellBudget
+from radixcache.adapters.snapshots import Spans
+from radixcache.groups.attention import Pair
+from radixcache.groups.batch import Batch
+from radixcache.groups.room import Room
 from radixcache.groups.row import Row
-from radixcache.groups.row_plan import RowPlan, among_rows, longest, plan_row
-from radixcache.paging.request import Request
+from radixcache.groups.storing import Storing, join
+from radixcache.groups.tails import Columns
+from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError
 from radixcache.paging.resume import ResumePlan
-from radixcache.tokens.keys import Keys
+from radixcache.tokens.keys import Keys, common_length
 from radixcache.tree.state_tree import StateNode
 
 
 class Admission:
-    """Restoring rows, for one group; the lock is held."""
+    """Restoring rows, for one group; the lock is held.
 
-    def __init__(self, budget: CellBudget) -> None:
-        self._budget = budget
-        self._core = budget.core
+    Args:
+        segment_bytes: spans of so many bytes per layer, or more, are read in place.
+    """
 
-    def restore(self, row_id: int, request: Request, rows: Sequence[Row]) -> tuple[RowPlan, ResumePlan]:
-        """Make a row a sequence of the cells that has what there is of its prompt; also what is counted of it.
+    def __init__(self, room: Room, storing: Storing, segment_bytes: int) -> None:
+        self._room = room
+        self._core = room.core
+        self._storing = storing
+        self._segment_bytes = segment_bytes
+
+    def restore(self, row: Row, rows: Sequence[Row]) -> None:
+        """Let a new row stand as far as tree and rows have its prompt.
 
         Raises:
             CacheFullError, BudgetFullError: there is no room for it.
         """
-        core, keys, namespace, limit = self._core, request.keys, request.namespace, request.limit
-        plan, counted = self._plan(keys, namespace, rows, limit)
-        try:
-            with self._guarded(plan):
-                self._make_room(plan, rows)
-                self._restore(row_id, plan)
-        except BudgetFullError:
-            # The tree's copy and the one in cells do not fit together: what is in the way of the request goes.
-            self._make_room(plan, rows)
-            plan, counted = self._plan(keys, namespace, rows, limit)
-            with self._guarded(plan):
-                self._restore(row_id, plan)
-        core.states.touch(plan.nodes, counted.source, request.use)
-        if plan.nodes:
-            core.evictor.tidy(plan.nodes[-1])
-        core.counted(request, counted, "begin_many")
+        core, request = self._core, row.request
+        self._offer(row, rows)
+        plan = self._stand(row, rows)
+        path = [] if row.node is None else row.node.path()
+        core.states.touch(path, plan.source, request.use)
+        core.counted(request, plan, "begin_many")
         core.tidy_unpinned()
-        return plan, counted
+        if core.layout.has_points:
+            for other in rows:
+                # Where the two part: what goes on from there needs a checkpoint, which cannot be made later.
+                common = common_length(other.prompt_keys, request.keys)
+                if other.position < common < len(other.prompt):
+                    other.stops.setdefault(common, "branch")
 
-    def share_more(self, row: Row, namespace: str, rows: Sequence[Row]) -> None:
-        """Let a row stand where other rows have its prompt by now; nothing of it was evaluated yet."""
-        allowed = self._core.allowed(row.prompt_keys, namespace)
-        shares = [(other.common(allowed), other) for other in rows if other is not row]
-        plan = among_rows(self._core.layout, shares, len(row.prompt) - 1)
-        gained = plan.resume - row.position
-        if gained > 0:
-            self._budget.make_room(rows, 0, states=int(row.position == 0))
-            self._budget.causal.free(row.id)
-            self._restore(row.id, plan)
-            row.share_up_to(plan.resume, plan.windows_from(self._budget.pager.windows))
-            self._core.tally.found_more(gained)
-            self._budget.measured()
+    def share_more(self, row: Row, rows: Sequence[Row]) -> None:
+        """Let a row of which nothing was evaluated stand where other rows have its prompt by now."""
+        others = [other for other in rows if other is not row]
+        self._offer(row, others)
+        before = row.position
+        found = self._core.lookup(row.prompt_keys, row.request.namespace, row.request.limit, evaluate=False)
+        if found.plan.resume > before:
+            self._stand(row, others)
+            self._core.tally.found_more(row.position - before)
 
     def sharable_tokens(self, keys: Keys, namespace: str, rows: Sequence[Row]) -> int:
-        """How many tokens of a prompt would share cells of these rows, were it admitted now; changes nothing."""
-        plan, _ = self._plan(keys, namespace, rows, len(keys) - 1, evaluate=False)
-        return plan.shared
-
-    def _plan(
-        self, keys: Keys, namespace: str, rows: Sequence[Row], limit: int, *, evaluate: bool = True
-    ) -> tuple[RowPlan, ResumePlan]:
+        """How many tokens of a prompt would share what these rows hold, were it admitted now; changes nothing."""
         allowed = self._core.allowed(keys, namespace)
-        shares = [(row.common(allowed), row) for row in rows]
-        common, _ = longest(shares)
-        found = self._core.lookup(keys, namespace, limit, behind=common, evaluate=evaluate)
-        return plan_row(self._core.layout, found.plan, shares, limit)
+        common = max((row.common(allowed) for row in rows), default=0)
+        limit = len(keys) - 1
+        resume = self._core.lookup(keys, namespace, limit, behind=common, evaluate=False).plan.resume
+        offers = (self._storing.reach(row, allowed[:limit]) for row in rows)
+        return min(common, max(resume, *offers, 0))
 
-    def _make_room(self, plan: RowPlan, rows: Sequence[Row]) -> None:
-        self._budget.make_room(rows, plan.resume - plan.shared, states=int(plan.resume > 0))
+    def place(self, row: Row, in_segments: bool) -> None:
+        """Bring what of a row is not read in place into its tails; `in_segments`: long spans are.
 
-    def _guarded(self, plan: RowPlan) -> AbstractContextManager[None]:
-        return self._core.states.guarded(plan.nodes[-1]) if plan.nodes else nullcontext()
+        Raises:
+            BudgetFullError: there is no room for that.
+        """
+        row.in_segments = in_segments
+        if row.node is None:
+            return
+        core, path = self._core, row.node.path()
+        kept = [node for node in path if in_segments and self.is_long(node.end - node.start)]
+        away = sum(node.end - node.start for node in kept)
+        columns = Columns([row.position - away], [away])
+        token_bytes = core.layout.token_bytes
+        spare = row.prompt_left
+        columns.capacity = (
+            columns.end + 1 + self._room.ask([row], lambda more: (columns.end + 1 + more) * token_bytes, spare)
+        )
+        pieces = [spans for node in path if node not in kept and (spans := node.payload.spans) is not None]
+        for node in kept:
+            core.pager.allocating(lambda spans=node.payload.spans: join(spans))  # type: ignore[misc]
+        row.batch = self._restoring(lambda: row.batch.refilled(columns, lambda leaf: _pieces(pieces, leaf)))
+        row.in_place = [(node.start, node.end) for node in kept]
+        core.states.paged_in_bytes += columns.end * token_bytes
+        for node in path:
+            if node not in kept:
+                core.events.paged_in(node, node.start, node.end, token_bytes)
 
-    def _restore(self, row_id: int, plan: RowPlan) -> None:
-        """Make the row a sequence that stands at `plan.resume`."""
-        causal, pager = self._budget.causal, self._budget.pager
-        causal.add(row_id)
-        if plan.source is not None and pager.has_states and plan.checkpoint is None:
-            causal.copy_prefix(plan.source.id, row_id, plan.shared)
-            pager.own_states(row_id)
-        elif plan.source is not None:
-            causal.share_cells(plan.source.id, row_id, plan.shared)
-        for node in plan.nodes:
-            start, end = max(node.start, plan.shared), min(node.end, plan.resume)
-            if start < end:
-                self._page_in(row_id, node, start, end)
-        if plan.checkpoint is not None:
-            pager.restore_points(row_id, plan.checkpoint, plan.resume)
+    def is_long(self, tokens: int) -> bool:
+        """Whether so many tokens are worth a segment."""
+        layout = self._core.layout
+        layers = sum(1 for _, adapter in layout.leaves(layout.fresh()) if not adapter.is_point)
+        return layers > 0 and tokens * layout.token_bytes >= self._segment_bytes * layers
 
-    def _page_in(self, row_id: int, node: StateNode, start: int, end: int) -> None:
-        """Write the tokens [start, end) of a node into cells of their own."""
+    def _offer(self, row: Row, rows: Sequence[Row]) -> None:
+        """Store what open rows have of a prompt beyond the tree, so that it can be taken up from there."""
+        allowed = self._core.allowed(row.prompt_keys, row.request.namespace)
+        reaches = [(self._storing.reach(other, allowed), other) for other in rows]
+        most, other = max(reaches, key=lambda each: each[0], default=(0, None))
+        held = self._core.lookup(row.prompt_keys, row.request.namespace, row.request.limit, evaluate=False).plan.resume
+        if other is not None and most > held:
+            self._storing.offer(other, allowed[:most], self.is_long)
+
+    def _stand(self, row: Row, rows: Sequence[Row]) -> ResumePlan:
+        """Take a row to where it resumes: the path is kept for it, and its point layers are restored."""
+        core, request = self._core, row.request
+        plan = core.lookup(request.keys, request.namespace, request.limit).plan
+        before, row.node = row.node, None
+        node = core.pager.allocating(lambda: self._cut(plan))
+        if node is not None:
+            core.states.read(node, 1)
+            row.node = node
+        try:
+            row.batch = Batch.of_one(core.layout.fresh(), row, plan.resume)
+            self._release(before)
+            self._room.require_tokens(rows, self._room.used_tokens([*rows, row]) - self._room.used_tokens(rows))
+            if node is not None:
+                self._page_out(node)
+            if plan.checkpoint is not None:
+                self._room.ask([*rows, row], lambda _: self._room.point_bytes(plan.resume), 0)
+                checkpoint = plan.checkpoint
+                self._restoring(lambda: row.batch.restore_points(checkpoint, plan.resume))
+        except BaseException:
+            self.leave(row)
+            raise
+        row.in_place = [(0, plan.resume)] if plan.resume else []
+        row.restored(plan)
+        return plan
+
+    def orphan(self, row: Row, start: int) -> None:
+        """The tree is about to lose what is behind an offset: what a row reads of that in place becomes its own."""
+        path = [] if row.node is None else row.node.path()
+        gone = [node for node in path if node.end > start]
+        reads = {id(spans) for spans in row.reads()}
+        row.orphans = [s for node in gone if (s := node.payload.spans) is not None and id(s) in reads] + row.orphans
+        row.in_place = [(low, min(high, gone[0].start)) for low, high in row.in_place if low < gone[0].start]
+        left = gone[0].parent
+        before, row.node = row.node, None if left is None or left.is_root else left
+        if row.node is not None:
+            self._core.states.read(row.node, 1)
+        if before is not None:
+            self._core.states.read(before, -1)
+
+    def leave(self, row: Row) -> None:
+        """A row does not stand on the tree any more."""
+        node, row.node = row.node, None
+        self._release(node)
+
+    def _release(self, node: StateNode | None) -> None:
+        if node is not None and node.payload is not None:
+            self._core.states.read(node, -1)
+            self._core.evictor.tidy(node)
+
+    def _cut(self, plan: ResumePlan) -> StateNode | None:
+        """The node that ends where a plan resumes, which is cut there if need be; None: it resumes at 0."""
+        for node in plan.path:
+            if node.start < plan.resume < node.end:
+                return self._core.states.split(node, plan.resume)
+            if node.end == plan.resume:
+                return node
+        return None
+
+    def _page_out(self, node: StateNode) -> None:
+        """See to it that the tree has the state of a path: what is in live buffers alone is copied there."""
         core = self._core
-        cell = self._budget.causal.take_cells(row_id, end - start)
-        offset = start
-        while offset < end and core.layout.token_bytes:
-            spans = core.pager.allocating(lambda at=offset: core.pager.spans_at(node, at, end))  # type: ignore[misc]
-            stop = min(spans.end, end)
-            core.states.paged_in_bytes += self._budget.pager.write(spans, offset, stop, cell + offset - start)
-            offset = stop
-        core.events.paged_in(node, start, end, core.layout.token_bytes)
+        for each in node.path():
+            if each.payload.spans is not None:
+                continue
+            source = core.slots.source(each)
+            if source.is_open:
+                copy = partial(core.layout.page_out, source.caches, each.start, each.end)
+                core.states.set_spans(each, core.pager.allocating(copy))
+            else:
+                core.evictor.empty_slot(source, core.evictor.over_bytes)  # its buffers go, all of it is paged out
+
+    def _restoring(self, make: Callable[[], Any]) -> Any:
+        try:
+            return self._core.pager.allocating(make)
+        except NATIVE_ERRORS as error:
+            raise LiveStateError(f"restoring a row failed: {error}") from error
+
+
+def _pieces(spans: Sequence[Spans], leaf: int) -> list[Pair]:
+    """One layer's arrays of these, in order."""
+    snapshots = [each.leaves[leaf] for each in spans]
+    return [segment for snapshot in snapshots if snapshot is not None for segment in snapshot.segments]

@@ -1,15 +1,16 @@
-"""Group: many requests on one CausalCache, a row each, restored from the tree into cells and stored back from there.
+"""Group: many requests at a time on one PrefixCache, a row each, which decode together straight from the tree.
 
-    admit          cells of an open row are shared as far as it goes along; what the tree has behind that is restored
+    admit          a row comes to stand on the path of the tree that has its prompt; nothing is copied
     prefill        evaluates the row's next prompt tokens, a chunk at a time
-    step           evaluates one token of each of many rows, in one forward pass
-    close          what the row evaluated, and the tree does not hold, is copied out of the cells and stored
+    step           evaluates one token of each of many rows, in one forward pass: see ways.py
+    close          what the row evaluated, and the tree does not hold, is copied into the tree
 
-Invariants, asserted by `check`, besides those of CausalCache:
+Invariants, asserted by `check`:
 
-  G1  A row that is open is a sequence of `causal`, and has evaluated no more tokens than are known of it.
-  G2  A row's checkpoints stand at offsets that it evaluated, and their bytes are booked.
-  G3  `nbytes` is what the cache has booked as live bytes for the group, once a call is over.
+  G1  A row that is open has a place in one batch, and has evaluated no more tokens than are known of it.
+  G2  What a row reads in place and what is in its tails are its tokens, each once.
+  G3  The nodes of a row's path count it as a reader.
+  G4  What the cache has booked for the group is `nbytes`, and the rows' checkpoints, once a call is over.
 
 Not thread-safe: a group belongs to one thread at a time. The cache's lock is taken where the tree or the budget are
 touched; forward passes run outside of it.
@@ -20,22 +21,28 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from radixcache.adapters.owned import owned
-from radixcache.cells.causal import CausalCache, one_each
+from radixcache.cells.causal import one_each
 from radixcache.errors import BudgetFullError, SessionClosedError, refuse_copy
 from radixcache.groups.admission import Admission
-from radixcache.groups.cell_budget import CellBudget
+from radixcache.groups.batch import Batch, LostStateError
+from radixcache.groups.removal import Removal
+from radixcache.groups.room import Room
 from radixcache.groups.row import Row
-from radixcache.groups.storing import Storing
+from radixcache.groups.segment_bytes import segment_bytes
+from radixcache.groups.storing import Storing, parted
+from radixcache.groups.tails import GROWTH_COLUMNS, Part
+from radixcache.groups.ways import Way, way_of
 from radixcache.layers.arrays import ArrayLayout
-from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError, is_evaluation_failure
+from radixcache.layers.evaluation import is_evaluation_failure
 from radixcache.paging.core import Core
 from radixcache.paging.request import Request
 from radixcache.paging.stops import checkpoint_stops
@@ -50,36 +57,36 @@ FIRST_TOKENS = 64
 
 
 class Group:
-    """Requests that share one buffer of cells; made by PrefixCache.begin_many(), used as a context manager.
+    """Requests that decode together; made by PrefixCache.begin_many(), used as a context manager.
 
     Attributes:
         namespace, priority: of all its rows.
         is_closed: whether the group was closed.
-        is_lost: whether an evaluation failed, and with it all that is in the cells.
+        is_lost: whether an evaluation failed, and with it the rows' state.
     """
 
-    def __init__(self, core: Core, capacity: int, namespace: str, priority: int) -> None:
-        _require_cells(core)
+    def __init__(self, core: Core, capacity: int, namespace: str, priority: int, least_bytes: int | None) -> None:
+        layout = _require_rows(core)
         self.namespace = namespace
         self.priority = priority
         self.is_lost = False
         self._core = core
+        self._layout = layout
         self._lock = core.lock
+        Batch.of_one(layout.fresh(), None)  # raises for what can be in none
         with self._lock:
             core.take_back()
-            self._cells = CellBudget(core, capacity)
-            core.bookings.append((self._cells.booking, weakref.ref(self)))
-        self._admission = Admission(self._cells)
-        self._storing = Storing(self._cells, namespace)
+            self._room = Room(core, layout, capacity)
+            core.bookings.append((self._room.booking, weakref.ref(self)))
+        self._storing = Storing(self._room, namespace)
+        self._admission = Admission(self._room, self._storing, segment_bytes() if least_bytes is None else least_bytes)
         self._rows: dict[int, Row] = {}
         self._next_id = 0
-        self._is_known = False
         self.is_closed = False
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "lost" if self.is_lost else "open"
-        table = self.causal.table
-        return f"<Group {state}: {len(self._rows)} rows, {table.used} of {table.capacity} cells used>"
+        return f"<Group {state}: {len(self._rows)} rows, {self.used_tokens} of {self._room.capacity} tokens>"
 
     __reduce_ex__ = refuse_copy
 
@@ -101,31 +108,33 @@ class Group:
         return list(self._rows.values())
 
     @property
-    def causal(self) -> CausalCache:
-        """The cells; to look at, and for its forward passes where no row's tokens are concerned."""
-        return self._cells.causal
-
-    @property
     def nbytes(self) -> int:
-        """Bytes of all buffers of cells and of the rows' own states."""
-        return self.causal.nbytes
+        """Bytes of all tails and of the rows' own states; what rows read in place is the tree's."""
+        batches = {id(row.batch): row.batch for row in self._rows.values()}
+        orphans = {id(spans): spans for row in self._rows.values() for spans in row.orphans}
+        return sum(batch.nbytes for batch in batches.values()) + sum(spans.nbytes for spans in orphans.values())
 
     @property
-    def used_cells(self) -> int:
-        """Cells that hold a token; one that several rows share counts once."""
-        return self.causal.table.used
+    def used_tokens(self) -> int:
+        """Tokens that the rows hold; one that several share counts once."""
+        return self._room.used_tokens(self.rows)
 
-    def has_bytes_for(self, cells: int, states: int = 0) -> bool:
-        """Whether buffers of so many cells would fit the byte budget, all that is evictable gone; evicts nothing.
+    def has_bytes_for(self, ends: Mapping[Row, int], keys: Keys, end: int) -> bool:
+        """Whether the byte budget can hold some rows at their ends, and one more, all that is evictable gone.
 
-        True as well before the first forward pass, which shows what a cell takes.
+        True as well before the first forward pass, which shows what a token takes. Evicts nothing.
 
         Args:
-            cells: of all rows together.
-            states: rows that get a state of their own in the layers beside the cells, where there are any.
+            ends: where each of the open rows will stand in the end.
+            keys, end: of the new row's prompt, and where it will stand.
         """
+        tails = [stop - row.batch.columns.in_place[row.at] for row, stop in ends.items()]
         with self._lock:
-            return self._cells.has_bytes_for(cells, states)
+            shared = self._admission.sharable_tokens(keys, self.namespace, self.rows)
+            match = self._core.states.match(self._core.allowed(keys, self.namespace), self.namespace)
+            kept = max((node.end for node in match.path if node.payload.readers), default=0)
+            own = end - shared if self._admission.is_long(shared) else end
+            return self._room.has_bytes_for([*tails, own], max([*ends.values(), end]), max(0, shared - kept))
 
     def refusal_of(self, tokens: int) -> BudgetFullError | None:
         """Why a row of so many tokens would not fit the byte budget even if there were nothing else; None: it would.
@@ -133,29 +142,28 @@ class Group:
         None as well before the first forward pass.
         """
         with self._lock:
-            return self._cells.refusal_of(tokens)
+            return self._room.refusal_of(tokens)
 
     def sharable_tokens(self, keys: Keys) -> int:
-        """How many tokens of a prompt with these keys would share cells of the open rows, were it admitted now."""
+        """How many tokens of a prompt with these keys would share what the open rows hold, were it admitted now."""
         with self._lock:
             return self._admission.sharable_tokens(keys, self.namespace, self.rows)
 
     def sharable_later(self, keys: Keys, row: Row, chunk_tokens: int) -> int:
-        """How many would share one row's cells if it were admitted at the best moment of that row's prefill.
+        """How many it would share with one row if it were admitted at the best moment of that row's prefill.
 
         Args:
             chunk_tokens: what each call of `prefill` evaluates.
         """
         with self._lock:
             allowed = self._core.allowed(keys, self.namespace)
-            return row.common_later(allowed[: len(keys) - 1], chunk_tokens)
+            return row.common_later(allowed[: len(keys) - 1], chunk_tokens, self._layout.has_points)
 
     def admit(self, tokens: Any, keys: Any = None, marks: Sequence[int] = ()) -> Row:
-        """Open a row on a prompt, and restore what is there of it.
+        """Open a row on a prompt, where what is there of it ends.
 
-        The prompt shares the cells of the open row that it goes along with furthest, as far as that one's tokens are
-        evaluated; what the tree holds behind that is restored. With recurrent layers a prompt is taken up only where
-        there is a checkpoint, in the tree or taken by an open row, or where another row stands.
+        What other rows have evaluated of it becomes part of the tree first. Nothing is copied but the state of windows
+        and recurrent layers, and later, before the first forward pass, spans that are too short to be read in place.
 
         Args:
             tokens: token ids of the whole prompt: list, tuple, np.ndarray or mx.array.
@@ -164,9 +172,9 @@ class Group:
 
         Raises:
             ValueError: tokens, keys or marks out of their range.
-            CacheFullError: fewer cells are free than there are tokens to restore.
-            BudgetFullError: the cells for them do not fit the byte budget.
-            SessionClosedError: the group is closed, or its cells were lost.
+            CacheFullError: the rows hold too many tokens for those that would be restored.
+            BudgetFullError: the state to restore does not fit the byte budget.
+            SessionClosedError: the group is closed, or its rows' state was lost.
         """
         self._require_open()
         prompt, prompt_keys = checked_prompt(tokens, keys, marks, self._core.settings.vocab_size)
@@ -175,6 +183,7 @@ class Group:
             use = self._core.next_use(self.priority)
             row = self._opened(Request(prompt, prompt_keys, self.namespace, use, tuple(map(int, marks))))
             self._rows[row.id] = row
+            self._book()
         return row
 
     def prefill(self, model: Any, row: Row, tokens: int | None = None) -> mx.array | None:
@@ -194,20 +203,18 @@ class Group:
             ValueError: tokens is below 1, the prompt is through, or the row is another group's.
             CacheFullError, BudgetFullError: no room for the chunk; nothing of it was evaluated, or its first tokens if
                 this was the first forward pass of the cache: it shows what a token takes.
-            SessionClosedError: row or group is closed, or the cells were lost.
+            SessionClosedError: row or group is closed, or its state was lost.
         """
         self._require_row(row)
-        self._core.settings.require_model(model)
-        if row.is_fresh:
-            with self._lock:
-                self._run(lambda: self._admission.share_more(row, self.namespace, self.rows))
-                row.is_fresh = False
         left = row.prompt_left
         if left == 0:
             raise ValueError(f"row {row.id}: all {len(row.prompt)} tokens of its prompt are evaluated; use step().")
-        end = row.position + (left if tokens is None else min(require_count("tokens", tokens, "tokens"), left))
+        wanted = left if tokens is None else min(require_count("tokens", tokens, "tokens"), left)
+        self._start(model, row)
+        left = row.prompt_left
+        end = row.position + min(wanted, left)
         logits = None
-        if not self._core.layout.is_known:
+        if not self._layout.is_known:
             logits = self._prefill_to(model, row, min(end, row.position + FIRST_TOKENS))
         return self._prefill_to(model, row, end) if row.position < end else logits
 
@@ -236,10 +243,20 @@ class Group:
         self._core.settings.require_model(model)
         array = one_each(tokens, len(rows), self._core.settings.vocab_size)
         self._require_prompts(rows, array)
-        self._make_room(len(rows), states=sum(row.position == 0 for row in rows))
+        if len(set(rows)) < len(rows):
+            raise ValueError(f"rows {[row.id for row in rows]}: one of them is there twice.")
         for row in rows:
-            row.is_fresh = False
-        logits: mx.array = self._run(lambda: self.causal.step(model, [row.id for row in rows], array))
+            self._start(model, row)
+        self._room.require_tokens(self.rows, len(rows))
+        batch = self._together(rows) if len(rows) > 1 and self._way(model) is not Way.SINGLE else None
+        if batch is not None:
+            places = [batch.rows.index(row) for row in rows]
+            logits = self._forward(
+                model, batch, array if places == sorted(places) else array[mx.array(np.argsort(places))]
+            )
+            logits = logits if places == sorted(places) else logits[mx.array(places)]
+        else:
+            logits = self._one_by_one(model, rows, array)
         for index, row in enumerate(rows):
             if row.position > row.known_tokens:
                 row.report(array, index)
@@ -262,14 +279,14 @@ class Group:
         self._require_row(row)
         if not 0 <= begin <= end <= row.position:
             raise ValueError(f"row {row.id} has tokens [0, {row.position}); [{begin}, {end}) is not in there.")
-        windows_from = row.windows_from_after(begin, end, max(self._cells.pager.windows, default=0))
-        copies = self.causal.table.plan_remove(row.id, begin, end).copies if end < row.position else ()
-        self._make_room(0, max((move.target + move.length for move in copies), default=0))
-        self._run(lambda: self.causal.remove(model, row.id, begin, end))
-        row.cut(begin, end, windows_from)
+        if begin == end:
+            return
+        self._start(model, row)
         with self._lock:
-            self._cells.drop_checkpoints(row, begin)  # the tokens there are others now
-        self._measure()
+            self._run(lambda: Removal(self._room, self._layout, row, begin, end).run(model))
+            row.cut(begin, end)
+            self._room.drop_checkpoints(row, begin)  # the tokens there are others now
+            self._book()
 
     def close(self) -> None:
         """Close all rows and give the cells back. Closing twice is fine."""
@@ -279,9 +296,12 @@ class Group:
             self.is_closed = True
             rows = self.rows
             try:
-                self._cells.free(lambda: self._storing.close(rows, self._is_intact(rows), freeing=True))
+                self._storing.close(rows, self._is_intact(rows))
             finally:
                 self._rows.clear()
+                self._core.end_booking(self._room.booking)
+                self._layout.release()
+                self._core.keep_budget()
 
     def close_after(self, error: BaseException | None) -> None:
         """Close the group after an error; where that is of an evaluation, nothing in its cells is stored."""
@@ -300,65 +320,190 @@ class Group:
         with self._lock:
             rows = [row for row in rows if not row.is_closed]
             try:
-                self._storing.close(rows, self._is_intact(rows), freeing=False)
+                self._storing.close(rows, self._is_intact(rows))
             finally:
                 for row in rows:
                     self._rows.pop(row.id, None)
+                self._room.booking.book_live(self.nbytes)
+                if self._core.evictor.over_bytes():
+                    self._settle()
+                self._core.keep_budget()
 
     def distrust(self, keys: Keys, start: int) -> None:
         """What begins with these keys was found wrong from `start` on: rows that were admitted on it give none away."""
         for row in self.rows:
-            if min(row.cached_tokens, common_length(row.prompt_keys, keys)) > start:
+            common = common_length(row.prompt_keys, keys)
+            if min(row.cached_tokens, common) > start:
                 row.distrust_from(start)
+            if min(row.path_end, common) > start:
+                self._admission.orphan(row, start)
+        self._room.booking.book_live(self.nbytes)
 
     def check(self) -> None:
-        """Assert G1 to G3, and the invariants of the cells."""
-        self.causal.check()
-        assert set(self._rows) == set(self.causal.sequences), (list(self._rows), self.causal.sequences)
+        """Assert G1 to G4."""
+        readers: dict[int, int] = {}
         for row in self._rows.values():
             assert row.position <= row.known_tokens, (row.id, row.position, row.known_tokens)
             assert all(each.offset <= row.position for each in row.checkpoints), (row.id, row.position)
+            assert row.path_end <= row.position, (row.id, row.path_end, row.position)
+            for node in [] if row.node is None else row.node.path():
+                readers[id(node)] = readers.get(id(node), 0) + 1
+            if not row.is_fresh:
+                reads = sum(spans.end - spans.start for spans in row.reads())
+                away = row.batch.columns.in_place[row.at]
+                assert reads == away or not self._layout.token_bytes, (row.id, reads, away, row.in_place)
+        others = [reference() for _, reference in self._core.bookings]
+        if all(other is None or other is self for other in others):
+            found = {id(node): node.payload.readers for node in self._core.states.tree.nodes() if node.payload.readers}
+            assert found == readers, (found, readers)
         checkpoint_bytes = sum(each.nbytes for row in self._rows.values() for each in row.checkpoints)
-        assert self._cells.booking.amounts == (self.nbytes, checkpoint_bytes, 0), self._cells.booking.amounts
+        assert self._room.booking.amounts == (self.nbytes, checkpoint_bytes, 0), self._room.booking.amounts
 
     # Private
 
     def _opened(self, request: Request) -> Row:
         """A row on a prompt, restored."""
-        cells, core, row_id, length = self._cells, self._core, self._next_id, len(request.prompt)
-        try:
-            plan, counted = self._admission.restore(row_id, request, self.rows)
-        except BaseException as error:
-            if isinstance(error, (LiveStateError, *NATIVE_ERRORS)):
-                self.is_lost = True
-            if row_id in self.causal.sequences:
-                self.causal.free(row_id)
-            cells.book()
-            raise
+        core = self._core
+        row = Row(self._next_id, request, core.settings.vocab_size, weakref.WeakMethod(self.close_rows))
+        self._admission.restore(row, self.rows)
         self._next_id += 1
-        cells.measured()
-        stops: dict[int, str] = {}
-        if core.layout.has_points:
-            interval, resume = core.settings.checkpoint_interval, plan.resume
-            stops = checkpoint_stops(length, request.marks, counted.matched, resume, interval, request.limit)
-            stops = {at: kind for at, kind in sorted(stops.items()) if resume < at <= request.limit}
-        return Row(
-            row_id,
-            request,
-            counted,
-            self.causal,
-            has_states=cells.pager.has_states,
-            windows_from=plan.windows_from(cells.pager.windows),
-            stops=stops,
-            vocab_size=core.settings.vocab_size,
-            close=weakref.WeakMethod(self.close_rows),
-        )
+        if self._layout.has_points:
+            interval, length = core.settings.checkpoint_interval, len(request.prompt)
+            stops = checkpoint_stops(length, request.marks, row.matched_tokens, row.position, interval, request.limit)
+            row.stops = {at: kind for at, kind in sorted(stops.items()) if row.position < at <= request.limit}
+        return row
+
+    def _way(self, model: Any) -> Way:
+        own = self._core.settings.model
+        # A callable that is no model passes for the cache's own.
+        return way_of(model if own is None or isinstance(model, nn.Module) else own, self._layout.fresh).way
+
+    def _start(self, model: Any, row: Row) -> None:
+        """Before the first forward pass of a row: it takes up what others have of its prompt by now."""
+        self._core.settings.require_model(model)
+        if row.is_fresh:
+            way = self._way(model)
+            with self._lock:
+                self._run(lambda: self._admission.share_more(row, self.rows))
+                self._run(lambda: self._admission.place(row, in_segments=way is Way.SEGMENTS))
+                row.is_fresh = False
+                self._book()
+
+    def _together(self, rows: Sequence[Row]) -> Batch | None:
+        """The batch of exactly these rows, in some order; None: padded to the longest of them they do not fit."""
+        batch = rows[0].batch
+        is_one = len(batch.rows) == len(rows) and all(row.batch is batch for row in rows)
+        with self._lock:
+            try:
+                if is_one:
+                    self._grow(batch, 1)
+                    return batch
+                columns = max(row.batch.columns.lengths[row.at] for row in rows) + 1
+                position = max(row.position for row in rows)
+                held = sum(each.nbytes for each in {id(row.batch): row.batch for row in rows}.values())
+                spare = self._room.ask(
+                    self.rows,
+                    lambda more: self._room.bytes_of(len(rows), columns + more, position),
+                    GROWTH_COLUMNS,
+                    held,
+                )
+            except BudgetFullError:
+                return None
+            for other in self.rows:
+                if other not in rows and len(other.batch.rows) > 1:
+                    other.batch = parted(other.batch, other.at)
+            together: Batch = self._run(lambda: Batch.gathered([(row.batch, row.at) for row in rows], 1 + spare))
+            self._moved(together)
+            self._book()
+            return together
+
+    def _settle(self, spared: Batch | None = None) -> None:
+        """Give up all room to grow, and that of rows that have left their batch; not of one batch that is spared."""
+        for batch in {id(row.batch): row.batch for row in self.rows}.values():
+            left = [(batch, at) for at, row in enumerate(batch.rows) if row is not None]
+            if batch is not spared and (len(left) < len(batch.rows) or batch.columns.capacity > batch.columns.end + 1):
+                self._moved(self._run(lambda places=left: Batch.gathered(places)))  # type: ignore[misc]
+        self._room.booking.book_live(self.nbytes)
+
+    def _moved(self, batch: Batch) -> None:
+        for row in batch.rows:
+            if row.batch is not batch:
+                at, before = row.at, row.batch
+                row.batch = batch
+                before.rows[at] = None
+
+    def _forward(self, model: Any, batch: Batch, ids: mx.array) -> mx.array:
+        """A forward pass of a batch, for which there is room."""
+        with self._lock:
+            self._grow(batch, ids.shape[1])
+            parts = self._parts(batch)
+        try:
+            return self._run(lambda: batch.forward(model, ids, parts))  # type: ignore[no-any-return]
+        except BaseException as error:
+            for row in batch.rows if isinstance(error, LostStateError) else ():
+                row.lost = str(error)
+            self._measure()
+            raise
+
+    def _grow(self, batch: Batch, count: int) -> None:
+        """Make room for so many more tokens of each row. BudgetFullError: there is none."""
+        columns = batch.columns
+        position = max(columns.positions) + count
+        if columns.end + count < columns.capacity and not self._room.grows_at(position - count):
+            return
+        # Nobody knows yet what a token takes: no more than is about to be evaluated.
+        spare = GROWTH_COLUMNS if self._layout.is_known else 0
+        if spare and len(batch.rows) == 1:
+            spare = max(batch.rows[0].prompt_left - count, spare)
+        size = columns.end + count + 1
+
+        def ask() -> int:
+            rows, held = len(batch.rows), batch.nbytes
+            return self._room.ask(self.rows, lambda more: self._room.bytes_of(rows, size + more, position), spare, held)
+
+        try:
+            columns.capacity = size + ask()
+        except BudgetFullError:
+            self._settle(spared=batch)
+            columns.capacity = size + ask()
+
+    def _parts(self, batch: Batch) -> list[Part]:
+        """What the rows of a batch read in place."""
+        readers: dict[int, tuple[list[int], Any]] = {}
+        for number, row in enumerate(batch.rows):
+            for spans in row.reads():
+                readers.setdefault(id(spans), ([], spans))[0].append(number)
+        return [(None if len(its) == len(batch.rows) else tuple(its), spans) for its, spans in readers.values()]
+
+    def _one_by_one(self, model: Any, rows: Sequence[Row], ids: mx.array) -> mx.array:
+        """A forward pass for each row; none of them has happened where one raises."""
+        with self._lock:
+            if any(len(row.batch.rows) > 1 for row in rows):
+                for row in rows:
+                    if len(row.batch.rows) > 1:
+                        row.batch = parted(row.batch, row.at)
+                self._settle()
+                self._book()
+            for row in rows:  # before any of them runs
+                self._grow(row.batch, 1)
+        logits: list[mx.array] = []
+        done: list[tuple[Batch, Any]] = []
+        try:
+            for index, row in enumerate(rows):
+                held = row.batch.hold(1)
+                logits.append(self._forward(model, row.batch, ids[index : index + 1]))
+                done.append((row.batch, held))
+        except BaseException as error:
+            for batch, held in done:
+                batch.roll_back(held, error)
+            raise
+        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
     def _is_intact(self, rows: Sequence[Row]) -> bool:
-        """Whether there is anything to store: rows, and cells in which what is pending was evaluated."""
+        """Whether there is anything to store: rows, and state in which what is pending was evaluated."""
         if rows and not self.is_lost:
             try:
-                mx.eval(self.causal.state)
+                mx.eval([row.batch.arrays for row in rows])
             except Exception:  # whatever MLX raised: the state behind it is gone, and that is what counts here
                 self.is_lost = True
         return not self.is_lost
@@ -367,7 +512,7 @@ class Group:
         if self.is_closed:
             raise SessionClosedError("the group is closed; begin_many() another one.")
         if self.is_lost:
-            raise SessionClosedError("the group's cells were lost to a failure; close it and begin_many() again.")
+            raise SessionClosedError("the rows' state was lost to a failure; close the group and begin_many() again.")
 
     def _require_row(self, row: Row) -> None:
         self._require_open()
@@ -377,6 +522,8 @@ class Group:
             raise SessionClosedError(f"row {row.id} is closed; admit() another one.")
         if self._rows.get(row.id) is not row:
             raise ValueError(f"row {row.id} is of another group.")
+        if row.lost is not None:
+            raise SessionClosedError(f"row {row.id}: {row.lost}. Close it and admit() another one.")
 
     def _require_prompts(self, rows: Sequence[Row], tokens: mx.array) -> None:
         """Raise ValueError where a token is not the next of a prompt that is not through; waits only for those."""
@@ -387,7 +534,7 @@ class Group:
                     raise ValueError(f"row {row.id}: token {row.position} is {found}; {wanted} follows in its prompt.")
 
     def _run(self, forward: Callable[[], Any]) -> Any:
-        """Run what touches the cells; one that fails in an evaluation loses them."""
+        """Run what touches the rows' state; one that fails in an evaluation loses it."""
         try:
             return forward()
         except BaseException as error:
@@ -398,50 +545,52 @@ class Group:
     def _prefill_to(self, model: Any, row: Row, end: int) -> mx.array | None:
         """Evaluate a row's prompt up to `end`; returns the last token's logits where the prompt ends there."""
         count, left = end - row.position, row.prompt_left
-        self._make_room(count, states=int(row.position == 0))
+        self._room.require_tokens(self.rows, count)
         cuts = {end, *row.stops} | ({end - 1} if count == left > LOGITS_TOKENS else set())
         logits = None
         while row.position < end:
             stop = min(at for at in cuts if at > row.position)
             logits = self._evaluate(model, row, stop - row.position)
             # First: a checkpoint would take buffers of the chunk's, which are larger than it is.
-            self._core.layout.release()
+            self._layout.release()
             if stop in row.stops:
                 self._take_checkpoint(row, row.stops[stop])
         return logits
 
     def _evaluate(self, model: Any, row: Row, count: int) -> mx.array | None:
         """Evaluate prompt tokens of a row; returns the last one's logits where the prompt ends with it."""
-        logits: mx.array = self._run(lambda: self.causal.prefill(model, row.id, row.next_ids(count)))
+        if len(row.batch.rows) > 1:
+            with self._lock:
+                row.batch = parted(row.batch, row.at)
+        logits = owned(self._forward(model, row.batch, mx.array(row.next_ids(count))[None])[:, -1:])
         is_last = row.prompt_left == 0
-        logits = owned(logits[:, -1:])
         try:
             # With the logits, which otherwise would hold the buffers and have the next write copy them.
-            mx.eval(self.causal.state, [logits] if is_last else [])
+            mx.eval(row.batch.arrays, [logits] if is_last else [])
+            row.batch.own_points()
         except Exception:
             self.is_lost = True
             raise
         with self._lock:
-            if not self._is_known:
-                self._core.layout.learn(self._cells.pager.specimen(row.id))
-                self._is_known = True
-            self._cells.measured()
+            self._layout.learn(row.batch.specimen(self._layout.fresh()))
+            self._book()
         return logits if is_last else None
 
     def _take_checkpoint(self, row: Row, kind: str) -> None:
+        """Copy and book the point state of a row where it stands, if that fits the budget."""
         with self._lock:
-            self._cells.take_checkpoint(row, kind)
-
-    def _make_room(self, tokens: int, cells: int = 0, states: int = 0) -> None:
-        if self._cells.needs_room(tokens, cells, states):
-            with self._lock:
-                self._run(lambda: self._cells.make_room(self.rows, tokens, cells, states))
+            if self._core.evictor.find_room(self._room.point_bytes(row.position)):
+                row.checkpoints.append(self._storing.checkpoint(row, kind))
+                self._core.thin(row.checkpoints, self._room.booking)
 
     def _measure(self) -> None:
-        """Book what the cells have come to hold, if that is not what they held."""
-        if not self._cells.is_booked:
+        """Book what the rows have come to hold, if that is not what they held."""
+        if self._room.booking.live_bytes != self.nbytes:
             with self._lock:
-                self._cells.measured()
+                self._book()
+
+    def _book(self) -> None:
+        self._room.book(self.nbytes)
 
     def _close_unattended(self) -> None:
         try:
@@ -451,12 +600,14 @@ class Group:
             warnings.warn(f"a group that nobody closed could not be stored: {error}", ResourceWarning, stacklevel=1)
 
 
-def open_group(core: Core, prompts: Iterable[Any], capacity: int, namespace: str, priority: int) -> Group:
+def open_group(
+    core: Core, prompts: Iterable[Any], capacity: int, namespace: str, priority: int, least_bytes: int | None
+) -> Group:
     """Make a group and admit these prompts; it is closed again where one of them cannot be."""
     capacity, priority = require_group(capacity, priority, prompts)
     group = None
     try:
-        group = Group(core, capacity, namespace, priority)
+        group = Group(core, capacity, namespace, priority, least_bytes)
         for prompt in prompts:
             group.admit(prompt)
     except BaseException:
@@ -466,8 +617,8 @@ def open_group(core: Core, prompts: Iterable[Any], capacity: int, namespace: str
     return group
 
 
-def _require_cells(core: Core) -> None:
-    """Raise ValueError where state cannot be put into cells whatever the layers."""
+def _require_rows(core: Core) -> ArrayLayout:
+    """Raise ValueError where rows cannot go together whatever the layers; returns the layout."""
     if core.settings.exact:
         raise ValueError(
             f"begin_many() on an exact cache: rows that decode together add up in another order than one alone, "
@@ -476,4 +627,5 @@ def _require_cells(core: Core) -> None:
     if not isinstance(core.layout, ArrayLayout):
         raise ValueError("begin_many() needs the state of a model; a layout that holds sizes has none.")
     if core.layout.is_quantized:
-        raise ValueError("begin_many() with kv_bits: quantized keys and values cannot be put into cells.")
+        raise ValueError("begin_many() with kv_bits: quantized keys and values cannot be in a batch of rows.")
+    return core.layout

@@ -1,7 +1,8 @@
-"""Row: one request of a Group: its prompt, what is known of what follows, and how much of it its cells hold.
+"""Row: one request of a Group: its prompt, what is known of what follows, and where its state is.
 
 prompt          cached_tokens | remaining
-cells           [0, position), of which clean_tokens have the state that they would have alone
+state           [0, position), of which clean_tokens have the state that they would have alone
+                in place: spans of nodes on the row's path; the rest in its columns of a batch
 known           the prompt, and the tokens given to step(), which need not be evaluated yet
 """
 
@@ -12,65 +13,62 @@ from weakref import WeakMethod
 
 import mlx.core as mx
 
-from radixcache.adapters.snapshots import Checkpoint
-from radixcache.cells.causal import CausalCache
-from radixcache.errors import ShiftError, refuse_copy
+from radixcache.adapters.snapshots import Checkpoint, Spans
+from radixcache.errors import refuse_copy
+from radixcache.groups.batch import Batch
 from radixcache.paging.request import Request
 from radixcache.paging.resume import ResumePlan, ShortReason
 from radixcache.tokens.ids import TokenIds
 from radixcache.tokens.keys import Keys, common_length
 from radixcache.tokens.known import KnownTokens
+from radixcache.tree.state_tree import StateNode
 
 
 class Row:
     """A request of a Group; made by Group.admit().
 
     Attributes:
-        id: the row's sequence in `group.causal`; never given twice in a group.
+        id: never given twice in a group.
         prompt: int32 token ids of the whole prompt.
-        cached_tokens: prompt tokens that were there already: restored, or shared with another row. The first prefill()
-            of a row may find more of them.
+        cached_tokens: prompt tokens that were there already. The first prefill() of a row may find more of them.
         matched_tokens: prompt tokens that tree and rows held; more than cached_tokens when `reason` says why.
         reason: why less than the match was resumed, from ShortReason; None when all of it was.
         remaining: int32 token ids behind cached_tokens, never empty.
-        is_closed: whether the row was closed; its cells are free then.
+        is_closed: whether the row was closed; its state is gone then.
     """
 
     def __init__(
-        self,
-        row_id: int,
-        request: Request,
-        plan: ResumePlan,
-        causal: CausalCache,
-        *,
-        has_states: bool,
-        windows_from: int,
-        stops: dict[int, str],
-        vocab_size: int | None,
-        close: WeakMethod[Callable[[Sequence[Row]], None]],
+        self, row_id: int, request: Request, vocab_size: int | None, close: WeakMethod[Callable[[Sequence[Row]], None]]
     ) -> None:
         self.id = row_id
+        self.request = request
         self.prompt = request.prompt
         self.prompt_keys = request.keys
-        self.request = request
-        self.cached_tokens = plan.resume
-        self.matched_tokens = plan.matched
-        self.reason: ShortReason | None = plan.reason
-        self.remaining = request.prompt[plan.resume :].copy()
+        self.matched_tokens = 0
+        self.reason: ShortReason | None = None
         self.is_closed = False
         #: Whether nothing but admit() has been done to it.
         self.is_fresh = True
+        #: Its state, but for what is in place.
+        self.batch: Batch
+        #: The path of the tree that it stands on and keeps there; None: nothing of it is in the tree.
+        self.node: StateNode | None = None
+        #: The tokens [start, end) that are read in place, on that path, in order.
+        self.in_place: list[tuple[int, int]] = []
+        #: Whether long spans are read in place; False as well before its first forward pass.
+        self.in_segments = False
+        #: What else is read in place, behind that: it was taken out of the tree.
+        self.orphans: list[Spans] = []
         #: Checkpoints taken on the way, which the tree does not have yet.
         self.checkpoints: list[Checkpoint] = []
-        #: The offset at which windows were restored: cells of the windows that end before it hold nothing.
-        self.windows_from = windows_from
         #: Where its prefill is cut for a checkpoint, with the reason.
-        self.stops = stops
+        self.stops: dict[int, str] = {}
         #: How many of its tokens are right, where what is behind them was found wrong: a restored prefix, or logits
         #: that are not numbers. None: nothing was. See `distrust_from`.
         self.right_tokens: int | None = None
-        self._causal = causal
-        self._has_states = has_states
+        #: Why its state cannot be had any more; None: it can.
+        self.lost: str | None = None
+        self._tainted: int | None = None
         self._known = KnownTokens(request.prompt, request.keys, vocab_size)
         self._prompt_end = len(request.prompt)
         # Of the group itself a row holds nothing: one that is let go of closes at once, without the garbage collector.
@@ -84,8 +82,8 @@ class Row:
 
     @property
     def position(self) -> int:
-        """Tokens in its cells: evaluated, restored or shared; once it is closed 0."""
-        return 0 if self.is_closed else self._causal.length(self.id)
+        """Tokens that are evaluated or restored; once it is closed 0."""
+        return 0 if self.is_closed else self.batch.columns.positions[self.at]
 
     @property
     def prompt_left(self) -> int:
@@ -99,31 +97,42 @@ class Row:
 
     @property
     def clean_tokens(self) -> int:
-        """How many tokens in its cells, from the first on, have the state that they would have alone."""
-        if self.is_closed:
-            return 0
-        clean = self._causal.clean_tokens(self.id)
-        return clean if self.right_tokens is None else min(clean, self.right_tokens)
+        """How many of its tokens, from the first on, have the state that they would have alone."""
+        limits = (self.position, self._tainted, self.right_tokens)
+        return min(limit for limit in limits if limit is not None)
 
     def close(self) -> None:
-        """Store what the row evaluated and free its cells. Closing twice is fine."""
+        """Store what the row evaluated and let go of its state. Closing twice is fine."""
         close = self._close()
         if not self.is_closed and close is not None:
             close([self])
 
     def distrust_from(self, offset: int) -> None:
-        """What its cells hold from an offset on was found wrong: of that nothing is stored or shared."""
+        """What it holds from an offset on was found wrong: of that nothing is stored or shared."""
         self.right_tokens = offset if self.right_tokens is None else min(offset, self.right_tokens)
 
     # What the group asks
 
-    def share_up_to(self, offset: int, windows_from: int) -> None:
-        """Before anything was evaluated for it, the row has come to stand at `offset` of its prompt."""
-        self.cached_tokens, self.windows_from = offset, windows_from
-        self.matched_tokens = max(self.matched_tokens, offset)
-        self.remaining = self.prompt[offset:].copy()
-        if offset == self.matched_tokens:
-            self.reason = None
+    @property
+    def at(self) -> int:
+        """Its number in its batch."""
+        return next(number for number, row in enumerate(self.batch.rows) if row is self)
+
+    @property
+    def path_end(self) -> int:
+        """How many of its tokens are on its path of the tree."""
+        return 0 if self.node is None else self.node.end
+
+    def restored(self, plan: ResumePlan) -> None:
+        """Before anything was evaluated for it, the row has come to stand where this plan says."""
+        self.cached_tokens, self.matched_tokens, self.reason = plan.resume, plan.matched, plan.reason
+        self.remaining = self.prompt[plan.resume :].copy()
+
+    def reads(self) -> list[Spans]:
+        """What it reads in place, in order. The lock is held."""
+        path = [] if self.node is None else self.node.path()
+        nodes = [node for node in path if any(start <= node.start < end for start, end in self.in_place)]
+        return [node.payload.spans for node in nodes if node.payload.spans is not None] + self.orphans
 
     def next_ids(self, count: int) -> TokenIds:
         """The next tokens of the prompt."""
@@ -146,48 +155,28 @@ class Row:
         """How far these keys go along with the clean tokens; waits for reported ones only where the prompt does."""
         return self._known.common(keys, self.clean_tokens)
 
-    def has_state_at(self, offset: int) -> bool:
-        """Whether all layers have what a sequence that ends at an offset of the row's cells goes on from."""
-        return offset >= self.windows_from and (offset == self.position or not self._has_states)
-
-    def common_later(self, keys: Keys, chunk_tokens: int) -> int:
+    def common_later(self, keys: Keys, chunk_tokens: int, has_points: bool) -> int:
         """How many tokens of a prompt with these keys the row can give at some moment of its prefill, in such chunks.
 
-        With recurrent layers they end where a chunk does, or at a checkpoint that is still to be taken.
+        With point layers they end where a chunk does, or at a checkpoint that is still to be taken.
         """
         position, clean = self.position, self.clean_tokens
         prompt = self._known.read_keys
         common = common_length(prompt if clean == position else prompt[:clean], keys)
-        if common >= self.windows_from and not self._has_states:
+        if not has_points:
             return common
         ends = [at for at in self.stops if position < at <= common]
         if position <= common:
             ends.append(position + (common - position) // chunk_tokens * chunk_tokens)
         return max(ends, default=0)
 
-    def windows_from_after(self, begin: int, end: int, widest: int) -> int:
-        """What `windows_from` is once the tokens [begin, end) are gone.
-
-        Args:
-            widest: tokens of the widest window.
-
-        Raises:
-            ShiftError: what the windows see there was never restored.
-        """
-        windows_from = self.windows_from
-        if windows_from and end <= windows_from - widest:
-            windows_from -= end - begin
-        if self.position - (end - begin) < windows_from:
-            raise ShiftError(
-                f"row {self.id} was restored at {self.windows_from} with windows of {widest} tokens; what is in front "
-                f"of them is not there to go back to by removing [{begin}, {end})."
-            )
-        return windows_from
-
-    def cut(self, begin: int, end: int, windows_from: int) -> None:
+    def cut(self, begin: int, end: int) -> None:
         """The tokens [begin, end), all evaluated, are gone."""
         self.is_fresh = False
-        self.windows_from = windows_from
+        if end < self._known.count:
+            self._tainted = begin if self._tainted is None else min(begin, self._tainted)
+        elif self._tainted is not None and self._tainted >= begin:
+            self._tainted = None
         self._known.remove(begin, end)
         self._prompt_end -= max(0, min(end, self._prompt_end) - begin)
         self.stops = {}

@@ -18,7 +18,7 @@ import mlx.core as mx
 from radixcache.adapters.cache_list import leaves
 from radixcache.adapters.contract import NEVER, Adapter
 from radixcache.adapters.registry import PROBED, adapter_for
-from radixcache.adapters.snapshots import SEGMENT_TOKENS, Checkpoint, Spans
+from radixcache.adapters.snapshots import Checkpoint, Spans
 from radixcache.errors import SnapshotError
 from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError
 
@@ -227,6 +227,18 @@ class ArrayLayout:
         snapshots = [None if a.is_point else a.snapshot(c, start, end) for c, a in self.leaves(caches)]
         return self.spans_of(snapshots, start, end)
 
+    def take_out(self, caches: Sequence[Any], cuts: Sequence[tuple[int, int]]) -> list[Spans]:
+        """`page_out` of each [start, end), and empty the span layers on the way, one at a time."""
+        rows: list[list[Any]] = [[] for _ in cuts]
+        for cache, adapter in self.leaves(caches):
+            found = [None if adapter.is_point else adapter.snapshot(cache, start, end) for start, end in cuts]
+            mx.eval([array for snapshot in found if snapshot is not None for array in snapshot.arrays()])
+            for row, snapshot in zip(rows, found, strict=True):
+                row.append(snapshot)
+            if not adapter.is_point:
+                adapter.free(cache)
+        return [self.spans_of(row, start, end) for row, (start, end) in zip(rows, cuts, strict=True)]
+
     def spans_of(self, snapshots: list[Any], start: int, end: int) -> Spans:
         """The span leaves' snapshots of [start, end) as one, evaluated; None for every other leaf."""
         return Spans(start, end, snapshots, _evaluated_nbytes(snapshots))
@@ -252,15 +264,15 @@ class ArrayLayout:
         pairs = zip(self._adapters, spans.leaves, strict=True)
         halves = [(None, None) if snapshot is None else adapter.split(snapshot, at) for adapter, snapshot in pairs]
         uppers, lowers = [upper for upper, _ in halves], [lower for _, lower in halves]
-        touched = _nbytes_around(at, spans)
-        return self.spans_of(uppers, spans.start, at), self.spans_of(lowers, at, spans.end), touched
+        copied = _new_nbytes([*uppers, *lowers], spans)
+        return self.spans_of(uppers, spans.start, at), self.spans_of(lowers, at, spans.end), copied
 
     def merge(self, upper: Spans, lower: Spans) -> tuple[Spans, int]:
         """Join two spans that touch; also returns the bytes that had to be copied."""
         sides = zip(self._adapters, upper.leaves, lower.leaves, strict=True)
         joined = [None if adapter.is_point else adapter.merge(up, low) for adapter, up, low in sides]
         spans = self.spans_of(joined, upper.start, lower.end)
-        return spans, _nbytes_around(upper.end, spans)
+        return spans, _new_nbytes(joined, upper, lower)
 
     def checkpoint(self, caches: Sequence[Any], offset: int, kind: str) -> Checkpoint:
         """Copy the state of all point layers, which stand at `offset`."""
@@ -372,11 +384,10 @@ def _evaluated_nbytes(snapshots: list[Any]) -> int:
     return sum(array.nbytes for array in arrays)
 
 
-def _nbytes_around(seam: int, spans: Spans) -> int:
-    """Bytes of the segments that a cut at `seam` goes through: none where it is on their grid."""
-    low = seam // SEGMENT_TOKENS * SEGMENT_TOKENS
-    width = min(spans.end, low + SEGMENT_TOKENS) - max(spans.start, low) if low < seam else 0
-    return spans.nbytes * width // (spans.end - spans.start)
+def _new_nbytes(snapshots: list[Any], *before: Spans) -> int:
+    """Bytes of the arrays that were not there before."""
+    known = {id(array) for spans in before for s in spans.leaves if s is not None for array in s.arrays()}
+    return sum(array.nbytes for s in snapshots if s is not None for array in s.arrays() if id(array) not in known)
 
 
 def _counted(names: list[str]) -> str:

@@ -140,6 +140,9 @@ class SizedLayout:
     def page_out(self, caches: Sequence[Any], start: int, end: int) -> Spans:
         return self._spans(start, end)
 
+    def take_out(self, caches: Sequence[Any], cuts: Sequence[tuple[int, int]]) -> list[Spans]:
+        return [self._spans(start, end) for start, end in cuts]
+
     def page_in(self, caches: Sequence[Any], spans: Spans, target: int) -> int:
         begin = max(spans.start, caches[0].spans)
         if caches[0].capacity <= target:

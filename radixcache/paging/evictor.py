@@ -1,6 +1,6 @@
 """Evictor: makes room under the byte budget, in a fixed order and with as little loss as it can.
 
-    1  snapshots of LIVE nodes         duplicates: the buffers hold the same
+    1  snapshots of LIVE nodes         duplicates: the buffers hold the same; not where a row reads them in place
     2  spare capacity of live buffers  room for tokens that did not come
     3  the policy's victims            leaves by their tail, 256 tokens at a time; checkpoints of single-child nodes
     4  an idle slot among several      the common prefix that it holds once more; its own nodes become PAGED
@@ -98,7 +98,8 @@ class Evictor:
             state = node.payload
             if state.is_kept:
                 nbytes += 0 if state.checkpoint is None else state.checkpoint.nbytes
-                nbytes += 0 if state.spans is None or state.live else state.spans.nbytes
+                is_duplicate = state.live and not state.readers
+                nbytes += 0 if state.spans is None or is_duplicate else state.spans.nbytes
         return nbytes
 
     def _evict_while(self, over: Callable[[], int]) -> None:
@@ -148,12 +149,9 @@ class Evictor:
         while over() > path.booking.live_bytes and self.evict_one(over() - path.booking.live_bytes):
             pass
         try:
-            for node in leaving:
-                path.page_out(node)
+            path.hand_over(leaving)
         except NATIVE_ERRORS:
             self._slots.lose(path)
-        else:
-            path.forget()
         self._states.coalesce_all(nodes)
 
     def thin_checkpoints(self) -> None:
@@ -221,7 +219,7 @@ class Evictor:
         if not self._states.duplicate_bytes:
             return
         nodes = {id(node): node for path in self._slots.paths for node in path.nodes() if node not in self._spared}
-        paged = [node for node in nodes.values() if node.payload.spans is not None]
+        paged = [node for node in nodes.values() if node.payload.spans is not None and not node.payload.readers]
         for node in sorted(paged, key=lambda n: (n.payload.entry.last_used, -n.end)):
             if not over():
                 return
@@ -237,8 +235,10 @@ class Evictor:
     def _cut_idle_tail(self, want_bytes: int) -> bool:
         """Cut one node, or its tail, off an idle live path; False when none can be cut."""
         for path in self._idle():
-            cut = self._cut_tail(path, want_bytes)
-            if cut:
+            if path.tip is not None and path.tip.payload.readers:
+                self.empty_slot(path, self.over_bytes)  # rows read in the tree what the buffers hold once more
+                return True
+            if self._cut_tail(path, want_bytes):
                 return True
         return False
 

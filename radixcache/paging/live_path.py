@@ -180,11 +180,15 @@ class LivePath:
         """Copy a leaving node's spans out of the buffers, unless it was evicted meanwhile."""
         if node.payload is None:
             return
-        spans = self._layout.page_out(self.caches, node.start, node.end)
-        self._states.set_leaving(node, 0)
-        self._states.set_spans(node, spans)
-        self._states.paged_out_bytes += spans.nbytes
-        self._states.events.paged_out(node, spans.nbytes)
+        self._paged_out(node, self._layout.page_out(self.caches, node.start, node.end))
+
+    def hand_over(self, leaving: Sequence[StateNode]) -> None:
+        """Page out what is left of these, and give the live cache up with it: no more than a layer is there twice."""
+        nodes = [node for node in leaving if node.payload is not None]
+        found = self._layout.take_out(self.caches, [(node.start, node.end) for node in nodes])
+        self.forget()
+        for node, spans in zip(nodes, found, strict=True):
+            self._paged_out(node, spans)
 
     def page_in(self, spans: Spans, target: int) -> None:
         """Write spans behind what is live, up to offset `target`; `advance` says for which node."""
@@ -280,6 +284,12 @@ class LivePath:
         assert offsets is None or offsets == (self.offset, self.offset), (offsets, self.offset)
         nbytes = self._layout.live_nbytes(self.caches)
         assert nbytes == booking.live_bytes, (self.slot, nbytes, booking.live_bytes)
+
+    def _paged_out(self, node: StateNode, spans: Spans) -> None:
+        self._states.set_leaving(node, 0)
+        self._states.set_spans(node, spans)
+        self._states.paged_out_bytes += spans.nbytes
+        self._states.events.paged_out(node, spans.nbytes)
 
     def _node_at(self, offset: int) -> StateNode | None:
         for node in self.nodes():

@@ -13,7 +13,7 @@ Invariants, asserted by `check`:
   S2  A node's spans cover exactly its edge; a checkpoint stands exactly at its end.
   S3  Account and `leaving_bytes`, `duplicate_bytes` equal the sums over the nodes and the sessions' checkpoints.
   S4  A span entry is evictable iff the node is a leaf, neither live nor kept; a checkpoint entry iff the node has
-      exactly one child and is not kept. Kept: guarded by an open session, or pinned.
+      exactly one child and is not kept. Kept: guarded by an open session, read by a row, or pinned.
   S5  Entries mirror their nodes: start, end, parent, child count, checkpoint, weight.
 
 Every operation is O(length of the edge) for keys, at most one grid segment of arrays, and O(log n) in the policy.
@@ -65,6 +65,7 @@ class NodeState:
     leaving_bytes: int = 0
     pins: int = 0
     guards: int = 0
+    readers: int = 0  # rows of groups that stand on it, and may read its spans in place
 
     @property
     def live(self) -> bool:
@@ -72,8 +73,8 @@ class NodeState:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a session stands on it or a pin keeps it."""
-        return self.pins > 0 or self.guards > 0
+        """Whether a session or a row stands on it or a pin keeps it."""
+        return self.pins > 0 or self.guards > 0 or self.readers > 0
 
 
 StateNode = Node[NodeState]
@@ -159,7 +160,8 @@ class StateTree:
         state = node.payload
         upper_spans = lower_spans = None
         if state.spans is not None:
-            halves = self._copied(lambda spans=state.spans: self.layout.split(spans, at), spare=state.live)  # type: ignore[misc]
+            spare = state.live and not state.readers
+            halves = self._copied(lambda spans=state.spans: self.layout.split(spans, at), spare)  # type: ignore[misc]
             if halves is not None:
                 upper_spans, lower_spans = halves
         share = state.leaving_bytes * (at - node.start) // (node.end - node.start)
@@ -168,7 +170,9 @@ class StateTree:
         old = state.entry
         entry = self._new_entry(upper, "span", Use(old.last_used, old.priority, old.turn, old.kind))
         entry.created, entry.uses = old.created, old.uses
-        upper.payload = NodeState(entry, live_mask=state.live_mask, leaving_bytes=share, guards=state.guards)
+        upper.payload = NodeState(
+            entry, live_mask=state.live_mask, leaving_bytes=share, guards=state.guards, readers=state.readers
+        )
         state.leaving_bytes -= share
         self.set_spans(upper, upper_spans)
         self.set_spans(node, lower_spans)
@@ -348,6 +352,13 @@ class StateTree:
             if state.is_kept != was_kept:
                 self.refresh(each)
 
+    def read(self, node: StateNode, change: int) -> None:
+        """A row comes to stand (+1) on the path from the root to `node`, or leaves it (-1)."""
+        for each in node.path():
+            each.payload.readers += change
+            assert each.payload.readers >= 0, each
+            self.refresh(each)
+
     @contextmanager
     def guarded(self, node: StateNode) -> Iterator[None]:
         """Guard the path to a node, or to a root nothing, until the block ends."""
@@ -388,7 +399,7 @@ class StateTree:
         state.entry.children = len(node.children)
         state.entry.has_checkpoint = state.checkpoint is not None
         # Asked some ten times a request: without the properties, and without a call where nothing changes.
-        free = not (node.children or state.live_mask or state.guards or state.pins)
+        free = not (node.children or state.live_mask or state.guards or state.pins or state.readers)
         if free != (state.entry.entry_id in self._evictable):
             self._set_evictable(state.entry, free)
         entry = state.checkpoint_entry
@@ -524,7 +535,7 @@ class StateTree:
         (child,) = node.children.values()
         upper, lower = node.payload, child.payload
         # A guarded node is held by name: an open session resumes at its end.
-        if upper.checkpoint is not None or upper.pins or upper.guards or lower.guards:
+        if upper.checkpoint is not None or upper.pins or upper.guards or lower.guards or upper.readers or lower.readers:
             return None
         if (upper.live_mask, upper.leaving_bytes > 0) != (lower.live_mask, lower.leaving_bytes > 0):
             return None

@@ -88,13 +88,14 @@ class Admission:
                 requests.remove(request)
 
     def _fits(self, request: ParallelRequest, group: Group) -> bool:
-        """Whether there are cells and bytes for it, besides those that the others hold and will still take."""
+        """Whether there are tokens and bytes for it, besides those that the others hold and will still take."""
         if not self.running:
             return True
-        owed = sum(max(0, self._needed(each) - each.row.position) for each in self.running)
-        cells = group.used_cells + owed + self._needed(request) - group.sharable_tokens(request.keys)
-        states = 1 + sum(each.row.position == 0 for each in self.running)
-        return cells <= self._capacity and group.has_bytes_for(cells, states)
+        ends = {each.row: max(self._needed(each), each.row.position) for each in self.running}
+        own = self._needed(request) - group.sharable_tokens(request.keys)
+        owed = sum(end - row.position for row, end in ends.items())
+        fits = group.used_tokens + owed + own <= self._capacity
+        return fits and group.has_bytes_for(ends, request.keys, self._needed(request))
 
     def _gains(self, request: ParallelRequest, group: Group) -> bool:
         """Whether a prompt that is being prefilled right now is the same further than all that is evaluated yet."""

@@ -150,7 +150,7 @@ class ParallelReplay:
         while self._hand_in(generator):
             for ticket, piece in generator:
                 self._texts[ticket] += piece.text
-                self._peak_cells = max(self._peak_cells, generator.group.used_cells)
+                self._peak_cells = max(self._peak_cells, generator.group.used_tokens)
                 if piece.completion is not None:
                     self._finish(ticket, piece.completion, cache.stats.peak_bytes)
                     self._wall_s = time.perf_counter() - started_s

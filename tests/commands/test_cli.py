@@ -169,7 +169,7 @@ def test_a_replay_of_several_users_at_a_time_gives_the_replies_of_one_after_the_
 def test_a_model_that_cannot_serve_several_users_at_a_time_is_refused_by_name(command, talks):
     code, stdout, stderr = command(*replay(talks), "--parallel", 2, "--model", "tiny:llama4")
     assert (code, stdout) == (2, "")
-    assert last_line(stderr) == "error: tiny:llama4: a layer's ChunkedKVCache cannot be put into cells."
+    assert last_line(stderr) == "error: tiny:llama4: a layer's ChunkedKVCache cannot be one row among others."
 
 
 def test_a_budget_that_one_user_does_not_fit_is_refused_with_the_numbers(command, tmp_path):

@@ -140,7 +140,7 @@ def test_replies_are_those_of_one_at_a_time_and_the_system_prompt_is_evaluated_o
         pieces = drain(generator)
         require_alone(loaded, tickets, PROMPTS)
         assert [done(ticket).cached_tokens for ticket in tickets] == [0, *[len(SYSTEM)] * 4]
-        assert generator.group.used_cells == 0
+        assert generator.group.used_tokens == 0
         # What was stored at the end of one request is there for the next.
         again = submit(generator, [*PROMPTS[1], *tokens_of(tickets[1])[:-1], 30])
         drain(generator)
@@ -446,7 +446,9 @@ def test_who_asks_the_same_at_the_same_time_waits_and_evaluates_one_token(kind: 
         drain(generator)
     require_alone(loaded, [*tickets, other], [*[PROMPTS[2]] * 3, PROMPTS[0][::-1]])
     cached = [done(ticket).cached_tokens for ticket in tickets]
-    assert cached == [0, len(PROMPTS[2]) - 1, len(PROMPTS[2]) - 1]
+    # A window that has gone round is taken up where a chunk ended.
+    least = len(PROMPTS[2]) - (1 if kind == "llama" else 2)
+    assert cached == [0, least, least]
 
 
 def test_who_waits_to_share_comes_in_as_soon_as_what_is_shared_is_there(llama: LoadedModel) -> None:
@@ -647,7 +649,7 @@ def test_a_model_that_raises_at_any_pass_leaves_right_state_and_clear_errors(
     cache = new_cache(loaded)
     with new_generator(loaded, cache) as generator:
         # The first group tries out how the model takes rows; that is not what is to fail here.
-        inside.causal(generator.group).steps_together(loaded.model)
+        inside.try_ways(loaded.model)
         with fused(loaded.model, Fuse(at, raising(ValueError, after))) as fuse:
             tickets = [submit(generator, prompt) for prompt in PROMPTS[:3]]
             drain(generator)
@@ -679,7 +681,7 @@ def test_an_evaluation_that_fails_costs_those_who_run_and_nobody_else(
 ) -> None:
     cache = new_cache(loaded)
     with new_generator(loaded, cache, max_rows=2) as generator:
-        inside.causal(generator.group).steps_together(loaded.model)
+        inside.try_ways(loaded.model)
         with fused(loaded.model, Fuse(at, spoiling(poison))):
             tickets = [submit(generator, prompt) for prompt in PROMPTS]
             drain(generator)
@@ -800,7 +802,7 @@ def test_who_does_not_fit_waits_and_is_not_overtaken(loaded: LoadedModel) -> Non
         # which there would be room.
         tickets = [submit_next(index) for index in (0, 1, 2, 3)]
         for _, piece in generator:
-            most = max(most, generator.group.used_cells)
+            most = max(most, generator.group.used_tokens)
             finished += piece.completion is not None
         require_alone(loaded, tickets, [PROMPTS[index] for index in (0, 1, 2, 3)])
     assert most <= 160

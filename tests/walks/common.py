@@ -29,7 +29,7 @@ short = st.lists(st.integers(0, 3), min_size=1, max_size=14)
 def small_steps() -> Iterator[None]:
     """Segments, trims and cuts so small that short sequences cross them; in effect where a module imports it."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (radixcache.adapters.span, radixcache.layers.arrays, radixcache.tree.state_tree):
+        for module in (radixcache.adapters.span, radixcache.tree.state_tree):
             patch.setattr(module, "SEGMENT_TOKENS", 8)
         patch.setattr(radixcache.verify.comparison, "ROWS", 4)
         patch.setattr(radixcache.settings, "TRIM_TOKENS", 4)

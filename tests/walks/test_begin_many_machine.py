@@ -78,9 +78,10 @@ class Groups(RuleBasedStateMachine):
         self.asked.add((namespace, (*prompt, *(30 + index for index in range(steps)))))
 
     @precondition(lambda self: len(self.groups) < 2)
-    @rule(namespace=st.sampled_from(NAMESPACES))
-    def open(self, namespace: str) -> None:
-        self.groups.append(self.cache.begin_many(capacity=CAPACITY, namespace=namespace))
+    @rule(namespace=st.sampled_from(NAMESPACES), segment_bytes=st.sampled_from([0, 12 * 1024, 1 << 30]))
+    def open(self, namespace: str, segment_bytes: int) -> None:
+        group = self.cache.begin_many(capacity=CAPACITY, namespace=namespace, segment_bytes=segment_bytes)
+        self.groups.append(group)
 
     @precondition(lambda self: self.groups)
     @rule(data=st.data(), prompt=prompts, mark=st.integers(0, 60))
@@ -88,7 +89,7 @@ class Groups(RuleBasedStateMachine):
         group = drawn(data, self.groups)
         before = self.cache.stats.requests
         longest = self.longest(prompt, group.namespace)
-        used, evictions = group.used_cells, self.cache.stats.evictions
+        used, evictions = group.used_tokens, self.cache.stats.evictions
         promised = group.sharable_tokens(np.array(prompt))
         try:
             row = group.admit(prompt, marks=[min(mark, len(prompt))])
@@ -100,7 +101,7 @@ class Groups(RuleBasedStateMachine):
         assert row.cached_tokens <= row.matched_tokens <= longest
         assert (row.reason is None) == (row.cached_tokens == row.matched_tokens)
         if self.cache.stats.evictions == evictions:
-            assert group.used_cells - used == row.cached_tokens - promised
+            assert group.used_tokens - used == row.cached_tokens - promised
         if self.kind == "llama":
             # Whatever another row has in cells is shared.
             shared = [common(self.clean(each), prompt) for each in group.rows if each is not row]

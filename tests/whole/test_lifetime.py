@@ -153,7 +153,7 @@ def test_what_stands_for_state_is_shown_in_a_line(model: Any) -> None:
         assert repr(cache).startswith("<PrefixCache lru: 0 nodes, ")
         assert repr(cache).endswith("of 16.0 MiB, 1 of 3 live slots taken>")
         assert repr(session) == "<Session open: prompt of 40 tokens, 0 cached, at 0>"
-        assert repr(group) == "<Group open: 1 rows, 0 of 64 cells used>"
+        assert repr(group) == "<Group open: 1 rows, 0 of 64 tokens>"
         assert repr(row) == f"<Row {row.id} at 0: prompt of 8 tokens, 0 cached>"
     assert repr(session).startswith("<Session closed: ")
     assert repr(group).startswith("<Group closed: ")

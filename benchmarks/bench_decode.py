@@ -1,0 +1,304 @@
+"""Decoding together: straight from the tree, beside mlx-lm's batch generator.
+
+All users have their prompts behind them and decode, greedily, in turns of a few steps on either side:
+
+    tree      runner.parallel on a PrefixCache: what users share is read once per step
+    mlx-lm    BatchGenerator: a batch of caches, each user's own, padded to the longest
+
+What the users share is a list of levels, each as many groups of users with so many tokens in common:
+
+    (1, 2000)              all of them 2,000
+    (1, 1000) (4, 1000)    all of them 1,000, and each quarter of them 1,000 behind that
+    (8, 300)               two of 16 each 300; it may not be worth a segment
+
+Own tokens are ragged where a load says so: a user has between half and one and a half times as many.
+
+    decode      tokens per second of the tree, by mlx-lm's: the median of as many pairs of turns, least and most
+    held MB     what the tree and all beside it hold, and of mlx-lm's caches
+    join ms     a further user comes, whose prefix is there: until its own first token, one step of the others included
+    leave ms    a user's last step, and the next one of those who stay
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+
+import runner  # noqa: F401  loads OpenBLAS before MLX
+from benchmarks.harness.record import Spread, arguments, publish, say
+from radixcache import PrefixCache
+from runner.models.load import load_model
+from runner.parallel import ParallelGenerator
+
+BUDGET_BYTES = 16 << 30
+CHUNK_TOKENS = 512
+#: Steps of a turn, and turns on each side.
+STEPS, TURNS = 6, 5
+
+Levels = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Users of a model who share levels of tokens, each with `own` behind them."""
+
+    model: str
+    levels: Levels
+    own: int
+    users: tuple[int, ...]
+    ragged: bool = False
+    #: Tokens per second by mlx-lm's that are aimed at, by users.
+    aims: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The levels in words."""
+        return " + ".join(f"{groups} x {tokens}" for groups, tokens in self.levels) or "nothing"
+
+
+FULL = (
+    Load("tiny", ((1, 2000),), 100, (4, 8, 16, 32), aims=((8, 2.2), (16, 2.8), (32, 3.5))),
+    Load("tiny", ((1, 8000),), 100, (8, 16, 32)),
+    Load("tiny", (), 2100, (4, 8, 16)),
+    Load("tiny", ((1, 1000), (4, 1000)), 100, (16,)),
+    Load("tiny", ((1, 700), (4, 700), (8, 700)), 100, (16,)),
+    Load("tiny", ((4, 2000),), 100, (16,)),
+    Load("tiny", ((8, 300),), 30, (16,)),
+    Load("tiny", ((8, 64),), 30, (16,)),
+    Load("tiny", ((1, 2000),), 200, (16,), ragged=True),
+    Load("shape", ((1, 300),), 30, (4, 8, 16, 32), aims=((8, 1.03), (16, 1.08), (32, 1.15))),
+    Load("shape", ((1, 2000),), 100, (8, 16), aims=((8, 1.6), (16, 1.9))),
+    Load("shape", ((1, 8000),), 100, (8,), aims=((8, 2.3),)),
+    Load("shape", (), 330, (4, 8, 16), aims=((4, 1.0), (8, 1.0), (16, 1.0))),
+    Load("shape", ((8, 300),), 30, (16,)),
+)
+QUICK = (Load("tiny", ((1, 300),), 10, (3,)),)
+#: Nowhere slower than this.
+AIM = 0.95
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(__doc__, given)
+    loads = QUICK if options.quick else FULL
+    rows = [row for load in loads for row in measure(load)]
+    title = "Decoding together: straight from the tree, and mlx-lm's batch generator"
+    publish("decode", title, rows, folder=options.results, repeats=TURNS, conclusion=conclusion(rows))
+
+
+def conclusion(rows: Sequence[dict[str, Any]]) -> str:
+    """Say which aims are met, from the figures."""
+    missed = [row for row in rows if row["decode"] < row["aim"]]
+    shown = missed or [min(rows, key=lambda row: float(row["decode"] / row["aim"]))]
+    parts = [f"{r['model']}, {r['shared']}, {r['users']} users: {r['decode']:.2f} of {r['aim']}" for r in shown]
+    found = f"{len(rows) - len(missed)} of {len(rows)} at their aim"
+    return f"{found}; {'not so' if missed else 'the closest'}: {'; '.join(parts)}."
+
+
+def measure(load: Load) -> Iterator[dict[str, Any]]:
+    """A row for each number of users."""
+    model, tokenizer = model_of(load.model)
+    for users in load.users:
+        say(f"{load.model}, {load.text}, {users} users")
+        prompts = prompts_of(load, users + 1)
+        tree, batches = FromTheTree(model, tokenizer, prompts), InBatches(model, prompts)
+        pairs = []
+        for turn in range(TURNS + 1):
+            seconds = [side.steps(STEPS) for side in (tree, batches)]
+            if turn:  # the first warms up
+                pairs.append(seconds)
+        ratio = Spread.of(theirs / ours for ours, theirs in pairs)
+        held = tree.held_bytes(), batches.held_bytes()
+        joined, left = [[side.join(), side.leave()] for side in (tree, batches)]
+        yield {
+            "model": load.model,
+            "shared": load.text,
+            "own": f"{load.own}{' ragged' if load.ragged else ''}",
+            "users": users,
+            "decode": ratio.median,
+            "least to most": ratio.range,
+            "aim": dict(load.aims).get(users, AIM),
+            "step ms": statistics.median(ours for ours, _ in pairs) / STEPS * 1e3,
+            "held MB": held[0] / 1e6,
+            "mlx-lm MB": held[1] / 1e6,
+            "join ms": joined[0] * 1e3,
+            "mlx-lm join ms": left[0] * 1e3,
+            "leave ms": joined[1] * 1e3,
+            "mlx-lm leave ms": left[1] * 1e3,
+        }
+        tree.close()
+        batches.close()
+
+
+class FromTheTree:
+    """Users of a ParallelGenerator, all but the last of the prompts."""
+
+    def __init__(self, model: Any, tokenizer: Any, prompts: Sequence[list[int]]) -> None:
+        self._cache = PrefixCache(model, budget_bytes=BUDGET_BYTES)
+        self._prompts = prompts
+        capacity = sum(map(len, prompts)) + len(prompts) * 4096
+        self._generator = ParallelGenerator(
+            self._cache, model, tokenizer, capacity=capacity, max_rows=len(prompts), step_size=CHUNK_TOKENS
+        )
+        self._tickets = [self._submit(prompt) for prompt in prompts[:-1]]
+        self._pieces = iter(self._generator)
+        waiting = set(self._tickets)
+        while waiting:
+            waiting.discard(next(self._pieces)[0])
+
+    def steps(self, count: int) -> float:
+        """Seconds of so many steps of all users."""
+        return _timed(lambda: [next(self._pieces) for _ in range(count * len(self._tickets))])
+
+    def held_bytes(self) -> int:
+        return int(self._cache.stats.live_bytes + self._cache.stats.paged_bytes)
+
+    def join(self) -> float:
+        """Seconds until a further user has a token."""
+
+        def run() -> None:
+            ticket = self._submit(self._prompts[-1])
+            self._tickets.append(ticket)
+            while next(self._pieces)[0] is not ticket:
+                pass
+
+        return _timed(run)
+
+    def leave(self) -> float:
+        """Seconds until all others have a token after a user has left."""
+
+        def run() -> None:
+            self._tickets.pop(0).cancel()
+            waiting = set(self._tickets)
+            while waiting:
+                waiting.discard(next(self._pieces)[0])
+
+        self.steps(2)
+        return _timed(run)
+
+    def close(self) -> None:
+        self._generator.close()
+        self._cache.close()
+
+    def _submit(self, prompt: list[int]) -> Any:
+        return self._generator.submit(prompt, max_tokens=4096, stop_tokens=(), reserve=1)
+
+
+class InBatches:
+    """The same users of a BatchGenerator, which gets their caches ready made."""
+
+    def __init__(self, model: Any, prompts: Sequence[list[int]]) -> None:
+        self._model = model
+        self._generator = BatchGenerator(
+            model, max_tokens=4096, prefill_step_size=CHUNK_TOKENS, completion_batch_size=len(prompts)
+        )
+        self._known: dict[tuple[int, ...], list[Any]] = {}
+        self._prompts = prompts
+        caches = [self._cache_of(prompt) for prompt in prompts]
+        self._last = caches[-1]
+        self._users = self._generator.insert([prompt[-1:] for prompt in prompts[:-1]], caches=caches[:-1])
+        self._known.clear()
+        waiting = set(self._users)
+        while waiting:
+            waiting -= {response.uid for response in self._generator.next_generated()}
+
+    def steps(self, count: int) -> float:
+        return _timed(lambda: [self._generator.next_generated() for _ in range(count)])
+
+    def held_bytes(self) -> int:
+        return int(self._generator.prompt_cache_nbytes)
+
+    def join(self) -> float:
+        def run() -> None:
+            (user,) = self._generator.insert([self._prompts[-1][-1:]], caches=[self._last])
+            self._users.append(user)
+            while user not in {response.uid for response in self._generator.next_generated()}:
+                pass
+
+        return _timed(run)
+
+    def leave(self) -> float:
+        def run() -> None:
+            self._generator.remove([self._users.pop(0)])
+            self._generator.next_generated()
+
+        self.steps(2)
+        return _timed(run)
+
+    def close(self) -> None:
+        self._generator.close()
+
+    def _cache_of(self, prompt: list[int]) -> list[Any]:
+        """Caches of all but the last token; what others begin with is evaluated once and copied."""
+        caches: list[Any] = make_prompt_cache(self._model)
+        done = 0
+        for known, theirs in self._known.items():
+            pairs = enumerate(zip(known, prompt, strict=False))
+            same = next((at for at, (one, other) in pairs if one != other), len(known))
+            if same > done:
+                done = min(same, len(prompt) - 1)
+                for cache, other in zip(caches, theirs, strict=True):
+                    keys, values = other.keys_and_values()
+                    cache.keys, cache.values = mx.contiguous(keys[..., :done, :]), mx.contiguous(values[..., :done, :])
+                    cache.offset = done
+        while done < len(prompt) - 1:
+            chunk = prompt[done : min(done + CHUNK_TOKENS, len(prompt) - 1)]
+            self._model(mx.array([chunk]), cache=caches)
+            done += len(chunk)
+            mx.eval([cache.keys_and_values() for cache in caches])
+        self._known[tuple(prompt[:-1])] = caches
+        return caches
+
+
+def model_of(name: str) -> tuple[Any, Any]:
+    """A model by name, and a tokenizer; "shape" is SmolLM2's shape with random weights and a small vocabulary."""
+    if name != "shape":
+        loaded = load_model(name)
+        return loaded.model, loaded.tokenizer
+    arguments_of = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=576,
+        num_hidden_layers=30,
+        intermediate_size=1536,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        rms_norm_eps=1e-5,
+        vocab_size=256,
+        max_position_embeddings=16384,
+        tie_word_embeddings=True,
+    )
+    model = llama.Model(arguments_of)
+    mx.eval(model.parameters())
+    return model, load_model("tiny").tokenizer
+
+
+def prompts_of(load: Load, users: int) -> list[list[int]]:
+    """A prompt for each user, of ids that every vocabulary has."""
+    random = np.random.default_rng(users)
+    shared = [[random.integers(16, 250, tokens).tolist() for _ in range(groups)] for groups, tokens in load.levels]
+    prompts = []
+    for user in range(users):
+        prompt = [token for groups in shared for token in groups[user * len(groups) // users]]
+        own = int(load.own * random.uniform(0.5, 1.5)) if load.ragged else load.own
+        prompts.append(prompt + random.integers(16, 250, own).tolist())
+    return prompts
+
+
+def _timed(run: Any) -> float:
+    gc.collect()
+    began_s = time.perf_counter()
+    run()
+    return time.perf_counter() - began_s
+
+
+if __name__ == "__main__":
+    main()

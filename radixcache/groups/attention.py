@@ -1,0 +1,209 @@
+"""Cascade attention: a segment that several rows share is read once for all of them, and each row's tail by itself.
+
+    queries (R, Hq, T, D)     segment   keys (1, H, S, D)    queries of its rows side by side: one product for all
+                              tails     keys (R, H, C, D)    a product per row
+
+All parts of a row are one softmax: they have one maximum, and their sums are added up, in float32.
+
+A model comes here through the global `scaled_dot_product_attention` of its module, which `serve` replaces once: keys
+that a pass of ours has handed out are attended here, all others where they always were.
+
+Source: Juravsky et al. 2024, Hydragen; Ye et al. 2025, FlashInfer; mlx_lm.models.base, mlx-lm 0.32.2.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import reduce, wraps
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+NAME = "scaled_dot_product_attention"
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+
+def exp(array: mx.array) -> mx.array:
+    """e to the power of each; MLX's own takes three times as long on x86 (24 and 9 ns a value, mlx 0.32.4)."""
+    return mx.power(math.e, array) if IS_X86 and mx.default_device() == mx.cpu else mx.exp(array)
+
+
+#: Keys (1, H, S, D) and values (1, H, S, Dv) of a segment.
+Pair = tuple[mx.array, mx.array]
+
+
+class Level(NamedTuple):
+    """Segments that no row has two of, so that what rows get from them can be laid side by side.
+
+    Attributes:
+        segments: their numbers.
+        absent: how many rows have none of them.
+        places: where each row's part is in the order of segments and absent ones; None: in that of the rows.
+    """
+
+    segments: list[int]
+    absent: int
+    places: mx.array | None
+
+
+class Plan:
+    """Which rows of a batch read which segments, worked out once for all layers.
+
+    Args:
+        rows: how many there are.
+        readers: of each segment the rows; None: all of them.
+    """
+
+    def __init__(self, rows: int, readers: Sequence[tuple[int, ...] | None]) -> None:
+        self.rows = rows
+        self.takes = [None if each is None else mx.array(each) for each in readers]
+        taken: list[tuple[set[int], list[int]]] = []
+        for number, each in enumerate(readers):
+            its = set(range(rows) if each is None else each)
+            for known, numbers in taken:
+                if not known & its:
+                    known |= its
+                    numbers.append(number)
+                    break
+            else:
+                taken.append((its, [number]))
+        self.levels = []
+        for known, numbers in taken:
+            order = [row for number in numbers for row in (readers[number] or range(rows))]
+            order += [row for row in range(rows) if row not in known]
+            in_order = order == list(range(rows))
+            places = None if in_order else mx.array(sorted(range(rows), key=order.__getitem__))
+            self.levels.append(Level(numbers, rows - len(known), places))
+
+    def of_rows(self, array: mx.array, segment: int) -> mx.array:
+        """What of an array (R, ...) is of the rows of a segment."""
+        takes = self.takes[segment]
+        return array if takes is None else array[takes]
+
+    def laid_out(self, parts: Sequence[mx.array], blank: float) -> list[mx.array]:
+        """For each level what all rows have (R, ...), from what the rows of each segment have (n, ...)."""
+        found = []
+        for level in self.levels:
+            columns = [parts[number] for number in level.segments]
+            if level.absent:
+                columns.append(mx.full((level.absent, *columns[0].shape[1:]), blank, columns[0].dtype))
+            joined = columns[0] if len(columns) == 1 else mx.concatenate(columns)
+            found.append(joined if level.places is None else joined[level.places])
+        return found
+
+
+#: Attends for the keys that it has handed out: queries, scale, mask, sinks -> output.
+Attend = Callable[[mx.array, mx.array, float, Any, mx.array | None], mx.array]
+
+
+class _Handed(threading.local):
+    """By the id of keys that are being handed out on this thread: who attends."""
+
+    def __init__(self) -> None:
+        self.by_keys: dict[int, Attend] = {}
+
+
+handed = _Handed()
+
+
+def serve(model: nn.Module) -> None:
+    """Let every attention of a model that goes through its module's global ask for keys that were handed out."""
+    for name in {type(module).__module__ for module in model.modules()}:
+        stock = getattr(sys.modules.get(name), NAME, None)
+        if stock is not None and not hasattr(stock, "is_served"):
+            setattr(sys.modules[name], NAME, _served(stock))
+
+
+def _served(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    @wraps(stock)
+    def attention(queries: mx.array, keys: Any, values: Any, *others: Any, **named: Any) -> mx.array:
+        attend = handed.by_keys.get(id(keys))
+        if attend is None:
+            return stock(queries, keys, values, *others, **named)
+        return _asked(attend, queries, values, *others, **named)
+
+    attention.is_served = True  # type: ignore[attr-defined]
+    return attention
+
+
+def _asked(
+    attend: Attend, queries: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: Any = None
+) -> mx.array:
+    return attend(queries, values, scale, mask, sinks)
+
+
+def cascade(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    plan: Plan,
+    segments: Sequence[Pair],
+    *,
+    scale: float,
+    mask: mx.array | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attention (R, Hq, T, Dv) over segments and tails.
+
+    Args:
+        queries: (R, Hq, T, D).
+        keys, values: of the tails, (R, H, C, D) and (R, H, C, Dv), Hq a multiple of H.
+        mask: bool, what of the tails is seen, for every head: (R, 1, 1, C), or (T, C); None: all of them.
+        sinks: (Hq,), a score of each head that takes weight and has no value; None: there is none.
+    """
+    rows, query_heads, tokens, _ = queries.shape
+    heads = keys.shape[1]
+    # (R, H, G * T, D): the queries of a head's group one below the other.
+    grouped = (queries * scale).reshape(rows, heads, query_heads // heads * tokens, -1)
+    own = _masked((grouped @ keys.swapaxes(-1, -2)).astype(mx.float32), mask, tokens)
+    shared = [
+        (_stacked(plan.of_rows(grouped, number)) @ segment[0].swapaxes(-1, -2)).astype(mx.float32)
+        for number, segment in enumerate(segments)
+    ]
+    maxima = [mx.max(own, axis=-1, keepdims=True)]
+    maxima += plan.laid_out([_unstacked(mx.max(each, axis=-1, keepdims=True), grouped) for each in shared], -mx.inf)
+    if sinks is not None:
+        maxima.append(mx.repeat(sinks.astype(mx.float32), tokens).reshape(1, heads, -1, 1))
+    maximum = reduce(mx.maximum, maxima)
+    weights = exp(own - maximum)
+    totals, found = [mx.sum(weights, axis=-1, keepdims=True)], [_product(weights, values)]
+    if sinks is not None:
+        totals.append(exp(maxima[-1] - maximum))
+    weighed = [exp(each - _stacked(plan.of_rows(maximum, number))) for number, each in enumerate(shared)]
+    totals += plan.laid_out([_unstacked(mx.sum(each, axis=-1, keepdims=True), grouped) for each in weighed], 0)
+    products = [_product(each, pair[1]) for each, pair in zip(weighed, segments, strict=True)]
+    found += plan.laid_out([_unstacked(each, grouped) for each in products], 0)
+    output = reduce(mx.add, found) / reduce(mx.add, totals)
+    return output.astype(queries.dtype).reshape(rows, query_heads, tokens, -1)
+
+
+def _product(weights: mx.array, values: mx.array) -> mx.array:
+    return (weights.astype(values.dtype) @ values).astype(mx.float32)
+
+
+def _masked(scores: mx.array, mask: mx.array | None, tokens: int) -> mx.array:
+    if mask is None:
+        return scores
+    if mask.ndim == 2 and tokens > 1:
+        rows, heads, queries, columns = scores.shape
+        apart = scores.reshape(rows, heads, queries // tokens, tokens, columns)
+        return mx.where(mask, apart, -mx.inf).reshape(scores.shape)
+    return mx.where(mask, scores, -mx.inf)
+
+
+def _stacked(array: mx.array) -> mx.array:
+    """(R, H, G, D) as (1, H, R * G, D): the rows of a head one below the other."""
+    rows, heads, group, width = array.shape
+    return array.swapaxes(0, 1).reshape(1, heads, rows * group, width)
+
+
+def _unstacked(array: mx.array, like: mx.array) -> mx.array:
+    """(1, H, n * G, W) as (n, H, G, W), with as many rows one below the other as `like`, (R, H, G, D), has."""
+    _, heads, stacked, width = array.shape
+    group = like.shape[2]
+    return array.reshape(heads, stacked // group, group, width).swapaxes(0, 1)

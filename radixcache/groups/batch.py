@@ -1,0 +1,322 @@
+"""Batch: rows that go through forward passes together, or one row by itself.
+
+One row alone has the caches that a session would have: mlx-lm's own windows and recurrent states, and tails of one row
+for keys and values. Rows that decode together have mlx-lm's batched windows, recurrent states with a row for each, and
+tails of as many. `gathered` makes every batch out of others: rows join, leave and part by it. It copies tails and
+states; what is read in place stays where it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, CacheList, KVCache, RotatingKVCache
+
+from radixcache.adapters.cache_list import leaves
+from radixcache.adapters.registry import adapter_for
+from radixcache.adapters.snapshots import Checkpoint
+from radixcache.adapters.span import SpanSnapshot
+from radixcache.errors import UnsupportedCacheError
+from radixcache.groups.attention import Pair
+from radixcache.groups.tails import Columns, Part, TailLayer, filled, joined
+
+
+class LostStateError(RuntimeError):
+    """A forward pass broke off behind what cannot be taken back."""
+
+
+#: A batch and the number of one of its rows.
+Place = tuple["Batch", int]
+#: Of one leaf what its tokens have in the tails, or all it has otherwise; None: nothing.
+Copies = tuple[SpanSnapshot | None, Any]
+#: What undoes a forward pass: lengths and end of the columns, and by leaf what else there is.
+Held = tuple[list[int], int, list[Any]]
+
+
+class Batch:
+    """Caches of one row or several.
+
+    Args:
+        columns: of all its tails.
+        caches: in the order and nesting that the model wants.
+        rows: whose they are; None in the place of a row that has left.
+    """
+
+    def __init__(self, columns: Columns, caches: Sequence[Any], rows: Sequence[Any]) -> None:
+        self.columns = columns
+        self.caches = list(caches)
+        self.rows = list(rows)
+
+    @classmethod
+    def of_one(cls, caches: Sequence[Any], row: Any, in_place: int = 0) -> Batch:
+        """One row without state but for so many tokens in place; tails take the place of mlx-lm's own.
+
+        UnsupportedCacheError: a layer's state is nothing that mlx-lm's batches have.
+        """
+        columns = Columns([0], [in_place])
+        indices = iter(range(len(leaves(caches))))
+        return cls(columns, _nested(caches, lambda leaf: _own(leaf, columns, next(indices))), [row])
+
+    @classmethod
+    def gathered(cls, places: Sequence[Place], spare: int = 0) -> Batch:
+        """A batch of these rows, in this order, evaluated; batches that are left without a row are emptied on the way.
+
+        Args:
+            spare: columns that the tails have room for besides; one at least.
+        """
+        lengths = [batch.columns.lengths[at] for batch, at in places]
+        in_place = [batch.columns.in_place[at] for batch, at in places]
+        columns = Columns(lengths, in_place, max(lengths) + max(spare, 1))
+        rows = [batch.rows[at] for batch, at in places]
+        sources = list({id(batch): batch for batch, _ in places}.values())
+        emptied = [each for each in sources if all(row is None or row in rows for row in each.rows)]
+        runs = _runs(places)
+        made = []
+        for index, column in enumerate(zip(*(batch.leaves for batch in sources), strict=True)):
+            of_batch = dict(zip(map(id, sources), column, strict=True))
+            leaf = _joined([(of_batch[id(batch)], first, last) for batch, first, last in runs], columns, index)
+            mx.eval(arrays_of(leaf))
+            made.append(leaf)
+            for batch in emptied:
+                _empty(of_batch[id(batch)])
+        replaced = iter(made)
+        return cls(columns, _nested(sources[0].caches, lambda _: next(replaced)), rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The caches that hold state, in order."""
+        return leaves(self.caches)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All arrays, for mx.eval."""
+        return [array for leaf in self.leaves for array in arrays_of(leaf)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def forward(self, model: Any, ids: mx.array, parts: Sequence[Part]) -> mx.array:
+        """Run the model on ids (R, T); logits (R, T, V), not evaluated.
+
+        A model that raises leaves every row as it was.
+
+        Raises:
+            LostStateError: it does not; see `roll_back`.
+        """
+        held = self.hold(ids.shape[1])
+        try:
+            with self.columns.running(ids.shape[1], parts):
+                logits: mx.array = model(ids, cache=self.caches)
+        except BaseException as error:
+            self.roll_back(held, error)
+            raise
+        return logits
+
+    def hold(self, tokens: int) -> Held:
+        """What `roll_back` needs to undo a forward pass of so many tokens."""
+        columns = self.columns
+        return columns.lengths, columns.end, [_held(leaf, tokens) for leaf in self.leaves]
+
+    def roll_back(self, held: Held, error: BaseException) -> None:
+        """Undo a forward pass, or what of it was done before it raised this. LostStateError: it cannot be undone."""
+        self.columns.lengths, self.columns.end, states = held
+        undone = [_rolled_back(leaf, each) for leaf, each in zip(self.leaves, states, strict=True)]
+        if not all(undone):
+            raise LostStateError(
+                f"windows that had gone round were written when the model raised: {error!r}"
+            ) from error
+
+    # One row
+
+    def refilled(self, columns: Columns, pieces: Callable[[int], Sequence[Pair]]) -> Batch:
+        """The one row with other tails: for each leaf these keys and values side by side. Evaluated, leaf by leaf."""
+        indices = iter(range(len(self.leaves)))
+
+        def of(leaf: Any) -> Any:
+            index = next(indices)
+            if not isinstance(leaf, TailLayer):
+                return leaf
+            tail = filled(columns, index, pieces(index))
+            mx.eval(tail.state)
+            return tail
+
+        return Batch(columns, _nested(self.caches, of), self.rows)
+
+    def restore_points(self, checkpoint: Checkpoint, target: int) -> None:
+        """Put the one row's leaves that are no tails to `target`, evaluated; the checkpoint can be cut there."""
+        for leaf, snapshot in zip(self.leaves, checkpoint.leaves, strict=True):
+            if snapshot is not None:
+                restored = adapter_for(leaf).restore(leaf, snapshot, target)
+                assert restored, (type(leaf).__name__, checkpoint.offset, target)
+                mx.eval(arrays_of(leaf))
+
+    def own_points(self) -> None:
+        """Replace the one row's arrays that may be views of activations by copies, evaluated."""
+        for leaf in self.leaves:
+            if not isinstance(leaf, TailLayer):
+                mx.eval(adapter_for(leaf).own(leaf))
+
+    def specimen(self, caches: Sequence[Any]) -> list[Any]:
+        """Fresh mlx-lm caches with a token of the one row in every layer that it uses: to look at only."""
+        for cache, leaf in zip(leaves(caches), self.leaves, strict=True):
+            if isinstance(leaf, ArraysCache):
+                cache.cache = list(leaf.cache)
+            elif leaf.keys is not None and leaf.values is not None:
+                cache.keys, cache.values, cache.offset = leaf.keys[..., :1, :], leaf.values[..., :1, :], 1
+                if isinstance(cache, RotatingKVCache):
+                    cache._idx = 1
+        return list(caches)
+
+    # Any row
+
+    def copied(
+        self,
+        at: int,
+        bounds: Sequence[tuple[int, int]] = (),
+        offset: int | None = None,
+        *,
+        copying: Callable[[Callable[[], Copies]], Copies] = lambda make: make(),
+        emptying: bool = False,
+    ) -> tuple[list[Any], list[Any]]:
+        """Copies of a row's state by leaf, evaluated: of the tokens in its tails, and of all other layers.
+
+        Args:
+            bounds: of the pieces to be copied out of the tails, one behind the other, behind all that is in place.
+            offset: where the row stands: what the other layers hold is wanted.
+            copying: runs a copy, and may run it again when its allocation fails.
+            emptying: let go of each layer once it is copied, so that no more than one is held twice.
+        """
+        away = self.columns.in_place[at]
+
+        def of(leaf: Any) -> Copies:
+            span = point = None
+            if not isinstance(leaf, TailLayer):
+                alone = None if offset is None else _alone(leaf, at)
+                point = None if alone is None else adapter_for(alone).snapshot(alone, 0, offset or 0)
+            elif bounds and not leaf.empty():
+                pieces = [leaf.copied_columns(at, low - away, high - away) for low, high in bounds]
+                span = SpanSnapshot(bounds[0][0], bounds[-1][1], [*pieces])
+            mx.eval([each.arrays() for each in (span, point) if each is not None])
+            return span, point
+
+        found = []
+        for leaf in self.leaves:
+            found.append(copying(lambda leaf=leaf: of(leaf)))  # type: ignore[misc]
+            if emptying:
+                _empty(leaf)
+        spans, points = zip(*found, strict=True)
+        return [*spans], [*points]
+
+
+def arrays_of(leaf: Any) -> list[mx.array]:
+    """All arrays of a leaf."""
+    if isinstance(leaf, ArraysCache):
+        return [array for array in leaf.cache if array is not None]
+    if leaf.keys is None:
+        return []
+    more = [leaf.offset, leaf.left_padding] if isinstance(leaf, BatchRotatingKVCache) else []
+    return [leaf.keys, leaf.values, *more]
+
+
+def _own(leaf: Any, columns: Columns, index: int) -> Any:
+    kind = type(leaf)
+    if kind is KVCache:
+        return TailLayer(columns, index)
+    if kind is ArraysCache or (kind is RotatingKVCache and not leaf.keep):
+        return leaf
+    kept = f" that keeps its first {leaf.keep} tokens" if kind is RotatingKVCache else ""
+    raise UnsupportedCacheError(f"a layer's {kind.__name__}{kept} cannot be one row among others.")
+
+
+def _nested(caches: Sequence[Any], replaced: Callable[[Any], Any]) -> list[Any]:
+    """The same layers with every leaf replaced."""
+
+    def of(cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*(of(each) for each in cache.caches))
+        return None if cache is None else replaced(cache)
+
+    return [of(cache) for cache in caches]
+
+
+def _runs(places: Sequence[Place]) -> list[tuple[Batch, int, int]]:
+    """Rows that follow each other in one batch, as [first, last)."""
+    runs: list[tuple[Batch, int, int]] = []
+    for batch, at in places:
+        if runs and runs[-1][0] is batch and runs[-1][2] == at:
+            runs[-1] = batch, runs[-1][1], at + 1
+        else:
+            runs.append((batch, at, at + 1))
+    return runs
+
+
+def _joined(runs: Sequence[tuple[Any, int, int]], columns: Columns, index: int) -> Any:
+    """Rows [first, last) of each leaf, all of one kind, as one."""
+    if isinstance(runs[0][0], TailLayer):
+        return joined(columns, index, runs)
+    if isinstance(runs[0][0], ArraysCache):
+        return _arrays([each.cache for each, _, _ in runs], [slice(first, last) for _, first, last in runs])
+    alone = [_alone(each, at) for each, first, last in runs for at in range(first, last)]
+    if len(alone) > 1 and any(each.keys is not None for each in alone):
+        return RotatingKVCache.merge(alone)
+    if alone[0] is runs[0][0]:  # its batch may be emptied: an object of its own
+        alone[0] = copy.copy(alone[0])
+    return alone[0]
+
+
+def _alone(leaf: Any, at: int) -> Any:
+    """One row's state of a leaf that is no tail, in a cache for one row."""
+    if isinstance(leaf, ArraysCache):
+        return _arrays([leaf.cache], [slice(at, at + 1)])
+    return leaf if isinstance(leaf, RotatingKVCache) else leaf.extract(at)
+
+
+def _arrays(caches: Sequence[list[Any]], rows: Sequence[slice]) -> ArraysCache:
+    """Rows of several lists of arrays as one cache; a slot that any of them has nothing in is empty."""
+    found = ArraysCache(len(caches[0]))
+    for index, slot in enumerate(zip(*caches, strict=True)):
+        if all(array is not None for array in slot):
+            parts = [array[its] for array, its in zip(slot, rows, strict=True)]
+            found.cache[index] = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return found
+
+
+def _empty(leaf: Any) -> None:
+    if isinstance(leaf, ArraysCache):
+        leaf.cache = [None] * len(leaf.cache)
+    else:
+        leaf.keys = leaf.values = None
+
+
+def _held(leaf: Any, tokens: int) -> Any:
+    """What `_rolled_back` needs of a leaf that is no tail."""
+    if isinstance(leaf, TailLayer):
+        return None
+    if isinstance(leaf, ArraysCache):
+        return [None if array is None else mx.array(array) for array in leaf.cache]
+    if isinstance(leaf, BatchRotatingKVCache):
+        # Until it goes round, only what is behind the tokens held is written.
+        goes_round = leaf.rotated or leaf._offset >= leaf.max_size or leaf.keys is None
+        return None if goes_round else (leaf.offset + 0, leaf.left_padding + 0, leaf._offset, leaf._idx)
+    return adapter_for(leaf).hold(leaf, tokens)
+
+
+def _rolled_back(leaf: Any, held: Any) -> bool:
+    if isinstance(leaf, TailLayer):
+        return True
+    if isinstance(leaf, ArraysCache):
+        leaf.cache = held
+        return True
+    if isinstance(leaf, BatchRotatingKVCache):
+        if held is not None:
+            leaf.offset, leaf.left_padding, leaf._offset, leaf._idx = held
+        return held is not None
+    return adapter_for(leaf).roll_back(leaf, held)

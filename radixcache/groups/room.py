@@ -1,0 +1,129 @@
+"""Room: what the rows of one group have of the byte budget, and are going to have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from radixcache.adapters.snapshots import Checkpoint
+from radixcache.errors import BudgetFullError, CacheFullError
+from radixcache.groups.row import Row
+from radixcache.layers.arrays import ArrayLayout
+from radixcache.paging.booking import Booking
+from radixcache.paging.core import Core
+
+
+class Room:
+    """Tokens and bytes of one group. The lock is held wherever nothing else is said.
+
+    Attributes:
+        capacity: tokens of all rows together, one that several share counted once.
+        booking: what the rows have on the account.
+    """
+
+    def __init__(self, core: Core, layout: ArrayLayout, capacity: int) -> None:
+        self.core = core
+        self.layout = layout
+        self.capacity = capacity
+        self.booking = Booking(core.states)
+        #: The most tokens that a leaf's state depends on: a window's; 0: it does not grow; None: it is no point state.
+        self._windows = [
+            getattr(leaf, "max_size", 0) if adapter.is_point else None
+            for leaf, adapter in layout.leaves(layout.fresh())
+        ]
+
+    def used_tokens(self, rows: Iterable[Row]) -> int:
+        """Tokens that rows hold; takes no lock."""
+        nodes = {id(node): node for row in rows if row.node is not None for node in row.node.path()}
+        return sum(node.end - node.start for node in nodes.values()) + sum(row.position - row.path_end for row in rows)
+
+    def require_tokens(self, rows: Sequence[Row], wanted: int) -> None:
+        """Raise CacheFullError where so many tokens more are beyond the capacity."""
+        used = self.used_tokens(rows)
+        if used + wanted > self.capacity:
+            raise CacheFullError(self.capacity, used, None, wanted)
+
+    # Bytes
+
+    def point_bytes(self, position: int) -> int:
+        """Bytes that the layers without tails hold of a row that stands at `position`; 0 before the first pass."""
+        nbytes = 0
+        for leaf, window in enumerate(self._windows):
+            if window is not None:
+                nbytes += self.layout.leaf_bytes(leaf) * (min(window, position) if window else 1)
+        return nbytes
+
+    def grows_at(self, position: int) -> bool:
+        """Whether the layers without tails take more bytes behind this position."""
+        return position == 0 or any(window is not None and position < window for window in self._windows)
+
+    def keeps_all(self, position: int) -> bool:
+        """Whether the layers without tails have lost nothing of a row that stands at `position`."""
+        used = [
+            window for leaf, window in enumerate(self._windows) if window is not None and self.layout.is_in_use(leaf)
+        ]
+        return all(position <= window for window in used)
+
+    def bytes_of(self, rows: int, columns: int, position: int) -> int:
+        """Bytes of a batch of so many rows whose tails have room for so many columns, the furthest at `position`."""
+        return rows * (columns * self.layout.token_bytes + self.point_bytes(position))
+
+    def has_bytes_for(self, tails: Sequence[int], position: int, shared: int) -> bool:
+        """Whether rows with so many tokens in their tails, the furthest at `position`, fit the budget.
+
+        Each for itself: where they do not fit side by side, padded to the longest, they step one by one.
+
+        Args:
+            shared: tokens that will be in the tree for them, and are not kept there yet.
+        """
+        nbytes = sum(self.bytes_of(1, tail + 1, position) for tail in tails)
+        if shared:
+            nbytes += self.bytes_of(1, shared, shared)
+        return self.core.evictor.could_fit(nbytes - self.booking.live_bytes)
+
+    def refusal_of(self, tokens: int) -> BudgetFullError | None:
+        """Why a row of so many tokens would not fit the budget even alone; None: it would, as far as is known."""
+        needed_bytes, budget_bytes = self.bytes_of(1, tokens, tokens), self.core.ledger.budget_bytes
+        return BudgetFullError(budget_bytes, 0, needed_bytes) if needed_bytes > budget_bytes else None
+
+    def ask(self, rows: Sequence[Row], nbytes: Callable[[int], int], spare: int, freed_bytes: int = 0) -> int:
+        """Make room for what takes `nbytes(columns)` with so many columns to spare; returns how many there are to be.
+
+        With none to spare, and without the checkpoints that these rows have taken, where nothing else can go. What it
+        takes is booked; `book` says later what it came to.
+
+        Raises:
+            BudgetFullError: there is no room; nothing but what may go has changed.
+        """
+        evictor = self.core.evictor
+        generous = nbytes(spare) - freed_bytes
+        if not evictor.over_bytes(generous):
+            self.booking.book_live(self.booking.live_bytes + max(0, generous))
+            return spare
+        need = nbytes(0) - freed_bytes
+        if need > 0 and not evictor.find_room(need):
+            if evictor.could_fit(need - self.booking.checkpoint_bytes):
+                for row in rows:
+                    self.drop_checkpoints(row, -1)
+            if not evictor.find_room(need):
+                raise BudgetFullError(self.core.ledger.budget_bytes, evictor.fixed_bytes(), need)
+        self.booking.book_live(self.booking.live_bytes + max(0, need))
+        return 0
+
+    def book(self, nbytes: int) -> None:
+        """The rows hold so many bytes now: book them, keep the budget."""
+        self.booking.book_live(nbytes)
+        self.core.evictor.make_room()
+
+    # Checkpoints
+
+    def drop_checkpoint(self, row: Row, checkpoint: Checkpoint | None) -> None:
+        """One of a row's checkpoints, if it is one, is the tree's now."""
+        if any(each is checkpoint for each in row.checkpoints):
+            row.checkpoints = [each for each in row.checkpoints if each is not checkpoint]
+            self.booking.book_checkpoint(0 if checkpoint is None else -checkpoint.nbytes)
+
+    def drop_checkpoints(self, row: Row, limit: int) -> None:
+        """Give up a row's checkpoints beyond an offset."""
+        gone = [each for each in row.checkpoints if each.offset > limit]
+        row.checkpoints = [each for each in row.checkpoints if each.offset <= limit]
+        self.booking.book_checkpoint(-sum(each.nbytes for each in gone))

@@ -1,0 +1,15 @@
+"""segment_bytes: from how many bytes per layer on a span is worth a segment of its own in every decode step."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+#: Measured by benchmarks.bench_segments on a CPU. Of a GPU it is an estimate: what it reads while it starts the six
+#: kernels more that a segment takes, at some 5 us each and 1 TB/s.
+CPU_BYTES = 256 << 10
+GPU_BYTES = 4 << 20
+
+
+def segment_bytes() -> int:
+    """The threshold for MLX's default device."""
+    return CPU_BYTES if mx.default_device() == mx.cpu else GPU_BYTES

@@ -1,0 +1,309 @@
+"""Tails: keys and values of rows that go through forward passes together, behind the segments that they read in place.
+
+    row 0   in place: 2,000 tokens    . . x x x x     columns: tokens of a row's own, right-aligned, so that the next
+    row 1   in place: 2,000 tokens    . . . x x x     token of every row goes into the same column
+    row 2   in place: nothing         x x x x x x
+
+`Columns` say where things are, once for all layers; a `TailLayer` has one layer's buffers, and is the cache that the
+model sees. A pass that breaks off has changed nothing: columns count once it is through.
+
+A row alone may evaluate many tokens at once. Where it has segments, few tokens attend to them in place, and many get
+keys and values side by side in a buffer that is gone when the layer is through: the model's own attention on those is
+worth the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import _BaseCache
+
+from radixcache.adapters.owned import owned_span
+from radixcache.adapters.snapshots import Spans
+from radixcache.groups.attention import Pair, Plan, cascade, handed
+
+#: Tails grow by so many columns, for the room that is spare is taken in every row.
+GROWTH_COLUMNS = 64
+#: Up to so many tokens of a pass attend to segments in place.
+CASCADE_TOKENS = 256
+
+#: A segment for all layers: the rows that read it (None: all), and the state.
+Part = tuple[tuple[int, ...] | None, Spans]
+
+
+class PassError(RuntimeError):
+    """A model does with keys and values what cannot be done on segments."""
+
+
+class Pass:
+    """One forward pass: how many tokens per row, where they stand, and what they read in place."""
+
+    def __init__(self, columns: Columns, tokens: int, parts: Sequence[Part]) -> None:
+        self.columns = columns
+        self.tokens = tokens
+        self.parts = parts
+        self.is_cascade = bool(parts) and tokens <= CASCADE_TOKENS
+        self.masks: list[mx.array] = []
+        #: By leaf: what its layer returned, once it is written.
+        self.fetched: dict[int, Pair] = {}
+        self._handed: set[int] = set()
+        self._attended: set[int] = set()
+
+    @cached_property
+    def before(self) -> Any:
+        """Tokens in front of each row's: an int for one row, an int32 array (R,) for several."""
+        positions = self.columns.positions
+        return positions[0] if len(positions) == 1 else mx.array(positions, dtype=mx.int32)
+
+    @cached_property
+    def after(self) -> Any:
+        """Tokens up to and with each row's, like `before`."""
+        return self.before + self.tokens
+
+    @cached_property
+    def padding(self) -> mx.array | None:
+        """What of the tails each row's token sees, bool (R, 1, 1, C); None: all of them."""
+        columns = self.columns
+        starts = [columns.end - length for length in columns.lengths]
+        if not any(starts):
+            return None
+        return mx.arange(columns.end + self.tokens) >= mx.array(starts)[:, None, None, None]
+
+    @cached_property
+    def causal(self) -> mx.array | None:
+        """What of the tail each of the tokens of a row alone sees, bool (T, C); None: there is one token."""
+        return create_causal_mask(self.tokens, self.columns.end) if self.tokens > 1 else None
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Who reads which segment, piece by piece."""
+        pieces = [rows for rows, spans in self.parts for _ in range(spans.pieces)]
+        return Plan(len(self.columns.lengths), pieces)
+
+    def hand_out(self, layer: TailLayer, keys: mx.array) -> None:
+        """From now on attention to these keys is the layer's."""
+        self._handed.add(id(keys))
+        handed.by_keys[id(keys)] = layer.attend
+
+    def attended(self, keys: mx.array) -> None:
+        """The keys have been attended."""
+        self._attended.add(id(keys))
+
+    def end(self) -> None:
+        """No keys are handed out any more."""
+        for each in self._handed:
+            handed.by_keys.pop(each, None)
+
+    def require_attended(self) -> None:
+        """Raise PassError where keys were fetched, and what was done with them nobody knows."""
+        if self._handed != self._attended:
+            raise PassError("keys were fetched and not attended by the module's scaled_dot_product_attention.")
+
+
+class Columns:
+    """Where the tokens of a batch of rows are.
+
+    Attributes:
+        lengths: columns of each row.
+        in_place: tokens of each row that are in segments instead.
+        end: columns in use; a row's are the last ones.
+        capacity: columns that buffers are given when they are made, or grow.
+    """
+
+    def __init__(self, lengths: Sequence[int], in_place: Sequence[int], capacity: int = 0) -> None:
+        self.lengths = list(lengths)
+        self.in_place = list(in_place)
+        self.end = max(self.lengths)
+        self.capacity = capacity
+        self.current: Pass | None = None
+
+    @property
+    def positions(self) -> list[int]:
+        """Tokens of each row."""
+        return [length + in_place for length, in_place in zip(self.lengths, self.in_place, strict=True)]
+
+    @contextmanager
+    def running(self, tokens: int, parts: Sequence[Part]) -> Iterator[None]:
+        """A forward pass of so many tokens per row; they count when the block ends without an error."""
+        self.current = current = Pass(self, tokens, parts)
+        try:
+            yield
+            current.require_attended()
+            self.lengths = [length + tokens for length in self.lengths]
+            self.end += tokens
+        finally:
+            current.end()
+            self.current = None
+
+
+class TailLayer(_BaseCache):  # type: ignore[misc]
+    """One layer of tails: keys (R, H, capacity, D) and values (R, H, capacity, Dv), made when they are first written.
+
+    Args:
+        leaf: which of the layout's leaves it stands for.
+    """
+
+    def __init__(
+        self, columns: Columns, leaf: int, keys: mx.array | None = None, values: mx.array | None = None
+    ) -> None:
+        self.columns = columns
+        self.leaf = leaf
+        self.keys = keys
+        self.values = values
+
+    # What a model asks
+
+    @property
+    def offset(self) -> Any:
+        """Tokens in front of each row's, and with them once they are written: an int, or an int32 array (R,)."""
+        current = self.columns.current
+        if current is None:
+            return self.columns.positions[0]
+        return current.after if self.leaf in current.fetched else current.before
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """What each of the N tokens of a row sees of what `update_and_fetch` returns, as mlx-lm's caches say it."""
+        current = self._running
+        if current.parts and window_size is not None:
+            raise PassError("a mask with a window of its own, over segments whose order says nothing.")
+        end = self.columns.end
+        if N > 1:
+            held = self.columns.positions[0]
+            if not return_array and (window_size is None or held + N <= window_size):
+                return "causal"
+            mask = create_causal_mask(N, held, window_size)
+        elif window_size is not None and max(self.columns.lengths) >= window_size:
+            starts = mx.array([end - length for length in self.columns.lengths])[:, None, None, None]
+            mask = create_causal_mask(1, end, window_size) & (mx.arange(end + 1) >= starts)
+        elif current.padding is None:
+            return None
+        else:
+            mask = current.padding
+        current.masks.append(mask)
+        return mask
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
+        """Write the pass's keys and values, (R, H, T, D), and return all that its tokens read, or stand-ins for it."""
+        current, end = self._running, self.columns.end
+        stop = end + keys.shape[2]
+        capacity = max(self.columns.capacity, stop + 1)  # never full: such a buffer would alias what is written
+        self.keys, self.values = (
+            _with_room(buffer, new, end, stop, capacity) for buffer, new in ((self.keys, keys), (self.values, values))
+        )
+        self.keys[..., end:stop, :] = keys
+        self.values[..., end:stop, :] = values
+        found = self.keys[..., :stop, :], self.values[..., :stop, :]
+        if current.is_cascade:
+            current.hand_out(self, found[0])
+        elif current.parts:
+            both = zip(*self._segments(current), found, strict=True)
+            found_keys, found_values = (mx.concatenate(list(arrays), axis=2) for arrays in both)
+            found = found_keys, found_values
+        current.fetched[self.leaf] = found
+        return found
+
+    def keys_and_values(self) -> Pair:
+        """What was fetched last: for layers that read what another one wrote."""
+        return self._running.fetched[self.leaf]
+
+    def attend(self, queries: mx.array, values: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+        """Attention of the pass's queries to segments and tails.
+
+        PassError: with values or a mask that it was not given.
+        """
+        current = self._running
+        keys, own = current.fetched[self.leaf]
+        if values is not own or not (mask is None or isinstance(mask, str) or any(mask is m for m in current.masks)):
+            raise PassError("attention with values or a mask of the model's own.")
+        current.attended(keys)
+        seen = current.padding if current.tokens == 1 else current.causal
+        return cascade(queries, keys, own, current.plan, self._segments(current), scale=scale, mask=seen, sinks=sinks)
+
+    @property
+    def state(self) -> tuple[mx.array, ...]:
+        """The buffers, for mx.eval."""
+        return () if self.keys is None or self.values is None else (self.keys, self.values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self.state)
+
+    def empty(self) -> bool:
+        """Whether there are no buffers."""
+        return self.keys is None
+
+    # What the batch asks
+
+    def copied_columns(self, row: int, start: int, stop: int) -> Pair:
+        """Copies of some of a row's columns, counted from its first."""
+        assert self.keys is not None and self.values is not None
+        first = self.columns.end - self.columns.lengths[row]
+        its = slice(row, row + 1)
+        return tuple(owned_span(array[its], first + start, first + stop) for array in self.state)  # type: ignore[return-value]
+
+    def columns_of(self, row: int, start: int, stop: int) -> Pair:
+        """Views of some of a row's columns, counted from its first."""
+        assert self.keys is not None and self.values is not None
+        first = self.columns.end - self.columns.lengths[row]
+        at = slice(first + start, first + stop)
+        return self.keys[row : row + 1, :, at, :], self.values[row : row + 1, :, at, :]
+
+    def _segments(self, current: Pass) -> list[Pair]:
+        snapshots = [spans.leaves[self.leaf] for _, spans in current.parts]
+        return [arrays for snapshot in snapshots if snapshot is not None for arrays in snapshot.segments]
+
+    @property
+    def _running(self) -> Pass:
+        current = self.columns.current
+        if current is None:
+            raise ValueError("tails are read and written by Group.prefill and step; no forward pass is running.")
+        return current
+
+
+def filled(columns: Columns, leaf: int, pieces: Sequence[Pair]) -> TailLayer:
+    """A layer of one row with these keys and values side by side: as many as it has columns."""
+    if not pieces:
+        return TailLayer(columns, leaf)
+    buffers = [_zeros(pieces[0][name], 1, columns) for name in (0, 1)]
+    at = columns.end - columns.lengths[0]
+    for pair in pieces:
+        stop = at + pair[0].shape[2]
+        for buffer, piece in zip(buffers, pair, strict=True):
+            buffer[..., at:stop, :] = piece
+        at = stop
+    return TailLayer(columns, leaf, *buffers)
+
+
+def joined(columns: Columns, leaf: int, runs: Sequence[tuple[TailLayer, int, int]]) -> TailLayer:
+    """A layer of the rows [first, last) of each of these."""
+    like = next((layer for layer, _, _ in runs if not layer.empty()), None)
+    if like is None:
+        return TailLayer(columns, leaf)
+    buffers = [_zeros(array, len(columns.lengths), columns) for array in like.state]
+    row = 0
+    for layer, first, last in runs:
+        width = max(layer.columns.lengths[first:last])
+        its = slice(layer.columns.end - width, layer.columns.end)
+        for buffer, array in zip(buffers, layer.state, strict=False):
+            buffer[row : row + last - first, :, columns.end - width : columns.end] = array[first:last, :, its]
+        row += last - first
+    return TailLayer(columns, leaf, *buffers)
+
+
+def _zeros(like: mx.array, rows: int, columns: Columns) -> mx.array:
+    _, heads, _, width = like.shape
+    return mx.zeros((rows, heads, max(columns.capacity, columns.end + 1), width), like.dtype)
+
+
+def _with_room(buffer: mx.array | None, new: mx.array, held: int, stop: int, capacity: int) -> mx.array:
+    if buffer is not None and stop < buffer.shape[2]:
+        return buffer
+    shape = (*new.shape[:2], capacity - (0 if buffer is None else held), new.shape[3])
+    more = mx.zeros(shape, new.dtype)
+    return more if buffer is None else mx.concatenate([buffer[..., :held, :], more], axis=2)

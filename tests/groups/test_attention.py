@@ -1,0 +1,152 @@
+"""Cascade attention gives what one softmax over everything that a row sees gives, in whatever parts it is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixcache.groups.attention import Plan, cascade
+
+#: Who reads each segment, of 5 rows; None: all.
+LEVELS: list[list[tuple[int, ...] | None]] = [
+    [],
+    [None],
+    [None, None],
+    [None, (0, 1), (3, 4)],
+    [(4, 1), (0, 2, 3)],
+    [(2,), (2,), (0, 4), None],
+]
+ROWS = 5
+
+
+def everything(
+    queries: np.ndarray,
+    tails: tuple[np.ndarray, np.ndarray],
+    segments: list[tuple[np.ndarray, np.ndarray]],
+    readers: list[tuple[int, ...] | None],
+    seen: np.ndarray,
+    sinks: np.ndarray | None,
+) -> np.ndarray:
+    """Attention of each row by itself, in float64: (R, Hq, T, Dv). `seen` is bool, (R, T, C)."""
+    rows, query_heads, tokens, width = queries.shape
+    group = query_heads // tails[0].shape[1]
+    out = np.zeros((rows, query_heads, tokens, tails[1].shape[-1]))
+    for row in range(rows):
+        its = [pair for pair, read in zip(segments, readers, strict=True) if read is None or row in read]
+        for head in range(query_heads):
+            keys = np.concatenate([*(pair[0][0, head // group] for pair in its), tails[0][row, head // group]])
+            values = np.concatenate([*(pair[1][0, head // group] for pair in its), tails[1][row, head // group]])
+            scores = queries[row, head] @ keys.T / np.sqrt(width)
+            in_place = len(keys) - seen.shape[-1]
+            scores[:, in_place:][~seen[row]] = -np.inf
+            if sinks is not None:
+                scores = np.concatenate([scores, np.full((tokens, 1), sinks[head])], axis=1)
+                values = np.concatenate([values, np.zeros((1, values.shape[1]))])
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            out[row, head] = weights / weights.sum(axis=1, keepdims=True) @ values
+    return out
+
+
+def arrays(seed: int, rows: int, tokens: int, heads: int, group: int, scale: float, segments: int) -> Any:
+    random = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return random.normal(0, scale, shape).astype(np.float32)
+
+    queries = normal(rows, heads * group, tokens, 16)
+    tails = normal(rows, heads, 7, 16), normal(rows, heads, 7, 8)
+    return queries, tails, [(normal(1, heads, 3 + n, 16), normal(1, heads, 3 + n, 8)) for n in range(segments)]
+
+
+@pytest.mark.parametrize("readers", LEVELS)
+@pytest.mark.parametrize(("heads", "group"), [(2, 3), (1, 1), (3, 1)])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_rows_get_what_one_softmax_over_all_that_they_see_gives(
+    readers: list[tuple[int, ...] | None], heads: int, group: int, with_sinks: bool
+) -> None:
+    queries, tails, segments = arrays(1, ROWS, 1, heads, group, 1.0, len(readers))
+    padding = np.arange(7) >= np.array([0, 3, 6, 2, 0])[:, None, None]
+    sinks = np.linspace(-1, 2, heads * group).astype(np.float32) if with_sinks else None
+    found = cascade(
+        mx.array(queries),
+        *map(mx.array, tails),
+        Plan(ROWS, readers),
+        [(mx.array(keys), mx.array(values)) for keys, values in segments],
+        scale=16**-0.5,
+        mask=mx.array(padding)[:, None],
+        sinks=None if sinks is None else mx.array(sinks),
+    )
+    wanted = everything(queries, tails, segments, readers, padding, sinks)
+    assert found.shape == wanted.shape
+    assert np.abs(np.array(found) - wanted).max() < 2e-6
+    # Of who reads what much depends.
+    if readers and readers != [None]:
+        others = everything(queries, tails, segments, [(0,)] * len(readers), padding, sinks)
+        assert np.abs(np.array(found) - others).max() > 1e-2
+
+
+def test_several_tokens_of_a_row_see_all_segments_and_the_tail_in_front_of_them() -> None:
+    queries, tails, segments = arrays(2, 1, 4, 2, 2, 1.0, 2)
+    causal = np.tril(np.ones((4, 7), dtype=bool), 3)
+    found = cascade(
+        mx.array(queries),
+        *map(mx.array, tails),
+        Plan(1, [None, None]),
+        [(mx.array(keys), mx.array(values)) for keys, values in segments],
+        scale=0.25,
+        mask=mx.array(causal),
+    )
+    wanted = everything(queries, tails, segments, [None, None], causal[None], None)
+    assert np.abs(np.array(found) - wanted).max() < 2e-6
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 99), scale=st.sampled_from([0.0, 1.0, 12.0]), where=st.integers(0, 2))
+def test_scores_of_any_size_in_any_part_do_not_overflow(seed: int, scale: float, where: int) -> None:
+    """One part may hold scores that make all others count for nothing."""
+    queries, tails, segments = arrays(seed, 3, 1, 1, 2, 1.0, 2)
+    (segments[where][0] if where < 2 else tails[0])[...] *= scale
+    readers: list[tuple[int, ...] | None] = [None, (0, 2)]
+    everybody = np.ones((3, 1, 7), dtype=bool)
+    found = cascade(
+        mx.array(queries),
+        *map(mx.array, tails),
+        Plan(3, readers),
+        [(mx.array(keys), mx.array(values)) for keys, values in segments],
+        scale=0.25,
+    )
+    assert np.abs(np.array(found) - everything(queries, tails, segments, readers, everybody, None)).max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_in_half_precision_it_is_as_near_as_mlx_lms_own_attention(dtype: mx.Dtype) -> None:
+    queries, tails, segments = arrays(3, ROWS, 1, 2, 3, 1.0, 2)
+    readers: list[tuple[int, ...] | None] = [None, None]
+    halves = [mx.array(array).astype(dtype) for array in (queries, *tails)]
+    pairs = [(mx.array(keys).astype(dtype), mx.array(values).astype(dtype)) for keys, values in segments]
+    rounded = [np.array(half.astype(mx.float32)) for half in halves]
+    wanted = everything(
+        rounded[0],
+        (rounded[1], rounded[2]),
+        [(np.array(k.astype(mx.float32)), np.array(v.astype(mx.float32))) for k, v in pairs],
+        readers,
+        np.ones((ROWS, 1, 7), dtype=bool),
+        None,
+    )
+    found = cascade(*halves, Plan(ROWS, readers), pairs, scale=0.25)
+    assert found.dtype == dtype
+    whole = [
+        mx.concatenate([*(mx.repeat(pair[name], ROWS, axis=0) for pair in pairs), halves[name + 1]], axis=2)
+        for name in (0, 1)
+    ]
+    own = mx.fast.scaled_dot_product_attention(halves[0], *whole, scale=0.25)
+
+    def error(array: mx.array) -> float:
+        return float(np.abs(np.array(array.astype(mx.float32)) - wanted).max())
+
+    assert error(found) <= 2 * max(error(own), float(mx.finfo(dtype).eps) / 2)

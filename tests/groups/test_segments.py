@@ -1,0 +1,235 @@
+"""Rows that read what they share where the tree holds it: held once, whoever comes, goes, evicts, or is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from radixcache import PrefixCache, Row
+from runner.models.tiny import tiny_model
+from tests import inside
+from tests.groups.test_begin_many import ROUNDING, Failing, checked, cold, decoded, error, prefilled, stored
+from tests.whole.test_exact import tokens
+
+SYSTEM, QUARTERS = tokens(1, 60), [tokens(20 + number, 40) for number in range(3)]
+
+
+def in_place(row: Row) -> int:
+    return sum(spans.end - spans.start for spans in inside.read_in_place(row))
+
+
+def three_levels() -> list[list[int]]:
+    """Prompts of six rows: all share the system prompt, pairs of them a quarter behind that, and one nothing."""
+    prompts = [[*SYSTEM, *QUARTERS[number // 2], *tokens(40 + number, 3 + 2 * number)] for number in range(5)]
+    return [*prompts, tokens(70, 33)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("segment_bytes", [0, None])
+def test_rows_that_share_at_several_levels_answer_as_cold_runs_do(kind: str, segment_bytes: int | None) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    with cache.begin_many(capacity=2000, segment_bytes=segment_bytes) as group:
+        running: list[tuple[Row, mx.array]] = []
+        for number, prompt in enumerate(three_levels()):
+            row = group.admit(prompt, marks=[60, 100] if number < 5 else [])
+            assert row.cached_tokens == (0 if number in (0, 5) else 100 if number in (1, 3) else 60)
+            running.append((row, prefilled(group, model, row, 16)))
+            # Those who came before go on meanwhile.
+            decoded(group, model, [each for each, _ in running], [logits for _, logits in running], 1)
+            checked(cache, group)
+        if segment_bytes == 0:
+            assert [in_place(row) for row, _ in running] == [100, 100, 100, 100, 60, 0]
+        # Some leave and come again, in another order.
+        running[2][0].close()
+        some = [running[4], running[0], running[5], running[3]]
+        decoded(group, model, [row for row, _ in some], [logits for _, logits in some], 2)
+        running[0][0].close()
+        back = group.admit([*three_levels()[2], 7], marks=[60, 100])
+        assert back.cached_tokens >= 100
+        logits = prefilled(group, model, back)
+        decoded(group, model, [running[3][0], back], [running[3][1], logits], 2)
+        checked(cache, group)
+    cache.check()
+
+
+def test_what_sixteen_users_share_is_held_once() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    system, users, own = tokens(1, 2000), 16, 100
+    with cache.begin_many(capacity=10_000) as group:
+        rows = [group.admit([*system, *tokens(10 + user, own)]) for user in range(users)]
+        logits = [prefilled(group, model, row, 512) for row in rows]
+        group.step(model, rows, mx.argmax(mx.stack(logits), axis=-1))
+        token_bytes = inside.token_bytes(cache)
+        held = cache.stats.live_bytes + cache.stats.paged_bytes
+        room = users * inside.growth_columns() * token_bytes
+        assert held - room <= 1.05 * (2000 + users * own) * token_bytes
+        assert [in_place(row) for row in rows] == [2000] * users
+        # Here and there two go on with the same token.
+        assert 0 <= 2000 + users * (own + 1) - group.used_tokens < users
+        assert 0 <= cache.stats.hit_tokens - (users - 1) * 2000 < users
+        # It is in the tree while all of them are there.
+        assert cache.explain([*system, 1]).resumable_tokens == 2000
+        checked(cache, group)
+    cache.check()
+
+
+def test_restoring_copies_nothing_that_is_long() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    prompt = tokens(1, 2000)
+    stored(cache, model, prompt)
+    cache.begin_many([[*prompt, 1]], capacity=4000).close()  # what was live is in the tree from now on
+    before = cache.stats
+    with cache.begin_many([[*prompt, 1], [*prompt, 2, 3]], capacity=4000) as group:
+        for row in group.rows:
+            assert row.cached_tokens == 2000
+            assert error(prefilled(group, model, row), cold(model, row.prompt.tolist())) < ROUNDING
+        assert cache.stats.paged_in_bytes == before.paged_in_bytes
+        assert cache.stats.paged_bytes == before.paged_bytes
+        assert cache.stats.live_bytes < 200 * inside.token_bytes(cache)
+        checked(cache, group)
+
+
+def test_nothing_takes_away_what_rows_read() -> None:
+    """Neither the budget, nor a session that has the same live, nor one that parts in the middle of it."""
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    prompt = tokens(1, 90)
+    stored(cache, model, prompt)
+    with cache.begin_many([[*prompt, 1], [*prompt, 2]], capacity=400, segment_bytes=0) as group:
+        logits = [prefilled(group, model, row) for row in group.rows]
+        assert [in_place(row) for row in group.rows] == [90, 90]
+        stored(cache, model, [*prompt, 5])
+        stored(cache, model, [*prompt[:37], 6, 7])
+        cache.reclaim(0)
+        checked(cache, group)
+        assert [in_place(row) for row in group.rows] == [90, 90]
+        assert [len(inside.read_in_place(row)) for row in group.rows] == [2, 2]
+        decoded(group, model, group.rows, logits, 2)
+        cache.clear()
+        decoded(group, model, group.rows, [logits[0], logits[0]], 0)
+        checked(cache, group)
+    cache.reclaim(0)
+    assert cache.stats.live_bytes + cache.stats.paged_bytes == 0
+    cache.check()
+
+
+def test_the_row_that_evaluated_a_beginning_reads_it_in_place_once_others_share_it() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    with cache.begin_many(capacity=400, segment_bytes=0) as group:
+        first = group.admit([*SYSTEM, *tokens(2, 20)])
+        logits = prefilled(group, model, first)
+        assert (in_place(first), cache.stats.paged_bytes) == (0, 0)
+        decoded(group, model, [first], [logits], 2)
+        second = group.admit([*SYSTEM, 3])
+        assert (in_place(first), second.cached_tokens) == (60, 60)
+        assert cache.stats.paged_bytes == 60 * inside.token_bytes(cache)
+        found = prefilled(group, model, second)
+        decoded(group, model, [second, first], [found, logits], 2)
+        checked(cache, group)
+    cache.check()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_a_row_goes_on_when_what_it_reads_is_found_wrong_and_gives_none_of_it_away(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    prompt = tokens(1, 80)
+    stored(cache, model, prompt, marks=[50])
+    with cache.begin_many([[*prompt, 1], [*prompt[:50], 2]], capacity=400, segment_bytes=0) as group:
+        logits = [prefilled(group, model, row) for row in group.rows]
+        reads = [in_place(row) for row in group.rows]
+        inside.expel_tokens(cache, prompt, 50)
+        checked(cache, group)
+        assert cache.explain([*prompt, 1]).matched_tokens == 50
+        assert [in_place(row) for row in group.rows] == reads == [80, 50]
+        decoded(group, model, group.rows, logits, 2)
+        # Tokens behind what was found wrong can be taken out all the same.
+        if kind == "llama":
+            group.remove(model, group.rows[0], 60, 70)
+            group.step(model, group.rows, [5, 6])
+            checked(cache, group)
+    assert cache.explain([*prompt, 1]).matched_tokens == 50
+    assert cache.explain([*prompt[:50], 2, 3]).matched_tokens >= 51
+    cache.check()
+
+
+@pytest.mark.parametrize("segment_bytes", [0, None])
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "gemma3_text"])
+def test_a_shift_out_of_a_segment_is_a_rotation_and_others_do_not_notice(kind: str, segment_bytes: int | None) -> None:
+    """Keys behind the gap are those that the same tokens would have had at their new places, but for what they saw."""
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    prompt = tokens(1, 100)
+    stored(cache, model, prompt[:80], marks=[60])
+    with cache.begin_many([prompt, [*prompt[:80], 1]], capacity=800, segment_bytes=segment_bytes) as group:
+        one, two = group.rows
+        prefilled(group, model, one)
+        logits = prefilled(group, model, two)
+        decoded(group, model, [two], [logits], 1)
+        before = inside.first_layer(one)
+        group.remove(model, one, 30, 50)
+        after = inside.first_layer(one)
+        # The first layer's keys depend on token and position alone.
+        fresh = inside.first_layer_alone(model, [*prompt[:30], *prompt[50:]])
+        for name in ("keys", "values"):
+            assert float(mx.max(mx.abs(after[name] - fresh[name][..., -after[name].shape[2] :, :]))) < 1e-4
+        assert float(mx.max(mx.abs(after["keys"][..., -1, :] - before["keys"][..., -1, :]))) > 1e-2
+        assert (one.position, one.clean_tokens) == (80, 30)
+        decoded(group, model, [two], [logits], 1)
+        mx.eval(group.step(model, [one, two], [3, 4]))
+        checked(cache, group)
+        assert in_place(two) == (80 if segment_bytes == 0 else 0)
+    cache.check()
+
+
+@pytest.mark.parametrize(("kind", "at"), [("gpt_bigcode", 2), ("gpt_bigcode", 3), ("deepseek_v3", 1), ("jamba", 1)])
+def test_a_pass_that_raises_for_any_row_has_happened_for_none(kind: str, at: int) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    prompts = [tokens(1, 20), tokens(2, 13), tokens(3, 9)]
+    with cache.begin_many(prompts, capacity=200) as group:
+        logits = [prefilled(group, model, row) for row in group.rows]
+        decoded(group, model, group.rows, logits, 1)
+        places = [row.position for row in group.rows]
+        with pytest.raises(ValueError, match="broke off"):
+            group.step(Failing(model, at, ValueError), group.rows, [1, 2, 3])
+        assert [row.position for row in group.rows] == places
+        checked(cache, group)
+        found = group.step(model, group.rows, [4, 5, 6])
+        for row, each in zip(group.rows, found, strict=True):
+            assert error(each[0], cold(model, inside.known_tokens(row))) < ROUNDING
+    cache.check()
+
+
+def test_rows_whose_windows_a_failed_pass_has_written_are_lost_alone_and_stored_as_far_as_is_known() -> None:
+    model = tiny_model("gemma3_text")
+    cache = PrefixCache(model)
+    with cache.begin_many(capacity=400) as group:
+        rows = [group.admit(tokens(number, 40), marks=[30]) for number in (1, 2, 3)]
+        logits = [prefilled(group, model, row) for row in rows]
+        decoded(group, model, rows, logits, 1)
+
+        class Breaking(Failing):
+            """Breaks off behind all layers."""
+
+            def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+                self.model(ids, cache=cache)
+                raise ValueError("the model broke off")
+
+        with pytest.raises(Exception, match="gone round"):
+            group.step(Breaking(model, 1, ValueError), rows[:2], [1, 2])
+        with pytest.raises(Exception, match="Close it and admit"):
+            group.step(model, rows[:1], [1])
+        checked(cache, group)
+        found = group.step(model, rows[2:], [9])[0, -1]
+        said = inside.known_tokens(rows[2])
+        assert error(found, cold(model, said)) < ROUNDING
+    cache.check()
+    assert [cache.explain([*tokens(number, 40), 1]).resumable_tokens for number in (1, 2)] == [30, 30]
+    assert cache.explain([*said, 1]).resumable_tokens == len(said) == 42

@@ -1,0 +1,137 @@
+"""Which way a model decodes several rows, found out by trial; and what of mlx-lm that rests on."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import base, llama
+from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache, make_prompt_cache
+
+from radixcache import PrefixCache, UnsupportedCacheError
+from radixcache.adapters.snapshots import Spans
+from radixcache.groups import ways
+from radixcache.groups.attention import NAME, handed, serve
+from radixcache.groups.batch import Batch
+from radixcache.groups.tails import PassError
+from radixcache.groups.ways import Way, way_of
+from runner.models.tiny import tiny_model
+from tests import inside
+from tests.groups.test_begin_many import ROUNDING, cold, decoded, error, prefilled, stored
+from tests.whole.test_exact import tokens
+
+WAYS = {
+    "llama": Way.SEGMENTS,
+    "gemma3_text": Way.SEGMENTS,
+    "gemma3n": Way.SEGMENTS,
+    "gemma4_text": Way.SEGMENTS,
+    "gpt_oss": Way.SEGMENTS,
+    "qwen3_next": Way.SEGMENTS,
+    "recurrent_gemma": Way.SEGMENTS,
+    "mamba2": Way.SEGMENTS,
+    "deepseek_v3": Way.BATCH,
+    "plamo2": Way.BATCH,
+    "kimi_linear": Way.BATCH,
+    "gpt_bigcode": Way.SINGLE,
+}
+
+
+def found(model: Any) -> ways.Finding:
+    return way_of(model, lambda: make_prompt_cache(model))
+
+
+@pytest.mark.parametrize(("kind", "way"), WAYS.items())
+def test_every_model_decodes_the_best_way_that_gives_what_it_gives_alone(kind: str, way: Way) -> None:
+    model = tiny_model(kind)
+    assert found(model).way is way
+    # The reason is there where a faster way is not.
+    assert bool(found(model).reason) == (way is not Way.SEGMENTS)
+    system = tokens(1, 60)
+    prompts = [[*system, *tokens(2, 9)], [*system, *tokens(3, 14)], tokens(4, 7)]
+    cache = PrefixCache(model)
+    stored(cache, model, system)
+    with cache.begin_many(prompts, capacity=400, segment_bytes=0) as group:
+        logits = [prefilled(group, model, row) for row in group.rows]
+        for prompt, each in zip(prompts, logits, strict=True):
+            assert error(each, cold(model, prompt)) < ROUNDING
+        decoded(group, model, group.rows, logits, 4)
+        reads = [len(inside.read_in_place(row)) for row in group.rows]
+        assert (reads[0] > 0) == (way is Way.SEGMENTS and kind not in ("mamba2", "recurrent_gemma")), reads
+        group.check()
+    cache.check()
+
+
+def test_what_was_found_is_kept_as_long_as_the_model_lives() -> None:
+    model = tiny_model("llama")
+    assert found(model) is found(model)
+    name = id(model)
+    assert name in inside.found_ways()
+    del model
+    gc.collect()
+    assert name not in inside.found_ways()
+
+
+def test_a_model_that_is_wrong_every_way_is_refused_by_name_with_the_reasons() -> None:
+    class Drifting(llama.Model):  # type: ignore[misc]
+        """Answers with what its last caller asked."""
+
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().__call__(inputs, cache=cache) + self.calls
+
+    model = Drifting(tiny_model("llama").args)
+    with pytest.raises(UnsupportedCacheError, match="cannot be one row among others: segments: logits are off by"):
+        found(model)
+
+
+def test_attention_is_replaced_once_and_passes_on_what_is_not_ours() -> None:
+    model = tiny_model("llama")
+    serve(model)
+    first = getattr(llama, NAME)
+    serve(model)
+    assert getattr(llama, NAME) is first
+    assert first.is_served
+    keys = mx.ones((1, 1, 3, 4))
+    for named in ({}, {"sinks": None}):
+        found = first(keys, keys, keys, cache=None, scale=1.0, mask=None, **named)
+        assert bool(mx.allclose(found, base.scaled_dot_product_attention(keys, keys, keys, None, 1.0, None)))
+    assert not handed.by_keys
+
+
+def test_keys_that_are_read_in_place_and_attended_elsewhere_are_an_error() -> None:
+    """What a layer with an attention of its own would compute of stand-ins nobody knows."""
+    caches = Batch.of_one(make_prompt_cache(tiny_model("llama")), None)
+    spans = Spans(0, 0, [None] * len(caches.leaves), 0)
+
+    def fetching(ids: mx.array, cache: Any) -> mx.array:
+        cache[0].update_and_fetch(mx.zeros((1, 2, 1, 32)), mx.zeros((1, 2, 1, 32)))
+        return mx.zeros((1, 1, 8))
+
+    def masking(ids: mx.array, cache: Any) -> mx.array:
+        keys, values = cache[0].update_and_fetch(mx.zeros((1, 2, 1, 32)), mx.zeros((1, 2, 1, 32)))
+        return getattr(llama, NAME)(keys, keys, values, cache=None, scale=1.0, mask=mx.array([[True]]))
+
+    serve(tiny_model("llama"))
+    for model, found in ((fetching, "not attended"), (masking, "mask of the model's own")):
+        with pytest.raises(PassError, match=found):
+            caches.forward(model, mx.array([[1]]), [(None, spans)])
+        assert not handed.by_keys
+        assert caches.columns.positions == [0]
+
+
+def test_the_border_to_mlx_lm_is_what_groups_rest_on() -> None:
+    """mlx-lm 0.32.2: the names and arguments that are replaced, called or read."""
+    assert list(inspect.signature(base.scaled_dot_product_attention).parameters) == [
+        "queries", "keys", "values", "cache", "scale", "mask", "sinks",
+    ]  # fmt: skip
+    assert getattr(llama, NAME) is not None
+    single = RotatingKVCache(max_size=4)
+    single.update_and_fetch(mx.ones((1, 1, 6, 2)), mx.ones((1, 1, 6, 2)))
+    batch = RotatingKVCache.merge([single, single])
+    assert type(batch) is BatchRotatingKVCache
+    assert {"keys", "values", "offset", "left_padding", "_offset", "_idx", "rotated", "max_size"} <= set(vars(batch))
+    alone = batch.extract(1)
+    assert (type(alone), alone.offset, alone.keys.shape) == (RotatingKVCache, 6, (1, 1, 4, 2))
