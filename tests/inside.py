@@ -402,7 +402,7 @@ def mlx_lm_store(backend: Any) -> Any:
 
 def mlx_lm_segments(backend: Any, prompt: Any) -> list[tuple[int, str]]:
     """Where the mlx-lm backend stores on its way through a prompt, and as what."""
-    return list(backend._segments(prompt))
+    return list(backend.segments(prompt))
 
 
 def set_budget(backend: Any, budget_bytes: int) -> None:

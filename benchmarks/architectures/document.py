@@ -28,11 +28,13 @@ from benchmarks.architectures.right_state import (
     fetched_error,
     timeline,
 )
+from radixcache import UnsupportedCacheError
+from radixcache.groups.ways import way_of
 from radixcache.layers.arrays import ArrayLayout
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 ATTEMPT_SECONDS = 300
-COLUMNS = ("type", "layers", "bytes per token", "bytes per checkpoint", "reuse", "largest error", "notes")
+COLUMNS = ("type", "layers", "bytes per token", "bytes per checkpoint", "reuse", "largest error", "together", "notes")
 UNKNOWN = "-"
 
 HEADER = """# Architectures
@@ -50,6 +52,8 @@ cold run in fresh caches: the state of every layer in temporal order, the logits
 - **reuse**: `token-exact` resumes at any token of a shared prefix; `checkpoint` resumes where a checkpoint was taken.
 - **largest error**: the largest difference from the cold runs, of states and logits, as a power of ten above it. It is
   rounding, since the forward passes of a cold run have other lengths. The bound is {bound}.
+- **together**: how several requests decode (`begin_many`), found out by trial: on `segments` of the tree, on mlx-lm's
+  own kind of `batch`, or in a `single` pass for each; and why not a faster way.
 - The control: the state of another prompt in any one cache moves the logits by more than {wrong}, for every type.
 
 {counts}
@@ -67,6 +71,7 @@ class Row:
     checkpoint_bytes: str = UNKNOWN
     reuse: str = UNKNOWN
     largest_error: str = UNKNOWN
+    together: str = UNKNOWN
     notes: str = ""
 
     @property
@@ -75,7 +80,7 @@ class Row:
 
     def __str__(self) -> str:
         cells = (self.type, self.layers, self.token_bytes, self.checkpoint_bytes, self.reuse, self.largest_error)
-        return f"| {' | '.join((*cells, self.notes))} |"
+        return f"| {' | '.join((*cells, self.together, self.notes))} |"
 
 
 class WrongStateError(Exception):
@@ -142,6 +147,7 @@ def row_of(name: str, subject: Subject, agreement: Agreement, error: float) -> R
         checkpoint_bytes=f"{checkpoint_bytes:,}" if checkpoint_bytes else UNKNOWN,
         reuse="token-exact" if agreement.is_token_exact else "checkpoint",
         largest_error=power_of_ten_above(error),
+        together=together(subject),
         notes=_notes(name),
     )
 
@@ -155,6 +161,17 @@ def state_bytes(subject: Subject) -> tuple[int, int]:
         subject.forward(PROMPT_A[start : start + STEP_SIZE], caches)
     layout.learn(caches)
     return layout.token_bytes, layout.checkpoint(caches, len(PROMPT_A), "end").nbytes
+
+
+def together(subject: Subject) -> str:
+    """How several rows decode, and why not a faster way; no figures, which differ from machine to machine."""
+    try:
+        subject.open_cache().begin_many(capacity=8).close()
+        found = way_of(subject.model, subject.fresh)
+    except UnsupportedCacheError as error:
+        return f"refused: {error}"
+    reason = re.sub(r" by [0-9.e+-]+ of the largest", "", found.reason).replace("|", "/")
+    return f"{found.way}{f' ({reason})' if reason else ''}"
 
 
 def power_of_ten_above(error: float) -> str:

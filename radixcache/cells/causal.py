@@ -120,7 +120,9 @@ class CausalCache:
             held = f"sequence {source} has {self._table.end(source)} tokens, and layers whose state cannot be cut back"
             raise ValueError(f"{held} to {length}; share all of them, at that moment.")
         with uninterrupted():
-            self.share_cells(source, target, length)
+            self._table.copy_prefix(source, target, length)
+            if self._tainted.get(source, length) < length:
+                self._tainted[target] = self._tainted[source]
             self._states.copy(source, target)
 
     def free(self, sequence: int) -> int:
@@ -209,43 +211,6 @@ class CausalCache:
         self._move(plan.moves)
         self._table.apply(plan)
         return plan
-
-    # State that is written rather than evaluated
-
-    @property
-    def leaves(self) -> list[Any]:
-        """What stands for each of the model's caches, in order: a CellLayer, or an ArraysCache that marks its place."""
-        return leaves(self._layers)
-
-    def leaves_of(self, sequence: int) -> list[Any]:
-        """`leaves`, with the sequence's own ArraysCache in each place; what is put into that is its state there."""
-        return leaves(self._caches_for((sequence,)))
-
-    def compact(self, sequence: int) -> None:
-        """Replace a sequence's ArraysCache arrays by copies of its own, unevaluated: no views, nothing shared."""
-        self._states.compact(sequence)
-
-    def share_cells(self, source: int, target: int, length: int) -> None:
-        """`copy_prefix` where the caller puts in the state at `length` of layers without cells."""
-        with uninterrupted():
-            self._table.copy_prefix(source, target, length)
-            if self._tainted.get(source, length) < length:
-                self._tainted[target] = self._tainted[source]
-
-    def take_cells(self, sequence: int, tokens: int) -> int:
-        """Take cells in a row for a sequence's next tokens, for the caller to write; the first. Raises as `prefill`."""
-        self._make_room(tokens)
-        return self._table.append([(sequence, tokens)]).start
-
-    def room_for(self, tokens: int) -> int:
-        """Bring so many free cells together; returns how many cells buffers then need. CacheFullError: fewer are."""
-        self._make_room(tokens)
-        return self._table.find(tokens) + tokens
-
-    def grow(self, cells: int) -> None:
-        """Give every buffer room for so many cells, without waiting for it."""
-        for layer in self._cells:
-            layer.grow(cells)
 
     def check(self) -> None:
         """Assert K1 to K3, and the invariants of the table and of the layers without cells."""

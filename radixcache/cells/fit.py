@@ -59,9 +59,8 @@ class ModelFit:
         UnsupportedCacheError: its attention goes by slots.
         ValueError: there is state of another model, or that one has other layers.
         """
-        modules = {type(each).__module__.rpartition(".")[2] for each in (model, *getattr(model, "layers", ()))}
-        for name in modules & set(BY_SLOT):
-            raise UnsupportedCacheError(f"{name} cannot run on cells: {BY_SLOT[name]}.")
+        if reason := by_slot(model):
+            raise UnsupportedCacheError(f"a model cannot run on cells: {reason}.")
         is_another = isinstance(self.model, nn.Module)
         if is_another:
             if used_cells:
@@ -83,6 +82,12 @@ class ModelFit:
         if self._rotations is None:
             self._rotations = rotations(model, self.fresh())
         return self._rotations
+
+
+def by_slot(model: Any) -> str:
+    """Why a model's attention depends on where in a buffer a token stands; empty: as far as is known it does not."""
+    modules = {type(each).__module__.rpartition(".")[2] for each in (model, *getattr(model, "layers", ()))}
+    return "; ".join(f"{name}: {BY_SLOT[name]}" for name in sorted(modules & set(BY_SLOT)))
 
 
 def _layer(cache: Any, capacity: int) -> Any:

@@ -191,11 +191,6 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         self.keys[..., start:stop, :] = keys
         self.values[..., start:stop, :] = values
 
-    def grow(self, cells: int) -> None:
-        """Give the buffers, if there are any, room for so many cells."""
-        if self.keys is not None and self.values is not None and self.keys.shape[2] < cells:
-            self.keys, self.values = _extended(self.keys, cells), _extended(self.values, cells)
-
     def read(self, cells: mx.array) -> tuple[mx.array, mx.array]:
         """Copies of the keys and values in some cells, int32, shape (T,): (1, H, T, D) each."""
         assert self.keys is not None and self.values is not None
@@ -258,15 +253,11 @@ def _with_room(buffer: mx.array | None, like: mx.array, cells: int, capacity: in
     held = 0 if buffer is None else buffer.shape[2]
     if buffer is not None and cells <= held:
         return buffer
-    wanted = grown(held, cells, capacity)
+    # So many that growing copies O(n) in all.
+    wanted = min(capacity, max(cells, held + max(GROWTH_CELLS, held // GROWTH_PART)))
     if buffer is None:
         return mx.zeros((*like.shape[:2], wanted, like.shape[3]), dtype=like.dtype)
     return _extended(buffer, wanted)
-
-
-def grown(held: int, cells: int, capacity: int) -> int:
-    """How many cells a buffer of `held` grows to when it needs `cells`: so many that growing copies O(n) in all."""
-    return min(capacity, max(cells, held + max(GROWTH_CELLS, held // GROWTH_PART)))
 
 
 def _extended(buffer: mx.array, cells: int) -> mx.array:

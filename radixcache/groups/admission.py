@@ -38,39 +38,39 @@ class Admission:
         self._storing = storing
         self._segment_bytes = segment_bytes
 
-    def restore(self, row: Row, rows: Sequence[Row]) -> None:
+    def restore(self, row: Row) -> None:
         """Let a new row stand as far as tree and rows have its prompt.
 
         Raises:
             CacheFullError, BudgetFullError: there is no room for it.
         """
         core, request = self._core, row.request
-        self._offer(row, rows)
-        plan = self._stand(row, rows)
+        self._offer(row)
+        plan = self._stand(row)
         path = [] if row.node is None else row.node.path()
         core.states.touch(path, plan.source, request.use)
         core.counted(request, plan, "begin_many")
         core.tidy_unpinned()
         if core.layout.has_points:
-            for other in rows:
+            for other in self._room.rows.values():
                 # Where the two part: what goes on from there needs a checkpoint, which cannot be made later.
                 common = common_length(other.prompt_keys, request.keys)
                 if other.position < common < len(other.prompt):
                     other.stops.setdefault(common, "branch")
 
-    def share_more(self, row: Row, rows: Sequence[Row]) -> None:
+    def share_more(self, row: Row) -> None:
         """Let a row of which nothing was evaluated stand where other rows have its prompt by now."""
-        others = [other for other in rows if other is not row]
-        self._offer(row, others)
+        self._offer(row)
         before = row.position
         found = self._core.lookup(row.prompt_keys, row.request.namespace, row.request.limit, evaluate=False)
         if found.plan.resume > before:
-            self._stand(row, others)
+            self._stand(row)
             self._core.tally.found_more(row.position - before)
 
-    def sharable_tokens(self, keys: Keys, namespace: str, rows: Sequence[Row]) -> int:
-        """How many tokens of a prompt would share what these rows hold, were it admitted now; changes nothing."""
+    def sharable_tokens(self, keys: Keys, namespace: str) -> int:
+        """How many tokens of a prompt would share what the rows hold, were it admitted now; changes nothing."""
         allowed = self._core.allowed(keys, namespace)
+        rows = self._room.rows.values()
         common = max((row.common(allowed) for row in rows), default=0)
         limit = len(keys) - 1
         resume = self._core.lookup(keys, namespace, limit, behind=common, evaluate=False).plan.resume
@@ -92,9 +92,7 @@ class Admission:
         columns = Columns([row.position - away], [away])
         token_bytes = core.layout.token_bytes
         spare = row.prompt_left
-        columns.capacity = (
-            columns.end + 1 + self._room.ask([row], lambda more: (columns.end + 1 + more) * token_bytes, spare)
-        )
+        columns.capacity = columns.end + 1 + self._room.ask(lambda more: (columns.end + 1 + more) * token_bytes, spare)
         pieces = [spans for node in path if node not in kept and (spans := node.payload.spans) is not None]
         for node in kept:
             core.pager.allocating(lambda spans=node.payload.spans: join(spans))  # type: ignore[misc]
@@ -111,16 +109,17 @@ class Admission:
         layers = sum(1 for _, adapter in layout.leaves(layout.fresh()) if not adapter.is_point)
         return layers > 0 and tokens * layout.token_bytes >= self._segment_bytes * layers
 
-    def _offer(self, row: Row, rows: Sequence[Row]) -> None:
+    def _offer(self, row: Row) -> None:
         """Store what open rows have of a prompt beyond the tree, so that it can be taken up from there."""
         allowed = self._core.allowed(row.prompt_keys, row.request.namespace)
-        reaches = [(self._storing.reach(other, allowed), other) for other in rows]
+        others = [other for other in self._room.rows.values() if other is not row]
+        reaches = [(self._storing.reach(other, allowed), other) for other in others]
         most, other = max(reaches, key=lambda each: each[0], default=(0, None))
         held = self._core.lookup(row.prompt_keys, row.request.namespace, row.request.limit, evaluate=False).plan.resume
         if other is not None and most > held:
             self._storing.offer(other, allowed[:most], self.is_long)
 
-    def _stand(self, row: Row, rows: Sequence[Row]) -> ResumePlan:
+    def _stand(self, row: Row) -> ResumePlan:
         """Take a row to where it resumes: the path is kept for it, and its point layers are restored."""
         core, request = self._core, row.request
         plan = core.lookup(request.keys, request.namespace, request.limit).plan
@@ -132,11 +131,14 @@ class Admission:
         try:
             row.batch = Batch.of_one(core.layout.fresh(), row, plan.resume)
             self._release(before)
-            self._room.require_tokens(rows, self._room.used_tokens([*rows, row]) - self._room.used_tokens(rows))
+            if row.id in self._room.rows:
+                self._room.require_tokens(0)
+            else:
+                self._room.require_tokens(self._room.used_tokens(row) - self._room.used_tokens())
             if node is not None:
                 self._page_out(node)
             if plan.checkpoint is not None:
-                self._room.ask([*rows, row], lambda _: self._room.point_bytes(plan.resume), 0)
+                self._room.ask(lambda _: self._room.point_bytes(plan.resume), 0)
                 checkpoint = plan.checkpoint
                 self._restoring(lambda: row.batch.restore_points(checkpoint, plan.resume))
         except BaseException:

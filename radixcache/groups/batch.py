@@ -85,8 +85,11 @@ class Batch:
         replaced = iter(made)
         return cls(columns, _nested(sources[0].caches, lambda _: next(replaced)), rows)
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    def take_over(self) -> None:
+        """The rows are in this batch from now on, and have left the one that they were in."""
+        for row in self.rows:
+            row.batch.rows[row.at] = None
+            row.batch = self
 
     @property
     def leaves(self) -> list[Any]:

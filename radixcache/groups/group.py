@@ -33,13 +33,13 @@ from radixcache.adapters.owned import owned
 from radixcache.cells.causal import one_each
 from radixcache.errors import BudgetFullError, SessionClosedError, refuse_copy
 from radixcache.groups.admission import Admission
-from radixcache.groups.batch import Batch, LostStateError
+from radixcache.groups.batch import Batch
+from radixcache.groups.passes import Passes
 from radixcache.groups.removal import Removal
 from radixcache.groups.room import Room
 from radixcache.groups.row import Row
 from radixcache.groups.segment_bytes import segment_bytes
-from radixcache.groups.storing import Storing, parted
-from radixcache.groups.tails import GROWTH_COLUMNS, Part
+from radixcache.groups.storing import Storing
 from radixcache.groups.ways import Way, way_of
 from radixcache.layers.arrays import ArrayLayout
 from radixcache.layers.evaluation import is_evaluation_failure
@@ -80,13 +80,13 @@ class Group:
             core.bookings.append((self._room.booking, weakref.ref(self)))
         self._storing = Storing(self._room, namespace)
         self._admission = Admission(self._room, self._storing, segment_bytes() if least_bytes is None else least_bytes)
-        self._rows: dict[int, Row] = {}
+        self._passes = Passes(self._room)
         self._next_id = 0
         self.is_closed = False
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "lost" if self.is_lost else "open"
-        return f"<Group {state}: {len(self._rows)} rows, {self.used_tokens} of {self._room.capacity} tokens>"
+        return f"<Group {state}: {len(self.rows)} rows, {self.used_tokens} of {self._room.capacity} tokens>"
 
     __reduce_ex__ = refuse_copy
 
@@ -105,19 +105,17 @@ class Group:
     @property
     def rows(self) -> list[Row]:
         """The open rows, in order of admission."""
-        return list(self._rows.values())
+        return list(self._room.rows.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tails and of the rows' own states; what rows read in place is the tree's."""
-        batches = {id(row.batch): row.batch for row in self._rows.values()}
-        orphans = {id(spans): spans for row in self._rows.values() for spans in row.orphans}
-        return sum(batch.nbytes for batch in batches.values()) + sum(spans.nbytes for spans in orphans.values())
+        return self._room.nbytes
 
     @property
     def used_tokens(self) -> int:
         """Tokens that the rows hold; one that several share counts once."""
-        return self._room.used_tokens(self.rows)
+        return self._room.used_tokens()
 
     def has_bytes_for(self, ends: Mapping[Row, int], keys: Keys, end: int) -> bool:
         """Whether the byte budget can hold some rows at their ends, and one more, all that is evictable gone.
@@ -130,7 +128,7 @@ class Group:
         """
         tails = [stop - row.batch.columns.in_place[row.at] for row, stop in ends.items()]
         with self._lock:
-            shared = self._admission.sharable_tokens(keys, self.namespace, self.rows)
+            shared = self._admission.sharable_tokens(keys, self.namespace)
             match = self._core.states.match(self._core.allowed(keys, self.namespace), self.namespace)
             kept = max((node.end for node in match.path if node.payload.readers), default=0)
             own = end - shared if self._admission.is_long(shared) else end
@@ -147,7 +145,7 @@ class Group:
     def sharable_tokens(self, keys: Keys) -> int:
         """How many tokens of a prompt with these keys would share what the open rows hold, were it admitted now."""
         with self._lock:
-            return self._admission.sharable_tokens(keys, self.namespace, self.rows)
+            return self._admission.sharable_tokens(keys, self.namespace)
 
     def sharable_later(self, keys: Keys, row: Row, chunk_tokens: int) -> int:
         """How many it would share with one row if it were admitted at the best moment of that row's prefill.
@@ -182,8 +180,8 @@ class Group:
             self._core.take_back()
             use = self._core.next_use(self.priority)
             row = self._opened(Request(prompt, prompt_keys, self.namespace, use, tuple(map(int, marks))))
-            self._rows[row.id] = row
-            self._book()
+            self._room.rows[row.id] = row
+            self._room.book()
         return row
 
     def prefill(self, model: Any, row: Row, tokens: int | None = None) -> mx.array | None:
@@ -234,7 +232,7 @@ class Group:
             ValueError: no rows, one twice or another group's, another number of tokens, tokens that are no integers
                 or contradict the rest of a prompt.
             CacheFullError, BudgetFullError: no room for N tokens; nothing was evaluated.
-            SessionClosedError: a row or the group is closed, or the cells were lost.
+            SessionClosedError: a row or the group is closed, or its state was lost.
         """
         if not rows:
             raise ValueError("no rows to step; wanted at least one.")
@@ -247,20 +245,13 @@ class Group:
             raise ValueError(f"rows {[row.id for row in rows]}: one of them is there twice.")
         for row in rows:
             self._start(model, row)
-        self._room.require_tokens(self.rows, len(rows))
-        batch = self._together(rows) if len(rows) > 1 and self._way(model) is not Way.SINGLE else None
-        if batch is not None:
-            places = [batch.rows.index(row) for row in rows]
-            logits = self._forward(
-                model, batch, array if places == sorted(places) else array[mx.array(np.argsort(places))]
-            )
-            logits = logits if places == sorted(places) else logits[mx.array(places)]
-        else:
-            logits = self._one_by_one(model, rows, array)
+        self._room.require_tokens(len(rows))
+        side_by_side = self._way(model) is not Way.SINGLE
+        logits: mx.array = self._run(lambda: self._passes.step(model, rows, array, side_by_side=side_by_side))
         for index, row in enumerate(rows):
             if row.position > row.known_tokens:
                 row.report(array, index)
-        self._measure()
+        self._room.measure()
         return logits
 
     def remove(self, model: Any, row: Row, begin: int, end: int) -> None:
@@ -271,10 +262,10 @@ class Group:
 
         Raises:
             ValueError: the row does not hold all of the range, or is another group's.
-            ShiftError: the model's keys cannot be rotated, it has recurrent layers, or windows of which the row has
-                restored no more than it needed to go on where it did.
-            CacheFullError, BudgetFullError: no room for the copies of cells that other rows hold too.
-            SessionClosedError: row or group is closed, or the cells were lost.
+            ShiftError: the model's keys cannot be rotated, it has recurrent layers, or windows that would need what
+                they have lost.
+            BudgetFullError: no room for copies of what was read in place.
+            SessionClosedError: row or group is closed, or its state was lost.
         """
         self._require_row(row)
         if not 0 <= begin <= end <= row.position:
@@ -286,10 +277,10 @@ class Group:
             self._run(lambda: Removal(self._room, self._layout, row, begin, end).run(model))
             row.cut(begin, end)
             self._room.drop_checkpoints(row, begin)  # the tokens there are others now
-            self._book()
+            self._room.book()
 
     def close(self) -> None:
-        """Close all rows and give the cells back. Closing twice is fine."""
+        """Close all rows: store what they evaluated, and let go of their state. Closing twice is fine."""
         if self.is_closed:
             return
         with self._lock:
@@ -298,35 +289,35 @@ class Group:
             try:
                 self._storing.close(rows, self._is_intact(rows))
             finally:
-                self._rows.clear()
+                self._room.rows.clear()
                 self._core.end_booking(self._room.booking)
                 self._layout.release()
                 self._core.keep_budget()
 
     def close_after(self, error: BaseException | None) -> None:
-        """Close the group after an error; where that is of an evaluation, nothing in its cells is stored."""
+        """Close the group after an error; where that is of an evaluation, nothing of its rows is stored."""
         if is_evaluation_failure(error):
-            # Also the caller's own evaluation of what step() returned: the cells were part of it.
+            # Also the caller's own evaluation of what step() returned: the rows' state was part of it.
             self.is_lost = True
         self.close()
 
     def abandon(self) -> None:
-        """The cache is about to close: the cells go, and nothing of them is stored."""
+        """The cache is about to close: the rows go, and nothing of them is stored."""
         self.is_lost = True
         self.close()
 
     def close_rows(self, rows: Sequence[Row]) -> None:
-        """Close some rows: store what they evaluated, each after the other, and free their cells."""
+        """Close some rows: store what they evaluated, each after the other, and let go of their state."""
         with self._lock:
             rows = [row for row in rows if not row.is_closed]
             try:
                 self._storing.close(rows, self._is_intact(rows))
             finally:
                 for row in rows:
-                    self._rows.pop(row.id, None)
+                    self._room.rows.pop(row.id, None)
                 self._room.booking.book_live(self.nbytes)
                 if self._core.evictor.over_bytes():
-                    self._settle()
+                    self._passes.settle()
                 self._core.keep_budget()
 
     def distrust(self, keys: Keys, start: int) -> None:
@@ -342,7 +333,7 @@ class Group:
     def check(self) -> None:
         """Assert G1 to G4."""
         readers: dict[int, int] = {}
-        for row in self._rows.values():
+        for row in self._room.rows.values():
             assert row.position <= row.known_tokens, (row.id, row.position, row.known_tokens)
             assert all(each.offset <= row.position for each in row.checkpoints), (row.id, row.position)
             assert row.path_end <= row.position, (row.id, row.path_end, row.position)
@@ -356,7 +347,7 @@ class Group:
         if all(other is None or other is self for other in others):
             found = {id(node): node.payload.readers for node in self._core.states.tree.nodes() if node.payload.readers}
             assert found == readers, (found, readers)
-        checkpoint_bytes = sum(each.nbytes for row in self._rows.values() for each in row.checkpoints)
+        checkpoint_bytes = sum(each.nbytes for row in self._room.rows.values() for each in row.checkpoints)
         assert self._room.booking.amounts == (self.nbytes, checkpoint_bytes, 0), self._room.booking.amounts
 
     # Private
@@ -365,7 +356,7 @@ class Group:
         """A row on a prompt, restored."""
         core = self._core
         row = Row(self._next_id, request, core.settings.vocab_size, weakref.WeakMethod(self.close_rows))
-        self._admission.restore(row, self.rows)
+        self._admission.restore(row)
         self._next_id += 1
         if self._layout.has_points:
             interval, length = core.settings.checkpoint_interval, len(request.prompt)
@@ -384,120 +375,10 @@ class Group:
         if row.is_fresh:
             way = self._way(model)
             with self._lock:
-                self._run(lambda: self._admission.share_more(row, self.rows))
+                self._run(lambda: self._admission.share_more(row))
                 self._run(lambda: self._admission.place(row, in_segments=way is Way.SEGMENTS))
                 row.is_fresh = False
-                self._book()
-
-    def _together(self, rows: Sequence[Row]) -> Batch | None:
-        """The batch of exactly these rows, in some order; None: padded to the longest of them they do not fit."""
-        batch = rows[0].batch
-        is_one = len(batch.rows) == len(rows) and all(row.batch is batch for row in rows)
-        with self._lock:
-            try:
-                if is_one:
-                    self._grow(batch, 1)
-                    return batch
-                columns = max(row.batch.columns.lengths[row.at] for row in rows) + 1
-                position = max(row.position for row in rows)
-                held = sum(each.nbytes for each in {id(row.batch): row.batch for row in rows}.values())
-                spare = self._room.ask(
-                    self.rows,
-                    lambda more: self._room.bytes_of(len(rows), columns + more, position),
-                    GROWTH_COLUMNS,
-                    held,
-                )
-            except BudgetFullError:
-                return None
-            for other in self.rows:
-                if other not in rows and len(other.batch.rows) > 1:
-                    other.batch = parted(other.batch, other.at)
-            together: Batch = self._run(lambda: Batch.gathered([(row.batch, row.at) for row in rows], 1 + spare))
-            self._moved(together)
-            self._book()
-            return together
-
-    def _settle(self, spared: Batch | None = None) -> None:
-        """Give up all room to grow, and that of rows that have left their batch; not of one batch that is spared."""
-        for batch in {id(row.batch): row.batch for row in self.rows}.values():
-            left = [(batch, at) for at, row in enumerate(batch.rows) if row is not None]
-            if batch is not spared and (len(left) < len(batch.rows) or batch.columns.capacity > batch.columns.end + 1):
-                self._moved(self._run(lambda places=left: Batch.gathered(places)))  # type: ignore[misc]
-        self._room.booking.book_live(self.nbytes)
-
-    def _moved(self, batch: Batch) -> None:
-        for row in batch.rows:
-            if row.batch is not batch:
-                at, before = row.at, row.batch
-                row.batch = batch
-                before.rows[at] = None
-
-    def _forward(self, model: Any, batch: Batch, ids: mx.array) -> mx.array:
-        """A forward pass of a batch, for which there is room."""
-        with self._lock:
-            self._grow(batch, ids.shape[1])
-            parts = self._parts(batch)
-        try:
-            return self._run(lambda: batch.forward(model, ids, parts))  # type: ignore[no-any-return]
-        except BaseException as error:
-            for row in batch.rows if isinstance(error, LostStateError) else ():
-                row.lost = str(error)
-            self._measure()
-            raise
-
-    def _grow(self, batch: Batch, count: int) -> None:
-        """Make room for so many more tokens of each row. BudgetFullError: there is none."""
-        columns = batch.columns
-        position = max(columns.positions) + count
-        if columns.end + count < columns.capacity and not self._room.grows_at(position - count):
-            return
-        # Nobody knows yet what a token takes: no more than is about to be evaluated.
-        spare = GROWTH_COLUMNS if self._layout.is_known else 0
-        if spare and len(batch.rows) == 1:
-            spare = max(batch.rows[0].prompt_left - count, spare)
-        size = columns.end + count + 1
-
-        def ask() -> int:
-            rows, held = len(batch.rows), batch.nbytes
-            return self._room.ask(self.rows, lambda more: self._room.bytes_of(rows, size + more, position), spare, held)
-
-        try:
-            columns.capacity = size + ask()
-        except BudgetFullError:
-            self._settle(spared=batch)
-            columns.capacity = size + ask()
-
-    def _parts(self, batch: Batch) -> list[Part]:
-        """What the rows of a batch read in place."""
-        readers: dict[int, tuple[list[int], Any]] = {}
-        for number, row in enumerate(batch.rows):
-            for spans in row.reads():
-                readers.setdefault(id(spans), ([], spans))[0].append(number)
-        return [(None if len(its) == len(batch.rows) else tuple(its), spans) for its, spans in readers.values()]
-
-    def _one_by_one(self, model: Any, rows: Sequence[Row], ids: mx.array) -> mx.array:
-        """A forward pass for each row; none of them has happened where one raises."""
-        with self._lock:
-            if any(len(row.batch.rows) > 1 for row in rows):
-                for row in rows:
-                    if len(row.batch.rows) > 1:
-                        row.batch = parted(row.batch, row.at)
-                self._settle()
-                self._book()
-            for row in rows:  # before any of them runs
-                self._grow(row.batch, 1)
-        logits: list[mx.array] = []
-        done: list[tuple[Batch, Any]] = []
-        try:
-            for index, row in enumerate(rows):
-                held = row.batch.hold(1)
-                logits.append(self._forward(model, row.batch, ids[index : index + 1]))
-                done.append((row.batch, held))
-        except BaseException as error:
-            for batch, held in done:
-                batch.roll_back(held, error)
-            raise
-        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
+                self._room.book()
 
     def _is_intact(self, rows: Sequence[Row]) -> bool:
         """Whether there is anything to store: rows, and state in which what is pending was evaluated."""
@@ -520,7 +401,7 @@ class Group:
             raise ValueError(f"a {type(row).__name__} is no row; wanted one of the group's.")
         if row.is_closed:
             raise SessionClosedError(f"row {row.id} is closed; admit() another one.")
-        if self._rows.get(row.id) is not row:
+        if self._room.rows.get(row.id) is not row:
             raise ValueError(f"row {row.id} is of another group.")
         if row.lost is not None:
             raise SessionClosedError(f"row {row.id}: {row.lost}. Close it and admit() another one.")
@@ -545,7 +426,7 @@ class Group:
     def _prefill_to(self, model: Any, row: Row, end: int) -> mx.array | None:
         """Evaluate a row's prompt up to `end`; returns the last token's logits where the prompt ends there."""
         count, left = end - row.position, row.prompt_left
-        self._room.require_tokens(self.rows, count)
+        self._room.require_tokens(count)
         cuts = {end, *row.stops} | ({end - 1} if count == left > LOGITS_TOKENS else set())
         logits = None
         while row.position < end:
@@ -559,10 +440,8 @@ class Group:
 
     def _evaluate(self, model: Any, row: Row, count: int) -> mx.array | None:
         """Evaluate prompt tokens of a row; returns the last one's logits where the prompt ends with it."""
-        if len(row.batch.rows) > 1:
-            with self._lock:
-                row.batch = parted(row.batch, row.at)
-        logits = owned(self._forward(model, row.batch, mx.array(row.next_ids(count))[None])[:, -1:])
+        ids = mx.array(row.next_ids(count))[None]
+        logits = owned(self._run(lambda: self._passes.prefill(model, row, ids))[:, -1:])
         is_last = row.prompt_left == 0
         try:
             # With the logits, which otherwise would hold the buffers and have the next write copy them.
@@ -573,7 +452,7 @@ class Group:
             raise
         with self._lock:
             self._layout.learn(row.batch.specimen(self._layout.fresh()))
-            self._book()
+            self._room.book()
         return logits if is_last else None
 
     def _take_checkpoint(self, row: Row, kind: str) -> None:
@@ -582,15 +461,6 @@ class Group:
             if self._core.evictor.find_room(self._room.point_bytes(row.position)):
                 row.checkpoints.append(self._storing.checkpoint(row, kind))
                 self._core.thin(row.checkpoints, self._room.booking)
-
-    def _measure(self) -> None:
-        """Book what the rows have come to hold, if that is not what they held."""
-        if self._room.booking.live_bytes != self.nbytes:
-            with self._lock:
-                self._book()
-
-    def _book(self) -> None:
-        self._room.book(self.nbytes)
 
     def _close_unattended(self) -> None:
         try:

@@ -20,9 +20,9 @@ from radixcache.adapters.registry import adapter_for
 from radixcache.cells.shift import Rotation, rotations
 from radixcache.errors import ShiftError
 from radixcache.groups.attention import Pair
+from radixcache.groups.batch import Batch
 from radixcache.groups.room import Room
 from radixcache.groups.row import Row
-from radixcache.groups.storing import parted
 from radixcache.groups.tails import Columns, TailLayer
 from radixcache.layers.arrays import ArrayLayout
 
@@ -49,7 +49,7 @@ class Removal:
         """
         row, begin, end = self._row, self._begin, self._end
         if len(row.batch.rows) > 1:
-            row.batch = parted(row.batch, row.at)
+            Batch.gathered([(row.batch, row.at)]).take_over()
         self._require_points()
         rotating = [None] * len(row.batch.leaves) if self._is_rewind else self._rotations(model)
         core = self._room.core
@@ -63,7 +63,7 @@ class Removal:
             columns.capacity = (
                 length
                 + 1
-                + self._room.ask([row], lambda more: bare + (length + 1 + more) * token_bytes, row.prompt_left, held)
+                + self._room.ask(lambda more: bare + (length + 1 + more) * token_bytes, row.prompt_left, held)
             )
             pieces = [self._pieces(leaf, index, kept) for index, leaf in enumerate(before.leaves)]
             moved = [self._moved(its, rotating[index]) for index, its in enumerate(pieces)]

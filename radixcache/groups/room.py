@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from radixcache.adapters.snapshots import Checkpoint
 from radixcache.errors import BudgetFullError, CacheFullError
+from radixcache.groups.batch import Batch
 from radixcache.groups.row import Row
 from radixcache.layers.arrays import ArrayLayout
 from radixcache.paging.booking import Booking
@@ -25,20 +26,23 @@ class Room:
         self.layout = layout
         self.capacity = capacity
         self.booking = Booking(core.states)
+        #: The open rows, by id, in order of admission.
+        self.rows: dict[int, Row] = {}
         #: The most tokens that a leaf's state depends on: a window's; 0: it does not grow; None: it is no point state.
         self._windows = [
             getattr(leaf, "max_size", 0) if adapter.is_point else None
             for leaf, adapter in layout.leaves(layout.fresh())
         ]
 
-    def used_tokens(self, rows: Iterable[Row]) -> int:
-        """Tokens that rows hold; takes no lock."""
+    def used_tokens(self, *more: Row) -> int:
+        """Tokens that the rows, and some more, hold, one that several share counted once; takes no lock."""
+        rows = [*self.rows.values(), *more]
         nodes = {id(node): node for row in rows if row.node is not None for node in row.node.path()}
         return sum(node.end - node.start for node in nodes.values()) + sum(row.position - row.path_end for row in rows)
 
-    def require_tokens(self, rows: Sequence[Row], wanted: int) -> None:
-        """Raise CacheFullError where so many tokens more are beyond the capacity."""
-        used = self.used_tokens(rows)
+    def require_tokens(self, wanted: int) -> None:
+        """Raise CacheFullError where so many tokens more are beyond the capacity; takes no lock."""
+        used = self.used_tokens()
         if used + wanted > self.capacity:
             raise CacheFullError(self.capacity, used, None, wanted)
 
@@ -85,11 +89,11 @@ class Room:
         needed_bytes, budget_bytes = self.bytes_of(1, tokens, tokens), self.core.ledger.budget_bytes
         return BudgetFullError(budget_bytes, 0, needed_bytes) if needed_bytes > budget_bytes else None
 
-    def ask(self, rows: Sequence[Row], nbytes: Callable[[int], int], spare: int, freed_bytes: int = 0) -> int:
+    def ask(self, nbytes: Callable[[int], int], spare: int, freed_bytes: int = 0) -> int:
         """Make room for what takes `nbytes(columns)` with so many columns to spare; returns how many there are to be.
 
-        With none to spare, and without the checkpoints that these rows have taken, where nothing else can go. What it
-        takes is booked; `book` says later what it came to.
+        With none to spare, and without the checkpoints that rows have taken, where nothing else can go. What it takes
+        is booked; `book` says later what it came to.
 
         Raises:
             BudgetFullError: there is no room; nothing but what may go has changed.
@@ -102,17 +106,33 @@ class Room:
         need = nbytes(0) - freed_bytes
         if need > 0 and not evictor.find_room(need):
             if evictor.could_fit(need - self.booking.checkpoint_bytes):
-                for row in rows:
+                for row in self.rows.values():
                     self.drop_checkpoints(row, -1)
             if not evictor.find_room(need):
                 raise BudgetFullError(self.core.ledger.budget_bytes, evictor.fixed_bytes(), need)
         self.booking.book_live(self.booking.live_bytes + max(0, need))
         return 0
 
-    def book(self, nbytes: int) -> None:
-        """The rows hold so many bytes now: book them, keep the budget."""
-        self.booking.book_live(nbytes)
+    def batches(self) -> list[Batch]:
+        """The batches that rows are in."""
+        return list({id(row.batch): row.batch for row in self.rows.values()}.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tails and of the rows' own states; what rows read in place is the tree's, but for orphans."""
+        orphans = {id(spans): spans for row in self.rows.values() for spans in row.orphans}
+        return sum(batch.nbytes for batch in self.batches()) + sum(spans.nbytes for spans in orphans.values())
+
+    def book(self) -> None:
+        """Book what the rows hold now, keep the budget."""
+        self.booking.book_live(self.nbytes)
         self.core.evictor.make_room()
+
+    def measure(self) -> None:
+        """Book what the rows have come to hold, if that is not what they held; takes the lock only then."""
+        if self.booking.live_bytes != self.nbytes:
+            with self.core.lock:
+                self.book()
 
     # Checkpoints
 

@@ -168,7 +168,7 @@ class Storing:
     def _leave_in_place(self, row: Row, start: int, end: int) -> None:
         """A row's tokens [start, end), which the tree has now, leave its tails: they are read there."""
         if len(row.batch.rows) > 1:
-            row.batch = parted(row.batch, row.at)
+            Batch.gathered([(row.batch, row.at)]).take_over()
         batch, away = row.batch, row.batch.columns.in_place[0]
         length = batch.columns.lengths[0]
         first, last = start - away, end - away
@@ -190,10 +190,3 @@ def join(spans: Spans) -> None:
     for snapshot in spans.leaves:
         if snapshot is not None:
             snapshot.join()
-
-
-def parted(batch: Batch, at: int) -> Batch:
-    """One row of several, as a batch of its own; its place there is free."""
-    alone = Batch.gathered([(batch, at)])
-    batch.rows[at] = None
-    return alone

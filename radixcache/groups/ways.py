@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from radixcache.adapters.snapshots import Spans
+from radixcache.cells.fit import by_slot
 from radixcache.cells.trial import LEAST_PART, MARGIN, error_of, tolerance_of
 from radixcache.errors import UnsupportedCacheError
 from radixcache.groups.attention import serve
@@ -73,10 +74,12 @@ def _tried(model: Any, fresh: Callable[[], Sequence[Any]]) -> Finding:
     wanted = mx.concatenate([_alone(model, fresh(), row, index, 1) for index, row in enumerate(rows)])
     again = mx.concatenate([_alone(model, fresh(), row, index, 3) for index, row in enumerate(rows)])
     rounding = MARGIN * error_of(again, wanted)
-    reason = ""
-    if isinstance(model, nn.Module):
+    reason, candidates = by_slot(model), [*Way]
+    if reason:
+        candidates = [Way.SINGLE]  # in a few tokens it would not show
+    elif isinstance(model, nn.Module):
         serve(model)
-    for way in Way:
+    for way in candidates:
         try:
             found = _rows(model, fresh, way)
             tolerance = tolerance_of(wanted.dtype)

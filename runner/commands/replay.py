@@ -68,7 +68,7 @@ def replay(
     step_size: Annotated[int, typer.Option(help="Tokens per chunk of prefill.")] = 2048,
     parallel: Annotated[
         int | None,
-        typer.Option(help="Serve so many users at a time, on the radix cache alone, a forward pass for all of them."),
+        typer.Option(help="Serve so many users at a time, a forward pass for all; --cache radix, mlx-lm or both."),
     ] = None,
     exact: Annotated[
         bool,
@@ -93,8 +93,8 @@ def replay(
     """
     caches = _cache_names(cache)
     if parallel is not None:
+        caches = caches if is_given(context, "cache") else ["radix"]
         step_size = _require_parallel(context, parallel, caches, step_size, recorded=recorded, exact=exact)
-        caches = ["radix"]
     require_policy(policy)
     for option, value in (
         ("--users", 1 if users is None else users),
@@ -173,9 +173,11 @@ def _require_parallel(
     """Refuse what does not go with --parallel; returns the step size, which has another default with it."""
 
     require(parallel >= 1, f"--parallel is {parallel}; wanted at least 1.")
+    from runner.parallel.replay import TOGETHER
+
     require(
-        not is_given(context, "cache") or list(caches) == ["radix"],
-        f"--parallel serves users from the radix cache alone; --cache has {','.join(caches)}. Leave one of them out.",
+        set(caches) <= set(TOGETHER),
+        f"--parallel serves users from {' or '.join(TOGETHER)}; --cache has {','.join(caches)}. Leave one of them out.",
     )
     require(not recorded, "--parallel generates replies, and --recorded feeds known ones. Leave one of them out.")
     require(
@@ -230,7 +232,7 @@ def _run(
     served: Replay | ParallelReplay = (
         Replay(loaded, script, caches, options, progress)
         if parallel is None
-        else ParallelReplay(loaded, script, options, parallel, progress)
+        else ParallelReplay(loaded, script, options, parallel, progress, caches)
     )
     broken_off: Exception | None = None
     try:
@@ -252,7 +254,8 @@ def _run(
         broken_off = UsageError(str(error))
     if isinstance(served, Replay):
         return Report(served.result()), broken_off
-    return ParallelReport(served.result(), served.alone()), broken_off
+    partings = served.partings() if broken_off is None else []
+    return ParallelReport(served.result(), served.alone(), partings), broken_off
 
 
 def _show(report: "Report | ParallelReport", outputs: Outputs) -> None:

@@ -1,25 +1,29 @@
-"""Replay a script of requests for several users at a time, on one radix cache.
+"""Replay a script of requests for several users at a time, straight from the tree, and in mlx-lm's batches beside it.
 
 The requests are those of a serial replay, in its order, but for one thing: a request is handed in as soon as its user
-has the reply to the one before, and no more than so many users have one under way.
+has the reply to the one before, and no more than so many users have one under way. Then the same requests are served
+one after the other, on the radix cache and without one, whose answers all others are held against.
 
 Invariants:
 
   PR1  A user's requests are handed in one after the other, in the order of the script.
   PR2  Where several may come next, the first of the script does.
-  PR3  Prompts are those that a serial replay renders from the same replies.
+  PR3  Prompts are those that a serial replay renders from the same replies: those of the first way that serves them.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import wired_limit
+from mlx_lm.models.cache import make_prompt_cache
 
-from radixcache import PrefixCache, TreeView
+from radixcache import TreeView
 from runner.models.load import LoadedModel
-from runner.parallel.generator import ParallelGenerator
-from runner.parallel.request import Ticket
+from runner.parallel.batches import Batches
+from runner.parallel.serving import Answer, Server, Tree
 from runner.replay.replay import (
     CacheRun,
     Observer,
@@ -30,11 +34,10 @@ from runner.replay.replay import (
     release,
     warm_up,
 )
-from runner.replies.reply import Completion
 from runner.script.script import RenderedRequest, Script, ScriptError
 
-#: What its progress is called, beside that of the same requests one after the other.
-TOGETHER = "together"
+#: What may serve several users at a time.
+TOGETHER = ("radix", "mlx-lm")
 
 
 @dataclass(frozen=True)
@@ -60,125 +63,157 @@ class ParallelRun:
     rows: tuple[ParallelRow, ...]
     wall_s: float
     peak_bytes: int
-    peak_cells: int
-    capacity_cells: int
+    peak_tokens: int
+    capacity_tokens: int
     evictions: int
     tree: str | None = None
     view: TreeView | None = None
 
 
+@dataclass(frozen=True)
+class Parting:
+    """A reply that parts from the one without a cache; `gap` is how far apart the two likeliest logits are there."""
+
+    cache: str
+    index: int
+    gap: float
+
+
 class ParallelReplay:
-    """One run; `run` may be interrupted, and `result` then has what was finished."""
+    """Several runs; `run` may be interrupted, and `result` then has what was finished."""
 
     def __init__(
-        self, loaded: LoadedModel, script: Script, options: ReplayOptions, users_at_a_time: int, observer: Observer
+        self,
+        loaded: LoadedModel,
+        script: Script,
+        options: ReplayOptions,
+        users_at_a_time: int,
+        observer: Observer,
+        caches: Sequence[str] = ("radix",),
     ) -> None:
         self._loaded = loaded
         self._script = script
         self._options = options
         self._users_at_a_time = min(users_at_a_time, len({request.user for request in script.requests}))
         self._observer = observer
-        # So many that requests wait for their users and never for cells.
+        self._caches = tuple(caches)
+        # So many that requests wait for their users and never for tokens.
         self._capacity = self._users_at_a_time * script.longest_tokens
-        self._left = list(range(len(script)))
-        self._busy: dict[str, int] = {}
-        self._texts: dict[Ticket, str] = {}
-        self._indices: dict[Ticket, int] = {}
-        self._rows: dict[int, ParallelRow] = {}
-        self._peak_cells = 0
-        self._wall_s = 0.0
-        self._evictions = self._peak_bytes = 0
-        self._tree: str | None = None
-        self._view: TreeView | None = None
+        self._runs: list[_Run] = []
         self._alone: Replay | None = None
 
     def run(self) -> None:
-        """Serve all requests, and then once more one after the other, for comparison.
+        """Serve all requests each way, and then once more one after the other, for comparison.
 
         Raises:
             UnsupportedCacheError: the model's layers cannot be shared by several sequences.
             BudgetFullError: a request does not fit the byte budget, even alone.
-            ScriptError: a prompt that waited for generated replies does not fit the model or the cells.
+            ScriptError: a prompt that waited for generated replies does not fit the model or the capacity.
         """
         with wired_limit(self._loaded.model):
             warm_up(self._loaded, self._script[0].prompt)
-            release()
-            self._observer.run_started(TOGETHER, len(self._script))
-            options = self._options
-            cache = PrefixCache(self._loaded.model, budget_bytes=options.budget_bytes, policy=options.policy)
-            try:
-                with ParallelGenerator(
-                    cache,
-                    self._loaded.model,
-                    self._loaded.tokenizer,
-                    capacity=self._capacity,
-                    max_rows=self._users_at_a_time,
-                    step_size=options.step_size,
-                ) as generator:
-                    self._serve(generator, cache)
-                self._tree = cache.dump(self._loaded.tokenizer) if options.dump_tree else None
-                self._view = cache.view(tokenizer=self._loaded.tokenizer) if options.keep_view else None
-            finally:
-                self._evictions, self._peak_bytes = cache.stats.evictions, cache.stats.peak_bytes
-                cache.close()
+            for cache in self._caches:
                 release()
-        self._alone = Replay(self._loaded, self._script, ["radix"], options, self._observer)
+                self._observer.run_started(f"{cache} together", len(self._script))
+                self._serve(cache)
+                release()
+        self._alone = Replay(self._loaded, self._script, ["radix", "none"], self._options, self._observer)
         self._alone.run()
 
-    def alone(self) -> CacheRun | None:
-        """The same requests one after the other, as far as that came."""
-        runs = [] if self._alone is None else self._alone.result()
-        return runs[0] if runs else None
+    def alone(self) -> list[CacheRun]:
+        """The same requests one after the other, on the radix cache and without one, as far as that came."""
+        return [] if self._alone is None else self._alone.result()
 
-    def result(self) -> ParallelRun:
-        """What was finished."""
-        return ParallelRun(
-            cache="radix",
-            users_at_a_time=self._users_at_a_time,
-            rows=tuple(self._rows[index] for index in sorted(self._rows)),
-            wall_s=self._wall_s,
-            peak_bytes=self._peak_bytes,
-            peak_cells=self._peak_cells,
-            capacity_cells=self._capacity,
-            evictions=self._evictions,
-            tree=self._tree,
-            view=self._view,
-        )
+    def result(self) -> "list[ParallelRun]":
+        """What was finished together, one of each way."""
+        return [run.result(self._users_at_a_time, self._capacity) for run in self._runs]
 
-    def _serve(self, generator: ParallelGenerator, cache: PrefixCache) -> None:
-        started_s = time.perf_counter()
-        while self._hand_in(generator):
-            for ticket, piece in generator:
-                self._texts[ticket] += piece.text
-                self._peak_cells = max(self._peak_cells, generator.group.used_tokens)
-                if piece.completion is not None:
-                    self._finish(ticket, piece.completion, cache.stats.peak_bytes)
-                    self._wall_s = time.perf_counter() - started_s
-                    self._hand_in(generator)
+    def partings(self) -> list[Parting]:
+        """Every reply that is not the one without a cache, where there is one to hold it against."""
+        if self._alone is None:
+            return []
+        found = []
+        wanted = self._alone.replies("none")
+        others = [(run.server.name, run.replies) for run in self._runs]
+        others.append(("radix alone", dict(enumerate(self._alone.replies("radix")))))
+        for name, replies in others:
+            for index, tokens in enumerate(wanted):
+                if index in replies and replies[index] != tokens:
+                    found.append(Parting(name, index, self._gap(index, tokens, replies[index])))
+        return found
 
-    def _hand_in(self, generator: ParallelGenerator) -> bool:
-        """Hand in what may come next; whether there was anything."""
-        chosen = list(self._next())
-        for index in chosen:
-            request = self._script[index]
-            self._require_cells(request)
-            ticket = generator.submit(
-                request.prompt.tokens,
-                marks=request.prompt.marks,
-                max_tokens=self._options.max_tokens,
-                arrived_at_s=time.perf_counter(),
-            )
-            self._texts[ticket], self._indices[ticket] = "", index
-        return bool(chosen)
+    def _gap(self, index: int, one: Sequence[int], other: Sequence[int]) -> float:
+        """How far apart the two likeliest logits are where two replies part."""
+        same = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+        if same is None:
+            return float("inf")
+        tokens = [*self._script[index].prompt.tokens.tolist(), *one[:same]]
+        caches = make_prompt_cache(self._loaded.model)
+        logits = self._loaded.model(mx.array([tokens]), cache=caches)[0, -1].astype(mx.float32)
+        likeliest = mx.sort(logits)[-2:]
+        return float(np.asarray(likeliest[1] - likeliest[0]))
 
-    def _require_cells(self, request: RenderedRequest) -> None:
+    def _serve(self, cache: str) -> None:
+        """All requests, on one cache."""
+        options = self._options
+        sizes = {"step_size": options.step_size, "max_tokens": options.max_tokens, "users": self._users_at_a_time}
+        server: Server
+        if cache == "radix":
+            server = Tree(self._loaded, options.policy, options.budget_bytes, capacity=self._capacity, **sizes)
+        else:
+            server = Batches(self._loaded, options.budget_bytes, **sizes)
+        run = _Run(server)
+        self._runs.append(run)
+        turn = _Turn(self._script, self._users_at_a_time, self._require_tokens)
+        try:
+            started_s = time.perf_counter()
+            while turn.hand_in(server):
+                for index, answer in server.answers():
+                    run.rows[index] = _row(self._script[index], answer, server.peak_bytes)
+                    run.replies[index] = list(answer.completion.tokens)
+                    self._script.record_reply(index, answer.text)
+                    turn.done(index)
+                    run.wall_s = time.perf_counter() - started_s
+                    self._observer.request_done(f"{cache} together", answer.completion.prompt_tokens)
+                    turn.hand_in(server)
+            if isinstance(server, Tree):
+                run.shown = server.shown(self._loaded.tokenizer, dump=options.dump_tree, view=options.keep_view)
+        finally:
+            run.ended()
+            server.close()
+
+    def _require_tokens(self, request: RenderedRequest) -> None:
         needed = len(request.prompt.tokens) + self._options.max_tokens
         if needed > self._capacity:
             raise ScriptError(
                 f"user {request.user}, {request.conversation_id}, turn {request.turn}: generated replies come to far "
-                f"more tokens in a prompt than they had; with its own reply it takes {needed:,} cells of "
+                f"more tokens in a prompt than they had; with its own reply it takes {needed:,} tokens of "
                 f"{self._capacity:,}. Ask for shorter ones with --max-tokens."
             )
+
+
+class _Turn:
+    """Whose request is handed in when."""
+
+    def __init__(self, script: Script, users_at_a_time: int, require: Callable[[RenderedRequest], None]) -> None:
+        self._script = script
+        self._users_at_a_time = users_at_a_time
+        self._require = require
+        self._left = list(range(len(script)))
+        self._busy: set[str] = set()
+
+    def hand_in(self, server: Server) -> bool:
+        """Hand in what may come next; whether there was anything."""
+        chosen = list(self._next())
+        for index in chosen:
+            request = self._script[index]
+            self._require(request)
+            server.submit(index, request)
+        return bool(chosen)
+
+    def done(self, index: int) -> None:
+        """A request has its reply."""
+        self._busy.remove(self._script.requests[index].user)
 
     def _next(self) -> Iterator[int]:
         for index in list(self._left):
@@ -186,34 +221,56 @@ class ParallelReplay:
                 return
             user = self._script.requests[index].user
             if user not in self._busy:
-                self._busy[user] = index
+                self._busy.add(user)
                 self._left.remove(index)
                 yield index
 
-    def _finish(self, ticket: Ticket, completion: Completion, peak_bytes: int) -> None:
-        if completion.error is not None:
-            raise completion.error
-        index = self._indices.pop(ticket)
-        request = self._script[index]
-        self._rows[index] = _row(request, ticket, completion, peak_bytes)
-        self._script.record_reply(index, self._texts.pop(ticket))
-        del self._busy[request.user]
-        self._observer.request_done(TOGETHER, completion.prompt_tokens)
+
+class _Run:
+    """One way to serve the requests, as far as it has come."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.rows: dict[int, ParallelRow] = {}
+        self.replies: dict[int, list[int]] = {}
+        self.shown: tuple[str | None, TreeView | None] = (None, None)
+        self.wall_s = 0.0
+        self._held = 0, 0, 0
+
+    def ended(self) -> None:
+        """The server is about to be closed: keep its figures."""
+        self._held = self.server.peak_bytes, self.server.peak_tokens, self.server.evictions
+
+    def result(self, users_at_a_time: int, capacity: int) -> ParallelRun:
+        """What was finished."""
+        peak_bytes, peak_tokens, evictions = self._held
+        return ParallelRun(
+            cache=self.server.name,
+            users_at_a_time=users_at_a_time,
+            rows=tuple(self.rows[index] for index in sorted(self.rows)),
+            wall_s=self.wall_s,
+            peak_bytes=peak_bytes,
+            peak_tokens=peak_tokens,
+            capacity_tokens=capacity,
+            evictions=evictions,
+            tree=self.shown[0],
+            view=self.shown[1],
+        )
 
 
-def _row(request: RenderedRequest, ticket: Ticket, completion: Completion, peak_bytes: int) -> ParallelRow:
+def _row(request: RenderedRequest, answer: Answer, peak_bytes: int) -> ParallelRow:
+    completion = answer.completion
     assert completion.ttft_ms is not None, "nothing cancels a replayed request"
-    assert completion.prompt_ms is not None, completion
     return ParallelRow(
         user=request.user,
         conversation_id=request.conversation_id,
         turn=request.turn,
         prompt_tokens=completion.prompt_tokens,
-        matched_tokens=ticket.matched_tokens,
-        cached_tokens=completion.cached_tokens,
-        reason=ticket.reason,
+        matched_tokens=answer.matched_tokens,
+        cached_tokens=answer.cached_tokens,
+        reason=answer.reason,
         ttft_ms=completion.ttft_ms,
-        waited_ms=completion.ttft_ms - completion.prompt_ms,
+        waited_ms=answer.waited_ms,
         decode_ms=completion.completion_ms,
         peak_bytes=peak_bytes,
         output_tokens=completion.completion_tokens,

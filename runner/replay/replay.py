@@ -146,6 +146,10 @@ class Replay:
                     run.close()
                 release()
 
+    def replies(self, cache: str) -> list[list[int]]:
+        """The tokens of each reply that a cache has given."""
+        return next((run.replies for run in self._runs if run.cache == cache), [])
+
     def result(self) -> list[CacheRun]:
         """The requests that every cache has answered, a run for each cache."""
         rounds = min((len(run.rows) for run in self._runs), default=0)
@@ -172,6 +176,7 @@ class _Run:
     def __init__(self, cache: str, loaded: LoadedModel, options: ReplayOptions, observer: Observer) -> None:
         self.cache = cache
         self.rows: list[RequestRow] = []
+        self.replies: list[list[int]] = []
         self._loaded, self._options, self._observer = loaded, options, observer
         self._backend = open_backend(
             cache,
@@ -225,6 +230,7 @@ class _Run:
             done_reason=completion.done_reason,
         )
         self.rows.append(row)
+        self.replies.append(list(completion.tokens))
         self._evictions.append(self._backend.evictions)
         self._wall_s += time.perf_counter() - arrived_s
         self._observer.request_done(self.cache, row.prompt_tokens)

@@ -270,7 +270,7 @@ def test_an_empty_cache_takes_another_model_with_the_same_layers_and_tries_it_an
 
 def test_a_model_that_is_refused_leaves_the_buffers_and_what_was_found_to_the_one_before() -> None:
     other = build(kind_of("minimax_m3_vl"))
-    layers = len(CausalCache(caches=lambda: make_prompt_cache(other), capacity=CAPACITY).leaves)
+    layers = len(make_prompt_cache(other))
     tiny = kind_of("llama")
     first = build(replace(tiny, overrides={**tiny.overrides, "num_hidden_layers": layers}))
     causal = CausalCache(first, capacity=CAPACITY)

@@ -3,7 +3,8 @@
 import pytest
 
 from runner.models.load import load_model
-from runner.parallel.replay import ParallelReplay
+from runner.parallel.replay import ParallelReplay, Parting
+from runner.parallel.report import TIE, ParallelReport
 from runner.replay.replay import ReplayOptions, replay
 from runner.script.conversations.conversation import Conversation
 from runner.script.schedule import schedule
@@ -35,7 +36,9 @@ def together(model, users, *, conversations=CONVERSATIONS, seed=1, observer=None
     loaded = load_model(model)
     run = ParallelReplay(loaded, new_script(loaded, conversations, seed), options(**more), users, observer or Silence())
     run.run()
-    return run.result()
+    assert not [each for each in run.partings() if each.gap >= TIE]
+    (found,) = run.result()
+    return found
 
 
 def alone(model, *, conversations=CONVERSATIONS, seed=1):
@@ -69,25 +72,56 @@ def test_long_replies_that_are_no_text_of_their_own_still_fit_the_next_prompts()
     script = new_script(loaded, UNRECORDED[:1], 1, max_tokens=200)
     run = ParallelReplay(loaded, script, options(max_tokens=200), 1, Silence())
     run.run()
-    rows = run.result().rows
+    rows = run.result()[0].rows
     assert len(rows) == 3
     assert rows[2].prompt_tokens > rows[0].prompt_tokens + 400 + 50
 
 
-def test_no_more_cells_are_asked_for_than_all_users_together_can_fill():
+def test_no_more_tokens_are_asked_for_than_all_users_together_can_fill():
     few, many = (together("tiny:llama", users, conversations=UNRECORDED) for users in (2, 10**9))
-    assert (many.users_at_a_time, many.capacity_cells) == (3, few.capacity_cells // 2 * 3)
+    assert (many.users_at_a_time, many.capacity_tokens) == (3, few.capacity_tokens // 2 * 3)
     assert [row.output_hash for row in many.rows] == [row.output_hash for row in few.rows]
 
 
 def test_the_observer_hears_of_every_request_and_peaks_are_within_bounds():
     observer = Silence()
     found = together("tiny:llama", 2, observer=observer)
-    assert observer.runs == [("together", 7), ("radix", 7)]
-    assert sorted(tokens for run, tokens in observer.done if run == "together") == sorted(
+    assert observer.runs == [("radix together", 7), ("radix", 7), ("none", 7)]
+    assert sorted(tokens for run, tokens in observer.done if run == "radix together") == sorted(
         row.prompt_tokens for row in found.rows
     )
-    assert 0 < found.peak_cells <= found.capacity_cells
+    assert 0 < found.peak_tokens <= found.capacity_tokens
     assert 0 < found.peak_bytes <= BUDGET_BYTES
     assert all(row.ttft_ms > row.waited_ms >= 0 for row in found.rows)
     assert found.wall_s * 1e3 >= max(row.ttft_ms for row in found.rows)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_mlx_lms_batches_serve_the_same_requests_and_find_less_of_them(kind):
+    loaded = load_model(f"tiny:{kind}")
+    run = ParallelReplay(loaded, new_script(loaded, CONVERSATIONS, 1), options(), 2, Silence(), ["radix", "mlx-lm"])
+    run.run()
+    ours, theirs = run.result()
+    assert (ours.cache, theirs.cache) == ("radix", "mlx-lm")
+    assert [row.prompt_tokens for row in ours.rows] == [row.prompt_tokens for row in theirs.rows]
+    assert 0 < sum(row.cached_tokens for row in theirs.rows) <= sum(row.cached_tokens for row in ours.rows)
+    assert theirs.peak_bytes > 0
+    assert not [each for each in run.partings() if each.gap >= TIE]
+    report = ParallelReport(run.result(), run.alone(), run.partings())
+    assert "In mlx-lm's batches they took" in report.sentence()
+    assert [each["cache"] for each in report.document()["runs"]] == ["radix", "mlx-lm", "radix", "none"]
+
+
+def test_an_answer_that_parts_is_said_by_how_near_the_two_tokens_were():
+    loaded = load_model("tiny:llama")
+    run = ParallelReplay(loaded, new_script(loaded, CONVERSATIONS, 1), options(), 2, Silence())
+    run.run()
+    kept = run.result(), run.alone()
+    assert not run.partings()
+    run._runs[0].replies[3][2] += 1
+    (found,) = run.partings()
+    assert (found.cache, found.index) == ("radix", 3)
+    assert found.gap > TIE
+    report = ParallelReport(*kept, [found, Parting("radix", 4, TIE / 2)])
+    assert [(cache, index) for cache, index, _ in report.differences()] == [("radix", 3)]
+    assert "1 answer parted where two tokens were as good as one another. 1 answer differ" in report.sentence()

@@ -47,7 +47,7 @@ class LRUPrompts:
         # Some models have layers without a cache; LRUPromptCache knows only caches.
         self._cached_layers = [index for index, cache in enumerate(layers) if cache is not None]
         self._layer_count = len(layers)
-        self._is_batchable = all(hasattr(layers[index], "merge") for index in self._cached_layers)
+        self.is_batchable = all(hasattr(layers[index], "merge") for index in self._cached_layers)
 
     @property
     def live_bytes(self) -> int:
@@ -63,12 +63,12 @@ class LRUPrompts:
     def begin(self, prompt: Prompt) -> Iterator[PlainRun]:
         """Begin at the nearest stored prefix, on a copy of its caches."""
         tokens = prompt.tokens.tolist()
-        self._live, cached_tokens = self._fetch(tokens)
-        self._trim_to(self._budget_bytes - self.live_bytes)
-        kinds = dict(self._segments(prompt)) if self._is_batchable else {}
+        self._live, cached_tokens = self.fetch(tokens)
+        self.trim_to(self._budget_bytes - self.live_bytes)
+        kinds = dict(self.segments(prompt)) if self.is_batchable else {}
 
         def store(run: PlainRun, offset: int) -> None:
-            self._insert(tokens[:offset], [stored_copy(cache) for cache in run.caches], kinds[offset])
+            self.insert(tokens[:offset], [stored_copy(cache) for cache in run.caches], kinds[offset])
 
         run = PlainRun(prompt.tokens, self._live, cached_tokens=cached_tokens, cuts=sorted(kinds), on_cut=store)
         try:
@@ -77,7 +77,7 @@ class LRUPrompts:
             entry = [stored_copy(cache) for cache in self._live]
             # The live cache ends here, as a finished row leaves the server's batch; the entry takes its place.
             self._live = run.caches = []
-            self._insert(held, entry, "assistant")
+            self.insert(held, entry, "assistant")
         finally:
             self._live = []
 
@@ -86,7 +86,7 @@ class LRUPrompts:
         self._live = []
         self._stored = LRUPromptCache(max_size=UNLIMITED_ENTRIES)
 
-    def _fetch(self, tokens: list[int]) -> tuple[list[Any], int]:
+    def fetch(self, tokens: list[int]) -> tuple[list[Any], int]:
         """Return caches to run on and how many of the tokens they hold: fewer than all."""
         found, rest = self._stored.fetch_nearest_cache(MODEL_KEY, tokens)
         if found is not None and not rest:
@@ -103,16 +103,16 @@ class LRUPrompts:
             layers[index] = cache
         return layers, len(tokens) - len(rest)
 
-    def _insert(self, tokens: list[int], layers: list[Any], kind: str) -> None:
+    def insert(self, tokens: list[int], layers: list[Any], kind: str) -> None:
         self._stored.insert_cache(MODEL_KEY, tokens, [layers[index] for index in self._cached_layers], cache_type=kind)
-        self._trim_to(self._budget_bytes)
+        self.trim_to(self._budget_bytes)
 
-    def _trim_to(self, limit_bytes: int) -> None:
+    def trim_to(self, limit_bytes: int) -> None:
         entries = len(self._stored)
         self._stored.trim_to(n_bytes=limit_bytes)
         self.evictions += entries - len(self._stored)
 
-    def _segments(self, prompt: Prompt) -> Iterator[tuple[int, str]]:
+    def segments(self, prompt: Prompt) -> Iterator[tuple[int, str]]:
         """Yield the end and kind of each segment that is stored while the prompt is prefilled, in order."""
         last = len(prompt.tokens) - 1
         if not prompt.ends_with_user:

@@ -1,0 +1,147 @@
+"""Passes: the forward passes of a group's rows, and the batches that they go in.
+
+together    the rows of a step come into one batch, and stay in it as long as the same rows step
+alone       a row that is prefilled, and rows that do not fit side by side, padded to the longest of them
+
+Room is asked for before anything runs, for all rows of a step at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from radixcache.errors import BudgetFullError
+from radixcache.groups.batch import Batch, Held, LostStateError
+from radixcache.groups.room import Room
+from radixcache.groups.row import Row
+from radixcache.groups.tails import GROWTH_COLUMNS, Part
+
+
+class Passes:
+    """Forward passes of one group; takes the lock where the tree and the budget are concerned."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._lock = room.core.lock
+
+    def prefill(self, model: Any, row: Row, ids: mx.array) -> mx.array:
+        """The next tokens (1, T) of one row; logits (1, T, V), not evaluated."""
+        with self._lock:
+            self._part(row)
+        return self._forward(model, row.batch, ids)
+
+    def step(self, model: Any, rows: Sequence[Row], ids: mx.array, *, side_by_side: bool) -> mx.array:
+        """One more token (N, 1) of each row; logits (N, 1, V), not evaluated. All rows step, or none."""
+        batch = self._together(rows) if side_by_side and len(rows) > 1 else None
+        if batch is None:
+            return self._one_by_one(model, rows, ids)
+        places = [batch.rows.index(row) for row in rows]
+        if places == sorted(places):
+            return self._forward(model, batch, ids)
+        return self._forward(model, batch, ids[mx.array(np.argsort(places))])[mx.array(places)]
+
+    def settle(self, spared: Batch | None = None) -> None:
+        """Give up all room to grow, and that of rows that have left their batch; not of one batch that is spared."""
+        for batch in self._room.batches():
+            left = [(batch, at) for at, row in enumerate(batch.rows) if row is not None]
+            if batch is not spared and (len(left) < len(batch.rows) or batch.columns.capacity > batch.columns.end + 1):
+                Batch.gathered(left).take_over()
+        self._room.book()
+
+    def _together(self, rows: Sequence[Row]) -> Batch | None:
+        """The batch of exactly these rows, in some order; None: padded to the longest of them they do not fit."""
+        batch, room = rows[0].batch, self._room
+        is_one = len(batch.rows) == len(rows) and all(row.batch is batch for row in rows)
+        with self._lock:
+            try:
+                if is_one:
+                    self._grow(batch, 1)
+                    return batch
+                size = max(row.batch.columns.lengths[row.at] for row in rows) + 1
+                position = max(row.position for row in rows)
+                held = sum(each.nbytes for each in {id(row.batch): row.batch for row in rows}.values())
+                spare = room.ask(lambda more: room.bytes_of(len(rows), size + more, position), GROWTH_COLUMNS, held)
+            except BudgetFullError:
+                return None
+            for other in room.rows.values():
+                if other not in rows:
+                    self._part(other)
+            together = Batch.gathered([(row.batch, row.at) for row in rows], 1 + spare)
+            together.take_over()
+            room.book()
+        return together
+
+    def _part(self, row: Row) -> None:
+        """Let a row have a batch of its own."""
+        if len(row.batch.rows) > 1:
+            Batch.gathered([(row.batch, row.at)]).take_over()
+
+    def _one_by_one(self, model: Any, rows: Sequence[Row], ids: mx.array) -> mx.array:
+        """A forward pass for each row."""
+        with self._lock:
+            if any(len(row.batch.rows) > 1 for row in rows):
+                for row in rows:
+                    self._part(row)
+                self.settle()
+            for row in rows:
+                self._grow(row.batch, 1)
+        logits: list[mx.array] = []
+        done: list[tuple[Batch, Held]] = []
+        try:
+            for index, row in enumerate(rows):
+                held = row.batch.hold(1)
+                logits.append(self._forward(model, row.batch, ids[index : index + 1]))
+                done.append((row.batch, held))
+        except BaseException as error:
+            for batch, held in done:
+                batch.roll_back(held, error)
+            raise
+        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
+
+    def _forward(self, model: Any, batch: Batch, ids: mx.array) -> mx.array:
+        with self._lock:
+            self._grow(batch, ids.shape[1])
+            parts = _parts(batch)
+        try:
+            return batch.forward(model, ids, parts)
+        except BaseException as error:
+            for row in batch.rows if isinstance(error, LostStateError) else ():
+                row.lost = str(error)
+            with self._lock:
+                self._room.book()
+            raise
+
+    def _grow(self, batch: Batch, count: int) -> None:
+        """Make room for so many more tokens of each row. BudgetFullError: there is none."""
+        columns, room = batch.columns, self._room
+        position = max(columns.positions)
+        if columns.end + count < columns.capacity and not room.grows_at(position):
+            return
+        # Nobody knows yet what a token takes: no more than is about to be evaluated.
+        spare = GROWTH_COLUMNS if room.layout.is_known else 0
+        if spare and len(batch.rows) == 1:
+            spare = max(batch.rows[0].prompt_left - count, spare)
+        size = columns.end + count + 1
+
+        def ask() -> int:
+            count_of = len(batch.rows)
+            return room.ask(lambda more: room.bytes_of(count_of, size + more, position + count), spare, batch.nbytes)
+
+        try:
+            columns.capacity = size + ask()
+        except BudgetFullError:
+            self.settle(spared=batch)
+            columns.capacity = size + ask()
+
+
+def _parts(batch: Batch) -> list[Part]:
+    """What the rows of a batch read in place."""
+    readers: dict[int, tuple[list[int], Any]] = {}
+    for number, row in enumerate(batch.rows):
+        for spans in row.reads():
+            readers.setdefault(id(spans), ([], spans))[0].append(number)
+    return [(None if len(its) == len(batch.rows) else tuple(its), spans) for its, spans in readers.values()]
