@@ -117,7 +117,7 @@ def require_group(capacity: Any, priority: Any, prompts: Any) -> tuple[int, int]
     """Raise ValueError unless begin_many() can take these; returns capacity and priority."""
     if not hasattr(type(prompts), "__iter__"):
         raise ValueError(f"prompts is a {type(prompts).__name__}; wanted a list of prompts.")
-    return require_count("capacity", capacity, "cells"), require_use(priority, None, "")[0]
+    return require_count("capacity", capacity, "tokens"), require_use(priority, None, "")[0]
 
 
 def require_one(tokens: Any, name: Any) -> None:

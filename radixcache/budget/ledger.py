@@ -3,7 +3,7 @@
 Each PrefixCache keeps an Account here; several may share one Ledger and so one budget. An account splits its bytes
 by purpose:
 
-    live         buffers of the live caches and the cells of groups, spare capacity included
+    live         buffers of the live caches and of groups' rows, spare capacity included
     spans        snapshot arrays of span layers (paged)
     checkpoints  snapshot arrays of point layers (paged)
     second       the state of a cold run that verifies a request, while it lasts

@@ -1,1 +1,1 @@
-"""Many requests at once, a row each, on one buffer of cells."""
+"""Many requests at once, a row each, which decode together straight from the tree."""

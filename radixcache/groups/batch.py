@@ -87,9 +87,9 @@ class Batch:
 
     def take_over(self) -> None:
         """The rows are in this batch from now on, and have left the one that they were in."""
-        for row in self.rows:
+        for at, row in enumerate(self.rows):
             row.batch.rows[row.at] = None
-            row.batch = self
+            row.batch, row.at = self, at
 
     @property
     def leaves(self) -> list[Any]:

@@ -82,6 +82,7 @@ class Group:
         self._admission = Admission(self._room, self._storing, segment_bytes() if least_bytes is None else least_bytes)
         self._passes = Passes(self._room)
         self._next_id = 0
+        self._tried: tuple[Any, Way] | None = None
         self.is_closed = False
 
     def __repr__(self) -> str:
@@ -367,7 +368,10 @@ class Group:
     def _way(self, model: Any) -> Way:
         own = self._core.settings.model
         # A callable that is no model passes for the cache's own.
-        return way_of(model if own is None or isinstance(model, nn.Module) else own, self._layout.fresh).way
+        tried = model if own is None or isinstance(model, nn.Module) else own
+        if self._tried is None or self._tried[0] is not tried:
+            self._tried = tried, way_of(tried, self._layout.fresh).way
+        return self._tried[1]
 
     def _start(self, model: Any, row: Row) -> None:
         """Before the first forward pass of a row: it takes up what others have of its prompt by now."""

@@ -49,8 +49,9 @@ class Row:
         self.is_closed = False
         #: Whether nothing but admit() has been done to it.
         self.is_fresh = True
-        #: Its state, but for what is in place.
+        #: Its state, but for what is in place, and its number in that batch.
         self.batch: Batch
+        self.at = 0
         #: The path of the tree that it stands on and keeps there; None: nothing of it is in the tree.
         self.node: StateNode | None = None
         #: The tokens [start, end) that are read in place, on that path, in order.
@@ -83,7 +84,10 @@ class Row:
     @property
     def position(self) -> int:
         """Tokens that are evaluated or restored; once it is closed 0."""
-        return 0 if self.is_closed else self.batch.columns.positions[self.at]
+        if self.is_closed:
+            return 0
+        columns, at = self.batch.columns, self.at
+        return columns.lengths[at] + columns.in_place[at]
 
     @property
     def prompt_left(self) -> int:
@@ -112,11 +116,6 @@ class Row:
         self.right_tokens = offset if self.right_tokens is None else min(offset, self.right_tokens)
 
     # What the group asks
-
-    @property
-    def at(self) -> int:
-        """Its number in its batch."""
-        return next(number for number, row in enumerate(self.batch.rows) if row is self)
 
     @property
     def path_end(self) -> int:

@@ -1,7 +1,7 @@
 """Recorder: writes evaluated sequences into the tree, from a session or a row that closes, or from foreign caches.
 
 A session's tokens are LIVE: nothing is copied for them. Foreign caches are copied out, and only what the tree lacks. Of
-a row the group has copied that out of the cells already: `put` takes it.
+a row the group has copied that out of its tails already: `put` takes it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ begins again at offset 0, so that its answers are bit by bit those of a session 
 counts against the budget while it exists; where it does not fit, the check is skipped.
 
 Skipped are also what fetch() restores, which is the caller's before any model has run; rows of begin_many(), whose
-state lies in cells among that of others; requests whose `keys` are not their token ids; windows with `keep` that have
+state lies among that of others; requests whose `keys` are not their token ids; windows with `keep` that have
 wrapped (what they hold depends on how mlx-lm was fed); and sessions whose own loop called the model before prefill() or
 step(). Of a loop that takes over after prefill() the state is compared, and the logits are not.
 """

@@ -37,7 +37,7 @@ class CacheStats:
     paged_in_bytes: int = _counter("bytes", "The part of copied_bytes that went in.")
     paged_out_bytes: int = _counter("bytes", "The part of copied_bytes that went out.")
     live_bytes: int = _gauge(
-        "bytes", "Buffers of the live caches and the cells of open groups, spare capacity included."
+        "bytes", "Buffers of the live caches and of the rows of open groups, spare capacity included."
     )
     paged_bytes: int = _gauge("bytes", "Snapshot arrays, checkpoints included.")
     checkpoint_bytes: int = _gauge("bytes", "The part of paged_bytes that is point state.")
@@ -59,7 +59,7 @@ class CacheStats:
         "Requests that were drawn for it and not compared: the second state did not fit the budget, the caller's own "
         "loop had moved on, the tokens do not say all that the model was given, or the cold run broke off; counted at "
         "close. And those of fetch(), which hands its caches over before a model has run, and rows of begin_many(), "
-        "whose state lies in cells among that of others; counted at once.",
+        "whose state lies among that of others; counted at once.",
     )
     verify_mismatches: int = _counter("requests", "Verified requests whose state, or the logits after it, were wrong.")
     verify_largest_error: float = _gauge(

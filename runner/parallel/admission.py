@@ -1,7 +1,7 @@
 """Who waits and who runs, and who there is room for.
 
-    capacity    cells of the group: those that running requests hold, shared ones once, and those they will take
-    bytes       what buffers of that many cells take of the cache's budget, all that is evictable gone
+    capacity    tokens of the group: those that running requests hold, shared ones once, and those they will hold
+    bytes       what that many tokens take of the cache's budget, all that is evictable gone
 
 Where one of them runs out all the same (requests may reserve less than they ask for; pins and open sessions come and
 go), the group refuses, and the engine makes room.
@@ -19,9 +19,9 @@ class Admission:
     """The requests of one generator, in order of arrival.
 
     Args:
-        capacity: cells.
+        capacity: tokens.
         max_rows: requests that run at a time at most.
-        context: tokens that a request has in cells at most; None: no such bound.
+        context: tokens that a request holds at most; None: no such bound.
         step_size: tokens per chunk of prefill.
 
     Attributes:

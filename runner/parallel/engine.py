@@ -11,7 +11,7 @@ Ways in which a request, or all of them, leave this order:
     context full      the oldest turns are taken out of the row; where that cannot be, the reply ends
     one failed        a sampler, a callback or a prompt's forward pass raised: that request ends, nobody else notices
     a step failed     the model raised in a pass of several: they all end, each with that error
-    cells lost        an evaluation failed: all that run end, those that wait go on in new cells
+    state lost        an evaluation failed: all that run end, those that wait go on in a new group
     not a number      a row's logits are NaN: that request ends, and nothing is stored but what was good for a token
 
 Not thread-safe.
@@ -84,7 +84,7 @@ class Engine:
             if request in self._admission.running and not request.unread:
                 self.finish(request, request.reply.end("length", note=request.note))
         if self.group.is_lost:
-            self._lose_all(self._failure or SessionClosedError("the cells of all requests were lost."))
+            self._lose_all(self._failure or SessionClosedError("the state of all requests was lost."))
 
     def finish(self, request: ParallelRequest, piece: Piece) -> None:
         """Hand out a last piece, and store what was evaluated."""
@@ -249,7 +249,7 @@ class Engine:
             self.finish(request, request.reply.end("length", note=_full(window, error)))
 
     def _shift(self, request: ParallelRequest, window: ContextWindow) -> bool:
-        """Take the oldest turns out of the cells; False, with a note why: nothing can be taken out."""
+        """Take the oldest turns out of the row; False, with a note why: nothing can be taken out."""
         begin = request.outline.keep
         try:
             length = window.excess(request.outline, request.row.position, 1, request.dropped)
@@ -268,7 +268,7 @@ class Engine:
         return False
 
     def _lose_all(self, error: Exception) -> None:
-        """An evaluation failed, and with it whatever was in the cells. What waits goes on in new ones."""
+        """An evaluation failed, and with it the rows' state. What waits goes on in a new group."""
         self.group.close_after(error)
         for request in list(self._admission.running):
             self.fail(request, error)

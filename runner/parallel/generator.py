@@ -50,7 +50,7 @@ class ParallelGenerator:
         cache: a PrefixCache of the model.
         model: an mlx-lm model.
         tokenizer: mlx-lm's TokenizerWrapper.
-        capacity: cells, one per token of all running requests; what several share is held once.
+        capacity: tokens of all running requests together; what several share counts once.
         max_rows: requests that run at a time at most.
         step_size: tokens per chunk of prefill.
         context: tokens of a conversation at a time at most; None: no bound but `capacity`. A longer conversation loses
@@ -77,11 +77,11 @@ class ParallelGenerator:
         namespace: str = "",
         priority: int = 0,
     ) -> None:
-        capacity = require_count("capacity", capacity, "cells")
+        capacity = require_count("capacity", capacity, "tokens")
         max_rows = require_count("max_rows", max_rows, "requests")
         step_size = require_count("step_size", step_size, "tokens")
         if context is not None and require_count("context", context, "tokens") > capacity:
-            raise ValueError(f"a context of {context} tokens does not fit {capacity} cells; raise capacity.")
+            raise ValueError(f"a context of {context} tokens does not fit a capacity of {capacity}; raise it.")
         self._window = None if context is None else ContextWindow(context, free_share)
         self._model, self._tokenizer, self._capacity = model, tokenizer, capacity
         self._vocabulary_length = vocabulary_size(model)
@@ -133,7 +133,7 @@ class ParallelGenerator:
 
         Raises:
             ValueError: an argument out of its range, or a request that can never run: prompt and reply have more tokens
-                than there are cells, or what must stay of the conversation does not fit the context.
+                than the capacity, or what must stay of the conversation does not fit the context.
         """
         ids, own_keys = checked_prompt(tokens, keys, marks, self._vocabulary_length)
         if reserve is not None:
@@ -165,8 +165,8 @@ class ParallelGenerator:
             reply.omitted_tokens = request.dropped
         elif len(ids) + max_tokens - 1 > self._capacity:
             raise ValueError(
-                f"a prompt of {len(ids)} tokens and a reply of {max_tokens} take {len(ids) + max_tokens - 1} cells; "
-                f"there are {self._capacity}. Ask for a shorter reply, or raise capacity."
+                f"a prompt of {len(ids)} tokens and a reply of {max_tokens} take {len(ids) + max_tokens - 1} of a "
+                f"capacity of {self._capacity}. Ask for a shorter reply, or raise capacity."
             )
         with self._arrivals:
             if self._is_closed:

@@ -1,4 +1,4 @@
-"""A request among others: the ticket its owner holds, and where it stands in the cells."""
+"""A request among others: the ticket its owner holds, and where it stands."""
 
 import threading
 from collections import deque
@@ -65,7 +65,7 @@ class Sampled(NamedTuple):
 
 @dataclass(eq=False)
 class ParallelRequest:
-    """Everything about one request. Its tokens are those that are, or are to be, in the cells.
+    """Everything about one request. Its tokens are those that its row holds, or is to hold.
 
     Attributes:
         tokens, keys: the prompt, less what was left out or shifted out; once it has gone back to waiting the reply too.
@@ -75,7 +75,7 @@ class ParallelRequest:
         unread: predictions that were dispatched and not read: two while a step is under way.
         failure: what its sampler raised, or the step it was in; said once the tokens before are read.
         in_reply: how many of the reply's tokens are part of `tokens`.
-        reserve: tokens of the reply to keep cells free for.
+        reserve: tokens of the reply to keep room for.
         note: why the reply cannot go on, though nothing failed.
     """
 
@@ -126,7 +126,7 @@ class ParallelRequest:
 
     @property
     def proven_tokens(self) -> int:
-        """Tokens in its cells whose state was good enough for a token that was read; 0 before the first."""
+        """Tokens of its row whose state was good enough for a token that was read; 0 before the first."""
         read = len(self.reply.tokens) - self.in_reply
         return len(self.tokens) + read - 1 if read else 0
 

@@ -12,7 +12,7 @@ is through after at most twice the chunks of its own prompt and of those before 
 Admission. Nobody is overtaken for want of room: what does not fit waits, and those behind it too, so a large request
 comes in as soon as enough of the running ones are through. One exception: a request that begins like a prompt which is
 being prefilled right now, further than anything that it could share already, waits until that part is evaluated, and
-then takes no cell for it and no time. Those behind it that have nothing to wait for go on meanwhile.
+then takes no room for it and no time. Those behind it that have nothing to wait for go on meanwhile.
 
 This file never imports MLX, and knows no clock: the same calls give the same order.
 """

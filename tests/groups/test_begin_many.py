@@ -1,4 +1,4 @@
-"""begin_many: rows on one buffer of cells answer as cold runs do, share what they have in common, and are stored back.
+"""begin_many: rows that decode together answer as cold runs do, share what they have in common, and are stored back.
 
 The oracle is numeric: logits of a cold run of the same tokens through caches of mlx-lm's own. `other` in each test is
 a prompt of the same length whose logits are far off, so that the comparison could fail.
@@ -519,7 +519,7 @@ def test_recurrent_state_does_not_keep_the_activations_of_its_chunk(kind: str) -
         assert active_bytes() - base == pytest.approx(stats.live_bytes + stats.paged_bytes, rel=0.05)
 
 
-def test_the_logits_of_a_prompt_hold_the_bytes_of_one_token_and_no_cells() -> None:
+def test_the_logits_of_a_prompt_hold_the_bytes_of_one_token_and_no_buffer() -> None:
     model = tiny_model("llama")
     cache = PrefixCache(model)
     with cache.begin_many([tokens(1, 30)], capacity=256) as group:
@@ -537,7 +537,7 @@ def test_the_logits_of_a_prompt_hold_the_bytes_of_one_token_and_no_cells() -> No
         assert mx.get_peak_memory() - held < group.nbytes // 2
 
 
-def test_cells_that_do_not_fit_evict_what_they_may_and_are_refused_with_the_numbers() -> None:
+def test_tails_that_do_not_fit_evict_what_they_may_and_are_refused_with_the_numbers() -> None:
     model = tiny_model("llama")
     cache = PrefixCache(model)
     stored(cache, model, PROMPTS[0])
@@ -567,7 +567,7 @@ def test_cells_that_do_not_fit_evict_what_they_may_and_are_refused_with_the_numb
         # As it was before the call.
         assert long.position == 100 * chunks
         checked(cache, group)
-        # Its cells are free for others once it is closed; of its state what fits the budget is kept.
+        # What it held is free for others once it is closed; of its state what fits the budget is kept.
         long.close()
         checked(cache, group)
         assert cache.stats.live_bytes + cache.stats.paged_bytes <= budget
@@ -597,7 +597,7 @@ def test_a_prefix_that_would_not_fit_beside_a_copy_of_it_is_read_where_it_is() -
     assert inside.peak_bytes(cache) <= 1000 * token_bytes
 
 
-def test_cells_run_out_with_the_numbers_and_nothing_is_lost() -> None:
+def test_tokens_run_out_with_the_numbers_and_nothing_is_lost() -> None:
     model = tiny_model("llama")
     cache = PrefixCache(model)
     stored(cache, model, PROMPTS[0])
@@ -624,7 +624,7 @@ def test_cells_run_out_with_the_numbers_and_nothing_is_lost() -> None:
     cache.check()
 
 
-def test_one_ledger_for_two_caches_counts_the_cells() -> None:
+def test_one_ledger_for_two_caches_counts_what_rows_hold() -> None:
     model = tiny_model("llama")
     ledger = Ledger(1 << 30)
     cache, other = (PrefixCache(model, budget_bytes=ledger) for _ in range(2))
@@ -903,7 +903,7 @@ def test_what_another_threads_session_alone_holds_is_not_read_unless_a_row_stand
 # What is refused
 
 
-def test_caches_whose_state_cannot_be_in_cells_are_refused() -> None:
+def test_caches_whose_state_cannot_be_among_others_are_refused() -> None:
     model = tiny_model("llama")
     refused: list[tuple[PrefixCache, str]] = [
         (PrefixCache(model, exact=True), "exact"),

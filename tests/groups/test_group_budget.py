@@ -1,4 +1,4 @@
-"""Groups on a byte budget: what a row takes beside its cells is asked for first, and what may go does."""
+"""Groups on a byte budget: what a row takes is asked for first, and what may go does."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_arguments_of_the_wrong_type_are_refused_in_one_line(call: Any, found: s
     cache.check()
 
 
-def test_more_tokens_than_cells_are_a_full_cache_also_where_bytes_abound() -> None:
+def test_more_tokens_than_the_capacity_are_a_full_cache_also_where_bytes_abound() -> None:
     model: Any = tiny_model("mamba")
     with known(model).begin_many([tokens(1, 30)], capacity=20) as group:
         with pytest.raises(CacheFullError):

@@ -38,7 +38,7 @@ def new_generator(loaded, model=None, **more):
         ({"step_size": -1}, "step_size is -1; wanted a whole number of"),
         ({"context": "x"}, "context is 'x'; wanted a whole number of tokens"),
         ({"context": 1}, "a context of 1 tokens; wanted at least 2"),
-        ({"context": 513}, "a context of 513 tokens does not fit 512 cells"),
+        ({"context": 513}, "a context of 513 tokens does not fit a capacity of 512"),
         ({"context": 100, "free_share": 0}, "free_share is 0; wanted more than 0"),
         ({"priority": "high"}, "priority is 'high'"),
     ],
@@ -67,7 +67,7 @@ def test_a_model_whose_layers_cannot_be_shared_is_refused_by_name():
         (PROMPT, {"max_tokens": 1.5}, "max_tokens is 1.5; wanted a whole number of"),
         (PROMPT, {"sampler": 3}, "sampler is a int; wanted a function"),
         (PROMPT, {"reserve": 0}, "reserve is 0; wanted a whole number of"),
-        (PROMPT, {"max_tokens": 414}, "take 513 cells; there are 512"),
+        (PROMPT, {"max_tokens": 414}, "take 513 of a capacity of 512"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused_and_nothing_else_is(tiny, tokens, more, found):

@@ -56,7 +56,7 @@ def without(prompt: Any, begin: int, length: int) -> np.ndarray:
 
 
 def final(ticket: Ticket, prompt: Any, keep: int = len(SYSTEM)) -> list[int]:
-    """What was in the cells at the end of a request."""
+    """What a row held at the end of a request."""
     completion = done(ticket)
     gone = completion.omitted_tokens + completion.shifted_tokens
     return [*without(prompt, keep, gone), *completion.tokens]

@@ -82,7 +82,7 @@ def submit(generator: ParallelGenerator, prompt: Any, max_tokens: int = MAX_TOKE
 
 
 def drain(generator: ParallelGenerator, at: Callable[[int], None] = lambda count: None) -> dict[Ticket, list[Piece]]:
-    """Serve until all is done, with a check of the cells after each piece; `at` is told the number of pieces."""
+    """Serve until all is done, with a check of the group after each piece; `at` is told the number of pieces."""
     pieces: dict[Ticket, list[Piece]] = {}
     at(0)
     for count, (ticket, piece) in enumerate(generator, start=1):
@@ -779,7 +779,7 @@ def test_of_a_reply_that_stops_being_numbers_nothing_is_kept_that_was_restored_w
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers(llama: LoadedModel) -> None:
     with new_generator(llama, new_cache(llama), capacity=100) as generator:
-        with pytest.raises(ValueError, match="a prompt of 80 tokens and a reply of 22 take 101 cells; there are 100"):
+        with pytest.raises(ValueError, match="a prompt of 80 tokens and a reply of 22 take 101 of a capacity of"):
             submit(generator, PROMPTS[1], 22)
         fits = submit(generator, PROMPTS[1], 21)
         drain(generator)
@@ -798,7 +798,7 @@ def test_who_does_not_fit_waits_and_is_not_overtaken(loaded: LoadedModel) -> Non
                 on_progress=lambda done, total: admitted.append((index, finished)) if done <= len(SYSTEM) else None,
             )
 
-        # The third needs 137 cells, of which it shares 40: it waits for the first two, and the fourth behind it, for
+        # The third needs 137 tokens, of which it shares 40: it waits for the first two, and the fourth behind it, for
         # which there would be room.
         tickets = [submit_next(index) for index in (0, 1, 2, 3)]
         for _, piece in generator:
@@ -816,7 +816,7 @@ def test_who_fits_once_what_it_shares_is_counted_does_not_wait(
 ) -> None:
     progress: list[tuple[int, bool]] = []
     with new_generator(loaded, new_cache(loaded), capacity=capacity) as generator:
-        # 45 tokens and a reply of 8 take 52 cells; 80 and 8 take 87, of which the system prompt's 40 are there.
+        # 45 tokens and a reply of 8 take 52; 80 and 8 take 87, of which the system prompt's 40 are there.
         first = submit(generator, PROMPTS[0])
         second = submit(
             generator, PROMPTS[1], on_progress=lambda done, total: progress.append((done, first.completion is None))
@@ -882,7 +882,7 @@ def test_bytes_are_kept_within_the_budget_and_replies_as_they_are(kind: str, res
     causal = CausalCache(loaded.model, capacity=8)
     causal.add(0)
     causal.prefill(loaded.model, 0, [1])
-    # All five take 365 cells.
+    # All five take 365 tokens.
     budget_bytes = 230 * causal.token_bytes
     cache = new_cache(loaded, budget_bytes=budget_bytes)
     most = rows = 0
