@@ -61,7 +61,7 @@ class Plan:
 
     def __init__(self, rows: int, readers: Sequence[tuple[int, ...] | None]) -> None:
         self.rows = rows
-        self.takes = [None if each is None else mx.array(each) for each in readers]
+        self._takes = [None if each is None else _taking(each) for each in readers]
         taken: list[tuple[set[int], list[int]]] = []
         for number, each in enumerate(readers):
             its = set(range(rows) if each is None else each)
@@ -82,7 +82,7 @@ class Plan:
 
     def of_rows(self, array: mx.array, segment: int) -> mx.array:
         """What of an array (R, ...) is of the rows of a segment."""
-        takes = self.takes[segment]
+        takes = self._takes[segment]
         return array if takes is None else array[takes]
 
     def laid_out(self, parts: Sequence[mx.array], blank: float) -> list[mx.array]:
@@ -180,6 +180,12 @@ def cascade(
     found += plan.laid_out([_unstacked(each, grouped) for each in products], 0)
     output = reduce(mx.add, found) / reduce(mx.add, totals)
     return output.astype(queries.dtype).reshape(rows, query_heads, tokens, -1)
+
+
+def _taking(rows: Sequence[int]) -> slice | mx.array:
+    """What takes these rows out of an array; neighbours without a copy."""
+    first, last = rows[0], rows[-1]
+    return slice(first, last + 1) if [*rows] == [*range(first, last + 1)] else mx.array([*rows])
 
 
 def _product(weights: mx.array, values: mx.array) -> mx.array:

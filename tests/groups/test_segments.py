@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import PrefixCache, Row
 from runner.models.tiny import tiny_model
@@ -233,3 +234,24 @@ def test_rows_whose_windows_a_failed_pass_has_written_are_lost_alone_and_stored_
     cache.check()
     assert [cache.explain([*tokens(number, 40), 1]).resumable_tokens for number in (1, 2)] == [30, 30]
     assert cache.explain([*said, 1]).resumable_tokens == len(said) == 42
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_in_half_precision_rows_are_as_near_as_in_mlx_lms_batches(dtype: mx.Dtype) -> None:
+    whole, half = tiny_model("llama"), tiny_model("llama")
+    half.set_dtype(dtype)
+    prompts = [[*SYSTEM, *tokens(number, 8)] for number in range(2, 6)]
+    cache = PrefixCache(half)
+    singles = []
+    with cache.begin_many(prompts, capacity=800, segment_bytes=0) as group:
+        for row in group.rows:
+            prefilled(group, half, row)
+            singles.append(make_prompt_cache(half))
+            half(mx.array([row.prompt.tolist()]), cache=singles[-1])
+        assert [in_place(row) for row in group.rows] == [60] * 4
+        batch = [type(column[0]).merge(list(column)) for column in zip(*singles, strict=True)]
+        found = group.step(half, group.rows, [5, 6, 7, 8])
+        own = half(mx.array([[5], [6], [7], [8]]), cache=batch)
+    wanted = mx.stack([cold(whole, [*prompt, 5 + number]) for number, prompt in enumerate(prompts)])
+    ours, theirs = (error(each[:, -1].astype(mx.float32), wanted) for each in (found, own))
+    assert 0 < ours < 2 * theirs
