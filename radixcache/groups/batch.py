@@ -106,17 +106,21 @@ class Batch:
         """Bytes of all buffers."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
-    def forward(self, model: Any, ids: mx.array, parts: Sequence[Part]) -> mx.array:
+    def forward(self, model: Any, ids: mx.array, parts: Sequence[Part] = (), *, ours: bool = False) -> mx.array:
         """Run the model on ids (R, T); logits (R, T, V), not evaluated.
 
         A model that raises leaves every row as it was.
+
+        Args:
+            parts: what rows read in place.
+            ours: whether the model's attention may be cascade attention; it must be where there are any.
 
         Raises:
             LostStateError: it does not; see `roll_back`.
         """
         held = self.hold(ids.shape[1])
         try:
-            with self.columns.running(ids.shape[1], parts):
+            with self.columns.running(ids.shape[1], parts, ours):
                 logits: mx.array = model(ids, cache=self.caches)
         except BaseException as error:
             self.roll_back(held, error)

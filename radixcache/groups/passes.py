@@ -109,7 +109,7 @@ class Passes:
             self._grow(batch, ids.shape[1])
             parts = _parts(batch)
         try:
-            return batch.forward(model, ids, parts)
+            return batch.forward(model, ids, parts, ours=batch.rows[0].in_segments)
         except BaseException as error:
             for row in batch.rows if isinstance(error, LostStateError) else ():
                 row.lost = str(error)

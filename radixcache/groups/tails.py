@@ -25,7 +25,7 @@ from mlx_lm.models.cache import _BaseCache
 
 from radixcache.adapters.owned import owned_span
 from radixcache.adapters.snapshots import Spans
-from radixcache.groups.attention import Pair, Plan, cascade, handed
+from radixcache.groups.attention import Pair, Plan, cascade, handed, has_slow_exp
 
 #: Tails grow by so many columns, for the room that is spare is taken in every row.
 GROWTH_COLUMNS = 64
@@ -43,11 +43,11 @@ class PassError(RuntimeError):
 class Pass:
     """One forward pass: how many tokens per row, where they stand, and what they read in place."""
 
-    def __init__(self, columns: Columns, tokens: int, parts: Sequence[Part]) -> None:
+    def __init__(self, columns: Columns, tokens: int, parts: Sequence[Part], ours: bool) -> None:
         self.columns = columns
         self.tokens = tokens
         self.parts = parts
-        self.is_cascade = bool(parts) and tokens <= CASCADE_TOKENS
+        self.is_cascade = ours and (bool(parts) or has_slow_exp()) and tokens <= CASCADE_TOKENS
         self.masks: list[mx.array] = []
         #: By leaf: what its layer returned, once it is written.
         self.fetched: dict[int, Pair] = {}
@@ -128,9 +128,13 @@ class Columns:
         return [length + in_place for length, in_place in zip(self.lengths, self.in_place, strict=True)]
 
     @contextmanager
-    def running(self, tokens: int, parts: Sequence[Part]) -> Iterator[None]:
-        """A forward pass of so many tokens per row; they count when the block ends without an error."""
-        self.current = current = Pass(self, tokens, parts)
+    def running(self, tokens: int, parts: Sequence[Part], ours: bool) -> Iterator[None]:
+        """A forward pass of so many tokens per row; they count when the block ends without an error.
+
+        Args:
+            ours: whether the model's attention may be cascade attention.
+        """
+        self.current = current = Pass(self, tokens, parts, ours)
         try:
             yield
             current.require_attended()

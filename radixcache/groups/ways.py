@@ -106,25 +106,28 @@ def _alone(model: Any, caches: Sequence[Any], row: Sequence[int], index: int, la
 def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way) -> mx.array:
     """Logits (2, steps, V) of both rows."""
     first, second = (Batch.of_one(fresh(), row) for row in (0, 1))
+    ours = way is Way.SEGMENTS
     for batch in (first, second):
-        batch.forward(model, mx.array([SHARED]), [])
-    first.forward(model, mx.array([MORE]), [])
+        batch.forward(model, mx.array([SHARED]), ours=ours)
+    first.forward(model, mx.array([MORE]), ours=ours)
     parts: list[Part] = []
-    if way is Way.SEGMENTS:
+    if ours:
         ends = len(SHARED), len(SHARED) + len(MORE)
         parts = [(None, _spans(first, 0, ends[0])), ((0,), _spans(first, *ends))]
         first, second = _behind(first, ends[1]), _behind(second, ends[0])
     own = [[(None, spans) for _, spans in parts], [(None, spans) for _, spans in parts[:1]]]
     for batch, chunk, its in zip((first, second), OWN, own, strict=True):
-        batch.forward(model, mx.array([chunk]), its)
+        batch.forward(model, mx.array([chunk]), its, ours=ours)
     if way is Way.SINGLE:
         rows = [
-            [batch.forward(model, mx.array([[step[row]]]), []) for step in STEPS]
+            [batch.forward(model, mx.array([[step[row]]])) for step in STEPS]
             for row, batch in ((0, first), (1, second))
         ]
         return mx.concatenate([mx.concatenate(steps, axis=1) for steps in rows])
     both = Batch.gathered([(first, 0), (second, 0)])
-    return mx.concatenate([both.forward(model, mx.array([[token] for token in step]), parts) for step in STEPS], axis=1)
+    return mx.concatenate(
+        [both.forward(model, mx.array([[token] for token in step]), parts, ours=ours) for step in STEPS], axis=1
+    )
 
 
 def _spans(batch: Batch, start: int, end: int) -> Spans:

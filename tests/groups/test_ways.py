@@ -117,7 +117,7 @@ def test_keys_that_are_read_in_place_and_attended_elsewhere_are_an_error() -> No
     serve(tiny_model("llama"))
     for model, found in ((fetching, "not attended"), (masking, "mask of the model's own")):
         with pytest.raises(PassError, match=found):
-            caches.forward(model, mx.array([[1]]), [(None, spans)])
+            caches.forward(model, mx.array([[1]]), [(None, spans)], ours=True)
         assert not handed.by_keys
         assert caches.columns.positions == [0]
 
