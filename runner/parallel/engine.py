@@ -19,7 +19,7 @@ Not thread-safe.
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
@@ -29,7 +29,7 @@ from radixcache.generate import RELEASE_INTERVAL_TOKENS
 from radixcache.locking.interrupts import uninterrupted
 from runner.parallel.admission import Admission
 from runner.parallel.context_window import ContextError, ContextWindow
-from runner.parallel.request import ParallelRequest, Ticket, sample_each
+from runner.parallel.request import ParallelRequest, Ticket, next_tokens, sample_each
 from runner.parallel.turn_taking import ChunkTurns
 from runner.replies.reply import Piece
 
@@ -179,7 +179,7 @@ class Engine:
         while requests := [request for request in requests if request in self._admission.running]:
             try:
                 with uninterrupted():
-                    tokens = mx.concatenate([request.unread[0].token for request in requests])
+                    tokens = next_tokens(requests)
                     logits = self.group.step(self._model, [request.row for request in requests], tokens)
                     sample_each(requests, logits)
                 break
@@ -202,7 +202,7 @@ class Engine:
         """Wait for a reply's next token, and hand it out."""
         sampled = request.unread[0]
         try:
-            is_wrong, token = sampled.is_wrong(), cast(int, sampled.token.item())
+            is_wrong, token = sampled.is_wrong, sampled.token
         except Exception as error:
             self._lose_all(error)
             return

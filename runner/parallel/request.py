@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -51,16 +52,38 @@ class Ticket:
         return self._cancelled.is_set()
 
 
+class Predictions:
+    """What one forward pass predicts, pending: tokens (N,), log-probabilities (N, V), whether any is NaN (N,)."""
+
+    def __init__(self, tokens: mx.array, logprobs: mx.array, has_nan: mx.array) -> None:
+        self.tokens, self.logprobs, self.has_nan = tokens, logprobs, has_nan
+
+    @cached_property
+    def read(self) -> tuple[list[int], list[bool]]:
+        """Tokens, and whether the model said anything but numbers; waits for them, once for all rows."""
+        return np.asarray(self.tokens).tolist(), np.asarray(self.has_nan).tolist()
+
+
 class Sampled(NamedTuple):
-    """What a forward pass predicts for one row, pending: token (1,), log-probabilities (V,), whether any is NaN."""
+    """One row of what a forward pass predicts."""
 
-    token: mx.array
-    logprobs: mx.array
-    has_nan: mx.array
+    of: Predictions
+    row: int
 
+    @property
+    def logprobs(self) -> mx.array:
+        """Log-probabilities (V,)."""
+        return self.of.logprobs[self.row]
+
+    @property
+    def token(self) -> int:
+        """The next token; waits for it."""
+        return self.of.read[0][self.row]
+
+    @property
     def is_wrong(self) -> bool:
         """Whether the model said anything but numbers; waits for it."""
-        return bool(self.has_nan.item())
+        return self.of.read[1][self.row]
 
 
 @dataclass(eq=False)
@@ -168,17 +191,27 @@ def sample_each(requests: Sequence[ParallelRequest], logits: mx.array) -> None:
         logits: (N, T, V) of a forward pass, a row for each request.
     """
     logprobs = log_probabilities(logits)
-    has_nan = mx.any(mx.isnan(logprobs), axis=-1)
-    likeliest = greedy(logprobs)
-    pending: list[mx.array] = []
+    tokens = greedy(logprobs)
+    own = {}
     for row, request in enumerate(requests):
-        own = slice(row, row + 1)
-        try:
-            token = likeliest[own] if request.sampler is None else sample(request.sampler, logprobs[own])
-            sampled = Sampled(token, logprobs[row], has_nan[row])
-        except Exception as error:
-            request.failure = error
-            continue
-        request.unread.append(sampled)
-        pending += sampled
-    mx.async_eval(pending)
+        if request.sampler is not None:
+            try:
+                own[row] = sample(request.sampler, logprobs[row : row + 1])
+            except Exception as error:
+                request.failure = error
+    if own:
+        tokens = mx.concatenate([own.get(row, tokens[row : row + 1]) for row in range(len(requests))])
+    predictions = Predictions(tokens, logprobs, mx.any(mx.isnan(logprobs), axis=-1))
+    for row, request in enumerate(requests):
+        if request.sampler is None or row in own:
+            request.unread.append(Sampled(predictions, row))
+    mx.async_eval(tokens, logprobs, predictions.has_nan)
+
+
+def next_tokens(requests: Sequence[ParallelRequest]) -> mx.array:
+    """The tokens (N,) that these requests go on with, unread."""
+    sampled = [request.unread[0] for request in requests]
+    of = sampled[0].of
+    if all(each.of is of for each in sampled) and [each.row for each in sampled] == [*range(of.tokens.shape[0])]:
+        return of.tokens
+    return mx.concatenate([each.of.tokens[each.row : each.row + 1] for each in sampled])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import (
+    bench_decode,
     bench_explain,
     bench_growth,
     bench_memory,
@@ -204,3 +205,20 @@ def test_the_conclusion_of_users_at_a_time_says_whether_the_aims_are_met(speed: 
         return {"model": "tiny", "prompt": "shared", "users": 8, "way": way, "tokens/s": tokens_s, "held MB": held_mb}
 
     assert verdict in bench_parallel.conclusion([row("tree", speed, 0.2), row("mlx-lm", 1.0, 1.0)])
+
+
+def test_decoding_together_is_measured_on_both_sides_and_says_which_aims_are_met(tmp_path: Path) -> None:
+    found = _run(bench_decode.main, tmp_path)
+
+    (row,) = found.pop("decode")["rows"]
+    assert not found
+    assert (row["model"], row["shared"], row["users"]) == ("tiny", "1 x 300", 3)
+    assert all(
+        row[name] > 0 for name in ("decode", "step ms", "join ms", "mlx-lm join ms", "leave ms", "mlx-lm leave ms")
+    )
+    assert row["mlx-lm MB"] > 0 < row["held MB"]
+    for decode, said in (
+        (0.96, "1 of 1 at their aim; the closest: tiny, 1 x 300, 3 users: 0.96 of 0.95."),
+        (0.9, "not so"),
+    ):
+        assert said in bench_decode.conclusion([row | {"decode": decode}])
