@@ -55,7 +55,7 @@ class Load:
     repeats: int
 
 
-FULL = (Load("tiny", 2000, 100, 32, (1, 4, 8, 16), 3), Load("demo", 300, 30, 16, (1, 8), 1))
+FULL = (Load("tiny", 2000, 100, 32, (1, 8, 16), 3), Load("demo", 300, 30, 16, (8,), 1))
 QUICK = (Load("tiny", 500, 10, 4, (1, 3), 1),)
 
 

@@ -104,7 +104,12 @@ def test_nothing_takes_away_what_rows_read() -> None:
     with cache.begin_many([[*prompt, 1], [*prompt, 2]], capacity=400, segment_bytes=0) as group:
         logits = [prefilled(group, model, row) for row in group.rows]
         assert [in_place(row) for row in group.rows] == [90, 90]
-        stored(cache, model, [*prompt, 5])
+        with cache.begin([*prompt, 5]) as session:
+            session.prefill(model)
+            assert cache.stats.duplicate_bytes == 90 * inside.token_bytes(cache)
+            cache.reclaim(0)
+            assert [in_place(row) for row in group.rows] == [90, 90]
+            decoded(group, model, group.rows, logits, 1)
         stored(cache, model, [*prompt[:37], 6, 7])
         cache.reclaim(0)
         checked(cache, group)
@@ -112,7 +117,7 @@ def test_nothing_takes_away_what_rows_read() -> None:
         assert [len(inside.read_in_place(row)) for row in group.rows] == [2, 2]
         decoded(group, model, group.rows, logits, 2)
         cache.clear()
-        decoded(group, model, group.rows, [logits[0], logits[0]], 0)
+        decoded(group, model, group.rows, logits, 1)
         checked(cache, group)
     cache.reclaim(0)
     assert cache.stats.live_bytes + cache.stats.paged_bytes == 0
