@@ -120,17 +120,18 @@ class Admission:
             self._storing.offer(other, allowed[:most], self.is_long)
 
     def _stand(self, row: Row) -> ResumePlan:
-        """Take a row to where it resumes: the path is kept for it, and its point layers are restored."""
+        """Take a row to where it resumes: the path is kept for it, and its point layers are restored.
+
+        One that stood somewhere before stands there still where this raises.
+        """
         core, request = self._core, row.request
         plan = core.lookup(request.keys, request.namespace, request.limit).plan
-        before, row.node = row.node, None
-        node = core.pager.allocating(lambda: self._cut(plan))
+        before, row.node = (row.node, vars(row).get("batch")), core.pager.allocating(lambda: self._cut(plan))
+        node = row.node
         if node is not None:
             core.states.read(node, 1)
-            row.node = node
         try:
             row.batch = Batch.of_one(core.layout.fresh(), row, plan.resume)
-            self._release(before)
             if row.id in self._room.rows:
                 self._room.require_tokens(0)
             else:
@@ -142,8 +143,12 @@ class Admission:
                 checkpoint = plan.checkpoint
                 self._restoring(lambda: row.batch.restore_points(checkpoint, plan.resume))
         except BaseException:
-            self.leave(row)
+            self._release(node)
+            row.node, batch = before
+            if batch is not None:
+                row.batch = batch
             raise
+        self._release(before[0])
         row.in_place = [(0, plan.resume)] if plan.resume else []
         row.restored(plan)
         return plan
@@ -161,11 +166,6 @@ class Admission:
             self._core.states.read(row.node, 1)
         if before is not None:
             self._core.states.read(before, -1)
-
-    def leave(self, row: Row) -> None:
-        """A row does not stand on the tree any more."""
-        node, row.node = row.node, None
-        self._release(node)
 
     def _release(self, node: StateNode | None) -> None:
         if node is not None and node.payload is not None:

@@ -357,7 +357,7 @@ class Group:
         """A row on a prompt, restored."""
         core = self._core
         row = Row(self._next_id, request, core.settings.vocab_size, weakref.WeakMethod(self.close_rows))
-        self._admission.restore(row)
+        self._run(lambda: self._admission.restore(row))
         self._next_id += 1
         if self._layout.has_points:
             interval, length = core.settings.checkpoint_interval, len(request.prompt)

@@ -127,8 +127,12 @@ def test_the_state_of_a_row_that_takes_up_what_another_evaluated_meanwhile_is_as
             group.prefill(model, third)
         assert held_bytes(cache) <= cache.stats.budget_bytes
         group.check()
+        assert (third.position, third.prompt_left) == (third.cached_tokens, len(prompt) - third.cached_tokens)
         second.close()
-        group.prefill(model, third)
+        found = group.prefill(model, third)
+        wanted = model(mx.array([prompt]))[:, -1:]
+        assert found is not None
+        assert mx.abs(found - wanted).max().item() < 1e-4
         assert held_bytes(cache) <= cache.stats.budget_bytes
     cache.check()
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from radixcache import PrefixCache
+from radixcache.groups.batch import Batch
+from radixcache.layers.evaluation import LiveStateError
 from runner.models.tiny import tiny_model
 from tests.groups.test_begin_many import ROUNDING, checked, cold, decoded, error, prefilled, stored
 from tests.whole.test_exact import tokens
@@ -110,3 +112,26 @@ def test_of_a_recurrent_row_so_much_can_be_shared_later_as_its_chunks_end_at() -
         # Where a chunk of so many tokens ends in what the two have in common, or at the checkpoint at 51.
         for chunk_tokens, end in ((20, 60), (26, 52), (100, 51)):
             assert group.sharable_later(keys, row, chunk_tokens) == end
+
+
+def test_a_row_that_cannot_take_up_more_after_all_stands_where_it_stood(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("mamba")
+    cache = PrefixCache(model)
+    with cache.begin_many(capacity=256) as group:
+        first, second = (group.admit(prompt, marks=[60]) for prompt in PROMPTS[:2])
+        prefilled(group, model, first)
+        real = Batch.restore_points
+
+        def failing(self: Batch, *arguments: object) -> None:
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(Batch, "restore_points", failing)
+        with pytest.raises(LiveStateError, match="no room"):
+            group.prefill(model, second)
+        assert (second.position, second.cached_tokens) == (0, 0)
+        checked(cache, group)
+        monkeypatch.setattr(Batch, "restore_points", real)
+        assert error(prefilled(group, model, second), cold(model, PROMPTS[1])) < ROUNDING
+        assert second.cached_tokens == 60
+        checked(cache, group)
+    cache.check()
