@@ -425,6 +425,7 @@ class Group:
         except BaseException as error:
             if is_evaluation_failure(error):
                 self.is_lost = True
+            self._room.measure()  # room that was asked for, and not taken
             raise
 
     def _prefill_to(self, model: Any, row: Row, end: int) -> mx.array | None:
