@@ -5,6 +5,8 @@ All users have their prompts behind them and decode, greedily, in turns of a few
     tree      runner.parallel on a PrefixCache: what users share is read once per step
     mlx-lm    BatchGenerator: a batch of caches, each user's own, padded to the longest
 
+Either makes text of the tokens, by the same detokenizer, as a server has to.
+
 What the users share is a list of levels, each as many groups of users with so many tokens in common:
 
     (1, 2000)              all of them 2,000
@@ -120,7 +122,7 @@ def measure(load: Load) -> Iterator[dict[str, Any]]:
     for users in load.users:
         say(f"{load.model}, {load.text}, {users} users")
         prompts = prompts_of(load, users + 1)
-        tree, batches = FromTheTree(model, tokenizer, prompts), InBatches(model, prompts)
+        tree, batches = FromTheTree(model, tokenizer, prompts), InBatches(model, tokenizer, prompts)
         pairs = []
         for turn in range(TURNS + 1):
             seconds = [side.steps(STEPS) for side in (tree, batches)]
@@ -210,8 +212,9 @@ class FromTheTree:
 class InBatches:
     """The same users of a BatchGenerator, which gets their caches ready made."""
 
-    def __init__(self, model: Any, prompts: Sequence[list[int]]) -> None:
-        self._model = model
+    def __init__(self, model: Any, tokenizer: Any, prompts: Sequence[list[int]]) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._texts: dict[int, Any] = {}
         self._generator = BatchGenerator(
             model, max_tokens=4096, prefill_step_size=CHUNK_TOKENS, completion_batch_size=len(prompts)
         )
@@ -223,10 +226,10 @@ class InBatches:
         self._known.clear()
         waiting = set(self._users)
         while waiting:
-            waiting -= {response.uid for response in self._generator.next_generated()}
+            waiting -= self._step()
 
     def steps(self, count: int) -> float:
-        return _timed(lambda: [self._generator.next_generated() for _ in range(count)])
+        return _timed(lambda: [self._step() for _ in range(count)])
 
     def held_bytes(self) -> int:
         return int(self._generator.prompt_cache_nbytes)
@@ -235,7 +238,7 @@ class InBatches:
         def run() -> None:
             (user,) = self._generator.insert([self._prompts[-1][-1:]], caches=[self._last])
             self._users.append(user)
-            while user not in {response.uid for response in self._generator.next_generated()}:
+            while user not in self._step():
                 pass
 
         return _timed(run)
@@ -243,13 +246,24 @@ class InBatches:
     def leave(self) -> float:
         def run() -> None:
             self._generator.remove([self._users.pop(0)])
-            self._generator.next_generated()
+            self._step()
 
         self.steps(2)
         return _timed(run)
 
     def close(self) -> None:
         self._generator.close()
+
+    def _step(self) -> set[int]:
+        """A token of every user, and its text; returns whose."""
+        users = set()
+        for response in self._generator.next_generated():
+            if response.uid not in self._texts:
+                self._texts[response.uid] = self._tokenizer.detokenizer
+            self._texts[response.uid].add_token(response.token)
+            _ = self._texts[response.uid].last_segment
+            users.add(response.uid)
+        return users
 
     def _cache_of(self, prompt: list[int]) -> list[Any]:
         """Caches of all but the last token; what others begin with is evaluated once and copied."""

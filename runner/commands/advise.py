@@ -3,7 +3,7 @@
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -15,6 +15,8 @@ from runner.files.json_file import read_json
 from runner.files.units import GIB
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from runner.models.footprint import ModelBytes
     from runner.simulate.mrc import Curve
     from runner.simulate.sampling import Estimate
@@ -23,6 +25,22 @@ if TYPE_CHECKING:
 #: Processes for a long trace, unless --jobs says otherwise.
 MOST_JOBS = 4
 INTERRUPTED = "Interrupted: policies were not compared. These are LRU's figures."
+
+
+class Comparison(NamedTuple):
+    """Policies at one budget.
+
+    Attributes:
+        rows: of policies on the whole trace; None: they were not compared.
+        notes: how they were chosen.
+        estimates: what samples said of all policies.
+        stop: what broke it off.
+    """
+
+    rows: list[dict[str, Any]] | None
+    notes: "Sequence[str]" = ()
+    estimates: "Sequence[Estimate]" = ()
+    stop: Exception | None = None
 
 
 @with_trace_options
@@ -95,20 +113,17 @@ def advise(
         f"--budget-gib is {budget_gib}; wanted at least a block of {advice.block_bytes} bytes.",
     )
     outputs.show(lru_text(advice))  # at once: policies take a while
-    best, stop = None, None
-    notes: list[str] = []
-    estimates: list[Estimate] = []
+    best, compared = None, Comparison(rows)
     if rows is None and own_blocks is not None:
         compared = _compared(read, curve, own_blocks, sizes, jobs, full=full, seed=options.seed)
-        rows, stop, notes, estimates = compared
-    if rows is not None:
+    if compared.rows is not None:
         try:
-            best = best_policy(rows, trace=read.name, capacity_blocks=own_blocks)
+            best = best_policy(compared.rows, trace=read.name, capacity_blocks=own_blocks)
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{simulation}: not the rows of a simulation ({error!r}).") from error
         require(best is not None, f"{simulation}: no row of trace {read.name!r} with a capacity in blocks.")
-    outputs.show(policy_text(advice, best, notes))
-    document = advice_document(advice, best, estimates, interrupted=stop is not None)
+    outputs.show(policy_text(advice, best, compared.notes))
+    document = advice_document(advice, best, compared.estimates, interrupted=compared.stop is not None)
     outputs.write("--json", lambda: json_bytes({**document, "source": read.source, **about(context)}))
     marks = {each.name: each.capacity_blocks for each in (*advice.budgets[:3], advice.own) if each}
     # Where nothing is used twice they are at 0, which a logarithmic axis has not.
@@ -116,12 +131,12 @@ def advise(
 
     def page() -> bytes:
         picture = curve_picture(curve, read, advice.block_bytes, marks=marks, file_format="svg")
-        return advice_html(advice, picture, best, notes).encode("utf-8", "backslashreplace")
+        return advice_html(advice, picture, best, compared.notes).encode("utf-8", "backslashreplace")
 
     outputs.write("--html", page)
-    if stop is not None:
+    if compared.stop is not None:
         say("interrupted: policies were not compared.")
-        raise stop
+        raise compared.stop
     outputs.finish()
 
 
@@ -134,8 +149,7 @@ def _compared(
     *,
     full: bool,
     seed: int,
-) -> "tuple[list[dict[str, Any]] | None, Exception | None, list[str], list[Estimate]]":
-    """Rows of policies on the whole trace, or what broke that off; how they were chosen, and what samples said."""
+) -> Comparison:
     from policies import POLICIES
     from runner.simulate.advise import LEVEL, sample_note
     from runner.simulate.grid import Job
@@ -147,7 +161,7 @@ def _compared(
     lru["token_hit_ratio"] = curve.token_hit_ratio_at(capacity_blocks)
     is_all = curve.infinite_token_hit_ratio - curve.token_hit_ratio_at(capacity_blocks) < LEVEL
     if not full and is_all and not has_checkpoints and curve.sample_rate == 1:
-        return [lru], None, ["All that can be saved fits this budget: no policy saves more than LRU."], []
+        return Comparison([lru], ["All that can be saved fits this budget: no policy saves more than LRU."])
     is_long = trace.block_refs > WHOLE_REFS
     jobs = jobs or (min(MOST_JOBS, os.cpu_count() or 1) if is_long else 1)
     names = sorted(POLICIES)
@@ -160,7 +174,7 @@ def _compared(
         grid = [Job(index, name, blocks, None, sizes) for name in names for index in range(len(samples))]
         found, stop = run_grid(samples, grid, 1)  # done before other processes would have started
         if stop is not None:
-            return None, stop, [INTERRUPTED], []
+            return Comparison(None, [INTERRUPTED], stop=stop)
         estimates = estimates_of(found)
         notes.append(sample_note(apart(estimates), samples, trace))
         knows_lru = not has_checkpoints and curve.sample_rate == 1
@@ -172,8 +186,8 @@ def _compared(
     found, stop = run_grid([trace], [Job(0, name, capacity_blocks, None, sizes) for name in names], jobs)
     if stop is not None:
         # What finished says nothing about what did not.
-        return None, stop, [*notes, INTERRUPTED], estimates
-    return [*([] if "lru" in names else [lru]), *map(asdict, found)], None, notes, estimates
+        return Comparison(None, [*notes, INTERRUPTED], estimates, stop)
+    return Comparison([*([] if "lru" in names else [lru]), *map(asdict, found)], notes, estimates)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

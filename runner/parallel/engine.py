@@ -29,7 +29,7 @@ from radixcache.generate import RELEASE_INTERVAL_TOKENS
 from radixcache.locking.interrupts import uninterrupted
 from runner.parallel.admission import Admission
 from runner.parallel.context_window import ContextError, ContextWindow
-from runner.parallel.request import ParallelRequest, Ticket, next_tokens, sample_each
+from runner.parallel.request import ParallelRequest, Sampled, Ticket, next_tokens, sample_each
 from runner.parallel.turn_taking import ChunkTurns
 from runner.replies.reply import Piece
 
@@ -78,9 +78,8 @@ class Engine:
         self._prefill()
         decoding = self._admission.decoding
         self._step(self._continuing(decoding))
+        self._read(decoding)
         for request in decoding:
-            if request in self._admission.running:
-                self._read(request)
             if request in self._admission.running and not request.unread:
                 self.finish(request, request.reply.end("length", note=request.note))
         if self.group.is_lost:
@@ -198,31 +197,36 @@ class Engine:
         if self._steps % RELEASE_INTERVAL_TOKENS == 0:
             mx.clear_cache()
 
-    def _read(self, request: ParallelRequest) -> None:
-        """Wait for a reply's next token, and hand it out."""
-        sampled = request.unread[0]
+    def _read(self, requests: list[ParallelRequest]) -> None:
+        """Wait for the next token of each of these that run, and hand it out."""
         try:
-            is_wrong, token = sampled.is_wrong, sampled.token
+            running = [request for request in requests if request in self._admission.running and request.unread]
+            read = [(request, request.unread[0], request.unread[0].token) for request in running]
         except Exception as error:
             self._lose_all(error)
             return
         with uninterrupted():
-            if is_wrong:
-                request.row.distrust_from(request.proven_tokens)
-                self.fail(request, FloatingPointError("the model's logits for this request are not numbers."))
-                return
-            request.unread.popleft()
-            try:
-                piece = request.reply.add(token, sampled.logprobs, request.ticket.cancelled)
-            except Exception as error:
-                self.fail(request, error)
-                return
-            if piece.completion is not None:
-                self.finish(request, piece)
-                return
-            self.ready.append((request.ticket, piece))
-            if request.failure is not None:
-                self.fail(request, request.failure)
+            for request, sampled, token in read:
+                if request in self._admission.running:  # else one of the others took it along
+                    self._hand_out(request, sampled, token)
+
+    def _hand_out(self, request: ParallelRequest, sampled: Sampled, token: int) -> None:
+        if sampled.is_wrong:
+            request.row.distrust_from(request.proven_tokens)
+            self.fail(request, FloatingPointError("the model's logits for this request are not numbers."))
+            return
+        request.unread.popleft()
+        try:
+            piece = request.reply.add(token, sampled.logprobs, request.ticket.cancelled)
+        except Exception as error:
+            self.fail(request, error)
+            return
+        if piece.completion is not None:
+            self.finish(request, piece)
+            return
+        self.ready.append((request.ticket, piece))
+        if request.failure is not None:
+            self.fail(request, request.failure)
 
     # Out of order
 
@@ -232,7 +236,7 @@ class Engine:
             raise error
         request = self._admission.last_come
         while request in self._admission.running and request.unread:
-            self._read(request)
+            self._read([request])
         if request not in self._admission.running:
             return
         with uninterrupted():

@@ -53,15 +53,15 @@ class Ticket:
 
 
 class Predictions:
-    """What one forward pass predicts, pending: tokens (N,), log-probabilities (N, V), whether any is NaN (N,)."""
+    """What a forward pass predicts, pending: tokens (N,), log-probabilities (N, V), which rows are no numbers (N,)."""
 
-    def __init__(self, tokens: mx.array, logprobs: mx.array, has_nan: mx.array) -> None:
-        self.tokens, self.logprobs, self.has_nan = tokens, logprobs, has_nan
+    def __init__(self, tokens: mx.array, logprobs: mx.array, is_wrong: mx.array) -> None:
+        self.tokens, self.logprobs, self.is_wrong = tokens, logprobs, is_wrong
 
     @cached_property
     def read(self) -> tuple[list[int], list[bool]]:
         """Tokens, and whether the model said anything but numbers; waits for them, once for all rows."""
-        return np.asarray(self.tokens).tolist(), np.asarray(self.has_nan).tolist()
+        return np.asarray(self.tokens).tolist(), np.asarray(self.is_wrong).tolist()
 
 
 class Sampled(NamedTuple):
@@ -190,7 +190,7 @@ def sample_each(requests: Sequence[ParallelRequest], logits: mx.array) -> None:
     Args:
         logits: (N, T, V) of a forward pass, a row for each request.
     """
-    logprobs = log_probabilities(logits)
+    logprobs, is_wrong = log_probabilities(logits)
     tokens = greedy(logprobs)
     own = {}
     for row, request in enumerate(requests):
@@ -201,11 +201,11 @@ def sample_each(requests: Sequence[ParallelRequest], logits: mx.array) -> None:
                 request.failure = error
     if own:
         tokens = mx.concatenate([own.get(row, tokens[row : row + 1]) for row in range(len(requests))])
-    predictions = Predictions(tokens, logprobs, mx.any(mx.isnan(logprobs), axis=-1))
+    predictions = Predictions(tokens, logprobs, is_wrong)
     for row, request in enumerate(requests):
         if request.sampler is None or row in own:
             request.unread.append(Sampled(predictions, row))
-    mx.async_eval(tokens, logprobs, predictions.has_nan)
+    mx.async_eval(tokens, logprobs, predictions.is_wrong)
 
 
 def next_tokens(requests: Sequence[ParallelRequest]) -> mx.array:

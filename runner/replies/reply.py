@@ -158,10 +158,14 @@ class Reply:
         )
 
 
-def log_probabilities(logits: mx.array) -> mx.array:
-    """Of the last token's logits (N, T, V): log-probabilities (N, V), float32, pending."""
+def log_probabilities(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """Of the last token's logits (N, T, V): log-probabilities (N, V), float32, and which rows are no numbers (N,).
+
+    Both are pending. One logit that is no number, or infinite, is enough: then so is the sum of all.
+    """
     last = logits[:, -1, :].astype(mx.float32)
-    return last - mx.logsumexp(last, axis=-1, keepdims=True)
+    total = mx.logsumexp(last, axis=-1, keepdims=True)
+    return last - total, mx.logical_not(mx.isfinite(total[:, 0]))
 
 
 def greedy(logprobs: mx.array) -> mx.array:
