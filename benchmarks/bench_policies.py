@@ -10,18 +10,17 @@ without the option in shared/data beside the repository; where that is no folder
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness.record import Spread, arguments, publish, say
+from benchmarks.harness.recorded_traces import add_traces, traces_in
 from policies import OFFLINE_POLICIES, POLICIES
 from runner.files.atomic import write_atomically
 from runner.simulate.grid import Job, run_locally
@@ -30,12 +29,8 @@ from runner.simulate.picture import picture
 from runner.simulate.row import SimulationRow
 from runner.simulate.simulator import BlockSizes, Simulation, infinite_ratio, simulate
 from runner.simulate.table import footnotes
-from runner.traces.reader import read_trace
 from runner.traces.request import Trace, TraceRequest
-from runner.traces.synth import Synth, synthesize
 
-BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data"
-TRACES = {"mooncake": "mooncake/conversation_trace.jsonl", "coding agents": "claude-code-traces/traces"}
 CAPACITIES = (1_000, 3_000, 10_000, 30_000, 50_000, 100_000)
 SPEED_BLOCKS = 10_000
 STORED_NODES = (1_000, 10_000, 100_000, 300_000)
@@ -43,8 +38,8 @@ REPEATS = 5
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    options = arguments(__doc__, given, add=_add_traces)
-    traces = _traces(options.traces, options.quick)
+    options = arguments(__doc__, given, add=add_traces)
+    traces = traces_in(options.traces, options.quick)
     capacities = (20, 100) if options.quick else CAPACITIES
     names = ["lru", "belady"] if options.quick else [*sorted(POLICIES), *sorted(OFFLINE_POLICIES)]
     began = time.perf_counter()
@@ -83,26 +78,6 @@ def conclusion(rows: Sequence[SimulationRow], minutes: float) -> str:
             f"optimum {found['belady', blocks]:.4f}"
         )
     return f"{'; '.join(said)}. The grid took {minutes:.1f} minutes."
-
-
-def _add_traces(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--traces", type=_trace_folder, metavar="FOLDER", help="where the recorded traces are")
-
-
-def _trace_folder(name: str) -> Path:
-    folder = Path(name)
-    for path in TRACES.values():
-        if not (folder / path).exists():
-            raise argparse.ArgumentTypeError(f"{folder} has no {path}")
-    return folder
-
-
-def _traces(folder: Path | None, quick: bool) -> list[Trace]:
-    if quick:
-        return [synthesize(Synth(requests=60), seed=0)]
-    if folder is None and not BESIDE.is_dir():
-        return [synthesize(Synth(requests=5_000), seed=0)]
-    return [read_trace((folder or BESIDE) / path, name=name) for name, path in TRACES.items()]
 
 
 def _table(rows: Sequence[SimulationRow], capacities: Sequence[int]) -> list[dict[str, Any]]:

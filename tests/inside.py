@@ -31,7 +31,7 @@ from radixcache.paging.live_path import LivePath
 from radixcache.settings import Settings
 from radixcache.tokens.quarantine import Quarantine
 from radixcache.tree.history import History
-from radixcache.tree.state_tree import StateNode
+from radixcache.tree.node_state import StateNode
 from runner.models import demo as demo_model
 
 
@@ -70,6 +70,11 @@ def checkpoint_of(node: StateNode) -> Any:
     return node.payload.checkpoint
 
 
+def swap_windows(first: StateNode, second: StateNode) -> None:
+    """Give two nodes each other's state of windows."""
+    first.payload.windows, second.payload.windows = second.payload.windows, first.payload.windows
+
+
 def slots_of(snapshot: Any) -> list[Any]:
     """The arrays in a checkpoint of an ArraysCache, to be changed in place."""
     return snapshot.state[0]  # type: ignore[no-any-return]
@@ -105,9 +110,20 @@ def forget_history(cache: PrefixCache) -> None:
 # Bytes
 
 
+def has_states(cache: PrefixCache) -> bool:
+    """Whether some layer's state is valid at one offset only."""
+    return cache._core.layout.has_states
+
+
 def token_bytes(cache: PrefixCache) -> int:
     """Bytes of a token in all span layers; 0 before the first forward pass, or where there are none."""
     return cache._core.layout.token_bytes
+
+
+def window_bytes(cache: PrefixCache) -> int:
+    """Bytes of a token in all layers with windows."""
+    layout = cache._core.layout
+    return sum(layout.window_bytes(window) for window in layout.windows)
 
 
 def first_offset(cache: PrefixCache, caches: list[Any]) -> int | None:
@@ -151,7 +167,7 @@ def idle_slots(cache: PrefixCache) -> list[int]:
 
 def restore_live_points(cache: PrefixCache, slot: int, checkpoint: Any, offset: int) -> None:
     """Restore a checkpoint into a slot's buffers."""
-    paths(cache)[slot].restore_points(checkpoint, offset)
+    paths(cache)[slot].restore_points(checkpoint, offset, [])
 
 
 def has_open_live_path(cache: PrefixCache) -> bool:
@@ -216,7 +232,17 @@ def slot(session: Session) -> int:
 
 def checkpoints(request: Session | Row) -> list[Any]:
     """What a session or a row holds of checkpoints that the tree does not have yet."""
-    return request.checkpoints
+    return request.own.checkpoints if isinstance(request, Row) else request.checkpoints
+
+
+def trim_own_windows(session: Session) -> None:
+    """Give up what a session keeps of windows that none of its checkpoints needs."""
+    session._progress.own.trim()
+
+
+def own_window_bytes(session: Session) -> int:
+    """Bytes of windows that a session keeps and the tree does not have yet."""
+    return sum(each.nbytes for each in session._progress.own.windows)
 
 
 def grid_end(session: Session) -> int:

@@ -29,6 +29,7 @@ from benchmarks.architectures.right_state import (
     timeline,
 )
 from radixcache import UnsupportedCacheError
+from radixcache.adapters.snapshots import tokens_in
 from radixcache.groups.ways import way_of
 from radixcache.layers.arrays import ArrayLayout
 
@@ -160,7 +161,9 @@ def state_bytes(subject: Subject) -> tuple[int, int]:
     for start in range(0, PROMPT_LENGTH, STEP_SIZE):
         subject.forward(PROMPT_A[start : start + STEP_SIZE], caches)
     layout.learn(caches)
-    return layout.token_bytes, layout.checkpoint(caches, len(PROMPT_A), "end").nbytes
+    end = len(PROMPT_A)
+    windows = sum(tokens_in(window.needs(end)) * layout.window_bytes(window) for window in layout.windows)
+    return layout.token_bytes, layout.checkpoint(caches, end, "end").nbytes + windows
 
 
 def together(subject: Subject) -> str:

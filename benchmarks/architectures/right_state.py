@@ -155,7 +155,7 @@ def timeline(subject: Subject) -> Agreement:
         logits_error=max(largest_difference(found.logits, cold.logits) for _, found, cold in answers),
         other_replies=tuple(name for name, found, cold in answers if found.reply != cold.reply),
         resumed_tokens=resumed,
-        is_token_exact=not cache._core.layout.has_points,
+        is_token_exact=not cache._core.layout.has_states,
     )
 
 

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 from typing import Any
 
-import mlx.core as mx
-
+from radixcache.adapters.snapshots import Range, Window
 from radixcache.adapters.window import WindowAdapter
 
 
 class ChunkedKVAdapter(WindowAdapter):
-    """ChunkedKVCache: point state that can be cut back until its front was trimmed."""
+    """ChunkedKVCache: a window that can be rewound until its front was trimmed."""
 
-    def filled(self, cache: Any) -> int:
-        return int(cache.offset - cache.start_position)
+    def window(self, cache: Any) -> Window:
+        return Window(cache.chunk_size)
+
+    def held(self, cache: Any) -> list[Range]:
+        return [] if cache.keys is None else [(cache.start_position, cache.offset)]
+
+    def places(self, cache: Any, start: int, end: int) -> list[Range]:
+        return [(start - cache.start_position, end - cache.start_position)]
+
+    def is_whole(self, cache: Any) -> bool:
+        return bool(cache.start_position == 0)
 
     def place(self, cache: Any, buffers: Any, offset: int, filled: int) -> None:
         cache.keys, cache.values = buffers
         cache.offset, cache.start_position = offset, offset - filled
-
-    def state(self, cache: Any) -> list[mx.array]:
-        return [b[..., : self.filled(cache), :] for b in self.buffers(cache)]
 
     def capacity(self, cache: Any) -> int:
         if cache.keys is None:
@@ -35,8 +40,9 @@ class ChunkedKVAdapter(WindowAdapter):
     def hold(self, cache: Any, tokens: int) -> Any:
         # A single-token write goes into the buffer in place, and holding it would copy the whole chunk for each token;
         # unless the front is about to be cut, which makes new arrays.
-        is_replaced = tokens > 1 or cache.keys is None or self.filled(cache) > cache.chunk_size
-        return (cache.keys, cache.values) if is_replaced else None, cache.offset, self.filled(cache)
+        filled = cache.offset - cache.start_position
+        is_replaced = tokens > 1 or cache.keys is None or filled > cache.chunk_size
+        return (cache.keys, cache.values) if is_replaced else None, cache.offset, filled
 
     def roll_back(self, cache: Any, held: Any) -> bool:
         buffers, offset, filled = held

@@ -1,10 +1,13 @@
 """Adapter: what the cache layer may do with one mlx-lm cache object (a leaf), and nothing else.
 
 An adapter has no state: every method gets the live object it works on, because generators replace objects and
-models reassign arrays between forward passes. There are two kinds:
+models reassign arrays between forward passes. There are three kinds:
 
     span    the state can be cut at any token; a snapshot covers [start, end)
     point   the state is valid at one offset; a snapshot is the whole state there, a checkpoint
+
+    window  point state that is kept token by token: snapshots are of spans, as long as the live state has them, and the
+            state at an offset is made of those that `Window.needs` names
 
 A snapshot has `start` (0 for a point), `end`, `nbytes` and `arrays()`.
 
@@ -12,9 +15,9 @@ What every adapter keeps to (`tests/adapters/` runs one suite over all of them):
 
   A1  A snapshot owns its arrays: compact, never a view of a live buffer. It is not evaluated yet.
   A2  restore(cache, None, target) rewinds the live state to `target`, or returns False and changes nothing.
-  A3  restore(cache, snapshot, target) makes the live state stand at `target`. It returns False and changes nothing
-      for a target beyond the snapshot, a live offset before the snapshot's start, and a cut that would leave a
-      wrapped window incomplete. The snapshot stays as it is and shares nothing with the live state.
+  A3  restore(cache, snapshot, target) makes the live state stand at `target`; of a window it takes snapshots in order.
+      It returns False and changes nothing for a target beyond the snapshot, a live offset before the snapshot's start,
+      and a window that would be incomplete. The snapshot stays as it is and shares nothing with the live state.
   A4  split(snapshot, at) consumes it and returns (upper, lower); at or outside the edge one side is None and the
       other the whole; a point snapshot splits into (None, whole).
   A5  merge(upper, lower) consumes both; with one side None it keeps nothing for spans and the lower for points.
@@ -26,9 +29,11 @@ Threading: as MLX; the arrays belong to the calling thread until they are evalua
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import mlx.core as mx
+
+from radixcache.adapters.snapshots import Range, Window
 
 #: An offset that no sequence reaches: "never".
 NEVER = 1 << 62
@@ -37,8 +42,10 @@ NEVER = 1 << 62
 class Adapter(Protocol):
     """Operations on one leaf cache object of one class."""
 
-    #: True for point state, False for span state.
+    #: True for point state and windows, False for span state.
     is_point: bool
+    #: True for windows, which are `Windowed`.
+    is_window: bool
 
     def is_empty(self, cache: Any) -> bool:
         """Whether the object was never written."""
@@ -56,13 +63,10 @@ class Adapter(Protocol):
         """Shape without the time axis, and dtype, of each buffer; for comparing caches of the same layer."""
 
     def snapshot(self, cache: Any, start: int, end: int) -> Any:
-        """Copy the state of [start, end) (span) or the whole state, which stands at `end` (point)."""
+        """Copy the state of [start, end) (span, window) or the whole state, which stands at `end` (point)."""
 
     def restore(self, cache: Any, snapshot: Any, target: int) -> bool:
         """Make the live state stand at `target`, from the snapshot or, with None, by rewinding."""
-
-    def can_cut(self, snapshot: Any, target: int) -> bool:
-        """Whether restore() from this snapshot can reach `target` (given a live state that is not in the way)."""
 
     def can_rewind(self, cache: Any, target: int) -> bool:
         """Whether restore(cache, None, target) would succeed."""
@@ -94,3 +98,18 @@ class Adapter(Protocol):
 
     def roll_back(self, cache: Any, held: Any) -> bool:
         """Undo the forward pass; False when that is not possible and the state is not to be used."""
+
+
+class Windowed(Adapter, Protocol):
+    """What an adapter of a window has besides."""
+
+    def window(self, cache: Any) -> Window:
+        """What the class keeps."""
+
+    def held(self, cache: Any) -> list[Range]:
+        """The tokens of which snapshots can be taken now, in order."""
+
+
+def is_windowed(adapter: Adapter) -> TypeGuard[Windowed]:
+    """Whether it is the adapter of a window; one that others registered may not say."""
+    return getattr(adapter, "is_window", False)

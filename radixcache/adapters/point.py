@@ -38,6 +38,7 @@ class PointAdapter(ABC):
     """Base of the adapters of point state; most of them can restore a snapshot at its own offset only."""
 
     is_point = True
+    is_window = False
 
     @abstractmethod
     def state(self, cache: Any) -> Any:
@@ -79,13 +80,10 @@ class PointAdapter(ABC):
         self.put(cache, copied(snapshot.state), target)
         return True
 
-    def can_cut(self, snapshot: Any, target: int) -> bool:
-        return snapshot is None or bool(target == snapshot.end)
-
     def can_rewind(self, cache: Any, target: int) -> bool:
         return target == (0 if self.is_empty(cache) else self.offset(cache))
 
-    def split(self, snapshot: Any, at: int) -> tuple[None, Any]:
+    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
         return None, snapshot
 
     def merge(self, upper: Any, lower: Any) -> Any:

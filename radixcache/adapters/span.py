@@ -72,6 +72,42 @@ class SpanSnapshot:
             mx.eval(segment)
             self.segments = [segment]
 
+    def split(self, at: int) -> tuple[SpanSnapshot | None, SpanSnapshot | None]:
+        """What is in front of an offset, and what is behind it; the snapshot itself is not to be used any more."""
+        if at <= self.start:
+            return None, self
+        if at >= self.end:
+            return self, None
+        upper: list[Segment] = []
+        lower: list[Segment] = []
+        for (low, high), segment in zip(self.bounds, self.segments, strict=True):
+            if low < at < high:
+                upper.append(tuple(owned_span(a, 0, at - low) for a in segment))
+                lower.append(tuple(owned_span(a, at - low, high - low) for a in segment))
+            else:
+                (upper if high <= at else lower).append(segment)
+        return SpanSnapshot(self.start, at, upper), SpanSnapshot(at, self.end, lower)
+
+    def merged(self, lower: SpanSnapshot) -> SpanSnapshot:
+        """One snapshot of this and what begins where it ends; neither is to be used any more.
+
+        SnapshotError: they do not touch, or are of different layers.
+        """
+        if self.end != lower.start:
+            found = f"[{self.start}, {self.end}) and [{lower.start}, {lower.end})"
+            raise SnapshotError(f"spans {found} do not touch.")
+        for left, right in zip(self.segments[-1], lower.segments[0], strict=True):
+            if left.dtype != right.dtype or _without_time(left) != _without_time(right):
+                raise SnapshotError(f"spans differ: {left.shape} {left.dtype} and {right.shape} {right.dtype}.")
+        segments = self.segments + lower.segments
+        width = self.segments[-1][0].shape[2] + lower.segments[0][0].shape[2]
+        if self.end % SEGMENT_TOKENS and width <= SEGMENT_TOKENS:
+            # The seam lies inside a grid segment: its two parts become one again.
+            seam = len(self.segments)
+            pairs = zip(segments[seam - 1], segments[seam], strict=True)
+            segments[seam - 1 : seam + 1] = [tuple(mx.concatenate(list(pair), axis=2) for pair in pairs)]
+        return SpanSnapshot(self.start, lower.end, segments)
+
     def parts(self, start: int, end: int) -> Iterator[tuple[int, int, Segment]]:
         """What lies in [start, end), a segment at a time: offsets [first, last) and its arrays, cut to that."""
         for (low, high), segment in zip(self.bounds, self.segments, strict=True):
@@ -86,6 +122,7 @@ class SpanAdapter(KeysAndValues):
     """Adapter of a class whose state is `buffers` plus `offset`; subclasses keep the buffers elsewhere."""
 
     is_point = False
+    is_window = False
 
     def put(self, cache: Any, buffers: list[mx.array]) -> None:
         """Store new buffers, in the order of `buffers`."""
@@ -115,44 +152,14 @@ class SpanAdapter(KeysAndValues):
             self._page_in(cache, snapshot, target)
         return True
 
-    def can_cut(self, snapshot: SpanSnapshot | None, target: int) -> bool:
-        return snapshot is None or snapshot.start <= target <= snapshot.end
-
     def can_rewind(self, cache: Any, target: int) -> bool:
         return target <= int(cache.offset)
 
     def split(self, snapshot: SpanSnapshot | None, at: int) -> tuple[SpanSnapshot | None, SpanSnapshot | None]:
-        if snapshot is None or at <= snapshot.start:
-            return None, snapshot
-        if at >= snapshot.end:
-            return snapshot, None
-        upper: list[Segment] = []
-        lower: list[Segment] = []
-        for (low, high), segment in zip(snapshot.bounds, snapshot.segments, strict=True):
-            if low < at < high:
-                upper.append(tuple(owned_span(a, 0, at - low) for a in segment))
-                lower.append(tuple(owned_span(a, at - low, high - low) for a in segment))
-            else:
-                (upper if high <= at else lower).append(segment)
-        return SpanSnapshot(snapshot.start, at, upper), SpanSnapshot(at, snapshot.end, lower)
+        return (None, None) if snapshot is None else snapshot.split(at)
 
     def merge(self, upper: SpanSnapshot | None, lower: SpanSnapshot | None) -> SpanSnapshot | None:
-        if upper is None or lower is None:
-            return None
-        if upper.end != lower.start:
-            found = f"[{upper.start}, {upper.end}) and [{lower.start}, {lower.end})"
-            raise SnapshotError(f"spans {found} do not touch.")
-        for left, right in zip(upper.segments[-1], lower.segments[0], strict=True):
-            if left.dtype != right.dtype or _without_time(left) != _without_time(right):
-                raise SnapshotError(f"spans differ: {left.shape} {left.dtype} and {right.shape} {right.dtype}.")
-        segments = upper.segments + lower.segments
-        width = upper.segments[-1][0].shape[2] + lower.segments[0][0].shape[2]
-        if upper.end % SEGMENT_TOKENS and width <= SEGMENT_TOKENS:
-            # The seam lies inside a grid segment: its two parts become one again.
-            seam = len(upper.segments)
-            pairs = zip(segments[seam - 1], segments[seam], strict=True)
-            segments[seam - 1 : seam + 1] = [tuple(mx.concatenate(list(pair), axis=2) for pair in pairs)]
-        return SpanSnapshot(upper.start, lower.end, segments)
+        return None if upper is None or lower is None else upper.merged(lower)
 
     def free(self, cache: Any) -> None:
         cache.keys = cache.values = None

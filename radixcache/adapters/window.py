@@ -1,31 +1,61 @@
 """WindowAdapter: adapters of classes that keep the keys and values of the last part of a sequence.
 
-The state is [keys, values], each (1, H, T, D), compact and in temporal order. While nothing was lost, T is the offset
-and both the live state and a snapshot can be cut back to any smaller one.
+The live state is compact or a ring, and loses what has left the window. What is stored of it are spans of tokens as of
+full attention, taken out while the buffers have them, with gaps where nothing needs them:
+
+    tree    [0, 512)      [1200, 2000)           resumes at any offset up to 512, and from 1,712 to 2,000, with a
+    live              [1500, 2012)               window of 512
+
+The state at an offset is [keys, values], each (1, H, T, D), of the tokens that `Window.needs` names, in that order.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from radixcache.adapters.keys_values import KeysAndValues
-from radixcache.adapters.owned import owned
-from radixcache.adapters.point import PointAdapter, PointSnapshot
+from radixcache.adapters.owned import owned, owned_span
+from radixcache.adapters.point import PointAdapter
+from radixcache.adapters.snapshots import Range, Window, WindowSnapshot, common, tokens_in
+from radixcache.adapters.span import SpanSnapshot, segment_bounds
 
 
 class WindowAdapter(KeysAndValues, PointAdapter):
-    """Base of these adapters, which say how many tokens the buffers hold, and where the class notes that."""
+    """Base of these adapters, which say what the buffers hold and where, and where the class notes that."""
+
+    is_window = True
 
     @abstractmethod
-    def filled(self, cache: Any) -> int:
-        """Tokens of the state."""
+    def window(self, cache: Any) -> Window:
+        """What the class keeps."""
+
+    @abstractmethod
+    def held(self, cache: Any) -> list[Range]:
+        """The tokens whose keys and values the buffers have, in order."""
+
+    @abstractmethod
+    def places(self, cache: Any, start: int, end: int) -> list[Range]:
+        """Where in the buffers the tokens [start, end) are, all of one range that is held."""
 
     @abstractmethod
     def place(self, cache: Any, buffers: Any, offset: int, filled: int) -> None:
         """Give the cache buffers (or None twice) whose first `filled` tokens are the state at `offset`."""
+
+    @abstractmethod
+    def is_whole(self, cache: Any) -> bool:
+        """Whether nothing was lost yet, so that the state can be rewound."""
+
+    def filled(self, cache: Any) -> int:
+        """Tokens of the state."""
+        return tokens_in(self.window(cache).needs(cache.offset))
+
+    def state(self, cache: Any) -> list[mx.array]:
+        places = self._state_places(cache)
+        return [_joined([b[..., low:high, :] for low, high in places]) for b in self.buffers(cache)]
 
     def put(self, cache: Any, state: Any, offset: int | None) -> None:
         self.place(cache, state, offset or 0, state[0].shape[2])
@@ -33,26 +63,50 @@ class WindowAdapter(KeysAndValues, PointAdapter):
     def spare_nbytes(self, cache: Any) -> int:
         return sum(b.nbytes // b.shape[2] * (b.shape[2] - self.filled(cache)) for b in self.buffers(cache))
 
-    def restore(self, cache: Any, snapshot: PointSnapshot | None, target: int) -> bool:
-        if not (self.can_rewind(cache, target) if snapshot is None else self.can_cut(snapshot, target)):
-            return False
+    def snapshot(self, cache: Any, start: int, end: int) -> WindowSnapshot | None:  # type: ignore[override]
+        """Copy what the buffers have of [start, end)."""
+        if cache.keys is None:
+            return None
+        return WindowSnapshot(
+            start, end, [self._piece(cache, low, high) for low, high in common([(start, end)], self.held(cache))]
+        )
+
+    def restore(self, cache: Any, snapshot: WindowSnapshot | None, target: int) -> bool:  # type: ignore[override]
         if snapshot is None:
+            if not self.can_rewind(cache, target):
+                return False
             if target < cache.offset:
                 self.place(cache, (cache.keys, cache.values), target, target)
-        elif target == 0:
+            return True
+        parts = []
+        for start, end in self.window(cache).needs(target):
+            for piece in snapshot.pieces:
+                if piece.start <= start < min(piece.end, end):
+                    parts += [arrays for _, _, arrays in piece.parts(start, end)]
+                    start = min(piece.end, end)
+            if start < end:
+                return False
+        if target == 0:
             self.free(cache)
         else:
-            length = target if target < snapshot.end else None
-            self.put(cache, [owned(a[..., :length, :]) for a in snapshot.state], target)
+            self.put(cache, [owned(_joined(list(pieces))) for pieces in zip(*parts, strict=True)], target)
         return True
 
-    def can_cut(self, snapshot: PointSnapshot | None, target: int) -> bool:
-        if snapshot is None:
-            return True
-        return bool(target == snapshot.end or target < snapshot.end == snapshot.state[0].shape[2])
+    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
+        return (None, None) if snapshot is None else snapshot.split(at)
+
+    def merge(self, upper: Any, lower: Any) -> Any:
+        return None if upper is None or lower is None else upper.merged(lower)
 
     def can_rewind(self, cache: Any, target: int) -> bool:
-        return bool(target == cache.offset or target < cache.offset == self.filled(cache))
+        return bool(target == cache.offset or (target < cache.offset and self.is_whole(cache)))
+
+    def own(self, cache: Any) -> list[mx.array]:
+        if self.is_empty(cache):
+            return []
+        places = self._state_places(cache)
+        self.put(cache, [_copied(b, places) for b in self.buffers(cache)], cache.offset)
+        return self.buffers(cache)
 
     def free(self, cache: Any) -> None:
         self.place(cache, (None, None), 0, 0)
@@ -70,3 +124,20 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         buffers, offset, filled = held
         self.place(cache, buffers or (cache.keys, cache.values), offset, filled)
         return True
+
+    def _state_places(self, cache: Any) -> list[Range]:
+        return [at for low, high in self.window(cache).needs(cache.offset) for at in self.places(cache, low, high)]
+
+    def _piece(self, cache: Any, start: int, end: int) -> SpanSnapshot:
+        bounds = [self.places(cache, low, high) for low, high in segment_bounds(start, end)]
+        return SpanSnapshot(start, end, [tuple(_copied(b, at) for b in self.buffers(cache)) for at in bounds])
+
+
+def _joined(pieces: list[mx.array]) -> mx.array:
+    return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
+
+
+def _copied(buffer: mx.array, places: Sequence[Range]) -> mx.array:
+    if len(places) == 1:
+        return owned_span(buffer, *places[0])
+    return mx.concatenate([buffer[..., low:high, :] for low, high in places], axis=2)

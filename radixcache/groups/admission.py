@@ -22,7 +22,7 @@ from radixcache.groups.tails import Columns
 from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError
 from radixcache.paging.resume import ResumePlan
 from radixcache.tokens.keys import Keys, common_length
-from radixcache.tree.state_tree import StateNode
+from radixcache.tree.node_state import StateNode
 
 
 class Admission:
@@ -126,6 +126,7 @@ class Admission:
         """
         core, request = self._core, row.request
         plan = core.lookup(request.keys, request.namespace, request.limit).plan
+        stored = core.states.windows.stored(plan.path)
         before, row.node = (row.node, vars(row).get("batch")), core.pager.allocating(lambda: self._cut(plan))
         node = row.node
         if node is not None:
@@ -138,10 +139,13 @@ class Admission:
                 self._room.require_tokens(self._room.used_tokens(row) - self._room.used_tokens())
             if node is not None:
                 self._page_out(node)
-            if plan.checkpoint is not None:
+            if core.layout.has_points and node is not None:
                 self._room.ask(lambda _: self._room.point_bytes(plan.resume), 0)
-                checkpoint = plan.checkpoint
-                self._restoring(lambda: row.batch.restore_points(checkpoint, plan.resume))
+                points = row.batch.points(0, core.layout.fresh())
+                copy = partial(core.layout.restore_points, points, plan.checkpoint, plan.resume, stored)
+                self._restoring(copy)
+                if node.payload.checkpoint is None:
+                    core.pager.add_checkpoint(node, points, "branch", request.use)
         except BaseException:
             self._release(node)
             row.node, batch = before

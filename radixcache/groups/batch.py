@@ -17,7 +17,6 @@ from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, CacheList, KV
 
 from radixcache.adapters.cache_list import leaves
 from radixcache.adapters.registry import adapter_for
-from radixcache.adapters.snapshots import Checkpoint
 from radixcache.adapters.span import SpanSnapshot
 from radixcache.errors import UnsupportedCacheError
 from radixcache.groups.attention import Pair
@@ -30,8 +29,8 @@ class LostStateError(RuntimeError):
 
 #: A batch and the number of one of its rows.
 Place = tuple["Batch", int]
-#: Of one leaf what its tokens have in the tails, or all it has otherwise; None: nothing.
-Copies = tuple[SpanSnapshot | None, Any]
+#: Of one leaf what its tokens have in the tails; None: nothing.
+Copied = SpanSnapshot | None
 #: What undoes a forward pass: lengths and end of the columns, and by leaf what else there is.
 Held = tuple[list[int], int, list[Any]]
 
@@ -157,14 +156,6 @@ class Batch:
 
         return Batch(columns, _nested(self.caches, of), self.rows)
 
-    def restore_points(self, checkpoint: Checkpoint, target: int) -> None:
-        """Put the one row's leaves that are no tails to `target`, evaluated; the checkpoint can be cut there."""
-        for leaf, snapshot in zip(self.leaves, checkpoint.leaves, strict=True):
-            if snapshot is not None:
-                restored = adapter_for(leaf).restore(leaf, snapshot, target)
-                assert restored, (type(leaf).__name__, checkpoint.offset, target)
-                mx.eval(arrays_of(leaf))
-
     def own_points(self) -> None:
         """Replace the one row's arrays that may be views of activations by copies, evaluated."""
         for leaf in self.leaves:
@@ -184,43 +175,71 @@ class Batch:
 
     # Any row
 
+    def points(self, at: int, caches: Sequence[Any]) -> list[Any]:
+        """Fresh mlx-lm caches, but with a row's state in the place of all that are no tails."""
+        pairs = iter(self.leaves)
+
+        def of(cache: Any) -> Any:
+            leaf = next(pairs)
+            if isinstance(leaf, TailLayer):
+                return cache
+            return leaf if len(self.rows) == 1 else _alone(leaf, at)
+
+        return _nested(caches, of)
+
     def copied(
         self,
         at: int,
-        bounds: Sequence[tuple[int, int]] = (),
-        offset: int | None = None,
+        bounds: Sequence[tuple[int, int]],
         *,
-        copying: Callable[[Callable[[], Copies]], Copies] = lambda make: make(),
+        copying: Callable[[Callable[[], Copied]], Copied] = lambda make: make(),
         emptying: bool = False,
-    ) -> tuple[list[Any], list[Any]]:
-        """Copies of a row's state by leaf, evaluated: of the tokens in its tails, and of all other layers.
+    ) -> list[Copied]:
+        """Copies of a row's tokens in its tails, by leaf, evaluated.
 
         Args:
-            bounds: of the pieces to be copied out of the tails, one behind the other, behind all that is in place.
-            offset: where the row stands: what the other layers hold is wanted.
+            bounds: of the pieces, one behind the other, behind all that is in place.
             copying: runs a copy, and may run it again when its allocation fails.
             emptying: let go of each layer once it is copied, so that no more than one is held twice.
         """
         away = self.columns.in_place[at]
 
-        def of(leaf: Any) -> Copies:
-            span = point = None
-            if not isinstance(leaf, TailLayer):
-                alone = None if offset is None else _alone(leaf, at)
-                point = None if alone is None else adapter_for(alone).snapshot(alone, 0, offset or 0)
-            elif bounds and not leaf.empty():
-                pieces = [leaf.copied_columns(at, low - away, high - away) for low, high in bounds]
-                span = SpanSnapshot(bounds[0][0], bounds[-1][1], [*pieces])
-            mx.eval([each.arrays() for each in (span, point) if each is not None])
-            return span, point
+        def of(leaf: Any) -> Copied:
+            if not bounds or leaf.empty():
+                return None
+            pieces = [leaf.copied_columns(at, low - away, high - away) for low, high in bounds]
+            mx.eval(pieces)
+            return SpanSnapshot(bounds[0][0], bounds[-1][1], [*pieces])
 
         found = []
         for leaf in self.leaves:
-            found.append(copying(lambda leaf=leaf: of(leaf)))  # type: ignore[misc]
-            if emptying:
+            is_tail = isinstance(leaf, TailLayer)
+            found.append(copying(lambda leaf=leaf: of(leaf)) if is_tail else None)  # type: ignore[misc]
+            if emptying and is_tail:
                 _empty(leaf)
-        spans, points = zip(*found, strict=True)
-        return [*spans], [*points]
+        return found
+
+    def copied_points(
+        self, at: int, offset: int, *, copying: Callable[[Callable[[], Any]], Any], emptying: bool = False
+    ) -> list[Any]:
+        """Copies of a row's state at `offset` in layers that are neither tails nor windows, by leaf, evaluated.
+
+        Args:
+            copying, emptying: as for `copied`; windows are let go of as well.
+        """
+
+        def of(leaf: Any) -> Any:
+            alone = _alone(leaf, at)
+            snapshot = adapter_for(alone).snapshot(alone, 0, offset)
+            mx.eval([] if snapshot is None else snapshot.arrays())
+            return snapshot
+
+        found = []
+        for leaf in self.leaves:
+            found.append(copying(lambda leaf=leaf: of(leaf)) if isinstance(leaf, ArraysCache) else None)  # type: ignore[misc]
+            if emptying and not isinstance(leaf, TailLayer):
+                _empty(leaf)
+        return found
 
 
 def arrays_of(leaf: Any) -> list[mx.array]:

@@ -44,6 +44,7 @@ from radixcache.groups.ways import Way, way_of
 from radixcache.layers.arrays import ArrayLayout
 from radixcache.layers.evaluation import is_evaluation_failure
 from radixcache.paging.core import Core
+from radixcache.paging.own_state import OwnState
 from radixcache.paging.request import Request
 from radixcache.paging.stops import checkpoint_stops
 from radixcache.settings import require_count, require_group
@@ -277,7 +278,7 @@ class Group:
         with self._lock:
             self._run(lambda: Removal(self._room, self._layout, row, begin, end).run(model))
             row.cut(begin, end)
-            self._room.drop_checkpoints(row, begin)  # the tokens there are others now
+            row.own.drop(lambda each: each.offset > begin)  # the tokens there are others now
             self._room.book()
 
     def close(self) -> None:
@@ -336,7 +337,7 @@ class Group:
         readers: dict[int, int] = {}
         for row in self._room.rows.values():
             assert row.position <= row.known_tokens, (row.id, row.position, row.known_tokens)
-            assert all(each.offset <= row.position for each in row.checkpoints), (row.id, row.position)
+            assert all(each.offset <= row.position for each in row.own.checkpoints), (row.id, row.position)
             assert row.path_end <= row.position, (row.id, row.path_end, row.position)
             for node in [] if row.node is None else row.node.path():
                 readers[id(node)] = readers.get(id(node), 0) + 1
@@ -348,7 +349,7 @@ class Group:
         if all(other is None or other is self for other in others):
             found = {id(node): node.payload.readers for node in self._core.states.tree.nodes() if node.payload.readers}
             assert found == readers, (found, readers)
-        checkpoint_bytes = sum(each.nbytes for row in self._room.rows.values() for each in row.checkpoints)
+        checkpoint_bytes = sum(row.own.nbytes for row in self._room.rows.values())
         assert self._room.booking.amounts == (self.nbytes, checkpoint_bytes, 0), self._room.booking.amounts
 
     # Private
@@ -357,6 +358,7 @@ class Group:
         """A row on a prompt, restored."""
         core = self._core
         row = Row(self._next_id, request, core.settings.vocab_size, weakref.WeakMethod(self.close_rows))
+        row.own = OwnState(self._layout, self._room.booking)
         self._run(lambda: self._admission.restore(row))
         self._next_id += 1
         if self._layout.has_points:
@@ -451,6 +453,8 @@ class Group:
         try:
             # With the logits, which otherwise would hold the buffers and have the next write copy them.
             mx.eval(row.batch.arrays, [logits] if is_last else [])
+            if self._layout.windows:
+                self._keep_windows(row, count)
             row.batch.own_points()
         except Exception:
             self.is_lost = True
@@ -460,12 +464,18 @@ class Group:
             self._room.book()
         return logits if is_last else None
 
+    def _keep_windows(self, row: Row, count: int) -> None:
+        """Keep what windows have of the last tokens, before they are cut to what they read."""
+        with self._lock:
+            self._layout.learn(row.batch.specimen(self._layout.fresh()))
+            points = row.batch.points(row.at, self._layout.fresh())
+            self._core.keep_windows(row.own, points, row.position - count, row.position)
+
     def _take_checkpoint(self, row: Row, kind: str) -> None:
         """Copy and book the point state of a row where it stands, if that fits the budget."""
         with self._lock:
             if self._core.evictor.find_room(self._room.point_bytes(row.position)):
-                row.checkpoints.append(self._storing.checkpoint(row, kind))
-                self._core.thin(row.checkpoints, self._room.booking)
+                self._storing.take_checkpoint(row, kind)
 
     def _close_unattended(self) -> None:
         try:

@@ -20,6 +20,9 @@ from radixcache.groups.room import Room
 from radixcache.groups.row import Row
 from radixcache.groups.tails import GROWTH_COLUMNS, Part
 
+#: Where nothing is read in place, cascade attention is the faster one from so many scores of a head on.
+FEWEST_SCORES = 4096
+
 
 class Passes:
     """Forward passes of one group; takes the lock where the tree and the budget are concerned."""
@@ -108,8 +111,9 @@ class Passes:
         with self._lock:
             self._grow(batch, ids.shape[1])
             parts = _parts(batch)
+        ours = batch.rows[0].in_segments and (bool(parts) or ids.size * batch.columns.end >= FEWEST_SCORES)
         try:
-            return batch.forward(model, ids, parts, ours=batch.rows[0].in_segments)
+            return batch.forward(model, ids, parts, ours=ours)
         except BaseException as error:
             for row in batch.rows if isinstance(error, LostStateError) else ():
                 row.lost = str(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from radixcache.adapters.snapshots import Checkpoint
 from radixcache.errors import BudgetFullError, CacheFullError
 from radixcache.groups.batch import Batch
 from radixcache.groups.row import Row
@@ -60,13 +59,6 @@ class Room:
         """Whether the layers without tails take more bytes behind this position."""
         return position == 0 or any(window is not None and position < window for window in self._windows)
 
-    def keeps_all(self, position: int) -> bool:
-        """Whether the layers without tails have lost nothing of a row that stands at `position`."""
-        used = [
-            window for leaf, window in enumerate(self._windows) if window is not None and self.layout.is_in_use(leaf)
-        ]
-        return all(position <= window for window in used)
-
     def bytes_of(self, rows: int, columns: int, position: int) -> int:
         """Bytes of a batch of so many rows whose tails have room for so many columns, the furthest at `position`."""
         return rows * (columns * self.layout.token_bytes + self.point_bytes(position))
@@ -107,7 +99,7 @@ class Room:
         if need > 0 and not evictor.find_room(need):
             if evictor.could_fit(need - self.booking.checkpoint_bytes):
                 for row in self.rows.values():
-                    self.drop_checkpoints(row, -1)
+                    row.own.clear()
             if not evictor.find_room(need):
                 raise BudgetFullError(self.core.ledger.budget_bytes, evictor.fixed_bytes(), need)
         self.booking.book_live(self.booking.live_bytes + max(0, need))
@@ -133,17 +125,3 @@ class Room:
         if self.booking.live_bytes != self.nbytes:
             with self.core.lock:
                 self.book()
-
-    # Checkpoints
-
-    def drop_checkpoint(self, row: Row, checkpoint: Checkpoint | None) -> None:
-        """One of a row's checkpoints, if it is one, is the tree's now."""
-        if any(each is checkpoint for each in row.checkpoints):
-            row.checkpoints = [each for each in row.checkpoints if each is not checkpoint]
-            self.booking.book_checkpoint(0 if checkpoint is None else -checkpoint.nbytes)
-
-    def drop_checkpoints(self, row: Row, limit: int) -> None:
-        """Give up a row's checkpoints beyond an offset."""
-        gone = [each for each in row.checkpoints if each.offset > limit]
-        row.checkpoints = [each for each in row.checkpoints if each.offset <= limit]
-        self.booking.book_checkpoint(-sum(each.nbytes for each in gone))

@@ -13,15 +13,16 @@ from weakref import WeakMethod
 
 import mlx.core as mx
 
-from radixcache.adapters.snapshots import Checkpoint, Spans
+from radixcache.adapters.snapshots import Spans
 from radixcache.errors import refuse_copy
 from radixcache.groups.batch import Batch
+from radixcache.paging.own_state import OwnState
 from radixcache.paging.request import Request
 from radixcache.paging.resume import ResumePlan, ShortReason
 from radixcache.tokens.ids import TokenIds
 from radixcache.tokens.keys import Keys, common_length
 from radixcache.tokens.known import KnownTokens
-from radixcache.tree.state_tree import StateNode
+from radixcache.tree.node_state import StateNode
 
 
 class Row:
@@ -60,8 +61,8 @@ class Row:
         self.in_segments = False
         #: What else is read in place, behind that: it was taken out of the tree.
         self.orphans: list[Spans] = []
-        #: Checkpoints taken on the way, which the tree does not have yet.
-        self.checkpoints: list[Checkpoint] = []
+        #: What it kept on the way, and the tree does not have yet.
+        self.own: OwnState
         #: Where its prefill is cut for a checkpoint, with the reason.
         self.stops: dict[int, str] = {}
         #: How many of its tokens are right, where what is behind them was found wrong: a restored prefix, or logits
@@ -121,6 +122,10 @@ class Row:
     def path_end(self) -> int:
         """How many of its tokens are on its path of the tree."""
         return 0 if self.node is None else self.node.end
+
+    def path(self) -> list[StateNode]:
+        """Its path of the tree, root side first."""
+        return [] if self.node is None else self.node.path()
 
     def restored(self, plan: ResumePlan) -> None:
         """Before anything was evaluated for it, the row has come to stand where this plan says."""

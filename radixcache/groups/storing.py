@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 from radixcache.adapters.snapshots import Checkpoint, Spans
 from radixcache.adapters.span import segment_bounds
@@ -16,6 +18,7 @@ from radixcache.groups.batch import Batch
 from radixcache.groups.room import Room
 from radixcache.groups.row import Row
 from radixcache.groups.tails import Columns
+from radixcache.paging.resume import deepest_whole
 from radixcache.tokens.keys import Keys
 
 
@@ -33,32 +36,31 @@ class Storing:
         common = row.common(keys)
         if not self._layout.has_points or common == 0:
             return common
-        if self._can_stop_at(row, common):
-            return common
-        return max((min(each.offset, common) for each in self._cuttable(row, common)), default=0)
+        return self._end(row, common)
 
-    def _can_stop_at(self, row: Row, offset: int) -> bool:
-        """Whether a checkpoint of where the row stands takes others to `offset`."""
-        if row.lost is not None or row.batch.rows[row.at] is not row:
-            return False
-        return row.position == offset or self._room.keeps_all(row.position)
+    def _end(self, row: Row, limit: int) -> int:
+        """The deepest offset at or below `limit` at which the row has the state of all point layers."""
+        is_there = row.lost is None and row.batch.rows[row.at] is row
+        if is_there and row.position == limit:
+            return limit
+        own = max((each.offset for each in row.own.checkpoints if each.offset <= limit), default=0)
+        if self._layout.has_states:
+            return own
+        stored = [*self._core.states.windows.stored(row.path()), *row.own.windows]
+        held = self._layout.held(self._points(row)) if is_there else {}
+        return max(own, deepest_whole(self._layout, stored, limit, held))
 
-    def _cuttable(self, row: Row, offset: int) -> list[Checkpoint]:
-        """The row's own checkpoints that take others to `offset`, or as near as they stand."""
-        return [each for each in row.checkpoints if each.offset <= offset or self._layout.can_cut(each, offset)]
+    def _points(self, row: Row) -> list[Any]:
+        return row.batch.points(row.at, self._layout.fresh())
 
     def offer(self, row: Row, keys: Keys, is_long: Callable[[int], bool]) -> None:
         """Store what a row has of these keys, if there is room; where it is long, the row reads it in place as well."""
-        end, checkpoint = len(keys), None
-        if self._layout.has_points and not self._can_stop_at(row, end):
-            checkpoint = max(self._cuttable(row, end), key=lambda each: min(each.offset, len(keys)))
-            end = checkpoint.offset
-        elif self._layout.has_points:
-            end = row.position
+        end = self._end(row, len(keys)) if self._layout.has_points else len(keys)
         known = row.clean_keys()[:end]
-        if len(known) < end or not self._put(row, known, checkpoint, self._core.evictor.find_room, "branch"):
+        wanted = [each for each in row.own.checkpoints if each.offset == end]
+        if len(known) < end or not self._put(row, known, wanted, self._core.evictor.find_room, "branch"):
             return
-        self._room.drop_checkpoint(row, checkpoint)
+        row.own.drop(lambda each: each.offset == end)
         start, before = row.path_end, row.node
         if end <= start:
             return
@@ -89,47 +91,40 @@ class Storing:
             del row.batch
             row.is_closed = True
             row.node, row.orphans = None, []
-            self._room.drop_checkpoints(row, -1)
+            row.own.clear()
             if node is not None and node.payload is not None:
                 core.states.read(node, -1)
                 core.evictor.tidy(node)
             core.write_trace(row.request, max(0, row.known_tokens - len(row.prompt)))
 
-    def checkpoint(self, row: Row, kind: str) -> Checkpoint:
-        """Copy the point state of a row where it stands."""
-        _, points = row.batch.copied(row.at, offset=row.position, copying=self._core.pager.allocating)
-        return self._layout.checkpoint_of(points, row.position, kind)
+    def take_checkpoint(self, row: Row, kind: str) -> None:
+        """Take a row's checkpoint where it stands."""
+        self._core.take_checkpoint(row.own, row.path(), self._points(row), row.position, kind)
 
     def _store(self, row: Row) -> None:
         """Copy what a row evaluated, and the tree lacks, out of its tails into the tree."""
         keys = self._core.allowed(row.clean_keys(), self._namespace)
-        checkpoint = None
-        if self._layout.has_points and (row.lost is not None or row.position > len(keys)):
-            own = [each for each in row.checkpoints if each.offset <= len(keys)]
-            if not own:
+        if self._layout.has_points:
+            if row.lost is None and row.position == len(keys) <= row.cached_tokens:
                 return
-            checkpoint = max(own, key=lambda each: each.offset)
-            keys = keys[: checkpoint.offset]
-        elif self._layout.has_points and len(keys) <= row.cached_tokens:
-            return
-        others = [each for each in row.checkpoints if each.offset < len(keys)]
-        self._put(row, keys, checkpoint, self._core.evictor.make_room, "end", others, closing=True)
+            keys = keys[: self._end(row, len(keys))]
+        self._put(row, keys, row.own.checkpoints, self._core.evictor.make_room, "end", closing=True)
 
     def _put(
         self,
         row: Row,
         keys: Keys,
-        checkpoint: Checkpoint | None,
+        checkpoints: Sequence[Checkpoint],
         fits: Callable[[int], bool],
         kind: str,
-        others: Sequence[Checkpoint] = (),
         *,
         closing: bool = False,
     ) -> bool:
         """Give the tree what it lacks of these keys, which are a row's first; False: there is nothing, or no room.
 
         Args:
-            checkpoint: at their end; None: of this kind it is taken here, where point layers want one.
+            checkpoints: of the row's own, those that go along.
+            kind: of the checkpoint at their end, where point layers want one.
             closing: the row's own state goes, and what it takes is free.
         """
         core, layout, batch = self._core, self._layout, row.batch
@@ -138,31 +133,33 @@ class Storing:
         in_place = any(start < high for _, high in row.in_place)  # of that nothing is in the tails
         if not layout.has_points if start == end else in_place:
             return False
-        takes = layout.has_points and checkpoint is None
-        point_bytes = self._room.point_bytes(end) if takes else 0 if checkpoint is None else checkpoint.nbytes
+        takes = layout.has_points and row.lost is None and (row.position == end or not layout.has_states)
         is_alone = closing and all(each is None or each is row for each in batch.rows)
         held = batch.nbytes
         freed_bytes = held if is_alone else held // len(batch.rows) if closing else 0
         with core.states.guarded(match.node):
-            need = (end - start) * layout.token_bytes + point_bytes - freed_bytes
+            need = (end - start) * layout.token_bytes - freed_bytes
+            need += self._room.point_bytes(end) if takes else 0
             if need > 0 and not fits(need):
                 if layout.has_points:
                     return False
                 end = max(start, end - -(-core.evictor.over_bytes(need) // max(1, layout.token_bytes)))
                 if start == end:
                     return False
-            spans, points = batch.copied(
-                row.at,
-                segment_bounds(start, end),
-                end if takes else None,
-                copying=core.pager.allocating,
-                emptying=is_alone,
-            )
+            kept = [*checkpoints]
+            if takes:
+                core.capture(row.own, match.path, partial(self._points, row), end)
+                leaves = batch.copied_points(row.at, end, copying=core.pager.allocating, emptying=is_alone)
+                kept.append(layout.checkpoint_of(leaves, end, kind))
+            bounds = segment_bounds(start, end)
+            spans = batch.copied(row.at, bounds, copying=core.pager.allocating, emptying=is_alone)
             if is_alone:
-                self._room.booking.book_live(self._room.booking.live_bytes - held)
+                self._room.booking.book_live(self._room.booking.live_bytes - held + batch.nbytes)
             found = layout.spans_of(spans, start, end) if start < end else None
-            checkpoint = layout.checkpoint_of(points, end, kind) if takes else checkpoint
-            core.recorder.put(keys[:end], self._namespace, found, checkpoint, row.request.use, others)
+            windows = row.own.windows
+            if closing:
+                row.own.clear()  # what is in the tree is booked there
+            core.recorder.put(keys[:end], self._namespace, found, None, row.request.use, windows, kept)
         return True
 
     def _leave_in_place(self, row: Row, start: int, end: int) -> None:

@@ -31,8 +31,6 @@ from radixcache.groups.attention import Pair, Plan, cascade, handed, has_slow_ex
 GROWTH_COLUMNS = 64
 #: Up to so many tokens of a pass attend to segments in place.
 CASCADE_TOKENS = 256
-#: Where nothing is read in place, cascade attention is the faster one from so many scores of a head on.
-FEWEST_SCORES = 4096
 
 #: A segment for all layers: the rows that read it (None: all), and the state.
 Part = tuple[tuple[int, ...] | None, Spans]
@@ -49,9 +47,7 @@ class Pass:
         self.columns = columns
         self.tokens = tokens
         self.parts = parts
-        scores = len(columns.lengths) * tokens * columns.end
-        pays = bool(parts) or (has_slow_exp() and scores >= FEWEST_SCORES)
-        self.is_cascade = ours and pays and tokens <= CASCADE_TOKENS
+        self.is_cascade = ours and (bool(parts) or has_slow_exp()) and tokens <= CASCADE_TOKENS
         self.masks: list[mx.array] = []
         #: By leaf: what its layer returned, once it is written.
         self.fetched: dict[int, Pair] = {}

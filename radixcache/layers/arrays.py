@@ -10,15 +10,16 @@ Everything it hands out is evaluated, so any thread may use it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_not
 from typing import Any
 
 import mlx.core as mx
 
 from radixcache.adapters.cache_list import leaves
-from radixcache.adapters.contract import NEVER, Adapter
+from radixcache.adapters.contract import NEVER, Adapter, is_windowed
 from radixcache.adapters.registry import PROBED, adapter_for
-from radixcache.adapters.snapshots import Checkpoint, Spans
+from radixcache.adapters.snapshots import Checkpoint, Range, Spans, Window, WindowSnapshot
 from radixcache.errors import SnapshotError
 from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError
 
@@ -49,9 +50,8 @@ class ArrayLayout:
         self._flat_classes: list[type] | None = None
         pairs = self.leaves(self.fresh())
         self._adapters = [adapter for _, adapter in pairs]
-        self.has_points = any(adapter.is_point for _, adapter in pairs)
-        #: No checkpoint beyond this offset can be cut back: the largest so far that could.
-        self.cut_reach = 0
+        self._windows = [adapter.window(cache) if is_windowed(adapter) else None for cache, adapter in pairs]
+        self._note_kinds([True] * len(pairs))
         self.token_bytes = 0
         self._shapes: list[tuple[Any, ...] | None] = [None] * len(pairs)
         # Leaves that a forward pass writes; None until one has been seen through. A model may leave some unused.
@@ -144,12 +144,25 @@ class ArrayLayout:
         in_use = [now or known for now, known in zip(written, before, strict=True)]
         if in_use != self._in_use:
             self._in_use, self._blind = in_use, None
-        self.has_points = any(a.is_point for (_, a), used in zip(pairs, self._in_use, strict=True) if used)
+        self._note_kinds(in_use)
         for index, (cache, adapter) in enumerate(pairs):
             if written[index] and self._shapes[index] is None:
                 self._shapes[index] = adapter.shapes(cache)
         spans = self._span_leaves(caches)
         self.token_bytes = sum(b.nbytes // b.shape[2] for cache, adapter in spans for b in adapter.buffers(cache))
+
+    def _note_kinds(self, in_use: Sequence[bool]) -> None:
+        used = [(a, window) for a, window, its in zip(self._adapters, self._windows, in_use, strict=True) if its]
+        #: Whether some layer in use has state that is valid at one offset only.
+        self.has_states = any(adapter.is_point and window is None for adapter, window in used)
+        self._window_leaves: dict[Window, list[int]] = {}
+        for leaf, (window, its) in enumerate(zip(self._windows, in_use, strict=True)):
+            if its and window is not None:
+                self._window_leaves.setdefault(window, []).append(leaf)
+        #: The different windows of layers in use.
+        self.windows = tuple(self._window_leaves)
+        #: Whether either is so.
+        self.has_points = self.has_states or bool(self.windows)
 
     @property
     def is_quantized(self) -> bool:
@@ -270,37 +283,101 @@ class ArrayLayout:
     def merge(self, upper: Spans, lower: Spans) -> tuple[Spans, int]:
         """Join two spans that touch; also returns the bytes that had to be copied."""
         sides = zip(self._adapters, upper.leaves, lower.leaves, strict=True)
-        joined = [None if adapter.is_point else adapter.merge(up, low) for adapter, up, low in sides]
+        joined = [adapter.merge(up, low) for adapter, up, low in sides]
         spans = self.spans_of(joined, upper.start, lower.end)
         return spans, _new_nbytes(joined, upper, lower)
 
+    # Windows
+
+    def window_bytes(self, window: Window) -> int:
+        """Bytes of a token in all layers with this window; 0 until a pass showed it."""
+        return sum(self.leaf_bytes(leaf) for leaf, its in enumerate(self._windows) if its == window)
+
+    def layers_of(self, window: Window) -> int:
+        """How many layers in use have this window."""
+        return len(self._window_leaves[window])
+
+    def stored(self, spans: Spans, window: Window) -> list[Range]:
+        """Of which tokens state of the layers with this window is there, in order."""
+        snapshot = spans.leaves[self._window_leaves[window][0]]
+        return [] if snapshot is None else snapshot.ranges
+
+    def held(self, caches: Sequence[Any]) -> dict[Window, list[Range]]:
+        """What the live windows have, in order."""
+        leaves = self.leaves(caches)
+        return {window: _held(*leaves[self._window_leaves[window][0]]) for window in self.windows}
+
+    def capture(self, caches: Sequence[Any], start: int, end: int, wanted: Mapping[Window, Sequence[Range]]) -> Spans:
+        """Copy what the live windows have of the tokens wanted, all in [start, end)."""
+        snapshots: list[WindowSnapshot | None] = []
+        for (cache, adapter), window in zip(self.leaves(caches), self._windows, strict=True):
+            if window is None or adapter.is_empty(cache):
+                snapshots.append(None)
+                continue
+            found = [adapter.snapshot(cache, low, high).pieces for low, high in wanted.get(window, ())]
+            snapshots.append(WindowSnapshot(start, end, [piece for pieces in found for piece in pieces]))
+        return self.spans_of(snapshots, start, end)
+
+    def within(self, spans: Spans, kept: Mapping[Window, Sequence[Range]]) -> tuple[Spans, int]:
+        """Of state of windows what lies in these tokens; also returns the bytes that had to be copied."""
+        cut: list[WindowSnapshot | None] = []
+        new: list[mx.array] = []
+        for leaf, window in zip(spans.leaves, self._windows, strict=True):
+            found = None if leaf is None or window is None else leaf.within(kept[window])
+            if found is not None and any(map(is_not, found.pieces, leaf.pieces)):
+                known = set(map(id, leaf.arrays()))
+                new += [array for array in found.arrays() if id(array) not in known]
+            cut.append(found)
+        mx.eval(new)
+        nbytes = sum(leaf.nbytes for leaf in cut if leaf is not None)
+        return Spans(spans.start, spans.end, cut, nbytes), sum(array.nbytes for array in new)
+
+    def with_more(self, spans: Spans, more: Spans) -> Spans:
+        """State of windows as well of tokens that it was not of."""
+        both = [
+            ours if theirs is None else theirs if ours is None else ours.with_more(theirs.pieces)
+            for ours, theirs in zip(spans.leaves, more.leaves, strict=True)
+        ]
+        return Spans(spans.start, spans.end, both, spans.nbytes + more.nbytes)
+
+    # Point state
+
     def checkpoint(self, caches: Sequence[Any], offset: int, kind: str) -> Checkpoint:
-        """Copy the state of all point layers, which stand at `offset`."""
-        snapshots = [a.snapshot(c, 0, offset) if a.is_point else None for c, a in self.leaves(caches)]
+        """Copy the state of all point layers but windows, which stand at `offset`."""
+        pairs = zip(self.leaves(caches), self._windows, strict=True)
+        snapshots = [a.snapshot(c, 0, offset) if a.is_point and window is None else None for (c, a), window in pairs]
         return self.checkpoint_of(snapshots, offset, kind)
 
     def checkpoint_of(self, snapshots: list[Any], offset: int, kind: str) -> Checkpoint:
-        """The point leaves' snapshots at `offset` as one, evaluated; None for every other leaf."""
-        checkpoint = Checkpoint(offset, snapshots, _evaluated_nbytes(snapshots), kind)
-        if offset > self.cut_reach and self.can_cut(checkpoint, offset - 1):
-            self.cut_reach = offset
-        return checkpoint
+        """Those layers' snapshots at `offset` as one, evaluated; None for every other leaf."""
+        return Checkpoint(offset, snapshots, _evaluated_nbytes(snapshots), kind)
 
-    def can_cut(self, checkpoint: Checkpoint, target: int) -> bool:
-        """Whether all point layers can be restored to `target` <= checkpoint.offset from this checkpoint."""
-        pairs = zip(self._adapters, checkpoint.leaves, strict=True)
-        return all(adapter.can_cut(snapshot, target) for adapter, snapshot in pairs if adapter.is_point)
+    def restore_points(
+        self, caches: Sequence[Any], checkpoint: Checkpoint | None, target: int, stored: Sequence[Spans] = ()
+    ) -> None:
+        """Put the point layers to `target`.
 
-    def restore_points(self, caches: Sequence[Any], checkpoint: Checkpoint | None, target: int) -> None:
-        """Put the point layers to `target` from a checkpoint that can be cut there; None empties them (target 0)."""
-        if checkpoint is None:
+        Args:
+            checkpoint: of those that are no windows; None: there are none in use, or the target is 0.
+            stored: state of windows, with all that they need there.
+
+        Raises:
+            LiveStateError: it has not, or MLX failed while the caches were written.
+        """
+        if target == 0:
             self._empty_points(caches)
             return
         written: list[mx.array] = []
-        for (cache, adapter), snapshot in zip(self.leaves(caches), checkpoint.leaves, strict=True):
+        for index, (cache, adapter) in enumerate(self.leaves(caches)):
+            if self._windows[index] is not None:
+                pieces = [piece for spans in stored if spans.leaves[index] for piece in spans.leaves[index].pieces]
+                pieces.sort(key=lambda piece: piece.start)
+                snapshot = WindowSnapshot(0, target, pieces) if pieces else None
+            else:
+                snapshot = checkpoint.leaves[index] if checkpoint is not None and checkpoint.leaves else None
             if adapter.is_point and snapshot is not None:
-                restored = adapter.restore(cache, snapshot, target)
-                assert restored, (type(cache).__name__, checkpoint.offset, target)
+                if not adapter.restore(cache, snapshot, target):
+                    raise LiveStateError(f"{type(cache).__name__}: the state at {target} is not all there.")
                 written += adapter.buffers(cache)
         _evaluate_written(written)
 
@@ -362,6 +439,10 @@ class ArrayLayout:
         if type(cache) is KVCache:
             return cache.to_quantized(group_size=self._kv_group_size, bits=self._kv_bits)
         return cache
+
+
+def _held(cache: Any, adapter: Adapter) -> list[Range]:
+    return adapter.held(cache) if is_windowed(adapter) and not adapter.is_empty(cache) else []
 
 
 def _fit(found: tuple[Any, ...], known: tuple[Any, ...]) -> bool:

@@ -10,12 +10,32 @@ grow as mlx-lm's KVCache does, and a live cache and this one make the same evict
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from radixcache.adapters.contract import NEVER
-from radixcache.adapters.snapshots import Checkpoint, Spans
+from radixcache.adapters.snapshots import Checkpoint, Range, Spans, Window, WindowSnapshot, common, tokens_in
+
+
+@dataclass(slots=True, eq=False)
+class SizedPiece:
+    """As many bytes as the keys [start, end) take."""
+
+    start: int
+    end: int
+    nbytes: int
+
+    def split(self, at: int) -> tuple[SizedPiece | None, SizedPiece | None]:
+        if at <= self.start:
+            return None, self
+        if at >= self.end:
+            return self, None
+        upper_bytes = self.nbytes * (at - self.start) // (self.end - self.start)
+        return SizedPiece(self.start, at, upper_bytes), SizedPiece(at, self.end, self.nbytes - upper_bytes)
+
+    def merged(self, lower: SizedPiece) -> SizedPiece:
+        return SizedPiece(self.start, lower.end, self.nbytes + lower.nbytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -23,12 +43,14 @@ class SizedCache:
     """Where the span layers and the point layers of a live cache stand.
 
     Span buffers grow in steps of `grow_keys` and have room for `capacity` keys; 0: they hold exactly what is in them.
+    Windows have the last `passed` keys, those of the last forward pass, and what each of them reads.
     """
 
     grow_keys: int = 0
     spans: int = 0
     points: int = 0
     capacity: int = 0
+    passed: int = 0
 
     def advance(self, keys: int) -> None:
         """A forward pass over that many keys."""
@@ -38,6 +60,7 @@ class SizedCache:
             self.capacity = kept + -(-keys // self.grow_keys) * self.grow_keys
         self.spans += keys
         self.points += keys
+        self.passed = keys
 
     def reserve(self, capacity: int) -> None:
         """Give the span buffers room for so many keys, never less than one more than they hold."""
@@ -76,9 +99,13 @@ class SizedLayout:
             raise ValueError("all sizes are 0; wanted bytes per token or per checkpoint.")
         self.token_bytes = token_bytes
         self.has_points = points > 0
-        self.cut_reach = 0
+        self.has_states = checkpoint_bytes > 0
         self._checkpoint_bytes = checkpoint_bytes
-        self._windows = [(keys, nbytes) for keys, nbytes in windows if keys and nbytes]
+        self._window_bytes: dict[Window, int] = {}
+        for keys, nbytes in windows:
+            if keys and nbytes:
+                self._window_bytes[Window(keys)] = self._window_bytes.get(Window(keys), 0) + nbytes
+        self.windows = tuple(self._window_bytes)
         self._grow_keys = grow_keys if token_bytes else 0
 
     def fresh(self) -> list[Any]:
@@ -127,9 +154,6 @@ class SizedLayout:
             return target == offset
         return not self.has_points or self._is_whole(caches[0].points)
 
-    def can_cut(self, checkpoint: Checkpoint, target: int) -> bool:
-        return target == checkpoint.offset or self._is_whole(checkpoint.offset)
-
     def rewind(self, caches: Sequence[Any], offset: int, target: int) -> None:
         if target < offset:
             caches[0].spans = caches[0].points = target
@@ -151,18 +175,52 @@ class SizedLayout:
         return int(max(0, target - begin) * self.token_bytes)
 
     def split(self, spans: Spans, at: int) -> tuple[Spans, Spans, int]:
-        return self._spans(spans.start, at), self._spans(at, spans.end), 0
+        uppers, lowers = zip(*(leaf.split(at) for leaf in spans.leaves), strict=True)
+        return _summed(spans.start, at, [*uppers]), _summed(at, spans.end, [*lowers]), 0
 
     def merge(self, upper: Spans, lower: Spans) -> tuple[Spans, int]:
-        return self._spans(upper.start, lower.end), 0
+        joined = [ours.merged(theirs) for ours, theirs in zip(upper.leaves, lower.leaves, strict=True)]
+        return _summed(upper.start, lower.end, joined), 0
+
+    # Windows: a leaf for each
+
+    def window_bytes(self, window: Window) -> int:
+        return self._window_bytes[window]
+
+    def layers_of(self, window: Window) -> int:
+        return 1
+
+    def stored(self, spans: Spans, window: Window) -> list[Range]:
+        ranges: list[Range] = spans.leaves[self.windows.index(window)].ranges
+        return ranges
+
+    def held(self, caches: Sequence[Any]) -> dict[Window, list[Range]]:
+        points, passed = caches[0].points, max(caches[0].passed, 1)
+        return {window: [(max(0, points - window.size - passed + 1), points)] for window in self.windows}
+
+    def capture(self, caches: Sequence[Any], start: int, end: int, wanted: Mapping[Window, Sequence[Range]]) -> Spans:
+        leaves, held = [], self.held(caches)
+        for window, nbytes in self._window_bytes.items():
+            found = common(wanted.get(window, ()), held[window])
+            pieces = [SizedPiece(low, high, (high - low) * nbytes) for low, high in found]
+            leaves.append(WindowSnapshot(start, end, pieces))
+        return _summed(start, end, leaves)
+
+    def within(self, spans: Spans, kept: Mapping[Window, Sequence[Range]]) -> tuple[Spans, int]:
+        cut = [leaf.within(kept[window]) for window, leaf in zip(self.windows, spans.leaves, strict=True)]
+        return _summed(spans.start, spans.end, cut), 0
+
+    def with_more(self, spans: Spans, more: Spans) -> Spans:
+        both = [ours.with_more(theirs.pieces) for ours, theirs in zip(spans.leaves, more.leaves, strict=True)]
+        return _summed(spans.start, spans.end, both)
 
     def checkpoint(self, caches: Sequence[Any], offset: int, kind: str) -> Checkpoint:
-        if self._is_whole(offset):
-            self.cut_reach = max(self.cut_reach, offset)
-        return Checkpoint(offset, [], self._point_nbytes(offset), kind)
+        return Checkpoint(offset, [], self._checkpoint_bytes, kind)
 
-    def restore_points(self, caches: Sequence[Any], checkpoint: Checkpoint | None, target: int) -> None:
-        caches[0].points = target
+    def restore_points(
+        self, caches: Sequence[Any], checkpoint: Checkpoint | None, target: int, stored: Sequence[Spans] = ()
+    ) -> None:
+        caches[0].points, caches[0].passed = target, 0
 
     def hold(self, caches: Sequence[Any], tokens: int) -> list[Any]:
         return [(caches[0].spans, caches[0].points)]
@@ -206,13 +264,18 @@ class SizedLayout:
 
     def _spans(self, start: int, end: int) -> Spans:
         nbytes = (end - start) * self.token_bytes
-        return Spans(start, end, [Spans(start, end, [], nbytes)], nbytes)
+        return Spans(start, end, [SizedPiece(start, end, nbytes)], nbytes)
 
     def _point_nbytes(self, offset: int) -> int:
         if offset == 0:
             return 0
-        return self._checkpoint_bytes + sum(min(offset, keys) * nbytes for keys, nbytes in self._windows)
+        windows = self._window_bytes.items()
+        return self._checkpoint_bytes + sum(tokens_in(window.needs(offset)) * nbytes for window, nbytes in windows)
 
     def _is_whole(self, offset: int) -> bool:
         """Whether point state at `offset` has lost nothing yet."""
-        return self._checkpoint_bytes == 0 and all(offset <= keys for keys, _ in self._windows)
+        return self._checkpoint_bytes == 0 and all(offset <= window.size for window in self.windows)
+
+
+def _summed(start: int, end: int, leaves: list[Any]) -> Spans:
+    return Spans(start, end, leaves, sum(leaf.nbytes for leaf in leaves))

@@ -24,22 +24,24 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from policies import CostModel, EvictionPolicy
-from radixcache.adapters.snapshots import Checkpoint
 from radixcache.budget.ledger import Ledger
 from radixcache.errors import PolicyError, SessionClosedError
+from radixcache.layers.evaluation import NATIVE_ERRORS
 from radixcache.layers.layout import Layout
 from radixcache.paging.booking import Booking, Owner
 from radixcache.paging.evictor import Evictor
 from radixcache.paging.grid import Tails, floor
 from radixcache.paging.live_path import LivePath
+from radixcache.paging.own_state import OwnState
 from radixcache.paging.pager import Pager
 from radixcache.paging.pins import Pins
 from radixcache.paging.recorder import Recorder
 from radixcache.paging.request import Request
-from radixcache.paging.resume import ResumePlan, ShortReason, plan_resume
+from radixcache.paging.resume import ResumePlan, ShortReason, plan_resume, stored_from
 from radixcache.paging.slots import Slots
 from radixcache.paging.tally import Tally
 from radixcache.settings import Settings
@@ -47,8 +49,9 @@ from radixcache.tokens.keys import Keys
 from radixcache.tokens.quarantine import Quarantine
 from radixcache.tree.events import Events
 from radixcache.tree.guarded_policy import OWN, GuardedPolicy
+from radixcache.tree.node_state import NodeState, StateNode
 from radixcache.tree.radix_tree import Match
-from radixcache.tree.state_tree import NodeState, StateNode, StateTree, Use
+from radixcache.tree.state_tree import StateTree, Use
 from radixcache.verify.verifier import Verifier
 
 
@@ -69,11 +72,16 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """What `begin` would find, and how far it would get if all buffers could be read."""
+    """What `begin` would find, and how far it would get if all buffers could be read.
+
+    Attributes:
+        windows: for each window how many layers have it, and from which token on it is stored up to where it resumes.
+    """
 
     match: Match[NodeState]
     plan: ResumePlan
     readable: ResumePlan
+    windows: tuple[tuple[int, int], ...]
 
 
 #: Chooses a slot for a path, of which so many tokens count.
@@ -202,7 +210,10 @@ class Core:
         live = self.slots.choose(match.path, min(match.offset, limit)) if is_free else None
         hidden = self.slots.hidden(match.path, live, evaluate=False)
         plan = self._plan(match, keys, limit, live, hidden)
-        return Foresight(match, plan, plan if hidden is None else self._plan(match, keys, limit, live, None))
+        readable = plan if hidden is None else self._plan(match, keys, limit, live, None)
+        windows = self.layout.windows if plan.resume else ()
+        stored = [(self.layout.layers_of(each), stored_from(self.layout, plan, each)) for each in windows]
+        return Foresight(match, plan, readable, tuple(stored))
 
     def is_resumable(self, keys: Keys, namespace: str) -> bool:
         """Whether a request that goes on from these keys would resume at their end; it counts as a use if so.
@@ -228,16 +239,18 @@ class Core:
 
     # A request is served
 
-    def fall_back(self, live: LivePath, own: Sequence[Checkpoint], limit: int) -> int:
+    def fall_back(self, live: LivePath, own: OwnState, limit: int) -> int:
         """Return live caches to the deepest checkpoint at or below `limit`, the request's own or the tree's."""
-        found = [(each.offset, each) for each in own if each.offset <= limit]
-        stored = [(node.end, node.payload.checkpoint) for node in live.nodes() if node.end <= limit]
-        found += [(end, checkpoint) for end, checkpoint in stored if checkpoint is not None]
-        target, checkpoint = max(found, key=lambda pair: pair[0], default=(0, None))
+        path = live.nodes()
+        found = [each for each in own.checkpoints if each.offset <= limit]
+        found += [node.payload.checkpoint for node in path if node.end <= limit and node.payload.checkpoint is not None]
+        whole = (each for each in found if not self.states.windows.lacking(path, each.offset, own.windows))
+        checkpoint = max(whole, key=lambda each: each.offset, default=None)
+        target = 0 if checkpoint is None else checkpoint.offset
         if target < live.offset:
             self.pager.retreat(live, target)
         self.layout.rewind_spans(live.caches, target)
-        live.restore_points(checkpoint, target)
+        live.restore_points(checkpoint, target, [*self.states.windows.stored(live.nodes()), *own.windows])
         live.measure()
         self.keep_budget()
         return target
@@ -253,17 +266,50 @@ class Core:
         live.measure(replaced)
         self.evictor.make_room()
 
-    def thin(self, checkpoints: list[Checkpoint], booking: Booking) -> None:
-        """A request took the last of these checkpoints: book it; for cap and budget its interval ones go."""
-        booking.book_checkpoint(checkpoints[-1].nbytes)
+    def keep_windows(self, own: OwnState, caches: Sequence[Any], start: int, end: int) -> None:
+        """Keep what windows have of the tokens [start, end) that were just evaluated, if there is room to spare."""
+        need = sum(self.layout.window_bytes(window) for window in self.layout.windows) * (end - start)
+        room = self.evictor.checkpoint_budget_bytes - self.account.checkpoint_bytes
+        if need and need <= room and not self.evictor.over_bytes(need):
+            try:
+                self.states.copied_window_bytes += own.capture_more(caches, start, end)
+            except NATIVE_ERRORS:
+                self.layout.release()  # it was only to spare
+
+    def take_checkpoint(
+        self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int, kind: str
+    ) -> None:
+        """Take a request's checkpoint where its caches stand; of windows only what is nowhere yet is copied.
+
+        Args:
+            path: of the tree, up to where the request's own state begins.
+        """
+        self.capture(own, path, lambda: caches, offset)
+        own.add_checkpoint(self.pager.allocating(lambda: self.layout.checkpoint(caches, offset, kind)))
+        self.thin(own)
+
+    def capture(
+        self, own: OwnState, path: Sequence[StateNode], caches: Callable[[], Sequence[Any]], offset: int
+    ) -> None:
+        """Copy what windows need at an offset, and is neither on the path nor the request's own yet."""
+        lacking = self.states.windows.lacking(path, offset, own.windows)
+        if lacking:
+            start = min(low for ranges in lacking.values() for low, _ in ranges)
+            copy = partial(own.capture, caches(), start, offset, lacking)
+            self.states.copied_window_bytes += self.pager.allocating(copy)
+
+    def thin(self, own: OwnState) -> None:
+        """A request took a checkpoint: for cap and budget what nothing needs goes, and its interval ones.
+
+        With windows these are dear, and mostly in vain: they go before anything that others have stored.
+        """
+        while self.layout.windows and self.evictor.over_bytes() and own.give_up():
+            pass
         self.evictor.thin_checkpoints()
         fits = self.evictor.make_room()
         while not fits or self.account.checkpoint_bytes > self.evictor.checkpoint_budget_bytes:
-            victim = _least_covering(checkpoints)
-            if victim is None:
+            if not own.give_up():
                 return
-            checkpoints.remove(victim)
-            booking.book_checkpoint(-victim.nbytes)
             fits = self.evictor.over_bytes() == 0
 
     def book_second(self, live: LivePath, nbytes: int) -> bool:
@@ -275,11 +321,11 @@ class Core:
 
     # A request is over
 
-    def commit(self, live: LivePath, request: Request, keys: Keys, end: int, checkpoints: Sequence[Checkpoint]) -> None:
-        """Make the first `end` of these keys, all evaluated, a path of the tree, LIVE and with these checkpoints."""
+    def commit(self, live: LivePath, request: Request, keys: Keys, end: int, own: OwnState) -> None:
+        """Make the first `end` of these keys, all evaluated, a path of the tree, LIVE, with what the request kept."""
         if end < live.offset:
             self.pager.retreat(live, end)
-        self.recorder.record_live(live, keys[:end], request.namespace, checkpoints, request.use)
+        self.recorder.record_live(live, keys[:end], request.namespace, own, request.use)
         if self.settings.exact:
             tip = live.tip if live.tip is not None else self.states.tree.root(request.namespace)
             self.tails.add(tip, keys[end:])
@@ -390,10 +436,3 @@ class Core:
     def _give_back(self, amount_bytes: int) -> int:
         """Another cache on the ledger wants bytes."""
         return self.evictor.shrink_to(max(0, self.account.total_bytes - amount_bytes))
-
-
-def _least_covering(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """The interval checkpoint whose neighbours are closest together; the newest is never chosen."""
-    offsets = [0, *(c.offset for c in checkpoints)]
-    gaps = [(offsets[i + 2] - offsets[i], i) for i, c in enumerate(checkpoints[:-1]) if c.kind == "interval"]
-    return checkpoints[min(gaps)[1]] if gaps else None

@@ -2,10 +2,12 @@
 
     1  snapshots of LIVE nodes         duplicates: the buffers hold the same; not where a row reads them in place
     2  spare capacity of live buffers  room for tokens that did not come
-    3  the policy's victims            leaves by their tail, 256 tokens at a time; checkpoints of single-child nodes
-    4  an idle slot among several      the common prefix that it holds once more; its own nodes become PAGED
-    5  the tail of an idle live path   its nodes are cut, its buffers shrink
-    6  other caches on the same ledger
+    3  tokens of windows               those that no checkpoint needs, before each of the next steps; then checkpoints
+                                       that were taken for the distance alone, where windows make them dear
+    4  the policy's victims            leaves by their tail, 256 tokens at a time; checkpoints of single-child nodes
+    5  an idle slot among several      the common prefix that it holds once more; its own nodes become PAGED
+    6  the tail of an idle live path   its nodes are cut, its buffers shrink
+    7  other caches on the same ledger
 
 An idle slot that was used less recently than the policy's victim is given up before that victim, so that slots do not
 shield from the policy what nobody has asked for in a long time.
@@ -25,7 +27,8 @@ from radixcache.adapters.snapshots import Checkpoint
 from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.slots import Slots
-from radixcache.tree.state_tree import StateNode, StateTree
+from radixcache.tree.node_state import StateNode
+from radixcache.tree.state_tree import StateTree
 
 
 class Evictor:
@@ -98,6 +101,7 @@ class Evictor:
             state = node.payload
             if state.is_kept:
                 nbytes += 0 if state.checkpoint is None else state.checkpoint.nbytes
+                nbytes += self._states.windows.needed_bytes(node)
                 is_duplicate = state.live and not state.readers
                 nbytes += 0 if state.spans is None or is_duplicate else state.spans.nbytes
         return nbytes
@@ -111,6 +115,11 @@ class Evictor:
 
     def _give_way(self, over: Callable[[], int]) -> bool:
         """Take the next step towards less; False when there is none."""
+        if self._states.windows.drop_unneeded(over):
+            return True
+        if self._layout.windows and (node := self._states.thinnable("interval")) is not None:
+            self._drop_checkpoint(node)
+            return True
         stale = self._stale_path()
         if stale is not None:
             self.empty_slot(stale, over)
@@ -156,7 +165,9 @@ class Evictor:
 
     def thin_checkpoints(self) -> None:
         """Keep checkpoints under their cap: interval ones first; branch points, marks and the newest stay."""
-        while self._account.checkpoint_bytes > self.checkpoint_budget_bytes:
+        while self._over_cap():
+            if self._states.windows.drop_unneeded(self._over_cap):
+                continue
             node = self._states.thinnable()
             if node is None:
                 return
@@ -180,6 +191,9 @@ class Evictor:
         while not node.is_root and self._states.is_useless(node):
             node = self._states.remove(node)
         self._states.coalesce_all(path)
+
+    def _over_cap(self) -> int:
+        return max(0, self._account.checkpoint_bytes - self.checkpoint_budget_bytes)
 
     def _drop_branch(self, leaf: StateNode) -> None:
         """Remove a leaf, and above it what nothing can resume on any more; join what is left single."""
@@ -260,7 +274,7 @@ class Evictor:
 
     def _restore(self, path: LivePath, checkpoint: Checkpoint, target: int) -> None:
         try:
-            path.restore_points(checkpoint, target)
+            path.restore_points(checkpoint, target, self._states.windows.stored(path.nodes()))
         except (*NATIVE_ERRORS, LiveStateError):
             self._slots.lose(path)
 

@@ -11,10 +11,10 @@ from radixcache.paging.core import Core
 from radixcache.paging.grid import floor
 from radixcache.paging.live_path import LivePath
 from radixcache.tokens.keys import Keys
-from radixcache.tree.state_tree import StateNode
+from radixcache.tree.node_state import StateNode
 
 
-def expel(core: Core, live: LivePath, keys: Keys, start: int | None, namespace: str) -> int:
+def expel(core: Core, live: LivePath, keys: Keys, start: int | None, namespace: str, *, is_branch: bool = False) -> int:
     """Quarantine what begins with `keys` from offset `start` on, take it out of the tree, and empty `live`.
 
     What other prompts share with it stays. An idle slot that had any of it is emptied as well. Another open
@@ -24,10 +24,14 @@ def expel(core: Core, live: LivePath, keys: Keys, start: int | None, namespace: 
         start: None: where they are quarantined already, by a check of another session on the same path, or else
             where the node begins on which they end. In exact mode it moves to the multiple of step_size below.
 
+        is_branch: it moves to where the branch begins of which the keys are a part.
+
     Returns:
         The start.
     """
     match = core.states.match(keys, namespace)
+    if is_branch and match.offset == len(keys):
+        start = _branch(match.node).start
     if start is None:
         start = core.quarantine.offset(keys, namespace)
     if start is None:
@@ -55,6 +59,13 @@ def expel(core: Core, live: LivePath, keys: Keys, start: int | None, namespace: 
             core.evictor.tidy(left)
     core.keep_budget()
     return start
+
+
+def _branch(node: StateNode) -> StateNode:
+    """The first of the nodes up to this one behind which the tree does not fork."""
+    while node.parent is not None and not node.parent.is_root and len(node.parent.children) == 1:
+        node = node.parent
+    return node
 
 
 def _cut_off(core: Core, node: StateNode, start: int) -> list[StateNode]:

@@ -29,8 +29,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from radixcache.tokens.keys import Keys
+from radixcache.tree.node_state import NodeState, StateNode
 from radixcache.tree.radix_tree import Match, Node, RadixTree
-from radixcache.tree.state_tree import NodeState, StateNode
 
 #: Keys of dropped tails that are remembered, over all paths: 2 MiB.
 MAX_TAIL_KEYS = 1 << 18

@@ -27,7 +27,8 @@ from radixcache.layers.evaluation import NATIVE_ERRORS
 from radixcache.layers.layout import Layout
 from radixcache.paging.booking import Booking
 from radixcache.tokens.ids import TokenIds
-from radixcache.tree.state_tree import StateNode, StateTree, Use
+from radixcache.tree.node_state import StateNode
+from radixcache.tree.state_tree import StateTree, Use
 
 
 class Tenant(Protocol):
@@ -209,9 +210,9 @@ class LivePath:
         self.caches = self._layout.fresh()
         self.measure()
 
-    def restore_points(self, checkpoint: Checkpoint | None, target: int) -> None:
-        """Put the point layers to `target`, from a checkpoint that can be cut there; None: to 0."""
-        self._layout.restore_points(self.caches, checkpoint, target)
+    def restore_points(self, checkpoint: Checkpoint | None, target: int, stored: Sequence[Spans]) -> None:
+        """Put the point layers to `target`, from a checkpoint there and what windows need, in order."""
+        self._layout.restore_points(self.caches, checkpoint, target, stored)
 
     def cut_back(self, offset: int) -> None:
         """Remove the nodes behind `offset` from the tree, and the part of one across it, and rewind to there."""

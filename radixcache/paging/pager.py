@@ -13,7 +13,7 @@ A copy whose allocation fails is tried again once, after half of what is held wa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from radixcache.adapters.snapshots import Spans
@@ -23,7 +23,8 @@ from radixcache.paging.evictor import Evictor
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.resume import ResumePlan
 from radixcache.paging.slots import Slots
-from radixcache.tree.state_tree import StateNode, StateTree, Use
+from radixcache.tree.node_state import StateNode
+from radixcache.tree.state_tree import StateTree, Use
 
 R = TypeVar("R")
 
@@ -43,12 +44,14 @@ class Pager:
     def move(self, live: LivePath, plan: ResumePlan, capacity_tokens: int, prompt_tokens: int) -> None:
         """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
         keep = min(plan.common, plan.resume)
-        via_live = self._layout.has_points and plan.checkpoint is None and plan.resume > 0
-        incoming = self.allocating(lambda: self._split_at(plan, keep))
+        # Before anything makes room: what no checkpoint needs would be the first to go.
+        stored = self._states.windows.stored(plan.path)
+        path = self.allocating(lambda: self._split_at(plan))
+        incoming = [node for node in path if node.end > keep]
         with self._evictor.sparing(incoming):
-            self._page(live, keep, incoming, capacity_tokens, prompt_tokens, with_points=via_live)
-        if self._layout.has_points and not via_live:
-            self.allocating(lambda: live.restore_points(plan.checkpoint, plan.resume))
+            self._page(live, keep, incoming, capacity_tokens, prompt_tokens, with_points=plan.is_live)
+        if self._layout.has_points and not plan.is_live:
+            self.allocating(lambda: live.restore_points(plan.checkpoint, plan.resume, stored))
         live.measure()
 
     def retreat(self, live: LivePath, keep: int) -> None:
@@ -58,8 +61,8 @@ class Pager:
         for node in leaving:
             self._page_out(live, node)
 
-    def restored(self, nodes: list[StateNode], plan: ResumePlan) -> list[Any]:
-        """Fresh caches at `plan.resume`, from the state of `nodes`."""
+    def restored(self, nodes: list[StateNode], plan: ResumePlan, stored: Sequence[Spans]) -> list[Any]:
+        """Fresh caches at `plan.resume`, from the state of `nodes`, and what windows need there."""
         caches = self._layout.fresh()
         for node in nodes if self._layout.token_bytes else []:
             offset, end = node.start, min(node.end, plan.resume)
@@ -69,16 +72,30 @@ class Pager:
                     self._layout.reserve(caches, plan.resume + 256, spans)
                 self._layout.page_in(caches, spans, min(spans.end, end))
                 offset = spans.end
-        if plan.checkpoint is not None:
-            self._layout.restore_points(caches, plan.checkpoint, plan.resume)
+        if plan.resume and self._layout.has_points:
+            self._layout.restore_points(caches, plan.checkpoint, plan.resume, stored)
         return caches
 
-    def keep_point_state(self, live: LivePath, use: Use) -> None:
+    def keep_point_state(self, live: LivePath, use: Use, kind: str = "end") -> None:
         """Take the live offset's checkpoint if it has none: once the live caches have moved on it cannot be made."""
         tip = live.tip
         if tip is not None and self._layout.has_points and tip.payload.checkpoint is None:
-            checkpoint = self.allocating(lambda: self._layout.checkpoint(live.caches, tip.end, "end"))
-            self._states.set_checkpoint(tip, checkpoint, use)
+            self.add_checkpoint(tip, live.caches, kind, use)
+
+    def add_checkpoint(self, node: StateNode, caches: Sequence[Any], kind: str, use: Use) -> None:
+        """Take a node's checkpoint from caches that stand at its end; of windows only what its path lacks is copied."""
+        lacking = self._states.windows.lacking(node.path(), node.end)
+        windows = None
+        if lacking:
+            start = min(low for ranges in lacking.values() for low, _ in ranges)
+            windows = self.allocating(lambda: self._layout.capture(caches, start, node.end, lacking))
+            self._states.copied_window_bytes += windows.nbytes
+        checkpoint = self.allocating(lambda: self._layout.checkpoint(caches, node.end, kind))
+        # Nothing is evicted from here on: what no checkpoint needs yet would be the first to go.
+        if windows is not None:
+            self._states.windows.store(node, windows)
+        if not self._states.windows.lacking(node.path(), node.end):  # else the caches have lost some of it
+            self._states.set_checkpoint(node, checkpoint, use)
 
     def grow(self, live: LivePath, need_tokens: int) -> None:
         """Make room for more than `need_tokens`: half as much again if that evicts nothing, else one step; lazily."""
@@ -169,15 +186,15 @@ class Pager:
         source = self._slots.source(node)
         return self._layout.page_out(source.caches, start, min(end, start // CUT_TOKENS * CUT_TOKENS + CUT_TOKENS))
 
-    def _split_at(self, plan: ResumePlan, keep: int) -> list[StateNode]:
-        """Cut the path at the resume offset; returns its nodes between `keep` and there, to be paged in."""
-        incoming = []
+    def _split_at(self, plan: ResumePlan) -> list[StateNode]:
+        """Cut the path at the resume offset; returns its nodes up to there."""
+        path = []
         for node in plan.path:
             if node.start < plan.resume < node.end:
                 node = self._states.split(node, plan.resume)
-            if keep < node.end <= plan.resume:
-                incoming.append(node)
-        return incoming
+            if node.end <= plan.resume:
+                path.append(node)
+        return path
 
     def _affordable(self, capacity: int, incoming: list[StateNode], capacity_tokens: int, prompt_tokens: int) -> int:
         """Make room for the live buffers; returns the capacity to reserve, without the reply's room if need be.

@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from radixcache.adapters.snapshots import Checkpoint
 from radixcache.layers.layout import Layout
 from radixcache.tokens.keys import Keys
-from radixcache.tree.state_tree import StateNode, StateTree
+from radixcache.tree.node_state import StateNode
+from radixcache.tree.state_tree import StateTree, Use
 
 #: A namespace and the bytes of the keys that are pinned in it.
 Pinned = tuple[str, bytes]
@@ -228,6 +230,11 @@ class Pins:
         if node.end > end:
             node = self._states.split(node, end)
         nodes = [node]
+        is_bare = self._layout.windows and not self._layout.has_states and node.payload.checkpoint is None
+        if is_bare and not self._states.windows.lacking(node.path(), node.end):
+            # Without one what windows need here would be the first to go.
+            use = Use(node.payload.entry.last_used)
+            self._states.set_checkpoint(node, Checkpoint(node.end, [], 0, "mark"), use)
         if self._layout.has_points and node.payload.checkpoint is None:
             nodes += [each for each in node.path()[:-1] if each.payload.checkpoint is not None][-1:]
         return nodes
@@ -274,7 +281,8 @@ class Pins:
     def _cost(self, node: StateNode, end: int) -> int:
         checkpoint = node.payload.checkpoint if node.end <= end else None
         tokens = min(node.end, end) - node.start
-        return tokens * self._layout.token_bytes + (0 if checkpoint is None else checkpoint.nbytes)
+        nbytes = tokens * self._layout.token_bytes + self._states.windows.needed_bytes(node)
+        return nbytes + (0 if checkpoint is None else checkpoint.nbytes)
 
     def _book(self) -> None:
         """Tell the ledger, so that caches that share the budget do not pin it twice."""

@@ -14,9 +14,11 @@ from radixcache.errors import SnapshotError
 from radixcache.layers.layout import Layout
 from radixcache.paging.evictor import Evictor
 from radixcache.paging.live_path import LivePath
+from radixcache.paging.own_state import OwnState
 from radixcache.paging.pager import Pager
 from radixcache.tokens.keys import Keys
-from radixcache.tree.state_tree import StateNode, StateTree, Use
+from radixcache.tree.node_state import StateNode
+from radixcache.tree.state_tree import StateTree, Use
 
 
 class Recorder:
@@ -28,18 +30,14 @@ class Recorder:
         self._evictor = evictor
         self._pager = pager
 
-    def record_live(
-        self, live: LivePath, keys: Keys, namespace: str, checkpoints: Sequence[Checkpoint], use: Use
-    ) -> None:
-        """The live caches have come to stand for `keys`: make that a path of the tree, with these checkpoints."""
+    def record_live(self, live: LivePath, keys: Keys, namespace: str, own: OwnState, use: Use) -> None:
+        """The live caches have come to stand for `keys`: make that a path of the tree, with what was kept."""
         if len(keys) == 0:
             return
         tip = self._path_for(keys, namespace, use)
         live.advance(tip)
         self._layout.learn(live.caches)
-        for checkpoint in checkpoints:
-            if checkpoint.offset <= len(keys):
-                self._attach(tip, checkpoint, use)
+        self._add(tip, own.windows, own.checkpoints, use)
         self._pager.keep_point_state(live, use)
 
     def record_foreign(self, caches: Sequence[Any], keys: Keys, namespace: str, use: Use) -> int:
@@ -59,11 +57,11 @@ class Recorder:
             with self._states.guarded(match.node):
                 start = match.offset
                 end = self._fitting_end(start, end)
-                checkpoint = self._checkpoint_of(caches, end) if self._layout.has_points else None
+                points = caches if self._layout.has_points else None
                 spans = None
                 if end > start:
                     spans = self._pager.allocating(lambda: self._layout.page_out(caches, start, end))
-                self.put(keys[:end], namespace, spans, checkpoint, use)
+                self.put(keys[:end], namespace, spans, points, use)
         finally:
             self._evictor.tidy(match.node)
         return end
@@ -73,16 +71,17 @@ class Recorder:
         keys: Keys,
         namespace: str,
         spans: Spans | None,
-        checkpoint: Checkpoint | None,
+        points: Sequence[Any] | None,
         use: Use,
-        others: Sequence[Checkpoint] = (),
+        windows: Sequence[Spans] = (),
+        checkpoints: Sequence[Checkpoint] = (),
     ) -> None:
         """Give the path to `keys`, whose end may be new, this state.
 
         Args:
             spans: of all that the tree does not hold yet; None: it holds all.
-            checkpoint: at the end.
-            others: checkpoints on the way.
+            points: caches whose point layers stand at the end, for a checkpoint there; None: it takes none.
+            windows, checkpoints: what was kept on the way.
         """
         if len(keys) == 0:
             return
@@ -91,10 +90,10 @@ class Recorder:
         if spans is not None:
             self._states.set_spans(node, spans)
             self._states.paged_out_bytes += spans.nbytes
-        if checkpoint is not None and node.payload.checkpoint is None:
-            self._states.set_checkpoint(node, checkpoint, use)
-        for other in others:
-            self._attach(node, other, use)
+        with self._states.guarded(node):
+            self._add(node, windows, checkpoints, use)
+            if points is not None and node.payload.checkpoint is None:
+                self._pager.add_checkpoint(node, points, "end", use)
         # What is new was made by this use, and is not used a second time.
         self._states.touch([each for each in node.path() if each.end <= held], node, use)
         self._evictor.tidy(node)
@@ -110,10 +109,19 @@ class Recorder:
             self._states.events.stored(node, match.offset, self._layout.token_bytes * (len(keys) - match.offset))
         return node
 
+    def _add(self, tip: StateNode, windows: Sequence[Spans], checkpoints: Sequence[Checkpoint], use: Use) -> None:
+        """Give the path to a node what a request kept: windows first, then the checkpoints that need them."""
+        for spans in windows:
+            self._states.windows.store(tip, spans)
+        for checkpoint in checkpoints:
+            self._attach(tip, checkpoint, use)
+
     def _attach(self, tip: StateNode, checkpoint: Checkpoint, use: Use) -> None:
-        """Give the path a session's checkpoint, unless it has one at that offset."""
+        """Give the path a checkpoint, unless it has one at that offset, or not all that windows need there."""
         for node in tip.path():
             if node.start < checkpoint.offset <= node.end:
+                if self._states.windows.lacking(node.path(), checkpoint.offset):
+                    return
                 if node.end != checkpoint.offset:
                     node = self._states.split(node, checkpoint.offset)
                 if node.payload.checkpoint is None:
@@ -141,13 +149,3 @@ class Recorder:
         if self._evictor.make_room(need) or self._layout.has_points:
             return end
         return max(start, end - -(-self._evictor.over_bytes(need) // self._layout.token_bytes))
-
-    def _checkpoint_of(self, caches: Sequence[Any], end: int) -> Checkpoint:
-        checkpoint = self._pager.allocating(lambda: self._layout.checkpoint(caches, end, "end"))
-        offsets = self._layout.offsets(caches, trusted=True)
-        if offsets is not None and offsets[1] > end:
-            # Cut back in caches of our own: the caller's stay as they are.
-            scratch = self._layout.fresh()
-            self._layout.restore_points(scratch, checkpoint, end)
-            checkpoint = self._layout.checkpoint(scratch, end, "end")
-        return checkpoint

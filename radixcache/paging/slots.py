@@ -18,8 +18,9 @@ from radixcache.errors import CacheBusyError
 from radixcache.layers.layout import Layout
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.pins import Pins
+from radixcache.tree.node_state import StateNode
 from radixcache.tree.radix_tree import below
-from radixcache.tree.state_tree import StateNode, StateTree
+from radixcache.tree.state_tree import StateTree
 
 
 class Slots:

@@ -15,8 +15,9 @@ def fetch(core: Core, request: Request) -> tuple[list[Any], TokenIds]:
     found = core.lookup(request.keys, request.namespace, request.limit)
     plan, node = found.plan, found.match.node
     nodes = [each for each in plan.path if each.start < plan.resume]
+    stored = core.states.windows.stored(nodes)
     with core.states.guarded(node):
-        caches = core.pager.allocating(lambda: core.pager.restored(nodes, plan))
+        caches = core.pager.allocating(lambda: core.pager.restored(nodes, plan, stored))
     core.states.touch(nodes, plan.source, request.use)
     core.evictor.tidy(node)
     core.counted(request, plan, "fetch")

@@ -111,7 +111,7 @@ class Warming:
         with core.lock:
             _require_allowed(core, self._kept, self._namespace)
             session.drop_checkpoints("tail")  # nothing rewrites the end of this prompt
-            self._require_room(sum(c.nbytes for c in session.checkpoints if c.offset == len(self._kept)))
+            self._require_room(session.checkpoint_bytes(len(self._kept)))
             session.close()
             if not core.is_resumable(self._keys, self._namespace):
                 stored = core.states.match(self._keys, self._namespace).offset

@@ -52,9 +52,8 @@ def _opened(core: Core, request: Request) -> Session:
     try:
         core.pager.keep_point_state(live, use)
         core.pager.move(live, plan, length + request.reserve, length)
-        if core.settings.exact:
-            # Where the session comes back to if it makes no whole chunk.
-            core.pager.keep_point_state(live, use)
+        # Where the session comes back to, and others may branch off as it does.
+        core.pager.keep_point_state(live, use, "branch")
     except BaseException:
         core.slots.lose(live)
         core.release(live)

@@ -19,12 +19,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from radixcache.adapters.snapshots import Checkpoint
 from radixcache.layers.blind_leaves import BlindLeaves, Moved
 from radixcache.layers.evaluation import is_evaluation_failure
 from radixcache.paging.core import Core
 from radixcache.paging.grid import floor
 from radixcache.paging.live_path import LivePath
+from radixcache.paging.own_state import OwnState
 from radixcache.paging.request import Request
 from radixcache.tokens.ids import TokenIds
 
@@ -36,7 +36,7 @@ class Progress:
         caches: the live mlx-lm caches, as generators may have replaced them.
         position: tokens evaluated so far, as far as the session knows.
         grid_end: exact mode: the multiple of step_size up to which the state is that of a cold run to the bit.
-        checkpoints: those taken on the way, which the tree does not have yet.
+        own: checkpoints taken on the way, and what windows need for them, which the tree does not have yet.
         is_lost: whether a failure has left nothing to go on with.
         raised: what a forward pass raised last, and was dealt with.
     """
@@ -48,7 +48,7 @@ class Progress:
         self._request = request
         self._is_exact = core.settings.exact
         self._step_size = core.settings.step_size
-        self.checkpoints: list[Checkpoint] = []
+        self.own = OwnState(core.layout, live.booking)
         self.is_lost = False
         self.raised: BaseException | None = None
         self.stand_at(offset)
@@ -96,7 +96,10 @@ class Progress:
         held = self._layout.hold(self.caches, len(chunk))
         start = self.position
         self._forward(model, mx.array(chunk)[None], len(chunk), held)
+        is_whole = start == self.grid_end and len(chunk) == step_size
         try:
+            if self._layout.windows and (is_whole or not self._is_exact):
+                self._keep_windows(start)
             if len(chunk) == 1 < self._step_size and self._is_exact:
                 # A ring that goes round stays as it is: mlx-lm goes on from there too, and adds up in that order.
                 self._layout.evaluate(self.caches)
@@ -114,7 +117,7 @@ class Progress:
         self._measure(wait=True)
         # Now: a checkpoint would take buffers of the chunk's, which are larger than it is.
         self._layout.release()
-        if start == self.grid_end and len(chunk) == step_size:
+        if is_whole:
             self.grid_end = self.position
 
     def step(self, model: Any, array: mx.array, count: int) -> mx.array:
@@ -133,9 +136,7 @@ class Progress:
         if self._is_exact and self.position != self.grid_end:
             return
         with self._core.lock:
-            copied = self._core.pager.allocating(lambda: self._layout.checkpoint(self.caches, self.position, kind))
-            self.checkpoints.append(copied)
-            self._core.thin(self.checkpoints, self._live.booking)
+            self._core.take_checkpoint(self.own, self._live.nodes(), self.caches, self.position, kind)
 
     def settle(self, known: int, broke_off: bool) -> tuple[int, int]:
         """Make the live caches stand at the end of what is to be stored; returns that offset, and what was evaluated.
@@ -160,6 +161,13 @@ class Progress:
         return end, target
 
     # Private
+
+    def _keep_windows(self, start: int) -> None:
+        """Keep what windows have of the tokens from `start` on, before it is cut to what they read."""
+        self._layout.evaluate(self.caches)
+        with self._core.lock:
+            self._layout.learn(self.caches)
+            self._core.keep_windows(self.own, self.caches, start, self.position)
 
     def _forward(self, model: Any, array: mx.array, count: int, held: list[Any]) -> mx.array:
         if self._span_capacity and self.position + count >= self._span_capacity:
@@ -208,7 +216,7 @@ class Progress:
         """Return to the last checkpoint at or below `limit`, or to 0."""
         with self._core.lock:
             limit = min(limit, self.grid_end) if self._is_exact else limit
-            self.position = self._core.fall_back(self._live, self.checkpoints, limit)
+            self.position = self._core.fall_back(self._live, self.own, limit)
         self.grid_end = min(self.grid_end, self.position)
         self.caches = list(self._live.caches)
         self._blind.note(self.caches)
@@ -218,7 +226,7 @@ class Progress:
         """Take the live caches, which stand at `target`, back to what a cold run would have there; its offset."""
         end = min(self.grid_end, floor(target, self._step_size))
         if end == 0 or not self._layout.can_rewind(self._live.caches, target, end):
-            return self._core.fall_back(self._live, self.checkpoints, end)
+            return self._core.fall_back(self._live, self.own, end)
         self._layout.rewind(self._live.caches, target, end)
         return end
 

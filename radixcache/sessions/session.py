@@ -28,6 +28,7 @@ from radixcache.paging.core import Core
 from radixcache.paging.expulsion import expel
 from radixcache.paging.grid import stops_on_grid
 from radixcache.paging.live_path import LivePath
+from radixcache.paging.own_state import OwnState
 from radixcache.paging.request import Request
 from radixcache.paging.resume import ResumePlan, ShortReason
 from radixcache.paging.stops import checkpoint_stops
@@ -134,7 +135,7 @@ class Session:
     @property
     def checkpoints(self) -> list[Checkpoint]:
         """Checkpoints taken on the way, which the tree does not have yet."""
-        return self._progress.checkpoints
+        return self._progress.own.checkpoints
 
     def prefill(
         self, model: Any, step_size: int | None = None, on_progress: Callable[[int, int], None] | None = None
@@ -226,7 +227,7 @@ class Session:
                     core.slots.lose(live)
                 else:
                     end, evaluated = progress.settle(len(keys), self._broke_off)
-                    core.commit(live, self._request, keys[:evaluated], end, progress.checkpoints)
+                    core.commit(live, self._request, keys[:evaluated], end, progress.own)
             except BaseException:
                 core.slots.lose(live)
                 raise
@@ -237,7 +238,7 @@ class Session:
                 core.keep_budget()
                 core.write_trace(self._request, self.known_tokens - len(self.prompt))
                 # Whoever keeps the closed session must not keep the state with it.
-                progress.checkpoints.clear()
+                progress.own = OwnState(core.layout, live.booking)
                 progress.forget()
                 self._known.forget_pending()
                 if self._check is not None:
@@ -245,9 +246,11 @@ class Session:
 
     def drop_checkpoints(self, kind: str) -> None:
         """Give up the checkpoints of a kind that were taken on the way; the lock is held."""
-        for checkpoint in [each for each in self.checkpoints if each.kind == kind]:
-            self.checkpoints.remove(checkpoint)
-            self._live.booking.book_checkpoint(-checkpoint.nbytes)
+        self._progress.own.drop(lambda each: each.kind == kind)
+
+    def checkpoint_bytes(self, offset: int) -> int:
+        """Bytes that the checkpoint taken at an offset keeps; 0: there is none."""
+        return self._progress.own.bytes_at(offset)
 
     def verify_with(self, check: Check) -> None:
         """Have this session verified before its first forward pass."""
@@ -358,9 +361,9 @@ class Session:
         """
         core, live = self._core, self._live
         with core.lock:
-            live.booking.book_checkpoint(-live.booking.checkpoint_bytes)
-            self.checkpoints.clear()
-            start = expel(core, live, self._request.keys[: found.length], found.start, self.namespace)
+            self._progress.own.clear()
+            wrong = self._request.keys[: found.length]
+            start = expel(core, live, wrong, found.start, self.namespace, is_branch=found.is_branch)
             mismatch = replace(found.mismatch, namespace=self.namespace, tick=self.use.tick, quarantined_from=start)
             self.mismatch = mismatch
             self.cached_tokens = self.matched_tokens = 0

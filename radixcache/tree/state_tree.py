@@ -7,6 +7,8 @@ A node's spans are in one of these places:
     PAGED   as snapshot arrays (`spans`); a node may be both, its snapshot is then a duplicate
     LEAVING neither: it is about to be paged out (`leaving_bytes` says what that will take), or dropped instead
 
+Keys and values of layers with windows are kept for some of its tokens, wherever it is: see windows.py.
+
 Invariants, asserted by `check`:
 
   S1  The tree's own invariants T1 to T5.
@@ -15,6 +17,8 @@ Invariants, asserted by `check`:
   S4  A span entry is evictable iff the node is a leaf, neither live nor kept; a checkpoint entry iff the node has
       exactly one child and is not kept. Kept: guarded by an open session, read by a row, or pinned.
   S5  Entries mirror their nodes: start, end, parent, child count, checkpoint, weight.
+  S6  A node's `nearest` is the first checkpoint at its end or below it. State of windows lies inside the node's edge,
+      and what a checkpoint needs of it is all there, on the path.
 
 Every operation is O(length of the edge) for keys, at most one grid segment of arrays, and O(log n) in the policy.
 """
@@ -37,7 +41,9 @@ from radixcache.layers.evaluation import NATIVE_ERRORS
 from radixcache.layers.layout import Layout
 from radixcache.tokens.keys import Keys
 from radixcache.tree.events import Events
-from radixcache.tree.radix_tree import Node, RadixTree, below
+from radixcache.tree.node_state import NodeState, StateNode
+from radixcache.tree.radix_tree import RadixTree, below
+from radixcache.tree.windows import Windows
 
 #: Kinds of interior checkpoints that the cap on checkpoints takes first, and in which order.
 THINNED_FIRST = {"interval": 0, "tail": 1, "end": 1}
@@ -51,33 +57,6 @@ class Use:
     priority: int = 0
     turn: int | None = None
     kind: str = ""
-
-
-@dataclass(slots=True, eq=False)
-class NodeState:
-    """What hangs on a tree node."""
-
-    entry: Entry
-    checkpoint_entry: Entry | None = None
-    spans: Spans | None = None
-    checkpoint: Checkpoint | None = None
-    live_mask: int = 0  # bit i: live in slot i
-    leaving_bytes: int = 0
-    pins: int = 0
-    guards: int = 0
-    readers: int = 0  # rows of groups that stand on it, and may read its spans in place
-
-    @property
-    def live(self) -> bool:
-        return self.live_mask != 0
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether a session or a row stands on it or a pin keeps it."""
-        return self.pins > 0 or self.guards > 0 or self.readers > 0
-
-
-StateNode = Node[NodeState]
 
 
 class StateTree:
@@ -109,8 +88,10 @@ class StateTree:
         self.paged_in_bytes = 0
         self.paged_out_bytes = 0
         self.cut_bytes = 0
+        self.copied_window_bytes = 0
         self._node_of: dict[int, StateNode] = {}
         self._evictable: set[int] = set()
+        self.windows = Windows(layout, self._copied, self._windows_changed)
         self._next_entry_id = 0
         self._thin_order: Any = SortedList()
         self._thin_keys: dict[int, tuple[int, int, int, int]] = {}
@@ -128,9 +109,15 @@ class StateTree:
         node = self._node_of.get(entry.entry_id)
         return None if node is None else int(node.edge[entry.end - node.start - 1])
 
-    def thinnable(self) -> StateNode | None:
-        """The node whose checkpoint the cap takes first; None when only branch points, marks and leaves are left."""
-        return self._node_of[self._thin_order[0][-1]] if self._thin_order else None
+    def thinnable(self, kind: str = "") -> StateNode | None:
+        """The node whose checkpoint the cap takes first; None when only branch points, marks and leaves are left.
+
+        Args:
+            kind: of this kind alone.
+        """
+        if not self._thin_order or (kind and self._thin_order[0][0] != THINNED_FIRST[kind]):
+            return None
+        return self._node_of[self._thin_order[0][-1]]
 
     def is_useless(self, node: StateNode) -> bool:
         """Whether this is a leaf that nothing can resume on, and nobody is on."""
@@ -164,18 +151,30 @@ class StateTree:
             halves = self._copied(lambda spans=state.spans: self.layout.split(spans, at), spare)  # type: ignore[misc]
             if halves is not None:
                 upper_spans, lower_spans = halves
+        windows: tuple[Any, ...] | None = None
+        if state.windows is not None:
+            windows = self._copied(lambda its=state.windows: self.layout.split(its, at), False)  # type: ignore[misc]
         share = state.leaving_bytes * (at - node.start) // (node.end - node.start)
         self.set_spans(node, None)
+        self.windows.set(node, None)
         upper = self.tree.split(node, at)
         old = state.entry
         entry = self._new_entry(upper, "span", Use(old.last_used, old.priority, old.turn, old.kind))
         entry.created, entry.uses = old.created, old.uses
         upper.payload = NodeState(
-            entry, live_mask=state.live_mask, leaving_bytes=share, guards=state.guards, readers=state.readers
+            entry,
+            nearest=state.nearest,
+            live_mask=state.live_mask,
+            leaving_bytes=share,
+            guards=state.guards,
+            readers=state.readers,
         )
         state.leaving_bytes -= share
         self.set_spans(upper, upper_spans)
         self.set_spans(node, lower_spans)
+        if windows is not None:
+            self.windows.set(upper, windows[0])
+            self.windows.set(node, windows[1])
         self._mirror(node)
         self._mirror(upper)
         self.policy.split(entry, old)
@@ -204,6 +203,9 @@ class StateTree:
             if joined is None:
                 return node
             (merged,) = joined
+        windows = self.windows.joined(node, child)
+        self.windows.set(node, None)
+        self.windows.set(child, None)
         self.set_spans(node, None)
         self.set_spans(child, None)
         self._set_evictable(upper.entry, False)
@@ -217,6 +219,7 @@ class StateTree:
         lower.leaving_bytes += upper.leaving_bytes
         self.tree.merge(node)
         self.set_spans(child, merged)
+        self.windows.set(child, windows)
         self._mirror(child)
         self.policy.merged(gone, into)
         del self._node_of[gone.entry_id]
@@ -236,6 +239,7 @@ class StateTree:
         self._note_loss(leaf, leaf.start, was_wrong)
         self.set_checkpoint(leaf, None)
         self.set_spans(leaf, None)
+        self.windows.set(leaf, None)
         self._set_leaving(state, 0)
         self._set_evictable(state.entry, False)
         self.policy.evicted(state.entry)
@@ -312,17 +316,21 @@ class StateTree:
             assert use is not None and checkpoint.offset == node.end, (node, checkpoint.offset)
             self.account.add_checkpoints(checkpoint.nbytes)
             state.checkpoint_entry = self._new_entry(node, "checkpoint", use)
-            state.checkpoint_entry.weight_bytes = checkpoint.nbytes
+            self.windows.renear(node)
+            self._weigh_checkpoint(node)
             self.policy.inserted(state.checkpoint_entry)
-            self.events.stored(node, node.end, checkpoint.nbytes, "checkpoint")
+            self.events.stored(node, node.end, state.checkpoint_entry.weight_bytes, "checkpoint")
+        else:
+            self.windows.renear(node)
         self._reweigh(state)
         self.refresh(node)
 
     def drop_checkpoint(self, node: StateNode) -> None:
         """Evict a node's checkpoint and keep its tokens."""
-        checkpoint = node.payload.checkpoint
-        assert checkpoint is not None, node
-        self.events.evicted_checkpoint(node, checkpoint.nbytes)
+        entry = node.payload.checkpoint_entry
+        assert entry is not None, node
+        self._weigh_checkpoint(node)
+        self.events.evicted_checkpoint(node, entry.weight_bytes)
         self.set_checkpoint(node, None)
 
     def remove_subtree(self, node: StateNode, was_wrong: bool = False) -> StateNode:
@@ -334,8 +342,8 @@ class StateTree:
 
     @property
     def copied_bytes(self) -> int:
-        """Spans copied: paged in, paged out, and cut or joined at a split or merge."""
-        return self.paged_in_bytes + self.paged_out_bytes + self.cut_bytes
+        """Spans copied: paged in, paged out, out of windows, and cut or joined at a split or merge."""
+        return self.paged_in_bytes + self.paged_out_bytes + self.copied_window_bytes + self.cut_bytes
 
     def book_checkpoints(self, change_bytes: int) -> None:
         """Book checkpoints that an open session holds and the tree does not have yet."""
@@ -389,6 +397,8 @@ class StateTree:
                 entry.priority = max(entry.priority, use.priority)
                 self.policy.touched(entry)
             if state.checkpoint_entry is not None:
+                if node is resumed:
+                    self._weigh_checkpoint(node)
                 self.refresh(node)  # which checkpoint is thinned first goes by its last use
 
     def refresh(self, node: StateNode) -> None:
@@ -412,7 +422,7 @@ class StateTree:
     # Checking and showing
 
     def check(self) -> None:
-        """Assert S1 to S5."""
+        """Assert S1 to S6."""
         self.tree.check()
         spans = checkpoints = leaving = duplicates = 0
         seen: set[int] = set()
@@ -432,6 +442,8 @@ class StateTree:
                 assert state.checkpoint_entry is not None, node
                 seen.add(state.checkpoint_entry.entry_id)
                 checkpoints += state.checkpoint.nbytes
+            checkpoints += 0 if state.windows is None else state.windows.nbytes
+            self.windows.check(node)
             self._check_entries(node, state)
         assert seen == set(self._node_of), seen ^ set(self._node_of)
         assert self._evictable <= seen, self._evictable - seen
@@ -450,10 +462,13 @@ class StateTree:
 
     def _shorten(self, leaf: StateNode, at: int, head: Spans | None) -> None:
         state = leaf.payload
+        windows = None if state.windows is None else self.layout.split(state.windows, at)[0]
+        self.windows.set(leaf, None)
         self.set_spans(leaf, None)
         self._set_leaving(state, state.leaving_bytes * (at - leaf.start) // (leaf.end - leaf.start))
         self.tree.truncate(leaf, at)
         self.set_spans(leaf, head)
+        self.windows.set(leaf, windows)
         self._mirror(leaf)
 
     def _tell_lost(self, leaf: StateNode, at: int, edges: list[Keys]) -> None:
@@ -485,8 +500,9 @@ class StateTree:
 
     def _note_loss(self, leaf: StateNode, start: int, was_wrong: bool = False) -> None:
         """The tokens [start, leaf.end) are about to go: remember it, and tell."""
-        checkpoint = leaf.payload.checkpoint
-        nbytes = self.layout.token_bytes * (leaf.end - start) + (0 if checkpoint is None else checkpoint.nbytes)
+        state = leaf.payload
+        nbytes = self.layout.token_bytes * (leaf.end - start)
+        nbytes += sum(part.nbytes for part in (state.checkpoint, state.windows) if part is not None)
         self.events.evicted(leaf, start, nbytes, was_wrong)
 
     def _copied(self, make: Callable[[], tuple[*tuple[Any, ...], int]], spare: bool) -> tuple[Any, ...] | None:
@@ -558,7 +574,18 @@ class StateTree:
 
     def _reweigh(self, state: NodeState) -> None:
         spans = state.leaving_bytes if state.spans is None else state.spans.nbytes
-        state.entry.weight_bytes = spans + (0 if state.checkpoint is None else state.checkpoint.nbytes)
+        state.entry.weight_bytes = spans
+        state.entry.weight_bytes += sum(part.nbytes for part in (state.checkpoint, state.windows) if part is not None)
+
+    def _windows_changed(self, node: StateNode, change_bytes: int) -> None:
+        self.account.add_checkpoints(change_bytes)
+        self._reweigh(node.payload)
+
+    def _weigh_checkpoint(self, node: StateNode) -> None:
+        """A checkpoint weighs what nobody else needs; where others come and go, it is weighed again when it is used."""
+        checkpoint, entry = node.payload.checkpoint, node.payload.checkpoint_entry
+        if checkpoint is not None and entry is not None:
+            entry.weight_bytes = checkpoint.nbytes + self.windows.bytes_only_for(node)
 
     def _set_leaving(self, state: NodeState, leaving_bytes: int) -> None:
         self.leaving_bytes += leaving_bytes - state.leaving_bytes

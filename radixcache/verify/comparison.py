@@ -1,8 +1,9 @@
 """compare_states: how far restored state is from the state that a cold prefill gives, layer by layer.
 
-Span layers are compared row by row over [0, end), point layers as a whole: a window in the order of time, since two
-ways to the same offset may have laid it out differently. An error is relative: the largest difference over the largest
-magnitude in the same array of the cold state. Offsets and shapes have to be equal, else the error is infinite.
+Span layers are compared row by row over [0, end), windows over what they read, in the order of time, since two ways to
+the same offset may have laid them out differently; other point layers as a whole. An error is relative: the largest
+difference over the largest magnitude in the same array of the cold state. Offsets and shapes have to be equal, else the
+error is infinite.
 
 Restored and cold state come from forward passes of other lengths and differ by rounding. What may differ beyond that is
 not compared: integer arrays of classes that are not known here, and leaves that the given model does not write.
@@ -13,15 +14,16 @@ Everything is reduced on the device, some rows at a time; no handle on a live bu
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, QuantizedKVCache
 
 from radixcache.adapters.contract import Adapter
+from radixcache.adapters.window import WindowAdapter
 from radixcache.layers.arrays import TOGETHER_BYTES, ArrayLayout
 
 #: Rows of a span layer that are compared at a time.
@@ -36,6 +38,7 @@ class Part(StrEnum):
     OFFSET = "offset"
     SHAPE = "shape"
     ROWS = "rows"
+    WINDOW = "window"
     POINT = "point"
     LOGITS = "logits"
 
@@ -49,7 +52,7 @@ class Difference:
         layer, cache_class: index and class of the leaf, layers without a cache not counted; -1 for the logits.
         array: index of the array in the leaf; -1 for an offset or a shape.
         error: largest difference over the largest magnitude of the cold array.
-        row_errors: the same for each row of a span layer.
+        row_errors: the same for each row of a span layer or a window.
     """
 
     part: Part
@@ -82,6 +85,8 @@ def compare_states(
             differences.append(Difference(Part.SHAPE, index, name))
         elif offset != adapter.offset(theirs):
             differences.append(Difference(Part.OFFSET, index, name))
+        elif isinstance(adapter, WindowAdapter):
+            differences += _window(index, name, ours, theirs, adapter, end)
         elif adapter.is_point:
             differences += _points(index, name, _point_arrays(ours, adapter, end), _point_arrays(theirs, adapter, end))
         else:
@@ -110,6 +115,27 @@ def _spans(index: int, name: str, ours: Any, theirs: Any, adapter: Adapter, end:
         if pending_bytes > TOGETHER_BYTES or stop == end:
             mx.eval(parts[done:])
             pending_bytes, done = 0, len(parts)
+    return _row_differences(index, name, parts)
+
+
+def _window(index: int, name: str, ours: Any, theirs: Any, adapter: WindowAdapter, end: int) -> Iterable[Difference]:
+    """Rows are those of the sequence; what the window does not read any more counts as equal."""
+    left, right = adapter.state(ours), adapter.state(theirs)
+    if [a.shape for a in left] != [a.shape for a in right]:
+        return [Difference(Part.SHAPE, index, name)]
+    part = [_reduced(a, b, axes=(0, 1, 3)) for a, b in zip(left, right, strict=True)]
+    mx.eval(part)
+    rows = [row for low, high in adapter.window(ours).needs(end) for row in range(low, high)]
+    differences = []
+    for each in _row_differences(index, name, [part]):
+        row_errors = np.zeros(end)
+        row_errors[rows] = each.row_errors
+        differences.append(replace(each, part=Part.WINDOW, row_errors=row_errors))
+    return differences
+
+
+def _row_differences(index: int, name: str, parts: Sequence[list[tuple[mx.array, mx.array]]]) -> list[Difference]:
+    """For each array the errors by row, from what was reduced of some rows at a time."""
     magnitudes = [max(_number(part[i][1]) for part in parts) for i in range(len(parts[0]))]
     differences = []
     for i, magnitude in enumerate(magnitudes):
@@ -142,11 +168,9 @@ def _rows(cache: Any, adapter: Adapter, start: int, end: int) -> list[mx.array]:
 
 
 def _point_arrays(cache: Any, adapter: Adapter, end: int) -> list[mx.array]:
-    """The state of a point leaf, windows in the order of time and without what the class would drop next."""
+    """The state of a point leaf."""
     snapshot = adapter.snapshot(cache, 0, end)
     arrays: list[mx.array] = [] if snapshot is None else snapshot.arrays()
-    if isinstance(cache, ChunkedKVCache):
-        return [array[..., -cache.chunk_size :, :] for array in arrays]
     return [a for a in arrays if isinstance(cache, ArraysCache) or mx.issubdtype(a.dtype, mx.floating)]
 
 

@@ -87,13 +87,14 @@ class Mismatch:
 class Finding(NamedTuple):
     """What is wrong: all that begins with the first `length` tokens of the prompt, from `start` on.
 
-    None: from where the node begins on which these tokens end. The session says whose request it was, and from where on
-    it came to be quarantined.
+    None: from where the node begins on which these tokens end. With `is_branch`: from where their branch begins. The
+    session says whose request it was, and from where on it came to be quarantined.
     """
 
     mismatch: Mismatch
     length: int
     start: int | None
+    is_branch: bool = False
 
 
 #: Books what the cold run holds, in all; False: it does not fit.
@@ -270,10 +271,14 @@ class Check:
             return None
         rows = [row for each in wrong if (row := each.first_wrong_row(self._tolerance)) is not None]
         row, first = min(rows, default=None), wrong[0]
-        length, start = self._resume, None if first.part is not Part.LOGITS else 0
-        if row is not None and all(each.part is Part.ROWS for each in wrong):
+        length, start, is_branch = self._resume, None if first.part is not Part.LOGITS else 0, False
+        if row is not None and all(each.part in (Part.ROWS, Part.WINDOW) for each in wrong):
             length, start = row + 1, row
+            # In front of a window nothing was compared, and what is wrong may begin there.
+            is_branch = any(each.part is Part.WINDOW for each in wrong)
         request = ("", 0, self._prompt.copy(), self._resume, self._step_size)
         where = (first.part, first.layer, first.cache_class, first.array, row)
         error = max(each.error for each in wrong)
-        return Finding(Mismatch(*request, *where, error, self._tolerance, 0, self._verifier.seed), length, start)
+        return Finding(
+            Mismatch(*request, *where, error, self._tolerance, 0, self._verifier.seed), length, start, is_branch
+        )

@@ -31,6 +31,8 @@ class _Raw(NamedTuple):
     live_mask: int
     checkpoint: str
     checkpoint_bytes: int
+    window_bytes: int
+    windows: tuple[tuple[int, int], ...]
     pins: int
     guards: int
     uses: int
@@ -42,6 +44,7 @@ def collect(
     roots: Callable[[], Sequence[Node[Any]]],
     *,
     token_bytes: int,
+    windows_of: Callable[[Any], Sequence[tuple[int, int]]] = lambda spans: (),
     pin_names: Callable[[], Mapping[int, Sequence[str]]] = dict,
     tokenizer: Any = None,
     about: Iterable[tuple[str, str]] = (),
@@ -54,13 +57,14 @@ def collect(
         lock: held while the nodes are gone through, and no longer.
         roots: one per namespace; called under the lock, as are `pin_names` and `meanwhile`.
         token_bytes: bytes of a token that is in the live buffers alone.
+        windows_of: the tokens that state of windows is of.
         pin_names: names of pins by the id() of the node at which they end.
         tokenizer: decodes how edges begin and end; None: no text.
         meanwhile: what belongs to the same moment.
     """
     with lock:
         found = list(roots())
-        raw, names = _copied(found), pin_names()
+        raw, names = _copied(found, windows_of), pin_names()
         meanwhile()
     index = {node.node_id: number for number, node in enumerate(raw)}
     parents = [index.get(node.parent_id, -1) for node in raw]
@@ -70,7 +74,8 @@ def collect(
         if (above := parents[number]) >= 0:
             below_nodes[above] += 1 + below_nodes[number]
             below_tokens[above] += len(raw[number].edge) + below_tokens[number]
-            below_bytes[above] += spans[number] + raw[number].checkpoint_bytes + below_bytes[number]
+            below_bytes[above] += spans[number] + below_bytes[number]
+            below_bytes[above] += raw[number].checkpoint_bytes + raw[number].window_bytes
     nodes: list[NodeView] = []
     new_index = {-1: -1}
     for number in _order(raw, parents, below_tokens):
@@ -99,12 +104,14 @@ def collect(
                 below_bytes=below_bytes[number],
                 text=text,
                 text_end=text_end,
+                window_bytes=node.window_bytes,
+                windows=node.windows,
             )
         )
     return TreeView(tuple(root.namespace for root in found), tuple(nodes), tuple(about), slot_count)
 
 
-def _copied(roots: Sequence[Node[Any]]) -> list[_Raw]:
+def _copied(roots: Sequence[Node[Any]], windows_of: Callable[[Any], Sequence[tuple[int, int]]]) -> list[_Raw]:
     """The nodes below the roots, parents first."""
     raw: list[_Raw] = []
     for namespace, root in enumerate(roots):
@@ -116,7 +123,20 @@ def _copied(roots: Sequence[Node[Any]]) -> list[_Raw]:
             kept: tuple[str, int] = (
                 ("", 0) if state.checkpoint is None else (state.checkpoint.kind, state.checkpoint.nbytes)
             )
-            raw.append(_Raw(*place, *kept, state.pins, state.guards, state.entry.uses, state.entry.last_used))
+            windows = () if state.windows is None else tuple(windows_of(state.windows))
+            window_bytes = 0 if state.windows is None else state.windows.nbytes
+            raw.append(
+                _Raw(
+                    *place,
+                    *kept,
+                    window_bytes,
+                    windows,
+                    state.pins,
+                    state.guards,
+                    state.entry.uses,
+                    state.entry.last_used,
+                )
+            )
     return raw
 
 

@@ -34,6 +34,7 @@ class NodeView:
         is_live, is_paged: in the live buffers of a slot; as a snapshot beside them.
         slots: the slots in which it is live.
         checkpoint, checkpoint_bytes: kind of the point state kept at its end, "" for none; its bytes.
+        window_bytes, windows: bytes of what it has of layers with sliding windows; the tokens [start, end) that is of.
         is_pinned: some pin holds it itself; what is above a pinned node stays with it.
         pin_names: names of the pins that end here.
         is_open: an open session stands on it.
@@ -63,6 +64,8 @@ class NodeView:
     below_bytes: int = 0
     text: str | None = None
     text_end: str | None = None
+    window_bytes: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -70,8 +73,8 @@ class NodeView:
 
     @property
     def nbytes(self) -> int:
-        """Spans and checkpoint."""
-        return self.span_bytes + self.checkpoint_bytes
+        """Spans, windows and checkpoint."""
+        return self.span_bytes + self.window_bytes + self.checkpoint_bytes
 
     @property
     def residency(self) -> str:
@@ -141,6 +144,8 @@ def read_view(content: str | bytes) -> TreeView:
 
 
 def _node(row: dict[str, Any]) -> NodeView:
+    # Trees that were saved before windows were told of have none.
+    row = {"window_bytes": 0, "windows": (), **row}
     for field in fields(NodeView):
         value = row[field.name]
         wanted = {"int": int, "bool": bool, "str": str}.get(str(field.type))
@@ -149,6 +154,7 @@ def _node(row: dict[str, Any]) -> NodeView:
         if wanted is None and str(field.type).startswith("str") and not isinstance(value, str | None):
             raise ValueError(f"{field.name} is {value!r}; wanted a string or null")
     row["slots"] = tuple(int(slot) for slot in row["slots"])
+    row["windows"] = tuple((int(start), int(end)) for start, end in row["windows"])
     row["pin_names"] = tuple(str(name) for name in row["pin_names"])
     return NodeView(**row)
 
@@ -167,7 +173,7 @@ def _require_sound(view: TreeView) -> None:
             wrong = "does not fit below its parent"
         elif node.end <= node.start or node.below < 0 or until > limit:
             wrong = "has a wrong length or too much below it"
-        elif min(node.span_bytes, node.checkpoint_bytes, node.below_tokens, node.below_bytes) < 0:
+        elif min(node.span_bytes, node.checkpoint_bytes, node.window_bytes, node.below_tokens, node.below_bytes) < 0:
             wrong = "has a negative size"
         if wrong:
             raise ViewError(f"a saved tree that is damaged: node {index} {wrong}.")

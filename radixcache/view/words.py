@@ -46,6 +46,7 @@ def total_words(view: TreeView) -> str:
     by_place = {"live": 0, "live and paged": 0, "paged": 0}
     for node in view.nodes:
         by_place["live and paged" if node.residency == "both" else node.residency] += node.span_bytes
+    by_place["windows"] = sum(node.window_bytes for node in view.nodes)
     by_place["checkpoints"] = sum(node.checkpoint_bytes for node in view.nodes)
     places = ", ".join(f"{bytes_words(nbytes)} {place}" for place, nbytes in by_place.items() if nbytes)
     held = _held("node", len(view.nodes), view.tokens, view.nbytes)
@@ -72,9 +73,11 @@ def node_words(node: NodeView, slot_count: int) -> list[str]:
 
 
 def place_words(node: NodeView, slot_count: int) -> str:
-    """live, paged or live and paged; of several slots, in which."""
+    """live, paged or live and paged; of several slots, in which. And of which tokens windows are stored."""
     live = "live" if slot_count == 1 or not node.slots else f"live in {', '.join(map(str, node.slots))}"
-    return {"live": live, "paged": "paged", "both": f"{live} and paged"}[node.residency]
+    place = {"live": live, "paged": "paged", "both": f"{live} and paged"}[node.residency]
+    ranges = ", ".join(f"[{start:,}, {end:,})" for start, end in node.windows)
+    return f"{place}, windows of {ranges} ({bytes_words(node.window_bytes)})" if ranges else place
 
 
 def text_words(node: NodeView, columns: int) -> str:

@@ -24,8 +24,8 @@ from radixcache.tokens.ids import TokenIds
 from radixcache.tokens.keys import Keys
 from radixcache.tokens.text import token_text
 from radixcache.tree.history import History, Loss
+from radixcache.tree.node_state import StateNode
 from radixcache.tree.radix_tree import Match
-from radixcache.tree.state_tree import StateNode
 from radixcache.watch.hints import variations
 
 #: Tokens shown in front of a divergence, and behind it on either side.
@@ -40,7 +40,8 @@ class Reason(StrEnum):
     DIVERGED = "diverged"  # a stored path goes on otherwise from here
     EVICTED = "evicted"  # stored once, given up since: the tokens, or the checkpoint that would have led there
     QUARANTINED = "quarantined"  # found wrong: taken out, and not stored again until clear_quarantine()
-    NO_CHECKPOINT = ShortReason.NO_CHECKPOINT.value  # stored; point layers have no state in this range
+    NO_CHECKPOINT = ShortReason.NO_CHECKPOINT.value  # stored; recurrent layers have no state in this range
+    WINDOW_GAP = ShortReason.WINDOW_GAP.value  # stored; but not all of what sliding windows would read
     LIVE_ELSEWHERE = ShortReason.LIVE_ELSEWHERE.value  # stored; only in buffers that another thread's session is using
     OFF_GRID = "off_grid"  # stored; not made on the prefill grid, as exact mode wants it
     LAST_TOKEN = ShortReason.LAST_TOKEN.value  # stored; evaluated again for its logits
@@ -122,6 +123,8 @@ class Explanation:
         matched_tokens, resumable_tokens: as a Session's matched_tokens and cached_tokens.
         gaps: the rest, [resumable_tokens, prompt_tokens), in pieces with a reason each.
         hints: spans that vary from prompt to prompt with the same text behind them.
+        windows: for each size of sliding windows how many layers have it, and from which token on it is stored up to
+            where the request resumes; none where it resumes at 0.
         cost_unit: of all costs: "tokens", "flops" or "seconds".
     """
 
@@ -131,6 +134,7 @@ class Explanation:
     gaps: tuple[Gap, ...]
     hints: tuple[Hint, ...]
     cost_unit: str
+    windows: tuple[tuple[int, int], ...] = ()
 
     @property
     def cost(self) -> float:
@@ -143,6 +147,9 @@ class Explanation:
             f"{self.resumable_tokens:,} of {self.prompt_tokens:,} tokens resumed ({share:.1%}), "
             f"{self.matched_tokens:,} matched; the rest costs {self.cost:,.4g} {self.cost_unit}."
         ]
+        for layers, start in self.windows:
+            whose = "1 layer" if layers == 1 else f"{layers} layers"
+            lines.append(f"  resumes at {self.resumable_tokens:,}: the window of {whose} is stored from {start:,} on")
         return "\n".join([*lines, *(f"  {gap}" for gap in _joined(self.gaps)), *(f"  hint: {h}" for h in self.hints)])
 
 
@@ -164,7 +171,7 @@ def explain(
     """
     plan, length = foresight.plan, len(keys)
     checkpoint = None
-    if foresight.readable.reason == ShortReason.NO_CHECKPOINT:
+    if foresight.readable.reason in (ShortReason.NO_CHECKPOINT, ShortReason.WINDOW_GAP):
         checkpoint = history.evicted_checkpoint(keys, namespace, foresight.readable.resume, plan.matched)
     evicted = history.evicted_tokens(keys, namespace, plan.matched) if plan.matched < length else []
     stored = _stored_gaps(foresight, checkpoint, length)
@@ -175,7 +182,7 @@ def explain(
         start, end, behind = each.start, each.end, each.behind
         shown = _shown(tokens[start:end]), _shown(each.other)
         hints.append(Hint(start, end, each.values, each.requests, behind, cost.cost(end, end + behind), *shown))
-    return Explanation(length, plan.matched, plan.resume, gaps, tuple(hints), cost.unit)
+    return Explanation(length, plan.matched, plan.resume, gaps, tuple(hints), cost.unit, foresight.windows)
 
 
 def with_text(explanation: Explanation, tokenizer: Any) -> Explanation:
@@ -262,6 +269,7 @@ _WORDS = {
     Reason.EVICTED: "evicted at tick {gap.tick}",
     Reason.QUARANTINED: "quarantined: found wrong, and not stored again",
     Reason.NO_CHECKPOINT: "stored, but no checkpoint between {gap.start:,} and {gap.end:,}",
+    Reason.WINDOW_GAP: "stored, but not the whole window at any offset between {gap.start:,} and {gap.end:,}",
     Reason.LIVE_ELSEWHERE: "stored, but only in the live buffers of another thread's session",
     Reason.OFF_GRID: "stored, but not made on the prefill grid",
     Reason.LAST_TOKEN: "stored; the last token is evaluated for its logits",

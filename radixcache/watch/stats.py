@@ -33,14 +33,17 @@ class CacheStats:
     )
     evictions: int = _counter("evictions", "Entries given up under pressure.")
     evicted_bytes: int = _counter("bytes", "What evictions freed.")
-    copied_bytes: int = _counter("bytes", "Spans copied: paged in, paged out, and cut or joined at a split or merge.")
+    copied_bytes: int = _counter(
+        "bytes", "Copied: spans paged in and out, tokens out of windows, and what was cut or joined."
+    )
     paged_in_bytes: int = _counter("bytes", "The part of copied_bytes that went in.")
     paged_out_bytes: int = _counter("bytes", "The part of copied_bytes that went out.")
     live_bytes: int = _gauge(
         "bytes", "Buffers of the live caches and of the rows of open groups, spare capacity included."
     )
     paged_bytes: int = _gauge("bytes", "Snapshot arrays, checkpoints included.")
-    checkpoint_bytes: int = _gauge("bytes", "The part of paged_bytes that is point state.")
+    checkpoint_bytes: int = _gauge("bytes", "The part of paged_bytes that is point state, windows included.")
+    window_bytes: int = _gauge("bytes", "The part of it that is keys and values of sliding windows, in the tree.")
     duplicate_bytes: int = _gauge("bytes", "The part of paged_bytes whose spans are live as well.")
     spare_bytes: int = _gauge("bytes", "The part of the live caches' bytes beyond what the live state needs.")
     pinned_bytes: int = _gauge("bytes", "What pins keep.")

@@ -4,8 +4,9 @@ A `Kind` is a cache class with one way to feed it: `feed` is one forward pass, a
 get keys that hold the token's id in binary and values that hold its position; recurrent layers keep a digest of all
 tokens so far. So `spelled` reads the tokens back, and `expected` says from plain ids what must be there.
 
-A `Case` is a kind in a situation: the lengths of the forward passes that led to it. `can_cut` and `undoes_one` are
-written down from the contract, not asked of the adapters.
+A `Case` is a kind in a situation: the lengths of the forward passes that led to it. `can_cut`, `can_restore` and
+`undoes_one` come from the contract, and what the buffers of a window hold from how mlx-lm cuts them; the adapters are
+asked for none of it.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def temporal_buffers(cache: Any) -> list[mx.array]:
     if isinstance(cache, RotatingKVCache):
         return [_window(cache, b) for b in (cache.keys, cache.values)]
     filled = cache.offset - getattr(cache, "start_position", 0)
-    return [b[..., :filled, :] for b in (cache.keys, cache.values)]
+    first = max(0, filled - cache.chunk_size) if isinstance(cache, ChunkedKVCache) else 0
+    return [b[..., first:filled, :] for b in (cache.keys, cache.values)]
 
 
 def spelled_attention(cache: Any) -> list[tuple[int, int]]:
@@ -123,13 +125,23 @@ def spelled_attention(cache: Any) -> list[tuple[int, int]]:
     return [(position, token) for position, token in spelled_rows(*plain).tolist()]
 
 
+def spelled_pieces(snapshot: Any) -> list[tuple[int, int]]:
+    """(position, id) of every token in a snapshot of a window; each piece must have those that it says it has."""
+    found: list[tuple[int, int]] = []
+    for piece in snapshot.pieces:
+        rows = [row for keys, values in piece.segments for row in spelled_rows(keys, values).tolist()]
+        assert [position for position, _ in rows] == list(range(piece.start, piece.end)), (piece.start, piece.end)
+        found += [(position, token) for position, token in rows]
+    return found
+
+
 def all_tokens(ids: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
     """What a layer that forgets nothing holds."""
     return list(enumerate(ids))
 
 
 def window_of(keep: int) -> Expected:
-    """What a window holds: the first `keep` tokens and the newest."""
+    """What is left of a window before the next forward pass: the first `keep` tokens and the newest."""
 
     def expected(ids: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
         rows = list(enumerate(ids))
@@ -138,10 +150,23 @@ def window_of(keep: int) -> Expected:
     return expected
 
 
-def chunk_tokens(ids: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """What a chunk holds: `CHUNK_LENGTH` tokens from before the last forward pass, and all of that."""
-    start = max(0, sum(lengths[:-1]) - CHUNK_LENGTH)
-    return list(enumerate(ids))[start:]
+def rotating_positions(lengths: Sequence[int], size: int, keep: int, held: Sequence[int] = ()) -> list[int]:
+    """The tokens in the buffers of a RotatingKVCache that has `held`, after forward passes of `lengths`, in order.
+
+    Every forward pass drops the oldest first, until one less than its size is left: in a full ring a single token takes
+    the place of the oldest.
+    """
+    for length in lengths:
+        surplus = max(0, len(held) - (size - 1))
+        held = [*held[:keep], *held[keep + surplus :], *_next_positions(held, length)]
+    return list(held)
+
+
+def chunked_positions(lengths: Sequence[int], size: int, held: Sequence[int] = ()) -> list[int]:
+    """The same of a ChunkedKVCache, which drops the oldest until its size is left."""
+    for length in lengths:
+        held = [*held[-size:], *_next_positions(held, length)]
+    return list(held)
 
 
 # Recurrent layers, and one that is neither
@@ -283,6 +308,7 @@ class Kind:
         feed: one forward pass of these ids; returns what the layer saw, to be compared.
         spelled: what the cache holds, as tokens; `expected(ids, lengths)` is the same from ids and forward passes.
         break_off: a forward pass that raises before this layer is done.
+        held: of a window, the positions that its buffers hold after forward passes of these lengths; otherwise None.
     """
 
     name: str
@@ -293,6 +319,11 @@ class Kind:
     break_off: Callable[..., Any]
     is_point: bool = True
     writes_in_place: bool = False
+    held: Callable[[Sequence[int]], list[int]] | None = None
+
+    @property
+    def is_window(self) -> bool:
+        return self.held is not None
 
     def fed(self, ids: Sequence[int], lengths: Sequence[int]) -> Any:
         """A cache that has seen `ids` in forward passes of `lengths`; it may share arrays until they are written."""
@@ -333,12 +364,26 @@ CONCATENATE = _attention("ConcatenateKVCache", ConcatenateKVCache, all_tokens, i
 QUANTIZED_4 = _attention("QuantizedKVCache-4", lambda: QuantizedKVCache(32, 4), all_tokens, **IN_PLACE)
 QUANTIZED_8 = _attention("QuantizedKVCache-8", lambda: QuantizedKVCache(32, 8), all_tokens, **IN_PLACE)
 ROTATING_0 = _attention(
-    "RotatingKVCache-keep-0", lambda: RotatingKVCache(WINDOW_LENGTH), window_of(0), writes_in_place=True
+    "RotatingKVCache-keep-0",
+    lambda: RotatingKVCache(WINDOW_LENGTH),
+    window_of(0),
+    writes_in_place=True,
+    held=functools.partial(rotating_positions, size=WINDOW_LENGTH, keep=0),
 )
 ROTATING_4 = _attention(
-    "RotatingKVCache-keep-4", lambda: RotatingKVCache(WINDOW_LENGTH, keep=4), window_of(4), writes_in_place=True
+    "RotatingKVCache-keep-4",
+    lambda: RotatingKVCache(WINDOW_LENGTH, keep=4),
+    window_of(4),
+    writes_in_place=True,
+    held=functools.partial(rotating_positions, size=WINDOW_LENGTH, keep=4),
 )
-CHUNKED = _attention("ChunkedKVCache", lambda: ChunkedKVCache(CHUNK_LENGTH), chunk_tokens, writes_in_place=True)
+CHUNKED = _attention(
+    "ChunkedKVCache",
+    lambda: ChunkedKVCache(CHUNK_LENGTH),
+    window_of(0),
+    writes_in_place=True,
+    held=functools.partial(chunked_positions, size=CHUNK_LENGTH),
+)
 ARRAYS = Kind("ArraysCache", lambda: ArraysCache(2), feed_arrays, spelled_arrays, recurrent(), _part(feed_arrays))
 PADDED_ARRAYS = Kind(
     "ArraysCache-padded", padded_arrays_cache, feed_arrays, spelled_arrays, recurrent([3], [4000]), _part(feed_arrays)
@@ -375,7 +420,7 @@ class Case:
     """A kind after forward passes of `lengths`.
 
     Attributes:
-        can_cut: live state and snapshot can be cut back to any smaller offset.
+        can_cut: the live state can be rewound to any smaller offset.
         undoes_one: roll_back works after a single-token forward pass. (After a longer one it always does.)
     """
 
@@ -400,6 +445,17 @@ class Case:
 
     def cache(self) -> Any:
         return self.kind.fed(self.ids, self.lengths)
+
+    def held(self) -> list[int]:
+        """Positions of the tokens in the buffers of a window."""
+        assert self.kind.held is not None
+        return self.kind.held(self.lengths)
+
+    def can_restore(self, target: int) -> bool:
+        """Whether a snapshot of all that the cache holds has the state at an offset up to the end."""
+        if self.kind.is_window:
+            return {position for position, _ in self.kind.expected(self.ids[:target], [target])} <= set(self.held())
+        return not self.kind.is_point or target == self.length
 
     def cut_targets(self) -> list[int]:
         """Offsets below the end, around every edge where something changes inside."""
@@ -456,7 +512,8 @@ CASES = [
     *(Case(k, "mixed", (6, 1, 12, 1, 1), False) for k in (ARRAYS, PADDED_ARRAYS, LAYER, DIGEST)),
 ]
 SPAN_CASES = [case for case in CASES if not case.kind.is_point]
-POINT_CASES = [case for case in CASES if case.kind.is_point]
+WINDOW_CASES = [case for case in CASES if case.kind.is_window]
+POINT_CASES = [case for case in CASES if case.kind.is_point and not case.kind.is_window]
 
 
 # Comparing
@@ -480,6 +537,11 @@ def picture(thing: Any) -> Any:
 def state_bits(kind: Kind, cache: Any) -> Any:
     """What a cache holds, bit for bit, whatever its spare room and its order in the buffer."""
     return picture(temporal_buffers(cache) if kind.spelled is spelled_attention else cache)
+
+
+def _next_positions(held: Sequence[int], count: int) -> range:
+    start = held[-1] + 1 if held else 0
+    return range(start, start + count)
 
 
 def _binary(numbers: NDArray[Any]) -> NDArray[np.float32]:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from itertools import cycle, pairwise, product
+from itertools import combinations, cycle, pairwise, product
 from typing import Any
 
 import mlx.core as mx
@@ -29,17 +29,22 @@ from tests.adapters.cases import (
     POINT_CASES,
     ROTATING_4,
     SPAN_CASES,
+    WINDOW_CASES,
     Case,
     Kind,
     feed_attention,
     picture,
     spelled_attention,
+    spelled_pieces,
     state_bits,
+    temporal_buffers,
     token_ids,
 )
 
 all_cases = pytest.mark.parametrize("case", CASES, ids=str)
 span_cases = pytest.mark.parametrize("case", SPAN_CASES, ids=str)
+window_cases = pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
+token_cases = pytest.mark.parametrize("case", SPAN_CASES + WINDOW_CASES, ids=str)
 cut_cases = pytest.mark.parametrize("case", [case for case in CASES if case.can_cut], ids=str)
 point_cases = pytest.mark.parametrize("case", POINT_CASES, ids=str)
 all_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -59,7 +64,7 @@ def test_a_cache_holds_the_tokens_it_was_fed(case: Case) -> None:
     cache = case.cache()
     adapter = adapter_for(cache)
     assert case.kind.spelled(cache) == case.kind.expected(case.ids, case.lengths)
-    assert adapter.is_point == case.kind.is_point
+    assert (adapter.is_point, adapter.is_window) == (case.kind.is_point, case.kind.is_window)
     assert not adapter.is_empty(cache)
     assert adapter.offset(cache) in (case.length, None)
 
@@ -117,24 +122,41 @@ def test_a_window_smaller_than_the_cache_shows_a_restored_cache_the_same_tokens(
 
 
 @all_cases
-def test_a_snapshot_is_cut_back_to_any_offset_where_nothing_was_lost_and_to_none_else(case: Case) -> None:
+def test_a_snapshot_is_cut_back_to_any_offset_whose_state_it_has_and_to_none_else(case: Case) -> None:
     snapshot = _snapshot(case)
     before = picture(snapshot)
     for target in case.cut_targets():
         cache = case.kind.make()
         untouched = picture(cache)
-        assert adapter_for(cache).restore(cache, snapshot, target) == case.can_cut, target
-        if case.can_cut:
+        assert adapter_for(cache).restore(cache, snapshot, target) == case.can_restore(target), target
+        if case.can_restore(target):
             assert case.kind.spelled(cache) == case.kind.expected(case.ids[:target], [target]), target
+            assert adapter_for(cache).offset(cache) == target
         else:
             assert picture(cache) == untouched, target
     assert picture(snapshot) == before
 
 
-@cut_cases
+@token_cases
 def test_a_cache_restored_to_a_cut_goes_on_like_one_that_stopped_there(case: Case) -> None:
-    for target, continuation in zip(case.cut_targets(), cycle(SHORT_CONTINUATIONS), strict=False):
+    targets = [target for target in case.cut_targets() if case.can_restore(target)]
+    for target, continuation in zip(targets, cycle(SHORT_CONTINUATIONS), strict=False):
         _assert_goes_on_alike(case, _restored(case, target), _stopped(case, target), continuation)
+
+
+@window_cases
+def test_a_window_is_restored_over_whatever_is_live_or_refused_and_changes_nothing(case: Case) -> None:
+    adapter = adapter_for(case.cache())
+    snapshot = _snapshot(case)
+    for lengths, target in product(((3,), (31, 1, 18)), case.cut_targets()):
+        cache = case.kind.fed(token_ids(50, seed=3)[: sum(lengths)], lengths)
+        before = state_bits(case.kind, cache)
+        assert adapter.restore(cache, snapshot, target) == case.can_restore(target), target
+        if case.can_restore(target):
+            assert case.kind.spelled(cache) == case.kind.expected(case.ids[:target], [target]), target
+            assert adapter.offset(cache) == target
+        else:
+            assert state_bits(case.kind, cache) == before, target
 
 
 @all_cases
@@ -170,14 +192,6 @@ def test_a_restored_cache_and_its_snapshot_do_not_see_each_other_change(case: Ca
         assert picture(snapshot) == before
         _overwrite(cache)
         assert picture(snapshot) == before
-
-
-@all_cases
-def test_can_cut_says_what_restore_does_on_a_fresh_cache(case: Case) -> None:
-    snapshot = _snapshot(case)
-    adapter = adapter_for(case.kind.make())
-    for target in [*case.cut_targets(), case.length, case.length + 1, case.length + 50]:
-        assert adapter.can_cut(snapshot, target) == adapter.restore(case.kind.make(), snapshot, target), target
 
 
 @span_cases
@@ -248,7 +262,7 @@ def test_a_cache_that_was_trimmed_by_its_own_method_stands_where_it_says(case: C
         adapter = adapter_for(cache)
         assert adapter.offset(cache) == target
         restored = _put_back(case.kind, adapter.snapshot(cache, 0, target))
-        assert case.kind.spelled(restored) == list(enumerate(case.ids[:target])), target
+        assert case.kind.spelled(restored) == case.kind.expected(case.ids[:target], [target]), target
         if adapter.is_point:
             continue
         assert adapter.restore(cache, _snapshot(case), case.length)
@@ -270,6 +284,15 @@ def test_rewinding_reaches_any_offset_where_nothing_was_lost_and_changes_nothing
             assert adapter_for(cache).offset(cache) == target
         else:
             assert picture(cache) == before, target
+
+
+@pytest.mark.parametrize("case", [case for case in WINDOW_CASES if case.can_cut], ids=str)
+def test_a_rewound_window_holds_every_token_up_to_there(case: Case) -> None:
+    for target in case.cut_targets():
+        cache = case.cache()
+        adapter = adapter_for(cache)
+        assert adapter.restore(cache, None, target), target
+        assert spelled_pieces(adapter.snapshot(cache, 0, case.length)) == list(enumerate(case.ids[:target])), target
 
 
 @cut_cases
@@ -344,7 +367,7 @@ def test_a_snapshot_states_its_span_and_its_bytes(case: Case) -> None:
     snapshot = _snapshot(case)
     assert (snapshot.start, snapshot.end) == (0, case.length)
     assert snapshot.nbytes == sum(array.nbytes for array in snapshot.arrays())
-    assert {id(a) for a in snapshot.arrays()} == {id(a) for a in _arrays_in(_fields(snapshot))}
+    assert {id(a) for a in snapshot.arrays()} == {id(a) for a in _arrays_in(snapshot)}
 
 
 @all_kinds
@@ -362,6 +385,18 @@ def test_a_span_that_is_not_live_has_no_snapshot(case: Case) -> None:
     for start, end in ((0, case.length + 1), (case.length, case.length), (-1, 1), (1, 0)):
         with pytest.raises(SnapshotError, match=rf"span \[{start}, {end}\) .*\[0, {case.length}\)"):
             adapter_for(cache).snapshot(cache, start, end)
+
+
+@window_cases
+def test_a_snapshot_of_a_window_has_the_tokens_of_its_span_that_the_buffers_hold(case: Case) -> None:
+    cache = case.cache()
+    adapter = adapter_for(cache)
+    edges = {0, 3, 5, case.length // 2, case.length - 1, case.length, case.length + 9}
+    for start, end in combinations(sorted(edges), 2):
+        snapshot = adapter.snapshot(cache, start, end)
+        assert (snapshot.start, snapshot.end) == (start, end)
+        expected = [(position, case.ids[position]) for position in case.held() if start <= position < end]
+        assert spelled_pieces(snapshot) == expected, (start, end)
 
 
 @span_cases
@@ -389,7 +424,7 @@ def test_splitting_at_or_outside_an_edge_keeps_the_whole_on_one_side(case: Case)
         assert picture(lower) == before
     for at in (case.length, case.length + 7):
         upper, lower = adapter.split(_snapshot(case), at)
-        whole, none = (lower, upper) if adapter.is_point else (upper, lower)
+        whole, none = (upper, lower) if case in SPAN_CASES + WINDOW_CASES else (lower, upper)
         assert none is None
         assert picture(whole) == before
 
@@ -418,7 +453,32 @@ def test_a_span_splits_into_the_state_before_and_after_the_cut(case: Case) -> No
         assert state_bits(case.kind, cache) == state_bits(case.kind, case.cache())
 
 
-@span_cases
+@window_cases
+def test_a_window_splits_into_its_tokens_before_and_after_the_cut(case: Case) -> None:
+    adapter = adapter_for(case.cache())
+    tokens = [(position, case.ids[position]) for position in case.held()]
+    for at in range(1, case.length):
+        upper, lower = adapter.split(_snapshot(case), at)
+        assert [(s.start, s.end) for s in (upper, lower)] == [(0, at), (at, case.length)]
+        assert spelled_pieces(upper) == [token for token in tokens if token[0] < at], at
+        assert spelled_pieces(lower) == [token for token in tokens if token[0] >= at], at
+
+
+@window_cases
+def test_either_half_of_a_window_restores_what_it_has_the_whole_state_of(case: Case) -> None:
+    adapter = adapter_for(case.cache())
+    for at in case.cut_targets()[1:]:
+        for half in adapter.split(_snapshot(case), at):
+            there = {position for position, _ in spelled_pieces(half)}
+            for target in (at - 1, at, case.length):
+                cache = case.kind.make()
+                needed = case.kind.expected(case.ids[:target], [target])
+                is_there = {position for position, _ in needed} <= there
+                assert adapter.restore(cache, half, target) == is_there, (at, target)
+                assert case.kind.spelled(cache) == (needed if is_there else []), (at, target)
+
+
+@token_cases
 def test_split_then_merge_is_the_identity_bit_for_bit(case: Case) -> None:
     adapter = adapter_for(case.cache())
     snapshot = _snapshot(case)
@@ -428,11 +488,11 @@ def test_split_then_merge_is_the_identity_bit_for_bit(case: Case) -> None:
         assert picture(snapshot) == before, at
 
 
-@span_cases
+@token_cases
 def test_many_splits_then_merges_in_any_order_are_the_identity(case: Case) -> None:
     adapter = adapter_for(case.cache())
     before = picture(_snapshot(case))
-    cuts = [cut for cut in CUTS if cut < case.length]
+    cuts = [cut for cut in CUTS if cut < case.length] if case in SPAN_CASES else case.cut_targets()[1:]
     for from_the_left in (True, False):
         pieces = []
         rest = _snapshot(case)
@@ -446,7 +506,7 @@ def test_many_splits_then_merges_in_any_order_are_the_identity(case: Case) -> No
         assert picture(pieces[0]) == before, from_the_left
 
 
-@span_cases
+@token_cases
 def test_neighbouring_snapshots_merge_into_the_snapshot_of_both(case: Case) -> None:
     cache = case.cache()
     adapter = adapter_for(cache)
@@ -456,12 +516,12 @@ def test_neighbouring_snapshots_merge_into_the_snapshot_of_both(case: Case) -> N
 
 
 @all_cases
-def test_merging_with_nothing_keeps_nothing_of_spans_and_the_lower_of_checkpoints(case: Case) -> None:
+def test_merging_with_nothing_keeps_nothing_of_tokens_and_the_lower_of_checkpoints(case: Case) -> None:
     adapter = adapter_for(case.cache())
     before = picture(_snapshot(case))
     assert adapter.merge(_snapshot(case), None) is None
     lower = adapter.merge(None, _snapshot(case))
-    assert picture(lower) == (before if adapter.is_point else None)
+    assert picture(lower) == (before if case in POINT_CASES else None)
     assert adapter.merge(None, None) is None
 
 
@@ -595,7 +655,9 @@ def test_spare_bytes_are_what_the_buffers_hold_beyond_the_state(case: Case) -> N
     cache = case.cache()
     adapter = adapter_for(cache)
     held = sum(b.nbytes for b in adapter.buffers(cache))
-    assert adapter.spare_nbytes(cache) == held - _snapshot(case).nbytes
+    # A window may hold tokens that it reads no more.
+    state = temporal_buffers(cache) if case.kind.is_window else _snapshot(case).arrays()
+    assert adapter.spare_nbytes(cache) == held - sum(array.nbytes for array in state)
 
 
 @all_kinds
@@ -625,6 +687,18 @@ def test_a_forward_pass_that_broke_off_is_undone(case: Case, reached: str) -> No
         else:
             assert count == 1
             assert not case.undoes_one
+
+
+@window_cases
+@pytest.mark.parametrize("count", [1, 7, 40])
+def test_a_window_holds_what_it_held_before_a_forward_pass_that_was_undone(case: Case, count: int) -> None:
+    cache = case.cache()
+    adapter = adapter_for(cache)
+    undo = adapter.hold(cache, count)
+    case.kind.feed(cache, case.rest[:count])
+    if count > 1 or case.undoes_one:
+        assert adapter.roll_back(cache, undo)
+        assert picture(adapter.snapshot(cache, 0, case.length)) == picture(_snapshot(case))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not DIGEST], ids=lambda kind: kind.name)
@@ -738,8 +812,6 @@ def _arrays_in(thing: Any) -> list[mx.array]:
         return [thing]
     if isinstance(thing, dict):
         thing = list(thing.values())
+    elif dataclasses.is_dataclass(thing):
+        thing = [getattr(thing, field.name) for field in dataclasses.fields(thing)]
     return [a for item in thing for a in _arrays_in(item)] if isinstance(thing, list | tuple) else []
-
-
-def _fields(thing: Any) -> list[Any]:
-    return [getattr(thing, field.name) for field in dataclasses.fields(thing)]

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import bench_exact, bench_hops, bench_overhead, bench_policies, bench_replay, bench_tree
 from benchmarks.harness import record
 from benchmarks.harness.hollow_model import KINDS, HollowModel
+from benchmarks.harness.recorded_traces import TRACES, traces_in
 from radixcache import RadixTree
 from radixcache.tokens.keys import common_length
 from runner.script.conversations.conversation import Conversation
@@ -150,13 +151,13 @@ def test_the_policy_benchmark_puts_no_online_policy_above_the_optimum(tmp_path, 
 
 
 def test_recorded_traces_are_read_from_the_folder_that_is_given(tmp_path):
-    mooncake, agents = (tmp_path / path for path in bench_policies.TRACES.values())
+    mooncake, agents = (tmp_path / path for path in TRACES.values())
     mooncake.parent.mkdir()
     agents.mkdir(parents=True)
     mooncake.write_text('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}\n')
     session = {"block_size": 64, "hash_id_scope": "local", "requests": [{"t": 0, "in": 64, "out": 1, "hash_ids": [1]}]}
     (agents / "one.json").write_text(json.dumps(session))
-    traces = bench_policies._traces(tmp_path, quick=False)
+    traces = traces_in(tmp_path, quick=False)
     assert [(trace.name, len(trace.requests)) for trace in traces] == [("mooncake", 1), ("coding agents", 1)]
 
 

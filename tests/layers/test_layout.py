@@ -22,6 +22,7 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 from radixcache import SnapshotError, UnsupportedCacheError
 from radixcache.adapters.contract import NEVER
 from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.evaluation import LiveStateError
 from tests.adapters.cases import (
     ARRAYS,
     CHUNK_LENGTH,
@@ -98,16 +99,21 @@ all_models = pytest.mark.parametrize("model", MODELS, ids=str)
 point_models = pytest.mark.parametrize("model", [MODELS[0], MODELS[1], MODELS[3], MODELS[4]], ids=str)
 
 
+def captured(layout: ArrayLayout, caches: list[Any], end: int) -> Any:
+    """What windows need at their end."""
+    return layout.capture(caches, 0, end, {window: window.needs(end) for window in layout.windows})
+
+
 @all_models
 def test_a_path_paged_out_in_parts_and_in_again_is_the_same_state(model: Model) -> None:
     layout = model.layout()
     live = model.fed(layout, IDS, [700, 1, 199])
     parts = [layout.page_out(live, start, end) for start, end in pairwise(CUTS)]
-    checkpoint = layout.checkpoint(live, 900, "end")
+    checkpoint, windows = layout.checkpoint(live, 900, "end"), captured(layout, live, 900)
     caches = layout.fresh()
     for part in parts:
         assert layout.page_in(caches, part, part.end) == part.nbytes
-    layout.restore_points(caches, checkpoint, 900)
+    layout.restore_points(caches, checkpoint, 900, [windows])
     assert model.bits(layout, caches) == model.bits(layout, live)
     model.feed(layout, live, token_ids(12, seed=3), [1, 10, 1])
     model.feed(layout, caches, token_ids(12, seed=3), [1, 10, 1])
@@ -119,10 +125,11 @@ def test_a_branch_takes_the_place_of_another_behind_their_common_prefix(model: M
     layout = model.layout()
     first = model.fed(layout, IDS, [700, 200])
     spans, checkpoint = layout.page_out(first, 700, 900), layout.checkpoint(first, 900, "end")
+    windows = captured(layout, first, 900)
     live = model.fed(layout, [*IDS[:700], *token_ids(100, seed=4)], [700, 100])
     layout.rewind_spans(live, 700)
     layout.page_in(live, spans, 900)
-    layout.restore_points(live, checkpoint, 900)
+    layout.restore_points(live, checkpoint, 900, [windows])
     assert model.bits(layout, live) == model.bits(layout, first)
 
 
@@ -234,29 +241,45 @@ def test_can_rewind_promises_what_rewind_does(model: Model) -> None:
 
 
 @point_models
-def test_a_checkpoint_that_cannot_be_cut_says_so(model: Model) -> None:
+def test_a_checkpoint_counts_the_bytes_of_its_layers_but_for_windows(model: Model) -> None:
     layout = model.layout()
     checkpoint = layout.checkpoint(model.fed(layout, IDS[:60], [60]), 60, "end")
-    assert layout.can_cut(checkpoint, 60)
-    assert not layout.can_cut(checkpoint, 59)
-    assert checkpoint.nbytes == sum(s.nbytes for s in checkpoint.leaves if s is not None)
+    assert checkpoint.nbytes == sum(s.nbytes for s in checkpoint.leaves if s is not None) > 0
+    assert (layout.has_states, layout.has_points) == (True, True)
 
 
-def test_an_unwrapped_window_beside_full_attention_is_cut_back_as_one() -> None:
+def test_a_window_beside_full_attention_is_restored_wherever_all_of_it_is_there() -> None:
     model = Model("gemma", lambda: [KVCache(), RotatingKVCache(WINDOW_LENGTH, keep=4)], [KV, ROTATING_4])
     layout = model.layout()
-    assert layout.cut_reach == 0
-    live = model.fed(layout, IDS[:WINDOW_LENGTH], [10, 6])
-    checkpoint, spans = layout.checkpoint(live, WINDOW_LENGTH, "end"), layout.page_out(live, 0, WINDOW_LENGTH)
-    assert layout.cut_reach == WINDOW_LENGTH
-    assert layout.can_cut(checkpoint, 9)
-    caches = layout.fresh()
-    layout.page_in(caches, spans, 9)
-    layout.restore_points(caches, checkpoint, 9)
-    assert model.bits(layout, caches) == model.bits(layout, model.fed(layout, IDS[:9], [9]))
-    wrapped = layout.checkpoint(model.fed(layout, IDS[:40], [40]), 40, "end")
-    assert not layout.can_cut(wrapped, 39)
-    assert layout.cut_reach == WINDOW_LENGTH
+    live = model.fed(layout, IDS[:40], [10, 30])
+    spans, windows = layout.page_out(live, 0, 40), captured(layout, live, 40)
+    assert (layout.has_states, layout.has_points) == (False, True)
+    for target in (40, 39, 9):
+        caches = layout.fresh()
+        layout.page_in(caches, spans, target)
+        if target < 40:
+            with pytest.raises(LiveStateError, match=f"the state at {target} is not all there"):
+                layout.restore_points(caches, None, target, [windows])
+        else:
+            layout.restore_points(caches, None, target, [windows])
+            assert model.bits(layout, caches) == model.bits(layout, model.fed(layout, IDS[:target], [target]))
+
+
+def test_tokens_taken_out_of_a_window_one_part_after_the_other_are_its_state_anywhere() -> None:
+    model = Model("gemma", lambda: [KVCache(), RotatingKVCache(WINDOW_LENGTH, keep=4)], [KV, ROTATING_4])
+    layout = model.layout()
+    live = model.fed(layout, IDS[:10], [10])
+    (window,) = layout.windows
+    parts = [layout.capture(live, 0, 10, {window: [(0, 10)]})]
+    for start, end in ((10, 11), (11, 30), (30, 64)):
+        model.feed(layout, live, IDS[start:end], [end - start])
+        parts.append(layout.capture(live, start, end, {window: [(max(start, end - WINDOW_LENGTH + 4), end)]}))
+    assert layout.window_bytes(window) * (10 + 1 + 12 + 12) == sum(part.nbytes for part in parts)
+    for target in (64, 11, 5):
+        caches = layout.fresh()
+        layout.page_in(caches, layout.page_out(live, 0, 64), target)
+        layout.restore_points(caches, None, target, parts)
+        assert model.bits(layout, caches) == model.bits(layout, model.fed(layout, IDS[:target], [target]))
 
 
 @all_models

@@ -287,20 +287,20 @@ WATCH = (
 
 ADAPTERS = (
     Mutant(
-        "rotating-cuts-a-wrapped-window",
+        "rotating-rewinds-a-wrapped-window",
         "radixcache",
-        "target == snapshot.end or target < snapshot.end == snapshot.state[0].shape[2]",
-        "target <= snapshot.end",
-        "A sliding window is cut back to an offset whose tokens it has lost; answers are wrong.",
+        "return bool(cache.offset <= cache.max_size)",
+        "return True",
+        "A sliding window is rewound to an offset whose tokens it has lost; answers are wrong.",
         ("tests/adapters/test_adapters.py",),
     ),
     Mutant(
         "rotating-keeps-the-ring-order",
         "radixcache",
-        "[buffer[..., :keep, :], buffer[..., index:, :], buffer[..., keep:index, :]]",
-        "[buffer[..., :keep, :], buffer[..., keep:index, :], buffer[..., index:, :]]",
-        "A window that went round is stored in the order of its buffer, not of time; answers are wrong.",
-        ("tests/adapters/test_adapters.py",),
+        "seam = keep + held - index",
+        "seam = keep + index",
+        "Tokens of a window that went round are taken out from the wrong place; answers are wrong.",
+        ("tests/adapters/test_windows.py",),
     ),
     Mutant(
         "rotating-rewinds-half",
@@ -313,10 +313,10 @@ ADAPTERS = (
     Mutant(
         "chunked-forgets-what-was-trimmed",
         "radixcache",
-        "return [b[..., : self.filled(cache), :]",
-        "return [b[..., : cache.offset, :]",
-        "Llama 4's chunks are stored with the unwritten end of their buffers.",
-        ("tests/adapters/test_adapters.py",),
+        "return [(start - cache.start_position, end - cache.start_position)]",
+        "return [(start, end)]",
+        "Of chunked attention tokens are stored that are others.",
+        ("tests/adapters/test_windows.py",),
     ),
     Mutant(
         "arrays-share-with-the-snapshot",
@@ -410,12 +410,12 @@ LAYOUT = (
         ("tests/layers/test_layout.py",),
     ),
     Mutant(
-        "a-full-window-counts-as-wrapped",
+        "simulated-windows-are-stored-twice",
         "radixcache",
-        "all(offset <= keys for keys, _ in self._windows)",
-        "all(offset < keys for keys, _ in self._windows)",
-        "Simulations of sliding windows find less than the deployed cache.",
-        ("tests/simulate/test_simulator_agrees.py",),
+        "found = common(wanted.get(window, ()), held[window])",
+        "found = held[window]",
+        "Simulations of sliding windows count tokens twice.",
+        ("tests/layers/test_sizes.py",),
     ),
 )
 
@@ -423,8 +423,8 @@ PAGING = (
     Mutant(
         "page-in-leaves-out-the-last-node",
         "radixcache",
-        "if keep < node.end <= plan.resume:",
-        "if keep < node.end < plan.resume:",
+        "incoming = [node for node in path if node.end > keep]",
+        "incoming = [node for node in path[:-1] if node.end > keep]",
         "A session says it resumed further than its caches stand.",
         ("tests/paging/test_slots.py",),
     ),
@@ -463,26 +463,26 @@ PAGING = (
     Mutant(
         "resume-on-the-shallowest-checkpoint",
         "radixcache",
-        "    for node in reversed(match.path):\n        offset = min(node.end, limit)",
-        "    for node in match.path:\n        offset = min(node.end, limit)",
+        "    for node in reversed(path):\n        is_checkpoint",
+        "    for node in path:\n        is_checkpoint",
         "Recurrent models prefill again what a later checkpoint would have spared.",
         ("tests/paging/test_reuse.py",),
     ),
     Mutant(
-        "resume-on-a-checkpoint-that-cannot-be-cut",
+        "resume-where-a-window-is-not-whole",
         "radixcache",
-        "if checkpoint is not None and layout.can_cut(checkpoint, offset):",
-        "if checkpoint is not None:",
-        "A request is sent to a checkpoint beyond its tokens, and fails or answers wrongly.",
-        ("tests/paging/test_reuse.py",),
+        "else low + window.size - window.keep for",
+        "else low + 1 for",
+        "A request resumes where a part of its window is missing, and fails.",
+        ("tests/paging/test_windows.py",),
     ),
     Mutant(
-        "resume-misses-a-window-that-is-just-full",
+        "resume-misses-a-window-that-has-not-wrapped",
         "radixcache",
-        "if current is not done and current.end <= reach:",
-        "if current is not done and current.end < reach:",
-        "A window that has lost nothing yet is not cut back for the branch beside it.",
-        ("tests/paging/test_reuse.py", "tests/architectures/test_right_state.py"),
+        "firsts = [1 if low == 0 else low",
+        "firsts = [low",
+        "A window that has lost nothing yet is not resumed for the branch beside it.",
+        ("tests/paging/test_reuse.py",),
     ),
     Mutant(
         "resume-reads-hidden-buffers",
@@ -581,11 +581,11 @@ PAGING = (
         ("tests/sessions/test_insert_fetch.py",),
     ),
     Mutant(
-        "foreign-caches-that-are-ahead-are-not-cut",
+        "foreign-caches-that-are-ahead-are-taken",
         "radixcache",
-        "if offsets is not None and offsets[1] > end:",
-        "if offsets is not None and offsets[1] < end:",
-        "insert() of caches that are ahead of the tokens given keeps more of them than it was given tokens for.",
+        "if high > length and has_points and not self._layout.can_rewind(caches, high, length):",
+        "if high < length and has_points and not self._layout.can_rewind(caches, high, length):",
+        "insert() stores caches that have lost what the tokens given need.",
         ("tests/sessions/test_insert_fetch.py",),
     ),
 )
@@ -693,8 +693,8 @@ SESSION = (
     Mutant(
         "a-partial-chunk-counts-as-whole",
         "radixcache",
-        "if start == self.grid_end and len(chunk) == step_size:",
-        "if start == self.grid_end:",
+        "is_whole = start == self.grid_end and len(chunk) == step_size",
+        "is_whole = start == self.grid_end",
         "Exact mode stores state that no cold run would have made.",
         ("tests/whole/test_exact.py",),
     ),
@@ -900,12 +900,12 @@ CELLS = (
 
 ROWS = (
     Mutant(
-        "rows-share-windows-that-have-gone-round",
+        "rows-keep-no-tokens-of-windows",
         "radixcache",
-        "return all(position <= window for window in used)",
-        "return True",
-        "A row goes on from windows that have lost what it needs; answers are wrong.",
-        ("tests/groups/test_begin_many.py", "tests/walks/test_begin_many_machine.py"),
+        "self._core.keep_windows(row.own, points, row.position - count, row.position)",
+        "return",
+        "Rows of models with windows share nothing in front of their last tokens.",
+        ("tests/groups/test_begin_many.py",),
     ),
     Mutant(
         "late-sharing-is-counted-twice",
@@ -934,9 +934,9 @@ ROWS = (
     Mutant(
         "rows-drop-their-checkpoints-on-the-way",
         "radixcache",
-        "others = [each for each in row.checkpoints if each.offset < len(keys)]",
-        "others = []",
-        "Of a recurrent model's row only the end can be resumed.",
+        "self._put(row, keys, row.own.checkpoints, self._core",
+        "self._put(row, keys, [], self._core",
+        "Of a row of a recurrent model only the end can be resumed.",
         ("tests/groups/test_begin_many.py",),
     ),
     Mutant(
@@ -1061,6 +1061,65 @@ TOGETHER = (
         "                pass\n",
         "Where one of several rows fails, those before it have seen a token that nobody knows of.",
         ("tests/groups/test_segments.py",),
+    ),
+)
+
+WINDOWS = (
+    Mutant(
+        "windows-nearest-is-the-furthest",
+        "radixcache",
+        "return min((child.payload.nearest for child in node.children.values()), default=NEVER)",
+        "return max((child.payload.nearest for child in node.children.values()), default=NEVER)",
+        "Tokens that a checkpoint needs are the first to go; nothing resumes there any more.",
+        ("tests/walks/test_prefix_cache_machine.py",),
+    ),
+    Mutant(
+        "windows-overwrite-what-is-there",
+        "radixcache",
+        "self.set(node, more if own is None else self._layout.with_more(own, more))",
+        "self.set(node, more)",
+        "Storing some tokens of a window loses the others.",
+        ("tests/paging/test_windows.py",),
+    ),
+    Mutant(
+        "windows-split-to-the-wrong-side",
+        "radixcache",
+        "self.windows.set(upper, windows[0])",
+        "self.windows.set(upper, windows[1])",
+        "After a split neither side has its own tokens of windows.",
+        ("tests/paging/test_windows.py",),
+    ),
+    Mutant(
+        "windows-nobody-needs-stay",
+        "radixcache",
+        "if self._states.windows.drop_unneeded(over):",
+        "if self._states.windows.drop_unneeded(lambda: 0):",
+        "Under pressure conversations go before tokens that nobody needs.",
+        ("tests/paging/test_windows.py",),
+    ),
+    Mutant(
+        "own-windows-are-trimmed-too-far",
+        "radixcache",
+        "for each in self.checkpoints for needed",
+        "for each in self.checkpoints[:-1] for needed",
+        "A request gives up what its newest checkpoint needs.",
+        ("tests/paging/test_windows.py",),
+    ),
+    Mutant(
+        "pins-keep-no-window",
+        "radixcache",
+        "if is_bare and not self._states.windows.lacking(node.path(), node.end):",
+        "if not is_bare and not self._states.windows.lacking(node.path(), node.end):",
+        "Under pressure a pinned prefix cannot be resumed at its end any more.",
+        ("tests/paging/test_windows.py",),
+    ),
+    Mutant(
+        "a-wrong-window-is-quarantined-alone",
+        "radixcache",
+        "if is_branch and match.offset == len(keys):",
+        "if is_branch and match.offset < 0:",
+        "What was wrong in front of a wrong window is found again, and prefilled in vain.",
+        ("tests/verify/test_verify.py",),
     ),
 )
 
@@ -1224,5 +1283,6 @@ MUTANTS = (
     *CELLS,
     *ROWS,
     *TOGETHER,
+    *WINDOWS,
     *POLICIES,
 )

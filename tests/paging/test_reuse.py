@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixcache import PrefixCache, Session, ShortReason
+from radixcache import PrefixCache, Reason, Session, ShortReason
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import CHUNK_LENGTH, VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
@@ -158,20 +158,22 @@ def test_a_branch_inside_a_branch_resumes_there_too(model: Any) -> None:
     serve(cache, model, limb)
     first = serve(cache, model, limb[:80] + tokens(3, 20, first=(limb[80] + 1) % VOCABULARY_LENGTH))
     second = serve(cache, model, limb[:80] + tokens(4, 20, first=(limb[80] + 2) % VOCABULARY_LENGTH))
-    assert (first.matched_tokens, first.cached_tokens, first.reason) == (80, 50, ShortReason.NO_CHECKPOINT)
+    # Windows are kept as long as there is room: they resume anywhere. Recurrent state does where somebody branched off.
+    wanted = (80, 50, ShortReason.NO_CHECKPOINT) if inside.has_states(cache) else (80, 80, None)
+    assert (first.matched_tokens, first.cached_tokens, first.reason) == wanted
     assert (second.matched_tokens, second.cached_tokens, second.reason) == (80, 80, None)
 
 
-def test_a_branch_of_what_was_cut_back_resumes_where_it_was_cut() -> None:
-    # The window of `trunk` is whole and is cut back to 7; `limb` goes round it, so only `trunk` can tell about 7.
+def test_a_window_is_whole_at_every_token_of_what_two_branches_share() -> None:
     sliding = tiny_model("llama_sliding")
     cache = PrefixCache(sliding)
     trunk = tokens(1, WINDOW_LENGTH - 4)
     limb = trunk[:7] + tokens(2, 60, first=(trunk[7] + 1) % VOCABULARY_LENGTH)
     serve(cache, sliding, trunk)
     assert serve(cache, sliding, limb).cached_tokens == 7
-    twig = serve(cache, sliding, limb[:30] + tokens(3, 20, first=(limb[30] + 1) % VOCABULARY_LENGTH))
-    assert (twig.matched_tokens, twig.cached_tokens) == (30, 7)
+    for at in (30, 29, 8, 66, 7, 3):
+        twig = serve(cache, sliding, limb[:at] + tokens(at, 20, first=(limb[at] + 1) % VOCABULARY_LENGTH))
+        assert (twig.matched_tokens, twig.cached_tokens) == (at, at)
 
 
 # Reasons
@@ -193,7 +195,7 @@ def test_a_reason_is_given_exactly_when_less_than_the_match_is_resumed(model: An
         if session.reason is not None:
             short[session.reason] = short.get(session.reason, 0) + 1
     assert cache.stats.short_reasons == short
-    assert short.keys() == {ShortReason.NO_CHECKPOINT}
+    assert short.keys() == ({ShortReason.NO_CHECKPOINT} if inside.has_states(cache) else set())
 
 
 def test_a_pure_span_model_is_short_of_its_match_only_by_the_last_token() -> None:
@@ -240,16 +242,22 @@ def test_a_window_that_has_not_wrapped_is_cut_back_to_any_offset(kind: str, leng
         assert (session.cached_tokens, session.reason) == (offset, None)
 
 
-@pytest.mark.parametrize("kind", ["llama_sliding", "llama4"])
-def test_a_window_that_has_wrapped_is_not_cut_back(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "length"), [("llama_sliding", WINDOW_LENGTH), ("llama4", CHUNK_LENGTH)])
+def test_a_window_whose_tokens_were_given_up_resumes_at_the_checkpoint_before(kind: str, length: int) -> None:
     model = tiny_model(kind)
-    cache = PrefixCache(model)
-    prompt = tokens(1, 2 * CHUNK_LENGTH + 6)
-    serve(cache, model, prompt, reply=())
-    branch = prompt[:60] + tokens(2, 3, first=(prompt[60] + 1) % VOCABULARY_LENGTH)
+    known = PrefixCache(model)
+    serve(known, model, [1, 2])
+    # What the checkpoints need: at the mark, at the tail and at the end.
+    kept = length + length + REWRITTEN_TAIL
+    cache = PrefixCache(model, checkpoint_budget_bytes=kept * inside.window_bytes(known))
+    prompt = tokens(1, 5 * length)
+    serve(cache, model, prompt, marks=[length], reply=())
+    branch = prompt[: 2 * length] + tokens(2, 3, first=(prompt[2 * length] + 1) % VOCABULARY_LENGTH)
+    (gap, _) = cache.explain(branch).gaps
+    assert (gap.start, gap.end, gap.reason) == (length, 2 * length, Reason.WINDOW_GAP)
     session = serve(cache, model, branch)
-    assert session.cached_tokens == len(prompt) - REWRITTEN_TAIL
-    assert (session.matched_tokens, session.reason) == (60, ShortReason.NO_CHECKPOINT)
+    assert (session.matched_tokens, session.cached_tokens) == (2 * length, length)
+    assert session.reason == ShortReason.WINDOW_GAP
 
 
 # Checkpoints on the way, and the cap on them

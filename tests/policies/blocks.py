@@ -18,7 +18,8 @@ import numpy as np
 from policies import CostModel, Entry, EvictionPolicy
 from radixcache.budget.ledger import Ledger
 from radixcache.layers.arrays import ArrayLayout
-from radixcache.tree.state_tree import StateNode, StateTree, Use
+from radixcache.tree.node_state import StateNode
+from radixcache.tree.state_tree import StateTree, Use
 
 Block = tuple[int, ...]
 

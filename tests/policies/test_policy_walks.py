@@ -29,7 +29,8 @@ from policies.turn import MAX_KINDS, PRIOR
 from radixcache.adapters.snapshots import Checkpoint
 from radixcache.budget.ledger import Ledger
 from radixcache.layers.arrays import ArrayLayout
-from radixcache.tree.state_tree import StateNode, StateTree, Use
+from radixcache.tree.node_state import StateNode
+from radixcache.tree.state_tree import StateTree, Use
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_NODES = 12

@@ -15,7 +15,8 @@ from policies import CostModel, Entry, EvictionPolicy
 from radixcache.adapters.snapshots import Checkpoint
 from radixcache.budget.ledger import Ledger
 from radixcache.layers.arrays import ArrayLayout
-from radixcache.tree.state_tree import StateNode, StateTree, Use
+from radixcache.tree.node_state import StateNode
+from radixcache.tree.state_tree import StateTree, Use
 
 #: What a policy's order is by its own words, for those whose key is a function of the entry alone.
 ORDER: dict[str, Callable[[Entry], tuple[float, ...]]] = {

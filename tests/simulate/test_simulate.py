@@ -149,12 +149,13 @@ def test_windows_take_the_bytes_of_the_model_s_also_where_they_are_not_whole_blo
     model = ModelBytes("given", 10, 7, ((100, 3), (512, 5), (700, 2)), "given")
     sizes = BlockSizes.of(model, 512)
     assert sizes.windows == ((1, 512 * 5), (1, 700 * 2))
-    full = sizes.layout().checkpoint([], 100, "end")
-    assert full.nbytes == model.checkpoint_bytes == 7 + 100 * 3 + 512 * 5 + 700 * 2
-    # Shorter than a block, it has lost something at every block's end: nothing can be cut back.
+    layout = sizes.layout()
+    windows = sum(layout.window_bytes(window) * window.size for window in layout.windows)
+    full = layout.checkpoint([], 100, "end").nbytes + windows
+    assert full == model.checkpoint_bytes == 7 + 100 * 3 + 512 * 5 + 700 * 2
+    # Shorter than a block, it is whole at no block's end but where a checkpoint was taken.
     short = BlockSizes.of(ModelBytes("given", 10, 0, ((100, 3),), "given"), 512).layout()
-    assert short.has_points
-    assert not short.can_cut(short.checkpoint([], 1, "end"), 0)
+    assert (short.has_states, short.windows) == (True, ())
 
 
 def test_an_unlimited_cache_finds_what_was_asked_for_before() -> None:

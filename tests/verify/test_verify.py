@@ -27,7 +27,7 @@ from radixcache.adapters.rotating import RotatingKVAdapter
 from radixcache.adapters.span import SpanAdapter, SpanSnapshot
 from radixcache.layers.sizes import SizedLayout
 from radixcache.sized_cache import sized_cache
-from radixcache.tree.state_tree import StateNode
+from radixcache.tree.node_state import StateNode
 from radixcache.verify.comparison import Part
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
 from tests import inside
@@ -131,6 +131,15 @@ def swapped_checkpoints(cache: PrefixCache) -> None:
         first.leaves, second.leaves = second.leaves, first.leaves
 
 
+def swapped_windows(cache: PrefixCache) -> None:
+    """Two conversations of the same length have each other's windows behind what they share."""
+    found = {}
+    for node in nodes(cache):
+        other = found.setdefault((node.start, node.end), node)
+        if other is not node:
+            inside.swap_windows(other, node)
+
+
 def no_fault(cache: PrefixCache) -> None:
     pass
 
@@ -170,7 +179,7 @@ FAULTS = {
     "the offset of a rotating cache": ("llama_sliding", no_fault, wrong_offset, {Part.OFFSET}),
     "swapped snapshots": ("llama", swapped_spans, None, {Part.ROWS}),
     "swapped checkpoints": ("mamba", swapped_checkpoints, None, {Part.POINT}),
-    "swapped windows": ("llama_sliding", swapped_checkpoints, None, {Part.POINT}),
+    "swapped windows": ("llama_sliding", swapped_windows, None, {Part.WINDOW}),
     "a span stored one token off": ("llama", no_fault, off_by_one, {Part.ROWS}),
     "a span stored one token off in a hybrid model": ("nemotron_h", no_fault, off_by_one, {Part.ROWS}),
 }

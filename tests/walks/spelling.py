@@ -177,9 +177,9 @@ def _held(cache: Any, length: int) -> tuple[list[int], list[int], list[int]]:
     positions = list(range(length))
     if isinstance(cache, RotatingKVCache):
         keys, values = cache._temporal_order(keys), cache._temporal_order(values)
-        if length > WINDOW:
+        if length > cache.max_size:
             # A batch leaves more than the window; the first `keep` and the last of the rest are what counts.
-            recent = WINDOW - cache.keep
+            recent = cache.max_size - cache.keep
             positions = positions[: cache.keep] + positions[-recent:]
             parts = ([a[..., : cache.keep, :], a[..., -recent:, :]] for a in (keys, values))
             keys, values = (mx.concatenate(pair, axis=2) for pair in parts)

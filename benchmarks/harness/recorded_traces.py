@@ -1,0 +1,35 @@
+"""The recorded traces that benchmarks simulate, or a made-up one."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from runner.traces.reader import read_trace
+from runner.traces.request import Trace
+from runner.traces.synth import Synth, synthesize
+
+BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"
+TRACES = {"mooncake": "mooncake/conversation_trace.jsonl", "coding agents": "claude-code-traces/traces"}
+
+
+def add_traces(parser: argparse.ArgumentParser) -> None:
+    """Add --traces."""
+    parser.add_argument("--traces", type=_folder, metavar="FOLDER", help="where the recorded traces are")
+
+
+def traces_in(folder: Path | None, quick: bool) -> list[Trace]:
+    """Those in a folder; None: those beside the repository, or where there are none a made-up one."""
+    if quick:
+        return [synthesize(Synth(requests=60), seed=0)]
+    if folder is None and not BESIDE.is_dir():
+        return [synthesize(Synth(requests=5_000), seed=0)]
+    return [read_trace((folder or BESIDE) / path, name=name) for name, path in TRACES.items()]
+
+
+def _folder(name: str) -> Path:
+    folder = Path(name)
+    for path in TRACES.values():
+        if not (folder / path).exists():
+            raise argparse.ArgumentTypeError(f"{folder} has no {path}")
+    return folder

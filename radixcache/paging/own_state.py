@@ -1,0 +1,99 @@
+"""OwnState: what one request has kept on its way, and the tree does not have yet.
+
+checkpoints     at the offsets where others may want to resume
+windows         keys and values of tokens before they leave the windows: those that the checkpoints need, each once, and
+                as long as there is room those of all tokens of the prompt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from radixcache.adapters.snapshots import Checkpoint, Range, Spans, Window, missing, tokens_in, union
+from radixcache.layers.layout import Layout
+from radixcache.paging.booking import Booking
+
+
+class OwnState:
+    """Checkpoints, and tokens of windows, in order of their offsets; booked as long as they are here."""
+
+    def __init__(self, layout: Layout, booking: Booking) -> None:
+        self._layout = layout
+        self._booking = booking
+        self.checkpoints: list[Checkpoint] = []
+        self.windows: list[Spans] = []
+        #: Whether there may be tokens that no checkpoint needs.
+        self.has_spare = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(each.nbytes for each in self.checkpoints) + sum(each.nbytes for each in self.windows)
+
+    def bytes_at(self, offset: int) -> int:
+        """Bytes that the checkpoint at an offset keeps, if there is one here."""
+        windows = self._layout.windows
+        needed = sum(tokens_in(window.needs(offset)) * self._layout.window_bytes(window) for window in windows)
+        return sum(each.nbytes + needed for each in self.checkpoints if each.offset == offset)
+
+    def add_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint was taken."""
+        self.checkpoints.append(checkpoint)
+        self._booking.book_checkpoint(checkpoint.nbytes)
+
+    def capture_more(self, caches: Sequence[Any], start: int, end: int) -> int:
+        """Copy all the tokens [start, end), also those that no checkpoint needs; returns the bytes."""
+        self.has_spare = True
+        return self.capture(caches, start, end, {window: [(start, end)] for window in self._layout.windows})
+
+    def capture(self, caches: Sequence[Any], start: int, end: int, wanted: Mapping[Window, Sequence[Range]]) -> int:
+        """Copy tokens out of live windows, all in [start, end), of which none are here; returns the bytes."""
+        found = self._layout.capture(caches, start, end, wanted)
+        if found.nbytes:
+            self.windows.append(found)
+            self._booking.book_checkpoint(found.nbytes)
+        return found.nbytes
+
+    def drop(self, gone: Callable[[Checkpoint], bool]) -> None:
+        """Give up some of the checkpoints, and the tokens that none of the others needs."""
+        before = self.nbytes
+        self.checkpoints = [each for each in self.checkpoints if not gone(each)]
+        self._booking.book_checkpoint(self.nbytes - before)
+        self.trim()
+
+    def give_up(self) -> bool:
+        """Give up what is missed least: tokens that no checkpoint needs, then an interval checkpoint; False: none."""
+        if self.has_spare:
+            self.trim()
+            return True
+        victim = _least_covering(self.checkpoints)
+        if victim is not None:
+            self.drop(lambda each: each is victim)
+        return victim is not None
+
+    def trim(self) -> None:
+        """Give up the tokens that no checkpoint needs."""
+        self.has_spare = False
+        kept = {
+            window: union(sorted(needed for each in self.checkpoints for needed in window.needs(each.offset)))
+            for window in self._layout.windows
+        }
+        before = self.nbytes
+        for index, spans in enumerate(self.windows):
+            if any(missing(self._layout.stored(spans, window), its) for window, its in kept.items()):
+                self.windows[index] = self._layout.within(spans, kept)[0]
+        self.windows = [each for each in self.windows if each.nbytes]
+        self._booking.book_checkpoint(self.nbytes - before)
+
+    def clear(self) -> None:
+        """Nothing is kept any more."""
+        self._booking.book_checkpoint(-self.nbytes)
+        self.checkpoints, self.windows = [], []
+
+
+def _least_covering(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    """The interval checkpoint whose neighbours are closest together; the newest is never chosen."""
+    offsets = [0, *(c.offset for c in checkpoints)]
+    gaps = [(offsets[i + 2] - offsets[i], i) for i, c in enumerate(checkpoints[:-1]) if c.kind == "interval"]
+    return checkpoints[min(gaps)[1]] if gaps else None

@@ -1,0 +1,215 @@
+"""Sliding windows: each token is stored once, and requests resume wherever all that a window reads is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
+
+from radixcache import PrefixCache, ShortReason
+from tests import inside
+from tests.walks.spelling import SpellingModel, spells
+
+#: Bytes of a token in one window of a SpellingModel: a key and a value of two float32 each.
+TOKEN_BYTES = 16
+
+
+class WindowModel(SpellingModel):
+    """Layers made by these functions, the last of them with a window."""
+
+    def __init__(self, *makers: Callable[[], Any]) -> None:
+        super().__init__(["layer"] * len(makers))
+        self.makers = makers
+
+    def make_cache(self) -> list[Any]:
+        return [make() for make in self.makers]
+
+
+def rotating(size: int, keep: int = 0) -> WindowModel:
+    return WindowModel(KVCache, lambda: RotatingKVCache(size, keep))
+
+
+WINDOWS = {
+    **{f"{size} of which {keep}": rotating(size, keep) for size in (4, 16, 17) for keep in (0, 4) if keep < size},
+    **{f"chunks of {size}": WindowModel(KVCache, lambda size=size: ChunkedKVCache(size)) for size in (4, 16, 17)},  # type: ignore[misc]
+    "no full attention": WindowModel(lambda: RotatingKVCache(16)),
+    "two sizes": WindowModel(KVCache, lambda: RotatingKVCache(5), lambda: RotatingKVCache(17, 4)),
+}
+
+
+@pytest.fixture(params=WINDOWS)
+def model(request: pytest.FixtureRequest) -> WindowModel:
+    return WINDOWS[request.param]
+
+
+def ids(start: int, count: int) -> list[int]:
+    return [start + number % 97 for number in range(count)]
+
+
+def serve(
+    cache: PrefixCache, model: WindowModel, prompt: Sequence[int], reply: Sequence[int] = (), step_size: int = 2048
+) -> Any:
+    """One request; what its caches hold is looked at where it resumes and where it ends."""
+    with cache.begin(prompt) as session:
+        spells(session.caches, prompt[: session.cached_tokens], model.kinds)
+        session.prefill(model, step_size)
+        session.step(model, prompt[-1:])
+        for token in reply:
+            session.step(model, [token])
+        spells(session.caches, [*prompt, *reply], model.kinds)
+    cache.check()
+    return session
+
+
+@pytest.mark.parametrize(("step_size", "stride"), [(3, 1), (16, 3), (50, 4)])
+def test_a_branch_resumes_at_every_token_around_the_wrap(model: WindowModel, step_size: int, stride: int) -> None:
+    cache = PrefixCache(model)
+    trunk = ids(1, 45)
+    serve(cache, model, trunk, step_size=step_size)
+    for at, other in [*((at, 200) for at in range(1, 45, stride)), *((at, 210) for at in range(44, 0, -5))]:
+        session = serve(cache, model, [*trunk[:at], other, 201, 202], step_size=step_size)
+        assert (session.matched_tokens, session.cached_tokens, session.reason) == (at, at, None)
+
+
+def test_what_was_decoded_past_the_wrap_twice_is_resumed_where_the_window_still_has_it(model: WindowModel) -> None:
+    prompt, reply = ids(1, 20), ids(101, 40)
+    whole = [*prompt, *reply]
+    for at in (*range(1, 60, 4), 43, 44, 45, 56, 59, 60):
+        cache = PrefixCache(model)  # another one each: what is prefilled again is stored
+        serve(cache, model, prompt, reply)
+        session = serve(cache, model, [*whole[:at], 201, 202])
+        assert session.cached_tokens == at or session.reason == ShortReason.WINDOW_GAP
+        # The prompt's last token is evaluated as a reply's are.
+        assert session.cached_tokens == at or len(prompt) <= at < len(whole)
+
+
+def test_other_slots_rows_and_fetch_find_the_same(model: WindowModel) -> None:
+    cache = PrefixCache(model, live_slots=2)
+    trunk = ids(1, 40)
+    serve(cache, model, trunk)
+    for at in (3, 17, 39):
+        prompt = [*trunk[:at], 200]
+        caches, remaining = cache.fetch(prompt)
+        assert len(remaining) == 1
+        spells(caches, trunk[:at], model.kinds)
+        with cache.begin([*trunk, 201]) as one, cache.begin(prompt) as other:
+            assert (one.cached_tokens, other.cached_tokens) == (40, at)
+            spells(one.caches, trunk, model.kinds)
+            spells(other.caches, trunk[:at], model.kinds)
+        cache.check()
+
+
+def test_foreign_caches_give_what_their_windows_still_have(model: WindowModel) -> None:
+    cache = PrefixCache(model)
+    trunk = ids(1, 40)
+    caches = model.make_cache()
+    for token in trunk:
+        model(mx.array([[token]]), cache=caches)
+    assert cache.insert(trunk, caches) == 40
+    cache.check()
+    assert serve(cache, model, [*trunk, 200]).cached_tokens == 40
+
+
+# Bytes
+
+
+def test_a_checkpoint_a_few_tokens_behind_another_costs_these_tokens() -> None:
+    model = rotating(16)
+    cache = PrefixCache(model, checkpoint_budget_bytes=1 << 20)
+    with cache.begin(ids(1, 60), marks=[30, 33]) as session:
+        session.prefill(model)
+        session.step(model, session.prompt[-1:])
+        inside.trim_own_windows(session)
+        # At 30 the last 16 tokens, at 33 three more; at the tail, 44, eleven.
+        assert inside.own_window_bytes(session) == (16 + 3 + 11) * TOKEN_BYTES
+    cache.check()
+
+
+def test_many_users_behind_one_prompt_hold_its_window_once() -> None:
+    model = rotating(16)
+    cache = PrefixCache(model)
+    system = ids(1, 64)
+    for user in range(20):
+        serve(cache, model, [*system, 120 + user, *ids(30, 9)])
+    assert cache.stats.window_bytes == (64 + 20 * 10) * TOKEN_BYTES
+    stats = cache.stats
+    cache.reclaim(stats.live_bytes + stats.paged_bytes - stats.duplicate_bytes - stats.spare_bytes - 1)
+    # First what no checkpoint needs: the beginning of the system prompt.
+    assert cache.stats.window_bytes < (64 + 20 * 10) * TOKEN_BYTES
+    assert cache.stats.evictions == 0
+    assert serve(cache, model, [*system, 130, *ids(30, 9), 5]).cached_tokens == 74
+
+
+def test_under_pressure_what_nobody_needs_goes_before_any_conversation() -> None:
+    model = rotating(8)
+    budget = PrefixCache(model)
+    conversations = [[100 + user, *ids(1, 59)] for user in range(4)]
+    for each in conversations:
+        serve(budget, model, each)
+    held = budget.stats.live_bytes + budget.stats.paged_bytes
+    cache = PrefixCache(model, budget_bytes=held - 100 * TOKEN_BYTES)
+    for each in conversations:
+        serve(cache, model, each)
+    for each in conversations:
+        assert serve(cache, model, [*each, 5]).cached_tokens == 60
+
+
+def test_a_pinned_prefix_is_resumed_at_its_end_whatever_comes() -> None:
+    model = rotating(16)
+    cache = PrefixCache(model, budget_bytes=14_000)
+    trunk = ids(1, 100)
+    serve(cache, model, trunk)
+    cache.pin(trunk[:50])
+    for user in range(12):
+        serve(cache, model, [110 + user, *ids(1, 99)])
+        cache.check()
+    assert serve(cache, model, [*trunk[:50], 200]).cached_tokens == 50
+
+
+def test_windows_beside_recurrent_layers_are_resumed_at_checkpoints_alone() -> None:
+    model = WindowModel(KVCache, lambda: ArraysCache(size=2), lambda: RotatingKVCache(16))
+    cache = PrefixCache(model)
+    trunk = ids(1, 60)
+    with cache.begin(trunk, marks=[20, 30]) as session:
+        session.prefill(model)
+        session.step(model, trunk[-1:])
+    for at, resumed, other in ((59, 44, 200), (35, 30, 200), (25, 20, 200), (19, 0, 200), (25, 25, 210)):
+        session = serve(cache, model, [*trunk[:at], other])
+        assert (session.matched_tokens, session.cached_tokens) == (at, resumed)
+        assert session.reason == (None if at == resumed else ShortReason.NO_CHECKPOINT)
+
+
+# What is told
+
+
+def test_explain_and_dump_say_from_where_on_a_window_is_stored() -> None:
+    model = rotating(16)
+    cache = PrefixCache(model)
+    trunk = ids(1, 60)
+    serve(cache, model, trunk)
+    told = cache.explain([*trunk[:40], 200])
+    assert told.windows == ((1, 0),)
+    assert "resumes at 40: the window of 1 layer is stored from 0 on" in str(told)
+    assert "windows of [0, 44)" in cache.dump()
+    cache = PrefixCache(model, checkpoint_budget_bytes=33 * TOKEN_BYTES)
+    serve(cache, model, trunk)
+    told = cache.explain([*trunk, 200])
+    assert told.windows == ((1, 28),)
+    assert cache.stats.window_bytes == 32 * TOKEN_BYTES
+
+
+def test_a_layer_that_fails_leaves_windows_as_they_were(model: WindowModel) -> None:
+    cache = PrefixCache(model)
+    trunk = ids(1, 30)
+    serve(cache, model, trunk)
+    with cache.begin([*trunk, *ids(40, 20)]) as session:
+        session.prefill(model, 7)
+        model.fail_in_layer = len(model.kinds) - 1
+        with pytest.raises(RuntimeError):
+            session.step(model, session.prompt[-1:])
+        model.fail_in_layer = None
+    cache.check()
+    assert serve(cache, model, [*trunk, *ids(40, 20), 5]).cached_tokens >= 49 - 16
