@@ -70,6 +70,12 @@ def checkpoint_of(node: StateNode) -> Any:
     return node.payload.checkpoint
 
 
+def window_pieces(cache: PrefixCache) -> int:
+    """In how many pieces the tree has its state of windows."""
+    stored = [node.payload.windows for node in cache._core.states.tree.nodes()]
+    return sum(len(leaf.pieces) for spans in stored if spans is not None for leaf in spans.leaves if leaf is not None)
+
+
 def swap_windows(first: StateNode, second: StateNode) -> None:
     """Give two nodes each other's state of windows."""
     first.payload.windows, second.payload.windows = second.payload.windows, first.payload.windows

@@ -278,7 +278,7 @@ class Group:
         with self._lock:
             self._run(lambda: Removal(self._room, self._layout, row, begin, end).run(model))
             row.cut(begin, end)
-            row.own.drop(lambda each: each.offset > begin)  # the tokens there are others now
+            row.own.cut(0, begin)  # the tokens behind it are others now
             self._room.book()
 
     def close(self) -> None:

@@ -71,7 +71,9 @@ class Removal:
             mx.eval(moved, [arrays for arrays in points if arrays is not None])
             row.batch = before.refilled(columns, lambda leaf: moved[leaf])
         for leaf, arrays in zip(row.batch.leaves, points, strict=True):
-            if arrays is not None:
+            if arrays == []:
+                adapter_for(leaf).free(leaf)
+            elif arrays is not None:
                 adapter_for(leaf).place(leaf, arrays, leaf.offset - (end - begin), arrays[0].shape[2])  # type: ignore[attr-defined]
         row.in_place = [(low, high) for low, high in row.in_place if low < begin]
         row.orphans = [spans for spans in row.orphans if spans.end <= begin]
@@ -137,7 +139,7 @@ class Removal:
         keys, values = adapter_for(leaf).state(leaf)  # type: ignore[attr-defined]
         first = leaf.offset - keys.shape[2]
         pairs = self._moved([(first, (keys, values))], rotation)
-        return [mx.concatenate([pair[name] for pair in pairs], axis=2) for name in (0, 1)]
+        return [mx.concatenate([pair[name] for pair in pairs], axis=2) for name in (0, 1)] if pairs else []
 
     def _rotated(self, keys: mx.array, rotation: Rotation | None) -> mx.array:
         return keys if rotation is None else rotation.shift(keys, self._begin - self._end)

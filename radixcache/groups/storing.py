@@ -57,10 +57,17 @@ class Storing:
         """Store what a row has of these keys, if there is room; where it is long, the row reads it in place as well."""
         end = self._end(row, len(keys)) if self._layout.has_points else len(keys)
         known = row.clean_keys()[:end]
-        wanted = [each for each in row.own.checkpoints if each.offset == end]
+        # What others have no use for yet stays the row's, which can give it up; of windows alone it takes nothing.
+        wanted = [
+            each
+            for each in row.own.checkpoints
+            if each.offset in ((end,) if self._layout.has_states else range(end + 1))
+        ]
         if len(known) < end or not self._put(row, known, wanted, self._core.evictor.find_room, "branch"):
             return
-        row.own.drop(lambda each: each.offset == end)
+        given = set(map(id, wanted))
+        row.own.drop(lambda each: id(each) in given)
+        row.own.cut(end, row.position)
         start, before = row.path_end, row.node
         if end <= start:
             return

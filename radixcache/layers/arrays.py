@@ -144,7 +144,7 @@ class ArrayLayout:
         in_use = [now or known for now, known in zip(written, before, strict=True)]
         if in_use != self._in_use:
             self._in_use, self._blind = in_use, None
-        self._note_kinds(in_use)
+            self._note_kinds(in_use)
         for index, (cache, adapter) in enumerate(pairs):
             if written[index] and self._shapes[index] is None:
                 self._shapes[index] = adapter.shapes(cache)
@@ -379,6 +379,8 @@ class ArrayLayout:
                 if not adapter.restore(cache, snapshot, target):
                     raise LiveStateError(f"{type(cache).__name__}: the state at {target} is not all there.")
                 written += adapter.buffers(cache)
+            elif adapter.is_point and adapter is not PROBED and not adapter.is_empty(cache):
+                adapter.free(cache)  # it was not in use when the state was stored
         _evaluate_written(written)
 
     def empty(self, caches: Sequence[Any]) -> None:

@@ -54,6 +54,9 @@ from radixcache.tree.radix_tree import Match
 from radixcache.tree.state_tree import StateTree, Use
 from radixcache.verify.verifier import Verifier
 
+#: Tokens of windows that are copied out at a time at least, where they are not about to be lost.
+LEAST_TOKENS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
@@ -251,6 +254,7 @@ class Core:
             self.pager.retreat(live, target)
         self.layout.rewind_spans(live.caches, target)
         live.restore_points(checkpoint, target, [*self.states.windows.stored(live.nodes()), *own.windows])
+        own.cut(0, target)
         live.measure()
         self.keep_budget()
         return target
@@ -267,12 +271,21 @@ class Core:
         self.evictor.make_room()
 
     def keep_windows(self, own: OwnState, caches: Sequence[Any], start: int, end: int) -> None:
-        """Keep what windows have of the tokens [start, end) that were just evaluated, if there is room to spare."""
-        need = sum(self.layout.window_bytes(window) for window in self.layout.windows) * (end - start)
+        """Keep what windows have of the tokens [start, end) that were just evaluated, if there is room to spare.
+
+        A few of them wait for others, so that not each token is a copy of its own, while the windows still have them.
+        """
+        start, windows = start if own.pending is None else own.pending, self.layout.windows
+        if end - start < min(LEAST_TOKENS, *(window.size - window.keep for window in windows)):
+            own.pending = start
+            return
+        own.pending = None
+        need = sum(self.layout.window_bytes(window) for window in windows) * (end - start)
         room = self.evictor.checkpoint_budget_bytes - self.account.checkpoint_bytes
         if need and need <= room and not self.evictor.over_bytes(need):
+            wanted = self.states.windows.new({window: [(start, end)] for window in windows}, own.windows)
             try:
-                self.states.copied_window_bytes += own.capture_more(caches, start, end)
+                self.states.copied_window_bytes += own.capture(caches, start, end, wanted, is_spare=True)
             except NATIVE_ERRORS:
                 self.layout.release()  # it was only to spare
 

@@ -16,15 +16,21 @@ from radixcache.paging.booking import Booking
 
 
 class OwnState:
-    """Checkpoints, and tokens of windows, in order of their offsets; booked as long as they are here."""
+    """Checkpoints, and tokens of windows, in order of their offsets; booked as long as they are here.
+
+    Attributes:
+        pending: from which token on too few have come by to be kept; None: none are waiting.
+    """
 
     def __init__(self, layout: Layout, booking: Booking) -> None:
         self._layout = layout
         self._booking = booking
+        self._booked_bytes = 0
+        # Whether there may be tokens that no checkpoint needs.
+        self._has_spare = False
         self.checkpoints: list[Checkpoint] = []
         self.windows: list[Spans] = []
-        #: Whether there may be tokens that no checkpoint needs.
-        self.has_spare = False
+        self.pending: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -40,56 +46,78 @@ class OwnState:
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
         """A checkpoint was taken."""
         self.checkpoints.append(checkpoint)
-        self._booking.book_checkpoint(checkpoint.nbytes)
+        self._book()
 
-    def capture_more(self, caches: Sequence[Any], start: int, end: int) -> int:
-        """Copy all the tokens [start, end), also those that no checkpoint needs; returns the bytes."""
-        self.has_spare = True
-        return self.capture(caches, start, end, {window: [(start, end)] for window in self._layout.windows})
+    def capture(
+        self,
+        caches: Sequence[Any],
+        start: int,
+        end: int,
+        wanted: Mapping[Window, Sequence[Range]],
+        *,
+        is_spare: bool = False,
+    ) -> int:
+        """Copy tokens out of live windows, all in [start, end), of which none are here; returns the bytes.
 
-    def capture(self, caches: Sequence[Any], start: int, end: int, wanted: Mapping[Window, Sequence[Range]]) -> int:
-        """Copy tokens out of live windows, all in [start, end), of which none are here; returns the bytes."""
+        Args:
+            is_spare: no checkpoint may need them.
+        """
         found = self._layout.capture(caches, start, end, wanted)
         if found.nbytes:
             self.windows.append(found)
-            self._booking.book_checkpoint(found.nbytes)
+            self._has_spare |= is_spare
+            self._book()
         return found.nbytes
 
     def drop(self, gone: Callable[[Checkpoint], bool]) -> None:
-        """Give up some of the checkpoints, and the tokens that none of the others needs."""
-        before = self.nbytes
+        """Give up some of the checkpoints; what of windows only they needed stays as long as there is room."""
         self.checkpoints = [each for each in self.checkpoints if not gone(each)]
-        self._booking.book_checkpoint(self.nbytes - before)
-        self.trim()
+        self._has_spare = bool(self.windows)
+        self._book()
+
+    def cut(self, start: int, end: int) -> None:
+        """Give up the tokens that are not in [start, end), and the checkpoints behind `end`."""
+        self.pending = None
+        self._keep({window: [(start, end)] for window in self._layout.windows})
+        self.drop(lambda each: each.offset > end)
 
     def give_up(self) -> bool:
         """Give up what is missed least: tokens that no checkpoint needs, then an interval checkpoint; False: none."""
-        if self.has_spare:
-            self.trim()
-            return True
-        victim = _least_covering(self.checkpoints)
-        if victim is not None:
+        victim = None
+        if not self._has_spare:
+            victim = _least_covering(self.checkpoints)
+            if victim is None:
+                return False
             self.drop(lambda each: each is victim)
-        return victim is not None
+        self.trim()
+        return True
 
     def trim(self) -> None:
         """Give up the tokens that no checkpoint needs."""
-        self.has_spare = False
-        kept = {
-            window: union(sorted(needed for each in self.checkpoints for needed in window.needs(each.offset)))
-            for window in self._layout.windows
-        }
-        before = self.nbytes
+        self._has_spare = False
+        self._keep(
+            {
+                window: union(sorted(needed for each in self.checkpoints for needed in window.needs(each.offset)))
+                for window in self._layout.windows
+            }
+        )
+
+    def clear(self) -> None:
+        """Nothing is kept any more."""
+        self.checkpoints, self.windows, self.pending = [], [], None
+        self._book()
+
+    def _keep(self, kept: Mapping[Window, Sequence[Range]]) -> None:
         for index, spans in enumerate(self.windows):
             if any(missing(self._layout.stored(spans, window), its) for window, its in kept.items()):
                 self.windows[index] = self._layout.within(spans, kept)[0]
         self.windows = [each for each in self.windows if each.nbytes]
-        self._booking.book_checkpoint(self.nbytes - before)
+        self._book()
 
-    def clear(self) -> None:
-        """Nothing is kept any more."""
-        self._booking.book_checkpoint(-self.nbytes)
-        self.checkpoints, self.windows = [], []
+    def _book(self) -> None:
+        nbytes = self.nbytes
+        self._booking.book_checkpoint(nbytes - self._booked_bytes)
+        self._booked_bytes = nbytes
 
 
 def _least_covering(checkpoints: list[Checkpoint]) -> Checkpoint | None:

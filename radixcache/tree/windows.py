@@ -13,7 +13,7 @@ checkpoint, for as many nodes up as it changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from radixcache.adapters.contract import NEVER
@@ -106,6 +106,13 @@ class Windows:
             if lacking:
                 found[window] = lacking
         return found
+
+    def new(self, wanted: Mapping[Window, Sequence[Range]], held: Sequence[Spans]) -> dict[Window, list[Range]]:
+        """What of these tokens is not among what is held."""
+        return {
+            window: missing(its, sorted(each for spans in held for each in self._layout.stored(spans, window)))
+            for window, its in wanted.items()
+        }
 
     # Bytes
 

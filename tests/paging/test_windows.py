@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from radixcache import PrefixCache, ShortReason
+from runner.models.tiny import tiny_model
 from tests import inside
 from tests.walks.spelling import SpellingModel, spells
 
@@ -180,6 +181,75 @@ def test_windows_beside_recurrent_layers_are_resumed_at_checkpoints_alone() -> N
         session = serve(cache, model, [*trunk[:at], other])
         assert (session.matched_tokens, session.cached_tokens) == (at, resumed)
         assert session.reason == (None if at == resumed else ShortReason.NO_CHECKPOINT)
+
+
+def test_a_warmed_prefix_is_resumed_at_any_token() -> None:
+    model = rotating(8)
+    cache = PrefixCache(model)
+    trunk = ids(1, 60)
+    cache.warm(model, trunk)
+    assert cache.explain([*trunk[:30], 200]).resumable_tokens == 30
+
+
+def test_what_is_evaluated_again_after_a_failure_is_kept_once() -> None:
+    model = rotating(8)
+    cache = PrefixCache(model, checkpoint_interval=20)
+    trunk = ids(1, 60)
+    with cache.begin(trunk) as session:
+        session.prefill(model, 7)
+    session = cache.begin([*trunk[:5], *ids(61, 55)])
+    model.forward_passes = 0
+    run = model.__class__.__call__
+
+    def failing(self: WindowModel, tokens: Any, cache: Any) -> Any:
+        self.fail_in_layer = 1 if self.forward_passes == 4 else None
+        return run(self, tokens, cache)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WindowModel, "__call__", failing)
+        with pytest.raises(RuntimeError):
+            session.prefill(model, 9)
+    model.fail_in_layer = None
+    session.prefill(model, 9)
+    assert inside.own_window_bytes(session) <= 54 * TOKEN_BYTES
+    session.close()
+    cache.check()
+
+
+def test_rows_that_take_up_a_prefix_leave_the_other_row_what_lies_behind_it() -> None:
+    model = rotating(8)
+    cache = PrefixCache(model)
+    trunk = ids(1, 60)
+    with cache.begin_many(capacity=500) as group:
+        group.prefill(model, group.admit(trunk))
+        for at in (20, 40, 50):
+            assert group.admit([*trunk[:at], 200, 201]).cached_tokens == at
+            group.check()
+    cache.check()
+    assert cache.explain([*trunk[:30], 200]).resumable_tokens == 30
+
+
+@pytest.mark.parametrize("gap", [(40, 45), (0, 99)])
+def test_a_row_that_loses_tokens_stores_what_is_in_front_of_them(gap: tuple[int, int]) -> None:
+    model = tiny_model("llama_sliding")
+    cache = PrefixCache(model)
+    prompt = [number % 30 for number in range(99)]
+    with cache.begin_many(capacity=500) as group:
+        row = group.admit(prompt[: 15 if gap[0] == 0 else 99])
+        group.prefill(model, row)
+        group.remove(model, row, gap[0], min(gap[1], row.position))
+        group.check()
+    cache.check()
+    assert cache.explain([*prompt[:40], 7]).resumable_tokens == gap[0]
+
+
+def test_a_prefill_token_by_token_is_kept_in_pieces_of_many() -> None:
+    model = rotating(200)
+    cache = PrefixCache(model)
+    trunk = ids(1, 300)
+    serve(cache, model, trunk, step_size=1)
+    assert inside.window_pieces(cache) < 12
+    assert serve(cache, model, [*trunk[:250], 200]).cached_tokens == 250
 
 
 # What is told
