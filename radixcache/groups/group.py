@@ -469,7 +469,8 @@ class Group:
         with self._lock:
             self._layout.learn(row.batch.specimen(self._layout.fresh()))
             points = row.batch.points(row.at, self._layout.fresh())
-            self._core.keep_windows(row.own, points, row.position - count, row.position)
+            is_last = row.prompt_left <= 1 or row.position in row.stops
+            self._core.keep_windows(row.own, points, row.position - count, row.position, is_last=is_last)
 
     def _take_checkpoint(self, row: Row, kind: str) -> None:
         """Copy and book the point state of a row where it stands, if that fits the budget."""

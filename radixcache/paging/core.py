@@ -270,13 +270,16 @@ class Core:
         live.measure(replaced)
         self.evictor.make_room()
 
-    def keep_windows(self, own: OwnState, caches: Sequence[Any], start: int, end: int) -> None:
+    def keep_windows(self, own: OwnState, caches: Sequence[Any], start: int, end: int, *, is_last: bool) -> None:
         """Keep what windows have of the tokens [start, end) that were just evaluated, if there is room to spare.
 
         A few of them wait for others, so that not each token is a copy of its own, while the windows still have them.
+
+        Args:
+            is_last: nothing follows soon that they could wait for.
         """
         start, windows = start if own.pending is None else own.pending, self.layout.windows
-        if end - start < min(LEAST_TOKENS, *(window.size - window.keep for window in windows)):
+        if not is_last and end - start < min(LEAST_TOKENS, *(window.size - window.keep for window in windows)):
             own.pending = start
             return
         own.pending = None

@@ -99,7 +99,7 @@ class Progress:
         is_whole = start == self.grid_end and len(chunk) == step_size
         try:
             if self._layout.windows and (is_whole or not self._is_exact):
-                self._keep_windows(start)
+                self._keep_windows(start, is_last=len(chunk) < step_size or self.position == self._request.limit)
             if len(chunk) == 1 < self._step_size and self._is_exact:
                 # A ring that goes round stays as it is: mlx-lm goes on from there too, and adds up in that order.
                 self._layout.evaluate(self.caches)
@@ -162,12 +162,12 @@ class Progress:
 
     # Private
 
-    def _keep_windows(self, start: int) -> None:
+    def _keep_windows(self, start: int, *, is_last: bool) -> None:
         """Keep what windows have of the tokens from `start` on, before it is cut to what they read."""
         self._layout.evaluate(self.caches)
         with self._core.lock:
             self._layout.learn(self.caches)
-            self._core.keep_windows(self.own, self.caches, start, self.position)
+            self._core.keep_windows(self.own, self.caches, start, self.position, is_last=is_last)
 
     def _forward(self, model: Any, array: mx.array, count: int, held: list[Any]) -> mx.array:
         if self._span_capacity and self.position + count >= self._span_capacity:

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import bench_exact, bench_hops, bench_overhead, bench_policies, bench_replay, bench_tree
+from benchmarks import bench_exact, bench_hops, bench_overhead, bench_policies, bench_replay, bench_tree, bench_windows
 from benchmarks.harness import record
 from benchmarks.harness.hollow_model import KINDS, HollowModel
 from benchmarks.harness.recorded_traces import TRACES, traces_in
@@ -148,6 +148,15 @@ def test_the_policy_benchmark_puts_no_online_policy_above_the_optimum(tmp_path, 
     assert document["conclusion"] in capsys.readouterr().out
     assert (tmp_path / "policies.png").stat().st_size > 0
     assert {row["unit"] for row in rows_of(tmp_path, "policies-speed")} == {"block references/s", "s", "us"}
+
+
+def test_the_windows_benchmark_finds_no_less_by_token_and_no_more_than_without_windows(tmp_path, capsys):
+    bench_windows.main(["--quick", "--results", str(tmp_path)])
+    rows = rows_of(tmp_path, "windows")
+    assert len(rows) == 2
+    assert all(row["whole %"] <= row["by token %"] <= row["bound %"] for row in rows)
+    assert rows[-1]["by token %"] > 0
+    assert bench_windows.conclusion(rows) in capsys.readouterr().out
 
 
 def test_recorded_traces_are_read_from_the_folder_that_is_given(tmp_path):

@@ -902,7 +902,7 @@ ROWS = (
     Mutant(
         "rows-keep-no-tokens-of-windows",
         "radixcache",
-        "self._core.keep_windows(row.own, points, row.position - count, row.position)",
+        "self._core.keep_windows(row.own, points, row.position - count, row.position, is_last=is_last)",
         "return",
         "Rows of models with windows share nothing in front of their last tokens.",
         ("tests/groups/test_begin_many.py",),
