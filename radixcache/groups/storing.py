@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from radixcache.adapters.snapshots import Checkpoint, Spans
@@ -155,7 +154,7 @@ class Storing:
                     return False
             kept = [*checkpoints]
             if takes:
-                core.capture(row.own, match.path, partial(self._points, row), end)
+                core.capture(row.own, match.path, self._points(row), end)
                 leaves = batch.copied_points(row.at, end, copying=core.pager.allocating, emptying=is_alone)
                 kept.append(layout.checkpoint_of(leaves, end, kind))
             bounds = segment_bounds(start, end)

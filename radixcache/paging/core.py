@@ -24,7 +24,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from policies import CostModel, EvictionPolicy
@@ -288,9 +287,12 @@ class Core:
         if need and need <= room and not self.evictor.over_bytes(need):
             wanted = self.states.windows.new({window: [(start, end)] for window in windows}, own.windows)
             try:
-                self.states.copied_window_bytes += own.capture(caches, start, end, wanted, is_spare=True)
+                found = self.layout.capture(caches, start, end, wanted)
             except NATIVE_ERRORS:
                 self.layout.release()  # it was only to spare
+                return
+            self.states.copied_window_bytes += found.nbytes
+            own.add_windows(found, is_spare=True)
 
     def take_checkpoint(
         self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int, kind: str
@@ -300,19 +302,15 @@ class Core:
         Args:
             path: of the tree, up to where the request's own state begins.
         """
-        self.capture(own, path, lambda: caches, offset)
+        self.capture(own, path, caches, offset)
         own.add_checkpoint(self.pager.allocating(lambda: self.layout.checkpoint(caches, offset, kind)))
         self.thin(own)
 
-    def capture(
-        self, own: OwnState, path: Sequence[StateNode], caches: Callable[[], Sequence[Any]], offset: int
-    ) -> None:
+    def capture(self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int) -> None:
         """Copy what windows need at an offset, and is neither on the path nor the request's own yet."""
-        lacking = self.states.windows.lacking(path, offset, own.windows)
-        if lacking:
-            start = min(low for ranges in lacking.values() for low, _ in ranges)
-            copy = partial(own.capture, caches(), start, offset, lacking)
-            self.states.copied_window_bytes += self.pager.allocating(copy)
+        found = self.pager.captured(caches, path, offset, own.windows)
+        if found is not None:
+            own.add_windows(found)
 
     def thin(self, own: OwnState) -> None:
         """A request took a checkpoint: for cap and budget what nothing needs goes, and its interval ones.

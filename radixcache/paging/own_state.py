@@ -8,7 +8,6 @@ windows         keys and values of tokens before they leave the windows: those t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from radixcache.adapters.snapshots import Checkpoint, Range, Spans, Window, missing, tokens_in, union
 from radixcache.layers.layout import Layout
@@ -48,26 +47,12 @@ class OwnState:
         self.checkpoints.append(checkpoint)
         self._book()
 
-    def capture(
-        self,
-        caches: Sequence[Any],
-        start: int,
-        end: int,
-        wanted: Mapping[Window, Sequence[Range]],
-        *,
-        is_spare: bool = False,
-    ) -> int:
-        """Copy tokens out of live windows, all in [start, end), of which none are here; returns the bytes.
-
-        Args:
-            is_spare: no checkpoint may need them.
-        """
-        found = self._layout.capture(caches, start, end, wanted)
-        if found.nbytes:
-            self.windows.append(found)
+    def add_windows(self, spans: Spans, *, is_spare: bool = False) -> None:
+        """Tokens were copied out of windows, of which none are here; `is_spare`: no checkpoint may need them."""
+        if spans.nbytes:
+            self.windows.append(spans)
             self._has_spare |= is_spare
             self._book()
-        return found.nbytes
 
     def drop(self, gone: Callable[[Checkpoint], bool]) -> None:
         """Give up some of the checkpoints; what of windows only they needed stays as long as there is room."""

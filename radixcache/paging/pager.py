@@ -84,18 +84,25 @@ class Pager:
 
     def add_checkpoint(self, node: StateNode, caches: Sequence[Any], kind: str, use: Use) -> None:
         """Take a node's checkpoint from caches that stand at its end; of windows only what its path lacks is copied."""
-        lacking = self._states.windows.lacking(node.path(), node.end)
-        windows = None
-        if lacking:
-            start = min(low for ranges in lacking.values() for low, _ in ranges)
-            windows = self.allocating(lambda: self._layout.capture(caches, start, node.end, lacking))
-            self._states.copied_window_bytes += windows.nbytes
+        windows = self.captured(caches, node.path(), node.end)
         checkpoint = self.allocating(lambda: self._layout.checkpoint(caches, node.end, kind))
         # Nothing is evicted from here on: what no checkpoint needs yet would be the first to go.
         if windows is not None:
             self._states.windows.store(node, windows)
         if not self._states.windows.lacking(node.path(), node.end):  # else the caches have lost some of it
             self._states.set_checkpoint(node, checkpoint, use)
+
+    def captured(
+        self, caches: Sequence[Any], path: Sequence[StateNode], offset: int, more: Sequence[Spans] = ()
+    ) -> Spans | None:
+        """A copy of what windows need where caches stand, and neither path nor more has; None: nothing."""
+        lacking = self._states.windows.lacking(path, offset, more)
+        if not lacking:
+            return None
+        start = min(low for ranges in lacking.values() for low, _ in ranges)
+        windows = self.allocating(lambda: self._layout.capture(caches, start, offset, lacking))
+        self._states.copied_window_bytes += windows.nbytes
+        return windows
 
     def grow(self, live: LivePath, need_tokens: int) -> None:
         """Make room for more than `need_tokens`: half as much again if that evicts nothing, else one step; lazily."""
