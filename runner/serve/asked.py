@@ -1,0 +1,201 @@
+"""What HTTP tasks ask of the generation thread, and what it answers. Plain data: this file never imports MLX.
+
+    HTTP task                             generation thread
+    Asked in a Job        ── ask ──▶      prompt tokens, a row or a session
+    Mailbox               ◀── put ──      Started, Progress ..., Step ..., Ended    or Failed at any time
+    Job.cancel()          ────────▶       ends within one chunk of prefill or one step of decoding
+
+A Job gets exactly one Ended or Failed, as its last answer, whatever happens.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+#: What stands for the model, adapter or draft model that the server was started with.
+DEFAULT = "default_model"
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """Which weights a request wants, in mlx_lm.server's words."""
+
+    model: str = DEFAULT
+    adapter: str | None = None
+    draft: str | None = DEFAULT
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Arguments of mlx_lm.sample_utils.make_sampler."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Arguments of mlx_lm.sample_utils.make_logits_processors."""
+
+    logit_bias: Mapping[int, float] | None = None
+    repetition_penalty: float = 0.0
+    repetition_context_size: int = 20
+    presence_penalty: float = 0.0
+    presence_context_size: int = 20
+    frequency_penalty: float = 0.0
+    frequency_context_size: int = 20
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One reply that is asked for, checked as far as can be without a tokenizer.
+
+    Attributes:
+        prompt: of a text completion; None: a chat.
+        messages: of a chat, in OpenAI's form, as mlx-lm's chat templates take them.
+        marked_messages: after how many of the messages a checkpoint is asked for.
+        seed: None: the samples of all such replies come from one stream.
+        namespace: nothing is shared between two of them.
+    """
+
+    names: ModelNames
+    max_tokens: int
+    prompt: str | None = None
+    messages: Sequence[dict[str, Any]] = ()
+    tools: Sequence[dict[str, Any]] | None = None
+    role_mapping: Mapping[str, str] | None = None
+    template_args: Mapping[str, Any] | None = None
+    marked_messages: Sequence[int] = ()
+    sampling: Sampling = Sampling()
+    penalties: Penalties = Penalties()
+    stop_words: Sequence[str] = ()
+    num_draft_tokens: int = 3
+    logprobs: bool = False
+    top_logprobs: int = -1
+    seed: int | None = None
+    namespace: str = ""
+
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class TopToken:
+    """One of the likeliest tokens at a place."""
+
+    id: int
+    token: str
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Started:
+    """The prompt is in tokens, and the request waits for its turn or runs.
+
+    `reading` turns what is decoded into text, reasoning and tool calls; see `runner.serve.reading`.
+    """
+
+    prompt_tokens: int
+    reading: Any
+
+
+@dataclass(frozen=True)
+class Progress:
+    """So many of the prompt's tokens are evaluated or restored."""
+
+    done_tokens: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One sampled token. `text` is what it completes; a stop token brings none."""
+
+    text: str
+    token: int
+    logprob: float
+    top_tokens: tuple[TopToken, ...]
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a request came to: for its reply's usage, the log line, the metrics and the page.
+
+    Attributes:
+        matched_tokens: how many of the prompt's first tokens the cache had seen; more than `cached_tokens` if some of
+            the state was lost. `reason` says why.
+        queue_ms: from arrival to admission; None where it never was. `ttft_ms`: from arrival to the first token.
+        gaps_ms: between one token and the next.
+        outcome: how it ended.
+    """
+
+    id: str
+    names: ModelNames
+    namespace: str
+    prompt_tokens: int
+    cached_tokens: int
+    matched_tokens: int
+    reason: str | None
+    completion_tokens: int
+    queue_ms: float | None
+    ttft_ms: float | None
+    gaps_ms: tuple[float, ...]
+    outcome: Literal["stop", "length", "cancelled", "error"]
+    note: str | None = None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of decoding; None for fewer than two tokens."""
+        total_ms = sum(self.gaps_ms)
+        return len(self.gaps_ms) / total_ms * 1e3 if total_ms else None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The reply is over."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class Failed:
+    """There will be no reply, or no more of it. `status` is HTTP's; `message` is for whoever asked."""
+
+    status: int
+    message: str
+    record: Record | None = None
+
+
+Answer: TypeAlias = Started | Progress | Step | Ended | Failed
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way. `put` may be called by any thread and never blocks."""
+
+    asked: Asked
+    put: Callable[[Answer], None]
+    id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    arrived_s: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """End it soon; what was computed is kept. Any thread may call this, any number of times."""
+        self._cancelled.set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it was asked to end."""
+        return self._cancelled.is_set()
