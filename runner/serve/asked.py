@@ -118,13 +118,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class Step:
-    """One sampled token. `text` is what it completes; a stop token brings none."""
+    """One sampled token. `text` is what it completes; a stop token brings none.
+
+    `stop_word` is the one of `Asked.stop_words` that it completes; None for any other token, an end of turn too.
+    """
 
     text: str
     token: int
     logprob: float
     top_tokens: tuple[TopToken, ...]
     finish_reason: FinishReason | None
+    stop_word: str | None = None
 
 
 @dataclass(frozen=True)

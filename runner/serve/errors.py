@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from typing import Any
+
 
 class ApiError(Exception):
     """Becomes an error body in the form of the API that was asked.
@@ -29,5 +34,29 @@ class ApiError(Exception):
         self.kind = kind or KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.retry_after_s = retry_after_s
 
+    def in_openai_form(self) -> dict[str, Any]:
+        """The body of an error, or the data of a stream's last event, in OpenAI's form."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def in_anthropic_form(self) -> dict[str, Any]:
+        """The same in Anthropic's form, which has types of its own and names the field in the message."""
+        kind = ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        message = f"{self.param}: {self.message}" if self.param else self.message
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    @classmethod
+    def of_validation(cls, errors: Sequence[Any]) -> ApiError:
+        """The first of pydantic's findings about a request, naming the field."""
+        first = errors[0]
+        field = ".".join(str(part) for part in first["loc"] if part != "body")
+        return cls(400, first["msg"], param=field or None)
+
 
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+
+
+def openai_error(error: ApiError) -> dict[str, Any]:
+    """The body of `error` in OpenAI's form."""
+    fields = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+    return {"error": fields}

@@ -1,0 +1,89 @@
+"""What the routes of every API share: a body of JSON read, a client's leaving noticed, events sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from runner.serve.errors import ApiError
+from runner.serve.service import Reply
+
+T = TypeVar("T")
+
+#: Nobody reads it; logs and metrics do. As nginx has it.
+CLIENT_CLOSED_REQUEST = 499
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """Return the body of `request`, whatever content type it says it has.
+
+    Raises:
+        ApiError: it is no object of JSON in UTF-8, or has what JSON does not: NaN, infinities, half a surrogate pair.
+    """
+    raw = await request.body()
+    try:
+        body = json.loads(raw)
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"Invalid JSON in request body: {error}") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, f"Request should be a JSON dictionary; it is a {type(body).__name__}.")
+    return body
+
+
+def namespace_of(request: Request) -> str:
+    """The namespace that whoever sent `request` keeps to."""
+    return str(getattr(getattr(request.state, "tenant", None), "namespace", ""))
+
+
+def to_json(body: object, status: int = 200) -> Response:
+    """A response of JSON. Half a surrogate pair, which a model may write, is escaped as any other character."""
+    return Response(json.dumps(body), status, media_type="application/json")
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, and cancel it as soon as the client goes away. The body has been read.
+
+    Raises:
+        ApiError: the client went away.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ApiError(CLIENT_CLOSED_REQUEST, "the client went away.")
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(data: object, name: str | None = None) -> str:
+    """One server-sent event."""
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Sends `events` about `reply`, which is cancelled once they are sent or the client is gone."""
+
+    def __init__(self, reply: Reply, events: AsyncIterator[str]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._reply.cancel()
