@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from typing import Any
-
 
 class ApiError(Exception):
     """Becomes an error body in the form of the API that was asked.
@@ -54,9 +52,3 @@ class ApiError(Exception):
 
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
-
-
-def openai_error(error: ApiError) -> dict[str, Any]:
-    """The body of `error` in OpenAI's form."""
-    fields = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
-    return {"error": fields}

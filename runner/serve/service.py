@@ -20,6 +20,10 @@ from runner.serve.errors import ApiError
 class Runs(Protocol):
     """What the service needs of the generation thread; `runner.serve.running.Running` is it."""
 
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it can serve requests."""
+
     def ask(self, job: Job) -> None:
         """Take a request in; any thread. ApiError: it is full (429) or stopping (503)."""
 
@@ -60,14 +64,15 @@ class Reader(Protocol):
 class Reply:
     """One reply as it comes in. Made by Service.ask."""
 
-    def __init__(self, job: Job, answers: asyncio.Queue[Answer], started: Started) -> None:
+    def __init__(self, job: Job, answers: asyncio.Queue[Answer], started: Started, timer: asyncio.TimerHandle) -> None:
         self.prompt_tokens = started.prompt_tokens
         self.ending: Ending | None = None
         self.id = job.id
-        self._job, self._answers, self._reading = job, answers, started.reading
+        self._job, self._answers, self._reading, self._timer = job, answers, started.reading, timer
 
     def cancel(self) -> None:
         """End it soon."""
+        self._timer.cancel()
         self._job.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Progress | Delta]:
@@ -109,6 +114,11 @@ class Service:
     def __init__(self, runs: Runs, *, timeout_s: float) -> None:
         self._runs, self._timeout_s = runs, timeout_s
 
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests can be served."""
+        return self._runs.is_healthy
+
     async def ask(self, asked: Asked) -> Reply:
         """Hand a request in, and wait until its prompt is in tokens.
 
@@ -140,4 +150,4 @@ class Service:
             timer.cancel()
             raise ApiError(503, "the request was ended before it was served: it took too long, or the server stops.")
         assert isinstance(first, Started), first
-        return Reply(job, answers, first)
+        return Reply(job, answers, first, timer)

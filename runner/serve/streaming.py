@@ -48,7 +48,9 @@ def to_json(body: object, status: int = 200) -> Response:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, and cancel it as soon as the client goes away. The body has been read.
+    """Await `work`, such as Service.ask or a whole reply, and cancel it as soon as the client goes away.
+
+    The request's body has been read. A Reply whose iteration is cancelled cancels itself.
 
     Raises:
         ApiError: the client went away.
@@ -70,16 +72,20 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
-def event(data: object, name: str | None = None) -> str:
-    """One server-sent event."""
-    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"
+def server_sent_event(data: object, name: str | None = None) -> str:
+    """One event with JSON data; `name` is for clients that listen to events by their names."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(data)}\n\n"
 
 
-class EventStream(StreamingResponse):
-    """Sends `events` about `reply`, which is cancelled once they are sent or the client is gone."""
+class ReplyStream(StreamingResponse):
+    """A reply as server-sent events. Whatever ends the response ends the reply, also before its first event.
+
+    Starlette listens for the client's going away while it sends.
+    """
 
     def __init__(self, reply: Reply, events: AsyncIterator[str]) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
