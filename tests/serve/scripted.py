@@ -1,0 +1,100 @@
+"""A generation thread that says what a test wants, without a thread or a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from runner.serve.asked import Answer, Ended, Failed, FinishReason, Job, Progress, Record, Started, Step
+from runner.serve.errors import ApiError
+from runner.serve.service import Delta
+
+PROMPT_TOKENS, CACHED_TOKENS = 20, 12
+
+
+def said(
+    text: str = "",
+    reasoning: str = "",
+    calls: Sequence[tuple[str, str]] = (),
+    finish: FinishReason | None = None,
+    stop_word: str | None = None,
+) -> Delta:
+    """What one token adds to a reply; `calls` are names and arguments of tool calls."""
+    tool_calls = tuple(
+        {"id": f"call_{index}", "name": name, "arguments": arguments} for index, (name, arguments) in enumerate(calls)
+    )
+    return Delta(text, reasoning, tool_calls, (Step(text, 7, -0.5, (), finish, stop_word),))
+
+
+def record(job: Job, **changes: Any) -> Record:
+    """How a scripted request ended."""
+    values: dict[str, Any] = {
+        "prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS, "matched_tokens": CACHED_TOKENS, "reason": None,
+        "completion_tokens": 3, "queue_ms": 1.0, "ttft_ms": 2.0, "gaps_ms": (1.0, 1.0), "outcome": "stop",
+    }  # fmt: skip
+    return Record(job.id, job.asked.names, job.asked.namespace, **{**values, **changes})
+
+
+class ScriptedReading:
+    """Gives the deltas of a script, one for each step; `flushed` at the end."""
+
+    def __init__(self, deltas: Sequence[Delta], flushed: Delta) -> None:
+        self._deltas: Iterator[Delta] = iter(deltas)
+        self._flushed = flushed
+
+    def add(self, step: Step) -> Delta:
+        delta = next(self._deltas)
+        assert delta.steps == (step,)
+        return delta
+
+    def finish(self) -> Delta:
+        return self._flushed
+
+
+class ScriptedRuns:
+    """Answers every request with the same script.
+
+    Args:
+        script: what happens after Started, in this order. Without a Failed in it, Ended follows.
+        flushed: what the reply's end brings to light.
+        refusal: raised instead of taking a request in.
+        is_endless: no Ended follows until the test calls `end`.
+        outcome: of the record.
+    """
+
+    def __init__(
+        self,
+        *script: Progress | Delta | Failed,
+        flushed: Delta | None = None,
+        refusal: ApiError | None = None,
+        is_endless: bool = False,
+        outcome: str = "stop",
+    ) -> None:
+        self.jobs: list[Job] = []
+        self._script, self._refusal, self._is_endless, self._outcome = script, refusal, is_endless, outcome
+        self._flushed = flushed or Delta("", "", (), ())
+
+    def ask(self, job: Job) -> None:
+        if self._refusal:
+            raise self._refusal
+        self.jobs.append(job)
+        deltas = [part for part in self._script if isinstance(part, Delta)]
+        answers: list[Answer] = [Started(PROMPT_TOKENS, ScriptedReading(deltas, self._flushed))]
+        for part in self._script:
+            answers.extend(part.steps if isinstance(part, Delta) else [part])
+        for answer in answers:
+            job.put(answer)
+        if not self._is_endless and not isinstance(answers[-1], Failed):
+            self.end(job)
+
+    def end(self, job: Job) -> None:
+        """Put the last answer."""
+        job.put(Ended(record(job, outcome=self._outcome)))
+
+    async def cancelled(self) -> Job:
+        """The first request, once it was asked to end."""
+        async with asyncio.timeout(60):
+            while not (self.jobs and self.jobs[0].is_cancelled):
+                await asyncio.sleep(0.001)
+        return self.jobs[0]
