@@ -2,14 +2,12 @@
 (() => {
   // A row: [parent, kind, depth, start, text, end, residency, place, span bytes, checkpoint, its bytes, pin names,
   // in use, uses, last used, nodes below, their tokens, their bytes]. In preorder, so all below a row follows it.
-  const BATCH = 200, FIRST = 150, REVEALED = 100;
-  const { rows, longest } = JSON.parse(document.getElementById("tree").textContent);
+  const BATCH = 200, FIRST = 150, REVEALED = 100, TOP = 1;
   const main = document.getElementById("rows"), found = document.getElementById("found");
-  const children = rows.map(() => []), tops = [], size = rows.map(() => 0);
-  rows.forEach((row, index) => (row[0] < 0 ? tops : children[row[0]]).push(index));
-  for (let index = rows.length - 1; index >= 0; index--)
-    if (rows[index][0] >= 0) size[rows[index][0]] += 1 + size[index];
-  const open = new Set(), shown = new Map(), elements = new Map();
+  let rows = [], longest = 1, children = [], tops = [], size = [];
+  // What the reader did goes by the keys of rows, which stay the same when another state of the tree is shown.
+  let keys = [], known = new Set(), open = new Set(), told = new Set();
+  const shown = new Map(), elements = new Map();
   let matches = [], matched = new Set(), current = -1;
 
   const number = (value) => value.toLocaleString("en-US");
@@ -34,9 +32,9 @@
     const line = element("div", `row ${kind}`), what = element("span", "what"), label = element("span", "label");
     line.dataset.index = index;
     what.style.paddingLeft = `${Math.min(depth, 30) * 16}px`;
-    const twist = element("button", "twist", open.has(index) ? "\u25be" : "\u25b8");
+    const twist = element("button", "twist", open.has(keys[index]) ? "\u25be" : "\u25b8");
     twist.disabled = !children[index].length;
-    twist.setAttribute("aria-expanded", open.has(index));
+    twist.setAttribute("aria-expanded", open.has(keys[index]));
     twist.setAttribute("aria-label", "expand or collapse");
     twist.onclick = () => toggle(index);
     what.append(twist, label);
@@ -55,6 +53,7 @@
     if (names) for (const name of names.length ? names : ["pinned"]) label.append(element("bdi", "tag", name));
     if (inUse) label.append(element("span", "tag use", "in use"));
     label.append(element("bdi", "", text === null ? `[${number(start)}, ${number(end)})` : text));
+    if (told.has(keys[index])) tell(index, line, label);
     label.onclick = () => select(index);
     const axis = element("span", "axis"), bar = element("i", `bar ${residency}${inUse ? " open" : ""}`);
     bar.style.left = left(start);
@@ -74,8 +73,18 @@
 
   function select(index) {
     const line = elements.get(index), label = line.querySelector(".label");
-    if (line.classList.toggle("selected")) label.append(element("span", "info", info(rows[index])));
-    else label.querySelector(".info").remove();
+    if (told.delete(keys[index])) {
+      line.classList.remove("selected");
+      label.querySelector(".info").remove();
+    } else {
+      told.add(keys[index]);
+      tell(index, line, label);
+    }
+  }
+
+  function tell(index, line, label) {
+    line.classList.add("selected");
+    label.append(element("span", "info", info(rows[index])));
   }
 
   function info([, , , start, , end, , place, spanBytes, checkpoint, pointBytes, names, , uses, last, ...below]) {
@@ -91,7 +100,7 @@
   function visible(index) {
     const list = document.createDocumentFragment(), stack = [];
     const push = (parent) => {
-      const all = parent < 0 ? tops : children[parent], limit = shown.get(parent) || BATCH;
+      const all = parent < 0 ? tops : children[parent], limit = shownOf(parent);
       if (all.length > limit) stack.push(() => rest(parent, all.length - limit));
       for (let place = Math.min(all.length, limit) - 1; place >= 0; place--) stack.push(all[place]);
     };
@@ -100,7 +109,7 @@
       const next = stack.pop();
       if (typeof next === "function") { list.append(next()); continue; }
       list.append(draw(next));
-      if (open.has(next)) push(next);
+      if (open.has(keys[next])) push(next);
     }
     return list;
   }
@@ -111,7 +120,7 @@
     line.dataset.index = parent < 0 ? rows.length : parent + 0.5;
     line.dataset.restOf = parent;
     button.onclick = () => {
-      shown.set(parent, (shown.get(parent) || BATCH) + BATCH);
+      shown.set(keyOf(parent), shownOf(parent) + BATCH);
       redraw();
     };
     line.append(button);
@@ -125,12 +134,12 @@
 
   function toggle(index) {
     const line = elements.get(index), twist = line.querySelector(".twist");
-    const opens = !open.has(index);
+    const opens = !open.has(keys[index]);
     if (opens) {
-      open.add(index);
+      open.add(keys[index]);
       line.after(visible(index));
     } else {
-      open.delete(index);
+      open.delete(keys[index]);
       for (let next = line.nextElementSibling; next && isBelow(next, index); next = line.nextElementSibling) {
         elements.delete(Number(next.dataset.index));
         next.remove();
@@ -148,26 +157,30 @@
   function reveal(index) {
     for (let at = index; at >= 0; at = rows[at][0]) {
       const parent = rows[at][0], place = (parent < 0 ? tops : children[parent]).indexOf(at);
-      if (place >= (shown.get(parent) || BATCH)) shown.set(parent, place + 1);
-      if (parent >= 0) open.add(parent);
+      if (place >= shownOf(parent)) shown.set(keyOf(parent), place + 1);
+      if (parent >= 0) open.add(keys[parent]);
     }
   }
 
-  function search(words) {
-    const wanted = words.trim().toLowerCase();
-    matches = [];
+  function search() {
+    find();
     current = -1;
+    matches.slice(0, REVEALED).forEach(reveal);
+    redraw();
+    step();
+  }
+
+  function find() {
+    const wanted = document.getElementById("search").value.trim().toLowerCase();
+    matches = [];
     if (wanted) rows.forEach((row, index) => {
       const pinned = row[1] === "node" && row[11] ? `pinned ${row[11].join(" ")}` : "";
       const hay = row[1] === "node" ? `${row[4] || ""} ${row[9] && `checkpoint ${row[9]}`} ${pinned}` : row[4];
       if (hay.toLowerCase().includes(wanted)) matches.push(index);
     });
     matched = new Set(matches);
-    matches.slice(0, REVEALED).forEach(reveal);
-    redraw();
     const some = matches.length > REVEALED ? `, the first ${REVEALED} expanded` : "";
     found.textContent = wanted ? `${count(matches.length, "match")}${some}`.replace("matchs", "matches") : "";
-    step();
   }
 
   function step() {
@@ -180,6 +193,7 @@
 
   function axis() {
     let unit = 1;
+    document.getElementById("axis").replaceChildren();
     while (longest / unit > 6) unit *= String(unit)[0] === "2" ? 2.5 : 2;
     for (let tick = 0; tick <= longest; tick += unit) {
       const label = element("b", "", number(tick));
@@ -188,28 +202,68 @@
     }
   }
 
-  // At first as many levels as fit a screen or three.
-  let queue = [...tops], seen = tops.length;
-  for (const index of queue) {
-    const more = Math.min(children[index].length, BATCH);
-    if (!more) continue;
-    if (seen + more > FIRST) break;
-    seen += more;
-    open.add(index);
-    for (const child of children[index]) queue.push(child);
+  const keyOf = (index) => (index < 0 ? TOP : keys[index]);
+  const shownOf = (parent) => shown.get(keyOf(parent)) || BATCH;
+
+  // A row's key says how it begins and hangs below whom. Siblings that look alike are numbered.
+  function keyed() {
+    const taken = new Set();
+    keys = [];
+    for (const [parent, kind, , , text, end] of rows) {
+      let key = keyOf(parent);
+      for (const letter of `${kind} ${kind === "node" && text === null ? end : text.slice(0, 16)}`)
+        key = Math.imul(key ^ letter.charCodeAt(0), 16777619);
+      while (taken.has(key)) key = (key + 1) | 0;
+      taken.add(key);
+      keys.push(key);
+    }
   }
+
+  // What was there stays open or closed; of what is new as many levels are open as fit a screen or three.
+  function openNew() {
+    const queue = [...tops];
+    open = new Set(keys.filter((key) => open.has(key)));
+    let seen = tops.length, isFull = false;
+    for (const index of queue) {
+      const more = Math.min(children[index].length, BATCH), key = keys[index];
+      isFull ||= seen + more > FIRST;
+      if (!more || (known.has(key) ? !open.has(key) : isFull)) continue;
+      seen += more;
+      open.add(key);
+      for (const child of children[index]) queue.push(child);
+    }
+    known = new Set(keys.filter((_, index) => children[index].length));
+  }
+
+  function show(tree) {
+    ({ rows, longest } = tree);
+    children = rows.map(() => []);
+    tops = [];
+    size = rows.map(() => 0);
+    rows.forEach((row, index) => (row[0] < 0 ? tops : children[row[0]]).push(index));
+    for (let index = rows.length - 1; index >= 0; index--)
+      if (rows[index][0] >= 0) size[rows[index][0]] += 1 + size[index];
+    keyed();
+    openNew();
+    find();
+    axis();
+    redraw();
+  }
+
   let waiting;
-  document.getElementById("search").oninput = (event) => {
+  document.getElementById("search").oninput = () => {
     clearTimeout(waiting);
-    waiting = setTimeout(() => search(event.target.value), 150);
+    waiting = setTimeout(search, 150);
   };
   document.getElementById("search").onkeydown = (event) => { if (event.key === "Enter") step(); };
   document.getElementById("next").onclick = step;
   document.getElementById("open").onclick = () => {
-    children.forEach((below, index) => { if (below.length) open.add(index); });
+    children.forEach((below, index) => { if (below.length) open.add(keys[index]); });
     redraw();
   };
   document.getElementById("close").onclick = () => { open.clear(); shown.clear(); redraw(); };
-  axis();
-  redraw();
+  // A page that shows one tree has it in itself; one that shows a tree as it changes calls `show` with each state.
+  globalThis.prefixTree = { show, element, number, bytes };
+  const embedded = document.getElementById("tree");
+  if (embedded) show(JSON.parse(embedded.textContent));
 })();

@@ -21,28 +21,53 @@ from radixcache.view.words import about_words, more_words, place_words, total_wo
 
 def page(view: TreeView, max_nodes: int) -> str:
     """The tree as an HTML document."""
-    script, style = _file("page.js"), _file("page.css")
-    policy = f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'sha256-{_sha256(style)}'"
-    data = {"longest": max((node.end for node in view.nodes), default=1), "rows": _rows(view, max_nodes)}
     # ASCII, so that lone surrogates too are spelled out; without "<" nothing in it can end the element.
-    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    embedded = json.dumps(tree_data(view, max_nodes), separators=(",", ":")).replace("<", "\\u003c")
     about = f"<p>{escape(about_words(view))}</p>" if view.about else ""
-    legend = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in _LEGEND.items())
+    body = f"""{tree_markup(total_words(view), about)}
+<noscript>Nodes are drawn by a script, which is switched off here.</noscript>
+<script type="application/json" id="tree">{embedded}</script>"""
+    return document("Prefix tree", body, page_file("page.css"), page_file("page.js"))
+
+
+def document(title: str, body: str, style: str, script: str, more_policy: str = "") -> str:
+    """An HTML document whose policy, to which `more_policy` is added, lets in no other style or script."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{content_policy(style, script)}{more_policy}">'
         '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
-        f"<title>Prefix tree</title>\n<style>{style}</style></head>\n"
-        f'<body><header><h1>Prefix tree</h1><p id="totals">{escape(total_words(view))}</p>{about}\n'
+        f"<title>{title}</title>\n<style>{style}</style></head>\n<body>{body}\n"
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def content_policy(style: str, script: str) -> str:
+    """A Content-Security-Policy: this style and this script, and nothing else."""
+    return f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'sha256-{_sha256(style)}'"
+
+
+def tree_markup(totals: str = "", about: str = "") -> str:
+    """What page.js fills and works on: heading, legend, tools, and the place of the rows."""
+    legend = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in _LEGEND.items())
+    return (
+        f'<header><h1>Prefix tree</h1><p id="totals">{escape(totals)}</p>{about}\n'
         f'<p class="legend">{legend}</p>\n'
         '<p class="tools"><input id="search" type="search" placeholder="Search text, names, checkpoints" '
         'aria-label="Search"><button id="next">Next</button><button id="open">Expand all</button>'
         '<button id="close">Collapse all</button><span id="found" role="status"></span></p></header>\n'
         '<div class="row head"><span class="what">node</span><span>from \u2013 to</span><span>tokens</span>'
-        '<span>bytes</span><span class="axis" id="axis"></span></div>\n<main id="rows"></main>\n'
-        "<noscript>Nodes are drawn by a script, which is switched off here.</noscript>\n"
-        f'<script type="application/json" id="tree">{embedded}</script>\n<script>{script}</script></body></html>\n'
+        '<span>bytes</span><span class="axis" id="axis"></span></div>\n<main id="rows"></main>'
     )
+
+
+def tree_data(view: TreeView, max_nodes: int) -> dict[str, Any]:
+    """What page.js shows, as values that JSON has. Text in it is visible, and yet to be shown as text alone."""
+    return {"longest": max((node.end for node in view.nodes), default=1), "rows": _rows(view, max_nodes)}
+
+
+def page_file(name: str, package: str = "radixcache.view") -> str:
+    """A file that goes into a page."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 _LEGEND = {
@@ -74,10 +99,6 @@ def _cells(row: Line, slot_count: int) -> list[Any]:
     pins = [visible(name) for name in node.pin_names] if node.pin_names or node.is_pinned else None
     counts = [node.is_open, node.uses, node.last_used, node.below, node.below_tokens, node.below_bytes]
     return ["node", row.depth, node.start, text, node.end, *state, *checkpoint, pins, *counts]
-
-
-def _file(name: str) -> str:
-    return resources.files("radixcache.view").joinpath(name).read_text(encoding="utf-8")
 
 
 def _sha256(text: str) -> str:

@@ -104,10 +104,10 @@ class Page:
             os.killpg(self._process, signal.SIGKILL)
         shutil.rmtree(self._profile, ignore_errors=True)
 
-    def open(self, file: Path) -> None:
-        """Load a file and wait until it and its scripts are through."""
+    def open(self, page: Path | str) -> None:
+        """Load a file or a URL and wait until it and its scripts are through."""
         self._events.clear()
-        self._call("Page.navigate", url=file.resolve().as_uri())
+        self._call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while True:
             event = self._events.popleft() if self._events else self._receive()
             if event.get("method") == "Page.loadEventFired":
