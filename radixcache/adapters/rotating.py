@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import mlx.core as mx
-
 from radixcache.adapters.contract import NEVER
 from radixcache.adapters.snapshots import Range, Window
 from radixcache.adapters.window import WindowAdapter
@@ -56,11 +54,6 @@ class RotatingKVAdapter(WindowAdapter):
     def place(self, cache: Any, buffers: Any, offset: int, filled: int) -> None:
         cache.keys, cache.values = buffers
         cache.offset, cache._idx = offset, filled
-
-    def own(self, cache: Any) -> list[mx.array]:
-        if cache.keys is not None and cache.keys.shape[2] == cache.max_size < cache.offset:
-            return []  # it has gone round, or was cut to its size: the class made these buffers
-        return super().own(cache)
 
     def capacity(self, cache: Any) -> int:
         if cache.keys is None:

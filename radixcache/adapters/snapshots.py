@@ -96,7 +96,8 @@ class WindowSnapshot:
             return None, self
         if at >= self.end:
             return self, None
-        upper, lower = (self.within([half]).pieces for half in ((self.start, at), (at, self.end)))
+        halves = zip(*(piece.split(at) for piece in self.pieces), strict=True) if self.pieces else ((), ())
+        upper, lower = ([piece for piece in half if piece is not None] for half in halves)
         return WindowSnapshot(self.start, at, upper), WindowSnapshot(at, self.end, lower)
 
     def merged(self, lower: WindowSnapshot) -> WindowSnapshot:

@@ -89,7 +89,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         if target == 0:
             self.free(cache)
         else:
-            self.put(cache, [owned(_joined(list(pieces))) for pieces in zip(*parts, strict=True)], target)
+            self.put(cache, [_owned(list(pieces)) for pieces in zip(*parts, strict=True)], target)
         return True
 
     def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
@@ -104,9 +104,10 @@ class WindowAdapter(KeysAndValues, PointAdapter):
     def own(self, cache: Any) -> list[mx.array]:
         if self.is_empty(cache):
             return []
-        places = self._state_places(cache)
-        self.put(cache, [_copied(b, places) for b in self.buffers(cache)], cache.offset)
-        return self.buffers(cache)
+        # Once tokens were lost the class has made the buffers itself; at most a growth step of spare room may stay.
+        has_lost = tokens_in(self.held(cache)) < cache.offset
+        is_compact = cache.keys.shape[2] - self.filled(cache) <= cache.step
+        return [] if has_lost and is_compact else self._compacted(cache)
 
     def free(self, cache: Any) -> None:
         self.place(cache, (None, None), 0, 0)
@@ -114,7 +115,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
     def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:
         """Spare room is at most one growth step of the class; a smaller capacity drops it."""
         if cache.keys is not None and capacity_tokens <= cache.offset and self.spare_nbytes(cache):
-            buffers: list[mx.array] = self.own(cache)
+            buffers = self._compacted(cache)
             if wait:
                 mx.eval(buffers)
 
@@ -124,6 +125,11 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         buffers, offset, filled = held
         self.place(cache, buffers or (cache.keys, cache.values), offset, filled)
         return True
+
+    def _compacted(self, cache: Any) -> list[mx.array]:
+        places = self._state_places(cache)
+        self.put(cache, [_copied(b, places) for b in self.buffers(cache)], cache.offset)
+        return self.buffers(cache)
 
     def _state_places(self, cache: Any) -> list[Range]:
         return [at for low, high in self.window(cache).needs(cache.offset) for at in self.places(cache, low, high)]
@@ -135,6 +141,10 @@ class WindowAdapter(KeysAndValues, PointAdapter):
 
 def _joined(pieces: list[mx.array]) -> mx.array:
     return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
+
+
+def _owned(pieces: list[mx.array]) -> mx.array:
+    return owned(pieces[0]) if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
 
 
 def _copied(buffer: mx.array, places: Sequence[Range]) -> mx.array:

@@ -7,7 +7,8 @@ buffers lie. A last test holds a reference to a buffer, which makes MLX copy it,
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ import pytest
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
 from radixcache import PrefixCache, Session
-from runner.models.tiny import tiny_model
+from runner.models.tiny import WINDOW_LENGTH, tiny_model
 from tests import inside
 from tests.prompts import tokens
 
@@ -259,6 +260,46 @@ def test_what_would_be_evicted_at_once_is_dropped_without_a_copy(kind: str) -> N
     assert cache.stats.paged_out_bytes <= 3 * 100 * token_bytes
     assert cache.stats.evictions >= 3
     assert cache.stats.live_bytes + cache.stats.paged_bytes <= 700 * token_bytes
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each copy that code of the cache makes; those of mlx-lm's classes and of the model do not count."""
+    found: list[int] = []
+
+    def counting(make: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def made(*arguments: Any, **more: Any) -> mx.array:
+            array = make(*arguments, **more)
+            if sys._getframe(1).f_globals["__name__"].startswith("radixcache."):
+                found.append(array.nbytes)
+            return array
+
+        return made
+
+    for name in ("concatenate", "contiguous"):
+        monkeypatch.setattr(mx, name, counting(getattr(mx, name)))
+    return found
+
+
+def test_a_growing_conversation_with_windows_copies_what_is_new_and_a_switch_one_window_more(copied: list[int]) -> None:
+    model, cache = model_and_cache("llama_sliding")
+    users = [[user, *tokens(user, 300)] for user in (1, 2)]
+    for prompt in users:
+        serve(cache, model, prompt, reserve=2000)
+    token_bytes = inside.window_bytes(cache)
+    for turn in range(3):
+        prompt = users[1] = [*users[1], 1, 2, 3, *tokens(turn, 40)]
+        copied.clear()
+        assert serve(cache, model, prompt, reserve=64, marks=[len(prompt) - 8]) == len(prompt) - 40
+        assert sum(copied) == (40 + 3) * token_bytes
+    for turn in range(4):
+        user = turn % 2
+        prompt = users[user] = [*users[user], 1, 2, 3, *tokens(turn, 40)]
+        copied.clear()
+        before = cache.stats.paged_out_bytes
+        assert serve(cache, model, prompt, reserve=64) == len(prompt) - 40
+        windows = sum(copied) - (cache.stats.paged_out_bytes - before)
+        assert windows == (40 + 3 + WINDOW_LENGTH) * token_bytes
 
 
 def test_a_reference_to_a_live_buffer_would_have_been_noticed() -> None:
