@@ -273,10 +273,13 @@ class Core:
         """Keep what windows have of the tokens [start, end) that were just evaluated, if there is room to spare.
 
         A few of them wait for others, so that not each token is a copy of its own, while the windows still have them.
+        Beside recurrent layers nothing resumes but at checkpoints, which keep what they need themselves.
 
         Args:
             is_last: nothing follows soon that they could wait for.
         """
+        if self.layout.has_states:
+            return
         start, windows = start if own.pending is None else own.pending, self.layout.windows
         if not is_last and end - start < min(LEAST_TOKENS, *(window.size - window.keep for window in windows)):
             own.pending = start

@@ -183,6 +183,14 @@ def test_windows_beside_recurrent_layers_are_resumed_at_checkpoints_alone() -> N
         assert session.reason == (None if at == resumed else ShortReason.NO_CHECKPOINT)
 
 
+def test_beside_recurrent_layers_nothing_is_kept_of_windows_that_no_checkpoint_needs() -> None:
+    model = WindowModel(KVCache, lambda: ArraysCache(size=2), lambda: RotatingKVCache(16))
+    cache = PrefixCache(model)
+    serve(cache, model, ids(1, 60))
+    # Checkpoints at the tail, 44, and at the end.
+    assert cache.stats.window_bytes == (16 + 16) * TOKEN_BYTES
+
+
 def test_a_warmed_prefix_is_resumed_at_any_token() -> None:
     model = rotating(8)
     cache = PrefixCache(model)
