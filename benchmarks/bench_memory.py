@@ -40,7 +40,7 @@ from runner.replay.backends.mlx_lm import LRUPrompts
 from runner.script.script import Prompt
 
 UNLIMITED_BYTES = 1 << 40
-KINDS = ("kv", "sliding", "hybrid")
+KINDS = ("kv", "sliding", "hybrid", "mixed")
 SYSTEM_TOKENS = 2000
 USER_TOKENS = 150
 REPLY_TOKENS = 60

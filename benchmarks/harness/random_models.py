@@ -3,6 +3,7 @@
     kv        full attention in every layer (llama)
     sliding   a sliding window of WINDOW_TOKENS in five layers of six (gemma3_text)
     hybrid    recurrent state, attention and a feed-forward layer by turns (nemotron_h)
+    mixed     recurrent state, a sliding window of WINDOW_TOKENS and full attention by turns (gear)
 
 `small` models have the same layers and are narrower: what they hold is measured with them, not how fast they are.
 """
@@ -22,6 +23,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "kv": ("llama", {"layer_types": None}),
     "sliding": ("gemma3_text", {"sliding_window": WINDOW_TOKENS, "sliding_window_pattern": 6}),
     "hybrid": ("nemotron_h", {"mamba_head_dim": 64, "ssm_state_size": 64}),
+    "mixed": ("gear", {"sliding_window": WINDOW_TOKENS}),
 }
 _WIDE = {
     "num_hidden_layers": 12,
@@ -47,7 +49,10 @@ def random_model(kind: str, *, small: bool = False, vocabulary: int = VOCABULARY
     """Build the model of `kind` in float32; the same seed gives the same weights."""
     module, layers = _KINDS[kind]
     size = _NARROW if small else _WIDE
+    thirds = size["num_hidden_layers"] // 3
     if kind == "hybrid":
-        layers = {**layers, "hybrid_override_pattern": ["M", "-", "*"] * (size["num_hidden_layers"] // 3)}
+        layers = {**layers, "hybrid_override_pattern": ["M", "-", "*"] * thirds}
+    elif kind == "mixed":
+        layers = {**layers, "layer_types": ["conv_mixer", "sliding_attention", "full_attention"] * thirds}
     tiny = kind_of(module)
     return build(replace(tiny, overrides={**tiny.overrides, "vocab_size": vocabulary, **layers, **size}), seed)
