@@ -52,7 +52,7 @@ class Admission:
         core.counted(request, plan, "begin_many")
         core.tidy_unpinned()
         if core.layout.has_points:
-            for other in self._room.rows.values():
+            for other in self._room.rows_of(request.namespace):
                 # Where the two part: what goes on from there needs a checkpoint, which cannot be made later.
                 common = common_length(other.prompt_keys, request.keys)
                 if other.position < common < len(other.prompt):
@@ -70,7 +70,7 @@ class Admission:
     def sharable_tokens(self, keys: Keys, namespace: str) -> int:
         """How many tokens of a prompt would share what the rows hold, were it admitted now; changes nothing."""
         allowed = self._core.allowed(keys, namespace)
-        rows = self._room.rows.values()
+        rows = self._room.rows_of(namespace)
         common = max((row.common(allowed) for row in rows), default=0)
         limit = len(keys) - 1
         resume = self._core.lookup(keys, namespace, limit, behind=common, evaluate=False).plan.resume
@@ -112,7 +112,7 @@ class Admission:
     def _offer(self, row: Row) -> None:
         """Store what open rows have of a prompt beyond the tree, so that it can be taken up from there."""
         allowed = self._core.allowed(row.prompt_keys, row.request.namespace)
-        others = [other for other in self._room.rows.values() if other is not row]
+        others = [other for other in self._room.rows_of(row.request.namespace) if other is not row]
         reaches = [(self._storing.reach(other, allowed), other) for other in others]
         most, other = max(reaches, key=lambda each: each[0], default=(0, None))
         held = self._core.lookup(row.prompt_keys, row.request.namespace, row.request.limit, evaluate=False).plan.resume

@@ -48,7 +48,7 @@ from radixcache.paging.own_state import OwnState
 from radixcache.paging.request import Request
 from radixcache.paging.stops import checkpoint_stops
 from radixcache.settings import require_count, require_group
-from radixcache.tokens.ids import checked_prompt
+from radixcache.tokens.ids import checked_prompt, require_namespace
 from radixcache.tokens.keys import Keys, common_length
 
 #: A chunk's logits are (1, T, V), all of them at once: beyond so many tokens the last goes by itself for its own.
@@ -61,7 +61,7 @@ class Group:
     """Requests that decode together; made by PrefixCache.begin_many(), used as a context manager.
 
     Attributes:
-        namespace, priority: of all its rows.
+        namespace, priority: of its rows; `admit` may name another namespace for one.
         is_closed: whether the group was closed.
         is_lost: whether an evaluation failed, and with it the rows' state.
     """
@@ -79,7 +79,7 @@ class Group:
             core.take_back()
             self._room = Room(core, layout, capacity)
             core.bookings.append((self._room.booking, weakref.ref(self)))
-        self._storing = Storing(self._room, namespace)
+        self._storing = Storing(self._room)
         self._admission = Admission(self._room, self._storing, segment_bytes() if least_bytes is None else least_bytes)
         self._passes = Passes(self._room)
         self._next_id = 0
@@ -119,7 +119,7 @@ class Group:
         """Tokens that the rows hold; one that several share counts once."""
         return self._room.used_tokens()
 
-    def has_bytes_for(self, ends: Mapping[Row, int], keys: Keys, end: int) -> bool:
+    def has_bytes_for(self, ends: Mapping[Row, int], keys: Keys, end: int, namespace: str | None = None) -> bool:
         """Whether the byte budget can hold some rows at their ends, and one more, all that is evictable gone.
 
         True as well before the first forward pass, which shows what a token takes. Evicts nothing.
@@ -127,11 +127,13 @@ class Group:
         Args:
             ends: where each of the open rows will stand in the end.
             keys, end: of the new row's prompt, and where it will stand.
+            namespace: the new row's; None: the group's.
         """
+        namespace = self.namespace if namespace is None else namespace
         tails = [stop - row.batch.columns.in_place[row.at] for row, stop in ends.items()]
         with self._lock:
-            shared = self._admission.sharable_tokens(keys, self.namespace)
-            match = self._core.states.match(self._core.allowed(keys, self.namespace), self.namespace)
+            shared = self._admission.sharable_tokens(keys, namespace)
+            match = self._core.states.match(self._core.allowed(keys, namespace), namespace)
             kept = max((node.end for node in match.path if node.payload.readers), default=0)
             own = end - shared if self._admission.is_long(shared) else end
             return self._room.has_bytes_for([*tails, own], max([*ends.values(), end]), max(0, shared - kept))
@@ -144,22 +146,26 @@ class Group:
         with self._lock:
             return self._room.refusal_of(tokens)
 
-    def sharable_tokens(self, keys: Keys) -> int:
-        """How many tokens of a prompt with these keys would share what the open rows hold, were it admitted now."""
+    def sharable_tokens(self, keys: Keys, namespace: str | None = None) -> int:
+        """How many tokens of a prompt with these keys would share what the open rows hold, were it admitted now.
+
+        Args:
+            namespace: the prompt's; None: the group's. The rows of others do not count.
+        """
         with self._lock:
-            return self._admission.sharable_tokens(keys, self.namespace)
+            return self._admission.sharable_tokens(keys, self.namespace if namespace is None else namespace)
 
     def sharable_later(self, keys: Keys, row: Row, chunk_tokens: int) -> int:
-        """How many it would share with one row if it were admitted at the best moment of that row's prefill.
+        """How many it would share with one row of its namespace, were it admitted at the best moment of its prefill.
 
         Args:
             chunk_tokens: what each call of `prefill` evaluates.
         """
         with self._lock:
-            allowed = self._core.allowed(keys, self.namespace)
+            allowed = self._core.allowed(keys, row.request.namespace)
             return row.common_later(allowed[: len(keys) - 1], chunk_tokens, self._layout.has_points)
 
-    def admit(self, tokens: Any, keys: Any = None, marks: Sequence[int] = ()) -> Row:
+    def admit(self, tokens: Any, keys: Any = None, marks: Sequence[int] = (), *, namespace: str | None = None) -> Row:
         """Open a row on a prompt, where what is there of it ends.
 
         What other rows have evaluated of it becomes part of the tree first. Nothing is copied but the state of windows
@@ -169,19 +175,22 @@ class Group:
             tokens: token ids of the whole prompt: list, tuple, np.ndarray or mx.array.
             keys: int64, one per token: what the tree goes by where a position stands for more than its token id.
             marks: offsets worth a checkpoint, such as the end of the system prompt and of each message.
+            namespace: None: the group's. Rows share nothing with those of another one but the forward passes.
 
         Raises:
-            ValueError: tokens, keys or marks out of their range.
+            ValueError: tokens, keys, marks or the namespace out of their range.
             CacheFullError: the rows hold too many tokens for those that would be restored.
             BudgetFullError: the state to restore does not fit the byte budget.
             SessionClosedError: the group is closed, or its rows' state was lost.
         """
         self._require_open()
         prompt, prompt_keys = checked_prompt(tokens, keys, marks, self._core.settings.vocab_size)
+        namespace = self.namespace if namespace is None else namespace
+        require_namespace(namespace)
         with self._lock:
             self._core.take_back()
             use = self._core.next_use(self.priority)
-            row = self._opened(Request(prompt, prompt_keys, self.namespace, use, tuple(map(int, marks))))
+            row = self._opened(Request(prompt, prompt_keys, namespace, use, tuple(map(int, marks))))
             self._room.rows[row.id] = row
             self._room.book()
         return row
@@ -322,9 +331,9 @@ class Group:
                     self._passes.settle()
                 self._core.keep_budget()
 
-    def distrust(self, keys: Keys, start: int) -> None:
+    def distrust(self, keys: Keys, start: int, namespace: str) -> None:
         """What begins with these keys was found wrong from `start` on: rows that were admitted on it give none away."""
-        for row in self.rows:
+        for row in self._room.rows_of(namespace):
             common = common_length(row.prompt_keys, keys)
             if min(row.cached_tokens, common) > start:
                 row.distrust_from(start)

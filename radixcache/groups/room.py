@@ -45,6 +45,10 @@ class Room:
         if used + wanted > self.capacity:
             raise CacheFullError(self.capacity, used, None, wanted)
 
+    def rows_of(self, namespace: str) -> list[Row]:
+        """The open rows that may share with each other; takes no lock."""
+        return [row for row in self.rows.values() if row.request.namespace == namespace]
+
     # Bytes
 
     def point_bytes(self, position: int) -> int:

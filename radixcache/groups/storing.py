@@ -24,11 +24,10 @@ from radixcache.tokens.keys import Keys
 class Storing:
     """Moving rows' state into the tree, for one group; the lock is held."""
 
-    def __init__(self, room: Room, namespace: str) -> None:
+    def __init__(self, room: Room) -> None:
         self._room = room
         self._core = room.core
         self._layout = room.layout
-        self._namespace = namespace
 
     def reach(self, row: Row, keys: Keys) -> int:
         """How many tokens of a prompt with these keys a row has, and what takes them up needs."""
@@ -70,7 +69,7 @@ class Storing:
         start, before = row.path_end, row.node
         if end <= start:
             return
-        row.node = self._core.states.match(known, self._namespace).node
+        row.node = self._core.states.match(known, row.request.namespace).node
         self._core.states.read(row.node, 1)
         if before is not None:
             self._core.states.read(before, -1)
@@ -109,7 +108,7 @@ class Storing:
 
     def _store(self, row: Row) -> None:
         """Copy what a row evaluated, and the tree lacks, out of its tails into the tree."""
-        keys = self._core.allowed(row.clean_keys(), self._namespace)
+        keys = self._core.allowed(row.clean_keys(), row.request.namespace)
         if self._layout.has_points:
             if row.lost is None and row.position == len(keys) <= row.cached_tokens:
                 return
@@ -134,7 +133,7 @@ class Storing:
             closing: the row's own state goes, and what it takes is free.
         """
         core, layout, batch = self._core, self._layout, row.batch
-        match = core.states.match(keys, self._namespace)
+        match = core.states.match(keys, row.request.namespace)
         start, end = match.offset, len(keys)
         in_place = any(start < high for _, high in row.in_place)  # of that nothing is in the tails
         if not layout.has_points if start == end else in_place:
@@ -165,7 +164,7 @@ class Storing:
             windows = row.own.windows
             if closing:
                 row.own.clear()  # what is in the tree is booked there
-            core.recorder.put(keys[:end], self._namespace, found, None, row.request.use, windows, kept)
+            core.recorder.put(keys[:end], row.request.namespace, found, None, row.request.use, windows, kept)
         return True
 
     def _leave_in_place(self, row: Row, start: int, end: int) -> None:

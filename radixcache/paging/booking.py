@@ -11,10 +11,7 @@ from radixcache.tree.state_tree import StateTree
 class Owner(Protocol):
     """A group, as far as the core has to know it."""
 
-    @property
-    def namespace(self) -> str: ...
-
-    def distrust(self, keys: Keys, start: int) -> None:
+    def distrust(self, keys: Keys, start: int, namespace: str) -> None:
         """What begins with these keys was found wrong from offset `start` on: nothing of that is stored or shared."""
 
     def abandon(self) -> None:

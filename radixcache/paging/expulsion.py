@@ -40,8 +40,8 @@ def expel(core: Core, live: LivePath, keys: Keys, start: int | None, namespace: 
     core.quarantine.add(keys, start, namespace)
     for _, reference in core.bookings:
         owner = reference()
-        if owner is not None and owner.namespace == namespace:
-            owner.distrust(keys, start)
+        if owner is not None:
+            owner.distrust(keys, start, namespace)
     guarded = [] if live.guarded is None else [live.guarded]
     live.guard(None)
     chain = match.node.path()
