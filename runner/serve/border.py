@@ -1,0 +1,47 @@
+"""What the server uses of mlx-lm where tokens are concerned; `tests/serve/test_border.py` pins each name.
+
+Called, never copied: prompts, samplers, penalties, stop sequences and log-probabilities are those of mlx_lm.server
+because they are made by its own code. Importing it loads no model, opens no socket and changes no setting.
+
+Source: mlx-lm 0.32.2.
+"""
+
+from mlx_lm.generate import TextStateMachine, make_stop_sequences, make_text_state_machine
+from mlx_lm.models.cache import KVCache, TokenBuffer, make_prompt_cache
+from mlx_lm.server import (
+    CompletionRequest,
+    ResponseGenerator,
+    ToolCallFormatter,
+    _format_top_logprobs,
+    _make_logits_processors,
+    _make_sampler,
+    get_system_fingerprint,
+)
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+__all__ = [
+    "CompletionRequest",
+    "KVCache",
+    "TextStateMachine",
+    "TokenBuffer",
+    "ToolCallFormatter",
+    "get_system_fingerprint",
+    "make_logits_processors",
+    "make_prompt_cache",
+    "make_sampler",
+    "make_stop_sequences",
+    "make_text_state_machine",
+    "maybe_set_recommended_wired_limit",
+    "tokenize",
+    "top_logprobs",
+]
+
+#: (args, tokenizer): `args.sampling` has the fields of asked.Sampling.
+make_sampler = _make_sampler
+#: (args): `args.logits` has the fields of asked.Penalties.
+make_logits_processors = _make_logits_processors
+#: (logprobs (V,), how many, tokenizer): tuple of {"id", "token", "logprob"}.
+top_logprobs = _format_top_logprobs
+#: (self, tokenizer, request, args): tokens, segments, their kinds, the initial state, images. Of `self` it asks for
+#: `model_provider.processor` and `model_provider.cli_args.chat_template_args`, of `args` for `chat_template_kwargs`.
+tokenize = ResponseGenerator._tokenize
