@@ -1,0 +1,70 @@
+"""The application: the routes of every API, and what is around them.
+
+Frame       CORS, errors, a count          runner.serve.frame
+Access      names, keys, the admin         runner.serve.access
+BodyLimit   whole and small bodies         runner.serve.limits
+routes      OpenAI's, Anthropic's, the cache's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from radixcache import __version__
+from runner.serve.access import Access
+from runner.serve.anthropic_api import anthropic_routes
+from runner.serve.cache_api import cache_routes
+from runner.serve.errors import ApiError
+from runner.serve.frame import Frame, error_response
+from runner.serve.keys import Keyring
+from runner.serve.limits import BodyLimit
+from runner.serve.openai_api import openai_routes
+from runner.serve.options import ServeOptions
+from runner.serve.service import Service
+from runner.serve.watch import Watch
+
+if TYPE_CHECKING:
+    from runner.serve.running import Running
+
+
+def make_app(options: ServeOptions, running: Running, watch: Watch) -> FastAPI:
+    """Return the application. `running` need not have started.
+
+    Raises:
+        KeyFileError: a file of keys cannot be used.
+    """
+    app = FastAPI(title="radixcache", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    service = Service(running, timeout_s=options.request_timeout_s)
+    app.include_router(openai_routes(service, options))
+    app.include_router(anthropic_routes(service, options, running.count_tokens))
+    app.include_router(cache_routes(running, watch, options))
+    return guard(app, options, watch.http)
+
+
+def guard(app: FastAPI, options: ServeOptions, count: Callable[[str, int], None]) -> FastAPI:
+    """Put around an application's routes what they rely on; returns it. `count` is Frame's."""
+    keyring = Keyring(options.api_keys, options.admin_key_file, is_namespaced=options.namespace_by == "key")
+    # What is added last is outermost.
+    app.add_middleware(BodyLimit, max_mib=options.max_body_mib)
+    app.add_middleware(Access, keyring=keyring, host=options.host)
+    app.add_middleware(Frame, allowed_origins=options.allowed_origins, count=count)
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    return app
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    """What the framework refuses: no such route, or not with this method."""
+    assert isinstance(error, HTTPException), error
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    return error_response(request.scope, ApiError(error.status_code, message), error.headers)
+
+
+def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError), error
+    return error_response(request.scope, ApiError.of_validation(error.errors()))

@@ -1,0 +1,202 @@
+"""HTTP/1.1 on uvicorn and h11, with a limit to what a client may keep waiting, and an end that lets replies finish.
+
+A client owes the head of a request, then its body, then to read what it is sent. Where it takes too long its connection
+is closed; until a request is whole (`runner.serve.limits`) that is all it ever held.
+
+A signal to end: no further connections, `stop` in a thread of its own while replies go on, then the rest of what
+they have is sent. A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from runner.serve.errors import ApiError
+
+#: How long a client may take, in seconds, for what it owes.
+PATIENCE_S = {"head": 20.0, "body": 60.0, "reading": 60.0}
+#: What a client may leave a connection idle between two requests, in seconds: longer than clients keep one themselves.
+IDLE_S = 75
+#: How long replies that have ended may take to be sent, in seconds, before the server ends.
+SEND_S = 5
+MAX_HEAD_BYTES = 64 << 10
+#: Clients at a time, and what a process opens besides. Shells on macOS give it 256 file descriptors to begin with.
+MAX_CONNECTIONS, OTHER_FILES = 900, 124
+BACKLOG = 512
+#: Signals that end the server, but for those that whoever started it ignores.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; requests wait in it until there is a server. OSError: it cannot be had."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # the system's own limit is lower still
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(address, family=family, backlog=BACKLOG)
+
+
+def url_of(listening: socket.socket) -> str:
+    """Where a socket listens, with the port it really has."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class HttpServer(uvicorn.Server):
+    """Serves `app`; `run(sockets=[...])` returns once it is over.
+
+    Args:
+        stop: lets replies end and gives all back that they are made with; runs once, in a thread of its own.
+    """
+
+    def __init__(
+        self, app: ASGIApp, stop: Callable[[], object], *, patience_s: Mapping[str, float] = PATIENCE_S
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=partial(Connection, patience_s=patience_s),  # type: ignore[arg-type]
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            # A header of a client's is no proof of where it is; see runner.serve.access.
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=IDLE_S,
+            timeout_graceful_shutdown=SEND_S,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        )
+        super().__init__(config)
+        self._stop = stop
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        await asyncio.to_thread(self._stop)
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn's own raises the signals anew in the end, and then a server that ended well has no exit code 0.
+        is_main = threading.current_thread() is threading.main_thread()
+        before = {number: signal.getsignal(number) for number in ENDING if is_main}
+        heard = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+        for number in heard:
+            signal.signal(number, self._end)
+        try:
+            yield
+        finally:
+            for number, handler in heard.items():
+                signal.signal(number, handler)
+
+    def _end(self, number: int, _: FrameType | None) -> None:
+        if self.should_exit:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.should_exit = True
+
+
+class Connection(H11Protocol):
+    """A client's connection, closed when the client takes too long for what it owes."""
+
+    def __init__(self, *args: Any, patience_s: Mapping[str, float], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._patience_s = patience_s
+        self._owed: str | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # Whatever the system does not take at once counts as not read.
+        transport.set_write_buffer_limits(high=0)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._await(None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._look()
+
+    def send_400_response(self, msg: str) -> None:
+        status = getattr(sys.exc_info()[1], "error_status_hint", 400)
+        self._refuse(ApiError(status, f"this is no request of HTTP/1.1 that the server takes: {sys.exc_info()[1]}."))
+
+    def _look(self) -> None:
+        """Find out what the client owes now."""
+        state = self.conn.their_state
+        if self.flow.write_paused:
+            self._await("reading")
+        elif state is h11.SEND_BODY:
+            self._await("body")
+        elif state is h11.IDLE and (self.cycle is None or self.conn.trailing_data[0]):
+            self._await("head")
+        else:
+            self._await(None)
+
+    def _await(self, owed: str | None) -> None:
+        """Count from now on for what is owed, or go on where it is the same as before."""
+        if owed == self._owed:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._owed, self._timer = owed, None
+        if owed is not None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(self._patience_s[owed], self._give_up, owed)
+
+    def _give_up(self, owed: str) -> None:
+        if owed == "reading":
+            self.transport.abort()
+        else:
+            self._refuse(ApiError(408, f"the request's {owed} took longer than {self._patience_s[owed]:g} s."))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Say it where nothing was said yet, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(error.in_openai_form()).encode()
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            for event in (
+                h11.Response(status_code=error.status, headers=headers),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
