@@ -47,7 +47,7 @@ class ApiError(Exception):
         """The first of pydantic's findings about a request, naming the field."""
         first = errors[0]
         field = ".".join(str(part) for part in first["loc"] if part != "body")
-        return cls(400, first["msg"], param=field or None)
+        return cls(400, first["msg"].removeprefix("Value error, "), param=field or None)
 
 
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
