@@ -92,16 +92,17 @@ class Admission:
         if not self.running:
             return True
         ends = {each.row: max(self._needed(each), each.row.position) for each in self.running}
-        own = self._needed(request) - group.sharable_tokens(request.keys)
+        own = self._needed(request) - group.sharable_tokens(request.keys, request.namespace)
         owed = sum(end - row.position for row, end in ends.items())
         fits = group.used_tokens + owed + own <= self._capacity
-        return fits and group.has_bytes_for(ends, request.keys, self._needed(request))
+        return fits and group.has_bytes_for(ends, request.keys, self._needed(request), request.namespace)
 
     def _gains(self, request: ParallelRequest, group: Group) -> bool:
         """Whether a prompt that is being prefilled right now is the same further than all that is evaluated yet."""
-        later = (group.sharable_later(request.keys, each.row, self._step_size) for each in self.prefilling)
+        others = [each for each in self.prefilling if each.namespace == request.namespace]
+        later = (group.sharable_later(request.keys, each.row, self._step_size) for each in others)
         most = max(later, default=0)
-        return most > 0 and most > group.sharable_tokens(request.keys)
+        return most > 0 and most > group.sharable_tokens(request.keys, request.namespace)
 
     def _needed(self, request: ParallelRequest) -> int:
         return request.needed_tokens if self._context is None else min(request.needed_tokens, self._context)

@@ -112,7 +112,9 @@ class Engine:
         while request := self._admission.next(self.group):
             try:
                 with uninterrupted():
-                    row = self.group.admit(request.tokens, keys=request.keys, marks=request.marks)
+                    row = self.group.admit(
+                        request.tokens, keys=request.keys, marks=request.marks, namespace=request.namespace
+                    )
                     self._admission.start(request, row)
             except NO_ROOM as error:
                 if self._admission.running:
@@ -155,6 +157,7 @@ class Engine:
         if request.failure is not None:
             self.fail(request, request.failure)
         elif request in self._admission.running:
+            request.found()
             self._report(request)
 
     def _report(self, request: ParallelRequest) -> None:
@@ -217,7 +220,7 @@ class Engine:
             return
         request.unread.popleft()
         try:
-            piece = request.reply.add(token, sampled.logprobs, request.ticket.cancelled)
+            piece = request.reply.add(token, sampled.logprobs, request.ticket.cancelled, sampled.logprob)
         except Exception as error:
             self.fail(request, error)
             return

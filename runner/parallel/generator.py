@@ -23,7 +23,7 @@ Invariants, each with a test:
 """
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -31,14 +31,14 @@ from typing import Any, Self
 from radixcache import Group, PrefixCache
 from radixcache.locking.interrupts import uninterrupted
 from radixcache.settings import require_count
-from radixcache.tokens.ids import checked_prompt, vocabulary_size
+from radixcache.tokens.ids import checked_prompt, require_namespace, vocabulary_size
 from runner.parallel.admission import Admission
 from runner.parallel.context_window import FREE_SHARE, ContextWindow, Outline
 from runner.parallel.engine import Engine
-from runner.parallel.request import ParallelRequest, Ticket
+from runner.parallel.request import LogitsProcessor, ParallelRequest, Ticket
 from runner.parallel.turn_taking import PARALLEL_STEP_SIZE
 from runner.replies.pipeline import ProgressCallback, compile_mode
-from runner.replies.reply import Piece, Reply, Sampler
+from runner.replies.reply import Piece, Reply, Sampler, StopTokens
 
 DEFAULT_MAX_ROWS = 16
 
@@ -56,7 +56,7 @@ class ParallelGenerator:
         context: tokens of a conversation at a time at most; None: no bound but `capacity`. A longer conversation loses
             its oldest turns, before prefill or while its reply grows, and keeps its beginning.
         free_share: what such a cut frees, as a share of the context; see `runner.parallel.context_window`.
-        namespace, priority: as for `PrefixCache.begin`, for all requests.
+        namespace, priority: as for `PrefixCache.begin`, for all requests that name no other namespace.
 
     Raises:
         ValueError: an argument out of its range.
@@ -83,7 +83,7 @@ class ParallelGenerator:
         if context is not None and require_count("context", context, "tokens") > capacity:
             raise ValueError(f"a context of {context} tokens does not fit a capacity of {capacity}; raise it.")
         self._window = None if context is None else ContextWindow(context, free_share)
-        self._model, self._tokenizer, self._capacity = model, tokenizer, capacity
+        self._model, self._tokenizer, self._capacity, self._namespace = model, tokenizer, capacity, namespace
         self._vocabulary_length = vocabulary_size(model)
         self._admission = Admission(capacity, max_rows, context, step_size)
         new_group = partial(cache.begin_many, capacity=capacity, namespace=namespace, priority=priority)
@@ -113,7 +113,10 @@ class ParallelGenerator:
         keys: Any = None,
         keep: int | None = None,
         sampler: Sampler | None = None,
-        stop_tokens: Collection[int] | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        stop_tokens: StopTokens | None = None,
+        cuts_characters: bool = True,
+        namespace: str | None = None,
         reserve: int | None = None,
         on_progress: ProgressCallback | None = None,
         arrived_at_s: float | None = None,
@@ -127,7 +130,10 @@ class ParallelGenerator:
             keys: as for `PrefixCache.begin`.
             keep: with a context: tokens that stay at the beginning. Default: up to the first mark, which is where the
                 system prompt ends if there is one.
-            sampler, stop_tokens, on_progress, arrived_at_s: as for `runner.replies.pipeline.generate`.
+            sampler, on_progress, arrived_at_s: as for `runner.replies.pipeline.generate`.
+            logits_processors: mlx-lm's, called with prompt and reply so far (T,) and logits (1, V), float32.
+            stop_tokens, cuts_characters: as for `runner.replies.reply.Reply`.
+            namespace: None: the generator's.
             reserve: tokens of the reply to keep room for. Default: max_tokens. With less, more requests come in, and
                 one may have to go back to waiting in the middle of its reply.
 
@@ -136,6 +142,7 @@ class ParallelGenerator:
                 than the capacity, or what must stay of the conversation does not fit the context.
         """
         ids, own_keys = checked_prompt(tokens, keys, marks, self._vocabulary_length)
+        require_namespace(namespace or "")
         if reserve is not None:
             reserve = require_count("reserve", reserve, "tokens")
         if sampler is not None and not callable(sampler):
@@ -147,6 +154,7 @@ class ParallelGenerator:
             stop_tokens=stop_tokens,
             prompt_tokens=len(ids),
             arrived_at_s=arrived_at_s,
+            cuts_characters=cuts_characters,
         )
         request = ParallelRequest(
             ticket=Ticket(-1, len(ids)),
@@ -158,6 +166,8 @@ class ParallelGenerator:
             sampler=sampler,
             reserve=max_tokens if reserve is None else reserve,
             on_progress=on_progress,
+            namespace=self._namespace if namespace is None else namespace,
+            processors=logits_processors,
         )
         if self._window is not None:
             room = min(max_tokens, self._window.quantum)
@@ -189,6 +199,14 @@ class ParallelGenerator:
             while self._engine.ready or self._round():
                 while self._engine.ready:
                     yield self._engine.ready.popleft()
+
+    def round(self) -> list[tuple[Ticket, Piece]]:
+        """Serve one round, and return what it brought; none where nothing waits or runs."""
+        with compile_mode(self._model):
+            self._round()
+        pieces = [*self._engine.ready]
+        self._engine.ready.clear()
+        return pieces
 
     def close(self) -> None:
         """Cancel what waits and runs, keeping what was evaluated. Closing twice is fine."""

@@ -2,13 +2,14 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import TokenBuffer
 from numpy.typing import NDArray
 
 from radixcache import Row
@@ -17,6 +18,9 @@ from radixcache.tokens.ids import TokenIds
 from runner.parallel.context_window import Outline
 from runner.replies.pipeline import ProgressCallback
 from runner.replies.reply import Completion, Reply, Sampler, greedy, log_probabilities, sample
+
+#: mlx-lm's: what was said so far (T,) and logits (1, V) to logits (1, V).
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 class Ticket:
@@ -57,11 +61,19 @@ class Predictions:
 
     def __init__(self, tokens: mx.array, logprobs: mx.array, is_wrong: mx.array) -> None:
         self.tokens, self.logprobs, self.is_wrong = tokens, logprobs, is_wrong
+        # A token outside of the vocabulary is -1.
+        own = mx.take_along_axis(logprobs, mx.maximum(tokens, 0).astype(mx.uint32)[:, None], axis=-1)
+        self._token_logprobs = own[:, 0]
+        mx.async_eval(tokens, logprobs, is_wrong, self._token_logprobs)
 
     @cached_property
-    def read(self) -> tuple[list[int], list[bool]]:
-        """Tokens, and whether the model said anything but numbers; waits for them, once for all rows."""
-        return np.asarray(self.tokens).tolist(), np.asarray(self.is_wrong).tolist()
+    def read(self) -> tuple[list[int], list[float], list[bool]]:
+        """Tokens, their log-probabilities, and whether the model said anything but numbers.
+
+        Waits for them, once for all rows.
+        """
+        tokens, logprobs, is_wrong = map(np.asarray, (self.tokens, self._token_logprobs, self.is_wrong))
+        return tokens.tolist(), logprobs.tolist(), is_wrong.tolist()
 
 
 class Sampled(NamedTuple):
@@ -83,6 +95,11 @@ class Sampled(NamedTuple):
     @property
     def is_wrong(self) -> bool:
         """Whether the model said anything but numbers; waits for it."""
+        return self.of.read[2][self.row]
+
+    @property
+    def logprob(self) -> float:
+        """The token's log-probability; waits for it."""
         return self.of.read[1][self.row]
 
 
@@ -93,6 +110,8 @@ class ParallelRequest:
     Attributes:
         tokens, keys: the prompt, less what was left out or shifted out; once it has gone back to waiting the reply too.
         marks: offsets in `tokens`.
+        namespace: of the tree; None: the group's.
+        processors: of logits, before they are sampled.
         outline: of the whole prompt; `dropped` tokens behind its beginning are not in `tokens` any more.
         held_row: in the cache's group; None: it waits.
         unread: predictions that were dispatched and not read: two while a step is under way.
@@ -111,6 +130,8 @@ class ParallelRequest:
     sampler: Sampler | None
     reserve: int
     on_progress: ProgressCallback | None
+    namespace: str | None = None
+    processors: Sequence[LogitsProcessor] = ()
     dropped: int = 0
     held_row: Row | None = None
     failure: Exception | None = None
@@ -119,6 +140,8 @@ class ParallelRequest:
 
     def __post_init__(self) -> None:
         self.unread: deque[Sampled] = deque()
+        #: Prompt and reply, as the processors are told of them.
+        self._said: TokenBuffer | None = None
 
     @property
     def number(self) -> int:
@@ -157,6 +180,11 @@ class ParallelRequest:
         """It got its row."""
         if not self.reply.tokens:
             self.reply.start()
+        self.found()
+
+    def found(self) -> None:
+        """Note what the cache had of the prompt; a row's first chunk may find more."""
+        if not self.reply.tokens:
             self.reply.cached_tokens = self.row.cached_tokens
             self.ticket.matched_tokens, self.ticket.reason = self.row.matched_tokens, self.row.reason
 
@@ -180,32 +208,53 @@ class ParallelRequest:
         self.tokens, self.keys = np.append(self.tokens, fresh), np.append(self.keys, fresh)
         self.in_reply = len(self.reply.tokens)
         self.reserve = self.reply.max_tokens
-        self.held_row = None
+        self.held_row = self._said = None
         self.unread.clear()
+
+    def processed(self, logits: mx.array) -> mx.array:
+        """Run the processors on the logits (1, V) that follow what was said last. Raises whatever they raise."""
+        if self._said is None:
+            self._said = TokenBuffer(self.tokens[:-1].tolist())
+        last = next_tokens([self]) if self.unread else mx.array(self.tokens[-1:])
+        said = self._said.update_and_fetch(last)
+        for processor in self.processors:
+            logits = processor(said, logits)
+        return logits
 
 
 def sample_each(requests: Sequence[ParallelRequest], logits: mx.array) -> None:
-    """Dispatch the sampling of each request's next token. A sampler that fails does so for its own request alone.
+    """Dispatch the sampling of each request's next token.
+
+    A processor or a sampler that fails does so for its own request alone.
 
     Args:
         logits: (N, T, V) of a forward pass, a row for each request.
     """
-    logprobs, is_wrong = log_probabilities(logits)
-    tokens = greedy(logprobs)
-    own = {}
-    for row, request in enumerate(requests):
-        if request.sampler is not None:
-            try:
-                own[row] = sample(request.sampler, logprobs[row : row + 1])
-            except Exception as error:
-                request.failure = error
-    if own:
-        tokens = mx.concatenate([own.get(row, tokens[row : row + 1]) for row in range(len(requests))])
+    last = logits[:, -1].astype(mx.float32)
+    processing = {row: request for row, request in enumerate(requests) if request.processors}
+    last = _with_own(last, processing, lambda row, request: request.processed(last[row : row + 1]))
+    logprobs, is_wrong = log_probabilities(last[:, None])
+    sampling = {row: each for row, each in enumerate(requests) if each.sampler is not None and each.failure is None}
+    tokens = _with_own(
+        greedy(logprobs), sampling, lambda row, request: sample(request.sampler, logprobs[row : row + 1])
+    )
     predictions = Predictions(tokens, logprobs, is_wrong)
     for row, request in enumerate(requests):
-        if request.sampler is None or row in own:
+        if request.failure is None:
             request.unread.append(Sampled(predictions, row))
-    mx.async_eval(tokens, logprobs, predictions.is_wrong)
+
+
+def _with_own(
+    values: mx.array, requests: Mapping[int, ParallelRequest], make: Callable[[int, ParallelRequest], mx.array]
+) -> mx.array:
+    """Put what is made for some requests in the place of their rows; what is raised is the request's failure."""
+    own = {}
+    for row, request in requests.items():
+        try:
+            own[row] = make(row, request)
+        except Exception as error:
+            request.failure = error
+    return mx.concatenate([own.get(row, values[row : row + 1]) for row in range(len(values))]) if own else values
 
 
 def next_tokens(requests: Sequence[ParallelRequest]) -> mx.array:

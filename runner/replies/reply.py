@@ -4,7 +4,8 @@ Whoever runs the model, one request at a time or many together, hands the tokens
 
 Invariants, each with a test:
 
-  Y1  The texts of all pieces, joined, are a prefix of the decoded reply, and no piece ends inside a UTF-8 character.
+  Y1  The texts of all pieces, joined, are a prefix of the decoded reply, and no piece ends inside a UTF-8 character,
+      unless it was asked to.
   Y2  The last piece, and no other, carries the completion.
 """
 
@@ -22,6 +23,7 @@ REPLACEMENT_CHARACTER = "\ufffd"
 
 DoneReason = Literal["stop", "length", "cancelled", "error"]
 Sampler = Callable[[mx.array], mx.array]
+StopTokens = Collection[int] | Callable[[int], bool]
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,14 @@ class Piece:
     """One token of the reply, with the text it completes; the last piece carries the completion.
 
     `logprobs` has shape (V,), float32. Text that is held back until a character is whole comes with a later piece. A
-    stop token brings no text. The last piece of a cancelled or failed request may have no token.
+    stop token brings no text. The last piece of a cancelled or failed request may have no token. `logprob` is the
+    token's own, where it was read together with it.
     """
 
     text: str
     token: int | None = None
     logprobs: mx.array | None = None
+    logprob: float | None = None
     completion: Completion | None = None
 
 
@@ -73,7 +77,9 @@ class Reply:
     Args:
         tokenizer: mlx-lm's TokenizerWrapper, for its streaming detokenizer and its stop tokens.
         max_tokens: tokens at most, at least 1.
-        stop_tokens: ids that end the reply. Default: the tokenizer's.
+        stop_tokens: ids that end the reply, or a function that is asked once about each token, in order, whether it
+            does. Default: the tokenizer's.
+        cuts_characters: leave out, at the end, a character that is not whole; else it comes as U+FFFD, as in mlx-lm.
         prompt_tokens: length of the prompt, for the completion.
         arrived_at_s: `time.perf_counter()` when the request arrived. Default: now.
 
@@ -89,18 +95,20 @@ class Reply:
         tokenizer: Any,
         *,
         max_tokens: int,
-        stop_tokens: Collection[int] | None,
+        stop_tokens: StopTokens | None,
         prompt_tokens: int,
         arrived_at_s: float | None = None,
+        cuts_characters: bool = True,
     ) -> None:
         self.max_tokens = require_count("max_tokens", max_tokens, "tokens")
         self.cached_tokens = 0
         self.shifted_tokens = 0
         self.omitted_tokens = 0
         self.tokens: list[int] = []
-        self._stop_tokens = frozenset(tokenizer.eos_token_ids if stop_tokens is None else stop_tokens)
+        stop_tokens = tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
+        self._is_stop = stop_tokens if callable(stop_tokens) else frozenset(stop_tokens).__contains__
         self._prompt_tokens = prompt_tokens
-        self._text = _TextStream(tokenizer.detokenizer)
+        self._text = _TextStream(tokenizer.detokenizer, cuts_characters)
         self._clock = _Clock(arrived_at_s)
 
     @property
@@ -112,7 +120,7 @@ class Reply:
         """Prefill begins now. Without it: when the reply was made."""
         self._clock.start()
 
-    def add(self, token: int, logprobs: mx.array, cancelled: Callable[[], bool]) -> Piece:
+    def add(self, token: int, logprobs: mx.array, cancelled: Callable[[], bool], logprob: float | None = None) -> Piece:
         """Take the next token; `cancelled` is asked when it is not the last one anyway.
 
         Raises:
@@ -122,13 +130,13 @@ class Reply:
             raise ValueError(f"the sampler returned an id outside the vocabulary of {logprobs.size} tokens.")
         self.tokens.append(token)
         self._clock.token_arrived()
-        if token in self._stop_tokens:
-            return Piece(self._text.finish(), token, logprobs, self._complete("stop"))
+        if self._is_stop(token):
+            return Piece(self._text.finish(), token, logprobs, logprob, self._complete("stop"))
         segment = self._text.add(token)
         reason: DoneReason | None = "length" if self.left == 0 else "cancelled" if cancelled() else None
         if reason is None:
-            return Piece(segment, token, logprobs)
-        return Piece(segment + self._text.finish(), token, logprobs, self._complete(reason))
+            return Piece(segment, token, logprobs, logprob)
+        return Piece(segment + self._text.finish(), token, logprobs, logprob, self._complete(reason))
 
     def end(self, reason: DoneReason, *, note: str | None = None, error: Exception | None = None) -> Piece:
         """End the reply without another token."""
@@ -222,8 +230,9 @@ class _Clock:
 class _TextStream:
     """Hands out the text of a growing reply in segments that end between characters."""
 
-    def __init__(self, detokenizer: Any) -> None:
+    def __init__(self, detokenizer: Any, cuts_characters: bool) -> None:
         self._detokenizer = detokenizer
+        self._cuts_characters = cuts_characters
 
     def add(self, token: int) -> str:
         """Return the text that this token completes, which may be none."""
@@ -231,6 +240,7 @@ class _TextStream:
         return str(self._detokenizer.last_segment)
 
     def finish(self) -> str:
-        """Return what was held back, less the character that the reply's end cut in two."""
+        """Return what was held back, as a rule less the character that the reply's end cut in two."""
         self._detokenizer.finalize()
-        return str(self._detokenizer.last_segment).rstrip(REPLACEMENT_CHARACTER)
+        segment = str(self._detokenizer.last_segment)
+        return segment.rstrip(REPLACEMENT_CHARACTER) if self._cuts_characters else segment
