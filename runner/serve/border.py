@@ -17,7 +17,7 @@ from mlx_lm.server import (
     _make_sampler,
     get_system_fingerprint,
 )
-from mlx_lm.utils import maybe_set_recommended_wired_limit
+from mlx_lm.utils import _parse_size, maybe_set_recommended_wired_limit
 
 __all__ = [
     "CompletionRequest",
@@ -32,6 +32,7 @@ __all__ = [
     "make_stop_sequences",
     "make_text_state_machine",
     "maybe_set_recommended_wired_limit",
+    "parse_size",
     "tokenize",
     "top_logprobs",
 ]
@@ -42,6 +43,8 @@ make_sampler = _make_sampler
 make_logits_processors = _make_logits_processors
 #: (logprobs (V,), how many, tokenizer): tuple of {"id", "token", "logprob"}.
 top_logprobs = _format_top_logprobs
+#: (text): bytes; KeyError or ArithmeticError for what is no size.
+parse_size = _parse_size
 #: (self, tokenizer, request, args): tokens, segments, their kinds, the initial state, images. Of `self` it asks for
 #: `model_provider.processor` and `model_provider.cli_args.chat_template_args`, of `args` for `chat_template_kwargs`.
 tokenize = ResponseGenerator._tokenize
