@@ -25,6 +25,7 @@ from runner.commands.formats import CONVERSATIONS, TRACES
 from runner.commands.mrc import mrc
 from runner.commands.outputs import discard_stdout
 from runner.commands.replay import replay
+from runner.commands.serve import serve
 from runner.commands.simulate import simulate
 from runner.commands.synth import synth
 from runner.commands.tree import tree
@@ -126,7 +127,8 @@ for command in (simulate, mrc, advise):
     app.command(epilog=TRACES)(command)
 for command in (tree, explain, replay):
     app.command(epilog=CONVERSATIONS)(command)
-app.command()(synth)
+for command in (synth, serve):
+    app.command()(command)
 
 
 def _complain(message: str) -> int:

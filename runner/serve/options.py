@@ -5,56 +5,82 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from typer import Option
 
 
 @dataclass(frozen=True)
 class ServeOptions:
     """Every option of `radixcache serve`; those of mlx_lm.server under its names.
 
+    A field with an Option is one of the command line as it stands; `runner.commands.serve` makes the others.
+
     Attributes:
         model: as for `runner.models.load`, so `demo` and `tiny:KIND` work; None: only models named by requests.
         budget_bytes: of all models' caches together; None: PrefixCache's own default.
-        context: tokens of a conversation at a time at most, beyond which it is shifted.
-        warm, trace, api_keys, admin_key_file: files.
     """
 
-    model: str | None = None
-    adapter_path: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8080
+    model: Annotated[
+        str | None,
+        Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format, or a hub id; requests may name others."),
+    ] = None
+    adapter_path: Annotated[str | None, Option(help="Folder of adapter weights for the model.")] = None
+    host: Annotated[str, Option(help="Address to listen at; the default is reached from this machine alone.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, Option(help="Port to listen at; 0 takes a free one, and says which.", min=0, max=65535)] = 8080
     allowed_origins: tuple[str, ...] = ("*",)
-    draft_model: str | None = None
-    num_draft_tokens: int = 3
-    trust_remote_code: bool = False
+    draft_model: Annotated[str | None, Option(help="Model for speculative decoding, one request at a time.")] = None
+    num_draft_tokens: Annotated[int, Option(help="Tokens that the draft model drafts at a time.", min=1)] = 3
+    trust_remote_code: Annotated[
+        bool, Option("--trust-remote-code", help="Run code that comes with a tokenizer or a model.")
+    ] = False
     log_level: str = "INFO"
-    chat_template: str = ""
-    use_default_chat_template: bool = False
-    temp: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_tokens: int = 512
+    chat_template: Annotated[str, Option(help="A chat template instead of the tokenizer's own.")] = ""
+    use_default_chat_template: Annotated[
+        bool, Option("--use-default-chat-template", help="Use the default template where the tokenizer has none.")
+    ] = False
+    temp: Annotated[float, Option(help="Temperature where a request names none.", min=0)] = 0.0
+    top_p: Annotated[float, Option(help="Top-p where a request names none.", min=0, max=1)] = 1.0
+    top_k: Annotated[int, Option(help="Top-k where a request names none; 0 switches it off.", min=0)] = 0
+    min_p: Annotated[float, Option(help="Min-p where a request names none; 0 switches it off.", min=0, max=1)] = 0.0
+    max_tokens: Annotated[int, Option(help="Tokens of a reply at most, where a request names no number.", min=1)] = 512
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
-    decode_concurrency: int = 32
-    prompt_concurrency: int = 8
-    prefill_step_size: int = 2048
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-    quantized_kv_start: int = 0
+    decode_concurrency: Annotated[int, Option(help="Requests that are decoded together at most.", min=1)] = 32
+    prompt_concurrency: Annotated[int, Option(help="Prompts that are evaluated together at most.", min=1)] = 8
+    prefill_step_size: Annotated[int, Option(help="Tokens of a prompt that are evaluated at a time.", min=1)] = 2048
+    kv_bits: Annotated[
+        int | None,
+        Option(help="Bits of quantized keys and values; requests are then served one at a time.", min=2, max=8),
+    ] = None
+    kv_group_size: Annotated[int, Option(help="Elements per group of quantized keys and values.", min=32, max=128)] = 64
+    quantized_kv_start: Annotated[int, Option(help="Position in tokens from which on they are quantized.", min=0)] = 0
     budget_bytes: int | None = None
-    policy: str = "lru"
-    live_slots: int = 1
-    verify: float = 0.0
-    exact: bool = False
-    context: int | None = None
-    warm: Path | None = None
-    trace: Path | None = None
-    api_keys: Path | None = None
-    admin_key_file: Path | None = None
+    policy: Annotated[str, Option(help="What the cache evicts first.")] = "lru"
+    live_slots: Annotated[int, Option(help="Conversations whose state stays in place between requests.", min=1)] = 1
+    verify: Annotated[
+        float, Option(help="Share of replies that are computed without the cache too, and compared.", min=0, max=1)
+    ] = 0.0
+    exact: Annotated[bool, Option("--exact", help="Reuse only what gives the same bits, one request at a time.")] = (
+        False
+    )
+    context: Annotated[
+        int | None, Option("--context", help="Tokens of a conversation at most; longer ones are shifted.", min=1)
+    ] = None
+    warm: Annotated[
+        Path | None, Option(help="File of system prompts or conversations to evaluate and pin at start.")
+    ] = None
+    trace: Annotated[Path | None, Option(help="File to record the requests' shapes in, for radixcache simulate.")] = (
+        None
+    )
+    api_keys: Annotated[Path | None, Option(help="File with a name and a key a line: every request needs one.")] = None
+    admin_key_file: Annotated[
+        Path | None, Option(help="File with a name and the key for /metrics and /cache; without it they are local.")
+    ] = None
     namespace_by: Literal["key", "none"] = "none"
-    max_body_mib: float = 32
-    max_waiting: int = 256
-    request_timeout_s: float = 600
-    drain_s: float = 10
-    show_text: bool = False
+    max_body_mib: Annotated[float, Option(help="MiB of a request's body at most.", min=0.001)] = 32
+    max_waiting: Annotated[int, Option(help="Requests that wait at most; others are told to come back.", min=0)] = 256
+    request_timeout_s: Annotated[float, Option(help="Seconds after which a reply ends with what it has.", min=1)] = 600
+    drain_s: Annotated[float, Option(help="Seconds that running replies get when the server is to end.", min=0)] = 10
+    show_text: Annotated[bool, Option("--show-text", help="Show decoded text on /cache.")] = False

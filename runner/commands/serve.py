@@ -1,0 +1,167 @@
+"""`radixcache serve`: a server that speaks OpenAI's and Anthropic's APIs."""
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_origin
+
+import typer
+
+import runner
+from radixcache.errors import RadixCacheError
+from runner.commands.usage import UsageError, require, require_policy, say
+from runner.serve.options import ServeOptions
+
+#: What the extra [serve] brings.
+EXTRA = ("fastapi", "prometheus_client", "starlette", "uvicorn")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+
+
+def with_serve_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn `command(options, *own)` into a command that has an option for each field of ServeOptions with an Option."""
+    _, *own = signature(command, eval_str=True).parameters.values()
+    fields = signature(ServeOptions, eval_str=True).parameters.values()
+    shared = [each for each in fields if get_origin(each.annotation) is Annotated]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        options = ServeOptions(**{each.name: given.pop(each.name) for each in shared})
+        command(options, **given)
+
+    named = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in (*shared, *own)]
+    run.__signature__ = Signature(named)  # type: ignore[attr-defined]
+    return run
+
+
+@with_serve_options
+def serve(
+    options: ServeOptions,
+    *,
+    allowed_origins: Annotated[str, typer.Option(help="Whose pages may read replies, separated by commas.")] = "*",
+    chat_template_args: Annotated[str, typer.Option(help="JSON object of arguments for the chat template.")] = "{}",
+    log_level: Annotated[str, typer.Option(help=f"One of {', '.join(LOG_LEVELS)}.")] = "INFO",
+    budget_gib: Annotated[float | None, typer.Option(help="Bytes of all caches together, in GiB.", min=0)] = None,
+    prompt_cache_bytes: Annotated[
+        str | None, typer.Option(help="The same in bytes, or as 500MB or 8GB.  [default: a quarter of what is free]")
+    ] = None,
+    prompt_cache_size: Annotated[int | None, typer.Option(help="Accepted, without effect.", hidden=True)] = None,
+    namespace_by: Annotated[
+        str, typer.Option(help="key: what holders of two keys ask shares nothing.  none.")
+    ] = "none",
+    pipeline: Annotated[bool, typer.Option("--pipeline", help="Refused.", hidden=True)] = False,
+) -> None:
+    """Serve models to clients of OpenAI's and Anthropic's APIs.
+
+    Takes the options of mlx_lm.server. Requests are decoded together, and each prompt starts from the longest beginning
+    that the cache has seen. Ctrl-C ends it, after what runs.
+    """
+    for name, value in (("budget_gib", budget_gib), *vars(options).items()):
+        option = "--" + name.replace("_", "-")
+        require(not isinstance(value, float) or math.isfinite(value), f"{option} is {value}; wanted a finite number.")
+    require(log_level.upper() in LOG_LEVELS, f"--log-level is {log_level!r}; wanted one of {', '.join(LOG_LEVELS)}.")
+    require(namespace_by in ("key", "none"), f"--namespace-by is {namespace_by!r}; wanted key or none.")
+    require(not pipeline, "--pipeline splits a model over machines; radixcache serve has one. Leave it out.")
+    require(
+        budget_gib is None or prompt_cache_bytes is None,
+        "--budget-gib and --prompt-cache-bytes are the same budget. Leave one of them out.",
+    )
+    require_policy(options.policy)
+    if prompt_cache_size is not None:
+        say("note: --prompt-cache-size has no effect; --prompt-cache-bytes bounds what is kept.")
+    options = replace(
+        options,
+        allowed_origins=tuple(allowed_origins.split(",")),
+        chat_template_args=_json_object(chat_template_args),
+        log_level=log_level.upper(),
+        budget_bytes=_budget_bytes(budget_gib, prompt_cache_bytes),
+        namespace_by="key" if namespace_by == "key" else "none",
+    )
+    _require_compatible(options)
+    logging.basicConfig(level=options.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if runner.BLAS_ADVICE:
+        say(f"note: {runner.BLAS_ADVICE}")
+    _run(options)
+
+
+# What was asked for ---------------------------------------------------------------------------------------------------
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--chat-template-args is no JSON: {error}") from error
+    require(isinstance(value, dict), f"--chat-template-args is {text}; wanted a JSON object.")
+    return dict(value)
+
+
+def _budget_bytes(budget_gib: float | None, prompt_cache_bytes: str | None) -> int | None:
+    if prompt_cache_bytes is None:
+        budget_bytes = None if budget_gib is None else int(budget_gib * (1 << 30))
+    else:
+        from runner.serve.border import parse_size
+
+        try:
+            budget_bytes = parse_size(prompt_cache_bytes)
+        except (KeyError, ArithmeticError) as error:
+            raise UsageError(
+                f"--prompt-cache-bytes is {prompt_cache_bytes!r}; wanted bytes, or 500MB, or 8GB."
+            ) from error
+    require(budget_bytes is None or budget_bytes > 0, "the budget is 0 bytes; wanted more than 0.")
+    return budget_bytes
+
+
+def _require_compatible(options: ServeOptions) -> None:
+    """Refuse what contradicts itself, before anything is loaded."""
+    require(
+        options.kv_bits is None or options.kv_bits in KV_BITS,
+        f"--kv-bits is {options.kv_bits}; wanted one of {', '.join(map(str, KV_BITS))}.",
+    )
+    require(
+        options.kv_group_size in KV_GROUP_SIZES,
+        f"--kv-group-size is {options.kv_group_size}; wanted one of {', '.join(map(str, KV_GROUP_SIZES))}.",
+    )
+    for option, value in (("--adapter-path", options.adapter_path), ("--draft-model", options.draft_model)):
+        require(value is None or options.model is not None, f"{option} goes with a model; give --model too.")
+    require(
+        options.namespace_by == "none" or options.api_keys is not None,
+        "--namespace-by key tells requests apart by their keys; give --api-keys too.",
+    )
+
+
+# What comes of it -----------------------------------------------------------------------------------------------------
+
+
+def _run(options: ServeOptions) -> None:
+    try:
+        from runner.serve.app import make_app
+        from runner.serve.http_server import HttpServer, listen, url_of
+        from runner.serve.running import Running
+        from runner.serve.watch import Watch
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in EXTRA:
+            raise
+        raise UsageError(f"{error.name} is not installed; pip install 'radixcache[serve]'.") from error
+    try:
+        listening = listen(options.host, options.port)
+    except OSError as error:
+        raise UsageError(f"--host {options.host} --port {options.port}: {error.strerror}.") from error
+    with listening:
+        watch = Watch()
+        try:
+            running = Running(options, watch.on_record)
+            app = make_app(options, running, watch)
+            running.start()
+        except (ValueError, OSError, RadixCacheError) as error:
+            raise UsageError(str(error)) from error
+        try:
+            print(f"serving {options.model or 'the models that are asked for'} at {url_of(listening)}", flush=True)
+            HttpServer(app, partial(running.stop, options.drain_s)).run(sockets=[listening])
+        finally:
+            running.stop(0)
