@@ -1,0 +1,139 @@
+"""ServerMetrics: what `GET /metrics` shows, on a registry of its own. Never imports MLX.
+
+Names that begin with `radixcache_serve_` are the server's own. The others are those of PrefixCache.snapshot_stats(),
+read where somebody scrapes, with labels that say which model's cache it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from radixcache.errors import CacheClosedError
+from runner.serve.asked import ModelNames, Record
+
+if TYPE_CHECKING:
+    from radixcache import PrefixCache
+
+T = TypeVar("T")
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+
+# Else each counter has a gauge beside it that says since when it counts, which is since the process runs.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class Watched(Protocol):
+    """What is watched; `runner.serve.running.Running` is it. Any thread may ask, and none waits for a forward pass."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room."""
+
+    @property
+    def running(self) -> int:
+        """Requests whose prompt or reply is being evaluated."""
+
+    def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
+        """The caches of all models that were served, the present one's last."""
+
+
+def read_caches(watched: Watched, read: Callable[[PrefixCache], T]) -> list[tuple[ModelNames, T]]:
+    """What `read` finds in each cache that is open, the present one last."""
+    found = []
+    for names, cache in watched.caches():
+        with suppress(CacheClosedError):  # the server goes on, or stops, meanwhile
+            found.append((names, read(cache)))
+    return found
+
+
+class ServerMetrics:
+    """Counters and histograms of the server, and the metrics of its caches."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"radixcache_serve_{name}", help, labels, registry=registry)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"radixcache_serve_{name}_seconds", help, buckets=buckets, registry=registry)
+
+        self._http = counter("http_requests", "HTTP requests by route and status.", "route", "status")
+        self._replies = counter("replies", "Requests that the generation thread was through with.", "outcome")
+        self._prompt = counter("prompt_tokens", "Tokens of prompts.")
+        self._cached = counter("cached_tokens", "The part of them that was restored.")
+        self._short = counter(
+            "shortfall_tokens",
+            "The part of them that was evaluated, by why: not_stored, or why not restored.",
+            "reason",
+        )
+        self._generated = counter("generated_tokens", "Tokens of replies.")
+        self._evictions = counter("evictions", "State given up: of what, and what for.", "state", "cause")
+        self._queue = histogram("queue", "From arrival until the request was let in.", SECONDS)
+        self._ttft = histogram("time_to_first_token", "From arrival to the first token of the reply.", SECONDS)
+        self._gaps = histogram("inter_token", "From one token of a reply to the next.", TOKEN_SECONDS)
+
+    def attach(self, watched: Watched) -> None:
+        """Show these caches and queues too."""
+        self._registry.register(_Readings(watched))
+
+    def on_http(self, route: str, status: int) -> None:
+        """A request was answered."""
+        self._http.labels(route, str(status)).inc()
+
+    def on_eviction(self, cause: str, state: str) -> None:
+        """Tokens or a checkpoint went."""
+        self._evictions.labels(state, cause).inc()
+
+    def on_record(self, record: Record) -> None:
+        """A request is over."""
+        self._replies.labels(record.outcome).inc()
+        self._prompt.inc(record.prompt_tokens)
+        self._cached.inc(record.cached_tokens)
+        self._generated.inc(record.completion_tokens)
+        lost_tokens, new_tokens = (
+            record.matched_tokens - record.cached_tokens,
+            record.prompt_tokens - record.matched_tokens,
+        )
+        for reason, tokens in ((record.reason or "unknown", lost_tokens), ("not_stored", new_tokens)):
+            if tokens > 0:
+                self._short.labels(reason).inc(tokens)
+        for histogram, value_ms in ((self._queue, record.queue_ms), (self._ttft, record.ttft_ms)):
+            if value_ms is not None:
+                histogram.observe(value_ms / 1e3)
+        for gap_ms in record.gaps_ms:
+            self._gaps.observe(gap_ms / 1e3)
+
+    def exposition(self) -> bytes:
+        """All of it in Prometheus' text format, CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+
+class _Readings(Collector):
+    """What is read at the moment of a scrape: the queues, and all caches, each told apart by its model's names."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "radixcache_serve_waiting_requests", "Requests that wait for room.", self._watched.waiting
+        )
+        yield GaugeMetricFamily("radixcache_serve_running_requests", "Requests being evaluated.", self._watched.running)
+        found: dict[str, Metric] = {}
+        for names, snapshot in read_caches(self._watched, lambda cache: cache.snapshot_stats()):
+            labels = {"model": names.model, "adapter": names.adapter or "", "draft": names.draft or ""}
+            for metric in snapshot.metrics:
+                new = Metric(metric.name.removesuffix("_total"), metric.help, metric.kind)
+                family = found.setdefault(metric.name, new)
+                for sample in metric.samples:
+                    family.add_sample(metric.name, {**labels, **dict(sample.labels)}, sample.value)
+        yield from found.values()

@@ -1,0 +1,175 @@
+"""What the server tells of itself: metrics by Prometheus' conventions, a line of the log, the last requests."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from radixcache import PrefixCache
+from radixcache.tree.events import Event, EventKind
+from runner.serve.asked import ModelNames
+from runner.serve.watch import LISTED_REQUESTS, LONGEST_TEXT, Watch, in_a_line
+from tests.serve.watched import Watched, record
+
+
+def samples(watch: Watch) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every sample of an exposition by its name and labels."""
+    families = text_string_to_metric_families(watch.metrics.exposition().decode())
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def value(watch: Watch, name: str, **labels: str) -> float:
+    return samples(watch)[f"radixcache_serve_{name}", tuple(sorted(labels.items()))]
+
+
+def test_counters_end_in_total_and_nothing_else_does() -> None:
+    watch = Watch()
+    watch.on_record(record())
+    watch.http("/metrics", 200)
+    for family in text_string_to_metric_families(watch.metrics.exposition().decode()):
+        assert all(s.name.endswith("_total") == (family.type == "counter") for s in family.samples), family
+        assert family.documentation.endswith(".")
+
+
+def test_every_prompt_token_is_cached_or_short_for_one_reason() -> None:
+    watch = Watch()
+    watch.on_record(record())
+    watch.on_record(record(prompt_tokens=50, cached_tokens=49, matched_tokens=50, reason="last_token"))
+    watch.on_record(record(prompt_tokens=10, cached_tokens=0, matched_tokens=0, reason=None))
+    short = {dict(labels)["reason"]: n for (name, labels), n in samples(watch).items() if "shortfall" in name}
+    assert short == {"no_checkpoint": 10, "not_stored": 40, "last_token": 1}
+    assert value(watch, "prompt_tokens_total") == value(watch, "cached_tokens_total") + sum(short.values()) == 160
+    assert value(watch, "generated_tokens_total") == 9
+    assert value(watch, "replies_total", outcome="stop") == 3
+
+
+def test_histograms_are_in_seconds_and_leave_out_what_never_was() -> None:
+    watch = Watch()
+    watch.on_record(record())
+    watch.on_record(record(queue_ms=None, ttft_ms=None, gaps_ms=(), outcome="cancelled"))
+    assert value(watch, "time_to_first_token_seconds_sum") == pytest.approx(0.04)
+    assert value(watch, "inter_token_seconds_sum") == pytest.approx(0.05)
+    assert value(watch, "inter_token_seconds_bucket", le="0.02") == 1
+    assert [value(watch, f"{name}_seconds_count") for name in ("queue", "time_to_first_token", "inter_token")] == [
+        1,
+        1,
+        2,
+    ]
+
+
+def test_requests_are_counted_by_route_and_status() -> None:
+    watch = Watch()
+    for status in (200, 200, 404):
+        watch.http("/v1/completions", status)
+    assert value(watch, "http_requests_total", route="/v1/completions", status="200") == 2
+    assert value(watch, "http_requests_total", route="/v1/completions", status="404") == 1
+
+
+def test_evictions_are_counted_by_what_they_were_for() -> None:
+    watch = Watch()
+
+    def evicted(**detail: Any) -> None:
+        watch.on_event(Event(EventKind.EVICTED, 1, "", 0, 8, 64, detail))
+
+    evicted(state="tokens", was_wrong=False)
+    evicted(state="checkpoint")
+    evicted(state="tokens", was_wrong=True)
+    with watch.evicting("reclaim"):
+        evicted(state="tokens", was_wrong=False)
+        evicted(state="tokens", was_wrong=True)
+    evicted(state="tokens", was_wrong=False)
+    watch.on_event(Event(EventKind.STORED, 1, "", 0, 8, 64, {"state": "tokens"}))
+    found = {tuple(dict(labels).values()): n for (name, labels), n in samples(watch).items() if "evictions" in name}
+    assert found == {
+        ("pressure", "tokens"): 2,
+        ("pressure", "checkpoint"): 1,
+        ("mismatch", "tokens"): 2,
+        ("reclaim", "tokens"): 1,
+    }
+
+
+def test_the_cause_of_evictions_is_pressure_again_after_a_reclaim_that_raised() -> None:
+    watch = Watch()
+    with pytest.raises(ZeroDivisionError), watch.evicting("reclaim"):
+        raise ZeroDivisionError
+    watch.on_event(Event(EventKind.EVICTED, 1, "", 0, 8, 64, {"state": "tokens", "was_wrong": False}))
+    assert value(watch, "evictions_total", state="tokens", cause="pressure") == 1
+
+
+def test_queues_and_caches_are_read_when_they_are_asked_for(llama: Any) -> None:
+    watch = Watch()
+    watched = Watched()
+    watch.attach(watched)
+    assert value(watch, "waiting_requests") == value(watch, "running_requests") == 0
+    watched.add(ModelNames("small", None, None), llama)
+    other = watched.add(ModelNames("small", "adapter", None), llama)
+    watched.waiting, watched.running = 3, 2
+    with other.begin([1, 2, 3, 4]) as session:
+        session.prefill(llama)
+    assert value(watch, "waiting_requests") == 3
+    assert value(watch, "running_requests") == 2
+    found = samples(watch)
+    for adapter, cache in (("", watched.held[0][1]), ("adapter", other)):
+        labels = (("adapter", adapter), ("draft", ""), ("model", "small"))
+        assert found["radixcache_requests_total", labels] == cache.stats.requests
+        assert found["radixcache_live_bytes", labels] == cache.stats.live_bytes
+        assert found["radixcache_budget_bytes", labels] == cache.stats.budget_bytes
+        assert found["radixcache_verify_mismatches_total", labels] == 0
+
+
+def test_a_cache_that_was_closed_meanwhile_is_left_out(llama: Any) -> None:
+    watch, watched = Watch(), Watched()
+    watch.attach(watched)
+    watched.add(ModelNames("small", None, None), llama).close()
+    watch.on_record(record())
+    assert watch.points()[0].live_bytes == 0
+    assert not any(name.startswith("radixcache_live") for name, _ in samples(watch))
+
+
+def test_the_registry_is_the_servers_own() -> None:
+    first, second = Watch(), Watch()
+    first.http("/health", 200)
+    assert value(first, "http_requests_total", route="/health", status="200") == 1
+    assert not any("http_requests" in name for name, _ in samples(second))
+
+
+def test_the_end_of_a_request_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "runner.serve.watch"):
+        Watch().on_record(record(namespace="ann"))
+    (line,) = caplog.messages
+    assert line == (
+        "3f9a1c2e of ann on 'small': 100 prompt tokens, 60 cached (70 matched: no_checkpoint), 3 generated, stop; "
+        "queued 1.0 ms; TTFT 40.0 ms; 40.0 tokens/s"
+    )
+
+
+def test_what_a_client_sends_cannot_break_or_fill_the_line() -> None:
+    names = ModelNames("a\nb\x1b[31m" + "x" * 100_000)
+    line = in_a_line(record(names=names, note="y" * 100_000, queue_ms=None, ttft_ms=None, gaps_ms=(), reason=None))
+    assert line.isprintable()
+    assert len(line) < 3 * LONGEST_TEXT
+
+
+def test_the_last_requests_are_kept_with_the_time_and_the_bytes_at_their_end(llama: Any) -> None:
+    now_s = iter(range(1000))
+    watch, watched = Watch(clock=lambda: float(next(now_s))), Watched()
+    watch.attach(watched)
+    cache: PrefixCache = watched.add(ModelNames("small", None, None), llama)
+    with cache.begin([1, 2, 3, 4]) as session:
+        session.prefill(llama)
+    for number in range(LISTED_REQUESTS + 5):
+        watch.on_record(record(prompt_tokens=number + 100))
+    seen = watch.seen()
+    assert [each.record.prompt_tokens - 100 for each in seen] == list(range(LISTED_REQUESTS + 4, 4, -1))
+    assert [each.time_s for each in seen] == list(range(LISTED_REQUESTS + 4, 4, -1))
+    point = watch.points()[-1]
+    assert (point.time_s, point.prompt_tokens, point.cached_tokens) == (LISTED_REQUESTS + 4, LISTED_REQUESTS + 104, 60)
+    stats = cache.stats
+    assert (point.live_bytes, point.paged_bytes, point.budget_bytes) == (
+        stats.live_bytes,
+        stats.paged_bytes,
+        stats.budget_bytes,
+    )

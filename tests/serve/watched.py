@@ -1,0 +1,35 @@
+"""What is watched, without a server: real caches, and queues that say what a test wants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixcache import PrefixCache
+from runner.serve.asked import ModelNames, Record
+
+
+def record(**changes: Any) -> Record:
+    """A request that ended."""
+    values: dict[str, Any] = {
+        "id": "3f9a1c2e-0000", "names": ModelNames("small", None, None), "namespace": "", "prompt_tokens": 100,
+        "cached_tokens": 60, "matched_tokens": 70, "reason": "no_checkpoint", "completion_tokens": 3, "queue_ms": 1.0,
+        "ttft_ms": 40.0, "gaps_ms": (20.0, 30.0), "outcome": "stop",
+    }  # fmt: skip
+    return Record(**{**values, **changes})
+
+
+class Watched:
+    """Stands in for the generation thread."""
+
+    def __init__(self) -> None:
+        self.waiting = self.running = 0
+        self.held: list[tuple[ModelNames, PrefixCache]] = []
+
+    def add(self, names: ModelNames, model: Any, **arguments: Any) -> PrefixCache:
+        """One model more, and its cache."""
+        cache = PrefixCache(model, budget_bytes=1 << 30, **arguments)
+        self.held.append((names, cache))
+        return cache
+
+    def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
+        return list(self.held)
