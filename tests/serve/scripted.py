@@ -74,6 +74,7 @@ class ScriptedRuns:
         self.jobs: list[Job] = []
         self._script, self._refusal, self._is_endless, self._outcome = script, refusal, is_endless, outcome
         self._flushed = flushed or Delta("", "", (), ())
+        self.is_healthy = True
 
     def ask(self, job: Job) -> None:
         if self._refusal:

@@ -1,0 +1,289 @@
+"""Anthropic's Messages API over HTTP: replies whole and streamed, read by the real client too, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import anthropic
+import httpx2
+import pytest
+from fastapi import FastAPI
+
+from runner.serve.anthropic_api import anthropic_routes
+from runner.serve.anthropic_bodies import MessagesBody, PromptBody
+from runner.serve.asked import Asked, Ended, Failed, Progress
+from runner.serve.errors import ApiError
+from runner.serve.frame import Frame
+from runner.serve.options import ServeOptions
+from runner.serve.service import Service
+from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, record, said
+
+T = TypeVar("T")
+
+USER = {"role": "user", "content": "Hi"}
+BODY: dict[str, Any] = {"model": "claude-sonnet", "max_tokens": 16, "messages": [USER]}
+TOOL = {"name": "weather", "description": "of a place", "input_schema": {"type": "object"}}
+HELLO = (said("Hel"), said("lo"), said(finish="stop"))
+#: A reply of every kind of block, with the white space that models put between them.
+FULL = (
+    Progress(16, 20), said(reasoning="It "), said(reasoning="asks."), said("\n\n"), said("Let me "), said("look."),
+    said("\n", calls=[("weather", '{"place": "Ulm"}')]), said(" \n"), said(calls=[("time", "{}")], finish="stop"),
+)  # fmt: skip
+FULL_CONTENT = [
+    {"type": "thinking", "thinking": "It asks.", "signature": ""},
+    {"type": "text", "text": "\n\nLet me look.\n"},
+    {"type": "tool_use", "id": "call_0", "name": "weather", "input": {"place": "Ulm"}},
+    {"type": "tool_use", "id": "call_0", "name": "time", "input": {}},
+]
+
+
+def app_of(runs: ScriptedRuns) -> FastAPI:
+    """An application of these routes alone, with errors as the whole server says them."""
+
+    async def tokens_of(asked: Asked) -> int:
+        return sum(len(message["content"]) for message in asked.messages)
+
+    app = FastAPI()
+    app.include_router(anthropic_routes(Service(runs, timeout_s=60), ServeOptions(), tokens_of))
+    app.add_middleware(Frame, allowed_origins=(), count=lambda route, status: None)
+    return app
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end, or fail where it hangs."""
+    return asyncio.run(asyncio.wait_for(work, 120))
+
+
+def post(runs: ScriptedRuns, body: Any, path: str = "/v1/messages") -> httpx2.Response:
+    """Answer of one request."""
+
+    async def send() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app_of(runs))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(path, content=body if isinstance(body, str) else json.dumps(body))
+
+    return run(send())
+
+
+def events_of(runs: ScriptedRuns) -> list[dict[str, Any]]:
+    """Data of a stream's events, each of which has its type as its name."""
+    response = post(runs, {**BODY, "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = []
+    for event in response.text.split("\n\n")[:-1]:
+        name, data = event.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def client_of(runs: ScriptedRuns) -> anthropic.AsyncAnthropic:
+    """The real client, on the application in this process."""
+    transport = httpx2.ASGITransport(app_of(runs))
+    http_client = anthropic.DefaultAsyncHttpxClient(transport=transport)
+    return anthropic.AsyncAnthropic(api_key="k", base_url="http://test", http_client=http_client, max_retries=0)
+
+
+# What a reply looks like.
+
+
+def test_a_reply_is_a_message_whose_usage_counts_each_prompt_token_once() -> None:
+    runs = ScriptedRuns(*HELLO)
+    response = post(runs, BODY)
+    assert response.status_code == 200
+    assert response.json() == {
+        "id": f"msg_{runs.jobs[0].id}",
+        "type": "message",
+        "role": "assistant",
+        "model": "claude-sonnet",
+        "content": [{"type": "text", "text": "Hello"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": PROMPT_TOKENS - CACHED_TOKENS,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": CACHED_TOKENS,
+            "output_tokens": 3,
+        },
+    }
+
+
+def test_reasoning_text_and_tool_calls_are_blocks_and_white_space_between_them_is_none() -> None:
+    message = post(ScriptedRuns(*FULL), BODY).json()
+    assert (message["content"], message["stop_reason"]) == (FULL_CONTENT, "tool_use")
+
+
+def test_what_the_end_of_a_reply_brings_to_light_is_part_of_it() -> None:
+    message = post(ScriptedRuns(said("a"), flushed=said(calls=[("t", "{}")])), BODY).json()
+    assert [block["type"] for block in message["content"]] == ["text", "tool_use"]
+    assert message["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize(
+    ("runs", "reason", "word"),
+    [
+        (ScriptedRuns(said("a"), said(finish="length"), outcome="length"), "max_tokens", None),
+        (ScriptedRuns(said("a"), outcome="cancelled"), "max_tokens", None),
+        (ScriptedRuns(said(calls=[("t", "{}")]), said(finish="length"), outcome="length"), "max_tokens", None),
+        (ScriptedRuns(said("a"), said(finish="stop", stop_word="END")), "stop_sequence", "END"),
+        (ScriptedRuns(said(finish="stop")), "end_turn", None),
+    ],
+)
+def test_a_reply_says_why_it_ended(runs: ScriptedRuns, reason: str, word: str | None) -> None:
+    message = post(runs, BODY).json()
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, word)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [("[1]", {"arguments": [1]}), ('{"x": NaN}', {"x": "NaN"}), ('"\\ud800"', {"arguments": "\ud800"})],
+)
+def test_a_tools_input_is_always_an_object_of_json(arguments: str, wanted: dict[str, Any]) -> None:
+    script = (said(calls=[("t", arguments)], finish="stop"),)
+    message = post(ScriptedRuns(*script), BODY).json()
+    assert message["content"][0]["input"] == wanted
+    event = next(event for event in events_of(ScriptedRuns(*script)) if event["type"] == "content_block_delta")
+    assert json.loads(event["delta"]["partial_json"]) == wanted
+
+
+def test_a_stream_has_anthropics_events_in_their_order() -> None:
+    start, *events = events_of(ScriptedRuns(Progress(8, 20), *HELLO))
+    usage = start["message"].pop("usage")
+    assert (usage["input_tokens"], usage["output_tokens"]) == (PROMPT_TOKENS, 0)
+    assert (start["type"], start["message"]["content"], start["message"]["stop_reason"]) == ("message_start", [], None)
+    delta = {"type": "content_block_delta", "index": 0}
+    assert events == [
+        {"type": "ping"},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {**delta, "delta": {"type": "text_delta", "text": "Hel"}},
+        {**delta, "delta": {"type": "text_delta", "text": "lo"}},
+        {"type": "content_block_stop", "index": 0},
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": "end_turn", "stop_sequence": None},
+            "usage": {
+                "input_tokens": PROMPT_TOKENS - CACHED_TOKENS,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": CACHED_TOKENS,
+                "output_tokens": 3,
+            },
+        },
+        {"type": "message_stop"},
+    ]
+
+
+def test_a_failure_on_the_way_is_a_streams_last_event() -> None:
+    events = events_of(ScriptedRuns(said("a"), Failed(500, "the model broke.")))
+    error = {"type": "api_error", "message": "the model broke."}
+    assert [event["type"] for event in events[:-1]] == ["message_start", "content_block_start", "content_block_delta"]
+    assert events[-1] == {"type": "error", "error": error}
+
+
+# The real client.
+
+
+def test_the_real_client_reads_a_stream_to_the_message_that_comes_whole() -> None:
+    async def read() -> tuple[anthropic.types.Message, anthropic.types.Message, str]:
+        async with client_of(ScriptedRuns(*FULL)) as client:
+            arguments: Any = {"model": "claude-x", "max_tokens": 16, "messages": [USER], "tools": [TOOL]}
+            async with client.messages.stream(**arguments) as stream:
+                text = "".join([piece async for piece in stream.text_stream])
+                streamed = await stream.get_final_message()
+            return streamed, await client.messages.create(**arguments), text
+
+    streamed, whole, text = run(read())
+    assert [block.to_dict() for block in whole.content] == FULL_CONTENT
+    assert streamed.to_dict() == {**whole.to_dict(), "id": streamed.id, "stop_details": None}
+    assert text == "\n\nLet me look.\n"
+
+
+def test_the_real_client_raises_what_goes_wrong_by_its_kind() -> None:
+    async def ask(runs: ScriptedRuns, **fields: Any) -> None:
+        async with client_of(runs) as client:
+            await client.messages.create(**{**BODY, **fields})
+
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens: Input should be greater"):
+        run(ask(ScriptedRuns(), max_tokens=0))
+    with pytest.raises(anthropic.RateLimitError) as full:
+        run(ask(ScriptedRuns(refusal=ApiError(429, "256 requests wait.", retry_after_s=7))))
+    assert full.value.response.headers["retry-after"] == "7"
+    with pytest.raises(anthropic.NotFoundError, match="no model nowhere/nothing"):
+        run(ask(ScriptedRuns(Failed(404, "no model nowhere/nothing")), model="nowhere/nothing"))
+
+
+def test_the_real_client_counts_tokens() -> None:
+    async def count() -> int:
+        async with client_of(ScriptedRuns()) as client:
+            counted = await client.messages.count_tokens(model="claude-x", system="abc", messages=[USER])  # type: ignore[list-item]
+            return counted.input_tokens
+
+    assert run(count()) == len("abcHi")
+
+
+# What goes wrong.
+
+
+@pytest.mark.parametrize("body", ["{", "[]", '{"a": NaN}', '{"model": "\\ud800"}', "{}"])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_a_body_that_cannot_be_read_is_refused_in_anthropics_form(body: str, path: str) -> None:
+    response = post(ScriptedRuns(), body, path)
+    assert (response.status_code, response.json()["type"]) == (400, "error")
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(401, "authentication_error"), (413, "request_too_large"), (500, "api_error"), (503, "overloaded_error")],
+)
+def test_an_error_has_anthropics_type_for_its_status(status: int, kind: str) -> None:
+    response = post(ScriptedRuns(refusal=ApiError(status, "so it is.")), BODY)
+    assert (response.status_code, response.json()["error"]) == (status, {"type": kind, "message": "so it is."})
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_goes_away_ends_its_reply(is_streamed: bool) -> None:
+    async def leave() -> None:
+        runs = ScriptedRuns(said("a"), is_endless=True)
+        has_left = asyncio.Event()
+        raw = json.dumps({**BODY, "stream": is_streamed}).encode()
+        messages = [{"type": "http.request", "body": raw, "more_body": False}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if b"content_block_delta" in message.get("body", b""):
+                has_left.set()
+
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST", "path": "/v1/messages",
+            "raw_path": b"/v1/messages", "query_string": b"", "headers": [], "http_version": "1.1", "scheme": "http",
+        }  # fmt: skip
+        working = asyncio.create_task(app_of(runs)(scope, receive, send))
+        if not is_streamed:
+            while not runs.jobs:
+                await asyncio.sleep(0)
+            has_left.set()
+        job = await runs.cancelled()
+        job.put(Ended(record(job)))
+        await working
+
+    run(leave())
+
+
+def test_the_openapi_document_says_what_bodies_are() -> None:
+    document = app_of(ScriptedRuns()).openapi()
+    for path, kind in (("/v1/messages", MessagesBody), ("/v1/messages/count_tokens", PromptBody)):
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert set(schema["properties"]) == set(kind.model_fields)
+        reference = schema["properties"]["tools"]["items"]["$ref"]
+        found: Any = document
+        for part in reference.removeprefix("#/").split("/"):
+            found = found[part.replace("~1", "/")]
+        assert "input_schema" in found["properties"]

@@ -1,0 +1,180 @@
+"""Bodies of Anthropic's Messages API: what they ask for, and which field is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from runner.serve.anthropic_bodies import MessagesBody
+from runner.serve.asked import DEFAULT, Asked
+from runner.serve.errors import ApiError
+from runner.serve.options import ServeOptions
+
+USER = {"role": "user", "content": "Hi"}
+BODY: dict[str, Any] = {"model": "claude-sonnet", "max_tokens": 16, "messages": [USER]}
+MARK = {"type": "ephemeral", "ttl": "1h"}
+TOOL = {"name": "weather", "description": "of a place", "input_schema": {"type": "object"}}
+
+
+def asked(options: ServeOptions | None = None, **fields: Any) -> Asked:
+    """What a body with these fields asks for."""
+    return MessagesBody.read({**BODY, **fields}).asked(options or ServeOptions(), "ann")
+
+
+def test_blocks_become_messages_in_openais_form() -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Weather"}, {"type": "text", "text": "in Ulm?"}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "A tool.", "signature": "x"}, {"type": "redacted_thinking", "data": "x"},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "a", "name": "weather", "input": {"at": "Ulm"}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "dry"}]},
+            {"type": "tool_result", "tool_use_id": "b", "content": "no such place", "is_error": True},
+            {"type": "tool_result", "tool_use_id": "c"},
+            {"type": "text", "text": "And now?"},
+        ]},
+    ]  # fmt: skip
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"at": "Ulm"}'}}
+    assert asked(system="Be brief.", messages=messages).messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Weather\nin Ulm?"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "A tool.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "dry"},
+        {"role": "tool", "tool_call_id": "b", "content": "Error: no such place"},
+        {"role": "tool", "tool_call_id": "c", "content": ""},
+        {"role": "user", "content": "And now?"},
+    ]
+
+
+def test_turns_of_one_role_become_one_and_an_empty_reply_stays_a_turn() -> None:
+    messages = [USER, {**USER, "content": "there"}, {"role": "assistant", "content": []}, {**USER, "content": []}]
+    assert asked(messages=messages).messages == [
+        {"role": "user", "content": "Hi\nthere"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": ""},
+    ]
+
+
+def test_what_a_client_says_of_itself_in_front_of_the_system_prompt_is_no_part_of_it() -> None:
+    header = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1f0a9;"}
+    system = [header, {"type": "text", "text": "You are"}, {"type": "text", "text": "brief."}]
+    assert asked(system=system).messages[0] == {"role": "system", "content": "You are\nbrief."}
+    assert asked(system=[header]).messages == [USER]
+
+
+def test_marks_ask_for_checkpoints_after_the_messages_that_they_end_up_in() -> None:
+    def text(of: str, *, is_marked: bool = False) -> dict[str, Any]:
+        return {"type": "text", "text": of, **({"cache_control": MARK} if is_marked else {})}
+
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "dry"}
+    messages = [
+        {"role": "user", "content": [text("a", is_marked=True), text("b")]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "t", "input": {}}]},
+        {"role": "user", "content": [{**result, "cache_control": MARK}, result, text("c")]},
+        {"role": "assistant", "content": [text("d", is_marked=True)]},
+        {"role": "user", "content": [{**result, "content": [text("e", is_marked=True)]}, text("f")]},
+    ]
+    assert asked(messages=messages).marked_messages == [1, 3, 6, 7]
+    assert asked(messages=messages, system=[text("s", is_marked=True)]).marked_messages == [1, 2, 4, 7, 8]
+    assert asked(messages=messages, system="s").marked_messages == [2, 4, 7, 8]
+    assert asked(messages=messages, cache_control=MARK).marked_messages == [1, 3, 6, 7, 8]
+    assert asked(tools=[{**TOOL, "cache_control": MARK}], system="s").marked_messages == [1]
+    # Without a system prompt there is no message that ends where the tools do.
+    assert asked(tools=[{**TOOL, "cache_control": MARK}]).marked_messages == []
+
+
+def test_tools_become_functions_unless_the_choice_is_none() -> None:
+    function = {"name": "weather", "description": "of a place", "parameters": {"type": "object"}}
+    as_function = [{"type": "function", "function": function}]
+    assert asked(tools=[TOOL]).tools == as_function
+    assert asked(tools=[TOOL], tool_choice={"type": "auto"}).tools == as_function
+    assert asked(tools=[TOOL], tool_choice={"type": "none"}).tools is None
+    assert asked(tools=[]).tools is None
+
+
+def test_thinking_is_an_argument_of_the_chat_template_where_it_is_said() -> None:
+    assert asked(thinking={"type": "enabled", "budget_tokens": 1024}).template_args == {"enable_thinking": True}
+    assert asked(thinking={"type": "disabled"}).template_args == {"enable_thinking": False}
+    assert asked(thinking={"type": "adaptive"}).template_args is None
+    assert asked().template_args is None
+
+
+def test_sampling_is_the_bodys_and_else_the_servers() -> None:
+    options = ServeOptions(temp=0.5, top_p=0.8, top_k=30, min_p=0.1, num_draft_tokens=5)
+    mine = asked(options, temperature=1, top_p=0.9, top_k=40, stop_sequences=["END", "\n"])
+    assert (mine.max_tokens, mine.stop_words, mine.namespace) == (16, ["END", "\n"], "ann")
+    sampling = mine.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 0.9, 40, 0.1)
+    sampling = asked(options, temperature=None).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.8, 30, 0.1)
+    assert asked(options).num_draft_tokens == 5
+    assert asked(options, temperature=0).sampling.temperature == 0
+
+
+def test_names_of_anthropics_mean_the_servers_own_model() -> None:
+    assert asked(model="claude-opus-9").names.model == DEFAULT
+    assert asked(model="tiny:llama").names.model == "tiny:llama"
+
+
+BLOCKS = "messages.0.user.content.0"
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model": 1}, "model"),
+    ({"model": ""}, "model"),
+    ({"model": None}, "model"),
+    ({"messages": []}, "messages"),
+    ({"messages": "Hi"}, "messages"),
+    ({"messages": ["Hi"]}, "messages.0"),
+    ({"messages": [{"content": "Hi"}]}, "messages.0"),
+    ({"messages": [{**USER, "role": "tool"}]}, "messages.0"),
+    ({"messages": [{"role": "user"}]}, "messages.0.user.content"),
+    ({"messages": [{**USER, "content": 1}]}, "messages.0.user.content"),
+    ({"messages": [{**USER, "content": [{"type": "text"}]}]}, f"{BLOCKS}.text.text"),
+    ({"messages": [{**USER, "content": [{"type": "text", "text": 1}]}]}, f"{BLOCKS}.text.text"),
+    ({"messages": [{**USER, "content": [{"type": "image", "source": {}}]}]}, BLOCKS),
+    ({"messages": [{**USER, "content": [{"type": "document", "source": {}}]}]}, BLOCKS),
+    ({"messages": [{**USER, "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]}, BLOCKS),
+    ({"messages": [{**USER, "content": [{"type": "tool_result"}]}]}, f"{BLOCKS}.tool_result.tool_use_id"),
+    ({"messages": [{**USER, "content": [{"type": "text", "text": "", "cache_control": {}}]}]},
+     f"{BLOCKS}.text.cache_control.type"),
+    ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "messages"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 2**40}, "max_tokens"),
+    ({"system": 1}, "system"),
+    ({"system": [{"type": "image"}]}, "system.0.type"),
+    ({"tools": {}}, "tools"),
+    ({"tools": [{"name": "t"}]}, "tools.0.input_schema"),
+    ({"tools": [{**TOOL, "name": ""}]}, "tools.0.name"),
+    ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools.0.type"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "tool", "name": "t"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice.disable_parallel_tool_use"),
+    ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+    ({"stop_sequences": "END"}, "stop_sequences"),
+    ({"stop_sequences": [""]}, "stop_sequences.0"),
+    ({"stream": "yes"}, "stream"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 2}, "top_p"),
+    ({"top_k": -1}, "top_k"),
+    ({"cache_control": {"type": "forever"}}, "cache_control.type"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param"), WRONG, ids=[json.dumps(fields)[:60] for fields, _ in WRONG])
+def test_a_wrong_field_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        asked(**fields)
+    assert (refusal.value.status, refusal.value.param) == (400, param)
+
+
+def test_null_and_unknown_fields_change_nothing() -> None:
+    plain = asked()
+    assert asked(system=None, tools=None, metadata={"user_id": "u"}, service_tier="auto", thinking=None) == plain
