@@ -48,6 +48,7 @@ class Access:
             path, headers = scope["path"], Headers(scope=scope)
             self._require_own_name(scope, headers)
             tenant = self._keyring.holder(_keys(headers))
+            scope.setdefault("state", {})["tenant"] = tenant or ANYONE
             if is_admins(path):
                 self._require_own_origin(headers)
                 if tenant is None and self._keyring.has_admin and (scope["method"], path) == ("GET", PAGE):
@@ -57,7 +58,6 @@ class Access:
                 raise ApiError(401, "no valid key; wanted one in Authorization: Bearer or in x-api-key.")
             if is_admins(path):
                 self._require_admin(scope, headers, tenant)
-            scope.setdefault("state", {})["tenant"] = tenant or ANYONE
         await self._app(scope, receive, send)
 
     def _require_own_name(self, scope: Scope, headers: Headers) -> None:

@@ -1,0 +1,295 @@
+"""Who reaches which route, and as whom: keys, the admin, the machine itself, names and origins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.testclient import TestClient
+
+from runner.serve.app import guard
+from runner.serve.keys import KeyFileError, Keyring
+from runner.serve.options import ServeOptions
+
+ANN, BOB, ROOT = "key-of-ann", "key-of-bob", "key-of-root"
+ADMINS = ["/metrics", "/cache", "/cache/tree"]
+OPEN_TO_KEYS = ["/v1/models", "/v1/messages", "/openapi.json"]
+Serve = Callable[..., TestClient]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Serve:
+    """Make a client of a server with such keys; `client` is where it asks from, `over` the address it came in by."""
+
+    def make(
+        *,
+        tenants: bool = False,
+        admin: bool = False,
+        by: Literal["key", "none"] = "none",
+        client: str = "127.0.0.1",
+        over: str = "127.0.0.1",
+        origins: tuple[str, ...] = ("*",),
+        counted: list[tuple[str, int]] | None = None,
+    ) -> TestClient:
+        keys, admin_key = tmp_path / "keys", tmp_path / "admin"
+        keys.write_text(f"# two of them\nann {ANN}\n\nbob\t{BOB}\n")
+        admin_key.write_text(f"root {ROOT}\n")
+        for path in (keys, admin_key):
+            path.chmod(0o600)
+        options = ServeOptions(
+            api_keys=keys if tenants else None,
+            admin_key_file=admin_key if admin else None,
+            namespace_by=by,
+            allowed_origins=origins,
+        )
+        app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False)
+        for path in ["/health", "/v1/models", "/v1/messages", *ADMINS]:
+            app.add_api_route(path, whoami)
+        app.add_api_route("/v1/broken", broken)
+        count = (lambda *seen: counted.append(seen)) if counted is not None else lambda *_: None
+        return TestClient(guard(app, options, count), base_url=f"http://{over}:8080", client=(client, 50000))
+
+    return make
+
+
+async def whoami(request: Request) -> dict[str, Any]:
+    return vars(request.state.tenant)
+
+
+async def broken() -> None:
+    raise RuntimeError("the path of a secret")
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+# Keys -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("headers", [{}, bearer("wrong"), bearer(""), {"Authorization": ANN}, {"x-api-key": "ann"}])
+@pytest.mark.parametrize("path", [*OPEN_TO_KEYS, *ADMINS, "/nowhere"])
+def test_with_a_key_file_no_route_answers_without_a_key(serve: Serve, path: str, headers: dict[str, str]) -> None:
+    for admin in (False, True):
+        answer = serve(tenants=True, admin=admin).get(path, headers=headers)
+        assert answer.status_code == 401, (path, admin)
+        assert answer.headers.get("www-authenticate", "Bearer") == "Bearer"
+
+
+def test_health_needs_no_key(serve: Serve) -> None:
+    assert serve(tenants=True, admin=True).get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "name"),
+    [(bearer(ANN), "ann"), ({"Authorization": f"bearer {BOB}"}, "bob"), ({"X-API-Key": ANN}, "ann")],
+)
+def test_a_key_is_taken_from_either_header_and_names_its_holder(
+    serve: Serve, headers: dict[str, str], name: str
+) -> None:
+    answer = serve(tenants=True).get("/v1/models", headers=headers)
+    assert answer.json() == {"name": name, "namespace": "", "is_admin": False}
+
+
+def test_any_valid_one_of_several_keys_is_enough(serve: Serve) -> None:
+    headers = {**bearer("of another service"), "x-api-key": ANN}
+    assert serve(tenants=True).get("/v1/models", headers=headers).status_code == 200
+
+
+def test_every_key_is_a_namespace_only_where_that_is_asked_for(serve: Serve) -> None:
+    client = serve(tenants=True, admin=True, by="key")
+    names = [client.get("/v1/models", headers=bearer(key)).json()["namespace"] for key in (ANN, BOB, ROOT)]
+    assert names == ["ann", "bob", ""]
+
+
+def test_without_a_key_file_any_key_is_taken_and_names_nobody(serve: Serve) -> None:
+    answer = serve().get("/v1/models", headers=bearer("sk-unused"))
+    assert answer.json() == {"name": "", "namespace": "", "is_admin": False}
+
+
+# The admin's routes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ADMINS)
+@pytest.mark.parametrize("tenants", [False, True])
+def test_the_admins_routes_open_to_the_admins_key_alone(serve: Serve, path: str, tenants: bool) -> None:
+    client = serve(tenants=tenants, admin=True, client="192.0.2.1", over="192.0.2.2")
+    assert client.get(path, headers=bearer(ROOT)).json()["is_admin"]
+    assert client.get(path).status_code == 401
+    assert client.get(path, headers=bearer(ANN)).status_code == (403 if tenants else 401)
+
+
+def test_the_page_is_sent_without_a_key_as_an_error_and_nothing_below_it(serve: Serve) -> None:
+    client = serve(admin=True)
+    page = client.get("/cache")
+    assert (page.status_code, page.json()["name"]) == (401, "")
+    assert "error" in client.get("/cache/tree").json()
+    assert client.post("/cache").status_code == 401
+
+
+@pytest.mark.parametrize("path", ADMINS)
+@pytest.mark.parametrize(
+    ("client", "over", "headers", "status"),
+    [
+        ("127.0.0.1", "127.0.0.1", {}, 200),
+        ("::1", "[::1]", {}, 200),
+        ("::ffff:127.0.0.1", "127.0.0.1", {}, 200),
+        ("192.0.2.1", "192.0.2.2", {}, 403),
+        ("127.0.0.1", "192.0.2.2", {}, 403),
+        ("127.0.0.1", "127.0.0.1", {"X-Forwarded-For": "192.0.2.1"}, 403),
+        ("127.0.0.1", "127.0.0.1", {"Forwarded": "for=192.0.2.1"}, 403),
+    ],
+)
+def test_without_an_admins_key_its_routes_answer_the_machine_itself(
+    serve: Serve, path: str, client: str, over: str, headers: dict[str, str], status: int
+) -> None:
+    assert serve(client=client, over=over).get(path, headers=headers).status_code == status
+
+
+def test_tenants_apart_from_each_other_never_see_the_admins_routes(serve: Serve) -> None:
+    client = serve(tenants=True, by="key")
+    assert [client.get(path, headers=bearer(ANN)).status_code for path in ADMINS] == [403, 403, 403]
+
+
+# Browsers -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [*OPEN_TO_KEYS, *ADMINS, "/health"])
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "", "127.0.0.1.evil.example", "[", "192.0.2.2"])
+def test_over_loopback_a_request_names_this_machine(serve: Serve, path: str, host: str) -> None:
+    answer = serve(tenants=True).get(path, headers={"Host": host, **bearer(ANN)})
+    assert (answer.status_code, answer.json().get("error") is not None) == (403, True)
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:80"])
+def test_this_machine_has_several_names(serve: Serve, host: str) -> None:
+    assert serve().get("/cache/tree", headers={"Host": host}).status_code == 200
+
+
+def test_over_another_interface_a_server_has_any_name(serve: Serve) -> None:
+    assert serve(over="192.0.2.2").get("/v1/models", headers={"Host": "llm.example"}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:8081", "http://localhost:8080"])
+@pytest.mark.parametrize("admin", [False, True])
+def test_the_admins_routes_answer_no_other_page(serve: Serve, origin: str, admin: bool) -> None:
+    client = serve(admin=admin)
+    for path in ADMINS:
+        answer = client.get(path, headers={"Origin": origin, **bearer(ROOT)})
+        asked = client.options(path, headers={"Origin": origin, "Access-Control-Request-Method": "GET"})
+        assert answer.status_code == 403
+        assert not [name for reply in (answer, asked) for name in reply.headers if name.startswith("access-control")]
+        assert asked.status_code >= 400
+
+
+def test_the_page_itself_may_send_to_its_routes(serve: Serve) -> None:
+    assert serve().get("/cache/tree", headers={"Origin": "http://127.0.0.1:8080"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "sent"),
+    [
+        (("*",), "http://a.example", "*"),
+        (("*",), None, "*"),
+        (("http://a.example", "http://b.example"), "http://b.example", "http://b.example"),
+        (("http://a.example",), "http://b.example", None),
+        (("http://a.example",), None, None),
+    ],
+)
+def test_pages_of_allowed_origins_may_read_replies_and_errors(
+    serve: Serve, allowed: tuple[str, ...], origin: str | None, sent: str | None
+) -> None:
+    client = serve(tenants=True, origins=allowed)
+    headers = {"Origin": origin} if origin else {}
+    replies = [client.get("/v1/models", headers={**headers, **key}) for key in ({}, bearer(ANN))]
+    asked = client.options("/v1/models", headers=headers)
+    assert [reply.status_code for reply in (*replies, asked)] == [401, 200, 204]
+    for reply in (*replies, asked):
+        assert reply.headers.get("access-control-allow-origin") == sent
+        assert reply.headers["access-control-allow-methods"] == "*"
+        assert reply.headers["access-control-allow-headers"] == "*, Authorization"
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nowhere", 404), ("DELETE", "/v1/models", 405), ("GET", "/v1/broken", 500), ("GET", "/docs", 404)],
+)
+def test_errors_are_in_openais_form(serve: Serve, method: str, path: str, status: int) -> None:
+    answer = serve().request(method, path)
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert "secret" not in answer.text
+    assert (status == 405) == ("allow" in answer.headers)
+
+
+@pytest.mark.parametrize(("method", "headers", "status"), [("PUT", bearer(ANN), 405), ("GET", {}, 401)])
+def test_errors_of_anthropics_routes_are_in_anthropics_form(
+    serve: Serve, method: str, headers: dict[str, str], status: int
+) -> None:
+    answer = serve(tenants=True).request(method, "/v1/messages", headers=headers)
+    assert answer.status_code == status
+    assert (answer.json()["type"], set(answer.json()["error"])) == ("error", {"type", "message"})
+
+
+def test_every_request_is_counted_under_its_route(serve: Serve) -> None:
+    counted: list[tuple[str, int]] = []
+    client = serve(tenants=True, counted=counted)
+    for path, headers in (("/v1/models", bearer(ANN)), ("/v1/models", {}), ("/v1/broken", bearer(ANN)), ("/x", {})):
+        client.get(path, headers=headers)
+    client.get("/nowhere", headers=bearer(ANN))
+    assert counted == [("/v1/models", 200), ("other", 401), ("/v1/broken", 500), ("other", 401), ("other", 404)]
+
+
+# Key files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (["ann"], "keys:1: 1 words; wanted a name and a key."),
+        (["# ann", "", "ann a b"], "keys:3: 3 words"),
+        (["ann k1", "bob k2", "ann k3"], "keys:3: the name ann"),
+        (["ann k1", "bob k1"], "keys:2: the key of bob"),
+        (["ann k\x07"], "keys:1"),
+        (["ann clé"], "it is not plain ASCII"),
+        (["# nobody"], "no key"),
+    ],
+)
+def test_a_bad_key_file_is_refused_with_its_line_and_no_key(tmp_path: Path, lines: Sequence[str], found: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(KeyFileError) as refused:
+        Keyring(path, None)
+    assert found in str(refused.value)
+    assert not {"k1", "k2", "k3"} & set(str(refused.value).split())
+
+
+def test_a_key_file_that_is_absent_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match="No such file"):
+        Keyring(tmp_path / "none", None)
+
+
+def test_the_admin_has_one_key_which_is_no_tenants(tmp_path: Path) -> None:
+    keys, admin = tmp_path / "keys", tmp_path / "admin"
+    keys.write_text("ann k1\n")
+    for text, found in (("root k1\n", "another's"), ("ann k2\n", "another's"), ("a k2\nb k3\n", "2 keys; wanted one")):
+        admin.write_text(text)
+        with pytest.raises(KeyFileError, match=found):
+            Keyring(keys, admin)
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [(0o644, True), (0o640, False), (0o600, False)])
+def test_a_key_file_that_everybody_reads_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_told: bool
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("ann k1\n")
+    path.chmod(mode)
+    Keyring(path, None)
+    assert ("chmod 600" in caplog.text) == is_told
