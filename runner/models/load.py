@@ -76,30 +76,64 @@ class ModelOutline:
     context_length: int | None
 
 
-def load_model(spec: str = DEMO, *, show_progress: bool = True) -> LoadedModel:
+def load_model(
+    spec: str = DEMO,
+    *,
+    show_progress: bool = True,
+    adapter_path: str | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
     """Load the model that `spec` names; see the head of this file.
 
     Args:
         spec: what to load.
         show_progress: show the fetching of the demo model on stderr.
+        adapter_path, tokenizer_config, trust_remote_code: as for mlx_lm.load; tiny models take none of them.
 
     Raises:
         FetchError: the demo model could not be fetched.
         ModelError: `spec` names nothing, or what it names cannot be loaded.
     """
+    folder = model_folder(spec, show_progress=show_progress)
+    if folder is None:
+        if adapter_path is not None:
+            raise ModelError(f"adapter {adapter_path}: model {spec} is random, and no adapter was made for it.")
+        return _load_tiny(_tiny_kind(spec))
+    is_hub_id = spec != DEMO and not Path(spec).expanduser().exists()
+    return _load_with_mlx_lm(
+        str(folder),
+        name=DEMO_NAME if spec == DEMO else spec if is_hub_id else folder.resolve().name,
+        adapter_path=adapter_path,
+        tokenizer_config=dict(tokenizer_config or {}),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def model_folder(spec: str, *, show_progress: bool = True) -> Path | None:
+    """The folder of the model that `spec` names, fetched if it is not there; None: a tiny model, which has none.
+
+    Raises:
+        FetchError: the demo model could not be fetched.
+        ModelError: `spec` names nothing.
+    """
     if spec == DEMO:
-        return _load_with_mlx_lm(str(_demo_folder(show_progress)), name=DEMO_NAME)
+        return _demo_folder(show_progress)
     if spec == TINY or spec.startswith(f"{TINY}:"):
-        return _load_tiny(spec.partition(":")[2] or DEFAULT_TINY_KIND)
+        _tiny_config(_tiny_kind(spec))
+        return None
     folder = Path(spec).expanduser()
     if spec and folder.exists():
         _require_model_folder(folder)
-        return _load_with_mlx_lm(str(folder), name=folder.resolve().name)
+        return folder
     _require_hub_id(spec)
     try:
-        return _load_with_mlx_lm(spec, name=spec)
-    except ModelError as error:
-        raise ModelError(f"model {spec!r}: no such folder, and as a hub id: {error}") from error
+        return Path(mlx_lm.utils._download(spec))
+    except Exception as error:  # files and networks fail in more ways than the hub's client names
+        raise ModelError(
+            f"model {spec!r}: no such folder, and as a hub id: {spec} cannot be loaded: "
+            f"{type(error).__name__}: {_one_line(error)}"
+        ) from error
 
 
 def load_outline(spec: str = DEMO, *, show_progress: bool = True) -> ModelOutline:
@@ -110,7 +144,7 @@ def load_outline(spec: str = DEMO, *, show_progress: bool = True) -> ModelOutlin
         ModelError: `spec` names nothing, or what it names cannot be loaded.
     """
     if spec == TINY or spec.startswith(f"{TINY}:"):
-        kind = spec.partition(":")[2] or DEFAULT_TINY_KIND
+        kind = _tiny_kind(spec)
         return _outline(tiny_tokenizer(), {**_tiny_config(kind), "dtype": "float32"}, f"{TINY}:{kind}")
     if spec == DEMO:
         folder, name = _demo_folder(show_progress), DEMO_NAME
@@ -155,6 +189,10 @@ def _context_length(config: Mapping[str, Any]) -> int | None:
     return int(lengths[0]) if lengths else None
 
 
+def _tiny_kind(spec: str) -> str:
+    return spec.partition(":")[2] or DEFAULT_TINY_KIND
+
+
 def _load_tiny(kind: str) -> LoadedModel:
     config = _tiny_config(kind)
     return _describe(tiny_model(kind), tiny_tokenizer(), config, name=f"{TINY}:{kind}")
@@ -188,9 +226,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _load_with_mlx_lm(path: str, *, name: str) -> LoadedModel:
+def _load_with_mlx_lm(path: str, *, name: str, **more: Any) -> LoadedModel:
     try:
-        model, tokenizer, config = mlx_lm.load(path, return_config=True)
+        model, tokenizer, config = mlx_lm.load(path, return_config=True, **more)
     except Exception as error:
         # Files and networks fail in more ways than mlx-lm, the hub's client and the tokenizers name.
         raise ModelError(f"{path} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error

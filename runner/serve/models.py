@@ -1,0 +1,223 @@
+"""Models: which weights are loaded, and what each of them has stored. The generation thread's alone.
+
+    names of a request ──▶ key ──▶ weights      one model's at a time, as in mlx_lm.server
+                           └──▶ PrefixCache  one each, all on one ledger, kept while others run
+
+Coming back to a model therefore finds its prefixes, as far as the budget has left them. Where its files have changed
+since, what was stored is of another model, and goes.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from radixcache import Ledger, PrefixCache, UnsupportedCacheError
+from radixcache.budget.memory import analytic_cost, default_budget_bytes
+from radixcache.tree.events import OnEvent
+from radixcache.watch.trace import TraceWriter
+from runner.models.load import LoadedModel, ModelError, load_model, load_outline, model_folder
+from runner.serve import border
+from runner.serve.asked import DEFAULT, Asked, ModelNames
+from runner.serve.errors import ApiError
+from runner.serve.options import ServeOptions
+from runner.serve.prompts import prompt_of
+from runner.serve.served_model import ServedModel
+from runner.serve.warming import read_warm_file
+
+Fingerprint = tuple[tuple[str, int, int], ...]
+
+
+@dataclass
+class _Kept:
+    """What stays of a model when others run."""
+
+    cache: PrefixCache
+    fingerprint: Fingerprint
+    is_parallel: bool
+
+
+class Models:
+    """The model that is loaded, and the caches of all.
+
+    Attributes:
+        current: the one that is loaded; None before the first, and where loading failed.
+        ledger: of all caches; None before the first model: its size says what there is to spare.
+    """
+
+    def __init__(self, options: ServeOptions, on_event: OnEvent | None = None) -> None:
+        self.current: ServedModel | None = None
+        self.ledger = None if options.budget_bytes is None else Ledger(options.budget_bytes)
+        self._options, self._on_event = options, on_event
+        self._kept: dict[ModelNames, _Kept] = {}
+        self._trace = None if options.trace is None else TraceWriter(options.trace)
+
+    def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
+        """The caches of all models that were loaded so far, the last one's last; any thread may ask."""
+        return [(key, kept.cache) for key, kept in [*self._kept.items()]]
+
+    def key_of(self, names: ModelNames) -> ModelNames:
+        """Return the names that these stand for, as in mlx_lm.server: the server's own model has the server's adapter.
+
+        Raises:
+            ApiError: the server was started without a model.
+        """
+        options = self._options
+        draft = options.draft_model if names.draft == DEFAULT else names.draft
+        if names.model != DEFAULT:
+            return ModelNames(names.model, names.adapter, draft)
+        if options.model is None:
+            raise ApiError(404, "the server was started without --model; name one in the request.", param="model")
+        return ModelNames(options.model, options.adapter_path, draft)
+
+    def open(self, key: ModelNames) -> ServedModel:
+        """Load a model in the place of the current one, which is idle. What cannot be found changes nothing.
+
+        Raises:
+            ModelError: it cannot be found, or not be loaded; then none is loaded.
+        """
+        if self.current is not None and self.current.key == key:
+            return self.current
+        fingerprint = tuple(_fingerprint(key))
+        self._unload()
+        try:
+            loaded, draft = self._load(key)
+            kept = self._kept.pop(key, None)
+            if kept is not None and kept.fingerprint != fingerprint:
+                kept.cache.close()
+                kept = None
+            is_new = kept is None
+            kept = self._kept[key] = kept or self._new_cache(key, loaded, draft, fingerprint)
+            self.current = ServedModel(key, loaded, draft, kept.cache, self._options, is_parallel=kept.is_parallel)
+            if is_new and self._options.warm is not None and key == self.key_of(ModelNames()):
+                for entry in read_warm_file(self._options.warm):
+                    self.current.warm(entry.tokens(loaded.tokenizer, self._options), entry.namespace, name=entry.name)
+        except BaseException:
+            self._unload()
+            raise
+        return self.current
+
+    def loaded(self, names: ModelNames) -> ServedModel:
+        """The model that these names stand for, which is in memory.
+
+        Raises:
+            ApiError: it is not.
+        """
+        if self.current is None or self.current.key != self.key_of(names):
+            raise ApiError(409, f"model {names.model!r} is not in memory; ask it something first.", param="model")
+        return self.current
+
+    def count_tokens(self, asked: Asked) -> int:
+        """How many tokens a prompt has; of a model that is not loaded its tokenizer is enough.
+
+        Raises:
+            ApiError: it cannot be made.
+            ModelError: there is no such model.
+        """
+        key = self.key_of(asked.names)
+        is_loaded = self.current is not None and self.current.key.model == key.model
+        tokenizer = self.current.tokenizer if self.current and is_loaded else load_outline(key.model).tokenizer
+        return len(prompt_of(asked, tokenizer, self._options.chat_template_args).tokens)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._unload()
+        for kept in self._kept.values():
+            kept.cache.close()
+        self._kept.clear()
+        if self._trace is not None:
+            self._trace.close()
+
+    def _unload(self) -> None:
+        """Let go of the weights, before those of another model come."""
+        current, self.current = self.current, None
+        if current is not None:
+            current.close()
+            del current
+        gc.collect()
+        mx.clear_cache()
+
+    def _load(self, key: ModelNames) -> tuple[LoadedModel, Any]:
+        options = self._options
+        tokenizer_config: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+        if options.chat_template:
+            tokenizer_config["chat_template"] = options.chat_template
+        loaded = load_model(
+            key.model,
+            show_progress=False,
+            adapter_path=key.adapter,
+            tokenizer_config=tokenizer_config,
+            trust_remote_code=options.trust_remote_code,
+        )
+        if options.use_default_chat_template and loaded.tokenizer.chat_template is None:
+            loaded.tokenizer.chat_template = loaded.tokenizer.default_chat_template
+        draft = None if key.draft is None else load_model(key.draft, show_progress=False).model
+        return loaded, draft
+
+    def _new_cache(self, key: ModelNames, loaded: LoadedModel, draft: Any, fingerprint: Fingerprint) -> _Kept:
+        """A cache that holds on to no weights: it goes by copies of empty mlx-lm caches."""
+        options = self._options
+        empty = border.make_prompt_cache(loaded.model)
+        if draft is not None:
+            empty += border.make_prompt_cache(draft)
+        fresh = partial(copy.deepcopy, empty)
+        is_parallel = draft is None and options.kv_bits is None and not options.exact and _can_share(fresh)
+        if options.context is not None and not is_parallel:
+            raise ModelError(
+                f"model {key.model}: --context shifts what many requests share; its layers cannot be shared."
+            )
+        if self.ledger is None:
+            self.ledger = Ledger(default_budget_bytes(loaded.model)[0])
+        cache = PrefixCache(
+            caches=fresh,
+            budget_bytes=self.ledger,
+            policy=options.policy,
+            cost=analytic_cost(loaded.model),
+            live_slots=options.live_slots,
+            kv_bits=options.kv_bits,
+            kv_group_size=options.kv_group_size,
+            trace=self._trace if key == self.key_of(ModelNames()) else None,
+            tokenizer=loaded.tokenizer if options.show_text else None,
+            # Where requests run together, those that are drawn alone have a session, and all of these are verified.
+            verify=1.0 if is_parallel and options.verify else options.verify,
+            exact=options.exact,
+            step_size=options.prefill_step_size,
+            on_event=self._on_event,
+        )
+        return _Kept(cache, fingerprint, is_parallel)
+
+
+def _can_share(fresh: Callable[[], list[Any]]) -> bool:
+    """Whether the state of a model's layers can be in a batch of rows."""
+    try:
+        with PrefixCache(caches=fresh, budget_bytes=1) as cache:
+            cache.begin_many(capacity=1).close()
+    except UnsupportedCacheError:
+        return False
+    return True
+
+
+def _fingerprint(key: ModelNames) -> Iterator[tuple[str, int, int]]:
+    """The files of a model, its adapter and its draft model: path, bytes, time of the last change.
+
+    Raises:
+        ModelError: one of them is not there.
+    """
+    folders = [model_folder(key.model, show_progress=False)]
+    if key.adapter is not None:
+        folders.append(Path(key.adapter).expanduser())
+    if key.draft is not None:
+        folders.append(model_folder(key.draft, show_progress=False))
+    for folder in filter(None, folders):
+        try:
+            files = [(str(path), path.stat()) for path in sorted(folder.iterdir())]
+        except OSError as error:
+            raise ModelError(f"{folder}: {error.strerror}; wanted a folder.") from error
+        yield from ((path, about.st_size, about.st_mtime_ns) for path, about in files)

@@ -1,0 +1,77 @@
+"""What is asked, in tokens: exactly those that mlx_lm.server makes, by its own code, and offsets worth a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from radixcache.chat.render import message_ends
+from radixcache.chat.template import common_rendering
+from runner.serve import border
+from runner.serve.asked import Asked
+from runner.serve.errors import ApiError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt in tokens.
+
+    Attributes:
+        marks: where others may part from it: the end of the system prompt and of messages.
+        initial_state: of mlx-lm's text state machine.
+    """
+
+    tokens: list[int]
+    marks: tuple[int, ...]
+    initial_state: str
+
+
+def prompt_of(asked: Asked, tokenizer: Any, template_args: Mapping[str, Any], *, with_messages: bool = False) -> Prompt:
+    """Return the tokens of what is asked.
+
+    Args:
+        template_args: of the server; the request's own go before them.
+        with_messages: mark the end of each message too, which renders the conversation once for each. Models need that
+            that cannot resume everywhere.
+
+    Raises:
+        ApiError: there is nothing to answer, or template or tokenizer refuse it; images are among what is refused.
+    """
+    is_chat = asked.prompt is None
+    if is_chat and not asked.messages:
+        raise ApiError(400, "messages is empty; wanted at least one message.", param="messages")
+    messages = copy.deepcopy(list(asked.messages))  # they are changed on the way
+    tools = list(asked.tools) if asked.tools else None
+    request = border.CompletionRequest(
+        "chat" if is_chat else "text", asked.prompt or "", messages, tools, asked.role_mapping
+    )
+    provider = SimpleNamespace(processor=None, cli_args=SimpleNamespace(chat_template_args=dict(template_args)))
+    args = SimpleNamespace(chat_template_kwargs=asked.template_args)
+    try:
+        tokens, segments, _, initial_state, _ = border.tokenize(
+            SimpleNamespace(model_provider=provider), tokenizer, request, args
+        )
+    except Exception as error:  # templates and tokenizers are foreign code, and may raise anything
+        raise ApiError(400, f"the prompt cannot be made: {type(error).__name__}: {error}") from error
+    if not tokens:
+        raise ApiError(400, "the prompt has no tokens; wanted at least one.", param="messages" if is_chat else "prompt")
+    marks = {sum(map(len, segments[: count + 1])) for count in range(len(segments) - 1)}
+    if with_messages and is_chat and tokenizer.has_chat_template:
+        kwargs = {**template_args, **(asked.template_args or {})}
+        marks |= _message_marks(tokens, tokenizer, messages, tools, kwargs)
+    return Prompt(tokens, tuple(sorted(marks)), initial_state)
+
+
+def _message_marks(
+    tokens: list[int], tokenizer: Any, messages: list[dict[str, Any]], tools: Any, kwargs: dict[str, Any]
+) -> set[int]:
+    try:
+        rendered, opening, ends = message_ends(tokenizer, messages, tools, **kwargs)
+    except ValueError:  # the template takes the conversation in one way only
+        return set()
+    # A reply that the client began is rendered as its end there.
+    shared = common_rendering(rendered.tolist(), tokens)
+    return {end for end in (opening, *ends) if 0 < end <= shared}
