@@ -6,8 +6,9 @@
     tool_use             ->    tool_calls
     tool_result          ->    a message of its own, role "tool"
 
-Turns of one role that follow each other become one, as Anthropic has it. `cache_control` on a block asks for a
-checkpoint after the message that it ends up in, on a tool after the system prompt, beside which templates write tools.
+Turns of one role that follow each other become one, as Anthropic has it. Checkpoints lie at the end of the opening, with
+the tools in it, and at every message's end, so `cache_control` asks for one more only where a text inside of a message
+has it.
 
 What would change a reply's meaning and cannot be honoured (images, documents, server tools, a forced tool, structured
 output, a reply that goes on from a beginning) is refused. Of the body's fields `null` is the same as none, and unknown
@@ -81,8 +82,11 @@ def _as_blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-_OR_STR = BeforeValidator(_as_blocks, json_schema_input_type=str | list[dict[str, Any]])
-Texts: TypeAlias = Annotated[list[Text], _OR_STR]
+def _or_str(blocks: Any) -> BeforeValidator:
+    return BeforeValidator(_as_blocks, json_schema_input_type=str | blocks)
+
+
+Texts: TypeAlias = Annotated[list[Text], _or_str(list[Text])]
 
 
 class ToolResult(_Markable):
@@ -109,14 +113,14 @@ class UserTurn(_Checked):
     """What the user said, and what tools answered."""
 
     role: Literal["user"]
-    content: Annotated[list[UserBlock], _OR_STR]
+    content: Annotated[list[UserBlock], _or_str(list[UserBlock])]
 
 
 class AssistantTurn(_Checked):
     """An earlier reply."""
 
     role: Literal["assistant"]
-    content: Annotated[list[AssistantBlock], _OR_STR]
+    content: Annotated[list[AssistantBlock], _or_str(list[AssistantBlock])]
 
 
 Turn: TypeAlias = Annotated[SystemTurn | UserTurn | AssistantTurn, Field(discriminator="role")]
@@ -184,11 +188,9 @@ class PromptBody(_Checked):
 
     def asked(self, options: ServeOptions, namespace: str) -> Asked:
         """What the generation thread is asked for; what the body leaves open is as `options` have it."""
-        messages, marks = zip(*self._messages(), strict=True)
-        marked = [count for count, is_marked in enumerate(marks, 1) if is_marked]
-        marked += [len(messages)] if self.cache_control else []
+        messages, ends = zip(*self._messages(), strict=True)
         asked = ChatBody.read({"messages": [*messages], **self._openai_fields()}, options).asked(namespace)
-        return replace(asked, marked_messages=marked)
+        return replace(asked, marked_texts=[(index, end) for index, of in enumerate(ends) for end in of])
 
     def _openai_fields(self) -> dict[str, Any]:
         """The body in OpenAI's form, less its messages."""
@@ -201,15 +203,15 @@ class PromptBody(_Checked):
             "chat_template_kwargs": {} if thinking == "adaptive" else {"enable_thinking": thinking == "enabled"},
         }
 
-    def _messages(self) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Messages, and whether a checkpoint is wanted after each."""
+    def _messages(self) -> Iterator[tuple[dict[str, Any], list[int]]]:
+        """Messages, and where in each a text ends that is marked."""
         system = [block for block in self.system if not block.text.startswith(_BILLING_HEADER)]
         if system:
-            yield {"role": "system", "content": _text_of(system)}, _is_marked([*system, *self.tools])
+            yield {"role": "system", "content": _text_of(system)}, _marked_ends(system)
         for role, turns in groupby(self.messages, key=lambda turn: turn.role):
             blocks = [block for turn in turns for block in turn.content]
             if role == "assistant":
-                yield _assistant_message(blocks), _is_marked(blocks)
+                yield _assistant_message(blocks), _marked_ends(blocks)
             else:
                 yield from _other_messages(role, blocks)
 
@@ -234,20 +236,19 @@ class MessagesBody(PromptBody):
         }
 
 
-def _other_messages(role: str, blocks: Sequence[Any]) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Messages of what is not the assistant's, each with its mark."""
+def _other_messages(role: str, blocks: Sequence[Any]) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Messages of what is not the assistant's, with where marked texts end."""
     for is_result, run in groupby(blocks, key=lambda block: isinstance(block, ToolResult)):
         if not is_result:
             texts = list(run)
-            yield {"role": role, "content": _text_of(texts)}, _is_marked(texts)
+            yield {"role": role, "content": _text_of(texts)}, _marked_ends(texts)
             continue
         for result in run:
             # OpenAI's form has no place for a failure but the text.
             content = ("Error: " if result.is_error else "") + _text_of(result.content)
-            message = {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
-            yield message, _is_marked([result, *result.content])
+            yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}, []
     if not blocks:
-        yield {"role": role, "content": ""}, False
+        yield {"role": role, "content": ""}, []
 
 
 def _assistant_message(blocks: Sequence[Any]) -> dict[str, Any]:
@@ -266,5 +267,7 @@ def _text_of(blocks: Iterable[Any]) -> str:
     return "\n".join(block.text for block in blocks if isinstance(block, Text))
 
 
-def _is_marked(blocks: Iterable[Any]) -> bool:
-    return any(getattr(block, "cache_control", None) for block in blocks)
+def _marked_ends(blocks: Iterable[Any]) -> list[int]:
+    """Where in `_text_of(blocks)` a marked text ends with others behind it."""
+    texts = [block for block in blocks if isinstance(block, Text)]
+    return [len(_text_of(texts[:count])) for count, text in enumerate(texts[:-1], 1) if text.cache_control]

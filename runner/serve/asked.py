@@ -62,7 +62,8 @@ class Asked:
     Attributes:
         prompt: of a text completion; None: a chat.
         messages: of a chat, in OpenAI's form, as mlx-lm's chat templates take them.
-        marked_messages: after how many of the messages a checkpoint is asked for.
+        marked_texts: where in a message a checkpoint is asked for besides its end: its index, and how many characters of
+            its content lie before.
         seed: None: the samples of all such replies come from one stream.
         namespace: nothing is shared between two of them.
     """
@@ -74,7 +75,7 @@ class Asked:
     tools: Sequence[dict[str, Any]] | None = None
     role_mapping: Mapping[str, str] | None = None
     template_args: Mapping[str, Any] | None = None
-    marked_messages: Sequence[int] = ()
+    marked_texts: Sequence[tuple[int, int]] = ()
     sampling: Sampling = Sampling()
     penalties: Penalties = Penalties()
     stop_words: Sequence[str] = ()

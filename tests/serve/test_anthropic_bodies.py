@@ -66,25 +66,29 @@ def test_what_a_client_says_of_itself_in_front_of_the_system_prompt_is_no_part_o
     assert asked(system=[header]).messages == [USER]
 
 
-def test_marks_ask_for_checkpoints_after_the_messages_that_they_end_up_in() -> None:
+def test_a_marked_text_inside_of_a_message_asks_for_a_checkpoint_where_it_ends() -> None:
     def text(of: str, *, is_marked: bool = False) -> dict[str, Any]:
         return {"type": "text", "text": of, **({"cache_control": MARK} if is_marked else {})}
 
-    result = {"type": "tool_result", "tool_use_id": "a", "content": "dry"}
-    messages = [
-        {"role": "user", "content": [text("a", is_marked=True), text("b")]},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "t", "input": {}}]},
-        {"role": "user", "content": [{**result, "cache_control": MARK}, result, text("c")]},
-        {"role": "assistant", "content": [text("d", is_marked=True)]},
-        {"role": "user", "content": [{**result, "content": [text("e", is_marked=True)]}, text("f")]},
-    ]
-    assert asked(messages=messages).marked_messages == [1, 3, 6, 7]
-    assert asked(messages=messages, system=[text("s", is_marked=True)]).marked_messages == [1, 2, 4, 7, 8]
-    assert asked(messages=messages, system="s").marked_messages == [2, 4, 7, 8]
-    assert asked(messages=messages, cache_control=MARK).marked_messages == [1, 3, 6, 7, 8]
-    assert asked(tools=[{**TOOL, "cache_control": MARK}], system="s").marked_messages == [1]
-    # Without a system prompt there is no message that ends where the tools do.
-    assert asked(tools=[{**TOOL, "cache_control": MARK}]).marked_messages == []
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "dry", "cache_control": MARK}
+    header = text("x-anthropic-billing-header: cch=1", is_marked=True)
+    mine = asked(
+        system=[header, text("You are", is_marked=True), text("brief.")],
+        tools=[{**TOOL, "cache_control": MARK}],
+        cache_control=MARK,
+        messages=[
+            {"role": "user", "content": [text("a"), text("bc", is_marked=True)]},
+            {"role": "user", "content": [text("de", is_marked=True), text("f", is_marked=True)]},
+            {"role": "assistant", "content": [text("So."), {"type": "tool_use", "id": "a", "name": "t", "input": {}}]},
+            {"role": "user", "content": [result, text("g", is_marked=True), text("h", is_marked=True)]},
+        ],
+    )
+    contents = [message["content"] for message in mine.messages]
+    assert contents == ["You are\nbrief.", "a\nbc\nde\nf", "So.", "dry", "g\nh"]
+    # The ends of messages are checkpoints anyway.
+    before = [contents[index][:end] for index, end in mine.marked_texts]
+    assert before == ["You are", "a\nbc", "a\nbc\nde", "g"]
+    assert [index for index, _ in mine.marked_texts] == [0, 1, 1, 4]
 
 
 def test_tools_become_functions_unless_the_choice_is_none() -> None:
