@@ -1,0 +1,25 @@
+"""A tiny random model as a folder in mlx-lm's format, which any server loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from runner.models.tiny import TINY_KINDS, tiny_model, tiny_tokenizer
+
+
+def write_model(folder: Path, kind: str, seed: int = 0) -> Path:
+    """Write weights, configuration and tokenizer of the tiny model of a kind; returns the folder, made anew.
+
+    ValueError: `kind` is not known.
+    """
+    model = tiny_model(kind, seed)
+    folder.mkdir(parents=True)
+    tiny_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(dict(TINY_KINDS[kind].config)), encoding="utf-8")
+    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder

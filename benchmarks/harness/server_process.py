@@ -1,0 +1,99 @@
+"""A server in a process of its own, on a port that the system chooses: mlx_lm.server as it is, or radixcache serve."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+START_S, STOP_S = 120.0, 60.0
+
+#: mlx_lm.server says which port it was asked for, not which one it has. Its own main, after a line that may change it.
+MLX_LM_SERVER = """
+import runner
+import http.server, sys
+import mlx_lm.server
+{change}
+bind = http.server.HTTPServer.server_bind
+def announced(server):
+    bind(server)
+    print(f"http://127.0.0.1:{{server.server_port}}", flush=True)
+http.server.HTTPServer.server_bind = announced
+sys.argv = ["mlx_lm.server", "--port", "0", *sys.argv[1:]]
+mlx_lm.server.main()
+"""
+
+
+class ServerProcess:
+    """A server that is up between `with` and the end of its block, where it is ended by its process id.
+
+    Args:
+        command: words for Python, which start it.
+        log: file for what it prints, its URL among it.
+
+    Attributes:
+        url: where it listens: http://127.0.0.1:PORT.
+
+    Raises:
+        RuntimeError: it ended, or gave no URL within two minutes; with what it printed.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self._command, self._log = [sys.executable, *command], log
+        self.url = ""
+
+    def __enter__(self) -> ServerProcess:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        until = time.monotonic() + START_S
+        while True:
+            is_over = self._process.poll() is not None
+            if found := re.search(r"http://127\.0\.0\.1:[1-9]\d*", self.printed):
+                self.url = found[0]
+                return self
+            if is_over or time.monotonic() > until:
+                self._end()
+                raise RuntimeError(f"{self._command} did not start:\n{self.printed}")
+            time.sleep(0.02)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    @property
+    def printed(self) -> str:
+        """What it has printed so far."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of memory that its process has now."""
+        return int(psutil.Process(self._process.pid).memory_info().rss)
+
+    def _end(self) -> None:
+        # mlx_lm.server ends by Ctrl-C alone, and a process in the background may be made to ignore that.
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def mlx_lm_server(model: Path, log: Path, *options: str, change: str = "") -> ServerProcess:
+    """mlx_lm.server on a model's folder; `change` is a statement that runs before it starts."""
+    return ServerProcess(["-c", MLX_LM_SERVER.format(change=change), "--model", str(model), *options], log)
+
+
+def radixcache_serve(model: Path, log: Path, *options: str) -> ServerProcess:
+    """radixcache serve on a model's folder."""
+    return ServerProcess(["-m", "radixcache", "serve", "--port", "0", "--model", str(model), *options], log)

@@ -1,0 +1,199 @@
+"""RadixPromptCache: mlx-lm's LRUPromptCache to the servers that are built on it, a tree per model on one budget inside.
+
+mlx_lm.server takes it after two lines:
+
+    import mlx_lm.server, radixcache.mlx_server
+    mlx_lm.server.LRUPromptCache = radixcache.mlx_server.RadixPromptCache
+
+What several prompts begin with is held once, and a prompt finds its longest usable beginning also where it parts from
+what is stored, with sliding windows and recurrent layers too. A sequence, as `len` and `max_size` count them, is a leaf
+of a tree: what no other one goes on from.
+
+Invariants, asserted by `check`:
+
+  M1  nbytes <= max_bytes and len <= max_size.
+  M2  The bytes of all types are nbytes.
+
+Any thread may call it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies import Entry, OrderedPolicy
+from radixcache.adapters.cache_list import leaves
+from radixcache.adapters.registry import adapter_for
+from radixcache.budget.ledger import Ledger
+from radixcache.paging.core import Core
+from radixcache.prefix_cache import PrefixCache
+from radixcache.tree.node_state import StateNode
+
+#: mlx-lm's types of caches, and the priority that the state of each has.
+PRIORITIES = {"assistant": 0, "user": 1, "system": 2}
+#: For each step of priority, state counts as used so many calls later than it was. A longer start finds less: prompts
+#: that begin with the time of day would fill the budget with system prompts that nobody sends again.
+HEAD_START_CALLS = 10
+
+
+class RadixPromptCache:
+    """Takes the place of mlx-lm's LRUPromptCache.
+
+    Args:
+        max_size: sequences held at most; beyond, those used longest ago go.
+        max_bytes: bytes held at most, of all models together; none to speak of by default, as in mlx-lm.
+
+    ValueError: max_bytes is no whole number, or not positive.
+    """
+
+    def __init__(self, max_size: int = 10, max_bytes: int = 1 << 63) -> None:
+        self.max_size, self.max_bytes = max_size, max_bytes
+        self._ledger = Ledger(max_bytes)
+        # The model used last is at the end. One may have caches of several classes: --kv-bits quantizes long ones only.
+        self._models: dict[Any, dict[tuple[type, ...], PrefixCache]] = {}
+
+    def __len__(self) -> int:
+        return sum(each["n_sequences"] for each in self.stats_by_type().values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._ledger.total_bytes
+
+    def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
+        """Return caches with the longest usable beginning of `tokens`, and the tokens left to evaluate, never none.
+
+        The caches are the caller's, outside of the budget. (None, tokens): nothing usable is stored.
+
+        Args:
+            model: what tells models apart; anything that a dict takes as a key.
+            tokens: token ids; negative ones stand for an image, as mlx_lm.server has it.
+        """
+        keys = np.array(tokens, np.int64)
+        end = len(keys)
+        with self._ledger.lock:
+            caches = self._used(model).values()
+            while caches and end > 0:
+                found = (cache.fetch(_ids(keys[:end]), keys=keys[:end]) for cache in caches)
+                restored, rest = min(found, key=lambda each: len(each[1]))
+                offset = end - len(rest)
+                start = _image_start(keys, offset)
+                if start == offset > 0:
+                    return restored, tokens[offset:]
+                end = start + 1 if start < offset else 0  # part of an image cannot be embedded
+        return None, tokens
+
+    def insert_cache(
+        self, model: Any, tokens: Sequence[int], prompt_cache: Sequence[Any], *, cache_type: str = "assistant"
+    ) -> None:
+        """Copy what is not stored yet of the state that `prompt_cache` has of `tokens`.
+
+        A draft model's caches may follow the model's: as much is stored as all have.
+
+        Args:
+            prompt_cache: mlx-lm caches, batch 1; recurrent ones are taken to stand at the end of `tokens`.
+            cache_type: one of PRIORITIES.
+
+        Raises:
+            KeyError: no such type.
+            UnsupportedCacheError: a class of cache that has no adapter, or cannot be emptied.
+            SnapshotError: the caches do not fit the tokens, or what is stored; nothing was changed.
+        """
+        priority, classes = PRIORITIES[cache_type], tuple(map(type, leaves(prompt_cache)))
+        keys = np.array(tokens, np.int64)
+        if len(keys) == 0:
+            return
+        with self._ledger.lock:
+            caches = self._used(model)
+            if classes not in caches:
+                fresh = _fresh_like(prompt_cache)
+                caches[classes] = PrefixCache(caches=fresh, budget_bytes=self._ledger, policy=_HeadStart())
+            caches[classes].insert(_ids(keys), prompt_cache, priority=priority, keys=keys)
+            self.trim_to(n_sequences=self.max_size)
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        """Give up state until at most so many sequences and bytes are left, of the model used longest ago first."""
+        with self._ledger.lock:
+            if n_sequences is not None:
+                stored = [(core, leaf) for core in self._cores() for leaf in _leaves(core)]
+                for core, leaf in stored[: max(0, len(stored) - max(0, n_sequences))]:
+                    _drop(core, leaf)
+            if n_bytes is not None:
+                for core in self._cores():
+                    core.evictor.shrink_to(max(0, core.account.total_bytes - self.nbytes + max(0, n_bytes)))
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        """Sequences and bytes of each type; what several types were stored for is the last one's of PRIORITIES."""
+        found = {cache_type: {"n_sequences": 0, "n_bytes": 0} for cache_type in PRIORITIES}
+        by_priority = list(found.values())
+        with self._ledger.lock:
+            for core in self._cores():
+                for node in core.states.tree.nodes():
+                    entry = node.payload.entry
+                    by_priority[entry.priority]["n_sequences"] += node.is_leaf
+                    by_priority[entry.priority]["n_bytes"] += entry.weight_bytes
+        return found
+
+    def check(self) -> None:
+        """Assert M1 and M2, and the invariants of all trees and of the ledger."""
+        with self._ledger.lock:
+            assert self.nbytes <= self.max_bytes, (self.nbytes, self.max_bytes)
+            assert len(self) <= self.max_size, (len(self), self.max_size)
+            assert sum(each["n_bytes"] for each in self.stats_by_type().values()) == self.nbytes, self.stats_by_type()
+            for core in self._cores():
+                core.check()
+
+    def _used(self, model: Any) -> dict[tuple[type, ...], PrefixCache]:
+        """The caches of a model, which is the one used last now."""
+        self._models[model] = caches = self._models.pop(model, {})
+        return caches
+
+    def _cores(self) -> Iterator[Core]:
+        return (cache._core for caches in self._models.values() for cache in caches.values())
+
+
+class _HeadStart(OrderedPolicy):
+    """Least recently used first, with a head start for higher priorities; the deepest first on ties."""
+
+    def key(self, entry: Entry) -> tuple[float, ...]:
+        return (entry.last_used + HEAD_START_CALLS * entry.priority, -entry.end)
+
+
+def _ids(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Token ids, of which the tree knows only that they are none: what tells images apart is their keys."""
+    return np.maximum(keys, 0)
+
+
+def _image_start(keys: NDArray[np.int64], offset: int) -> int:
+    """Where the image begins that an offset is inside of; the offset, where it is in none."""
+    start = offset
+    while 0 < start < len(keys) and keys[start - 1] == keys[offset] < 0:
+        start -= 1
+    return start
+
+
+def _fresh_like(caches: Sequence[Any]) -> Callable[[], list[Any]]:
+    """A function that returns empty caches of the same classes and settings."""
+    empty = copy.deepcopy(list(caches))  # the arrays are second handles on the same buffers
+    for layer, cache in enumerate(leaves(empty)):
+        adapter_for(cache, layer).free(cache)
+    return lambda: copy.deepcopy(empty)
+
+
+def _leaves(core: Core) -> list[StateNode]:
+    """What ends each sequence, the one used longest ago first."""
+    ends = (node for node in core.states.tree.nodes() if node.is_leaf)
+    return sorted(ends, key=lambda node: node.payload.entry.last_used)
+
+
+def _drop(core: Core, leaf: StateNode) -> None:
+    """Give up a sequence: a leaf, and above it what nothing else goes on from."""
+    node = leaf
+    while node.is_leaf and not node.is_root:
+        node = core.states.remove(node)
+    core.evictor.tidy(node)

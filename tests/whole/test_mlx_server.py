@@ -1,0 +1,322 @@
+"""RadixPromptCache answers as mlx-lm's LRUPromptCache does, or finds more."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm import stream_generate
+from mlx_lm.models.cache import (
+    ConcatenateKVCache,
+    KVCache,
+    LRUPromptCache,
+    RotatingKVCache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
+from numpy.typing import NDArray
+
+from radixcache import SnapshotError, UnsupportedCacheError
+from radixcache.mlx_server import HEAD_START_CALLS, PRIORITIES, RadixPromptCache
+from runner.models.tiny import tiny_model, tiny_tokenizer
+from tests.prompts import tokens
+
+ROUNDING = 1e-4
+SPANS = ["llama", "deepseek_v32"]
+POINTS = ["gemma3_text", "nemotron_h", "mamba2", "deepseek_v41", "longcat_flash_ngram"]
+PROMPT = tokens(1, 60)
+OTHER = tokens(2, 60, first=3 if PROMPT[0] != 3 else 4)
+
+
+def filled(model: Any, prompt: Sequence[int], caches: list[Any] | None = None) -> list[Any]:
+    caches = list(make_prompt_cache(model)) if caches is None else caches
+    model(mx.array([prompt]), cache=caches)
+    return caches
+
+
+def logits(model: Any, prompt: Sequence[int], caches: list[Any] | None = None) -> NDArray[Any]:
+    caches = make_prompt_cache(model) if caches is None else caches
+    return np.array(model(mx.array([prompt]), cache=caches)[0, -1])
+
+
+def left(cache: Any, prompt: list[int], model: Any = "a") -> int:
+    """How many tokens of a prompt are left to evaluate."""
+    return len(cache.fetch_nearest_cache(model, prompt)[1])
+
+
+# What it answers
+
+
+@pytest.mark.parametrize("kind", SPANS + POINTS)
+def test_a_walk_leaves_no_more_to_evaluate_than_mlx_lms_own_and_the_answers_are_right(kind: str) -> None:
+    model = tiny_model(kind)
+    ours, theirs = RadixPromptCache(max_size=100), LRUPromptCache(max_size=100)
+    drawn = random.Random(kind)
+    sent: list[list[int]] = []
+    for step in range(12):
+        known = drawn.choice(sent) if sent and drawn.random() < 0.6 else PROMPT[: drawn.choice((20, 40))]
+        prompt = [*known, *tokens(100 + step, drawn.randint(1, 15))]
+        _, expected = theirs.fetch_nearest_cache("a", prompt)
+        caches, rest = ours.fetch_nearest_cache("a", prompt)
+        assert 0 < len(rest) <= len(expected)
+        assert rest == prompt[len(prompt) - len(rest) :]
+        caches = make_prompt_cache(model) if caches is None else caches
+        assert np.abs(logits(model, rest, caches) - logits(model, prompt)).max() < ROUNDING
+        ours.insert_cache("a", prompt, caches, cache_type=drawn.choice(list(PRIORITIES)))
+        theirs.insert_cache("a", prompt, copy.deepcopy(caches))
+        ours.check()
+        sent.append(prompt)
+    assert len(ours) <= len(theirs)
+    assert 0 < ours.nbytes <= theirs.nbytes
+
+
+@pytest.mark.parametrize("kind", SPANS + POINTS)
+def test_a_prompt_that_is_stored_whole_leaves_tokens_to_evaluate_where_mlx_lms_own_leaves_none(kind: str) -> None:
+    model = tiny_model(kind)
+    ours, theirs = RadixPromptCache(), LRUPromptCache()
+    for cache in (ours, theirs):
+        cache.insert_cache("a", PROMPT[:30], filled(model, PROMPT[:30]))
+        cache.insert_cache("a", PROMPT, filled(model, PROMPT))
+    assert left(theirs, PROMPT) == 0
+    caches, rest = ours.fetch_nearest_cache("a", PROMPT)
+    assert rest == PROMPT[-1:] if kind in SPANS else rest == PROMPT[-len(rest) :] != []
+    assert len(rest) <= 30
+    assert np.abs(logits(model, rest, caches) - logits(model, PROMPT)).max() < ROUNDING
+
+
+def test_nothing_is_found_of_a_prompt_that_begins_otherwise_nor_of_none(llama: Any) -> None:
+    cache = RadixPromptCache()
+    assert cache.fetch_nearest_cache("a", PROMPT) == (None, PROMPT)
+    cache.insert_cache("a", PROMPT, filled(llama, PROMPT))
+    assert cache.fetch_nearest_cache("a", OTHER) == (None, OTHER)
+    assert cache.fetch_nearest_cache("a", []) == (None, [])
+    cache.insert_cache("a", [], filled(llama, PROMPT))
+    assert len(cache) == 1
+
+
+@pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
+def test_what_is_handed_out_and_what_was_handed_in_are_the_callers_to_change(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = RadixPromptCache()
+    inserted = filled(model, PROMPT)
+    cache.insert_cache("a", PROMPT, inserted)
+    prompt = [*PROMPT, 1, 2]
+    for caches in (inserted, cache.fetch_nearest_cache("a", prompt)[0], cache.fetch_nearest_cache("a", prompt)[0]):
+        filled(model, tokens(9, 40), caches)
+    caches, rest = cache.fetch_nearest_cache("a", prompt)
+    assert rest == [1, 2]
+    assert np.abs(logits(model, rest, caches) - logits(model, prompt)).max() < ROUNDING
+
+
+def test_models_share_nothing_but_the_bytes(llama: Any) -> None:
+    other = tiny_model("nemotron_h")
+    cache = RadixPromptCache()
+    keys = ("folder", None, None), ("folder", "adapter", None), ("other", None, None)
+    for key, model in zip(keys, (llama, llama, other), strict=True):
+        assert left(cache, [*PROMPT, 1], key) == 61
+        before = cache.nbytes
+        cache.insert_cache(key, PROMPT, filled(model, PROMPT))
+        assert cache.nbytes > before
+        cache.check()
+    assert [left(cache, [*PROMPT, 1], key) for key in keys] == [1, 1, 1]
+    assert len(cache) == 3
+
+
+# Keys, kinds of caches
+
+
+def test_an_image_is_found_whole_or_not_at_all(llama: Any) -> None:
+    cache = RadixPromptCache()
+    image = -1 - (1 << 59)
+    prompt = [*PROMPT[:20], *[image] * 30, *PROMPT[20:30]]
+    stored = filled(llama, [max(0, key) for key in prompt])
+    cache.insert_cache("a", prompt[:40], trimmed(stored, 40))
+    assert left(cache, prompt) == len(prompt) - 20
+    cache.insert_cache("a", prompt, stored)
+    assert left(cache, prompt) == 1
+    # The same ids, and another image.
+    assert left(cache, [*PROMPT[:20], *[image - 1] * 30, *PROMPT[20:30]]) == len(prompt) - 20
+    assert left(cache, prompt[:50]) == 30
+
+
+def test_an_image_at_the_beginning_that_is_stored_in_part_is_not_found(llama: Any) -> None:
+    cache = RadixPromptCache()
+    cache.insert_cache("a", [-5] * 20, filled(llama, [0] * 20))
+    assert cache.fetch_nearest_cache("a", [-5] * 30) == (None, [-5] * 30)
+
+
+def trimmed(caches: list[Any], length: int) -> list[Any]:
+    """Copies of caches, cut to a length."""
+    caches = copy.deepcopy(caches)
+    trim_prompt_cache(caches, caches[0].offset - length)
+    return caches
+
+
+def test_a_draft_models_caches_are_stored_beside_the_models_as_far_as_both_go(llama: Any) -> None:
+    cache = RadixPromptCache()
+    both = filled(llama, PROMPT) + trimmed(filled(llama, PROMPT), 57)
+    cache.insert_cache("a", PROMPT, both)
+    caches, rest = cache.fetch_nearest_cache("a", [*PROMPT, 1])
+    assert caches is not None
+    assert len(caches) == len(both)
+    assert {each.offset for each in caches} == {57}
+    for half in (caches[: len(caches) // 2], caches[len(caches) // 2 :]):
+        assert np.abs(logits(llama, rest, half) - logits(llama, [*PROMPT, 1])).max() < ROUNDING
+
+
+def test_what_speculative_decoding_leaves_behind_is_resumed_with_the_same_answer(llama: Any) -> None:
+    draft, tokenizer = tiny_model("llama", seed=1), tiny_tokenizer()
+    cache = RadixPromptCache()
+
+    def reply(prompt: list[int], caches: list[Any], rest: list[int], draft_model: Any = None) -> list[int]:
+        pieces = stream_generate(llama, tokenizer, rest, 9, draft_model, prompt_cache=caches)
+        return [piece.token for piece in pieces]
+
+    prompt, found = PROMPT, []
+    for _ in range(3):
+        caches, rest = cache.fetch_nearest_cache("a", prompt)
+        found.append(len(prompt) - len(rest))
+        both = make_prompt_cache(llama) + make_prompt_cache(draft) if caches is None else caches
+        said = reply(prompt, both, rest, draft)
+        assert said == reply(prompt, make_prompt_cache(llama), prompt)
+        cache.insert_cache("a", [*prompt, *said], both)
+        cache.check()
+        prompt = [*prompt, *said, *tokens(5, 7)]
+    assert found[0] == 0
+    assert found[1] >= len(PROMPT)
+    assert found[2] > found[1]
+
+
+def test_quantized_caches_of_long_prompts_stand_beside_those_of_short_ones(llama: Any) -> None:
+    cache = RadixPromptCache()
+    cache.insert_cache("a", PROMPT[:20], filled(llama, PROMPT[:20]))
+    quantized = [each.to_quantized(group_size=64, bits=8) for each in filled(llama, PROMPT)]
+    cache.insert_cache("a", PROMPT, quantized)
+    cache.check()
+    caches, rest = cache.fetch_nearest_cache("a", [*PROMPT, 1])
+    assert caches is not None
+    assert (rest, type(caches[0]).__name__) == ([1], "QuantizedKVCache")
+    assert left(cache, [*PROMPT[:20], 1]) == 1
+
+
+def test_windows_of_different_models_keep_their_sizes(llama: Any) -> None:
+    cache = RadixPromptCache()
+    for size in (16, 32):
+        cache.insert_cache(size, PROMPT, filled(llama, PROMPT, [RotatingKVCache(size) for _ in llama.layers]))
+    found = [cache.fetch_nearest_cache(size, [*PROMPT, 1])[0] for size in (16, 32)]
+    assert [[each.max_size for each in caches or ()] for caches in found] == [[16] * 3, [32] * 3]
+
+
+class Unknown:
+    """A class of cache that mlx-lm has not."""
+
+    nbytes = 0
+
+
+def test_what_cannot_be_stored_is_refused_with_a_reason_and_changes_nothing(llama: Any) -> None:
+    cache = RadixPromptCache()
+    cache.insert_cache("a", PROMPT, filled(llama, PROMPT))
+    before = cache.nbytes, len(cache)
+    with pytest.raises(UnsupportedCacheError, match=r"layer 1 \(Unknown\)"):
+        cache.insert_cache("a", OTHER, [KVCache(), Unknown()])
+    sliding = tiny_model("llama_sliding")
+    with pytest.raises(SnapshotError, match="stand at 60, beyond the 40 tokens"):
+        cache.insert_cache("b", PROMPT[:40], filled(sliding, PROMPT))
+    with pytest.raises(KeyError, match="tool"):
+        cache.insert_cache("a", OTHER, filled(llama, OTHER), cache_type="tool")
+    assert (cache.nbytes, len(cache)) == before
+    cache.check()
+
+
+def test_a_class_of_growing_arrays_is_taken(llama: Any) -> None:
+    cache = RadixPromptCache()
+    cache.insert_cache("a", PROMPT, filled(llama, PROMPT, [ConcatenateKVCache() for _ in llama.layers]))
+    assert left(cache, [*PROMPT, 1]) == 1
+
+
+# Bytes and sequences
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "nemotron_h"])
+def test_bytes_and_sequences_stay_within_their_limits_whatever_comes(kind: str) -> None:
+    model = tiny_model(kind)
+    whole = RadixPromptCache()
+    whole.insert_cache("a", PROMPT, filled(model, PROMPT))
+    cache = RadixPromptCache(max_size=5, max_bytes=3 * whole.nbytes)
+    for step in range(12):
+        prompt = [*PROMPT[: 10 * (step % 3)], *tokens(50 + step, 20 + 5 * step)]
+        cache.insert_cache(step % 2, prompt, filled(model, prompt), cache_type=list(PRIORITIES)[step % 3])
+        cache.check()
+    assert left(cache, [*prompt, 1], 1) == 1
+
+
+def test_the_sequence_used_longest_ago_goes_first_with_all_that_no_other_begins_with(llama: Any) -> None:
+    cache = RadixPromptCache(max_size=2)
+    first, second, third = ([*PROMPT[:30], *tokens(seed, 20, first=seed)] for seed in (11, 12, 13))
+    for prompt in (first, second):
+        cache.insert_cache("a", prompt, filled(llama, prompt))
+    assert left(cache, [*first, 1]) == 1
+    cache.insert_cache("a", third, filled(llama, third))
+    assert [left(cache, [*prompt, 1]) for prompt in (first, second, third)] == [1, 21, 1]
+    cache.insert_cache("a", OTHER, filled(llama, OTHER))
+    cache.insert_cache("b", OTHER, filled(llama, OTHER))
+    # Of PROMPT's beginning nothing is left: its last sequence took it along.
+    assert cache.fetch_nearest_cache("a", PROMPT)[0] is None
+    assert len(cache) == 2
+
+
+def test_trim_to_takes_sequences_and_bytes_of_the_model_used_longest_ago_first(llama: Any) -> None:
+    cache = RadixPromptCache()
+    for model in ("a", "b"):
+        for prompt in (PROMPT, OTHER):
+            cache.insert_cache(model, prompt, filled(llama, prompt))
+    each_bytes = cache.nbytes // 4
+    cache.trim_to(n_bytes=3 * each_bytes)
+    assert cache.nbytes <= 3 * each_bytes
+    assert [left(cache, [*PROMPT, 1], model) for model in ("a", "b")] == [61, 1]
+    cache.trim_to(n_sequences=1)
+    assert (len(cache), left(cache, [*PROMPT, 1], "b")) == (1, 1)
+    cache.trim_to()
+    assert len(cache) == 1
+    cache.trim_to(n_bytes=-5)
+    assert (len(cache), cache.nbytes) == (0, 0)
+    cache.insert_cache("a", PROMPT, filled(llama, PROMPT))
+    cache.trim_to(n_sequences=-1)
+    assert (len(cache), cache.nbytes) == (0, 0)
+    cache.check()
+
+
+def test_stats_by_type_have_mlx_lms_form_and_come_to_what_is_held() -> None:
+    model = tiny_model("nemotron_h")
+    cache = RadixPromptCache()
+    for cache_type, end in (("system", 20), ("user", 40), ("assistant", 60)):
+        cache.insert_cache("a", PROMPT[:end], filled(model, PROMPT[:end]), cache_type=cache_type)
+    stats = cache.stats_by_type()
+    assert {name: each.keys() for name, each in stats.items()} == {
+        name: each.keys() for name, each in LRUPromptCache().stats_by_type().items()
+    }
+    assert all(each["n_bytes"] > 0 for each in stats.values())
+    assert [each["n_sequences"] for each in stats.values()] == [1, 0, 0]
+    assert sum(each["n_bytes"] for each in stats.values()) == cache.nbytes
+
+
+def test_a_system_prompt_outlives_later_replies_but_not_for_good() -> None:
+    model = tiny_model("mamba2")
+    one = RadixPromptCache()
+    one.insert_cache("a", PROMPT, filled(model, PROMPT))
+    cache = RadixPromptCache(max_size=100, max_bytes=4 * one.nbytes)
+    cache.insert_cache("a", PROMPT, filled(model, PROMPT), cache_type="system")
+    found = []
+    for call in range(3 * HEAD_START_CALLS):
+        prompt = tokens(200 + call, 30, first=(PROMPT[0] + 1 + call) % 200)
+        cache.insert_cache("a", prompt, filled(model, prompt))
+        held = cache.stats_by_type()
+        found.append(held["system"]["n_sequences"])
+        assert held["assistant"]["n_sequences"] >= 1
+    assert found[10] == 1
+    assert found[-1] == 0
