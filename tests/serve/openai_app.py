@@ -1,0 +1,33 @@
+"""OpenAI's routes alone, before a scripted generation thread."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from fastapi.testclient import TestClient
+
+from runner.serve.errors import ApiError
+from runner.serve.openai_api import openai_routes
+from runner.serve.options import ServeOptions
+from runner.serve.service import Runs, Service
+from runner.serve.streaming import to_json
+
+USER = {"role": "user", "content": "?"}
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def openai_app(runs: Runs, options: ServeOptions | None = None, *, timeout_s: float = 60) -> FastAPI:
+    """An application that answers ApiError with its body in OpenAI's form."""
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError), error
+        return to_json(error.in_openai_form(), error.status)
+
+    app = FastAPI(exception_handlers={ApiError: refuse})
+    app.include_router(openai_routes(Service(runs, timeout_s=timeout_s), options or ServeOptions()))
+    return app
+
+
+def openai_client(runs: Runs, options: ServeOptions | None = None) -> TestClient:
+    """A client of it, to be entered."""
+    return TestClient(openai_app(runs, options))

@@ -1,0 +1,223 @@
+"""OpenAI's routes: streams, what fails on the way, clients that leave, models, health."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from huggingface_hub.errors import CacheNotFound
+
+from runner.serve import model_list
+from runner.serve.asked import Failed, Progress
+from runner.serve.errors import ApiError
+from runner.serve.options import ServeOptions
+from tests.serve.openai_app import CHAT, USER, openai_app, openai_client
+from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
+
+# What goes wrong on the way
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_generation_thread_refuses_is_an_error_before_anything_of_a_reply(stream):
+    body = {"messages": [USER], "stream": stream}
+    with openai_client(ScriptedRuns(refusal=ApiError(429, "full", retry_after_s=1))) as client:
+        answer = client.post(CHAT, json=body)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
+
+
+def test_a_reply_that_fails_on_the_way_is_an_error_where_it_is_not_streamed():
+    with openai_client(ScriptedRuns(said("x"), Failed(500, "it broke"))) as client:
+        answer = client.post(CHAT, json={"messages": [USER]})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "it broke")
+
+
+def test_a_reply_that_fails_on_the_way_ends_its_stream_with_the_error():
+    with openai_client(ScriptedRuns(said("x"), Failed(500, "it broke"))) as client:
+        answer = client.post(CHAT, json={"messages": [USER], "stream": True})
+    *_, chunk, error, done, rest = answer.text.split("\n\n")
+    assert json.loads(chunk.removeprefix("data: "))["choices"][0]["delta"]["content"] == "x"
+    wanted = {"message": "it broke", "type": "server_error", "param": None, "code": None}
+    assert json.loads(error.removeprefix("data: ")) == {"error": wanted}
+    assert (done, rest) == ("data: [DONE]", "")
+
+
+def test_a_reply_that_is_ended_from_outside_ends_well_formed():
+    with openai_client(ScriptedRuns(said("x"), outcome="cancelled")) as client:
+        whole = client.post(CHAT, json={"messages": [USER]}).json()
+        chunks = client.post(CHAT, json={"messages": [USER], "stream": True}).text.split("\n\n")
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert json.loads(chunks[-3].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
+# Streams
+
+
+def test_a_stream_tells_the_progress_of_its_prompt_in_comments_and_its_usage_if_asked():
+    runs = ScriptedRuns(Progress(8, PROMPT_TOKENS), Progress(20, PROMPT_TOKENS), said("x", finish="stop"))
+    body = {"messages": [USER], "stream": True, "stream_options": {"include_usage": True}}
+    with openai_client(runs) as client:
+        answer = client.post(CHAT, json=body)
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+    assert answer.headers["Cache-Control"] == "no-cache"
+    first, second, *_, usage, done, _ = answer.text.split("\n\n")
+    assert (first, second, done) == (": keepalive 8/20", ": keepalive 20/20", "data: [DONE]")
+    usage = json.loads(usage.removeprefix("data: "))["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (20, 3, 23)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": CACHED_TOKENS}
+
+
+def test_tool_calls_of_a_stream_are_numbered_and_end_it():
+    calls = ([("f", "{}"), ("g", "{}")], [("h", "{}")])
+    runs = ScriptedRuns(said(calls=calls[0]), said(calls=calls[1], finish="stop"))
+    with openai_client(runs) as client:
+        answer = client.post(CHAT, json={"messages": [USER], "stream": True})
+        whole = client.post(CHAT, json={"messages": [USER]}).json()["choices"][0]
+    chunks = [json.loads(part.removeprefix("data: "))["choices"][0] for part in answer.text.split("\n\n")[:-2]]
+    streamed = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
+    assert [(call["index"], call["function"]["name"]) for call in streamed] == [(0, "f"), (1, "g"), (2, "h")]
+    assert [call["function"]["name"] for call in whole["message"]["tool_calls"]] == ["f", "g", "h"]
+    assert chunks[-1]["finish_reason"] == whole["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("logprob", [float("-inf"), float("nan")])
+def test_the_logarithm_of_a_probability_of_zero_is_a_number(logprob):
+    runs = ScriptedRuns(said("x", finish="stop"))
+    object.__setattr__(runs._script[0].steps[0], "logprob", logprob)
+    with openai_client(runs) as client:
+        answer = client.post(CHAT, json={"messages": [USER], "logprobs": True})
+    body = json.loads(answer.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert body["choices"][0]["logprobs"]["content"] == [{"id": 7, "logprob": -9999.0}]
+
+
+def test_half_of_a_surrogate_pair_that_a_model_wrote_is_escaped():
+    runs = ScriptedRuns(said(calls=[("f", '"\ud800"')], finish="stop"))
+    with openai_client(runs) as client:
+        answer = client.post(CHAT, json={"messages": [USER]})
+    assert answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == '"\ud800"'
+
+
+# Clients that leave
+
+
+async def leave(app: Any, runs: ScriptedRuns, body: dict[str, Any], *, is_asked: bool = True) -> None:
+    """Send a request, and go away once the generation thread has it; return when the server is through with it."""
+    sent = False
+
+    async def receive() -> dict[str, Any]:
+        nonlocal sent
+        if not sent:
+            sent = True
+            return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+        while not runs.jobs:
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None: ...
+
+    scope = {
+        "type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+    }  # fmt: skip
+    async with asyncio.timeout(60):
+        await app(scope, receive, send)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("script", [(), (Progress(1, 20),), (said("x"),)], ids=["waiting", "prefill", "decoding"])
+def test_a_client_that_goes_away_ends_its_request(stream, script):
+    runs = ScriptedRuns(*script, is_endless=True)
+    asyncio.run(leave(openai_app(runs), runs, {"messages": [USER], "stream": stream}))
+    assert runs.jobs[0].is_cancelled
+
+
+class Mute(ScriptedRuns):
+    """Takes requests in and says nothing."""
+
+    def ask(self, job: Any) -> None:
+        self.jobs.append(job)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_before_its_prompt_is_in_tokens_ends_its_request(stream):
+    runs = Mute()
+    asyncio.run(leave(openai_app(runs), runs, {"messages": [USER], "stream": stream}))
+    assert runs.jobs[0].is_cancelled
+
+
+def test_a_request_beyond_its_time_is_ended():
+    runs = ScriptedRuns(said("x"), is_endless=True, outcome="cancelled")
+
+    async def ask() -> dict[str, Any]:
+        app = openai_app(runs, timeout_s=0)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60) as client:
+            asking = asyncio.ensure_future(client.post(CHAT, json={"messages": [USER]}))
+            runs.end(await runs.cancelled())
+            return (await asking).json()  # type: ignore[no-any-return]
+
+    assert asyncio.run(ask())["choices"][0]["message"]["content"] == "x"
+
+
+# Models and health
+
+
+class Repository:
+    """One of huggingface_hub's cache."""
+
+    def __init__(self, repo_id: str, *, repo_type: str = "model", refs: tuple[str, ...] = ("main",), less: str = ""):
+        class File:
+            def __init__(self, name: str) -> None:
+                self.file_path = Path(name)
+
+        class Revision:
+            files = tuple(File(name) for name in model_list.FILES - {less})
+
+        self.repo_id, self.repo_type, self.refs = repo_id, repo_type, dict.fromkeys(refs, Revision)
+
+
+class Cache:
+    """What scan_cache_dir returns."""
+
+    repos = (
+        Repository("a/model"), Repository("b/model"), Repository("a/data", repo_type="dataset"),
+        Repository("c/model", refs=("other",)), Repository("d/model", less="config.json"),
+    )  # fmt: skip
+
+
+def listed(path: str, served: str | None) -> list[str]:
+    with openai_client(ScriptedRuns(), ServeOptions(model=served)) as client:
+        answer = client.get(path)
+    assert answer.status_code == 200
+    assert answer.json()["object"] == "list"
+    assert all(model["object"] == "model" and model["created"] > 0 for model in answer.json()["data"])
+    return [model["id"] for model in answer.json()["data"]]
+
+
+def test_models_are_those_of_the_hubs_cache_that_mlx_lm_could_load_and_the_served_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(model_list, "scan_cache_dir", Cache)
+    assert listed("/v1/models", None) == ["a/model", "b/model"]
+    assert listed("/v1/models", "tiny") == ["a/model", "b/model", "tiny"]
+    assert listed("/v1/models", "a/model") == ["a/model", "b/model"]
+    assert listed("/v1/models", str(tmp_path / ".")) == ["a/model", "b/model", str(tmp_path.resolve())]
+    assert listed("/v1/models/b/model", None) == ["b/model"]
+    assert listed("/v1/models/x/y", "tiny") == ["tiny"]
+
+
+def test_models_without_a_cache_of_the_hub_are_the_served_one_alone(monkeypatch):
+    def absent() -> None:
+        raise CacheNotFound("no folder", cache_dir=Path("x"))
+
+    monkeypatch.setattr(model_list, "scan_cache_dir", absent)
+    assert listed("/v1/models", "tiny") == ["tiny"]
+    assert listed("/v1/models", None) == []
+
+
+def test_health_is_that_of_the_generation_thread():
+    runs = ScriptedRuns()
+    with openai_client(runs) as client:
+        assert (client.get("/health").status_code, client.get("/health").json()) == (200, {"status": "ok"})
+        runs.is_healthy = False
+        assert (client.get("/health").status_code, client.get("/health").json()) == (503, {"status": "unavailable"})

@@ -1,0 +1,213 @@
+"""Bodies of OpenAI's requests: what each field comes to, and what is refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from runner.serve.asked import Asked, ModelNames, Penalties, Sampling
+from runner.serve.options import ServeOptions
+from tests.serve.openai_app import CHAT, TEXT, USER, openai_app, openai_client
+from tests.serve.scripted import ScriptedRuns, said
+
+OPTIONS = ServeOptions(temp=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=33, num_draft_tokens=4)
+
+
+def asked_by(body: dict[str, Any], path: str = CHAT) -> Asked:
+    """What a body that is taken comes to."""
+    runs = ScriptedRuns(said("x", finish="stop"))
+    with openai_client(runs, OPTIONS) as client:
+        answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return runs.jobs[0].asked
+
+
+# What is asked for
+
+
+def test_what_a_body_leaves_open_or_null_is_as_the_server_was_started():
+    wanted = Asked(
+        ModelNames(), 33, messages=[USER], sampling=Sampling(0.5, 0.9, 7, 0.1), penalties=Penalties(logit_bias={}),
+        stop_words=[], num_draft_tokens=4,
+    )  # fmt: skip
+    nulls = ("model", "max_tokens", "temperature", "top_k", "stop", "tools", "stream", "seed", "logit_bias", "n")
+    assert asked_by({"messages": [USER]}) == wanted
+    assert asked_by({"messages": [USER], **dict.fromkeys(nulls)}) == wanted
+
+
+def test_every_field_of_a_chat_reaches_the_generation_thread():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "s"}], "own": 1},
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    body = {
+        "messages": messages, "tools": [tool], "role_mapping": {"user": "U"}, "chat_template_kwargs": {"think": False},
+        "model": "m", "adapters": "a", "draft_model": "d", "num_draft_tokens": 2, "max_tokens": 9,
+        "max_completion_tokens": 8, "temperature": 1, "top_p": 0.5, "top_k": 3, "min_p": 0, "xtc_probability": 1,
+        "xtc_threshold": 0.2, "repetition_penalty": 1.1, "repetition_context_size": 5, "presence_penalty": -1,
+        "presence_context_size": 6, "frequency_penalty": 2.5, "frequency_context_size": 7, "logit_bias": {"5": -100},
+        "logprobs": True, "top_logprobs": 3, "seed": 2**64 - 1, "stop": ["x", "y"], "user": {"ignored": True},
+    }  # fmt: skip
+    assert asked_by(body) == Asked(
+        ModelNames("m", "a", "d"), 8, messages=messages, tools=[tool], role_mapping={"user": "U"},
+        template_args={"think": False}, sampling=Sampling(1.0, 0.5, 3, 0.0, 1.0, 0.2),
+        penalties=Penalties({5: -100.0}, 1.1, 5, -1.0, 6, 2.5, 7), stop_words=["x", "y"], num_draft_tokens=2,
+        logprobs=True, top_logprobs=3, seed=2**64 - 1,
+    )  # fmt: skip
+
+
+def test_a_text_completion_is_asked_for_with_its_prompt_alone():
+    asked = asked_by({"prompt": "once", "messages": [USER]}, TEXT)
+    assert (asked.prompt, asked.messages) == ("once", ())
+
+
+@pytest.mark.parametrize(("stop", "words"), [("x", ["x"]), ("", []), ([], []), (["x"], ["x"])])
+def test_a_stop_word_may_stand_alone_and_an_empty_one_is_none(stop, words):
+    assert asked_by({"messages": [USER], "stop": stop}).stop_words == words
+
+
+def test_a_temperature_that_float16_cannot_tell_from_greedy_is_greedy():
+    assert asked_by({"messages": [USER], "temperature": 1e-8}).sampling.temperature == 0
+    assert asked_by({"messages": [USER], "temperature": 1e-3}).sampling.temperature == 1e-3
+
+
+def test_null_as_a_draft_model_is_none_and_no_draft_model_is_the_servers():
+    assert asked_by({"messages": [USER], "draft_model": None}).names.draft is None
+    assert asked_by({"messages": [USER]}).names.draft == "default_model"
+
+
+def test_the_namespace_is_that_of_the_requests_tenant():
+    runs = ScriptedRuns(said("x", finish="stop"))
+    app = openai_app(runs)
+
+    class Tenant:
+        namespace = "alice"
+
+    async def with_tenant(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "state": {"tenant": Tenant()}}, receive, send)
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(with_tenant), base_url="http://test") as client:
+            await client.post(CHAT, json={"messages": [USER]})
+
+    asyncio.run(ask())
+    assert runs.jobs[0].asked.namespace == "alice"
+
+
+# What is refused
+
+INTEGERS = (
+    "num_draft_tokens", "max_tokens", "max_completion_tokens", "top_k", "repetition_context_size",
+    "presence_context_size", "frequency_context_size", "top_logprobs", "seed",
+)  # fmt: skip
+NUMBERS = (
+    "temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold", "repetition_penalty", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
+REFUSED = [
+    *((CHAT, {name: value}, name) for name in INTEGERS for value in ("1", 1.5, True, [], {}, -2, 10**400)),
+    *((CHAT, {name: value}, name) for name in NUMBERS for value in ("1", True, [], {}, -101, 1e300, 10**400)),
+    *((CHAT, {name: value}, name) for name in ("stream", "logprobs") for value in ("true", 1, [])),
+    *((CHAT, {name: value}, name) for name in ("model", "adapters", "draft_model") for value in (1, True, [], {})),
+    (CHAT, {"max_tokens": 0}, "max_tokens"),
+    (CHAT, {"top_p": 1.01}, "top_p"),
+    (CHAT, {"xtc_threshold": 0.6}, "xtc_threshold"),
+    (CHAT, {"top_logprobs": 12}, "top_logprobs"),
+    (CHAT, {"repetition_penalty": 0.001}, "repetition_penalty"),
+    (CHAT, {"seed": 2**64}, "seed"),
+    (CHAT, {"n": 2}, "n"),
+    (CHAT, {"logit_bias": [1]}, "logit_bias"),
+    (CHAT, {"logit_bias": {"a": 1}}, "logit_bias.a.[key]"),
+    (CHAT, {"logit_bias": {"-1": 1}}, "logit_bias.-1.[key]"),
+    (CHAT, {"logit_bias": {"1": "1"}}, "logit_bias.1"),
+    (CHAT, {"logit_bias": {"1": 1e9}}, "logit_bias.1"),
+    (CHAT, {"stop": 1}, "stop"),
+    (CHAT, {"stop": 0}, "stop"),
+    (CHAT, {"stop": [1]}, "stop.0"),
+    (CHAT, {"stop": [""]}, "stop.0"),
+    (CHAT, {"stop": ["x" * 1001]}, "stop.0"),
+    (CHAT, {"stop": "x" * 1001}, "stop.0"),
+    (CHAT, {"stop": ["x"] * 65}, "stop"),
+    (CHAT, {"stream_options": True}, "stream_options"),
+    (CHAT, {"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    (CHAT, {"role_mapping": {"user": 1}}, "role_mapping.user"),
+    (CHAT, {"chat_template_kwargs": []}, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+    (CHAT, {"messages": None}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "x"}, "messages"),
+    (CHAT, {"messages": ["x"]}, "messages.0"),
+    (CHAT, {"messages": [USER, {"content": "x"}]}, "messages.1.role"),
+    (CHAT, {"messages": [{"role": 1}]}, "messages.0.role"),
+    (CHAT, {"messages": [{**USER, "content": 1}]}, "messages.0.content"),
+    (CHAT, {"messages": [{**USER, "content": ["x"]}]}, "messages.0.content.0"),
+    (CHAT, {"messages": [{**USER, "content": [{"type": 1}]}]}, "messages.0.content.0"),
+    (CHAT, {"messages": [{**USER, "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+    (CHAT, {"messages": [{**USER, "tool_calls": {}}]}, "messages.0.tool_calls"),
+    (CHAT, {"messages": [{**USER, "tool_calls": ["x"]}]}, "messages.0.tool_calls.0.function"),
+    (CHAT, {"messages": [{**USER, "tool_calls": [{"function": {}}]}]}, "messages.0.tool_calls.0.function"),
+    (
+        CHAT,
+        {"messages": [{**USER, "tool_calls": [{"function": {"name": "f", "arguments": 1}}]}]},
+        "messages.0.tool_calls.0.function.arguments",
+    ),
+    (CHAT, {"tools": {}}, "tools"),
+    (CHAT, {"tools": [1]}, "tools.0"),
+    (CHAT, {"tools": [{"type": "web_search"}]}, "tools.0.function"),
+    (CHAT, {"tools": [{"function": {"name": 1}}]}, "tools.0.function"),
+    *((TEXT, {"prompt": value}, "prompt") for value in (None, 1, ["x"], [1, 2])),
+    (TEXT, {"echo": True}, "echo"),
+    (TEXT, {"best_of": 2}, "best_of"),
+    (TEXT, {"suffix": "x"}, "suffix"),
+]
+
+
+def test_every_field_of_a_wrong_type_or_out_of_range_is_refused_by_its_name():
+    runs = ScriptedRuns()
+    with openai_client(runs) as client:
+        for path, wrong, param in REFUSED:
+            answer = client.post(path, json={**({"prompt": "?"} if path == TEXT else {"messages": [USER]}), **wrong})
+            assert answer.status_code == 400, (wrong, answer.text)
+            error = answer.json()["error"]
+            assert error.keys() == {"message", "type", "param", "code"}
+            assert (error["param"], error["type"]) == (param, "invalid_request_error"), wrong
+            assert error["message"]
+    assert runs.jobs == []
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"x", b"[]", b"1", b'"x"', b"null", b"{", b'{"messages": [],}', b"\xff\xfe", b'{"x": "\xff"}',
+        b"[" * 200_000, b'{"a":' * 200_000, b'{"temperature": NaN}', b'{"top_p": Infinity}', b'{"top_p": 1e999}',
+        b'{"x": ["\\ud800"]}', b'{"x": ' + b"9" * 5000 + b"}",
+    ],
+    ids=range(17),
+)  # fmt: skip
+def test_a_body_that_is_no_object_of_json_is_refused(raw):
+    with openai_client(ScriptedRuns()) as client:
+        answer = client.post(CHAT, content=raw)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_body_is_json_whatever_its_content_type_says():
+    with openai_client(ScriptedRuns(said("x", finish="stop"))) as client:
+        body = json.dumps({"messages": [USER]}).encode()
+        for content_type in ("application/x-www-form-urlencoded", "text/plain", ""):
+            assert client.post(CHAT, content=body, headers={"Content-Type": content_type}).status_code == 200
+
+
+def test_the_openapi_document_says_what_each_body_may_be():
+    document = openai_app(ScriptedRuns()).openapi()
+    for path, needed in ((CHAT, "messages"), ("/chat/completions", "messages"), (TEXT, "prompt")):
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema["required"] == [needed]
+        assert schema["properties"]["top_p"]["maximum"] == 1
+        assert "$ref" not in json.dumps(schema)

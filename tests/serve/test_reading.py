@@ -1,0 +1,155 @@
+"""Replies of any tokens are told apart into text, reasoning and tool calls as mlx_lm.server's own handler does it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runner.serve.asked import Ended, Job, Started, Step, TopToken
+from runner.serve.border import TextStateMachine, ToolCallFormatter
+from runner.serve.reading import Reading
+from tests.serve.openai_app import CHAT, TEXT, USER, openai_client
+from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, record
+from tests.serve.stock_server import stock_answer
+
+#: As mlx_lm.generate.make_text_state_machine makes it for a model that thinks, calls tools and has channels.
+TRANSITIONS = {
+    "normal": [("<think>", "reasoning"), ("<call>", "tool"), ("<other>", "other"), ("STOP", "normal")],
+    "reasoning": [("</think>", "normal"), ("<call>", "tool"), ("STOP", "reasoning")],
+    "tool": [("</call>", "normal"), ("STOP", "tool")],
+    "other": [("</other>", "normal"), ("<call>", "tool")],
+}
+PIECES = ("<think>", "</think>", "<call>", "</call>", "<other>", "</other>", "STOP", "<", "ST", "a", "b c", "é", "")
+
+
+def parse_tool_call(text: str, _tools: Any) -> Any:
+    """Two calls of a text with a semicolon in it, one of any other."""
+    calls = [{"id": f"call {part}", "name": part.strip(), "arguments": {"é": part}} for part in text.split(";")]
+    return calls if len(calls) > 1 else calls[0]
+
+
+class SpokenRuns(ScriptedRuns):
+    """Answers with the steps it is given, read by a real Reading."""
+
+    def __init__(
+        self, steps: Sequence[Step] = (), initial_state: str = "normal", parser: Any = parse_tool_call
+    ) -> None:
+        super().__init__()
+        self.steps, self.initial_state, self.parser = steps, initial_state, parser
+
+    def ask(self, job: Job) -> None:
+        formatter = ToolCallFormatter(self.parser, None)
+        job.put(Started(PROMPT_TOKENS, Reading(TextStateMachine(TRANSITIONS), self.initial_state, formatter)))
+        for step in self.steps:
+            job.put(step)
+        outcome = self.steps[-1].finish_reason or "cancelled"
+        job.put(Ended(record(job, completion_tokens=len(self.steps), outcome=outcome)))
+
+
+def steps_of(texts: Sequence[str], finish: str | None) -> list[Step]:
+    return [
+        Step(text, index, -index / 8, (TopToken(index, text, -index / 8), TopToken(9, "x", -9.0)), None)
+        for index, text in enumerate(texts)
+    ] + [Step("" if finish == "stop" else "<", 7, -0.5, (), finish)]  # type: ignore[arg-type]
+
+
+def contents(answer: str, *, is_stream: bool) -> list[Any]:
+    """The bodies of an answer, less what is new in every answer."""
+    bodies = [line.removeprefix("data: ") for line in answer.split("\n\n") if line] if is_stream else [answer]
+    fresh = ("id", "created", "system_fingerprint")
+    return [
+        body if body == "[DONE]" else {name: value for name, value in json.loads(body).items() if name not in fresh}
+        for body in bodies
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs() -> SpokenRuns:
+    return SpokenRuns()
+
+
+@pytest.fixture(scope="module")
+def client(runs: SpokenRuns) -> Any:
+    with openai_client(runs) as client:
+        yield client
+
+
+ROUTES = {CHAT: {"messages": [USER]}, TEXT: {"prompt": "?"}}
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    texts=st.lists(st.lists(st.sampled_from(PIECES), max_size=3).map("".join), max_size=12),
+    cuts=st.lists(st.integers(0, 40), max_size=8),
+    finish=st.sampled_from(["stop", "length"]),
+    initial_state=st.sampled_from(["normal", "reasoning"]),
+    path=st.sampled_from(sorted(ROUTES)),
+    more=st.fixed_dictionaries(
+        {"stream": st.booleans()},
+        optional={
+            "logprobs": st.booleans(),
+            "top_logprobs": st.sampled_from([-1, 0, 2]),
+            "stream_options": st.just({"include_usage": True}),
+            "model": st.just("some/model"),
+        },
+    ),
+)
+def test_bodies_and_chunks_are_those_of_mlx_lm_server_whatever_the_tokens(
+    runs: SpokenRuns, client: TestClient, texts, cuts, finish, initial_state, path, more
+):
+    whole = "".join(texts)
+    ends = sorted({0, *(min(cut, len(whole)) for cut in cuts), len(whole)})
+    pieces = [whole[start:end] for start, end in itertools.pairwise(ends)] or [""]
+    runs.steps, runs.initial_state = steps_of(pieces, finish), initial_state
+    body = {**ROUTES[path], **more}
+    answer = client.post(path, json=body)
+    status, wanted = stock_answer(
+        path, body, runs.steps, machine=TextStateMachine(TRANSITIONS), initial_state=initial_state,
+        tool_parser=parse_tool_call, prompt_tokens=PROMPT_TOKENS, cached_tokens=CACHED_TOKENS,
+    )  # fmt: skip
+    assert answer.status_code == status == 200
+    assert contents(answer.text, is_stream=more["stream"]) == contents(wanted, is_stream=more["stream"])
+
+
+def reading(parser: Any = parse_tool_call) -> Reading:
+    return Reading(TextStateMachine(TRANSITIONS), "normal", ToolCallFormatter(parser, None))
+
+
+@pytest.mark.parametrize("parsed", [ValueError("x"), KeyError("x"), 5, {"name": "f"}, {"arguments": {}}, ["x"]])
+def test_a_tool_call_that_cannot_be_read_is_left_out_and_others_are_not(parsed):
+    def parse(text: str, tools: Any) -> Any:
+        if text == "good":
+            return parse_tool_call(text, tools)
+        if isinstance(parsed, Exception):
+            raise parsed
+        return parsed
+
+    delta = reading(parse).add(Step("a<call>bad</call><call>good</call>b", 1, 0.0, (), None))
+    assert delta.text == "ab"
+    assert [call["name"] for call in delta.tool_calls] == ["good"]
+
+
+def test_text_before_a_tool_call_is_held_back_until_the_call_is_through():
+    read = reading()
+    first, second = (read.add(Step(text, 1, 0.0, (), None)) for text in ("a<call>f", "</call>"))
+    assert (first.text, first.tool_calls, len(first.steps)) == ("", (), 1)
+    assert (second.text, len(second.tool_calls)) == ("a", 1)
+
+
+def test_a_reply_that_is_ended_from_outside_keeps_what_could_have_become_a_stop_word():
+    read = reading()
+    assert read.add(Step("a ST", 1, 0.0, (), None)).text == "a "
+    assert read.finish().text == "ST"
+
+
+def test_a_reply_that_ends_at_a_stop_word_drops_the_beginning_of_one():
+    read = reading()
+    assert read.add(Step("a ST", 1, 0.0, (), None)).text == "a "
+    assert read.add(Step("", 1, 0.0, (), "stop")).text + read.finish().text == ""
