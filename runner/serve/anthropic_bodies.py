@@ -6,9 +6,9 @@
     tool_use             ->    tool_calls
     tool_result          ->    a message of its own, role "tool"
 
-Turns of one role that follow each other become one, as Anthropic has it. Checkpoints lie at the end of the opening, with
-the tools in it, and at every message's end, so `cache_control` asks for one more only where a text inside of a message
-has it.
+Turns of one role that follow each other become one, as Anthropic has it. Checkpoints lie at the end of the opening,
+where templates write tools, and at every message's end; `cache_control` asks for one more where a text inside of a
+message has it.
 
 What would change a reply's meaning and cannot be honoured (images, documents, server tools, a forced tool, structured
 output, a reply that goes on from a beginning) is refused. Of the body's fields `null` is the same as none, and unknown

@@ -62,8 +62,8 @@ class Asked:
     Attributes:
         prompt: of a text completion; None: a chat.
         messages: of a chat, in OpenAI's form, as mlx-lm's chat templates take them.
-        marked_texts: where in a message a checkpoint is asked for besides its end: its index, and how many characters of
-            its content lie before.
+        marked_texts: where in a message a checkpoint is asked for besides its end: its index, and how many characters
+            of its content lie before.
         seed: None: the samples of all such replies come from one stream.
         namespace: nothing is shared between two of them.
     """

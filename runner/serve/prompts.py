@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +34,8 @@ def prompt_of(asked: Asked, tokenizer: Any, template_args: Mapping[str, Any], *,
 
     Args:
         template_args: of the server; the request's own go before them.
-        with_messages: mark the end of each message too, which renders the conversation once for each. Models need that
-            that cannot resume everywhere.
+        with_messages: mark the end of each message and of `asked.marked_texts` too, which renders the conversation once
+            for each message and twice for each text. Models need that that cannot resume everywhere.
 
     Raises:
         ApiError: there is nothing to answer, or template or tokenizer refuse it; images are among what is refused.
@@ -62,6 +62,7 @@ def prompt_of(asked: Asked, tokenizer: Any, template_args: Mapping[str, Any], *,
     if with_messages and is_chat and tokenizer.has_chat_template:
         kwargs = {**template_args, **(asked.template_args or {})}
         marks |= _message_marks(tokens, tokenizer, messages, tools, kwargs)
+        marks |= _text_marks(tokens, asked.marked_texts, tokenizer, messages, tools, kwargs)
     return Prompt(tokens, tuple(sorted(marks)), initial_state)
 
 
@@ -75,3 +76,27 @@ def _message_marks(
     # A reply that the client began is rendered as its end there.
     shared = common_rendering(rendered.tolist(), tokens)
     return {end for end in (opening, *ends) if 0 < end <= shared}
+
+
+def _text_marks(
+    tokens: list[int],
+    ends: Sequence[tuple[int, int]],
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: Any,
+    kwargs: dict[str, Any],
+) -> set[int]:
+    """How far the tokens are those of conversations in which a message goes on otherwise from one of its ends."""
+
+    def shared(index: int, end: int, rest: str) -> int:
+        other = {**messages[index], "content": messages[index]["content"][:end] + rest}
+        others = [*messages[:index], other, *messages[index + 1 :]]
+        return common_rendering(
+            tokens,
+            tokenizer.apply_chat_template(others, tools=tools, add_generation_prompt=True, tokenize=True, **kwargs),
+        )
+
+    try:
+        return {min(shared(*end, rest) for rest in ("alpha", "Zulu")) for end in ends}
+    except Exception:  # a template is foreign code; what is not marked is prefilled again at worst
+        return set()

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from runner.models.tiny import tiny_tokenizer
 from runner.serve.anthropic_bodies import MessagesBody
 from runner.serve.asked import DEFAULT, Asked
 from runner.serve.errors import ApiError
 from runner.serve.options import ServeOptions
+from runner.serve.prompts import Prompt, prompt_of
 
 USER = {"role": "user", "content": "Hi"}
 BODY: dict[str, Any] = {"model": "claude-sonnet", "max_tokens": 16, "messages": [USER]}
@@ -89,6 +91,21 @@ def test_a_marked_text_inside_of_a_message_asks_for_a_checkpoint_where_it_ends()
     before = [contents[index][:end] for index, end in mine.marked_texts]
     assert before == ["You are", "a\nbc", "a\nbc\nde", "g"]
     assert [index for index, _ in mine.marked_texts] == [0, 1, 1, 4]
+
+
+def test_a_prompt_is_marked_where_a_marked_text_ends_and_others_with_that_beginning_have_its_tokens() -> None:
+    tokenizer = tiny_tokenizer()
+    marked = {"type": "text", "text": "You are brief.", "cache_control": MARK}
+
+    def prompt(today: str) -> Prompt:
+        system = [marked, {"type": "text", "text": today}]
+        return prompt_of(asked(system=system, tools=[TOOL]), tokenizer, {}, with_messages=True)
+
+    monday, sunday = prompt("Monday"), prompt("Sunday")
+    ends = [mark for mark in monday.marks if tokenizer.decode(monday.tokens[:mark]).endswith("You are brief.")]
+    assert len(ends) == 1
+    assert ends[0] in sunday.marks
+    assert monday.tokens[: ends[0]] == sunday.tokens[: ends[0]]
 
 
 def test_tools_become_functions_unless_the_choice_is_none() -> None:
