@@ -1,7 +1,7 @@
 """HTTP/1.1 on uvicorn and h11, with a limit to what a client may keep waiting, and an end that lets replies finish.
 
-A client owes the head of a request, then its body, then to read what it is sent. Where it takes too long its connection
-is closed; until a request is whole (`runner.serve.limits`) that is all it ever held.
+A client owes the head of a request, then its body, then to read what it is sent. Where it takes too long it is told so
+and its connection is closed; until a request is whole (`runner.serve.limits`) that is all it ever held.
 
 A signal to end: no further connections, `stop` in a thread of its own while replies go on, then the rest of what
 they have is sent. A second signal ends the process at once.
@@ -30,7 +30,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from runner.serve.errors import ApiError
 
 #: How long a client may take, in seconds, for what it owes.
-PATIENCE_S = {"head": 20.0, "body": 60.0, "reading": 60.0}
+PATIENCE_S = {"head": 20.0, "body": 60.0, "reading": 60.0, "leaving": 5.0}
 #: What a client may leave a connection idle between two requests, in seconds: longer than clients keep one themselves.
 IDLE_S = 75
 #: How long replies that have ended may take to be sent, in seconds, before the server ends.
@@ -123,6 +123,7 @@ class Connection(H11Protocol):
         self._patience_s = patience_s
         self._owed: str | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -137,8 +138,9 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._look()
+        if not self._is_refused:
+            super().data_received(data)
+            self._look()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -161,6 +163,8 @@ class Connection(H11Protocol):
         state = self.conn.their_state
         if self.flow.write_paused:
             self._await("reading")
+        elif self._is_refused:
+            self._await("leaving")
         elif state is h11.SEND_BODY:
             self._await("body")
         elif state is h11.IDLE and (self.cycle is None or self.conn.trailing_data[0]):
@@ -179,24 +183,25 @@ class Connection(H11Protocol):
             self._timer = self.loop.call_later(self._patience_s[owed], self._give_up, owed)
 
     def _give_up(self, owed: str) -> None:
-        if owed == "reading":
+        if owed in ("reading", "leaving"):
             self.transport.abort()
         else:
             self._refuse(ApiError(408, f"the request's {owed} took longer than {self._patience_s[owed]:g} s."))
 
     def _refuse(self, error: ApiError) -> None:
-        """Say it where nothing was said yet, and close the connection."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(error.in_openai_form()).encode()
-            headers = [
-                ("content-type", "application/json"),
-                ("content-length", str(len(body))),
-                ("connection", "close"),
-            ]
-            for event in (
-                h11.Response(status_code=error.status, headers=headers),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        """Say it where nothing was said yet, and take nothing in any more."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
+        body = json.dumps(error.in_openai_form()).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        response = h11.Response(status_code=error.status, headers=headers)
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        # Closed with something unread in it, a connection would be reset before the client has read this.
+        self.transport.write_eof()
+        self._is_refused = True
+        self._look()
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()

@@ -1,0 +1,282 @@
+"""Connections that keep the server waiting, do not speak HTTP, or run when it ends. Real sockets, no model.
+
+No test depends on how long anything takes: where a client is to be given up on the server has no patience at all, and
+elsewhere more than any test lasts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from runner.serve import http_server
+from runner.serve.frame import Frame
+from runner.serve.http_server import HttpServer, listen, url_of
+from runner.serve.limits import BodyLimit
+
+LONG_S = 300.0
+PATIENT = dict.fromkeys(http_server.PATIENCE_S, LONG_S)
+MIB = 1 << 20
+GUARD_S = 120
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
+
+
+class Routes:
+    """Answers every request with its body, and counts them."""
+
+    def __init__(self) -> None:
+        self.reached = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.reached += 1
+        body = (await receive())["body"]
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.body", "body": body})
+
+
+class Served:
+    """A server in a thread of its own, and clients of it."""
+
+    def __init__(self, server: HttpServer, listening: socket.socket, patience_s: dict[str, float]) -> None:
+        self.server, self.patience_s, self._address = server, patience_s, listening.getsockname()[:2]
+        self.thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+
+    def connect(self, *sent: bytes) -> socket.socket:
+        client = socket.create_connection(self._address, timeout=GUARD_S)
+        for data in sent:
+            client.sendall(data)
+        return client
+
+    def ask(self, *sent: bytes) -> tuple[int, bytes]:
+        """Send something and return the status and body that come back; the connection is the server's to close."""
+        with self.connect(*sent) as client:
+            return parse(read_all(client))
+
+
+@contextmanager
+def serving(app: ASGIApp, *, stop: Callable[[], object] = lambda: None, **patience_s: float) -> Iterator[Served]:
+    """Serve an application with bodies of 1 MiB at most; impatient only where the test says so."""
+    listening = listen("127.0.0.1", 0)
+    patience_s = {**PATIENT, **patience_s}
+    framed = Frame(BodyLimit(app, max_mib=1), allowed_origins=["*"], count=lambda *_: None)
+    server = HttpServer(framed, stop, patience_s=patience_s)
+    served = Served(server, listening, patience_s)
+    served.thread.start()
+    try:
+        yield served
+    finally:
+        server.should_exit = True
+        served.thread.join(GUARD_S)
+        listening.close()
+        assert not served.thread.is_alive()
+
+
+def read_all(client: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    received = b""
+    while data := client.recv(1 << 16):
+        received += data
+    return received
+
+
+def read_reply(client: socket.socket) -> bytes:
+    """One reply's body, of a connection that stays open."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += client.recv(1)
+    length = int(received.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    return b"".join(client.recv(1) for _ in range(length))
+
+
+def is_closed(client: socket.socket) -> bool:
+    """Wait until the server closes a connection, and says nothing."""
+    with suppress(ConnectionError):
+        return client.recv(1) == b""
+    return True
+
+
+def parse(reply: bytes) -> tuple[int, bytes]:
+    head, _, body = reply.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+def error_of(reply: tuple[int, bytes]) -> tuple[int, str]:
+    """The status and message of an error in OpenAI's form."""
+    error: Mapping[str, Any] = json.loads(reply[1])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return reply[0], error["message"]
+
+
+# Clients that keep it waiting -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: "])
+def test_a_client_that_never_ends_a_head_is_given_up(sent: bytes) -> None:
+    routes = Routes()
+    with serving(routes, head=0.0) as served:
+        status, message = error_of(served.ask(sent))
+    assert (status, routes.reached) == (408, 0)
+    assert "head" in message
+
+
+@pytest.mark.parametrize("sent", [POST, POST + b"a", POST.replace(b"Content-Length: 3", b"Transfer-Encoding: chunked")])
+def test_a_client_that_never_ends_a_body_is_given_up_and_reaches_no_route(sent: bytes) -> None:
+    routes = Routes()
+    with serving(routes, body=0.0) as served:
+        status, message = error_of(served.ask(sent))
+    assert (status, routes.reached) == (408, 0)
+    assert "body" in message
+
+
+def test_a_client_that_sends_in_drops_gets_no_more_time_for_them() -> None:
+    routes = Routes()
+    with serving(routes, body=0.05) as served, served.connect(POST.replace(b" 3", b" %d" % MIB)) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(MIB - 1):
+            client.sendall(b"x")
+            if select.select([client], [], [], 0)[0]:
+                break
+        assert error_of(parse(read_all(client)))[0] == 408
+    assert routes.reached == 0
+
+
+def test_a_client_that_reads_nothing_is_given_up() -> None:
+    is_gone = threading.Event()
+
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        leaving = asyncio.ensure_future(receive())
+        while not leaving.done():
+            await send({"type": "http.response.body", "body": bytes(MIB), "more_body": True})
+            await asyncio.sleep(0)
+        is_gone.set()
+
+    with serving(endless, reading=0.0) as served, served.connect(GET):
+        assert is_gone.wait(GUARD_S)
+
+
+def test_a_connection_that_is_idle_between_two_requests_owes_nothing() -> None:
+    routes = Routes()
+    with serving(routes) as served, served.connect(POST, b"abc") as client:
+        assert read_reply(client) == b"abc"
+        served.patience_s["head"] = 0.0
+        client.sendall(POST)
+        client.sendall(b"def")
+        assert read_reply(client) == b"def"
+
+
+def test_slow_clients_hold_up_no_others() -> None:
+    routes = Routes()
+    with serving(routes) as served, served.connect(b"GET "), served.connect(POST), served.connect():
+        assert served.ask(POST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), b"abc") == (200, b"abc")
+
+
+def test_more_clients_than_there_is_room_for_are_turned_away_until_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
+    with serving(Routes()) as served:
+        with served.connect(POST, b"abc") as one, served.connect(POST, b"def") as another:
+            assert (read_reply(one), read_reply(another)) == (b"abc", b"def")
+            with served.connect() as third:
+                assert is_closed(third)
+        while True:
+            with served.connect() as later, suppress(ConnectionError):
+                later.sendall(POST + b"ghi")
+                assert read_reply(later) == b"ghi"
+                break
+
+
+# Clients that send what cannot be read --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400),
+        (POST.replace(b"Content-Length: 3", b"Transfer-Encoding: chunked") + b"zz\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nX-Huge: " + b"x" * MIB, 431),
+        (b"GET /" + b"x" * MIB, 431),
+    ],
+)
+def test_what_is_no_request_is_refused_with_a_reason(sent: bytes, status: int) -> None:
+    routes = Routes()
+    with serving(routes) as served:
+        found, message = error_of(served.ask(sent))
+        assert (found, routes.reached) == (status, 0)
+        assert message
+        with served.connect(POST, b"abc") as client:
+            assert read_reply(client) == b"abc"
+
+
+def test_a_refused_client_may_go_on_sending_and_still_reads_why() -> None:
+    with serving(Routes()) as served, served.connect(b"NO REQUEST\r\n\r\n") as client:
+        for _ in range(64):
+            client.sendall(bytes(1 << 16))
+        assert error_of(parse(read_all(client)))[0] == 400
+
+
+@pytest.mark.parametrize(
+    "head",
+    [POST.replace(b" 3", b" %d" % (MIB + 1)), POST.replace(b"Content-Length: 3", b"Transfer-Encoding: chunked")],
+)
+def test_a_client_whose_body_is_too_large_is_told_and_may_ask_again(head: bytes) -> None:
+    """The rest of the body is read and thrown away; without that most clients would never see the answer."""
+    body = b"x" * (MIB + 1)
+    sent = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if b"chunked" in head else body
+
+    with serving(Routes()) as served, served.connect(head, sent) as client:
+        assert json.loads(read_reply(client))["error"]["message"].startswith("the body is larger than 1 MiB")
+        client.sendall(POST + b"abc")
+        assert read_reply(client) == b"abc"
+
+
+# The end --------------------------------------------------------------------------------------------------------------
+
+
+def test_replies_that_run_when_the_server_is_to_end_are_finished() -> None:
+    stops: list[threading.Event] = []
+    is_ended = threading.Event()
+
+    def stop() -> None:
+        stops.append(is_ended)
+        is_ended.set()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        await asyncio.to_thread(is_ended.wait, GUARD_S)
+        await send({"type": "http.response.body", "body": b"last"})
+
+    with serving(slow, stop=stop) as served, served.connect(GET) as client, served.connect() as idle:
+        received = b""
+        while b"first" not in received:
+            received += client.recv(1)
+        served.server.should_exit = True
+        assert b"last" in read_all(client)
+        assert is_closed(idle)
+        served.thread.join(GUARD_S)
+        with pytest.raises(ConnectionError):
+            served.connect()
+    assert len(stops) == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "url"), [(("127.0.0.1", 80), "http://127.0.0.1:80"), (("::1", 8080, 0, 0), "http://[::1]:8080")]
+)
+def test_the_url_is_one_that_clients_take(address: tuple[str | int, ...], url: str) -> None:
+    assert url_of(SimpleNamespace(getsockname=lambda: address)) == url  # type: ignore[arg-type]

@@ -1,0 +1,71 @@
+"""Bodies are limited before they are read, and a route is reached once a body is whole."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from runner.serve.errors import ApiError
+from runner.serve.limits import BodyLimit
+
+MIB = 1 << 20
+GONE: Message = {"type": "http.disconnect"}
+
+
+class Request:
+    """A request that comes in these messages, and what the route behind the limit makes of it."""
+
+    def __init__(self, *messages: Message, length: int | None = None) -> None:
+        self.unread = list(messages)
+        self.received: list[Message] = []
+        headers = [] if length is None else [(b"content-length", str(length).encode())]
+        self.scope: Scope = {"type": "http", "headers": headers}
+
+    def send(self, *, max_mib: float = 1) -> None:
+        asyncio.run(BodyLimit(self.route, max_mib=max_mib)(self.scope, self.receive, self.answer))
+
+    async def receive(self) -> Message:
+        return self.unread.pop(0)
+
+    async def answer(self, _: Message) -> None:
+        raise AssertionError("the limit answers nothing itself")
+
+    async def route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.received += [await receive(), await receive()]
+
+
+def part(size: int, *, is_last: bool = False) -> Message:
+    return {"type": "http.request", "body": b"x" * size, "more_body": not is_last}
+
+
+def test_a_route_is_reached_with_the_whole_body_and_hears_of_what_comes_after() -> None:
+    request = Request(part(3), part(0), part(MIB - 3, is_last=True), GONE, length=MIB)
+    request.send()
+    assert request.received == [{"type": "http.request", "body": b"x" * MIB}, GONE]
+
+
+def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
+    request = Request(part(1, is_last=True), length=MIB + 1)
+    with pytest.raises(ApiError, match="larger than 1 MiB") as refused:
+        request.send()
+    assert (refused.value.status, len(request.unread), request.received) == (413, 1, [])
+
+
+def test_a_body_that_does_not_say_how_large_it_is_is_counted() -> None:
+    request = Request(part(MIB), part(1), part(1, is_last=True))
+    with pytest.raises(ApiError) as refused:
+        request.send()
+    assert (refused.value.status, len(request.unread), request.received) == (413, 1, [])
+
+
+def test_a_fraction_of_a_mib_is_a_limit_too() -> None:
+    with pytest.raises(ApiError, match=r"larger than 0\.5 MiB"):
+        Request(length=MIB // 2 + 1).send(max_mib=0.5)
+
+
+def test_nothing_is_done_for_a_client_that_leaves_before_its_body_is_whole() -> None:
+    request = Request(part(3), GONE, length=5)
+    request.send()
+    assert request.received == []
