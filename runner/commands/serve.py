@@ -155,7 +155,7 @@ def _run(options: ServeOptions) -> None:
     with listening:
         watch = Watch()
         try:
-            running = Running(options, watch.on_record)
+            running = Running(options, watch.on_record, watch.on_event)
             app = make_app(options, running, watch)
             running.start()
         except (ValueError, OSError, RadixCacheError) as error:
