@@ -201,7 +201,7 @@ class ParallelGenerator:
                     yield self._engine.ready.popleft()
 
     def round(self) -> list[tuple[Ticket, Piece]]:
-        """Serve one round, and return what it brought; none where nothing waits or runs."""
+        """Serve one round, and return the pieces that it brought, if any."""
         with compile_mode(self._model):
             self._round()
         pieces = [*self._engine.ready]

@@ -1,0 +1,97 @@
+"""Rows of one group may be of several namespaces: they decode together, and nothing of one shows in another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from radixcache import Group, PrefixCache, Row
+from runner.models.tiny import tiny_model
+from tests import inside
+from tests.prompts import tokens
+
+PROMPT = tokens(1, 60)
+#: Full attention, windows, recurrent layers alone and beside attention.
+KINDS = ("llama", "gemma3_text", "mamba2", "qwen3_next")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: Any) -> Any:
+    return tiny_model(request.param)
+
+
+def prefilled(group: Group, model: Any, namespace: str, prompt: list[int] = PROMPT) -> tuple[Row, mx.array]:
+    row = group.admit(prompt, namespace=namespace)
+    logits = group.prefill(model, row)
+    assert logits is not None
+    return row, logits
+
+
+def checked(cache: PrefixCache, group: Group) -> None:
+    cache.check()
+    group.check()
+
+
+def test_an_open_row_of_another_namespace_is_not_shared_and_one_of_the_same_is(model: Any) -> None:
+    cache = PrefixCache(model, budget_bytes=64 << 20)
+    with cache.begin_many(capacity=1000) as group:
+        prefilled(group, model, "ann")
+        longer = [*PROMPT, 5]
+        assert group.sharable_tokens(np.array(longer), "ben") == 0
+        assert group.sharable_tokens(np.array(longer), "ann") == len(PROMPT)
+        ben, _ = prefilled(group, model, "ben", longer)
+        ann, _ = prefilled(group, model, "ann", longer)
+        assert (ben.cached_tokens, ben.matched_tokens, ben.reason) == (0, 0, None)
+        assert ann.cached_tokens == len(PROMPT)
+        assert group.used_tokens >= 2 * len(PROMPT), "nothing of ben's is counted with ann's"
+        checked(cache, group)
+
+
+def test_what_rows_stored_is_found_in_their_own_namespace_alone(model: Any) -> None:
+    cache = PrefixCache(model, budget_bytes=64 << 20)
+    with cache.begin_many(capacity=1000, namespace="group's") as group:
+        for namespace in ("ann", "ben", None):
+            row = group.admit(PROMPT, namespace=namespace)
+            group.prefill(model, row)
+        checked(cache, group)
+    for namespace in ("ann", "ben", "group's"):
+        assert cache.explain([*PROMPT, 3], namespace).resumable_tokens == len(PROMPT)
+    assert cache.explain([*PROMPT, 3], "").resumable_tokens == 0
+    cache.check()
+
+
+def test_rows_of_two_namespaces_step_together_and_say_what_each_says_alone(model: Any) -> None:
+    cache = PrefixCache(model, budget_bytes=64 << 20)
+    with cache.begin_many(capacity=1000) as group:
+        rows, logits = zip(*(prefilled(group, model, name) for name in ("ann", "ben")), strict=True)
+        both = group.step(model, rows, mx.argmax(mx.concatenate(logits)[:, -1], axis=-1))
+        mx.eval(both)
+        assert mx.allclose(both[0], both[1], rtol=1e-3, atol=1e-4)
+        checked(cache, group)
+
+
+def test_what_was_found_wrong_in_one_namespace_stays_trusted_in_another() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, budget_bytes=64 << 20)
+    for namespace in ("ann", "ben"):
+        cache.warm(model, PROMPT, namespace)
+    with cache.begin_many(capacity=1000) as group:
+        rows = [prefilled(group, model, name, [*PROMPT, 5])[0] for name in ("ann", "ben")]
+        with cache.begin([*PROMPT, 5], namespace="ann") as session:
+            inside.find_wrong(cache, session, len(PROMPT), 0)
+        assert [row.clean_tokens for row in rows] == [0, len(PROMPT) + 1]
+        checked(cache, group)
+    assert cache.explain([*PROMPT, 5, 6], "ann").resumable_tokens == 0
+    assert cache.explain([*PROMPT, 5, 6], "ben").resumable_tokens == len(PROMPT) + 1
+
+
+@pytest.mark.parametrize("namespace", [3, "\ud800"])
+def test_a_namespace_that_is_none_is_refused_and_no_row_is_left(namespace: Any) -> None:
+    cache = PrefixCache(tiny_model("llama"), budget_bytes=64 << 20)
+    with cache.begin_many(capacity=1000) as group:
+        with pytest.raises(ValueError, match="namespace is"):
+            group.admit(PROMPT, namespace=namespace)
+        assert group.rows == []

@@ -1,0 +1,200 @@
+"""What a request asks of its own logits and its own end changes nothing for those beside it, and is what mlx-lm does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm import stream_generate
+from mlx_lm.generate import StopSequences
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from radixcache import PrefixCache
+from runner.models.load import LoadedModel, load_model
+from runner.parallel import ParallelGenerator
+from runner.parallel.request import Ticket
+from runner.serve.seeds import SeededSampler
+from tests.prompts import tokens
+
+SYSTEM = tokens(1, 40)
+PROMPTS = [[*SYSTEM, *tokens(seed, 5 + seed)] for seed in range(12, 15)]
+PENALTIES = {"logit_bias": {7: 4.0}, "repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text", "mamba2"])
+def loaded(request: Any) -> LoadedModel:
+    return load_model(f"tiny:{request.param}")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load_model("tiny")
+
+
+def new_generator(loaded: LoadedModel, **more: Any) -> ParallelGenerator:
+    cache = PrefixCache(loaded.model, budget_bytes=64 << 20)
+    return ParallelGenerator(cache, loaded.model, loaded.tokenizer, **{"capacity": 4096, "step_size": 32, **more})
+
+
+def alone(loaded: LoadedModel, prompt: Sequence[int], max_tokens: int = 12, **more: Any) -> list[int]:
+    """What mlx-lm says to a prompt."""
+    found = stream_generate(loaded.model, loaded.tokenizer, list(prompt), max_tokens=max_tokens, **more)
+    reply = [each.token for each in found]
+    assert len(reply) == max_tokens, "it ended early, and shows little"
+    return reply
+
+
+def said(ticket: Ticket) -> list[int]:
+    assert ticket.completion is not None
+    assert ticket.completion.error is None
+    return list(ticket.completion.tokens)
+
+
+def test_processors_see_prompt_and_reply_as_in_mlx_lm_and_change_their_own_request_alone(loaded: LoadedModel) -> None:
+    with new_generator(loaded) as generator:
+        processors = [make_logits_processors(**PENALTIES), [], make_logits_processors(presence_penalty=2.0)]
+        tickets = [
+            generator.submit(prompt, max_tokens=12, stop_tokens=(), logits_processors=own)
+            for prompt, own in zip(PROMPTS, processors, strict=True)
+        ]
+        list(generator)
+    for ticket, prompt, own in zip(tickets, PROMPTS, processors, strict=True):
+        assert said(ticket) == alone(loaded, prompt, logits_processors=own)
+    assert said(tickets[0]) != alone(loaded, PROMPTS[0])
+
+
+def test_a_processor_is_told_every_token_of_a_prompt_of_which_most_was_cached(tiny: LoadedModel) -> None:
+    told: list[list[int]] = []
+
+    def listening(said: mx.array, logits: mx.array) -> mx.array:
+        assert said.dtype == mx.int32
+        assert logits.shape == (1, 256)
+        told.append(said.tolist())
+        return logits
+
+    with new_generator(tiny) as generator:
+        generator.submit(PROMPTS[0], max_tokens=1)
+        list(generator)
+        ticket = generator.submit(PROMPTS[0], max_tokens=3, stop_tokens=(), logits_processors=[listening])
+        list(generator)
+    reply = said(ticket)
+    assert ticket.matched_tokens == len(PROMPTS[0])
+    assert told == [[*PROMPTS[0], *reply[:count]] for count in range(3)]
+
+
+def test_a_processor_that_raises_ends_its_own_request(tiny: LoadedModel) -> None:
+    def failing(said: mx.array, _: mx.array) -> mx.array:
+        raise ValueError(f"told of {len(said)} tokens")
+
+    with new_generator(tiny) as generator:
+        bad = generator.submit(PROMPTS[0], max_tokens=5, logits_processors=[failing])
+        good = generator.submit(PROMPTS[1], max_tokens=12, stop_tokens=())
+        list(generator)
+    assert said(good) == alone(tiny, PROMPTS[1])
+    assert bad.completion is not None
+    assert str(bad.completion.error) == f"told of {len(PROMPTS[0])} tokens"
+
+
+def test_penalties_go_on_where_a_request_that_went_back_to_waiting_left_off(tiny: LoadedModel) -> None:
+    capacity = len(SYSTEM) + sum(len(prompt) - len(SYSTEM) for prompt in PROMPTS[:2]) + 12
+    with new_generator(tiny, capacity=capacity) as generator:
+        tickets = [
+            generator.submit(
+                prompt, max_tokens=12, stop_tokens=(), reserve=1, logits_processors=make_logits_processors(**PENALTIES)
+            )
+            for prompt in PROMPTS[:2]
+        ]
+        rows = set()
+        while any(ticket.completion is None for ticket in tickets):
+            generator.round()
+            rows |= {row.id for row in generator.group.rows}
+    assert len(rows) == 3, "one went back, and got another row"
+    for ticket, prompt in zip(tickets, PROMPTS, strict=False):
+        assert said(ticket) == alone(tiny, prompt, logits_processors=make_logits_processors(**PENALTIES))
+
+
+def test_a_stop_sequence_of_several_tokens_ends_the_reply_with_its_last_one(loaded: LoadedModel) -> None:
+    whole = alone(loaded, PROMPTS[0], 12)
+    word = whole[4:7]
+    end = next(at for at in range(3, 13) if whole[at - 3 : at] == word)
+    with new_generator(loaded) as generator:
+        matchers = [StopSequences([word]).matcher() for _ in range(2)]
+        ticket = generator.submit(PROMPTS[0], max_tokens=12, stop_tokens=matchers[0].advance)
+        other = generator.submit(PROMPTS[1], max_tokens=12, stop_tokens=())
+        list(generator)
+    assert said(ticket) == whole[:end]
+    assert ticket.completion is not None
+    assert ticket.completion.done_reason == "stop"
+    assert said(other) == alone(loaded, PROMPTS[1])
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"xtc_probability": 0.5, "xtc_threshold": 0.01}])
+def test_a_seed_gives_what_it_gives_alone_whoever_draws_beside_it(tiny: LoadedModel, options: dict[str, Any]) -> None:
+    sampler = make_sampler(1.0, **options)
+    mx.random.seed(11)
+    expected = alone(tiny, PROMPTS[0], sampler=sampler)
+    mx.random.seed(12)
+    other = alone(tiny, PROMPTS[0], sampler=sampler)
+    assert expected != other
+    with new_generator(tiny) as generator:
+        tickets = [
+            generator.submit(PROMPTS[0], max_tokens=12, stop_tokens=(), sampler=own)
+            for own in (make_sampler(1.0), SeededSampler(sampler, 11), SeededSampler(sampler, 12))
+        ]
+        list(generator)
+    assert [said(ticket) for ticket in tickets[1:]] == [expected, other]
+
+
+def test_a_seeded_request_leaves_the_draws_of_others_as_they_were(tiny: LoadedModel) -> None:
+    def draws(*, with_seed: bool) -> list[int]:
+        mx.random.seed(5)
+        with new_generator(tiny) as generator:
+            ticket = generator.submit(PROMPTS[0], max_tokens=8, stop_tokens=(), sampler=make_sampler(1.0))
+            if with_seed:
+                generator.submit(PROMPTS[1], max_tokens=8, sampler=SeededSampler(make_sampler(1.0), 1))
+            list(generator)
+        return said(ticket)
+
+    assert draws(with_seed=True) == draws(with_seed=False)
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 64])
+def test_a_seed_that_mlx_does_not_take_is_refused(seed: int) -> None:
+    with pytest.raises(ValueError, match=f"seed is {seed}; wanted 0 to"):
+        SeededSampler(make_sampler(1.0), seed)
+
+
+def test_a_token_comes_with_its_own_log_probability(tiny: LoadedModel) -> None:
+    with new_generator(tiny) as generator:
+        for prompt in PROMPTS:
+            generator.submit(prompt, max_tokens=4, stop_tokens=(), sampler=make_sampler(1.0))
+        pieces = [piece for _, piece in generator]
+    assert len(pieces) == 12
+    for piece in pieces:
+        assert piece.logprobs is not None
+        assert piece.logprob == piece.logprobs[piece.token].item()
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+def test_a_character_cut_in_two_by_the_end_is_left_out_or_told_as_mlx_lm_does(tiny: LoadedModel, cuts: bool) -> None:
+    half = tiny.tokenizer.encode("é")[0]
+    with new_generator(tiny) as generator:
+        generator.submit(
+            PROMPTS[0], max_tokens=1, stop_tokens=(), sampler=lambda _: mx.array([half]), cuts_characters=cuts
+        )
+        text = "".join(piece.text for _, piece in generator)
+    assert text == ("" if cuts else "\N{REPLACEMENT CHARACTER}")
+
+
+def test_a_round_serves_one_token_of_each_and_an_idle_generator_has_none(tiny: LoadedModel) -> None:
+    with new_generator(tiny) as generator:
+        assert generator.round() == []
+        tickets = [generator.submit(prompt, max_tokens=3, stop_tokens=()) for prompt in PROMPTS]
+        served: list[list[Ticket]] = []
+        while any(ticket.completion is None for ticket in tickets):
+            served.append([ticket for ticket, _ in generator.round()])
+            assert len(served[-1]) == len(set(served[-1]))
+        assert generator.round() == []
+    assert sum(map(len, served)) == 9
