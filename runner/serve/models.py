@@ -96,7 +96,7 @@ class Models:
             is_new = kept is None
             kept = self._kept[key] = kept or self._new_cache(key, loaded, draft, fingerprint)
             self.current = ServedModel(key, loaded, draft, kept.cache, self._options, is_parallel=kept.is_parallel)
-            if is_new and self._options.warm is not None and key == self.key_of(ModelNames()):
+            if is_new and self._options.warm is not None and self._is_default(key):
                 for entry in read_warm_file(self._options.warm):
                     self.current.warm(entry.tokens(loaded.tokenizer, self._options), entry.namespace, name=entry.name)
         except BaseException:
@@ -134,6 +134,9 @@ class Models:
         self._kept.clear()
         if self._trace is not None:
             self._trace.close()
+
+    def _is_default(self, key: ModelNames) -> bool:
+        return self._options.model is not None and key == self.key_of(ModelNames())
 
     def _unload(self) -> None:
         """Let go of the weights, before those of another model come."""
@@ -183,7 +186,7 @@ class Models:
             live_slots=options.live_slots,
             kv_bits=options.kv_bits,
             kv_group_size=options.kv_group_size,
-            trace=self._trace if key == self.key_of(ModelNames()) else None,
+            trace=self._trace if self._is_default(key) else None,
             tokenizer=loaded.tokenizer if options.show_text else None,
             # Where requests run together, those that are drawn alone have a session, and all of these are verified.
             verify=1.0 if is_parallel and options.verify else options.verify,

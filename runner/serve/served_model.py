@@ -2,7 +2,7 @@
 
 Requests run together in a ParallelGenerator. What that cannot take goes through a Session, one at a time: quantized and
 exact caches, draft models, layers that no two sequences can share, and requests drawn for verification. Between two of
-its tokens the others run a round.
+its tokens, or chunks of its prompt, the others run a round.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ class ServedModel:
 
     def round(self) -> None:
         """Let each request go one step on."""
-        if self._generator is not None and self._running:
-            self._round_together(self._generator)
+        self._round_together()
         self._alone = deque(each for each in self._alone if not self._ended_early(each[0]))
         if self._alone:
             self._step_alone()
@@ -144,7 +143,7 @@ class ServedModel:
             steps = serve_alone(
                 answering, self.model, tokenizer, self.draft_model, self.cache, prompt.tokens,
                 marks=prompt.marks, sampler=sampler, logits_processors=processors, is_stop=is_stop,
-                hand_out=self._hand_out, max_tokens=max_tokens, step_size=options.prefill_step_size,
+                hand_out=self._hand_out, between=self._round_together, max_tokens=max_tokens, step_size=options.prefill_step_size,
             )  # fmt: skip
             self._alone.append((answering, steps))
         else:
@@ -162,6 +161,7 @@ class ServedModel:
                 arrived_at_s=job.arrived_s,
             )
             self._running[ticket] = answering
+            answering.foresee(self.cache.explain(prompt.tokens, asked.namespace))
         answering.start(len(prompt.tokens), reading)
 
     def _require_context(self, prompt: Prompt) -> None:
@@ -207,7 +207,10 @@ class ServedModel:
             context=options.context,
         )
 
-    def _round_together(self, generator: ParallelGenerator) -> None:
+    def _round_together(self) -> None:
+        generator = self._generator
+        if generator is None or not self._running:
+            return
         for ticket, answering in self._running.items():
             if answering.job.is_cancelled:
                 ticket.cancel()

@@ -32,25 +32,28 @@ def serve_alone(
     logits_processors: Sequence[LogitsProcessor],
     is_stop: Callable[[int], bool],
     hand_out: Callable[[Answering, str, int, float, mx.array, FinishReason | None], None],
+    between: Callable[[], None],
     max_tokens: int,
     step_size: int,
 ) -> Iterator[None]:
-    """Serve a request, a token between two yields; the whole prefill comes before the first.
+    """Serve a request, a token between two yields.
 
     A cancelled one ends within a chunk or a token. What was evaluated is stored, whatever ends it.
+
+    Args:
+        is_stop: mlx-lm's matcher of stop sequences.
+        hand_out: gets each token: text, id, log-probability, all log-probabilities (V,), how it ends the reply.
+        between: called between two chunks of prefill.
     """
     job = answering.job
 
     def progress(done_tokens: int, prompt_tokens: int) -> None:
         answering.progress(done_tokens, prompt_tokens)
+        between()
         if job.is_cancelled:
             raise _CancelledError
 
-    found = cache.explain(tokens, job.asked.namespace)
-    answering.matched_tokens = found.matched_tokens
-    if found.resumable_tokens < found.matched_tokens:
-        answering.reason = str(found.gaps[0].reason)
-    answering.cached_tokens = found.resumable_tokens
+    answering.foresee(cache.explain(tokens, job.asked.namespace))
     replies = stream_generate(
         model,
         tokenizer,
