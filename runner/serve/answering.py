@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from runner.serve.asked import Ended, Failed, FinishReason, Job, Progress, Record, Started, Step, TopToken
+
+if TYPE_CHECKING:
+    from radixcache import Explanation
 
 
 class Answering:
@@ -16,7 +19,7 @@ class Answering:
         on_record: told how it ended.
 
     Attributes:
-        prompt_tokens, cached_tokens, matched_tokens, reason: as in Record.
+        prompt_tokens, cached_tokens, matched_tokens, reason, shortfalls: as in Record.
         is_running: whether it was admitted. `is_over`: whether the last answer was given.
     """
 
@@ -24,6 +27,7 @@ class Answering:
         self.job = job
         self.prompt_tokens = self.cached_tokens = self.matched_tokens = 0
         self.reason: str | None = None
+        self.shortfalls: tuple[tuple[int, int, str], ...] = ()
         self.is_over = False
         self._on_record = on_record
         self._admitted_s: float | None = None
@@ -41,6 +45,12 @@ class Answering:
     def tokens(self) -> Sequence[int]:
         """The reply's, so far."""
         return self._tokens
+
+    def foresee(self, found: Explanation) -> None:
+        """This is what the cache has of the prompt, and why not more."""
+        self.cached_tokens, self.matched_tokens = found.resumable_tokens, found.matched_tokens
+        self.shortfalls = tuple((gap.start, gap.end, str(gap.reason)) for gap in found.gaps)
+        self.reason = str(found.gaps[0].reason) if found.resumable_tokens < found.matched_tokens else None
 
     def start(self, prompt_tokens: int, reading: Any) -> None:
         """The prompt is in tokens."""
@@ -105,6 +115,7 @@ class Answering:
             gaps_ms=tuple(self._gaps_ms),
             outcome=outcome,
             note=note,
+            shortfalls=self.shortfalls,
         )
 
     def _since_arrival_ms(self, moment_s: float | None) -> float | None:

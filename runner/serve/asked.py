@@ -139,6 +139,7 @@ class Record:
     Attributes:
         matched_tokens: how many of the prompt's first tokens the cache had seen; more than `cached_tokens` if some of
             the state was lost. `reason` says why.
+        shortfalls: what the cache lacked of the prompt on arrival, [start, end) and a Reason of PrefixCache.explain.
         queue_ms: from arrival to admission; None where it never was. `ttft_ms`: from arrival to the first token.
         gaps_ms: between one token and the next.
         outcome: how it ended.
@@ -157,6 +158,20 @@ class Record:
     gaps_ms: tuple[float, ...]
     outcome: Literal["stop", "length", "cancelled", "error"]
     note: str | None = None
+    shortfalls: tuple[tuple[int, int, str], ...] = ()
+
+    @property
+    def short_tokens(self) -> dict[str, int]:
+        """How many of the prompt's tokens were evaluated, by why; the sum is all but the cached ones."""
+        found: dict[str, int] = {}
+        for start, end, reason in self.shortfalls:
+            if end > (start := max(start, self.cached_tokens)):
+                found[reason] = found.get(reason, 0) + end - start
+        gone = self.prompt_tokens - self.cached_tokens - sum(found.values())  # between arrival and admission
+        if gone > 0:
+            reason = self.reason or "evicted"
+            found[reason] = found.get(reason, 0) + gone
+        return found
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -72,7 +72,7 @@ class ServerMetrics:
         self._cached = counter("cached_tokens", "The part of them that was restored.")
         self._short = counter(
             "shortfall_tokens",
-            "The part of them that was evaluated, by why: not_stored, or why not restored.",
+            "The part of them that was evaluated, by why, as PrefixCache.explain says it.",
             "reason",
         )
         self._generated = counter("generated_tokens", "Tokens of replies.")
@@ -99,13 +99,8 @@ class ServerMetrics:
         self._prompt.inc(record.prompt_tokens)
         self._cached.inc(record.cached_tokens)
         self._generated.inc(record.completion_tokens)
-        lost_tokens, new_tokens = (
-            record.matched_tokens - record.cached_tokens,
-            record.prompt_tokens - record.matched_tokens,
-        )
-        for reason, tokens in ((record.reason or "unknown", lost_tokens), ("not_stored", new_tokens)):
-            if tokens > 0:
-                self._short.labels(reason).inc(tokens)
+        for reason, tokens in record.short_tokens.items():
+            self._short.labels(reason).inc(tokens)
         for histogram, value_ms in ((self._queue, record.queue_ms), (self._ttft, record.ttft_ms)):
             if value_ms is not None:
                 histogram.observe(value_ms / 1e3)

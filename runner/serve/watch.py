@@ -116,10 +116,11 @@ class Watch:
 def in_a_line(record: Record) -> str:
     """What became of a request, for the log."""
     whose = f" of {record.namespace}" if record.namespace else ""
-    short = f" ({record.matched_tokens:,} matched: {record.reason})" if record.reason else ""
+    short = ", ".join(f"{tokens:,} {reason}" for reason, tokens in record.short_tokens.items())
+    why = f" (not: {short})" if short else ""
     line = (
         f"{record.id[:8]}{whose} on {cut(record.names.model)!r}: {record.prompt_tokens:,} prompt tokens, "
-        f"{record.cached_tokens:,} cached{short}, {record.completion_tokens:,} generated, {record.outcome}"
+        f"{record.cached_tokens:,} cached{why}, {record.completion_tokens:,} generated, {record.outcome}"
     )
     for shown, value in (
         ("queued {:,.1f} ms", record.queue_ms),

@@ -37,13 +37,15 @@ def test_counters_end_in_total_and_nothing_else_does() -> None:
 def test_every_prompt_token_is_cached_or_short_for_one_reason() -> None:
     watch = Watch()
     watch.on_record(record())
-    watch.on_record(record(prompt_tokens=50, cached_tokens=49, matched_tokens=50, reason="last_token"))
-    watch.on_record(record(prompt_tokens=10, cached_tokens=0, matched_tokens=0, reason=None))
+    watch.on_record(record(prompt_tokens=50, cached_tokens=49, shortfalls=((49, 50, "last_token"),)))
+    # Others brought more of it while it waited, or took some away.
+    watch.on_record(record(prompt_tokens=100, cached_tokens=80))
+    watch.on_record(record(prompt_tokens=100, cached_tokens=45, reason=None))
     short = {dict(labels)["reason"]: n for (name, labels), n in samples(watch).items() if "shortfall" in name}
-    assert short == {"no_checkpoint": 10, "not_stored": 40, "last_token": 1}
-    assert value(watch, "prompt_tokens_total") == value(watch, "cached_tokens_total") + sum(short.values()) == 160
-    assert value(watch, "generated_tokens_total") == 9
-    assert value(watch, "replies_total", outcome="stop") == 3
+    assert short == {"no_checkpoint": 20, "diverged": 80, "last_token": 1, "evicted": 15}
+    assert value(watch, "prompt_tokens_total") == value(watch, "cached_tokens_total") + sum(short.values()) == 350
+    assert value(watch, "generated_tokens_total") == 12
+    assert value(watch, "replies_total", outcome="stop") == 4
 
 
 def test_histograms_are_in_seconds_and_leave_out_what_never_was() -> None:
@@ -141,14 +143,14 @@ def test_the_end_of_a_request_is_one_line_of_the_log(caplog: pytest.LogCaptureFi
         Watch().on_record(record(namespace="ann"))
     (line,) = caplog.messages
     assert line == (
-        "3f9a1c2e of ann on 'small': 100 prompt tokens, 60 cached (70 matched: no_checkpoint), 3 generated, stop; "
-        "queued 1.0 ms; TTFT 40.0 ms; 40.0 tokens/s"
+        "3f9a1c2e of ann on 'small': 100 prompt tokens, 60 cached (not: 10 no_checkpoint, 30 diverged), 3 generated, "
+        "stop; queued 1.0 ms; TTFT 40.0 ms; 40.0 tokens/s"
     )
 
 
 def test_what_a_client_sends_cannot_break_or_fill_the_line() -> None:
     names = ModelNames("a\nb\x1b[31m" + "x" * 100_000)
-    line = in_a_line(record(names=names, note="y" * 100_000, queue_ms=None, ttft_ms=None, gaps_ms=(), reason=None))
+    line = in_a_line(record(names=names, note="y" * 100_000, queue_ms=None, ttft_ms=None, gaps_ms=()))
     assert line.isprintable()
     assert len(line) < 3 * LONGEST_TEXT
 
