@@ -29,11 +29,12 @@ Threading: as MLX; the arrays belong to the calling thread until they are evalua
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeGuard
 
 import mlx.core as mx
 
-from radixcache.adapters.snapshots import Range, Window
+from radixcache.adapters.snapshots import Range, Window, WindowSnapshot
 
 #: An offset that no sequence reaches: "never".
 NEVER = 1 << 62
@@ -108,6 +109,12 @@ class Windowed(Adapter, Protocol):
 
     def held(self, cache: Any) -> list[Range]:
         """The tokens of which snapshots can be taken now, in order."""
+
+    def snapshot_stack(self, caches: Sequence[Any], start: int, end: int, wanted: Sequence[Range]) -> WindowSnapshot:
+        """One snapshot, arrays (S, H, T, D), of what S layers that stand alike have of some tokens of [start, end)."""
+
+    def restore_stack(self, caches: Sequence[Any], snapshot: WindowSnapshot, target: int) -> bool:
+        """As `restore`, of such a snapshot."""
 
 
 def is_windowed(adapter: Adapter) -> TypeGuard[Windowed]:

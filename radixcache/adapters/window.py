@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from radixcache.adapters.keys_values import KeysAndValues
-from radixcache.adapters.owned import owned, owned_span
+from radixcache.adapters.owned import owned
 from radixcache.adapters.point import PointAdapter
 from radixcache.adapters.snapshots import Range, Window, WindowSnapshot, common, tokens_in
 from radixcache.adapters.span import SpanSnapshot, segment_bounds
@@ -55,7 +55,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
 
     def state(self, cache: Any) -> list[mx.array]:
         places = self._state_places(cache)
-        return [_joined([b[..., low:high, :] for low, high in places]) for b in self.buffers(cache)]
+        return [_joined(_cut(b, places)) for b in self.buffers(cache)]
 
     def put(self, cache: Any, state: Any, offset: int | None) -> None:
         self.place(cache, state, offset or 0, state[0].shape[2])
@@ -65,31 +65,36 @@ class WindowAdapter(KeysAndValues, PointAdapter):
 
     def snapshot(self, cache: Any, start: int, end: int) -> WindowSnapshot | None:  # type: ignore[override]
         """Copy what the buffers have of [start, end)."""
-        if cache.keys is None:
-            return None
-        return WindowSnapshot(
-            start, end, [self._piece(cache, low, high) for low, high in common([(start, end)], self.held(cache))]
-        )
+        return None if cache.keys is None else self.snapshot_stack([cache], start, end, [(start, end)])
+
+    def snapshot_stack(self, caches: Sequence[Any], start: int, end: int, wanted: Sequence[Range]) -> WindowSnapshot:
+        found = common(wanted, self.held(caches[0]))
+        return WindowSnapshot(start, end, [self._piece(caches, low, high) for low, high in found])
 
     def restore(self, cache: Any, snapshot: WindowSnapshot | None, target: int) -> bool:  # type: ignore[override]
-        if snapshot is None:
-            if not self.can_rewind(cache, target):
-                return False
-            if target < cache.offset:
-                self.place(cache, (cache.keys, cache.values), target, target)
-            return True
+        if snapshot is not None:
+            return self.restore_stack([cache], snapshot, target)
+        if not self.can_rewind(cache, target):
+            return False
+        if target < cache.offset:
+            self.place(cache, (cache.keys, cache.values), target, target)
+        return True
+
+    def restore_stack(self, caches: Sequence[Any], snapshot: WindowSnapshot, target: int) -> bool:
         parts = []
-        for start, end in self.window(cache).needs(target):
+        for start, end in self.window(caches[0]).needs(target):
             for piece in snapshot.pieces:
                 if piece.start <= start < min(piece.end, end):
                     parts += [arrays for _, _, arrays in piece.parts(start, end)]
                     start = min(piece.end, end)
             if start < end:
                 return False
-        if target == 0:
-            self.free(cache)
-        else:
-            self.put(cache, [_owned(list(pieces)) for pieces in zip(*parts, strict=True)], target)
+        for layer, cache in enumerate(caches):
+            if target == 0:
+                self.free(cache)
+            else:
+                its = [[array[layer : layer + 1] for array in arrays] for arrays in zip(*parts, strict=True)]
+                self.put(cache, [_owned(arrays) for arrays in its], target)
         return True
 
     def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
@@ -128,26 +133,28 @@ class WindowAdapter(KeysAndValues, PointAdapter):
 
     def _compacted(self, cache: Any) -> list[mx.array]:
         places = self._state_places(cache)
-        self.put(cache, [_copied(b, places) for b in self.buffers(cache)], cache.offset)
+        self.put(cache, [_owned(_cut(b, places)) for b in self.buffers(cache)], cache.offset)
         return self.buffers(cache)
 
     def _state_places(self, cache: Any) -> list[Range]:
         return [at for low, high in self.window(cache).needs(cache.offset) for at in self.places(cache, low, high)]
 
-    def _piece(self, cache: Any, start: int, end: int) -> SpanSnapshot:
-        bounds = [self.places(cache, low, high) for low, high in segment_bounds(start, end)]
-        return SpanSnapshot(start, end, [tuple(_copied(b, at) for b in self.buffers(cache)) for at in bounds])
+    def _piece(self, caches: Sequence[Any], start: int, end: int) -> SpanSnapshot:
+        buffers = list(zip(*map(self.buffers, caches), strict=True))
+        cuts = [self.places(caches[0], low, high) for low, high in segment_bounds(start, end)]
+        return SpanSnapshot(
+            start, end, [tuple(_owned([_joined(_cut(b, at)) for b in its], axis=0) for its in buffers) for at in cuts]
+        )
 
 
-def _joined(pieces: list[mx.array]) -> mx.array:
-    return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
+def _cut(buffer: mx.array, places: Sequence[Range]) -> list[mx.array]:
+    return [buffer[..., low:high, :] for low, high in places]
 
 
-def _owned(pieces: list[mx.array]) -> mx.array:
-    return owned(pieces[0]) if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
-def _copied(buffer: mx.array, places: Sequence[Range]) -> mx.array:
-    if len(places) == 1:
-        return owned_span(buffer, *places[0])
-    return mx.concatenate([buffer[..., low:high, :] for low, high in places], axis=2)
+def _owned(parts: list[mx.array], axis: int = 2) -> mx.array:
+    """All these as one array that shares no buffer."""
+    return owned(parts[0]) if len(parts) == 1 else mx.concatenate(parts, axis=axis)

@@ -22,8 +22,7 @@ from radixcache.adapters.registry import PROBED, adapter_for
 from radixcache.adapters.snapshots import Checkpoint, Range, Spans, Window, WindowSnapshot
 from radixcache.errors import SnapshotError
 from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError
-
-Leaf = tuple[Any, Adapter]
+from radixcache.layers.stacks import Leaf, Stack
 
 #: Arrays are evaluated together up to this many bytes: so much may be held twice while they are copied.
 TOGETHER_BYTES = 32 << 20
@@ -51,6 +50,7 @@ class ArrayLayout:
         pairs = self.leaves(self.fresh())
         self._adapters = [adapter for _, adapter in pairs]
         self._windows = [adapter.window(cache) if is_windowed(adapter) else None for cache, adapter in pairs]
+        self._stacks: list[Stack] = []
         self._note_kinds([True] * len(pairs))
         self.token_bytes = 0
         self._shapes: list[tuple[Any, ...] | None] = [None] * len(pairs)
@@ -142,12 +142,13 @@ class ArrayLayout:
             return
         before = self._in_use or [False] * len(pairs)
         in_use = [now or known for now, known in zip(written, before, strict=True)]
-        if in_use != self._in_use:
-            self._in_use, self._blind = in_use, None
-            self._note_kinds(in_use)
         for index, (cache, adapter) in enumerate(pairs):
             if written[index] and self._shapes[index] is None:
                 self._shapes[index] = adapter.shapes(cache)
+        if in_use != self._in_use:
+            self._in_use, self._blind = in_use, None
+            self._note_kinds(in_use)
+            self._note_stacks()
         spans = self._span_leaves(caches)
         self.token_bytes = sum(b.nbytes // b.shape[2] for cache, adapter in spans for b in adapter.buffers(cache))
 
@@ -155,14 +156,23 @@ class ArrayLayout:
         used = [(a, window) for a, window, its in zip(self._adapters, self._windows, in_use, strict=True) if its]
         #: Whether some layer in use has state that is valid at one offset only.
         self.has_states = any(adapter.is_point and window is None for adapter, window in used)
-        self._window_leaves: dict[Window, list[int]] = {}
-        for leaf, (window, its) in enumerate(zip(self._windows, in_use, strict=True)):
-            if its and window is not None:
-                self._window_leaves.setdefault(window, []).append(leaf)
         #: The different windows of layers in use.
-        self.windows = tuple(self._window_leaves)
+        self.windows = tuple(dict.fromkeys(window for _, window in used if window is not None))
         #: Whether either is so.
         self.has_points = self.has_states or bool(self.windows)
+
+    def _note_stacks(self) -> None:
+        """Stack the windows of layers that were not in use before: what is stored stays as it is."""
+        known = {leaf for stack in self._stacks for leaf in stack.leaves}
+        alike: dict[Any, list[int]] = {}
+        for leaf, (adapter, window) in enumerate(zip(self._adapters, self._windows, strict=True)):
+            if window is not None and leaf not in known and self.is_in_use(leaf):
+                alike.setdefault((window, adapter, self._shapes[leaf]), []).append(leaf)
+        self._stacks += [Stack(window, adapter, tuple(found)) for (window, adapter, _), found in alike.items()]
+        self._window_bytes = {
+            window: sum(self.leaf_bytes(leaf) for leaf, its in enumerate(self._windows) if its == window)
+            for window in self.windows
+        }
 
     @property
     def is_quantized(self) -> bool:
@@ -291,31 +301,33 @@ class ArrayLayout:
 
     def window_bytes(self, window: Window) -> int:
         """Bytes of a token in all layers with this window; 0 until a pass showed it."""
-        return sum(self.leaf_bytes(leaf) for leaf, its in enumerate(self._windows) if its == window)
+        return self._window_bytes.get(window, 0)
 
     def layers_of(self, window: Window) -> int:
         """How many layers in use have this window."""
-        return len(self._window_leaves[window])
+        return sum(len(stack.leaves) for stack in self._stacks if stack.window == window)
 
     def stored(self, spans: Spans, window: Window) -> list[Range]:
         """Of which tokens state of the layers with this window is there, in order."""
-        snapshot = spans.leaves[self._window_leaves[window][0]]
-        return [] if snapshot is None else snapshot.ranges
+        return self._first(window).stored(spans)
 
     def held(self, caches: Sequence[Any]) -> dict[Window, list[Range]]:
         """What the live windows have, in order."""
-        leaves = self.leaves(caches)
-        return {window: _held(*leaves[self._window_leaves[window][0]]) for window in self.windows}
+        pairs = self.leaves(caches)
+        return {window: self._first(window).held(pairs) for window in self.windows}
+
+    def _first(self, window: Window) -> Stack:
+        """The stack that speaks for all with this window."""
+        return next(stack for stack in self._stacks if stack.window == window)
 
     def capture(self, caches: Sequence[Any], start: int, end: int, wanted: Mapping[Window, Sequence[Range]]) -> Spans:
         """Copy what the live windows have of the tokens wanted, all in [start, end)."""
-        snapshots: list[WindowSnapshot | None] = []
-        for (cache, adapter), window in zip(self.leaves(caches), self._windows, strict=True):
-            if window is None or adapter.is_empty(cache):
-                snapshots.append(None)
-                continue
-            found = [adapter.snapshot(cache, low, high).pieces for low, high in wanted.get(window, ())]
-            snapshots.append(WindowSnapshot(start, end, [piece for pieces in found for piece in pieces]))
+        pairs = self.leaves(caches)
+        snapshots: list[WindowSnapshot | None] = [None] * len(pairs)
+        for stack in self._stacks:
+            if found := stack.caches(pairs):
+                its = stack.adapter.snapshot_stack(found, start, end, wanted.get(stack.window, ()))
+                snapshots[stack.leaves[0]] = its
         return self.spans_of(snapshots, start, end)
 
     def within(self, spans: Spans, kept: Mapping[Window, Sequence[Range]]) -> tuple[Spans, int]:
@@ -367,21 +379,19 @@ class ArrayLayout:
         if target == 0:
             self._empty_points(caches)
             return
-        written: list[mx.array] = []
-        for index, (cache, adapter) in enumerate(self.leaves(caches)):
-            if self._windows[index] is not None:
-                pieces = [piece for spans in stored if spans.leaves[index] for piece in spans.leaves[index].pieces]
-                pieces.sort(key=lambda piece: piece.start)
-                snapshot = WindowSnapshot(0, target, pieces) if pieces else None
-            else:
-                snapshot = checkpoint.leaves[index] if checkpoint is not None and checkpoint.leaves else None
-            if adapter.is_point and snapshot is not None:
+        pairs = self.leaves(caches)
+        restored: set[int] = set()
+        for stack in self._stacks:
+            restored.update(stack.restore(pairs, stored, target))
+        for index, (cache, adapter) in enumerate(pairs):
+            snapshot = checkpoint.leaves[index] if checkpoint is not None and checkpoint.leaves else None
+            if snapshot is not None:
                 if not adapter.restore(cache, snapshot, target):
                     raise LiveStateError(f"{type(cache).__name__}: the state at {target} is not all there.")
-                written += adapter.buffers(cache)
-            elif adapter.is_point and adapter is not PROBED and not adapter.is_empty(cache):
+                restored.add(index)
+            elif adapter.is_point and index not in restored and adapter is not PROBED and not adapter.is_empty(cache):
                 adapter.free(cache)  # it was not in use when the state was stored
-        _evaluate_written(written)
+        _evaluate_written([array for index in restored for array in pairs[index][1].buffers(pairs[index][0])])
 
     def empty(self, caches: Sequence[Any]) -> None:
         """Let go of all state, in the cache objects themselves."""
@@ -441,10 +451,6 @@ class ArrayLayout:
         if type(cache) is KVCache:
             return cache.to_quantized(group_size=self._kv_group_size, bits=self._kv_bits)
         return cache
-
-
-def _held(cache: Any, adapter: Adapter) -> list[Range]:
-    return adapter.held(cache) if is_windowed(adapter) and not adapter.is_empty(cache) else []
 
 
 def _fit(found: tuple[Any, ...], known: tuple[Any, ...]) -> bool:

@@ -159,15 +159,15 @@ def off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 def wrong_offset(patch: pytest.MonkeyPatch) -> None:
     """A rotating cache is restored with an offset that is one token short."""
-    right = RotatingKVAdapter.restore
+    right = RotatingKVAdapter.restore_stack
 
-    def wrong(self: Any, live: Any, snapshot: Any, target: int) -> bool:
-        done = right(self, live, snapshot, target)
-        if done and snapshot is not None and target:
-            live.offset -= 1
+    def wrong(self: Any, caches: Any, snapshot: Any, target: int) -> bool:
+        done = right(self, caches, snapshot, target)
+        for cache in caches if done and target else ():
+            cache.offset -= 1
         return done
 
-    patch.setattr(RotatingKVAdapter, "restore", wrong)
+    patch.setattr(RotatingKVAdapter, "restore_stack", wrong)
 
 
 FAULTS = {
