@@ -92,7 +92,7 @@ class Running:
         try:
             started.result()
         except BaseException:
-            self._thread.join()
+            self.stop(0)
             raise
 
     def ask(self, job: Job) -> None:
