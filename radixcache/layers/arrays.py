@@ -266,15 +266,18 @@ class ArrayLayout:
         """The span leaves' snapshots of [start, end) as one, evaluated; None for every other leaf."""
         return Spans(start, end, snapshots, _evaluated_nbytes(snapshots))
 
-    def page_in(self, caches: Sequence[Any], spans: Spans, target: int) -> int:
-        """Write what the span layers lack up to `target` into the live buffers; returns the bytes written."""
+    def page_in(self, caches: Sequence[Any], spans: Spans, target: int, *, wait: bool = True) -> int:
+        """Write what the span layers lack up to `target` into the live buffers; returns the bytes written.
+
+        Without `wait` more is to follow, which waits for this as well.
+        """
         begin = max(spans.start, self.span_offset(caches))
         written: list[mx.array] = []
         for (cache, adapter), snapshot in zip(self.leaves(caches), spans.leaves, strict=True):
             if snapshot is not None:
                 restored = adapter.restore(cache, snapshot, target)
                 assert restored, (type(cache).__name__, spans.start, spans.end, target)
-                written += adapter.buffers(cache)
+                written += adapter.buffers(cache) if wait else []
         _evaluate_written(written)
         return spans.nbytes * (target - begin) // (spans.end - spans.start) if target > begin else 0
 

@@ -167,7 +167,7 @@ class SizedLayout:
     def take_out(self, caches: Sequence[Any], cuts: Sequence[tuple[int, int]]) -> list[Spans]:
         return [self._spans(start, end) for start, end in cuts]
 
-    def page_in(self, caches: Sequence[Any], spans: Spans, target: int) -> int:
+    def page_in(self, caches: Sequence[Any], spans: Spans, target: int, *, wait: bool = True) -> int:
         begin = max(spans.start, caches[0].spans)
         if caches[0].capacity <= target:
             caches[0].reserve(target + 1)

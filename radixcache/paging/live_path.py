@@ -191,9 +191,9 @@ class LivePath:
         for node, spans in zip(nodes, found, strict=True):
             self._paged_out(node, spans)
 
-    def page_in(self, spans: Spans, target: int) -> None:
+    def page_in(self, spans: Spans, target: int, *, wait: bool) -> None:
         """Write spans behind what is live, up to offset `target`; `advance` says for which node."""
-        self._states.paged_in_bytes += self._layout.page_in(self.caches, spans, target)
+        self._states.paged_in_bytes += self._layout.page_in(self.caches, spans, target, wait=wait)
 
     def advance(self, node: StateNode) -> None:
         """The buffers have come to hold the path to `node`, by a forward pass or paged in."""

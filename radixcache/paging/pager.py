@@ -164,7 +164,7 @@ class Pager:
         if (capacity or like is not None) and (capacity < capacity_tokens or self._evictor.over_bytes()):
             self.allocating(lambda: live.reserve(capacity_tokens, like))
         for node in incoming:
-            self._page_in(live, node)
+            self._page_in(live, node, is_last=node is incoming[-1])
 
     def _generous(self, capacity_tokens: int, need_tokens: int, other_bytes: int = 0) -> int:
         """Capacity to grow to: half as much again, so that growing copies O(n) in all, unless that would evict."""
@@ -172,11 +172,13 @@ class Pager:
         more_bytes = (wanted - capacity_tokens) * self._layout.token_bytes
         return need_tokens if self._evictor.over_bytes(more_bytes + other_bytes) else wanted
 
-    def _page_in(self, live: LivePath, node: StateNode) -> None:
+    def _page_in(self, live: LivePath, node: StateNode, *, is_last: bool) -> None:
         offset = node.start
         while offset < node.end and self._layout.token_bytes:
             spans = self.allocating(lambda start=offset: self.spans_at(node, start, node.end))  # type: ignore[misc]
-            self.allocating(lambda cut=spans: live.page_in(cut, cut.end))  # type: ignore[misc]
+            # A cut out of another slot is held until it is written; what the tree has is written all at once.
+            wait = is_last or spans is not node.payload.spans
+            self.allocating(lambda cut=spans, wait=wait: live.page_in(cut, cut.end, wait=wait))  # type: ignore[misc]
             offset = spans.end
         live.advance(node)
         self._states.events.paged_in(node, node.start, node.end, self._layout.token_bytes)
