@@ -1,0 +1,90 @@
+"""The page at /cache, and what it asks for again and again. Never imports MLX.
+
+The page itself holds nothing, so that a browser may load it without a key; its script asks for the rest with the key in
+a header. What draws the tree is radixcache.view's. No style, script or request but its own gets past the page's policy.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+from radixcache import CacheStats, PrefixCache
+from radixcache.view.page import content_policy, document, page_file, tree_data, tree_markup
+from radixcache.view.words import about_words, total_words
+from runner.serve.asked import DEFAULT, ModelNames
+from runner.serve.metrics import Watched, read_caches
+from runner.serve.watch import Seen, Watch, cut
+
+#: Nodes that the page shows of a tree; the rest is counted where it hangs.
+SHOWN_NODES = 2000
+
+
+@cache
+def cache_page() -> tuple[str, dict[str, str]]:
+    """The page, and the headers that it goes out with."""
+    style, script = (page_file(f"page.{kind}") + page_file(f"page.{kind}", __package__) for kind in ("css", "js"))
+    connect = "; connect-src 'self'"
+    body = page_file("page.html", __package__) + tree_markup()
+    policy = f"{content_policy(style, script)}{connect}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    headers = {"Content-Security-Policy": policy, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+    return document("radixcache", body, style, script, connect), {**headers, "Referrer-Policy": "no-referrer"}
+
+
+def page_state(watched: Watched, watch: Watch, model: str, seen: str, *, show_text: bool) -> dict[str, Any]:
+    """What the page shows, as values that JSON has.
+
+    Args:
+        model: whose tree is wanted, as in `models`; without such a cache, the present model's.
+        seen: the version of the tree that the page shows: as long as it is the same, `tree` is None.
+        show_text: show errors too, which may quote a prompt.
+    """
+    held = read_caches(watched, lambda opened: (opened, opened.stats))
+    models = [title(names) for names, _ in held]
+    index = models.index(model) if model in models else len(models) - 1
+    return {
+        "models": models,
+        "model": models[index] if models else "",
+        "stats": {name: _finite(asdict(stats)) for name, (_, (_, stats)) in zip(models, held, strict=True)},
+        "running": watched.running,
+        "waiting": watched.waiting,
+        "points": [point._asdict() for point in watch.points()],
+        "requests": [_row(each, show_text) for each in watch.seen()],
+        "tree": _tree(models[index], *held[index][1], watched.running, seen) if models else None,
+    }
+
+
+def title(names: ModelNames) -> str:
+    """A model with its adapter and draft model, for people and for a query."""
+    draft = None if names.draft == DEFAULT else names.draft
+    return " + ".join(name for name in (names.model, names.adapter, draft) if name)
+
+
+def _tree(name: str, opened: PrefixCache, stats: CacheStats, running: int, seen: str) -> dict[str, Any] | None:
+    version = f"{zlib.crc32(repr((name, stats, running)).encode()):08x}"
+    if version == seen:
+        return None
+    view = opened.view()
+    words = {"version": version, "totals": total_words(view), "about": about_words(view)}
+    return {**words, **tree_data(view, SHOWN_NODES)}
+
+
+def _row(seen: Seen, show_text: bool) -> dict[str, Any]:
+    record = seen.record
+    note = cut(record.note) if record.note and (show_text or record.outcome != "error") else None
+    about = {"time_s": seen.time_s, "model": cut(title(record.names)), "short": record.short_tokens, "note": note}
+    return {**about, **{name: getattr(record, name) for name in _SHOWN}}
+
+
+_SHOWN = (
+    "id", "namespace", "prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms",
+    "ttft_ms", "tokens_per_s", "outcome",
+)  # fmt: skip
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """With text where a number is infinite, for which JSON has no word."""
+    return {name: "+Inf" if value == math.inf else value for name, value in values.items()}

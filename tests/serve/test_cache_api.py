@@ -1,0 +1,301 @@
+"""The routes of the cache before a real generation thread: what they tell, what they do, what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from httpx2 import Response
+
+from radixcache.view.description import read_view
+from runner.serve.app import make_app
+from runner.serve.options import ServeOptions
+from runner.serve.running import Running
+from runner.serve.watch import Watch
+
+SYSTEM = {"role": "system", "content": "You are a marmalade sommelier."}
+#: What must not be in any response: of the prompts, of what they become, of a reply.
+TELLING = ("marmalade", "sommelier", "zebra", "quince")
+
+
+class Server:
+    """An application with its generation thread, and a client on the same machine."""
+
+    def __init__(self, client: TestClient, running: Running) -> None:
+        self.client, self.running = client, running
+
+    def get(self, path: str, **query: str) -> Any:
+        answer = self.client.get(path, params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def post(self, path: str, **body: Any) -> Response:
+        return self.client.post(path, json=body)
+
+    def chat(self, text: str, **fields: Any) -> Any:
+        messages = [SYSTEM, {"role": "user", "content": text}]
+        answer = self.post("/v1/chat/completions", messages=messages, max_tokens=4, **fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stats(self) -> Any:
+        """Of the model that was asked last."""
+        state = self.get("/cache/state")
+        return state["stats"][state["model"]]
+
+    def tokens(self, text: str) -> list[int]:
+        models = self.running.call(lambda models: models)
+        current = models.result().current
+        assert current is not None
+        return list(current.tokenizer.encode(text))
+
+
+@contextmanager
+def serving(**options: Any) -> Iterator[Server]:
+    """A server of a tiny model."""
+    chosen = ServeOptions(**{"model": "tiny:llama", "budget_bytes": 64 << 20, **options})
+    watch = Watch()
+    running = Running(chosen, watch.on_record, watch.on_event)
+    app = make_app(chosen, running, watch)
+    running.start()
+    try:
+        with TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 50000)) as client:
+            yield Server(client, running)
+    finally:
+        running.stop(0)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Server]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: Server) -> Server:
+    """The same server for all tests, with an empty cache."""
+    assert shared.client.delete("/cache").status_code == 200
+    return shared
+
+
+def test_the_tree_is_a_description_that_can_be_read_back(server: Server) -> None:
+    server.chat("What about quince?")
+    view = read_view(server.client.get("/cache/tree").content)
+    stats = server.stats()
+    assert len(view.nodes) == stats["nodes"] > 0
+    assert view.tokens == stats["tokens"]
+    assert view == read_view(server.client.get("/cache/tree", params={"model": "tiny:llama"}).content)
+    assert server.client.get("/cache/tree", params={"model": "another"}).status_code == 404
+    assert read_view(server.client.get("/cache/tree", params={"namespace": "ann"}).content).nodes == ()
+
+
+def test_the_state_has_the_tree_again_once_it_has_changed(server: Server) -> None:
+    empty = server.get("/cache/state")["tree"]
+    assert empty["rows"] == []
+    assert server.get("/cache/state", seen=empty["version"])["tree"] is None
+    server.chat("What about quince?")
+    full = server.get("/cache/state", seen=empty["version"])["tree"]
+    assert len(full["rows"]) == server.stats()["nodes"] > 0
+    assert server.get("/cache/state", seen=full["version"])["tree"] is None
+    assert server.get("/cache/state", seen=full["version"], model="never heard of")["tree"] is None
+
+
+def test_the_last_requests_say_what_they_reused_and_why_not_more(server: Server) -> None:
+    first = server.chat("What about quince?")["usage"]
+    second = server.chat("What about zebras?")["usage"]
+    latest, before = server.get("/cache/state")["requests"][:2]
+    assert (before["cached_tokens"], before["short"]) == (0, {"never_stored": first["prompt_tokens"]})
+    cached = second["prompt_tokens_details"]["cached_tokens"]
+    assert latest["cached_tokens"] == cached > 0
+    assert latest["short"] == {"diverged": second["prompt_tokens"] - cached}
+    assert (latest["completion_tokens"], latest["outcome"]) == (4, "length")
+    points = server.get("/cache/state")["points"]
+    assert points[-1]["paged_bytes"] == server.stats()["paged_bytes"] > 0
+    assert points[-1]["budget_bytes"] == 64 << 20
+
+
+def test_explain_foresees_what_a_request_reuses_and_changes_nothing(server: Server) -> None:
+    server.chat("What about quince?")
+    before = server.stats()
+    messages = [SYSTEM, {"role": "user", "content": "What about zebras?"}]
+    found = server.post("/cache/explain", messages=messages, model="default_model").json()
+    assert server.stats() == before
+    assert [gap["reason"] for gap in found["gaps"]] == ["diverged"]
+    assert f"{found['resumable_tokens']} of {found['prompt_tokens']} tokens resumed" in found["report"]
+    used = server.chat("What about zebras?")["usage"]
+    assert used["prompt_tokens"] == found["prompt_tokens"]
+    assert used["prompt_tokens_details"]["cached_tokens"] == found["resumable_tokens"] > 0
+
+
+def test_a_prompt_is_the_same_as_text_and_as_tokens(server: Server) -> None:
+    text = "What about quince?"
+    server.post("/v1/completions", prompt=text, max_tokens=2)
+    by_text = server.post("/cache/explain", prompt=text).json()
+    assert by_text == server.post("/cache/explain", tokens=server.tokens(text)).json()
+    assert by_text["resumable_tokens"] == by_text["prompt_tokens"] - 1
+
+
+def test_what_was_warmed_is_there_for_the_first_who_asks_and_survives_a_reclaim(server: Server) -> None:
+    warmed = server.post("/cache/warm", messages=[SYSTEM], name="sommelier").json()
+    assert 0 < warmed["evaluated_tokens"] <= warmed["prompt_tokens"]
+    assert server.post("/cache/warm", messages=[SYSTEM]).json() == {**warmed, "evaluated_tokens": 0}
+    server.chat("What about quince?")
+    before = server.stats()
+    freed = server.post("/cache/reclaim", target_bytes=0).json()["freed_bytes"]
+    after = server.stats()
+    assert freed == sum(before[name] - after[name] for name in ("live_bytes", "paged_bytes")) > 0
+    assert after["pinned_bytes"] > 0
+    used = server.chat("What about zebras?")["usage"]
+    assert used["prompt_tokens_details"]["cached_tokens"] >= warmed["prompt_tokens"]
+
+
+def test_a_warmed_prefix_is_one_namespaces(server: Server) -> None:
+    server.post("/cache/warm", prompt="What about quince?", namespace="ann")
+    assert server.post("/cache/explain", prompt="What about quince?", namespace="ann").json()["matched_tokens"] > 0
+    assert server.post("/cache/explain", prompt="What about quince?").json()["matched_tokens"] == 0
+
+
+def test_reclaiming_stops_at_the_target(server: Server) -> None:
+    for text in ("What about quince?", "And what about zebras, then? " * 20):
+        server.chat(text)
+    held = server.stats()["paged_bytes"] + server.stats()["live_bytes"]
+    assert server.post("/cache/reclaim", target_bytes=held).json() == {"freed_bytes": 0}
+    server.post("/cache/reclaim", target_bytes=held // 2)
+    left = server.stats()["paged_bytes"] + server.stats()["live_bytes"]
+    assert 0 < left <= held // 2
+
+
+def test_clearing_leaves_nothing_and_says_how_much_that_was(server: Server) -> None:
+    server.post("/cache/warm", messages=[SYSTEM], name="sommelier")
+    held = server.stats()["paged_bytes"] + server.stats()["live_bytes"]
+    assert server.client.delete("/cache").json() == {"freed_bytes": held}
+    assert server.stats()["nodes"] == 0
+
+
+def test_evictions_that_were_asked_for_are_told_from_pressure(server: Server) -> None:
+    def counted(cause: str) -> float:
+        wanted = f'radixcache_serve_evictions_total{{cause="{cause}",state="tokens"}} '
+        lines = server.client.get("/metrics").text.splitlines()
+        return sum(float(line.removeprefix(wanted)) for line in lines if line.startswith(wanted))
+
+    before = counted("reclaim"), counted("clear"), counted("pressure")
+    server.chat("What about quince?")
+    server.post("/cache/reclaim", target_bytes=0)
+    assert counted("reclaim") > before[0]
+    server.chat("What about quince?")
+    server.client.delete("/cache")
+    assert counted("clear") > before[1]
+    assert counted("pressure") == before[2]
+
+
+def test_a_check_passes_and_says_how_much_memory_is_in_use(server: Server) -> None:
+    server.chat("What about quince?")
+    assert server.post("/cache/check").json()["active_bytes"] > server.stats()["paged_bytes"]
+
+
+def test_a_check_that_fails_is_an_error_that_says_what_is_wrong(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((_, cache),) = server.running.caches()
+
+    def fail() -> None:
+        raise AssertionError("T1 does not hold")
+
+    monkeypatch.setattr(cache, "check", fail)
+    answer = server.post("/cache/check")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "tiny:llama: T1 does not hold")
+
+
+USER = [{"role": "user", "content": "?"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/cache/explain", {}, None),
+        ("/cache/explain", {"prompt": "a", "tokens": [1]}, None),
+        ("/cache/explain", {"tokens": []}, "tokens"),
+        ("/cache/explain", {"tokens": [1, "2"]}, "tokens.1"),
+        ("/cache/explain", {"tokens": [-1]}, "tokens.0"),
+        ("/cache/explain", {"tokens": [1 << 30]}, None),
+        ("/cache/explain", {"tokens": [1.5]}, "tokens.0"),
+        ("/cache/explain", {"prompt": 7}, "prompt"),
+        ("/cache/explain", {"prompt": ""}, None),
+        ("/cache/explain", {"messages": []}, "messages"),
+        ("/cache/explain", {"messages": [{"content": "a"}]}, None),
+        ("/cache/explain", {"messages": USER, "tools": "all"}, "tools"),
+        ("/cache/explain", {"messages": USER, "namespace": 7}, "namespace"),
+        ("/cache/warm", {"prompt": "a", "name": ""}, "name"),
+        ("/cache/warm", {"prompt": "a", "ttl_requests": 0}, "ttl_requests"),
+        ("/cache/warm", {"prompt": "a", "ttl_requests": True}, "ttl_requests"),
+        ("/cache/warm", {"messages": [{"role": 1, "content": "a"}]}, None),
+        ("/cache/reclaim", {}, "target_bytes"),
+        ("/cache/reclaim", {"target_bytes": -1}, "target_bytes"),
+        ("/cache/reclaim", {"target_bytes": 1 << 63}, "target_bytes"),
+        ("/cache/reclaim", {"target_bytes": "1"}, "target_bytes"),
+        ("/cache/reclaim", {"target_bytes": 1, "model": "x"}, "model"),
+    ],
+)
+def test_a_body_that_is_wrong_is_refused_and_named(server: Server, path: str, body: dict[str, Any], param: str) -> None:
+    answer = server.post(path, **body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["message"]
+    assert param is None or error["param"] == param
+    assert server.stats()["nodes"] == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"target_bytes": NaN}', b"\xff"])
+def test_what_is_no_json_is_refused(server: Server, content: bytes) -> None:
+    answer = server.client.post("/cache/reclaim", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+
+
+def test_a_model_that_is_not_in_memory_is_not_loaded_to_be_explained(server: Server) -> None:
+    answer = server.post("/cache/explain", prompt="a", model="tiny:gemma3_text")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (409, "model")
+    assert server.get("/cache/state")["models"] == ["tiny:llama"]
+
+
+def test_every_model_that_was_served_has_its_tree_and_gives_when_reclaiming() -> None:
+    with serving() as server:
+        server.chat("What about quince?")
+        server.chat("What about quince?", model="tiny:gemma3_text")
+        state = server.get("/cache/state")
+        assert (state["models"], state["model"]) == (["tiny:llama", "tiny:gemma3_text"], "tiny:gemma3_text")
+        nodes = {name: len(server.get("/cache/tree", model=name)["nodes"]) for name in state["models"]}
+        assert nodes == {name: stats["nodes"] for name, stats in state["stats"].items()}
+        assert len(server.get("/cache/state", model="tiny:llama")["tree"]["rows"]) == nodes["tiny:llama"]
+        latest = state["stats"]["tiny:gemma3_text"]
+        server.post("/cache/reclaim", target_bytes=latest["live_bytes"] + latest["paged_bytes"])
+        after = server.get("/cache/state")["stats"]
+        assert (after["tiny:llama"]["nodes"], after["tiny:gemma3_text"]["nodes"]) == (0, nodes["tiny:gemma3_text"])
+
+
+def everything(server: Server) -> str:
+    """All that the routes of the cache say, after some requests; a bad one among them."""
+    server.chat("What about quince?")
+    server.chat("What about zebras?")
+    server.post("/v1/completions", prompt="a zebra", logit_bias={"99999": 1})
+    server.post("/cache/warm", messages=[SYSTEM], name="pinned")
+    messages = [SYSTEM, {"role": "user", "content": "What about zebras and quince?"}]
+    answers = [server.client.get(path) for path in ("/cache", "/cache/state", "/cache/tree", "/metrics")]
+    answers.append(server.post("/cache/explain", messages=messages))
+    answers.append(server.post("/cache/check"))
+    answers.append(server.post("/cache/warm", prompt="a zebra", tokens=[1]))
+    answers.append(server.client.get("/cache/tree", params={"model": "none"}))
+    return "".join(answer.text for answer in answers).lower()
+
+
+def test_no_text_is_in_any_response_unless_it_is_asked_for(server: Server) -> None:
+    said = everything(server)
+    assert not [word for word in TELLING if word in said]
+
+
+def test_text_is_shown_where_it_is_asked_for() -> None:
+    with serving(show_text=True) as server:
+        said = everything(server)
+        assert all(word in said for word in TELLING)
