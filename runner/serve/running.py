@@ -185,6 +185,9 @@ class Running:
                 self._is_open = True
                 started.set_result(None)
                 self._serve(models)
+            except BaseException:
+                self._end_all()
+                raise
             finally:
                 models.close()
         except BaseException as error:

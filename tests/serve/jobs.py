@@ -1,0 +1,105 @@
+"""What is asked of a generation thread in tests, and what it answers."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from mlx_lm import stream_generate
+
+from runner.models.load import LoadedModel
+from runner.serve.asked import Answer, Asked, Ended, Failed, Job, ModelNames, Record, Step
+from runner.serve.options import ServeOptions
+from runner.serve.running import Running
+
+T = TypeVar("T")
+
+#: Against hanging alone.
+GUARD_S = 120
+
+
+@contextmanager
+def running(records: list[Record] | None = None, **options: Any) -> Iterator[Running]:
+    """A generation thread on the tiny model, or as the options say."""
+    defaults = {"model": "tiny", "budget_bytes": 64 << 20}
+    thread = Running(ServeOptions(**{**defaults, **options}), [].append if records is None else records.append)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.stop(0)
+
+
+class Waiting:
+    """A job that was handed in, and its answers as they come."""
+
+    def __init__(
+        self, thread: Running, *, on_answer: Callable[[Job, Answer], None] | None = None, **asked: Any
+    ) -> None:
+        self.answers: list[Answer] = []
+        self._new: queue.Queue[Answer] = queue.Queue()
+        more = {"names": ModelNames(), "max_tokens": 12, **asked}
+        if "messages" not in more:
+            more.setdefault("prompt", "The quick brown fox")
+        self.job = Job(Asked(**more), self._put)
+        self._on_answer = on_answer
+        thread.ask(self.job)
+
+    def until(self, kind: type[T]) -> T:
+        """Wait for the next answer of a kind."""
+        while True:
+            answer = self._new.get(timeout=GUARD_S)
+            self.answers.append(answer)
+            if isinstance(answer, kind):
+                return answer
+            assert not isinstance(answer, (Ended, Failed)), answer
+
+    @property
+    def record(self) -> Record:
+        """How it ended; waits for that."""
+        self.end()
+        last = self.answers[-1]
+        assert isinstance(last, Ended), last
+        return last.record
+
+    @property
+    def failure(self) -> Failed:
+        """How it failed; waits for that."""
+        self.end()
+        last = self.answers[-1]
+        assert isinstance(last, Failed), last
+        return last
+
+    @property
+    def steps(self) -> list[Step]:
+        """All tokens; waits for the last."""
+        self.end()
+        return [answer for answer in self.answers if isinstance(answer, Step)]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Their ids."""
+        return [step.token for step in self.steps]
+
+    @property
+    def text(self) -> str:
+        """Their texts, joined."""
+        return "".join(step.text for step in self.steps)
+
+    def end(self) -> None:
+        """Wait for the last answer."""
+        while not self.answers or not isinstance(self.answers[-1], (Ended, Failed)):
+            self.answers.append(self._new.get(timeout=GUARD_S))
+
+    def _put(self, answer: Answer) -> None:
+        if self._on_answer is not None:
+            self._on_answer(self.job, answer)
+        self._new.put(answer)
+
+
+def alone(loaded: LoadedModel, prompt: Any, max_tokens: int = 12, **more: Any) -> tuple[list[int], str]:
+    """Tokens and text of what mlx-lm says to a prompt, text or token ids."""
+    found = list(stream_generate(loaded.model, loaded.tokenizer, prompt, max_tokens=max_tokens, **more))
+    return [each.token for each in found], "".join(each.text for each in found)

@@ -1,0 +1,222 @@
+"""The generation thread answers every job, each as if it were alone, and outlives what goes wrong with one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from runner.models.load import LoadedModel, load_model
+from runner.serve.asked import (
+    Answer,
+    Ended,
+    Job,
+    ModelNames,
+    Penalties,
+    Progress,
+    Record,
+    Sampling,
+    Started,
+    Step,
+)
+from runner.serve.models import Models
+from runner.serve.running import Running
+from tests.serve.jobs import Waiting, alone, running
+
+SYSTEM = "You are a careful assistant, and you answer in rhyme. "
+PROMPTS = [f"{SYSTEM}What about the number {number}?" for number in range(8)]
+LONG = "All work and no play. " * 40
+MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello there."}]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load_model("tiny")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Running]:
+    """A thread that many tests ask, each in a namespace of its own where it matters."""
+    with running() as thread:
+        yield thread
+
+
+@pytest.fixture(scope="module", params=["together", "alone"])
+def either(request: Any) -> Iterator[Running]:
+    """A thread that serves requests together, and one that serves one at a time."""
+    with running(prefill_step_size=64, exact=request.param == "alone") as thread:
+        yield thread
+
+
+def rendered(loaded: LoadedModel, messages: list[dict[str, Any]], **more: Any) -> list[int]:
+    tokens: list[int] = loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **more)
+    return tokens
+
+
+# Answers
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba2", "qwen3_next", "llama4"])
+def test_eight_at_once_say_what_mlx_lm_says_to_each_alone(kind: str) -> None:
+    loaded = load_model(f"tiny:{kind}")
+    with running(model=f"tiny:{kind}") as thread:
+        first = Waiting(thread, prompt=PROMPTS[0])
+        assert (first.tokens, first.text) == alone(loaded, PROMPTS[0])
+        asked = [Waiting(thread, prompt=prompt) for prompt in PROMPTS]
+        for waiting, prompt in zip(asked, PROMPTS, strict=True):
+            assert (waiting.tokens, waiting.text) == alone(loaded, prompt)
+        assert (thread.waiting, thread.running) == (0, 0)
+
+
+def test_answers_come_in_order_and_the_last_one_ends(tiny: LoadedModel) -> None:
+    records: list[Record] = []
+    with running(records) as thread:
+        waiting = Waiting(thread, messages=MESSAGES, max_tokens=3)
+        record = waiting.record
+    kinds = [type(answer) for answer in waiting.answers]
+    assert kinds[0] is Started
+    assert kinds[1:] == sorted(kinds[1:], key=[Progress, Step, Ended].index)
+    assert kinds.count(Step) == 3
+    assert records == [record]
+    length = len(rendered(tiny, MESSAGES))
+    assert (record.prompt_tokens, record.completion_tokens, record.cached_tokens) == (length, 3, 0)
+    assert record.outcome == "length"
+    assert record.queue_ms is not None
+    assert record.ttft_ms is not None
+    assert 0 <= record.queue_ms <= record.ttft_ms
+    assert len(record.gaps_ms) == 2
+    done = [answer.done_tokens for answer in waiting.answers if isinstance(answer, Progress)]
+    assert done == sorted(done)
+    assert done[-1] == length
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba2", "llama4"])
+def test_a_second_turn_finds_the_first(kind: str) -> None:
+    with running(model=f"tiny:{kind}") as thread:
+        first = Waiting(thread, messages=MESSAGES)
+        said = {"role": "assistant", "content": first.text}
+        second = Waiting(thread, messages=[*MESSAGES, said, {"role": "user", "content": "And then?"}])
+        assert second.record.prompt_tokens > first.record.prompt_tokens
+        assert second.record.cached_tokens >= first.record.prompt_tokens - 16
+        assert second.record.matched_tokens >= second.record.cached_tokens
+
+
+def test_a_prompt_of_another_namespace_finds_nothing(shared: Running) -> None:
+    for namespace, cached in (("ann", False), ("ben", False), ("ann", True)):
+        record = Waiting(shared, prompt=LONG, namespace=namespace).record
+        assert (record.cached_tokens > 0, record.matched_tokens > 0) == (cached, cached)
+
+
+def test_log_probabilities_are_those_of_the_tokens_and_of_the_likeliest(tiny: LoadedModel, shared: Running) -> None:
+    expected = list(generate_step(mx.array(tiny.tokenizer.encode(LONG)), tiny.model, max_tokens=4))
+    steps = Waiting(shared, prompt=LONG, max_tokens=4, top_logprobs=3).steps
+    for step, (token, logprobs) in zip(steps, expected, strict=True):
+        assert step.token == token
+        assert step.logprob == pytest.approx(logprobs[token].item(), abs=1e-4)
+        best = mx.argsort(-logprobs)[:3].tolist()
+        assert sorted(top.id for top in step.top_tokens) == sorted(best)
+        assert {top.id: top.logprob for top in step.top_tokens}[token] == pytest.approx(step.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": 1.0}, {"exact": True}])
+def test_a_seed_and_penalties_give_what_they_give_in_mlx_lm(tiny: LoadedModel, options: dict[str, Any]) -> None:
+    mx.random.seed(3)
+    expected = alone(
+        tiny,
+        LONG,
+        sampler=make_sampler(0.8, top_p=0.9),
+        logits_processors=make_logits_processors({5: 2.0}, repetition_penalty=1.3),
+    )
+    with running(**options) as thread:
+        for _ in range(2):  # the second time from the cache
+            found = Waiting(
+                thread,
+                prompt=LONG,
+                seed=3,
+                sampling=Sampling(temperature=0.8, top_p=0.9),
+                penalties=Penalties(logit_bias={5: 2.0}, repetition_penalty=1.3),
+            )
+            beside = Waiting(thread, prompt=PROMPTS[1], sampling=Sampling(temperature=1.0))
+            assert (found.tokens, found.text) == expected
+            beside.end()
+
+
+def test_a_stop_word_ends_the_reply_and_is_named(tiny: LoadedModel, either: Running) -> None:
+    whole = next(
+        (prompt, tokens)
+        for prompt in PROMPTS
+        if len(tokens := alone(tiny, prompt)[0]) == 12 and tiny.tokenizer.decode(tokens[5:7]).isascii()
+    )
+    prompt, tokens = whole
+    word = tiny.tokenizer.decode(tokens[5:7])
+    waiting = Waiting(either, prompt=prompt, stop_words=["never said", word])
+    assert waiting.record.outcome == "stop"
+    assert waiting.tokens == tokens[: len(waiting.tokens)]
+    assert waiting.tokens[-2:] == tokens[5:7]
+    assert [step.finish_reason for step in waiting.steps] == [*[None] * (len(waiting.tokens) - 1), "stop"]
+    assert [step.stop_word for step in waiting.steps][-1] == word
+
+
+# One at a time
+
+
+def test_a_quantized_cache_answers_one_at_a_time_as_mlx_lm_does_from_the_first_token_on() -> None:
+    loaded = load_model("tiny")
+    layers = len(loaded.model.layers)
+    with running(kv_bits=8) as thread:
+        asked = [Waiting(thread, prompt=prompt) for prompt in PROMPTS[:3]]
+        for waiting, prompt in zip(asked, PROMPTS, strict=False):
+            caches = [QuantizedKVCache(group_size=64, bits=8) for _ in range(layers)]
+            assert waiting.tokens == alone(loaded, prompt, prompt_cache=caches)[0]
+        assert thread.call(lambda models: models.loaded(ModelNames()).cache.stats.paged_bytes).result() >= 0
+        assert asked[1].record.cached_tokens >= len(SYSTEM)
+
+
+def test_a_draft_model_changes_nothing_but_the_time_it_takes(tiny: LoadedModel) -> None:
+    with running(draft_model="tiny:qwen3", num_draft_tokens=2) as thread:
+        for _ in range(2):
+            waiting = Waiting(thread, prompt=LONG)
+            assert waiting.tokens == alone(tiny, LONG)[0]
+        assert waiting.record.cached_tokens > 0
+        without = Waiting(thread, names=ModelNames(draft=None), prompt=LONG)
+        assert without.tokens == alone(tiny, LONG)[0]
+
+
+def test_who_is_drawn_for_verification_is_verified_and_the_others_run_together(tiny: LoadedModel) -> None:
+    with running(verify=0.5) as thread:
+        Waiting(thread, prompt=PROMPTS[0]).end()
+        asked = [Waiting(thread, prompt=PROMPTS[0]) for _ in range(8)]
+        assert {tuple(waiting.tokens) for waiting in asked} == {tuple(alone(tiny, PROMPTS[0])[0])}
+        stats = thread.call(lambda models: models.loaded(ModelNames()).cache.stats).result()
+    assert 0 < stats.verified_requests < 9
+    assert stats.verify_mismatches == 0
+
+
+def test_others_stream_on_while_one_alone_is_prefilled() -> None:
+    order: list[str] = []
+
+    def note(name: str, kind: type[Answer]) -> Callable[[Job, Answer], None]:
+        return lambda _, answer: order.append(name) if isinstance(answer, kind) else None
+
+    with running(verify=0.5, prefill_step_size=32) as thread:
+        draws: list[bool] = []
+
+        def set_draws(models: Models) -> None:
+            models.loaded(ModelNames())._draws.random = lambda: 1.0 - draws.pop(0)  # type: ignore[method-assign]
+
+        draws += [False, True]
+        thread.call(set_draws).result()
+        streaming = Waiting(thread, max_tokens=200, stop_words=(), on_answer=note("streaming", Step))
+        streaming.until(Step)
+        single = Waiting(thread, prompt=LONG, max_tokens=2, on_answer=note("chunk", Progress))
+        single.end()
+        streaming.job.cancel()
+        streaming.end()
+    chunks = [at for at, name in enumerate(order) if name == "chunk"]
+    assert len(chunks) > 10
+    assert "streaming" in order[chunks[1] : chunks[-2]]

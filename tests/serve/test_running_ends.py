@@ -1,0 +1,309 @@
+"""However a job ends, and whatever goes wrong with it, it gets one last answer, and the others theirs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from radixcache import Event
+from runner.models.load import LoadedModel, ModelError, load_model
+from runner.parallel import ParallelGenerator
+from runner.serve import served_model
+from runner.serve.asked import (
+    Answer,
+    Ended,
+    Failed,
+    Job,
+    ModelNames,
+    Penalties,
+    Progress,
+    Sampling,
+    Step,
+)
+from runner.serve.errors import ApiError
+from runner.serve.options import ServeOptions
+from runner.serve.running import Running
+from runner.serve.served_model import ServedModel
+from tests.serve.jobs import Waiting, alone, running
+
+SYSTEM = "You are a careful assistant, and you answer in rhyme. "
+PROMPTS = [f"{SYSTEM}What about the number {number}?" for number in range(8)]
+LONG = "All work and no play. " * 40
+MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello there."}]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load_model("tiny")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Running]:
+    """A thread that many tests ask, each in a namespace of its own where it matters."""
+    with running() as thread:
+        yield thread
+
+
+@pytest.fixture(scope="module", params=["together", "alone"])
+def either(request: Any) -> Iterator[Running]:
+    """A thread that serves requests together, and one that serves one at a time."""
+    with running(prefill_step_size=64, exact=request.param == "alone") as thread:
+        yield thread
+
+
+def cancel_at(kind: type[Answer], count: int) -> Callable[[Job, Answer], None]:
+    """What cancels a job on the thread itself, with the answer of that number of that kind."""
+    seen = 0
+
+    def on_answer(job: Job, answer: Answer) -> None:
+        nonlocal seen
+        seen += isinstance(answer, kind)
+        if seen >= count:
+            job.cancel()
+
+    return on_answer
+
+
+# Ends
+
+
+def test_who_leaves_during_prefill_ends_within_a_chunk_and_leaves_what_was_computed(either: Running) -> None:
+    left = Waiting(either, prompt=LONG, namespace="left", on_answer=cancel_at(Progress, 4))
+    assert (left.record.outcome, left.record.completion_tokens) == ("cancelled", 0)
+    done = [answer.done_tokens for answer in left.answers if isinstance(answer, Progress)]
+    assert len(done) in (4, 5)
+    again = Waiting(either, prompt=LONG, namespace="left")
+    assert 0 < done[3] - 64 <= again.record.cached_tokens <= done[-1]
+
+
+def test_who_leaves_during_the_reply_ends_within_a_token_and_leaves_what_was_computed(
+    tiny: LoadedModel, either: Running
+) -> None:
+    prompt = next(prompt for prompt in PROMPTS if len(alone(tiny, prompt, 40)[0]) == 40)
+    left = Waiting(either, prompt=prompt, max_tokens=40, on_answer=cancel_at(Step, 3))
+    assert left.record.outcome == "cancelled"
+    assert 3 <= left.record.completion_tokens <= 4
+    again = Waiting(either, prompt=prompt, max_tokens=40)
+    assert again.tokens == alone(tiny, prompt, 40)[0]
+    assert again.record.cached_tokens > 0
+
+
+def test_who_leaves_while_waiting_never_runs() -> None:
+    with running(decode_concurrency=1) as thread:
+        held = threading.Event()
+        thread.call(lambda _: held.wait())
+        first, second = Waiting(thread, max_tokens=3), Waiting(thread, max_tokens=3)
+        second.job.cancel()
+        held.set()
+        assert first.record.completion_tokens > 0
+        assert (second.record.outcome, second.record.queue_ms) == ("cancelled", None)
+        assert second.answers == [Ended(second.record)]
+
+
+def test_what_runs_may_end_before_the_thread_stops(tiny: LoadedModel) -> None:
+    with running() as thread:
+        asked = [Waiting(thread, prompt=prompt) for prompt in PROMPTS[:3]]
+        asked[0].until(Step)
+        thread.stop(600)
+        assert [waiting.tokens for waiting in asked] == [alone(tiny, prompt)[0] for prompt in PROMPTS[:3]]
+        assert not thread.is_healthy
+        with pytest.raises(ApiError, match="stopping") as refused:
+            Waiting(thread)
+        assert refused.value.status == 503
+        with pytest.raises(ApiError, match="stopping"):
+            thread.call(lambda _: None)
+
+
+@pytest.mark.parametrize("options", [{}, {"exact": True}])
+def test_what_is_not_through_by_then_ends_with_what_it_has(tiny: LoadedModel, options: dict[str, Any]) -> None:
+    prompt = next(prompt for prompt in PROMPTS if len(alone(tiny, prompt, 60)[0]) == 60)
+    with running(**options) as thread:
+        asked = [Waiting(thread, prompt=prompt, max_tokens=1 << 20, penalties=Penalties({1: -1e6})) for _ in range(2)]
+        asked[0].until(Step)
+        thread.stop(0)
+        assert [waiting.record.outcome for waiting in asked] == ["cancelled", "cancelled"]
+        assert asked[0].record.completion_tokens > 0
+        thread.stop(0)
+
+
+def test_a_context_is_shifted_where_it_was_asked_for(tiny: LoadedModel) -> None:
+    with running(context=300) as thread:
+        waiting = Waiting(thread, prompt=LONG, max_tokens=5)
+        assert len(LONG) > 300
+        assert waiting.record.outcome in ("length", "stop")
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "found"),
+    [
+        ({"messages": []}, 400, "messages is empty"),
+        ({"prompt": ""}, 400, "the prompt has no tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "Only 'text' content type"),
+        ({"messages": MESSAGES, "template_args": {"tokenize": 1}}, 400, "the prompt cannot be made: TypeError"),
+        ({"prompt": "x" * 40_000}, 400, "the prompt has 40000 tokens; the model's context length is 32768 tokens."),
+        ({"sampling": Sampling(1.0, top_k=256)}, 400, "top_k is 256; wanted less than the 256 tokens there are."),
+        (
+            {"sampling": Sampling(1.0, xtc_probability=0.5, xtc_threshold=0.6)},
+            400,
+            "xtc_threshold is 0.6; wanted 0 to 0.5.",
+        ),
+        ({"sampling": Sampling(1.0), "seed": -1}, 400, "seed is -1"),
+        ({"penalties": Penalties({256: 1.0})}, 400, "logit_bias names token 256; wanted 0 to 255."),
+        ({"penalties": Penalties(repetition_penalty=-1.0)}, 400, "penalty must be a non-negative float"),
+        ({"names": ModelNames("nothing")}, 404, "model 'nothing': no such folder."),
+        ({"names": ModelNames("tiny", "/nowhere")}, 404, "/nowhere: No such file or directory; wanted a folder."),
+        ({"names": ModelNames(draft="tiny:nothing")}, 404, "model tiny:nothing: no such kind."),
+    ],
+)
+def test_what_cannot_be_answered_fails_with_a_reason_and_nobody_else_does(
+    tiny: LoadedModel, shared: Running, asked: dict[str, Any], status: int, found: str
+) -> None:
+    good, bad = Waiting(shared, prompt=PROMPTS[0]), Waiting(shared, **asked)
+    assert bad.failure.status == status
+    assert found in bad.failure.message
+    assert "\n" not in bad.failure.message
+    assert bad.failure.record is not None
+    assert bad.failure.record.outcome == "error"
+    assert good.tokens == alone(tiny, PROMPTS[0])[0]
+
+
+def test_a_prompt_beyond_the_budget_fails_with_both_sizes_and_the_next_one_is_answered() -> None:
+    with running(budget_bytes=600_000) as thread:
+        Waiting(thread, prompt="short").end()
+        bad = Waiting(thread, prompt=LONG).failure
+        assert bad.status == 400
+        assert "the budget of 600000" in bad.message
+        assert Waiting(thread, prompt="short").record.completion_tokens > 0
+
+
+def test_a_reply_that_the_budget_cannot_hold_ends_with_what_it_has() -> None:
+    with running(budget_bytes=600_000) as thread:
+        waiting = Waiting(thread, max_tokens=4000, penalties=Penalties({1: -1e6}))
+        assert waiting.record.outcome == "length"
+        assert 10 < waiting.record.completion_tokens < 4000
+        assert "the budget of 600000" in str(waiting.record.note)
+
+
+def test_what_is_raised_for_one_ends_that_one(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, either: Running
+) -> None:
+    def top_logprobs(logprobs: mx.array, count: int, _: Any) -> tuple[()]:
+        if count > 0:
+            raise RuntimeError("so many?")
+        return ()
+
+    monkeypatch.setattr(served_model.border, "top_logprobs", top_logprobs)
+    good, bad = Waiting(either, prompt=PROMPTS[0]), Waiting(either, top_logprobs=5)
+    assert bad.failure == Failed(500, "RuntimeError: so many?", bad.failure.record)
+    assert good.tokens == alone(tiny, PROMPTS[0])[0]
+    assert Waiting(either, prompt=PROMPTS[0]).tokens == good.tokens
+
+
+def test_a_round_that_fails_ends_those_that_ran_and_the_next_request_is_answered(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = ParallelGenerator.round
+    failures = [RuntimeError("a bug")]
+
+    def round_(self: ParallelGenerator) -> Any:
+        if failures:
+            raise failures.pop()
+        return served(self)
+
+    monkeypatch.setattr(ParallelGenerator, "round", round_)
+    with running() as thread:
+        assert Waiting(thread).failure.message == "RuntimeError: a bug"
+        assert Waiting(thread, prompt=PROMPTS[0]).tokens == alone(tiny, PROMPTS[0])[0]
+
+
+def test_when_the_thread_dies_everyone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    died = threading.Event()
+
+    def round_(self: ServedModel) -> None:
+        if not self.is_idle:
+            died.wait()
+            raise SystemExit("out of everything")
+
+    monkeypatch.setattr(ServedModel, "round", round_)
+    with running() as thread:
+        asked = [Waiting(thread), Waiting(thread)]
+        called = thread.call(lambda _: 1)
+        died.set()
+        assert [waiting.failure.status for waiting in asked] == [503, 503]
+        if (error := called.exception()) is not None:  # it came behind the last round
+            assert isinstance(error, ApiError)
+        thread.stop(0)
+        assert not thread.is_healthy
+        with pytest.raises(ApiError) as refused:
+            Waiting(thread)
+        assert refused.value.status == 503
+
+
+def test_who_comes_when_all_places_are_taken_is_turned_away_and_the_others_are_served() -> None:
+    with running(decode_concurrency=1, max_waiting=2) as thread:
+        held = threading.Event()
+        thread.call(lambda _: held.wait())
+        asked = [Waiting(thread, max_tokens=2) for _ in range(3)]
+        assert thread.waiting == 3
+        with pytest.raises(ApiError, match="3 requests run or wait") as refused:
+            Waiting(thread)
+        assert refused.value.status == 429
+        assert refused.value.retry_after_s is not None
+        held.set()
+        assert all(waiting.record.completion_tokens for waiting in asked)
+        Waiting(thread).end()
+
+
+# Calls, and starting
+
+
+def test_a_call_runs_on_the_thread_and_what_it_raises_is_the_callers(shared: Running) -> None:
+    assert shared.call(lambda _: threading.current_thread().name).result() == "generation"
+    with pytest.raises(ZeroDivisionError):
+        shared.call(lambda _: 1 // 0).result()
+    assert Waiting(shared).record.completion_tokens > 0
+
+
+def test_events_of_the_caches_are_told() -> None:
+    events: list[Event] = []
+    thread = Running(ServeOptions(model="tiny", budget_bytes=64 << 20), lambda _: None, events.append)
+    thread.start()
+    try:
+        Waiting(thread).end()
+        assert [names.model for names, _ in thread.caches()] == ["tiny"]
+    finally:
+        thread.stop(0)
+    assert events
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"model": "nothing"}, "no such folder"),
+        ({"policy": "nothing"}, "nothing"),
+        ({"context": 100, "kv_bits": 8}, "--context and --kv-bits contradict each other"),
+        ({"context": 100, "draft_model": "tiny"}, "--context and --draft-model contradict each other"),
+        ({"context": 100, "exact": True}, "--context and --exact contradict each other"),
+        ({"context": 100, "verify": 0.1}, "--context and --verify contradict each other"),
+        ({"context": 100, "model": "tiny:llama4"}, "its layers cannot be shared"),
+        ({"kv_bits": 8, "quantized_kv_start": 5000}, "--quantized-kv-start 5000 cannot be honoured"),
+        ({"decode_concurrency": 0}, "max_rows is 0"),
+    ],
+)
+def test_what_cannot_be_is_said_at_start(options: dict[str, Any], found: str) -> None:
+    with pytest.raises(ValueError, match=found), running(**options):
+        pass
+
+
+def test_a_missing_model_is_said_at_start_as_such_and_no_thread_is_left() -> None:
+    before = threading.enumerate()
+    with pytest.raises(ModelError), running(model="tiny:nothing"):
+        pass
+    assert threading.enumerate() == before
