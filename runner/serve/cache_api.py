@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -16,11 +17,11 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from radixcache import PrefixCache
-from radixcache.errors import RadixCacheError
+from radixcache.errors import CacheClosedError, RadixCacheError
 from radixcache.tokens.ids import checked_prompt, vocabulary_size
 from runner.serve.asked import DEFAULT, Asked
 from runner.serve.errors import ApiError
-from runner.serve.metrics import CONTENT_TYPE, read_caches
+from runner.serve.metrics import CONTENT_TYPE
 from runner.serve.openai_bodies import ChatBody, CompletionBody
 from runner.serve.options import ServeOptions
 from runner.serve.page import cache_page, page_state, title
@@ -115,9 +116,10 @@ def cache_routes(running: Running, watch: Watch, options: ServeOptions) -> APIRo
 
     @router.get("/cache/tree")
     def tree(model: str | None = None, namespace: str | None = None) -> Response:
-        for names, view in reversed(read_caches(running, lambda cache: cache.view(namespace=namespace))):
-            if model is None or model == title(names):
-                return Response(view.to_json(), media_type="application/json")
+        for names, cache in reversed(running.caches()):
+            if model in (None, title(names)):
+                with suppress(CacheClosedError):
+                    return Response(cache.view(namespace=namespace).to_json(), media_type="application/json")
         raise ApiError(404, "no such model has been served.", param="model")
 
     @router.post("/cache/explain")

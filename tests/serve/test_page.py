@@ -1,0 +1,261 @@
+"""The page at /cache: what it is made of, and in a real browser how it follows a server that is at work."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.sized_cache import sized_cache
+from runner.serve.app import guard, make_app
+from runner.serve.asked import ModelNames
+from runner.serve.cache_api import cache_routes
+from runner.serve.http_server import HttpServer, listen, url_of
+from runner.serve.options import ServeOptions
+from runner.serve.page import SHOWN_NODES, cache_page, page_state
+from runner.serve.running import Running
+from runner.serve.watch import Watch
+from tests.serve.watched import Watched, record
+from tests.view.browser import Page, find_browser
+
+ROWS = "document.querySelectorAll('#rows > .row.node').length"
+LABELS = "[...document.querySelectorAll('#rows .label > bdi:last-of-type')].map(label => label.textContent)"
+REQUESTS = "document.querySelectorAll('#requests tr').length"
+GUARD_S = 120
+
+
+@contextmanager
+def reachable(app: FastAPI) -> Iterator[str]:
+    """Serve an application on a free port; its URL."""
+    with listen("127.0.0.1", 0) as listening:
+        server = HttpServer(app, lambda: None)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield url_of(listening)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@contextmanager
+def served(**options: Any) -> Iterator[str]:
+    """A server of a tiny model; its URL."""
+    chosen = ServeOptions(**{"model": "tiny:llama", "budget_bytes": 64 << 20, **options})
+    watch = Watch()
+    running = Running(chosen, watch.on_record, watch.on_event)
+    app = make_app(chosen, running, watch)
+    running.start()
+    try:
+        with reachable(app) as url:
+            yield url
+    finally:
+        running.stop(0)
+
+
+def ask(url: str, text: str, key: str = "") -> None:
+    body = json.dumps({"prompt": text, "max_tokens": 3}).encode()
+    headers = {"Content-Type": "application/json", "x-api-key": key}
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{url}/v1/completions", body, headers), timeout=GUARD_S
+    ) as answer:
+        answer.read()
+
+
+def large_tree(users: int) -> Any:
+    """A cache without arrays, of two nodes and more per user."""
+    cache, model = sized_cache(SizedLayout(3072), budget_bytes=1 << 40), SizedModel()
+    for user in range(users):
+        start = [100 + user % 10] * 20 + [1000 + user] * 4
+        for prompt in (start + [7] * 4, start + [8] * 4):
+            with cache.begin(prompt) as session:
+                session.prefill(model)
+                session.step(model, prompt[-1:])
+    return cache
+
+
+# Without a browser
+
+
+def test_its_policy_lets_in_its_own_script_and_style_and_no_other_request() -> None:
+    content, headers = cache_page()
+    policy = headers["Content-Security-Policy"]
+    for tag, directive in (("script", "script-src"), ("style", "style-src")):
+        (found,) = re.findall(f"<{tag}>(.*?)</{tag}>", content, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(found.encode()).digest()).decode()
+        assert f"{directive} 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'; ")
+    for directive in ("connect-src 'self'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"):
+        assert directive in policy
+    assert "unsafe" not in policy
+
+
+def test_it_needs_nothing_from_elsewhere() -> None:
+    content, _ = cache_page()
+    assert set(re.findall(r"https?://[^\"' )]+", content)) == {"http://www.w3.org/2000/svg"}
+    assert not re.findall(r"<(?:link|img|iframe|script [^>]*src)", content)
+
+
+def test_the_state_of_a_large_tree_is_cut_to_what_is_shown() -> None:
+    watched = Watched()
+    watched.held.append((ModelNames("sized", None, None), large_tree(SHOWN_NODES // 2)))
+    tree = page_state(watched, Watch(), "", "", show_text=False)["tree"]
+    kinds = [row[1] for row in tree["rows"]]
+    assert kinds.count("node") >= SHOWN_NODES
+    assert len(kinds) < watched.held[0][1].stats.nodes
+    assert "more nodes" in json.dumps([row for row in tree["rows"] if row[1] == "more"])
+
+
+def test_the_state_is_json_before_the_first_model_and_with_an_infinite_error() -> None:
+    assert page_state(Watched(), Watch(), "", "", show_text=False)["tree"] is None
+    cache, watched = large_tree(1), Watched()
+    stats = replace(cache.stats, verify_largest_error=math.inf)
+    watched.held.append((ModelNames("sized", None, None), SimpleNamespace(stats=stats, view=cache.view)))
+    state = page_state(watched, Watch(), "", "", show_text=False)
+    assert json.loads(json.dumps(state, allow_nan=False))["stats"]["sized"]["verify_largest_error"] == "+Inf"
+
+
+def test_what_went_wrong_is_told_only_with_the_text() -> None:
+    watch = Watch()
+    watch.on_record(record(outcome="error", note="cannot render 'marmalade'"))
+    watch.on_record(record(outcome="length", note="the budget is full"))
+    notes = {
+        shown: [row["note"] for row in page_state(Watched(), watch, "", "", show_text=shown)["requests"]]
+        for shown in (False, True)
+    }
+    assert notes == {False: ["the budget is full", None], True: ["the budget is full", "cannot render 'marmalade'"]}
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Page]:
+    found = find_browser()
+    if found is None:
+        pytest.skip("no Chromium here: install one, or name it in RADIXCACHE_BROWSER")
+    with Page(found) as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(browser: Page) -> Iterator[Page]:
+    browser.complaints.clear()
+    browser.requested.clear()
+    yield browser
+    browser.open("about:blank")  # it asks no more of a server that is about to end
+
+
+@pytest.mark.slow
+def test_it_changes_while_requests_run_and_shows_the_branch_of_one_that_parts(page: Page) -> None:
+    with served(show_text=True) as url:
+        page.open(f"{url}/cache")
+        page.wait_for("document.getElementById('totals').textContent.startsWith('The tree is empty')")
+        ask(url, "What is bread made of?")
+        page.wait_for(f"{ROWS} > 0 && {REQUESTS} === 1")
+        ask(url, "What is the capital of France?")
+        page.wait_for(f"{REQUESTS} === 2 && {LABELS}.some(label => label.startsWith('the ca'))")
+        labels = page.run(LABELS)
+        assert labels[0] == "What is "
+        assert any(label.startswith("bread") for label in labels)
+        rows = page.run("[...document.querySelectorAll('#requests tr')].map(row => row.textContent)")
+        assert "diverged" in rows[0]
+        assert "never stored" in rows[1]
+        assert page.run("document.querySelector('#rate path').getAttribute('d').split('L').length") == 2
+        assert "paged" in page.run("document.getElementById('bytes-words').textContent")
+        assert page.complaints == []
+        assert all(asked.startswith(f"{url}/cache") for asked in page.requested)
+
+
+@pytest.mark.slow
+def test_what_the_reader_closed_and_selected_stays_so_while_the_tree_changes(page: Page) -> None:
+    with served(show_text=True) as url:
+        for text in ("abc one", "abc two", "xyz one", "xyz two"):
+            ask(url, text)
+        page.open(f"{url}/cache")
+        page.wait_for(f"{LABELS}.filter(label => label === 'abc ' || label === 'xyz ').length === 2")
+        close = "[...document.querySelectorAll('#rows .row')].find(row => row.textContent.includes('abc '))"
+        assert sum(label.startswith("one") for label in page.run(LABELS)) == 2
+        page.run(f"{close}.querySelector('.twist').click()")
+        page.run(f"{close}.querySelector('.label').click()")
+        ask(url, "xyz three")
+        page.wait_for(f"{REQUESTS} === 5 && {LABELS}.some(label => label.startsWith('hree'))")
+        assert sum(label.startswith("one") for label in page.run(LABELS)) == 1
+        assert page.run(f"{close}.querySelector('.twist').getAttribute('aria-expanded')") == "false"
+        assert page.run(f"{close}.querySelector('.info') !== null")
+        assert page.run("document.querySelectorAll('.twist[aria-expanded=true]').length") > 0
+        assert page.complaints == []
+
+
+@pytest.mark.slow
+def test_without_text_it_shows_where_nodes_begin_and_end(page: Page) -> None:
+    with served() as url:
+        ask(url, "What is bread made of?")
+        page.open(f"{url}/cache")
+        page.wait_for(f"{ROWS} > 0")
+        assert all(re.fullmatch(r"\[[\d,]+, [\d,]+\)", label) for label in page.run(LABELS))
+        assert "bread" not in page.run("document.documentElement.outerHTML")
+
+
+@pytest.mark.slow
+def test_the_key_is_asked_for_and_never_in_an_address(page: Page, tmp_path: Path) -> None:
+    keys, admin = tmp_path / "keys", tmp_path / "admin"
+    for file, line in ((keys, "ann ann-key\n"), (admin, "boss admin-key\n")):
+        file.touch(0o600)
+        file.write_text(line)
+    with served(api_keys=keys, admin_key_file=admin, namespace_by="key") as url:
+        ask(url, "What is bread made of?", "ann-key")
+        page.open(f"{url}/cache")
+        page.wait_for("!document.getElementById('ask').hidden")
+        assert page.run(ROWS) == 0
+        page.type("#key", "ann-key")
+        page.click("#ask button")
+        page.wait_for("!document.getElementById('ask').hidden && document.getElementById('key').value === ''")
+        assert page.run(ROWS) == 0
+        page.type("#key", "admin-key")
+        page.click("#ask button")
+        page.wait_for(f"{ROWS} > 0 && document.getElementById('ask').hidden")
+        assert page.run("document.querySelector('#requests tr').cells[2].textContent") == "ann"
+        page.open(f"{url}/cache")
+        page.wait_for(f"{ROWS} > 0")
+        assert not [asked for asked in page.requested if "-key" in asked]
+
+
+@pytest.mark.slow
+def test_it_stays_usable_at_5_000_nodes(page: Page) -> None:
+    watched, watch = Watched(), Watch()
+    cache = large_tree(1_700)
+    watched.held.append((ModelNames("sized", None, None), cache))
+    assert cache.stats.nodes >= 5_000
+    app = FastAPI()
+    app.include_router(cache_routes(watched, watch, ServeOptions()))  # type: ignore[arg-type]
+    with reachable(guard(app, ServeOptions(), watch.http)) as url:
+        page.open(f"{url}/cache")
+        page.wait_for(f"{ROWS} > 0")
+        assert 10 <= page.run(ROWS) <= 400
+        page.click("#rows .row[data-index='0'] .twist")
+        page.click("#open")
+        assert page.run(ROWS) >= 1_000
+        before = page.run("document.getElementById('totals').textContent")
+        with cache.begin([5] * 9) as session:
+            session.prefill(SizedModel())
+            watched.running = 1
+            page.wait_for(f"document.getElementById('totals').textContent !== {json.dumps(before)}")
+        assert page.run(ROWS) >= 1_000
+        page.click("#close")
+        assert page.run(ROWS) <= 200
+        assert page.complaints == []
