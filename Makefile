@@ -15,7 +15,7 @@ PYTHON ?=
 NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 NEEDS_OPENBLAS := import sys; from runner.blas import load_openblas; sys.exit(load_openblas() is None)
 
-.PHONY: help replay test test-slow mutants lint bench bench-policies architectures clean openblas browser
+.PHONY: help replay serve test test-slow mutants lint bench bench-policies architectures clean openblas browser
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -24,6 +24,9 @@ help: ## show this list
 
 replay: $(INSTALLED) openblas ## serve the built-in conversations through four caches and compare them
 	@$(BIN)/radixcache replay $(ARGS)
+
+serve: $(INSTALLED) openblas ## serve the demo model to clients of OpenAI's and Anthropic's APIs
+	@$(BIN)/radixcache serve --model demo $(ARGS)
 
 test: $(INSTALLED) openblas ## run the tests, without the slow ones
 	@$(PYTEST) $(ARGS)

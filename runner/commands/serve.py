@@ -161,7 +161,15 @@ def _run(options: ServeOptions) -> None:
         except (ValueError, OSError, RadixCacheError) as error:
             raise UsageError(str(error)) from error
         try:
-            print(f"serving {options.model or 'the models that are asked for'} at {url_of(listening)}", flush=True)
+            print(_welcome(options, url_of(listening)), flush=True)
             HttpServer(app, partial(running.stop, options.drain_s)).run(sockets=[listening])
         finally:
             running.stop(0)
+
+
+def _welcome(options: ServeOptions, url: str) -> str:
+    """Where what is served, and a line that works in a shell."""
+    body = {"messages": [{"role": "user", "content": "Which river runs through Rome?"}], "max_tokens": 32}
+    key = ' -H "Authorization: Bearer $KEY"' if options.api_keys else ""
+    line = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
+    return f"serving {options.model} at {url}\n{line}" if options.model else f"serving at {url}"

@@ -34,7 +34,7 @@ PATIENCE_S = {"head": 20.0, "body": 60.0, "reading": 60.0, "leaving": 5.0}
 #: What a client may leave a connection idle between two requests, in seconds: longer than clients keep one themselves.
 IDLE_S = 75
 #: How long replies that have ended may take to be sent, in seconds, before the server ends.
-SEND_S = 5
+SEND_S = 30
 MAX_HEAD_BYTES = 64 << 10
 #: Clients at a time, and what a process opens besides. Shells on macOS give it 256 file descriptors to begin with.
 MAX_CONNECTIONS, OTHER_FILES = 900, 124
@@ -153,6 +153,13 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._look()
+
+    def shutdown(self) -> None:
+        # Who has not sent a whole request is not waited for.
+        if self._owed == "body":
+            self._refuse(ApiError(503, "the server is stopping."))
+        else:
+            super().shutdown()
 
     def send_400_response(self, msg: str) -> None:
         status = getattr(sys.exc_info()[1], "error_status_hint", 400)

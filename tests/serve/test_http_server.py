@@ -275,6 +275,14 @@ def test_replies_that_run_when_the_server_is_to_end_are_finished() -> None:
     assert len(stops) == 1
 
 
+def test_a_client_that_has_not_sent_its_request_is_not_waited_for_in_the_end() -> None:
+    asks_first = POST.replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")
+    with serving(Routes()) as served, served.connect(asks_first) as client:
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 100")
+        served.server.should_exit = True
+        assert error_of(parse(read_all(client))) == (503, "the server is stopping.")
+
+
 @pytest.mark.parametrize(
     ("address", "url"), [(("127.0.0.1", 80), "http://127.0.0.1:80"), (("::1", 8080, 0, 0), "http://[::1]:8080")]
 )

@@ -1,0 +1,161 @@
+"""`radixcache serve` as a process: what it refuses at start in one line, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import mlx_lm.server
+import pytest
+
+from runner.commands.serve import serve
+from tests.commands.conftest import command  # noqa: F401
+from tests.serve.serving import GUARD_S, ROOT, serving
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    """A request for a reply that goes on for minutes: the end of a reply is token 1."""
+    messages = [{"role": "user", "content": "Tell me everything."}]
+    return {"messages": messages, "max_tokens": 1_000_000, "logit_bias": {"1": -100}, "stream": True, **more}
+
+
+def events(reply: httpx2.Response) -> list[str]:
+    """What is left of a stream: the data of its events."""
+    return [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--model", "/nowhere/model"], "/nowhere/model"),
+        (["--port", "70000"], "--port"),
+        (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8080: "),
+        (["--temp", "nan"], "--temp"),
+        (["--request-timeout-s", "inf"], "--request-timeout-s is inf; wanted a finite number."),
+        (["--budget-gib", "nan"], "--budget-gib"),
+        (["--top-p", "1.5"], "--top-p"),
+        (["--decode-concurrency", "0"], "--decode-concurrency"),
+        (["--kv-bits", "7"], "--kv-bits is 7; wanted one of 2, 3, 4, 5, 6, 8."),
+        (["--kv-group-size", "65"], "--kv-group-size is 65; wanted one of 32, 64, 128."),
+        (["--policy", "best"], "--policy: policy 'best' is not known."),
+        (["--log-level", "loud"], "--log-level is 'loud'; wanted one of DEBUG, "),
+        (["--namespace-by", "ip"], "--namespace-by is 'ip'; wanted key or none."),
+        (["--namespace-by", "key"], "give --api-keys too."),
+        (["--adapter-path", "x"], "--adapter-path goes with a model; give --model too."),
+        (["--draft-model", "tiny"], "--draft-model goes with a model; give --model too."),
+        (["--chat-template-args", "{"], "--chat-template-args is no JSON"),
+        (["--chat-template-args", "[]"], "--chat-template-args is []; wanted a JSON object."),
+        (["--prompt-cache-bytes", "5XB"], "--prompt-cache-bytes is '5XB'; wanted bytes, or 500MB, or 8GB."),
+        (["--prompt-cache-bytes", "0"], "the budget is 0 bytes; wanted more than 0."),
+        (["--prompt-cache-bytes", "8GB", "--budget-gib", "8"], "are the same budget. Leave one of them out."),
+        (["--pipeline"], "--pipeline splits a model over machines"),
+        (["--model", "tiny", "--context", "64", "--kv-bits", "8"], "--context and --kv-bits contradict each other"),
+        (["--model", "tiny", "--warm", "/nowhere/warm"], "/nowhere/warm"),
+        (["--model", "tiny", "--api-keys", "/nowhere/keys"], "/nowhere/keys cannot be read: No such file"),
+        (["--model", "tiny", "--trace", "/nowhere/trace"], "/nowhere/trace"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(command: Command, arguments: list[str], found: str) -> None:  # noqa: F811
+    port = [] if {"--port", "--host"} & set(arguments) else ["--port", "0"]
+    code, output, errors = command("serve", *port, *arguments)
+    *notes, last = errors.splitlines()
+    assert (code, output) == (2, "")
+    assert last.startswith("error: ")
+    assert found in last
+    assert all(note.startswith("note: ") for note in notes)
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_2(command: Command) -> None:  # noqa: F811
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, errors = command("serve", "--model", "tiny", "--port", port)
+    assert code == 2
+    assert errors.splitlines()[-1].startswith(f"error: --host 127.0.0.1 --port {port}: Address already in use")
+
+
+def test_a_bad_key_file_is_named_with_its_line(command: Command, tmp_path: Path) -> None:  # noqa: F811
+    keys = tmp_path / "keys"
+    keys.write_text("ann one\nbob\n")
+    code, _, errors = command("serve", "--model", "tiny", "--port", "0", "--api-keys", keys)
+    assert (code, errors.splitlines()[-1]) == (2, f"error: {keys}:2: 1 words; wanted a name and a key.")
+
+
+def test_without_the_extra_the_command_says_how_to_have_it() -> None:
+    code = "import sys; sys.modules['uvicorn'] = None; from runner.cli import main; main(['serve', '--model', 'tiny'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=GUARD_S)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == "error: uvicorn is not installed; pip install 'radixcache[serve]'."
+
+
+def test_every_option_of_mlx_lm_server_is_one_of_the_command_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ParsedError(Exception):
+        pass
+
+    def parse(parser: argparse.ArgumentParser) -> None:
+        raise ParsedError({action.dest: action.default for action in parser._actions if action.dest != "help"})
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    with pytest.raises(ParsedError) as parsed:
+        mlx_lm.server.main()
+    theirs: dict[str, Any] = parsed.value.args[0]
+    ours = {name: each.default for name, each in inspect.signature(serve).parameters.items()}
+    assert theirs.keys() <= ours.keys()
+    # The first has no effect; the second cannot be honoured, as what is shared is quantized from the start.
+    assert {name for name in theirs if ours[name] != theirs[name]} == {"prompt_cache_size", "quantized_kv_start"}
+
+
+# How it ends ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_ends_running_replies_well_formed_and_the_process_with_exit_code_0() -> None:
+    message = {key: value for key, value in chat(model="claude-any").items() if key != "logit_bias"}
+    with ExitStack() as stack:
+        served = stack.enter_context(serving("--drain-s", 0, "--prompt-cache-size", 3))
+        client = stack.enter_context(httpx2.Client(base_url=served.url, timeout=GUARD_S))
+        streams = [
+            stack.enter_context(client.stream("POST", path, json=body))
+            for path, body in [
+                ("/v1/chat/completions", chat()),
+                ("/v1/chat/completions", chat(stream_options={"include_usage": True})),
+                ("/v1/messages", message),
+            ]
+        ]
+        assert [stream.status_code for stream in streams] == [200, 200, 200]
+        served.process.send_signal(signal.SIGTERM)
+        plain, usage, messages = map(events, streams)
+        assert served.wait() == 0
+        assert "note: --prompt-cache-size has no effect" in served.log
+        assert "Traceback" not in served.log
+    assert (plain[-1], usage[-1]) == ("[DONE]", "[DONE]")
+    assert json.loads(plain[-2])["choices"][0]["finish_reason"] == "length"
+    assert json.loads(usage[-2])["usage"]["completion_tokens"] >= 0
+    assert [json.loads(event)["type"] for event in messages[-2:]] == ["message_delta", "message_stop"]
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    with serving("--drain-s", 10_000) as served, httpx2.Client(base_url=served.url, timeout=GUARD_S) as client:
+        with client.stream("POST", "/v1/chat/completions", json=chat()) as reply:
+            served.process.send_signal(signal.SIGINT)
+            host, port = served.url.removeprefix("http://").split(":")
+            with suppress(ConnectionError):  # it has heard the first one
+                while True:
+                    socket.create_connection((host, int(port)), timeout=GUARD_S).close()
+            served.process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx2.RemoteProtocolError):
+                events(reply)
+        assert served.wait() == -signal.SIGTERM
