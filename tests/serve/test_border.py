@@ -1,0 +1,246 @@
+"""Each name that the server uses of mlx-lm is there, and does what the server leans on."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from runner.models.load import LoadedModel, load_model
+from runner.serve import border
+from runner.serve.asked import Asked, ModelNames, Penalties, Sampling
+from runner.serve.errors import ApiError
+from runner.serve.prompts import prompt_of
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "Because."},
+    {"role": "user", "content": "Why not?"},
+]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load_model("tiny")
+
+
+def fields(of: Any) -> list[str]:
+    return [name for name in inspect.signature(of).parameters if name != "self"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("CompletionRequest", ["request_type", "prompt", "messages", "tools", "role_mapping"]),
+        ("ToolCallFormatter", ["tool_parser", "tools", "streaming"]),
+        ("TokenBuffer", ["tokens"]),
+        ("get_system_fingerprint", []),
+        ("make_logits_processors", ["args"]),
+        ("make_prompt_cache", ["model", "max_kv_size"]),
+        ("make_sampler", ["args", "tokenizer"]),
+        ("make_stop_sequences", ["tokenizer", "stop_words"]),
+        ("make_text_state_machine", ["tokenizer", "stop_words"]),
+        ("maybe_set_recommended_wired_limit", []),
+        ("tokenize", ["tokenizer", "request", "args"]),
+        ("top_logprobs", ["logprobs", "top_n", "tokenizer"]),
+    ],
+)
+def test_a_name_has_the_parameters_that_the_server_gives(name: str, parameters: list[str]) -> None:
+    assert fields(getattr(border, name)) == parameters
+
+
+def test_the_border_lists_what_it_has() -> None:
+    assert sorted(border.__all__) == border.__all__
+    assert all(hasattr(border, name) for name in border.__all__)
+
+
+def test_importing_it_leaves_logging_random_numbers_and_the_device_alone() -> None:
+    script = (
+        "import runner, logging, mlx.core as mx; mx.random.seed(5)\n"
+        "before = logging.getLogger().handlers, mx.default_device(), mx.random.state[0].tolist()\n"
+        "import runner.serve.border\n"
+        "assert before == (logging.getLogger().handlers, mx.default_device(), mx.random.state[0].tolist())\n"
+        "import threading; assert threading.active_count() == 1"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# Sampling
+
+
+def test_samplers_and_processors_are_made_of_a_requests_own_fields(tiny: LoadedModel) -> None:
+    likeliest = mx.log(mx.array([[0.1, 0.2, 0.7]]))
+    for sampling in (Sampling(), Sampling(temperature=1.0, top_k=1)):
+        sampler = border.make_sampler(SimpleNamespace(sampling=sampling), tiny.tokenizer)
+        assert sampler(likeliest).tolist() == [2]
+    penalties = Penalties(logit_bias={3: 5.0}, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5)
+    made = border.make_logits_processors(SimpleNamespace(logits=penalties))
+    assert len(made) == 4
+    logits = mx.ones((1, 4))
+    for processor in made:
+        logits = processor(mx.array([1, 1, 2]), logits)
+    assert logits.tolist() == [[1.0, 0.5 - 1.0 - 1.0, 0.5 - 1.0 - 0.5, 6.0]]
+    assert border.make_logits_processors(SimpleNamespace(logits=Penalties())) == []
+
+
+def test_xtc_never_takes_away_line_ends_and_ends_of_turn(tiny: LoadedModel) -> None:
+    sampling = Sampling(temperature=1.0, xtc_probability=1.0, xtc_threshold=0.1)
+    sampler = border.make_sampler(SimpleNamespace(sampling=sampling), tiny.tokenizer)
+    (special,) = tiny.tokenizer.eos_token_ids
+    logprobs = mx.full((1, 256), -1e9)
+    for token, share in ((special, 0.6), (40, 0.25), (41, 0.15)):
+        logprobs[0, token] = mx.log(mx.array(share))
+    assert {sampler(logprobs).item() for _ in range(40)} == {special, 41}
+
+
+def test_top_log_probabilities_are_plain_numbers(tiny: LoadedModel) -> None:
+    logprobs = mx.full((256,), -9.0)
+    logprobs[70] = -0.5
+    assert border.top_logprobs(logprobs, 0, tiny.tokenizer) == ()
+    assert border.top_logprobs(logprobs, 1, tiny.tokenizer) == (
+        {"id": 70, "token": tiny.tokenizer.convert_ids_to_tokens([70])[0], "logprob": -0.5},
+    )
+
+
+# Stops and states
+
+
+def test_stop_sequences_end_with_their_last_token_and_with_an_end_of_turn(tiny: LoadedModel) -> None:
+    matcher = border.make_stop_sequences(tiny.tokenizer, ["ab"]).matcher()
+    (eos,) = tiny.tokenizer.eos_token_ids
+    found = [matcher.advance(token) for token in tiny.tokenizer.encode("aab", add_special_tokens=False)]
+    assert found == [False, False, True]
+    assert border.make_stop_sequences(tiny.tokenizer).matcher().advance(eos)
+
+
+def test_the_text_machine_strips_stop_words_and_tells_states_apart(tiny: LoadedModel) -> None:
+    machine = border.make_text_state_machine(tiny.tokenizer, ["STOP"])
+    state, segments = border.TextStateMachine.split(machine.make_state("normal"), "go on STOP here ST")
+    assert "".join(text for _, text in segments) == "go on  here "
+    assert {name for name, _ in segments} == {"normal"}
+    assert border.TextStateMachine.flush(state)[1] == "ST"
+    assert border.TextStateMachine.discard(state)[1] == "normal"
+
+
+def test_tool_calls_are_formatted_and_bad_ones_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def parse(text: str, tools: Any) -> dict[str, Any]:
+        if text == "bad":
+            raise ValueError("cut short")
+        return {"name": text, "arguments": {"a": tools}}
+
+    with caplog.at_level(logging.WARNING):
+        (call,) = border.ToolCallFormatter(parse, [1])(["bad", "good"])
+    assert call["function"] == {"name": "good", "arguments": '{"a": [1]}'}
+    assert call["type"] == "function"
+    assert isinstance(call["id"], str)
+    assert "cut short" in caplog.text
+
+
+# Prompts
+
+
+def asked(**more: Any) -> Asked:
+    return Asked(ModelNames(), 5, **more)
+
+
+def test_a_chat_is_what_the_template_makes_of_it_and_stays_as_it_was(tiny: LoadedModel) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Why"}, {"type": "text", "text": "?"}]}]
+    found = prompt_of(asked(messages=messages), tiny.tokenizer, {})
+    plain = [{"role": "user", "content": "Why?"}]
+    assert found.tokens == tiny.tokenizer.apply_chat_template(plain, add_generation_prompt=True)
+    assert found.initial_state == "normal"
+    assert isinstance(messages[0]["content"], list)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+def test_arguments_of_tool_calls_reach_the_template_as_objects(tiny: LoadedModel, arguments: Any) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [MESSAGES[1], {"role": "assistant", "content": None, "tool_calls": [call]}, MESSAGES[3]]
+    text = tiny.tokenizer.decode(prompt_of(asked(messages=messages), tiny.tokenizer, {}).tokens)
+    assert '"arguments": {"a": 1}' in text
+
+
+def test_the_requests_template_arguments_go_before_the_servers(tiny: LoadedModel) -> None:
+    template = "{{ who }} {{ what }}"
+    found = prompt_of(
+        asked(messages=MESSAGES, template_args={"who": "mine", "chat_template": template}),
+        tiny.tokenizer,
+        {"who": "server's", "what": "stays"},
+    )
+    assert tiny.tokenizer.decode(found.tokens) == "mine stays"
+
+
+def test_the_system_prompts_end_is_marked_and_on_demand_each_messages(tiny: LoadedModel) -> None:
+    found = prompt_of(asked(messages=MESSAGES), tiny.tokenizer, {})
+    text = [tiny.tokenizer.decode(found.tokens[:mark]) for mark in found.marks]
+    assert len(text) == 1
+    assert text[0].startswith("<|im_start|>system\nBe brief.")
+    marked = prompt_of(asked(messages=MESSAGES), tiny.tokenizer, {}, with_messages=True)
+    assert marked.tokens == found.tokens
+    ends = [tiny.tokenizer.decode(marked.tokens[:mark]) for mark in marked.marks]
+    for message in MESSAGES:
+        assert any(end.rstrip().endswith(f"{message['content']}<|im_end|>") for end in ends), message
+
+
+def test_no_mark_lies_beyond_what_a_reply_that_the_client_began_has_in_common(tiny: LoadedModel) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "Because"}]
+    found = prompt_of(asked(messages=begun), tiny.tokenizer, {}, with_messages=True)
+    assert found.tokens == tiny.tokenizer.apply_chat_template(begun, add_generation_prompt=True)
+    assert all(0 < mark <= len(found.tokens) for mark in found.marks)
+
+
+def test_a_text_is_encoded_as_it_is(tiny: LoadedModel) -> None:
+    found = prompt_of(asked(prompt="Once upon"), tiny.tokenizer, {}, with_messages=True)
+    assert (found.tokens, found.marks) == (tiny.tokenizer.encode("Once upon"), ())
+
+
+def test_without_a_template_the_role_mapping_says_how_messages_are_put_together() -> None:
+    tokenizer = load_model("tiny").tokenizer
+    tokenizer.has_chat_template = False
+    mapping = {"user": "Q: ", "assistant": "A: ", "stop": "\n"}
+    found = prompt_of(asked(messages=MESSAGES[1:2], role_mapping=mapping), tokenizer, {}, with_messages=True)
+    assert tokenizer.decode(found.tokens) == "Q: Why?\nA:"
+
+
+def test_what_thinks_begins_where_the_prompt_leaves_it(tiny: LoadedModel) -> None:
+    class Thinking:
+        has_thinking, response_initial_state = True, None
+
+        def __init__(self, opens: int) -> None:
+            self.opens = opens
+
+        def rfind_think_start(self, tokens: list[int], start: int = 0) -> int:
+            return self.opens
+
+        def rfind_think_end(self, tokens: list[int]) -> int:
+            return 3
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tiny.tokenizer, name)
+
+    states = [prompt_of(asked(messages=MESSAGES), Thinking(opens), {}).initial_state for opens in (-1, 5)]
+    assert states == ["normal", "reasoning"]
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "user", "content": 5}]}, "the prompt cannot be made"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "JSONDecodeError"),
+        ({"prompt": ""}, "the prompt has no tokens"),
+        ({"messages": MESSAGES, "template_args": {"add_generation_prompt": False}}, "TypeError"),
+    ],
+)
+def test_what_cannot_be_made_is_the_requests_fault(tiny: LoadedModel, more: dict[str, Any], found: str) -> None:
+    with pytest.raises(ApiError, match=found) as refused:
+        prompt_of(asked(**more), tiny.tokenizer, {})
+    assert refused.value.status == 400
