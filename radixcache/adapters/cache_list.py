@@ -6,7 +6,7 @@ classes keep outside `state`; so the leaves inside are restored in place, one by
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mlx_lm.models.cache import CacheList
@@ -19,3 +19,16 @@ def leaves(caches: Iterable[Any]) -> list[Any]:
     if not any(issubclass(each, CacheList) for each in set(map(type, flat))):
         return flat
     return [leaf for cache in flat for leaf in (leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]
+
+
+def with_leaves(caches: Iterable[Any], replaced: Callable[[Any], Any]) -> list[Any]:
+    """The same caches with every leaf replaced, in order.
+
+    Arrays that `replaced` knows are free again with it: a closure that calls itself would keep them, as a cycle, until
+    Python's collector comes by.
+    """
+    return [None if cache is None else _with_leaves(cache, replaced) for cache in caches]
+
+
+def _with_leaves(cache: Any, replaced: Callable[[Any], Any]) -> Any:
+    return CacheList(*with_leaves(cache.caches, replaced)) if isinstance(cache, CacheList) else replaced(cache)

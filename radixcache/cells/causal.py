@@ -28,9 +28,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from radixcache.adapters.cache_list import leaves
+from radixcache.adapters.cache_list import leaves, with_leaves
 from radixcache.cells.fit import ModelFit
 from radixcache.cells.layers import CellLayer, CellPass
 from radixcache.cells.plans import DefragPlan, Move, Shift
@@ -293,13 +293,7 @@ class CausalCache:
         if not self._states:
             return self._layers
         states = iter(self._states.take(sequences))
-
-        def filled(layer: Any) -> Any:
-            if type(layer) is CacheList:
-                return CacheList(*(filled(each) for each in layer.caches))
-            return next(states) if type(layer) is ArraysCache else layer
-
-        return [filled(layer) for layer in self._layers]
+        return with_leaves(self._layers, lambda layer: next(states) if type(layer) is ArraysCache else layer)
 
     def _make_room(self, wanted: int) -> None:
         """Have so many free cells in a row, if there are so many."""

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
-from radixcache.adapters.cache_list import leaves
+from radixcache.adapters.cache_list import leaves, with_leaves
 from radixcache.adapters.registry import adapter_for
 from radixcache.adapters.span import SpanSnapshot
 from radixcache.errors import UnsupportedCacheError
@@ -57,7 +57,7 @@ class Batch:
         """
         columns = Columns([0], [in_place])
         indices = iter(range(len(leaves(caches))))
-        return cls(columns, _nested(caches, lambda leaf: _own(leaf, columns, next(indices))), [row])
+        return cls(columns, with_leaves(caches, lambda leaf: _own(leaf, columns, next(indices))), [row])
 
     @classmethod
     def gathered(cls, places: Sequence[Place], spare: int = 0) -> Batch:
@@ -82,7 +82,7 @@ class Batch:
             for batch in emptied:
                 _empty(of_batch[id(batch)])
         replaced = iter(made)
-        return cls(columns, _nested(sources[0].caches, lambda _: next(replaced)), rows)
+        return cls(columns, with_leaves(sources[0].caches, lambda _: next(replaced)), rows)
 
     def take_over(self) -> None:
         """The rows are in this batch from now on, and have left the one that they were in."""
@@ -154,7 +154,7 @@ class Batch:
             mx.eval(tail.state)
             return tail
 
-        return Batch(columns, _nested(self.caches, of), self.rows)
+        return Batch(columns, with_leaves(self.caches, of), self.rows)
 
     def own_points(self) -> None:
         """Replace the one row's arrays that may be views of activations by copies, evaluated."""
@@ -185,7 +185,7 @@ class Batch:
                 return cache
             return leaf if len(self.rows) == 1 else _alone(leaf, at)
 
-        return _nested(caches, of)
+        return with_leaves(caches, of)
 
     def copied(
         self,
@@ -260,17 +260,6 @@ def _own(leaf: Any, columns: Columns, index: int) -> Any:
         return leaf
     kept = f" that keeps its first {leaf.keep} tokens" if kind is RotatingKVCache else ""
     raise UnsupportedCacheError(f"a layer's {kind.__name__}{kept} cannot be one row among others.")
-
-
-def _nested(caches: Sequence[Any], replaced: Callable[[Any], Any]) -> list[Any]:
-    """The same layers with every leaf replaced."""
-
-    def of(cache: Any) -> Any:
-        if isinstance(cache, CacheList):
-            return CacheList(*(of(each) for each in cache.caches))
-        return None if cache is None else replaced(cache)
-
-    return [of(cache) for cache in caches]
 
 
 def _runs(places: Sequence[Place]) -> list[tuple[Batch, int, int]]:
