@@ -1,4 +1,4 @@
-"""What a request asks of its own logits and its own end changes nothing for those beside it, and is what mlx-lm does."""
+"""What a request asks of its logits and its end changes nothing for those beside it, and is what mlx-lm does."""
 
 from __future__ import annotations
 

@@ -211,7 +211,9 @@ def test_others_stream_on_while_one_alone_is_prefilled() -> None:
 
         draws += [False, True]
         thread.call(set_draws).result()
-        streaming = Waiting(thread, max_tokens=200, stop_words=(), on_answer=note("streaming", Step))
+        streaming = Waiting(
+            thread, max_tokens=1 << 20, penalties=Penalties({1: -1e6}), on_answer=note("streaming", Step)
+        )
         streaming.until(Step)
         single = Waiting(thread, prompt=LONG, max_tokens=2, on_answer=note("chunk", Progress))
         single.end()

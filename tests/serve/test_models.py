@@ -1,0 +1,266 @@
+"""One model's weights at a time, a cache for each, all on one budget; what is named is loaded, or is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from radixcache import CacheClosedError
+from radixcache.watch.trace import FORMAT
+from runner.models.load import ModelError, load_model
+from runner.serve.asked import Answer, Asked, Ended, Job, ModelNames, Penalties
+from runner.serve.errors import ApiError
+from runner.serve.models import Models
+from runner.serve.options import ServeOptions
+from runner.serve.warming import WarmFileError, read_warm_file
+from tests.serve.jobs import Waiting, alone, running
+from tests.serve.model_folder import save_model
+
+SYSTEM = "You are a careful assistant, and you answer in rhyme. "
+LONG = "All work and no play. " * 10
+LLAMA, MAMBA = ModelNames("tiny", None, None), ModelNames("tiny:mamba2", None, None)
+
+
+@pytest.fixture
+def models() -> Iterator[Models]:
+    opened = Models(ServeOptions(model="tiny", budget_bytes=64 << 20))
+    yield opened
+    opened.close()
+
+
+def save_adapter(folder: Path) -> Path:
+    """A LoRA adapter of the tiny llama that changes what it says."""
+    folder.mkdir()
+    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": {"rank": 2, "scale": 20.0, "dropout": 0.0}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    weights = {}
+    layers = load_model("tiny").model.layers
+    for number in range(len(layers) - 2, len(layers)):
+        for part in ("q_proj", "v_proj"):
+            rows, columns = layers[number].self_attn[part].weight.shape
+            at = f"model.layers.{number}.self_attn.{part}"
+            weights[f"{at}.lora_a"], weights[f"{at}.lora_b"] = mx.ones((columns, 2)), mx.ones((2, rows))
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    return folder
+
+
+# Names
+
+
+def test_names_stand_for_what_they_stand_for_in_mlx_lm_server() -> None:
+    models = Models(ServeOptions(model="m", adapter_path="a", draft_model="d"))
+    assert models.key_of(ModelNames()) == ModelNames("m", "a", "d")
+    assert models.key_of(ModelNames(adapter="other", draft=None)) == ModelNames("m", "a", None)
+    assert models.key_of(ModelNames("n", "b", "e")) == ModelNames("n", "b", "e")
+    assert models.key_of(ModelNames("m")) == ModelNames("m", None, "d")
+    models.close()
+
+
+def test_without_a_model_of_its_own_the_server_answers_those_who_name_one() -> None:
+    with running(model=None) as thread:
+        failure = Waiting(thread).failure
+        assert (failure.status, "started without --model" in failure.message) == (404, True)
+        assert Waiting(thread, names=LLAMA).record.completion_tokens > 0
+        assert thread.is_healthy
+
+
+# Switching
+
+
+def test_coming_back_to_a_model_finds_its_prefixes_and_those_of_no_other() -> None:
+    with running() as thread:
+        for names, cached in ((LLAMA, False), (MAMBA, False), (LLAMA, True), (MAMBA, True)):
+            waiting = Waiting(thread, names=names, prompt=LONG)
+            assert (waiting.record.cached_tokens > 0) == cached
+            assert waiting.tokens == alone(load_model(names.model), LONG)[0]
+        assert [names for names, _ in thread.caches()] == [LLAMA, MAMBA]
+
+
+def test_all_caches_share_one_ledger_and_the_idle_one_gives_first(models: Models) -> None:
+    served = models.open(LLAMA)
+    served.warm(served.tokenizer.encode(LONG))
+    idle = served.cache
+    held = idle.stats.paged_bytes + idle.stats.live_bytes
+    served = models.open(MAMBA)
+    assert models.ledger is not None
+    assert models.ledger.total_bytes >= held > 0
+    served.cache.reclaim(0)
+    assert served.cache.make_room(models.ledger.budget_bytes - held // 2)
+    assert idle.stats.paged_bytes + idle.stats.live_bytes < held
+    models.ledger.check()
+
+
+def test_a_model_that_goes_takes_its_weights_along(models: Models) -> None:
+    served = models.open(LLAMA)
+    gone, layer = weakref.ref(served.model), weakref.ref(served.model.layers[0])
+    del served
+    models.open(MAMBA)
+    assert gone() is None
+    assert layer() is None
+
+
+def test_who_waits_for_another_model_is_not_overtaken_for_ever() -> None:
+    order: list[str] = []
+
+    def note(name: str) -> Any:
+        def on_answer(_: Job, answer: Answer) -> None:
+            if isinstance(answer, Ended):
+                order.append(name)
+
+        return on_answer
+
+    with running() as thread:
+        held = threading.Event()
+        thread.call(lambda _: held.wait())
+        asked = [
+            Waiting(thread, names=names, max_tokens=count, prompt=LONG, on_answer=note(name))
+            for name, names, count in (
+                ("first", LLAMA, 9), ("mamba", MAMBA, 3), ("second", LLAMA, 3), ("mamba too", MAMBA, 9)
+            )
+        ]  # fmt: skip
+        held.set()
+        assert all(waiting.record.completion_tokens for waiting in asked)
+    assert order == ["first", "mamba", "mamba too", "second"]
+
+
+def test_what_is_not_there_leaves_the_model_that_is_loaded(models: Models, tmp_path: Path) -> None:
+    served = models.open(LLAMA)
+    for names in (ModelNames("nothing"), ModelNames("tiny", "/nowhere"), ModelNames("tiny", None, "tiny:nothing")):
+        with pytest.raises(ModelError):
+            models.open(models.key_of(names))
+        assert models.current is served
+
+
+def test_what_cannot_be_loaded_is_an_error_and_the_next_model_is_loaded(models: Models, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        models.open(ModelNames(str(folder), None, None))
+    assert models.current is None
+    assert models.open(LLAMA) is models.current
+
+
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_a_model_whose_files_changed_starts_with_an_empty_cache(
+    models: Models, tmp_path: Path, is_changed: bool
+) -> None:
+    key = ModelNames(str(save_model(tmp_path / "model")), None, None)
+    served = models.open(key)
+    served.warm(served.tokenizer.encode(LONG))
+    before = served.cache
+    models.open(LLAMA)
+    if is_changed:
+        save_model(tmp_path / "model", seed=1)
+        os.utime(tmp_path / "model" / "model.safetensors", ns=(1, 1))
+    served = models.open(key)
+    found = served.cache.explain(served.tokenizer.encode(LONG + "!")).resumable_tokens
+    assert (found > 0, served.cache is before) == (not is_changed, not is_changed)
+    if is_changed:
+        with pytest.raises(CacheClosedError):
+            before.check()
+
+
+# What is loaded, and how
+
+
+def test_an_adapter_changes_what_is_said_and_shares_nothing_with_the_model_alone(tmp_path: Path) -> None:
+    folder, adapter = save_model(tmp_path / "model"), save_adapter(tmp_path / "adapter")
+    with running(model=None) as thread:
+        names = [ModelNames(str(folder), each, None) for each in (None, str(adapter), None)]
+        answers = [Waiting(thread, names=each, prompt=LONG, penalties=Penalties({1: -1e6})) for each in names]
+        said = [answer.tokens for answer in answers]
+        assert said[0] == said[2] != said[1]
+        assert answers[1].record.cached_tokens == 0
+
+
+def test_the_servers_chat_template_takes_the_place_of_the_models(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    with running(model=str(folder), chat_template=template) as thread:
+        record = Waiting(thread, messages=[{"role": "user", "content": "four"}]).record
+        assert record.prompt_tokens == 4
+
+
+def test_tokens_are_counted_as_they_are_asked_for_also_of_a_model_that_is_not_loaded(models: Models) -> None:
+    models.open(LLAMA)
+    messages = [{"role": "user", "content": "How many?"}]
+    for model in ("tiny", "tiny:mamba2"):
+        count = models.count_tokens(Asked(ModelNames(model), 5, messages=messages))
+        assert count == len(load_model(model).tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    assert models.current is not None
+    assert models.current.key == LLAMA
+    with pytest.raises(ModelError):
+        models.count_tokens(Asked(ModelNames("nothing"), 5, prompt="a"))
+
+
+def test_the_loaded_model_is_found_by_its_names_and_no_other(models: Models) -> None:
+    served = models.open(LLAMA)
+    assert models.loaded(ModelNames()) is served
+    with pytest.raises(ApiError, match="'tiny:mamba2' is not in memory"):
+        models.loaded(MAMBA)
+
+
+# Files
+
+
+def test_a_trace_has_the_requests_of_the_servers_own_model(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    with running(trace=trace) as thread:
+        for names in (ModelNames(), MAMBA, ModelNames()):
+            Waiting(thread, names=names, prompt=LONG).end()
+    header, *lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert header["format"] == FORMAT
+    assert [line["tokens"] for line in lines] == [len(LONG)] * 2
+
+
+def test_what_is_warm_at_start_is_pinned_by_name_and_found_by_the_first_request(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello"}]
+    file = tmp_path / "warm.jsonl"
+    lines = [SYSTEM * 2, {"name": "hello", "messages": messages}, {"system": SYSTEM, "namespace": "ann"}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    with running(warm=file) as thread:
+        pinned = thread.call(lambda models: models.loaded(ModelNames()).cache.names()).result()
+        assert list(pinned) == ["warm-1", "hello"]
+        for prompt, namespace in ((SYSTEM * 2, ""), (SYSTEM, "ann")):
+            asked = [{"role": "system", "content": prompt}, {"role": "user", "content": "What now?"}]
+            record = Waiting(thread, messages=asked, namespace=namespace).record
+            assert record.cached_tokens > len(prompt)
+        record = Waiting(thread, messages=[*messages, {"role": "assistant", "content": "Hi"}, messages[1]]).record
+        assert record.cached_tokens > len(SYSTEM) + len("Hello")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("a.json", "[", "a.json: not JSON"),
+        ("a.json", "[5]", "a.json: entry 1 is 5; wanted system prompts or conversations"),
+        ("a.json", '{"name": "x"}', "entry 1 is {'name': 'x'}; wanted"),
+        ("a.json", '["fine", {"system": "a", "name": ""}]', "entry 2: name ''"),
+        ("a.json", '{"messages": []}', "entry 1 has no messages"),
+        ("a.json", '{"messages": [{"role": "nobody"}]}', "has role"),
+        ("a.json", '{"system": 5}', "content"),
+        ("a.jsonl", '"fine"\n{', "a.jsonl: cannot be read"),
+    ],
+)
+def test_a_file_of_what_to_warm_that_makes_no_sense_is_refused(
+    tmp_path: Path, name: str, content: str, found: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(content)
+    with pytest.raises(ValueError, match=found):
+        read_warm_file(file)
+
+
+def test_a_file_that_is_not_there_is_said_at_start(tmp_path: Path) -> None:
+    with pytest.raises(WarmFileError, match="cannot be read"), running(warm=tmp_path / "none.json"):
+        pass
+    with pytest.raises(ValueError, match="--warm is for the model"), running(warm=tmp_path / "none.json", model=None):
+        pass
