@@ -10,9 +10,11 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
-from runner.serve.app import guard
+from runner.serve.app import guard, make_app
 from runner.serve.keys import KeyFileError, Keyring
 from runner.serve.options import ServeOptions
+from runner.serve.running import Running
+from runner.serve.watch import Watch
 
 ANN, BOB, ROOT = "key-of-ann", "key-of-bob", "key-of-root"
 ADMINS = ["/metrics", "/cache", "/cache/tree"]
@@ -77,6 +79,21 @@ def test_with_a_key_file_no_route_answers_without_a_key(serve: Serve, path: str,
         answer = serve(tenants=True, admin=admin).get(path, headers=headers)
         assert answer.status_code == 401, (path, admin)
         assert answer.headers.get("www-authenticate", "Bearer") == "Bearer"
+
+
+def test_no_route_of_the_real_server_is_forgotten(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"ann {ANN}\n")
+    options = ServeOptions(api_keys=keys, namespace_by="key")
+    watch = Watch()
+    app = make_app(options, Running(options, watch.on_record, watch.on_event), watch)
+    client = TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 1))
+    routes = [(path, method) for path, methods in app.openapi()["paths"].items() for method in methods]
+    assert {("/v1/chat/completions", "post"), ("/metrics", "get"), ("/cache", "delete")} <= set(routes)
+    for path, method in routes:
+        asked = [client.request(method, path, headers=headers).status_code for headers in ({}, bearer(ANN))]
+        assert (asked[0] == 401) == (path != "/health"), (path, asked)
+        assert (asked[1] == 403) == path.startswith(("/metrics", "/cache")), (path, asked)
 
 
 def test_health_needs_no_key(serve: Serve) -> None:
