@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from radixcache.errors import SessionClosedError as SessionClosedError
     from radixcache.errors import ShiftError as ShiftError
     from radixcache.errors import SnapshotError as SnapshotError
+    from radixcache.errors import StoreError as StoreError
     from radixcache.errors import UnsupportedCacheError as UnsupportedCacheError
     from radixcache.generate import stream_generate as stream_generate
     from radixcache.groups.group import Group as Group
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from radixcache.paging.resume import ShortReason as ShortReason
     from radixcache.prefix_cache import PrefixCache as PrefixCache
     from radixcache.sessions.session import Session as Session
+    from radixcache.stores.disk_store import DiskStore as DiskStore
     from radixcache.tree.events import Event as Event
     from radixcache.tree.events import EventKind as EventKind
     from radixcache.tree.radix_tree import RadixTree as RadixTree
@@ -56,7 +58,7 @@ _MODULES = {
     "radixcache.cells.causal": "CausalCache",
     "radixcache.chat.render": "render_chat",
     "radixcache.errors": "BudgetFullError CacheBusyError CacheClosedError CacheFullError PolicyError RadixCacheError"
-    " SessionClosedError ShiftError SnapshotError UnsupportedCacheError",
+    " SessionClosedError ShiftError SnapshotError StoreError UnsupportedCacheError",
     "radixcache.generate": "stream_generate",
     "radixcache.groups.group": "Group",
     "radixcache.groups.row": "Row",
@@ -64,6 +66,7 @@ _MODULES = {
     "radixcache.paging.resume": "ShortReason",
     "radixcache.prefix_cache": "PrefixCache",
     "radixcache.sessions.session": "Session",
+    "radixcache.stores.disk_store": "DiskStore",
     "radixcache.tree.events": "Event EventKind",
     "radixcache.tree.radix_tree": "RadixTree",
     "radixcache.verify.verifier": "Mismatch",

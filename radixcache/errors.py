@@ -96,6 +96,10 @@ class SnapshotError(RadixCacheError, ValueError):
     """Snapshots or caches do not fit together: spans do not touch, shapes, dtypes or offsets differ."""
 
 
+class StoreError(RadixCacheError):
+    """A folder cannot be used as a store on disk; says which and why."""
+
+
 class UnsupportedCacheError(RadixCacheError, TypeError):
     """A layer's cache class has no adapter, or did not survive the round trip that an unknown class must pass."""
 

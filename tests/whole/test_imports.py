@@ -35,6 +35,7 @@ def _loaded_by(statement: str) -> set[str]:
         "import radixcache",
         "import radixcache.cells.table; from radixcache import CacheFullError",
         "from radixcache import POLICIES, CostModel, Entry, EvictionPolicy, Ledger, RadixTree, RadixCacheError",
+        "import radixcache.stores.survey; from radixcache import DiskStore, StoreError",
         "import radixcache.adapters.snapshots, radixcache.errors, radixcache.locking.interrupts, radixcache.tokens.ids",
     ],
 )

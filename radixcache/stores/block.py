@@ -1,0 +1,134 @@
+"""Block: the state of a run of tokens, or a checkpoint at its end, as named buffers of bytes. Never imports MLX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixcache.stores.keys import KEY_BYTES, MAX_DIGEST_BYTES, Identity, block_key
+from radixcache.tokens.ids import require_namespace
+from radixcache.tokens.keys import Keys
+
+#: "block": state that can be cut at any token; "checkpoint": state that is valid at the block's last token alone.
+Kind = Literal["block", "checkpoint"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+#: Tokens of a block at most.
+BLOCK_TOKENS = 512
+
+#: MLX's names of dtypes, those of safetensors, and bytes of an element.
+DTYPES: dict[str, tuple[str, int]] = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "uint16": ("U16", 2),
+    "uint32": ("U32", 4),
+    "uint64": ("U64", 8),
+    "int8": ("I8", 1),
+    "int16": ("I16", 2),
+    "int32": ("I32", 4),
+    "int64": ("I64", 8),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float32": ("F32", 4),
+    "float64": ("F64", 8),
+    "complex64": ("C64", 8),
+}
+
+#: Dtype and shape of each named buffer.
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """An array as raw bytes.
+
+    Attributes:
+        data: whatever gives its bytes: C-contiguous, in the machine's (little-endian) order, not changed any more.
+        dtype, shape: a name out of `DTYPES`; () for a single number.
+
+    Raises:
+        ValueError: the dtype is unknown, or the bytes are not those of such an array.
+    """
+
+    data: Any
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is unknown; wanted one of {', '.join(DTYPES)}.")
+        if self.octets.nbytes != (wanted := shape_bytes(self.dtype, self.shape)):
+            raise ValueError(f"{self.octets.nbytes} bytes; {self.dtype} of shape {self.shape} takes {wanted}.")
+
+    @cached_property
+    def octets(self) -> NDArray[np.uint8]:
+        """The bytes, in place."""
+        return np.frombuffer(self.data, dtype=np.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """What a file says of itself, beside its state.
+
+    Attributes:
+        kind: what the state is.
+        identity, namespace: what it belongs to.
+        parent: key of the block before it; `root_key(identity, namespace)` for the first one.
+        start: offset of its first token.
+        tokens: keys of its tokens, 1 to `BLOCK_TOKENS` of them, int64.
+        grid: step size of the prefill that made it, where that was cut nowhere but at its multiples; 0: it was not.
+
+    Raises:
+        ValueError: one of them is none of these.
+    """
+
+    kind: Kind
+    identity: Identity
+    namespace: str
+    parent: bytes
+    start: int
+    tokens: Keys
+    grid: int = 0
+
+    def __post_init__(self) -> None:
+        require_namespace(self.namespace)
+        if len(self.identity.digest) > MAX_DIGEST_BYTES or not isinstance(self.identity.model, str):
+            raise ValueError(f"identity is {self.identity}; wanted at most {MAX_DIGEST_BYTES} bytes, and a str.")
+        sound = self.kind in KINDS and len(self.parent) == KEY_BYTES and 1 <= len(self.tokens) <= BLOCK_TOKENS
+        if not (sound and 0 <= self.start < 1 << 63 and 0 <= self.grid < 1 << 63):
+            raise ValueError(
+                f"a {self.kind!r} of {len(self.tokens)} tokens at {self.start}, grid {self.grid}, behind a key of "
+                f"{len(self.parent)} bytes; wanted {' or '.join(KINDS)}, 1 to {BLOCK_TOKENS} tokens, {KEY_BYTES} bytes."
+            )
+
+    @cached_property
+    def key(self) -> bytes:
+        """The block's own key: a checkpoint has that of the block that it stands at the end of."""
+        return block_key(self.parent, self.tokens, self.grid)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A head and its state: of all span layers, or, in a checkpoint, of the layers that it is for."""
+
+    head: Head
+    buffers: Mapping[str, Buffer]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state; the file takes a few KiB more."""
+        return sum(buffer.octets.nbytes for buffer in self.buffers.values())
+
+
+def shape_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * DTYPES[dtype][1]

@@ -1,0 +1,178 @@
+"""Index: which blocks are on disk, what follows what, and which was used longest ago. Knows no files.
+
+    root key ──► block [0, 512) ──► block [512, 1024) ──► block [1024, 1300)
+            └──► block [0, 300) ──► ...                                          siblings may begin alike
+
+A block is filed under its parent's key and its first token, with all of its tokens, so that a match is told by the
+token. That takes 2 KiB of memory a block, beside some MiB on disk.
+
+  D1  In the order of use a block stands before its parent: what was used longest ago has nothing behind it.
+  D2  `nbytes` is the sum over all files.
+  D3  Each entry has a file, is filed once, and `_below` files nothing else.
+
+`match` is O(tokens) and O(1) NumPy calls for each sibling that begins with the same token. `add` and `touch` are
+O(blocks before it). Not thread-safe: DiskStore holds a lock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixcache.stores.block import Head, Kind
+from radixcache.tokens.keys import Keys, common_length
+
+
+class Link(NamedTuple):
+    """One block of a chain that matches.
+
+    Attributes:
+        key: the block's.
+        start, end: which of the tokens that were asked for it has.
+        block_end: where the block ends: beyond `end` in the last link alone, where the match ends inside of it.
+        block_bytes, checkpoint_bytes: of its files; 0: there is no checkpoint.
+    """
+
+    key: bytes
+    start: int
+    end: int
+    block_end: int
+    block_bytes: int
+    checkpoint_bytes: int
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the match comes to the end of the block, and a checkpoint is stored there."""
+        return self.end == self.block_end and self.checkpoint_bytes > 0
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A block. `file_bytes` by kind: a file that is not there is not in it."""
+
+    key: bytes
+    parent: bytes
+    tokens: NDArray[np.int32] | Keys
+    grid: int
+    used_ns: int
+    file_bytes: dict[Kind, int] = field(default_factory=dict)
+
+
+class Index:
+    """The blocks of a store."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        #: By key, in the order of use.
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._below: dict[tuple[bytes, int], dict[bytes, Entry]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def file_bytes(self, key: bytes, kind: Kind) -> int:
+        """Bytes of a file; 0: it is not there."""
+        entry = self._entries.get(key)
+        return 0 if entry is None else entry.file_bytes.get(kind, 0)
+
+    def count(self, kind: Kind) -> int:
+        return sum(kind in entry.file_bytes for entry in self._entries.values())
+
+    def add(self, head: Head, nbytes: int, used_ns: int) -> None:
+        """A file is there, and was used now."""
+        entry = self._entries.get(head.key)
+        if entry is None:
+            small = np.iinfo(np.int32)
+            is_narrow = bool(((head.tokens >= small.min) & (head.tokens <= small.max)).all())
+            tokens = head.tokens.astype(np.int32) if is_narrow else head.tokens.copy()
+            entry = self._entries[head.key] = Entry(head.key, head.parent, tokens, head.grid, used_ns)
+            self._below.setdefault(_place(entry), {})[head.key] = entry
+        self.nbytes += nbytes - entry.file_bytes.get(head.kind, 0)
+        entry.file_bytes[head.kind] = nbytes
+        self.touch(head.key, used_ns)
+
+    def drop(self, key: bytes, kind: Kind) -> None:
+        """A file is gone; that it was there is not asked."""
+        entry = self._entries.get(key)
+        if entry is None or kind not in entry.file_bytes:
+            return
+        self.nbytes -= entry.file_bytes.pop(kind)
+        if not entry.file_bytes:
+            del self._entries[key]
+            siblings = self._below[_place(entry)]
+            del siblings[key]
+            if not siblings:
+                del self._below[_place(entry)]
+
+    def touch(self, key: bytes, used_ns: int) -> None:
+        """A block was used, and so were all before it."""
+        entry = self._entries.get(key)
+        while entry is not None:
+            entry.used_ns = max(entry.used_ns, used_ns)
+            self._entries.move_to_end(entry.key)
+            entry = self._entries.get(entry.parent)
+
+    def oldest(self) -> Entry | None:
+        """The block that was used longest ago."""
+        return next(iter(self._entries.values()), None)
+
+    def is_on_path(self, key: bytes, last: bytes) -> bool:
+        """Whether a block is this last one, or before it."""
+        while key != last and (entry := self._entries.get(last)) is not None:
+            last = entry.parent
+        return key == last
+
+    def match(self, root: bytes, tokens: Keys, grid: int = 0, at_checkpoints: bool = False) -> list[Link]:
+        """The longest chain behind a root key that these tokens begin with.
+
+        Args:
+            grid: blocks of this grid alone; 0: any.
+            at_checkpoints: the longest up to a checkpoint, and no further.
+        """
+        found: tuple[int, _Chain | None] = (0, None)
+        waiting: list[tuple[bytes, int, _Chain | None]] = [(root, 0, None)]
+        while waiting:
+            parent, start, before = waiting.pop()
+            siblings = self._below.get((parent, int(tokens[start]))) if start < len(tokens) else None
+            for entry in siblings.values() if siblings else ():
+                if "block" not in entry.file_bytes or grid not in (0, entry.grid):
+                    continue
+                end = start + common_length(entry.tokens, tokens[start : start + len(entry.tokens)])
+                chain = before, entry, start, end
+                is_whole = end == start + len(entry.tokens)
+                if is_whole:
+                    waiting.append((entry.key, end, chain))
+                if end > found[0] and (not at_checkpoints or (is_whole and "checkpoint" in entry.file_bytes)):
+                    found = end, chain
+        return _links(found[1])
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        place = {key: number for number, key in enumerate(self._entries)}
+        for key, entry in self._entries.items():
+            assert place[key] < place.get(entry.parent, len(place)), (key.hex(), entry.parent.hex())
+            assert entry.file_bytes and self._below[_place(entry)][key] is entry, key.hex()
+        assert self.nbytes == sum(sum(entry.file_bytes.values()) for entry in self._entries.values())
+        assert sum(map(len, self._below.values())) == len(self._entries) and all(self._below.values())
+
+
+#: The chain before, its next block, and which tokens match it.
+_Chain = tuple["_Chain | None", Entry, int, int]
+
+
+def _links(chain: _Chain | None) -> list[Link]:
+    links = []
+    while chain is not None:
+        chain, entry, start, end = chain
+        sizes = entry.file_bytes
+        block_end = start + len(entry.tokens)
+        links.append(Link(entry.key, start, end, block_end, sizes["block"], sizes.get("checkpoint", 0)))
+    return links[::-1]
+
+
+def _place(entry: Entry) -> tuple[bytes, int]:
+    return entry.parent, int(entry.tokens[0])

@@ -1,0 +1,153 @@
+"""The index finds the longest chain token for token, and lets go of what was used longest ago."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import given, settings
+
+from radixcache.stores.block import Block
+from radixcache.stores.index import Index, Link
+from radixcache.stores.keys import root_key
+from tests.stores.made import MODEL, chain, checkpoint, stated
+
+ROOT = root_key(MODEL, "")
+
+
+def _matched(index: Index, tokens: Sequence[int], grid: int = 0, at_checkpoints: bool = False) -> list[Link]:
+    return index.match(ROOT, np.array(tokens, np.int64), grid, at_checkpoints)
+
+
+def _index(*chains: list[Block]) -> Index:
+    index = Index()
+    for number, block in enumerate(block for each in chains for block in each):
+        index.add(block.head, 10, number)
+    return index
+
+
+def _end(links: list[Link]) -> int:
+    return links[-1].end if links else 0
+
+
+def test_a_match_ends_inside_of_a_block() -> None:
+    blocks = chain(range(10), step=4)
+    links = _matched(_index(blocks), [0, 1, 2, 3, 4, 5, 99])
+    assert [(link.start, link.end, link.block_end) for link in links] == [(0, 4, 4), (4, 6, 8)]
+    assert [link.key for link in links] == [block.head.key for block in blocks[:2]]
+
+
+def test_a_short_end_is_found_and_continued_by_what_follows_it() -> None:
+    short = chain([1, 2, 3], step=4)
+    longer = [*short, *_following(short[-1], [4, 5, 6])]
+    assert _end(_matched(_index(longer), [1, 2, 3, 4, 5, 9])) == 5
+
+
+def test_of_siblings_the_one_is_taken_that_leads_furthest() -> None:
+    """One matches longer by itself, the other has more behind it."""
+    broad = chain([1, 2, 3, 4, 5, 9], step=6)
+    narrow = chain([1, 2, 3], step=3)
+    narrow += _following(narrow[0], [4, 5, 6, 7])
+    for order in ([broad, narrow], [narrow, broad]):
+        links = _matched(_index(*order), [1, 2, 3, 4, 5, 6, 7, 8])
+        assert [link.key for link in links] == [block.head.key for block in narrow]
+
+
+def test_only_whole_blocks_with_a_checkpoint_count_where_checkpoints_are_needed() -> None:
+    blocks = chain(range(12), step=4)
+    index = _index(blocks)
+    assert _matched(index, range(12), at_checkpoints=True) == []
+    index.add(checkpoint(blocks[1]).head, 5, 99)
+    links = _matched(index, range(12), at_checkpoints=True)
+    assert [link.end for link in links] == [4, 8]
+    assert [link.has_checkpoint for link in links] == [False, True]
+    assert _matched(index, range(7), at_checkpoints=True) == []
+    assert not _matched(index, range(7))[-1].has_checkpoint
+
+
+def test_a_grid_leaves_out_what_was_made_on_another_or_on_none() -> None:
+    index = _index(chain(range(8), step=4, grid=0), chain(range(4), step=4, grid=4))
+    assert _end(_matched(index, range(8), grid=4)) == 4
+    assert _end(_matched(index, range(8), grid=8)) == 0
+    assert _end(_matched(index, range(8))) == 8
+
+
+def test_a_checkpoint_without_its_block_is_not_matched_and_still_counted() -> None:
+    blocks = chain(range(4))
+    index = _index(blocks, [checkpoint(blocks[0])])
+    index.drop(blocks[0].head.key, "block")
+    index.check()
+    assert (_matched(index, range(4)), index.nbytes, len(index)) == ([], 10, 1)
+    index.drop(blocks[0].head.key, "checkpoint")
+    assert (index.nbytes, len(index)) == (0, 0)
+
+
+def test_a_chain_longer_than_python_may_nest_is_matched() -> None:
+    tokens = list(range(1200))
+    assert _end(_matched(_index(chain(tokens, step=1)), tokens)) == 1200
+
+
+def test_what_follows_a_block_is_older_than_the_block() -> None:
+    first, second = chain([1, 2, 3, 4, 5, 6], step=2), chain([7, 8])
+    index = _index(first, second)
+    order = []
+    index.touch(first[1].head.key, 50)
+    while (oldest := index.oldest()) is not None:
+        order.append(oldest.key)
+        index.drop(oldest.key, "block")
+        index.check()
+    assert order == [block.head.key for block in (first[2], second[0], first[1], first[0])]
+
+
+def test_tokens_of_64_bits_are_told_apart() -> None:
+    index = _index(chain([5, 1 << 40]), chain([5, -(1 << 40)]))
+    assert _end(_matched(index, [5, 1 << 40])) == 2
+    assert _end(_matched(index, [5, (1 << 40) + (1 << 32)])) == 1
+
+
+SEQUENCES = st.lists(st.integers(0, 1), min_size=1, max_size=7)
+
+
+@given(st.lists(st.tuples(SEQUENCES, st.integers(1, 3)), max_size=6), SEQUENCES, st.data())
+@settings(max_examples=150)
+def test_a_match_is_as_long_as_any_stored_chain_agrees(
+    stored: list[tuple[list[int], int]], tokens: list[int], data: st.DataObject
+) -> None:
+    blocks = {block.head.key: block for ids, step in stored for block in chain(ids, step)}
+    index = Index()
+    for number, block in enumerate(data.draw(st.permutations(list(blocks.values())))):
+        index.add(block.head, 1, number)
+        index.check()
+    for key in data.draw(st.lists(st.sampled_from(sorted(blocks)), unique=True)) if blocks else ():
+        index.drop(key, "block")
+        del blocks[key]
+        index.check()
+    links = _matched(index, tokens)
+    assert _end(links) == _longest(blocks, tokens)
+    for before, link in zip([None, *links], links, strict=False):
+        assert blocks[link.key].head.parent == (before.key if before else ROOT)
+
+
+def _longest(blocks: dict[bytes, Block], tokens: list[int]) -> int:
+    """How far the tokens of any block, with those of all before it, agree; each chain is walked by itself."""
+    longest = 0
+    for block in blocks.values():
+        prefix, head = list[int](), block.head
+        while True:
+            prefix = [*head.tokens.tolist(), *prefix]
+            if head.parent == ROOT:
+                break
+            if head.parent not in blocks:
+                prefix = []
+                break
+            head = blocks[head.parent].head
+        agreed = next((at for at, (a, b) in enumerate(zip(prefix, tokens, strict=False)) if a != b), None)
+        longest = max(longest, min(len(prefix), len(tokens)) if agreed is None else agreed)
+    return longest
+
+
+def _following(block: Block, tokens: list[int]) -> list[Block]:
+    head = block.head
+    return [stated(replace(head, parent=head.key, start=head.end, tokens=np.array(tokens, np.int64)))]
