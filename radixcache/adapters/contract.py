@@ -110,6 +110,9 @@ class Windowed(Adapter, Protocol):
     def held(self, cache: Any) -> list[Range]:
         """The tokens of which snapshots can be taken now, in order."""
 
+    def shrink(self, cache: Any) -> list[mx.array]:
+        """As `own`, of buffers that are the class's or ours: copy them where more than a growth step is to spare."""
+
     def snapshot_stack(self, caches: Sequence[Any], start: int, end: int, wanted: Sequence[Range]) -> WindowSnapshot:
         """One snapshot, arrays (S, H, T, D), of what S layers that stand alike have of some tokens of [start, end)."""
 

@@ -107,12 +107,14 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         return bool(target == cache.offset or (target < cache.offset and self.is_whole(cache)))
 
     def own(self, cache: Any) -> list[mx.array]:
-        if self.is_empty(cache):
+        if not self.is_empty(cache) and tokens_in(self.held(cache)) == cache.offset:
+            return self._compacted(cache)  # while no token is lost they may be what the first forward pass gave
+        return self.shrink(cache)
+
+    def shrink(self, cache: Any) -> list[mx.array]:
+        if self.is_empty(cache) or cache.keys.shape[2] - self.filled(cache) <= cache.step:
             return []
-        # Once tokens were lost the class has made the buffers itself; at most a growth step of spare room may stay.
-        has_lost = tokens_in(self.held(cache)) < cache.offset
-        is_compact = cache.keys.shape[2] - self.filled(cache) <= cache.step
-        return [] if has_lost and is_compact else self._compacted(cache)
+        return self._compacted(cache)
 
     def free(self, cache: Any) -> None:
         self.place(cache, (None, None), 0, 0)

@@ -200,21 +200,25 @@ class ArrayLayout:
         """Evaluate every live array; raises what MLX raises when one of them cannot be."""
         mx.eval(self.arrays(caches))
 
-    def own(self, caches: Sequence[Any]) -> None:
-        """Evaluate the live arrays and replace those that may be views of activations by owned copies."""
+    def own(self, caches: Sequence[Any], *, was_empty: bool = True) -> None:
+        """Evaluate the live arrays and replace those that may be views of activations by owned copies.
+
+        Args:
+            was_empty: whether their first forward pass may have come since they were last owned.
+        """
         self.evaluate(caches)
         copies: list[mx.array] = []
         for cache, adapter in self.leaves(caches):
-            copies += adapter.own(cache)
+            copies += _own(cache, adapter, was_empty)
             if sum(array.nbytes for array in copies) > TOGETHER_BYTES:
                 mx.eval(copies)
                 copies = []
         mx.eval(copies)
 
-    def own_lazily(self, caches: Sequence[Any]) -> None:
+    def own_lazily(self, caches: Sequence[Any], *, was_empty: bool = True) -> None:
         """As `own`, without waiting for anything."""
         for cache, adapter in self.leaves(caches):
-            adapter.own(cache)
+            _own(cache, adapter, was_empty)
 
     def hold(self, caches: Sequence[Any], tokens: int) -> list[Any]:
         """What `roll_back` needs to undo a forward pass of so many tokens that is about to start."""
@@ -454,6 +458,10 @@ class ArrayLayout:
         if type(cache) is KVCache:
             return cache.to_quantized(group_size=self._kv_group_size, bits=self._kv_bits)
         return cache
+
+
+def _own(cache: Any, adapter: Adapter, was_empty: bool) -> list[mx.array]:
+    return adapter.shrink(cache) if not was_empty and is_windowed(adapter) else adapter.own(cache)
 
 
 def _fit(found: tuple[Any, ...], known: tuple[Any, ...]) -> bool:

@@ -229,11 +229,11 @@ class SizedLayout:
         caches[0].spans, caches[0].points = held[0]
         return True
 
-    def own(self, caches: Sequence[Any]) -> None:
+    def own(self, caches: Sequence[Any], *, was_empty: bool = True) -> None:
         if caches[0].spans == caches[0].capacity:
             caches[0].reserve(caches[0].spans + 1)
 
-    def own_lazily(self, caches: Sequence[Any]) -> None:
+    def own_lazily(self, caches: Sequence[Any], *, was_empty: bool = True) -> None:
         self.own(caches)
 
     def reserve(self, caches: Sequence[Any], capacity_tokens: int, like: Spans | None = None) -> None:

@@ -57,6 +57,8 @@ class Progress:
         """The live path was moved to an offset."""
         self.caches: list[Any] = list(self._live.caches)
         self.position = self.grid_end = offset
+        # Whether layers may hold what their first forward pass gave them.
+        self._was_empty = offset == 0
         self._span_capacity = 0
         self._recheck_at = -1
         self._blind = BlindLeaves(self._layout, self.caches)
@@ -104,7 +106,8 @@ class Progress:
                 # A ring that goes round stays as it is: mlx-lm goes on from there too, and adds up in that order.
                 self._layout.evaluate(self.caches)
             else:
-                self._layout.own(self.caches)
+                self._layout.own(self.caches, was_empty=self._was_empty)
+                self._was_empty = False
         except Exception as error:
             self.is_lost = True
             self.raised = error
@@ -127,7 +130,7 @@ class Progress:
     def stepped(self, count: int) -> None:
         """Steps over so many tokens went well: own and book what they have left."""
         if count > 1:
-            self._layout.own_lazily(self.caches)
+            self._layout.own_lazily(self.caches, was_empty=self._was_empty)
         if self.position > self._recheck_at or count > 1:
             self._measure(wait=False)
 
@@ -157,7 +160,7 @@ class Progress:
             # The first forward pass broke off: layers that it reached hold something, the others nothing.
             self._layout.restore_points(caches, None, 0)
         end = self._back_to_grid(target) if self._is_exact else target
-        self._layout.own(self._live.caches)
+        self._layout.own(self._live.caches, was_empty=self._was_empty)
         return end, target
 
     # Private
@@ -218,6 +221,7 @@ class Progress:
             limit = min(limit, self.grid_end) if self._is_exact else limit
             self.position = self._core.fall_back(self._live, self.own, limit)
         self.grid_end = min(self.grid_end, self.position)
+        self._was_empty |= self.position == 0
         self.caches = list(self._live.caches)
         self._blind.note(self.caches)
         return self.position

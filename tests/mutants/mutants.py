@@ -677,7 +677,7 @@ SESSION = (
     Mutant(
         "close-does-not-own",
         "radixcache",
-        "        self._layout.own(self._live.caches)\n        return end, target",
+        "        self._layout.own(self._live.caches, was_empty=self._was_empty)\n        return end, target",
         "        return end, target",
         "Idle caches keep the activations of their last chunk alive.",
         ("tests/whole/test_bytes.py",),

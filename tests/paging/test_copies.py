@@ -19,6 +19,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 from radixcache import PrefixCache, Session
 from runner.models.tiny import WINDOW_LENGTH, tiny_model
 from tests import inside
+from tests.paging.test_windows import rotating
 from tests.prompts import tokens
 
 #: Bytes that the span layers of the tiny models take per token, from the configurations in runner/models/tiny.py.
@@ -300,6 +301,18 @@ def test_a_growing_conversation_with_windows_copies_what_is_new_and_a_switch_one
         assert serve(cache, model, prompt, reserve=64) == len(prompt) - 40
         windows = sum(copied) - (cache.stats.paged_out_bytes - before)
         assert windows == (40 + 3 + WINDOW_LENGTH) * token_bytes
+
+
+def test_a_window_that_has_lost_nothing_yet_is_not_copied_either(copied: list[int]) -> None:
+    model = rotating(4096)
+    cache = PrefixCache(model)
+    prompt = [number % 50 for number in range(300)]
+    serve(cache, model, prompt, reserve=2000)
+    for turn in range(3):
+        prompt = [*prompt, 1, 2, 3, *([turn] * 40)]
+        copied.clear()
+        assert serve(cache, model, prompt, reserve=64) == len(prompt) - 40
+        assert sum(copied) == (40 + 3) * inside.window_bytes(cache)
 
 
 def test_a_reference_to_a_live_buffer_would_have_been_noticed() -> None:
