@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
+from policies import make_policy
+
 
 @dataclass(frozen=True)
 class ServeOptions:
@@ -84,3 +86,25 @@ class ServeOptions:
     request_timeout_s: Annotated[float, Option(help="Seconds after which a reply ends with what it has.", min=1)] = 600
     drain_s: Annotated[float, Option(help="Seconds that running replies get when the server is to end.", min=0)] = 10
     show_text: Annotated[bool, Option("--show-text", help="Show decoded text on /cache.")] = False
+
+
+def require_compatible(options: ServeOptions) -> None:
+    """Raise ValueError for what cannot be had together, or not at all."""
+    make_policy(options.policy)
+    alone = {
+        "--kv-bits": options.kv_bits is not None,
+        "--draft-model": options.draft_model is not None,
+        "--exact": options.exact,
+        "--verify": options.verify > 0,
+    }
+    for name, is_given in alone.items():
+        if is_given and options.context is not None:
+            raise ValueError(f"--context and {name} contradict each other: requests that run alone are not shifted.")
+    if options.kv_bits is not None and options.quantized_kv_start:
+        raise ValueError(
+            f"--quantized-kv-start {options.quantized_kv_start} cannot be honoured: keys and values that are shared "
+            "between prompts are quantized from the first token on. Leave it out."
+        )
+    for name, file in (("--warm", options.warm), ("--trace", options.trace)):
+        if file is not None and options.model is None:
+            raise ValueError(f"{name} is for the model that the server starts with; name it with --model.")

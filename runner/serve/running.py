@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
-from policies import make_policy
 from radixcache import PrefixCache, RadixCacheError
 from radixcache.tree.events import OnEvent
 from runner.models.load import ModelError
@@ -36,7 +35,7 @@ from runner.serve.answering import Answering
 from runner.serve.asked import Asked, Job, ModelNames, Record
 from runner.serve.errors import ApiError
 from runner.serve.models import Models
-from runner.serve.options import ServeOptions
+from runner.serve.options import ServeOptions, require_compatible
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class Running:
     def __init__(
         self, options: ServeOptions, on_record: Callable[[Record], None], on_event: OnEvent | None = None
     ) -> None:
-        _require(options)
+        require_compatible(options)
         self._options, self._on_record, self._on_event = options, on_record, on_event
         self._models: Models | None = None
         self._thread: threading.Thread | None = None
@@ -277,25 +276,3 @@ def _addressed(arrived: list[Answering], models: Models) -> Iterator[_Waiting]:
 
 def _is_idle(models: Models) -> bool:
     return models.current is None or models.current.is_idle
-
-
-def _require(options: ServeOptions) -> None:
-    """Raise ValueError for what cannot be had together, or not at all."""
-    make_policy(options.policy)
-    alone = {
-        "--kv-bits": options.kv_bits is not None,
-        "--draft-model": options.draft_model is not None,
-        "--exact": options.exact,
-        "--verify": options.verify > 0,
-    }
-    for name, is_given in alone.items():
-        if is_given and options.context is not None:
-            raise ValueError(f"--context and {name} contradict each other: requests that run alone are not shifted.")
-    if options.kv_bits is not None and options.quantized_kv_start:
-        raise ValueError(
-            f"--quantized-kv-start {options.quantized_kv_start} cannot be honoured: keys and values that are shared "
-            "between prompts are quantized from the first token on. Leave it out."
-        )
-    for name, file in (("--warm", options.warm), ("--trace", options.trace)):
-        if file is not None and options.model is None:
-            raise ValueError(f"{name} is for the model that the server starts with; name it with --model.")

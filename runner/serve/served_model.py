@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -20,9 +19,9 @@ import mlx.core as mx
 from radixcache import BudgetFullError, CacheFullError, PrefixCache
 from runner.models.load import LoadedModel
 from runner.parallel import ParallelGenerator
-from runner.parallel.request import LogitsProcessor, Ticket
+from runner.parallel.request import Ticket
 from runner.parallel.turn_taking import PARALLEL_STEP_SIZE
-from runner.replies.reply import Piece, Sampler
+from runner.replies.reply import Piece
 from runner.serve import border
 from runner.serve.answering import Answering
 from runner.serve.asked import Asked, FinishReason, ModelNames, TopToken
@@ -30,7 +29,7 @@ from runner.serve.errors import ApiError
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import Prompt, prompt_of
 from runner.serve.reading import Reading
-from runner.serve.seeds import SeededSampler
+from runner.serve.sampling import processors_of, sampler_of
 from runner.serve.single import serve_alone
 
 logger = logging.getLogger(__name__)
@@ -137,13 +136,14 @@ class ServedModel:
             border.ToolCallFormatter(tokenizer.tool_parser, asked.tools),
         )
         is_stop = border.make_stop_sequences(tokenizer, stop_words).matcher().advance
-        sampler, processors = self._sampler(asked), self._processors(asked)
+        sampler = sampler_of(asked, tokenizer, self._vocabulary_length)
+        processors = processors_of(asked, self._vocabulary_length)
         max_tokens = min(asked.max_tokens, CAPACITY_TOKENS - len(prompt.tokens))
         if self._generator is None or self._draws.random() < options.verify:
             steps = serve_alone(
-                answering, self.model, tokenizer, self.draft_model, self.cache, prompt.tokens,
-                marks=prompt.marks, sampler=sampler, logits_processors=processors, is_stop=is_stop,
-                hand_out=self._hand_out, between=self._round_together, max_tokens=max_tokens, step_size=options.prefill_step_size,
+                answering, self.model, tokenizer, self.draft_model, self.cache, prompt.tokens, marks=prompt.marks,
+                sampler=sampler, logits_processors=processors, is_stop=is_stop, hand_out=self._hand_out,
+                between=self._round_together, max_tokens=max_tokens, step_size=options.prefill_step_size,
             )  # fmt: skip
             self._alone.append((answering, steps))
         else:
@@ -172,26 +172,6 @@ class ServedModel:
                 f"the prompt has {len(prompt.tokens)} tokens; the model's context length is {longest} tokens.",
                 code="context_length_exceeded",
             )
-
-    def _sampler(self, asked: Asked) -> Sampler | None:
-        """mlx-lm's sampler; None: the likeliest token. What it would raise for each token is said at once."""
-        sampling, length = asked.sampling, self._vocabulary_length
-        if sampling.temperature == 0:
-            return None
-        if sampling.top_k >= length:
-            raise ApiError(400, f"top_k is {sampling.top_k}; wanted less than the {length} tokens there are.")
-        if sampling.xtc_probability > 0 and not 0 <= sampling.xtc_threshold <= 0.5:
-            raise ApiError(400, f"xtc_threshold is {sampling.xtc_threshold}; wanted 0 to 0.5.")
-        sampler: Sampler = border.make_sampler(SimpleNamespace(sampling=sampling), self.tokenizer)
-        return sampler if asked.seed is None else SeededSampler(sampler, asked.seed)
-
-    def _processors(self, asked: Asked) -> Sequence[LogitsProcessor]:
-        length = self._vocabulary_length
-        for token in asked.penalties.logit_bias or ():
-            if not 0 <= token < length:
-                raise ApiError(400, f"logit_bias names token {token}; wanted 0 to {length - 1}.")
-        processors: Sequence[LogitsProcessor] = border.make_logits_processors(SimpleNamespace(logits=asked.penalties))
-        return processors
 
     # Serving
 

@@ -15,7 +15,7 @@ from radixcache import PrefixCache
 from runner.models.load import LoadedModel, load_model
 from runner.parallel import ParallelGenerator
 from runner.parallel.request import Ticket
-from runner.serve.seeds import SeededSampler
+from runner.serve.sampling import SeededSampler
 from tests.prompts import tokens
 
 SYSTEM = tokens(1, 40)
