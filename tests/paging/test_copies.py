@@ -14,12 +14,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
 from radixcache import PrefixCache, Session
 from runner.models.tiny import WINDOW_LENGTH, tiny_model
 from tests import inside
-from tests.paging.test_windows import rotating
+from tests.paging.test_windows import WindowModel
 from tests.prompts import tokens
 
 #: Bytes that the span layers of the tiny models take per token, from the configurations in runner/models/tiny.py.
@@ -303,16 +303,18 @@ def test_a_growing_conversation_with_windows_copies_what_is_new_and_a_switch_one
         assert windows == (40 + 3 + WINDOW_LENGTH) * token_bytes
 
 
-def test_a_window_that_has_lost_nothing_yet_is_not_copied_either(copied: list[int]) -> None:
-    model = rotating(4096)
+def test_a_window_that_has_lost_nothing_yet_is_copied_once_after_its_first_forward_pass(copied: list[int]) -> None:
+    model = WindowModel(lambda: RotatingKVCache(4096))
     cache = PrefixCache(model)
     prompt = [number % 50 for number in range(300)]
-    serve(cache, model, prompt, reserve=2000)
+    serve(cache, model, prompt, marks=[100, 200])
+    token_bytes = inside.window_bytes(cache)
+    assert sum(copied) == (100 + 300 + 3) * token_bytes
     for turn in range(3):
         prompt = [*prompt, 1, 2, 3, *([turn] * 40)]
         copied.clear()
-        assert serve(cache, model, prompt, reserve=64) == len(prompt) - 40
-        assert sum(copied) == (40 + 3) * inside.window_bytes(cache)
+        assert serve(cache, model, prompt) == len(prompt) - 40
+        assert sum(copied) == (40 + 3) * token_bytes
 
 
 def test_a_reference_to_a_live_buffer_would_have_been_noticed() -> None:
