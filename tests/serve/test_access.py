@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from fastapi import FastAPI, Request
+from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 
 from runner.serve.app import guard, make_app
@@ -51,6 +52,7 @@ def serve(tmp_path: Path) -> Serve:
         for path in ["/health", "/v1/models", "/v1/messages", *ADMINS]:
             app.add_api_route(path, whoami)
         app.add_api_route("/v1/broken", broken)
+        app.add_api_route("/v1/half", half)
         count = (lambda *seen: counted.append(seen)) if counted is not None else lambda *_: None
         return TestClient(guard(app, options, count), base_url=f"http://{over}:8080", client=(client, 50000))
 
@@ -63,6 +65,14 @@ async def whoami(request: Request) -> dict[str, Any]:
 
 async def broken() -> None:
     raise RuntimeError("the path of a secret")
+
+
+async def half() -> StreamingResponse:
+    async def parts() -> AsyncIterator[str]:
+        yield "half of "
+        raise RuntimeError("the rest is lost")
+
+    return StreamingResponse(parts())
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -144,7 +154,7 @@ def test_the_page_is_sent_without_a_key_as_an_error_and_nothing_below_it(serve: 
     page = client.get("/cache")
     assert (page.status_code, page.json()["name"]) == (401, "")
     assert "error" in client.get("/cache/tree").json()
-    assert client.post("/cache").status_code == 401
+    assert client.post("/cache").json()["error"]["type"] == "authentication_error"
 
 
 @pytest.mark.parametrize("path", ADMINS)
@@ -261,6 +271,13 @@ def test_every_request_is_counted_under_its_route(serve: Serve) -> None:
         client.get(path, headers=headers)
     client.get("/nowhere", headers=bearer(ANN))
     assert counted == [("/v1/models", 200), ("other", 401), ("/v1/broken", 500), ("other", 401), ("other", 404)]
+
+
+def test_a_reply_that_fails_half_way_is_broken_off_and_counted_once(serve: Serve) -> None:
+    counted: list[tuple[str, int]] = []
+    with pytest.raises(RuntimeError, match="the rest is lost"):
+        serve(counted=counted).get("/v1/half")
+    assert counted == [("/v1/half", 200)]
 
 
 # Key files ------------------------------------------------------------------------------------------------------------

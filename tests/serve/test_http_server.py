@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runner.serve import http_server
@@ -65,11 +66,13 @@ class Served:
 
 
 @contextmanager
-def serving(app: ASGIApp, *, stop: Callable[[], object] = lambda: None, **patience_s: float) -> Iterator[Served]:
-    """Serve an application with bodies of 1 MiB at most; impatient only where the test says so."""
+def serving(
+    app: ASGIApp, *, stop: Callable[[], object] = lambda: None, max_mib: float = 1, **patience_s: float
+) -> Iterator[Served]:
+    """Serve an application; impatient only where the test says so."""
     listening = listen("127.0.0.1", 0)
     patience_s = {**PATIENT, **patience_s}
-    framed = Frame(BodyLimit(app, max_mib=1), allowed_origins=["*"], count=lambda *_: None)
+    framed = Frame(BodyLimit(app, max_mib=max_mib), allowed_origins=["*"], count=lambda *_: None)
     server = HttpServer(framed, stop, patience_s=patience_s)
     served = Served(server, listening, patience_s)
     served.thread.start()
@@ -141,12 +144,12 @@ def test_a_client_that_never_ends_a_body_is_given_up_and_reaches_no_route(sent: 
 
 def test_a_client_that_sends_in_drops_gets_no_more_time_for_them() -> None:
     routes = Routes()
-    with serving(routes, body=0.05) as served, served.connect(POST.replace(b" 3", b" %d" % MIB)) as client:
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for _ in range(MIB - 1):
+    with (
+        serving(routes, max_mib=1 << 20, body=0.3) as served,
+        served.connect(POST.replace(b" 3", b" %d" % MIB**2)) as client,
+    ):
+        while not select.select([client], [], [], 0)[0]:
             client.sendall(b"x")
-            if select.select([client], [], [], 0)[0]:
-                break
         assert error_of(parse(read_all(client)))[0] == 408
     assert routes.reached == 0
 
@@ -167,14 +170,25 @@ def test_a_client_that_reads_nothing_is_given_up() -> None:
         assert is_gone.wait(GUARD_S)
 
 
+def test_whatever_the_system_does_not_take_of_a_reply_counts_as_not_read() -> None:
+    with serving(Routes()) as served, served.connect(POST, b"abc") as client:
+        read_reply(client)
+        [connection] = served.server.server_state.connections
+        assert connection.transport.get_write_buffer_limits() == (0, 0)
+
+
 def test_a_connection_that_is_idle_between_two_requests_owes_nothing() -> None:
     routes = Routes()
-    with serving(routes) as served, served.connect(POST, b"abc") as client:
-        assert read_reply(client) == b"abc"
+
+    async def then_impatient(scope: Scope, receive: Receive, send: Send) -> None:
         served.patience_s["head"] = 0.0
-        client.sendall(POST)
-        client.sendall(b"def")
-        assert read_reply(client) == b"def"
+        await routes(scope, receive, send)
+
+    with serving(then_impatient) as served, served.connect(POST, b"abc") as client:
+        for sent in (b"", POST + b"abc", POST + b"abc"):
+            client.sendall(sent)
+            assert read_reply(client) == b"abc"
+    assert routes.reached == 3
 
 
 def test_slow_clients_hold_up_no_others() -> None:
@@ -242,6 +256,17 @@ def test_a_client_whose_body_is_too_large_is_told_and_may_ask_again(head: bytes)
         assert json.loads(read_reply(client))["error"]["message"].startswith("the body is larger than 1 MiB")
         client.sendall(POST + b"abc")
         assert read_reply(client) == b"abc"
+
+
+def test_a_client_is_where_it_connects_from_whatever_its_headers_say() -> None:
+    async def whence(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(scope["client"][0])(scope, receive, send)
+
+    with (
+        serving(whence) as served,
+        served.connect(GET.replace(b"Host", b"X-Forwarded-For: 192.0.2.1\r\nHost")) as client,
+    ):
+        assert read_reply(client) == b"127.0.0.1"
 
 
 # The end --------------------------------------------------------------------------------------------------------------
