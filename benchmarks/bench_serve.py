@@ -1,0 +1,217 @@
+"""radixcache serve beside mlx_lm.server: the same requests to both, each a process of its own, by turns.
+
+Both get the same budget (--prompt-cache-bytes), and mlx_lm.server no bound on sequences. Every run has a new server,
+which has answered one short request. Users ask at the same time, each its own questions one after the other:
+
+    shared    one question each, behind a system prompt that all share
+    growing   four turns each, a conversation of its own that grows, behind a short system prompt
+    tight     three turns each, behind the system prompt of `shared`, with a budget that holds about a quarter of the
+              conversations where each is held for itself
+    own       one prompt each, nothing in common
+
+    prefilled tokens  prompt tokens less cached ones, by the usage that the servers report
+    TTFT ms           from the request to the first piece of the reply, as the user sees it
+    tokens/s          generated tokens, by the seconds from the first request to the end of the last reply
+    peak MB           the most resident memory of the server's process beyond what it had before the first request
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness.chat_client import Reply, ask
+from benchmarks.harness.model_folder import write_model
+from benchmarks.harness.record import Spread, arguments, publish, rotated, say
+from benchmarks.harness.server_process import ServerProcess, mlx_lm_server, radixcache_serve
+from runner.models.demo import demo_model_folder
+
+SERVERS: dict[str, Callable[..., ServerProcess]] = {
+    "radixcache serve": radixcache_serve,
+    "mlx_lm.server": mlx_lm_server,
+}
+OURS, THEIRS = SERVERS
+BUDGET_BYTES = 4 << 30
+SAMPLE_S = 0.02
+WORDS = ["a", "and", "at", "before", "city", "for", "from", "is", "long", "of", "the", "to", "train", "when", "year"]
+#: Tokens per second, and prefilled tokens, beside mlx_lm.server's.
+LEAST_SPEED, SHARED_SPEED, TIGHT_PREFILLED = 1.0, 2.0, 0.5
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of one model.
+
+    Attributes:
+        model: a kind of tiny model, of which a character is a token; or demo.
+        system, own: characters of the system prompt that all users share, and of each message of a user's.
+        turns, reply: messages of each user, and tokens of each reply.
+    """
+
+    model: str
+    name: str
+    users: int
+    system: int
+    own: int
+    turns: int = 1
+    reply: int = 32
+    budget_bytes: int = BUDGET_BYTES
+    repeats: int = 3
+
+
+def _loads() -> Iterator[Load]:
+    for users in (1, 8, 16):
+        yield Load("llama", "shared", users, system=2000, own=60)
+        yield Load("llama", "growing", users, system=200, own=150, turns=4)
+        yield Load("llama", "own", users, system=0, own=600)
+    # A conversation comes to some 2,700 tokens of 3 kB each.
+    yield Load("llama", "tight", 8, system=2000, own=150, turns=3, budget_bytes=16 << 20)
+    for model in ("gemma3_text", "lfm2"):
+        yield Load(model, "shared", 16, system=2000, own=60)
+        yield Load(model, "growing", 8, system=200, own=150, turns=4)
+    yield Load("demo", "shared", 8, system=1500, own=100, reply=16, repeats=1)
+
+
+FULL = tuple(_loads())
+QUICK = (Load("llama", "shared", 2, system=200, own=20, reply=4, repeats=1),)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of all requests to one server."""
+
+    replies: Sequence[Reply]
+    total_s: float
+    peak_bytes: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(reply.completion_tokens for reply in self.replies) / self.total_s
+
+    @property
+    def prefilled_tokens(self) -> int:
+        return sum(reply.prompt_tokens - reply.cached_tokens for reply in self.replies)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(__doc__, given, add=_add_only)
+    wanted = QUICK if options.quick else [load for load in FULL if options.only in (None, load.model, load.name)]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [row for load in wanted for row in measure(load, Path(folder))]
+    # None: the rows say how often each was measured.
+    publish(
+        "serve",
+        "The same requests to both servers",
+        rows,
+        folder=options.results,
+        repeats=None,
+        conclusion=conclusion(rows),
+    )
+
+
+def _add_only(parser: argparse.ArgumentParser) -> None:
+    choices = sorted({word for load in FULL for word in (load.model, load.name)})
+    parser.add_argument("--only", choices=choices, help="loads of this model or name alone")
+
+
+def conclusion(rows: Sequence[dict[str, Any]]) -> str:
+    """Say what the figures mean for the aims, from the figures."""
+    pairs = [
+        (f"{o['model']}, {o['load']}, {o['users']} users", o, t) for o, t in zip(rows[::2], rows[1::2], strict=True)
+    ]
+    speeds = {name: ours["tokens/s"] / theirs["tokens/s"] for name, ours, theirs in pairs}
+    slow = [f"{name} ({speed:.2f})" for name, speed in speeds.items() if speed < LEAST_SPEED]
+    said = [f"slower than mlx_lm.server: {', '.join(slow)}" if slow else "never slower than mlx_lm.server"]
+    for name, ours, theirs in pairs:
+        if ours["load"] == "shared":
+            said.append(f"{name}: {speeds[name]:.2f} times its tokens per second")
+        elif ours["load"] == "tight":
+            said.append(f"{name}: {ours['prefilled tokens'] / theirs['prefilled tokens']:.2f} of its prefilled tokens")
+    return (
+        f"{'; '.join(said)}. Aims: {LEAST_SPEED:g}, at 16 users who share {SHARED_SPEED:g}; tight {TIGHT_PREFILLED:g}."
+    )
+
+
+def measure(load: Load, folder: Path) -> Iterator[dict[str, Any]]:
+    """A row for each server: ours, theirs."""
+    say(f"{load.model}, {load.name}, {load.users} users")
+    model = folder / load.model
+    if load.model == "demo":
+        model = demo_model_folder()
+    elif not model.exists():
+        write_model(model, load.model)
+    runs: dict[str, list[Run]] = {name: [] for name in SERVERS}
+    for repeat in range(load.repeats):
+        for name in rotated(list(SERVERS), repeat):
+            runs[name].append(serve(SERVERS[name], load, model, folder / "log"))
+    for name, its in runs.items():
+        yield {
+            "model": load.model,
+            "load": load.name,
+            "users": load.users,
+            "server": name,
+            "repeats": load.repeats,
+            **_figures(its),
+        }
+
+
+def _figures(runs: Sequence[Run]) -> dict[str, Any]:
+    speed = Spread.of(run.tokens_per_s for run in runs)
+    ttft_ms = [[1e3 * reply.ttft_s for reply in run.replies] for run in runs]
+    return {
+        "prompt tokens": sum(reply.prompt_tokens for reply in runs[0].replies),
+        "prefilled tokens": statistics.median(run.prefilled_tokens for run in runs),
+        "TTFT ms p50": statistics.median(np.percentile(each, 50) for each in ttft_ms),
+        "TTFT ms p95": statistics.median(np.percentile(each, 95) for each in ttft_ms),
+        "tokens/s": speed.median,
+        "least to most": speed.range,
+        "peak MB": statistics.median(run.peak_bytes for run in runs) / 1e6,
+    }
+
+
+def serve(server: Callable[..., ServerProcess], load: Load, model: Path, log: Path) -> Run:
+    """All requests of a load to a new server."""
+    budget = ("--prompt-cache-bytes", str(load.budget_bytes), "--prompt-cache-size", "1000")
+    with server(model, log, *budget) as process, ThreadPoolExecutor(load.users) as pool:
+        ask(process.url, [{"role": "user", "content": "Are you there?"}], 2)
+        before_bytes = peak_bytes = process.resident_bytes
+        began_s = time.perf_counter()
+        waiting = {pool.submit(_talk, process.url, load, user) for user in range(load.users)}
+        futures = set(waiting)
+        while waiting:
+            waiting = wait(waiting, SAMPLE_S).not_done
+            peak_bytes = max(peak_bytes, process.resident_bytes)
+        total_s = time.perf_counter() - began_s
+        return Run([reply for future in futures for reply in future.result()], total_s, peak_bytes - before_bytes)
+
+
+def _talk(url: str, load: Load, user: int) -> list[Reply]:
+    """A user's requests, each after the reply to the one before.
+
+    What is sent back as the assistant's turns is not what it said: then both servers get the same requests.
+    """
+    messages = [{"role": "system", "content": _text(0, load.system)}] if load.system else []
+    replies = []
+    for turn in range(load.turns):
+        messages.append({"role": "user", "content": _text(1 + user * load.turns + turn, load.own)})
+        replies.append(ask(url, messages, load.reply))
+        messages.append({"role": "assistant", "content": _text(-1, load.reply)})
+    return replies
+
+
+def _text(seed: int, length: int) -> str:
+    """So many characters of words in no order."""
+    return " ".join(np.random.default_rng(seed + 1).choice(WORDS, length))[:length]
+
+
+if __name__ == "__main__":
+    main()
