@@ -1,8 +1,8 @@
 """ServedModel: a model that is loaded, and the requests that it answers. The generation thread's alone.
 
 Requests run together in a ParallelGenerator. What that cannot take goes through a Session, one at a time: quantized and
-exact caches, draft models, layers that no two sequences can share, and requests drawn for verification. Between two of
-its tokens, or chunks of its prompt, the others run a round.
+exact caches, draft models, layers that no two sequences can share, and requests drawn for verification. It waits until
+those that run are through, and those behind it wait for it: each kind has the whole budget, as if there were no other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -38,6 +38,13 @@ logger = logging.getLogger(__name__)
 CAPACITY_TOKENS = 1 << 31
 # Room that is kept for a reply; few are as long as they may be, and one that is longer asks for more.
 RESERVE_TOKENS = 1024
+
+
+class _Queued(NamedTuple):
+    """A request, and how it begins: handed in among others, or as the steps of one alone."""
+
+    answering: Answering
+    begin: Callable[[], Ticket] | Iterator[None]
 
 
 class ServedModel:
@@ -70,8 +77,10 @@ class ServedModel:
         self._vocabulary_length = loaded.vocabulary_length
         self._options = options
         self._generator = self._new_generator() if is_parallel else None
+        # In order of arrival: what cannot begin before others are through, and how it begins.
+        self._queue: deque[_Queued] = deque()
         self._running: dict[Ticket, Answering] = {}
-        self._alone: deque[tuple[Answering, Iterator[None]]] = deque()
+        self._alone: tuple[Answering, Iterator[None]] | None = None
         self._draws = random.Random(0)
         # Where every layer can be cut at any token, marks would be worked out for nothing.
         fresh = border.make_prompt_cache(self.model)
@@ -80,7 +89,7 @@ class ServedModel:
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits or runs."""
-        return not self._running and not self._alone
+        return not self._running and self._alone is None and not self._queue
 
     def begin(self, answering: Answering) -> None:
         """Take a request in; what is wrong with it is its own failure."""
@@ -97,10 +106,14 @@ class ServedModel:
 
     def round(self) -> None:
         """Let each request go one step on."""
-        self._round_together()
-        self._alone = deque(each for each in self._alone if not self._ended_early(each[0]))
-        if self._alone:
-            self._step_alone()
+        for queued in [each for each in self._queue if each.answering.job.is_cancelled]:
+            self._queue.remove(queued)
+            queued.answering.end("cancelled")
+        self._advance()
+        if self._alone is not None:
+            self._step_alone(*self._alone)
+        elif self._generator is not None and self._running:
+            self._round_together(self._generator)
 
     def warm(
         self, tokens: Any, namespace: str = "", *, name: str | None = None, ttl_requests: int | None = None
@@ -112,14 +125,16 @@ class ServedModel:
 
     def close(self) -> None:
         """End what runs, and let go of the model; what was evaluated stays in the cache."""
-        for _, steps in self._alone:
-            steps.close()  # type: ignore[attr-defined]
+        if self._alone is not None:
+            self._alone[1].close()  # type: ignore[attr-defined]
         if self._generator is not None:
             self._generator.close()
-        for answering in [*self._running.values(), *(each for each, _ in self._alone)]:
+        alone = [] if self._alone is None else [self._alone[0]]
+        for answering in [*alone, *self._running.values(), *(queued.answering for queued in self._queue)]:
             answering.end("cancelled")
         self._running.clear()
-        self._alone.clear()
+        self._queue.clear()
+        self._alone = None
         self.model = self.draft_model = self._generator = None
 
     # Taking in
@@ -140,14 +155,15 @@ class ServedModel:
         processors = processors_of(asked, self._vocabulary_length)
         max_tokens = min(asked.max_tokens, CAPACITY_TOKENS - len(prompt.tokens))
         if self._generator is None or self._draws.random() < options.verify:
-            steps = serve_alone(
+            alone = serve_alone(
                 answering, self.model, tokenizer, self.draft_model, self.cache, prompt.tokens, marks=prompt.marks,
                 sampler=sampler, logits_processors=processors, is_stop=is_stop, hand_out=self._hand_out,
-                between=self._round_together, max_tokens=max_tokens, step_size=options.prefill_step_size,
+                max_tokens=max_tokens, step_size=options.prefill_step_size,
             )  # fmt: skip
-            self._alone.append((answering, steps))
+            self._queue.append(_Queued(answering, alone))
         else:
-            ticket = self._generator.submit(
+            submit = partial(
+                self._submit,
                 prompt.tokens,
                 max_tokens=max_tokens,
                 marks=prompt.marks,
@@ -160,9 +176,30 @@ class ServedModel:
                 on_progress=answering.progress,
                 arrived_at_s=job.arrived_s,
             )
-            self._running[ticket] = answering
+            self._queue.append(_Queued(answering, submit))
             answering.foresee(self.cache.explain(prompt.tokens, asked.namespace))
-        answering.start(len(prompt.tokens), reading)
+        self._advance()
+        if not answering.is_over:
+            answering.start(len(prompt.tokens), reading)
+
+    def _submit(self, tokens: list[int], **more: Any) -> Ticket:
+        assert self._generator is not None, self.key
+        return self._generator.submit(tokens, **more)
+
+    def _advance(self) -> None:
+        """Begin what may run beside what does."""
+        while self._queue and self._alone is None:
+            answering, begin = self._queue[0]
+            if not callable(begin):
+                if self._running:
+                    return
+                self._alone = answering, begin
+            else:
+                try:
+                    self._running[begin()] = answering
+                except ValueError as error:
+                    answering.fail(400, str(error))
+            self._queue.popleft()
 
     def _require_context(self, prompt: Prompt) -> None:
         longest = self.context_length
@@ -187,10 +224,7 @@ class ServedModel:
             context=options.context,
         )
 
-    def _round_together(self) -> None:
-        generator = self._generator
-        if generator is None or not self._running:
-            return
+    def _round_together(self, generator: ParallelGenerator) -> None:
         for ticket, answering in self._running.items():
             if answering.job.is_cancelled:
                 ticket.cancel()
@@ -238,8 +272,7 @@ class ServedModel:
         else:
             answering.fail(400, reason)
 
-    def _step_alone(self) -> None:
-        answering, steps = self._alone[0]
+    def _step_alone(self, answering: Answering, steps: Iterator[None]) -> None:
         try:
             if next(steps, answering) is None:
                 return
@@ -247,13 +280,7 @@ class ServedModel:
             self._out_of_room(answering, str(error))
         except Exception as error:
             answering.fail(500, _described(error))
-        self._alone.popleft()
-
-    def _ended_early(self, answering: Answering) -> bool:
-        """End a request that was cancelled before its turn came."""
-        if answering.job.is_cancelled and not answering.is_running:
-            answering.end("cancelled")
-        return answering.is_over
+        self._alone = None
 
     def _hand_out(
         self,

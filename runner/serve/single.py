@@ -32,7 +32,6 @@ def serve_alone(
     logits_processors: Sequence[LogitsProcessor],
     is_stop: Callable[[int], bool],
     hand_out: Callable[[Answering, str, int, float, mx.array, FinishReason | None], None],
-    between: Callable[[], None],
     max_tokens: int,
     step_size: int,
 ) -> Iterator[None]:
@@ -43,13 +42,11 @@ def serve_alone(
     Args:
         is_stop: mlx-lm's matcher of stop sequences.
         hand_out: gets each token: text, id, log-probability, all log-probabilities (V,), how it ends the reply.
-        between: called between two chunks of prefill.
     """
     job = answering.job
 
     def progress(done_tokens: int, prompt_tokens: int) -> None:
         answering.progress(done_tokens, prompt_tokens)
-        between()
         if job.is_cancelled:
             raise _CancelledError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -197,28 +198,37 @@ def test_who_is_drawn_for_verification_is_verified_and_the_others_run_together(t
     assert stats.verify_mismatches == 0
 
 
-def test_others_stream_on_while_one_alone_is_prefilled() -> None:
-    order: list[str] = []
+def test_who_is_drawn_waits_for_those_that_run_and_those_behind_wait_for_it() -> None:
+    ended: list[str] = []
 
-    def note(name: str, kind: type[Answer]) -> Callable[[Job, Answer], None]:
-        return lambda _, answer: order.append(name) if isinstance(answer, kind) else None
+    def note(name: str) -> Callable[[Job, Answer], None]:
+        return lambda _, answer: ended.append(name) if isinstance(answer, Ended) else None
 
-    with running(verify=0.5, prefill_step_size=32) as thread:
-        draws: list[bool] = []
+    with running(verify=0.5) as thread:
 
-        def set_draws(models: Models) -> None:
-            models.loaded(ModelNames())._draws.random = lambda: 1.0 - draws.pop(0)  # type: ignore[method-assign]
+        def draw(models: Models) -> None:
+            draws = iter([1.0, 0.0, 1.0])
+            models.loaded(ModelNames())._draws.random = lambda: next(draws)  # type: ignore[method-assign]
 
-        draws += [False, True]
-        thread.call(set_draws).result()
-        streaming = Waiting(
-            thread, max_tokens=1 << 20, penalties=Penalties({1: -1e6}), on_answer=note("streaming", Step)
-        )
-        streaming.until(Step)
-        single = Waiting(thread, prompt=LONG, max_tokens=2, on_answer=note("chunk", Progress))
-        single.end()
-        streaming.job.cancel()
-        streaming.end()
-    chunks = [at for at, name in enumerate(order) if name == "chunk"]
-    assert len(chunks) > 10
-    assert "streaming" in order[chunks[1] : chunks[-2]]
+        thread.call(draw).result()
+        held = threading.Event()
+        thread.call(lambda _: held.wait())
+        asked = [
+            Waiting(thread, max_tokens=count, penalties=Penalties({1: -1e6}), on_answer=note(name))
+            for name, count in (("before", 30), ("alone", 20), ("behind", 1))
+        ]
+        held.set()
+        assert [len(waiting.tokens) for waiting in asked] == [30, 20, 1]
+    assert ended == ["before", "alone", "behind"]
+
+
+def test_no_reply_is_cut_short_because_others_run_beside_who_is_drawn(tiny: LoadedModel) -> None:
+    with running(verify=0.3, budget_bytes=1_500_000) as thread:
+        asked = [
+            Waiting(thread, prompt=f"{number} {LONG[: 40 * number]}", max_tokens=20, penalties=Penalties({1: -1e6}))
+            for number in range(12)
+        ]
+        assert [waiting.record.completion_tokens for waiting in asked] == [20] * 12
+        cache = thread.call(lambda models: models.loaded(ModelNames()).cache).result()
+        cache.check()
+        assert cache.stats.peak_bytes <= 1_500_000
