@@ -56,7 +56,7 @@ class ServerProcess:
         until = time.monotonic() + START_S
         while True:
             is_over = self._process.poll() is not None
-            if found := re.search(r"http://127\.0\.0\.1:[1-9]\d*", self.printed):
+            if found := re.search(r"http://127\.0\.0\.1:[1-9]\d*(?=\s)", self.printed):
                 self.url = found[0]
                 return self
             if is_over or time.monotonic() > until:
