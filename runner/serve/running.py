@@ -251,7 +251,11 @@ class Running:
                 begin = [each for each in waiting if each.key == key]
             for each in begin:
                 waiting.remove(each)
-                served.begin(each.answering)
+                try:
+                    served.begin(each.answering)
+                except Exception as error:
+                    logger.exception("a request could not be begun")
+                    each.answering.fail(500, f"{type(error).__name__}: {error}")
 
     def _end_all(self) -> None:
         """Nothing will be answered any more: say so to whoever waits for it."""

@@ -18,13 +18,16 @@ T = TypeVar("T")
 
 #: Nobody reads it; logs and metrics do. As nginx has it.
 CLIENT_CLOSED_REQUEST = 499
+#: Lists and objects in one another. What copies and renders them is recursive, and Python's stack is not endless.
+MAX_DEPTH = 64
 
 
 async def read_json(request: Request) -> dict[str, Any]:
     """Return the body of `request`, whatever content type it says it has.
 
     Raises:
-        ApiError: it is no object of JSON in UTF-8, or has what JSON does not: NaN, infinities, half a surrogate pair.
+        ApiError: it is no object of JSON in UTF-8, has what JSON does not (NaN, infinities, half a surrogate pair), or
+            is nested deeper than MAX_DEPTH.
     """
     raw = await request.body()
     try:
@@ -34,7 +37,17 @@ async def read_json(request: Request) -> dict[str, Any]:
         raise ApiError(400, f"Invalid JSON in request body: {error}") from error
     if not isinstance(body, dict):
         raise ApiError(400, f"Request should be a JSON dictionary; it is a {type(body).__name__}.")
+    _require_shallow(body)
     return body
+
+
+def _require_shallow(body: dict[str, Any]) -> None:
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        inner = (value for each in level for value in (each.values() if isinstance(each, dict) else each))
+        level = [value for value in inner if isinstance(value, dict | list)]
+    if level:
+        raise ApiError(400, f"Request is nested more than {MAX_DEPTH} levels deep.")
 
 
 def namespace_of(request: Request) -> str:

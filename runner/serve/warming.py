@@ -50,7 +50,7 @@ class WarmEntry:
         messages = [*self.messages, *([{"role": "user", "content": "Hello"}] if is_open else [])]
         try:
             tokens, opening, ends = message_ends(tokenizer, messages, self.tools, **options.chat_template_args)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WarmFileError(f"{self.where}: {error}") from error
         end = max(opening, *ends[: len(self.messages)])
         if end == 0:
