@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from radixcache import DiskStore, StoreError
-from radixcache.stores import daily_writes
+from radixcache.stores import daily_writes, folder
+from radixcache.stores.block import Block, Buffer
 from radixcache.stores.survey import remove, scan, verify
 from tests.stores.made import GIB, chain, checkpoint, file_of, is_right, matched, opened, put_all, resumed, stored
 
@@ -84,6 +86,15 @@ def test_what_was_used_longest_ago_goes_first_and_no_chain_loses_its_beginning(p
         assert resumed(store, range(200, 208)) == 8
 
 
+def test_what_a_chain_is_continued_from_is_used_by_that(path: Path) -> None:
+    old, new = chain(range(8)), chain(range(100, 108))
+    stored(path, *old[:1], *new)
+    nbytes = opened(path).stats.stored_bytes
+    with opened(path, budget_bytes=nbytes) as store:
+        put_all(store, old)
+        assert (resumed(store, range(8)), resumed(store, range(100, 108))) == (8, 4)
+
+
 def test_what_nothing_leads_to_is_not_written(path: Path) -> None:
     blocks = chain(range(8))
     with opened(path) as store:
@@ -143,6 +154,59 @@ def test_a_full_queue_drops_and_nobody_waits(path: Path, monkeypatch: pytest.Mon
     assert store.close(60)
     assert not store.put(blocks[1])
     assert resumed(store, range(4)) == 4
+
+
+def test_a_head_of_many_buffers_is_found_by_a_restart(path: Path) -> None:
+    block = Block(chain(range(4))[0].head, {f"{layer}.keys": Buffer(b"", "bool", (0,)) for layer in range(999)})
+    stored(path, block)
+    with opened(path) as store:
+        (link,) = matched(store, range(4))
+        (found,) = store.read([(link.key, "block")])
+        assert found is not None
+        assert found.buffers.keys() == block.buffers.keys()
+
+
+def _aged(path: Path, age_ns: int) -> None:
+    """Have the folders say that they changed at this time."""
+    for each in [path, *path.glob("??")]:
+        os.utime(each, ns=(age_ns, age_ns))
+
+
+def test_a_folder_is_looked_at_again_where_it_may_have_changed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = chain(range(12))
+    stored(path, blocks[0])
+    _aged(path, 10**18)
+    store = opened(path)
+    stored(path, blocks[1])
+    _aged(path, 2 * 10**18 - 1)
+    monkeypatch.setattr(folder, "RECENT_NS", 10**19)
+    assert resumed(store, range(12)) == 8
+    stored(path, blocks[2])
+    _aged(path, 2 * 10**18 - 1)  # within the same tick of the file system's clock
+    assert resumed(store, range(12)) == 12
+
+
+def test_a_folder_that_could_not_be_listed_is_listed_the_next_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(path)
+    store = opened(path)
+    stored(path, *chain(range(8)))
+    _aged(path, 10**18)
+
+    def scandir(_: object) -> object:
+        raise PermissionError
+
+    monkeypatch.setattr("radixcache.stores.folder.os.scandir", scandir)
+    assert resumed(store, range(8)) == 0
+    monkeypatch.undo()
+    assert resumed(store, range(8)) == 8
+    assert store.stats.read_errors == 1
+
+
+def test_what_another_process_has_written_meanwhile_is_not_written_again(path: Path) -> None:
+    with opened(path) as store:
+        stored(path, *chain(range(8)))
+        put_all(store, chain(range(8)))
+        assert store.stats.written_files == 0
 
 
 def test_two_stores_in_one_folder_see_what_the_other_wrote_and_evicted(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,12 +108,20 @@ def test_a_disk_that_fails_stops_the_writing_and_says_so_once(
     with DiskStore(tmp_path / "store", budget_bytes=1 << 30, min_free_bytes=0) as store:
         put_all(store, chain(range(8)))
 
-        def write(*_: object) -> int:
+        may_fail, tried = threading.Event(), list[object]()
+
+        def write(*given: object) -> int:
+            tried.append(given)
+            assert may_fail.wait(60)
             raise OSError(getattr(errno, name), "the disk says")
 
         monkeypatch.setattr(CALLERS[0].os, "write", write)
-        put_all(store, chain(range(100, 116)))
+        assert all(map(store.put, [*chain(range(100, 104)), *chain(range(200, 208))]))
+        may_fail.set()
+        assert store.flush(60)
+        put_all(store, chain(range(300, 304)))
         monkeypatch.undo()
+        assert len(tried) == 1
         assert store.stats.dropped == {"writing has stopped": 4}
         assert "the disk says" in store.stats.stopped
         assert not store.accepts(1)
