@@ -1,15 +1,14 @@
-"""Answering: one job on the generation thread: what is answered, and the record of it. Never imports MLX."""
+"""Answering: one job on the generation thread: what is answered, and the record of it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
+from radixcache import BudgetFullError, CacheFullError, Explanation
+from runner.serve import border
 from runner.serve.asked import Ended, Failed, FinishReason, Job, Progress, Record, Started, Step, TopToken
-
-if TYPE_CHECKING:
-    from radixcache import Explanation
 
 
 class Answering:
@@ -41,11 +40,6 @@ class Answering:
         """Whether it was admitted and is not over."""
         return self._admitted_s is not None and not self.is_over
 
-    @property
-    def tokens(self) -> Sequence[int]:
-        """The reply's, so far."""
-        return self._tokens
-
     def foresee(self, found: Explanation) -> None:
         """This is what the cache has of the prompt, and why not more."""
         self.cached_tokens, self.matched_tokens = found.resumable_tokens, found.matched_tokens
@@ -64,15 +58,11 @@ class Answering:
         self.job.put(Progress(done_tokens, prompt_tokens))
 
     def step(
-        self,
-        text: str,
-        token: int,
-        logprob: float,
-        top_tokens: tuple[TopToken, ...],
-        finish_reason: FinishReason | None,
-        stop_word: str | None,
+        self, tokenizer: Any, text: str, token: int, logprob: float, logprobs: Any, finish_reason: FinishReason | None
     ) -> None:
-        """A token was sampled."""
+        """A token was sampled; `logprobs` (V,) are those of all tokens, evaluated."""
+        asked = self.job.asked
+        top = tuple(TopToken(**each) for each in border.top_logprobs(logprobs, asked.top_logprobs, tokenizer))
         now_s = time.perf_counter()
         if self._first_s is None:
             self._first_s = now_s
@@ -80,7 +70,8 @@ class Answering:
             self._gaps_ms.append((now_s - self._last_s) * 1e3)
         self._last_s = now_s
         self._tokens.append(token)
-        self.job.put(Step(text, token, logprob, top_tokens, finish_reason, stop_word))
+        stop_word = self._stop_word(tokenizer) if finish_reason == "stop" else None
+        self.job.put(Step(text, token, logprob, top, finish_reason, stop_word))
 
     def end(self, outcome: Literal["stop", "length", "cancelled"], note: str | None = None) -> None:
         """The reply is over."""
@@ -98,6 +89,21 @@ class Answering:
             record = self._record("error", message)
             self._on_record(record)
             self.job.put(Failed(status, message, record))
+
+    def raised(self, error: BaseException | None) -> None:
+        """Whatever served it raised this. A reply that the budget has no room for any more ends with what it has."""
+        if not isinstance(error, (BudgetFullError, CacheFullError)):
+            self.fail(500, f"{type(error).__name__}: {error}")
+        elif self._tokens:
+            self.end("length", str(error))
+        else:
+            self.fail(400, str(error))
+
+    def _stop_word(self, tokenizer: Any) -> str | None:
+        """The stop word that the reply's tokens end with; the longest of several."""
+        words = [(tokenizer.encode(word, add_special_tokens=False), word) for word in self.job.asked.stop_words]
+        ends = [(len(ids), word) for ids, word in words if ids == self._tokens[-len(ids) :]]
+        return max(ends, default=(0, None), key=lambda end: end[0])[1]
 
     def _record(self, outcome: Literal["stop", "length", "cancelled", "error"], note: str | None) -> Record:
         job = self.job

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import mlx.core as mx
 
 from radixcache import PrefixCache, stream_generate
-from runner.parallel.request import LogitsProcessor
-from runner.replies.reply import Sampler
-from runner.serve.answering import Answering
 from runner.serve.asked import FinishReason
+from runner.serve.work import Work
 
 
 class _CancelledError(Exception):
@@ -20,30 +18,13 @@ class _CancelledError(Exception):
 
 
 def serve_alone(
-    answering: Answering,
-    model: Any,
-    tokenizer: Any,
-    draft_model: Any,
-    cache: PrefixCache,
-    tokens: Sequence[int],
-    *,
-    marks: Sequence[int],
-    sampler: Sampler | None,
-    logits_processors: Sequence[LogitsProcessor],
-    is_stop: Callable[[int], bool],
-    hand_out: Callable[[Answering, str, int, float, mx.array, FinishReason | None], None],
-    max_tokens: int,
-    step_size: int,
+    work: Work, model: Any, tokenizer: Any, draft_model: Any, cache: PrefixCache, step_size: int
 ) -> Iterator[None]:
     """Serve a request, a token between two yields.
 
     A cancelled one ends within a chunk or a token. What was evaluated is stored, whatever ends it.
-
-    Args:
-        is_stop: mlx-lm's matcher of stop sequences.
-        hand_out: gets each token: text, id, log-probability, all log-probabilities (V,), how it ends the reply.
     """
-    job = answering.job
+    answering, job, tokens = work.answering, work.answering.job, work.prompt.tokens
 
     def progress(done_tokens: int, prompt_tokens: int) -> None:
         answering.progress(done_tokens, prompt_tokens)
@@ -55,14 +36,14 @@ def serve_alone(
         model,
         tokenizer,
         tokens,
-        max_tokens,
+        work.max_tokens,
         draft_model,
         mx.default_stream(mx.default_device()),
         cache=cache,
         namespace=job.asked.namespace,
-        marks=marks,
-        sampler=sampler,
-        logits_processors=logits_processors,
+        marks=work.prompt.marks,
+        sampler=work.sampler,
+        logits_processors=work.logits_processors,
         prefill_step_size=step_size,
         prompt_progress_callback=progress,
         num_draft_tokens=job.asked.num_draft_tokens,
@@ -72,8 +53,9 @@ def serve_alone(
         try:
             for each in replies:
                 answering.cached_tokens = each.cached_tokens
-                outcome = "stop" if is_stop(each.token) else each.finish_reason
-                hand_out(answering, each.text, each.token, each.logprobs[each.token].item(), each.logprobs, outcome)
+                outcome = "stop" if work.is_stop(each.token) else each.finish_reason
+                logprob = each.logprobs[each.token].item()
+                answering.step(tokenizer, each.text, each.token, logprob, each.logprobs, outcome)
                 if outcome is not None or job.is_cancelled:
                     break
                 yield
