@@ -28,7 +28,7 @@ from radixcache.settings import is_whole
 REFUSED = {
     "prompt_cache": "the PrefixCache provides the caches",
     "max_kv_size": "give PrefixCache(caches=...) a callable that makes rotating caches",
-    "input_embeddings": "the tree goes by tokens; use begin(keys=...) and your own loop",
+    "input_embeddings": "the tree goes by tokens; use keys= and embed=",
     "kv_bits": "use PrefixCache(kv_bits=...), which quantizes from offset 0",
     "kv_group_size": "use PrefixCache(kv_group_size=...)",
     "quantized_kv_start": "PrefixCache(kv_bits=...) quantizes from offset 0",
@@ -68,6 +68,8 @@ def stream_generate(
     namespace: str = "",
     marks: Sequence[int] = (),
     priority: int = 0,
+    keys: Any = None,
+    embed: Callable[[int], mx.array] | None = None,
     **kwargs: Any,
 ) -> Generator[CachedGenerationResponse, None, None]:
     """Generate text token by token, as mlx_lm.stream_generate does.
@@ -77,11 +79,14 @@ def stream_generate(
         max_tokens: tokens to generate at most; -1 for no limit.
         draft_model: speculative decoding; `cache` must have been made with both models' caches, in this order.
         cache: the PrefixCache to resume from and to store into.
-        namespace, marks, priority: as in PrefixCache.begin().
+        namespace, marks, priority, keys: as in PrefixCache.begin().
+        embed: called with the offset that is resumed at; returns embeddings (T, D) of the prompt from there on, which
+            the model is given as `input_embeddings` beside the tokens. `keys` have to tell them apart.
         kwargs: sampler, logits_processors, prefill_step_size, prompt_progress_callback, num_draft_tokens.
 
     Raises:
-        ValueError: an argument of mlx-lm that cannot be honoured together with `cache`, or max_tokens is 0.
+        ValueError: an argument of mlx-lm that cannot be honoured together with `cache`, max_tokens is 0, or `embed`
+            without `keys` or with a draft model.
         CacheBusyError: the cache's live slot is taken.
     """
     if not isinstance(cache, PrefixCache):
@@ -91,6 +96,8 @@ def stream_generate(
             raise ValueError(f"{name} cannot be used together with cache=: {REFUSED[name]}.")
     if not is_whole(max_tokens) or max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens is {max_tokens!r}; wanted 1 or more, or -1 for no limit.")
+    if embed is not None and (keys is None or draft_model is not None):
+        raise ValueError("embed needs keys, which tell embeddings apart where tokens do not, and no draft_model.")
     unknown = kwargs.keys() - {
         "sampler", "logits_processors", "prefill_step_size", "prompt_progress_callback", "num_draft_tokens"
     }  # fmt: skip
@@ -102,8 +109,8 @@ def stream_generate(
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=special)
     reserve = min(max_tokens if max_tokens > 0 else 256, 4096)
-    begin = partial(cache.begin, prompt, namespace=namespace, marks=marks, priority=priority, reserve=reserve)
-    tokens_of = partial(_tokens, model, draft_model, stream, max_tokens, **kwargs)
+    begin = partial(cache.begin, prompt, keys, namespace, marks, reserve, priority)
+    tokens_of = partial(_tokens, model, draft_model, stream, max_tokens, embed, **kwargs)
     return _respond(model, tokenizer, max_tokens, stream, begin, tokens_of)
 
 
@@ -159,6 +166,7 @@ def _tokens(
     draft_model: Any,
     stream: Any,
     max_tokens: int,
+    embed: Callable[[int], mx.array] | None,
     session: Session,
     prefill_step_size: int | None = None,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
@@ -167,6 +175,8 @@ def _tokens(
 ) -> Generator[Token, None, None]:
     whole = model if draft_model is None else both_models(model, draft_model, len(session.caches))
     with mx.stream(stream):
+        if embed is not None:
+            model = whole = _fed_with(embed(session.position), model)
         session.prefill(whole, step_size=prefill_step_size, on_progress=prompt_progress_callback)
     if draft_model is not None:
         sampling["num_draft_tokens"] = num_draft_tokens
@@ -178,6 +188,21 @@ def _tokens(
         if count == 0 and prompt_progress_callback is not None:
             prompt_progress_callback(len(session.prompt), len(session.prompt))
         yield token, logprobs, False
+
+
+def _fed_with(embeddings: mx.array, model: Any) -> Callable[..., Any]:
+    """The model, whose next tokens have these embeddings (T, D); those behind them are embedded as ever."""
+    rest: mx.array | None = embeddings
+
+    def fed(tokens: mx.array, cache: list[Any]) -> Any:
+        nonlocal rest
+        if rest is None:
+            return model(tokens, cache=cache)
+        count = tokens.shape[1]
+        rows, rest = rest[None, :count], rest[count:] if count < len(rest) else None
+        return model(tokens, cache=cache, input_embeddings=rows)
+
+    return fed
 
 
 def _chooser(

@@ -241,6 +241,47 @@ def test_progress_is_reported_up_to_the_whole_prompt(model: Any, tokenizer: Any)
     assert again[-1] == (100, 100)
 
 
+# Embeddings
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_a_prompt_may_come_as_embeddings_which_are_asked_for_from_where_it_is_resumed(
+    tokenizer: Any, kind: str
+) -> None:
+    model = tiny_model(kind)
+    rows = mx.array(np.random.default_rng(5).standard_normal((50, 64)), mx.float32)
+    cache = PrefixCache(model)
+    expected = list(plain_stream_generate(model, tokenizer, mx.array(PROMPT), 8, input_embeddings=rows))
+    keys = [-1 - token for token in PROMPT]
+    offsets: list[int] = []
+
+    def embed(offset: int) -> mx.array:
+        offsets.append(offset)
+        return rows[offset:]
+
+    for cached_tokens in (0, 49):
+        found = list(
+            stream_generate(model, tokenizer, PROMPT, 8, cache=cache, keys=keys, embed=embed, prefill_step_size=16)
+        )
+        cache.check()
+        assert [each.token for each in found] == [each.token for each in expected]
+        for left, right in zip(found, expected, strict=True):
+            assert float(mx.abs(left.logprobs - right.logprobs).max()) < 1e-4
+        assert found[0].cached_tokens == cached_tokens
+    assert offsets == [0, 49]
+    # The tokens alone are another prompt.
+    assert agree(model, tokenizer, cache, PROMPT, lambda: {"max_tokens": 8}) != [each.token for each in expected]
+
+
+@pytest.mark.parametrize("more", [{}, {"keys": PROMPT, "draft_model": "draft"}])
+def test_embeddings_without_keys_or_with_a_draft_model_are_refused(tokenizer: Any, more: dict[str, Any]) -> None:
+    llama = tiny_model("llama")
+    cache = PrefixCache(llama)
+    with pytest.raises(ValueError, match=r"embed needs keys, .* and no draft_model"):
+        stream_generate(llama, tokenizer, PROMPT, cache=cache, embed=lambda offset: mx.zeros((50 - offset, 64)), **more)
+    assert cache.stats.requests == 0
+
+
 # Arguments
 
 
