@@ -157,10 +157,11 @@ class Batch:
         return Batch(columns, with_leaves(self.caches, of), self.rows)
 
     def own_points(self) -> None:
-        """Replace the one row's arrays that may be views of activations by copies, evaluated."""
+        """Replace the one row's arrays that may be views, or have room to spare, by copies, evaluated."""
         for leaf in self.leaves:
             if not isinstance(leaf, TailLayer):
                 mx.eval(adapter_for(leaf).own(leaf))
+                adapter_for(leaf).reserve(leaf, 0)  # a row takes what was asked for it, and no more
 
     def specimen(self, caches: Sequence[Any]) -> list[Any]:
         """Fresh mlx-lm caches with a token of the one row in every layer that it uses: to look at only."""
