@@ -40,6 +40,7 @@ class Together:
         """Take a request in; what cannot be served is its own failure."""
         answering, prompt = work.answering, work.prompt
         try:
+            answering.foresee(self._cache.explain(prompt.tokens, answering.job.asked.namespace))
             ticket = self._generator.submit(
                 prompt.tokens,
                 max_tokens=min(work.max_tokens, CAPACITY_TOKENS - len(prompt.tokens)),
@@ -55,9 +56,10 @@ class Together:
             )
         except ValueError as error:
             answering.fail(400, str(error))
+        except Exception as error:
+            answering.raised(error)
         else:
             self._running[ticket] = answering
-            answering.foresee(self._cache.explain(prompt.tokens, answering.job.asked.namespace))
 
     def round(self) -> None:
         """Let each request go one step on."""
