@@ -19,7 +19,7 @@ Cost: one tokenization of the whole text, and one rendering per message; with to
 in their own way, one tokenization per message. Never imports MLX.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,20 +87,27 @@ def message_ends(
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
     add_generation_prompt: bool = True,
+    counts: Container[int] | None = None,
     **template_kwargs: Any,
 ) -> tuple[NDArray[np.int32], int, list[int]]:
     """Tokens as `render_chat` gives them, and what each mark belongs to.
 
+    Args:
+        counts: numbers of messages after which an end is looked for, 1 among them; None: after each.
+
     Returns:
         Tokens; the opening's end, shared by all conversations with the same system prompt (or none) that begin with a
         user message, where the template adds to it (a default system prompt, a tool list); and one end per message,
-        not sorted, where `ends[k]` belongs to `messages[: k + 1]`. 0 stands for an end that is not certain.
+        not sorted, where `ends[k]` belongs to `messages[: k + 1]`. 0 stands for an end that is not certain, or that
+        nobody looked for.
     """
     _validate(messages)
     template = ChatTemplate(tokenizer, tools, template_kwargs)
     chosen = choose_form(template, messages, add_generation_prompt)
     borders = _Borders(template, *chosen)
-    text_ends = [borders.message_end(count) for count in range(1, len(messages) + 1)]
+    text_ends = [
+        borders.message_end(count) if counts is None or count in counts else 0 for count in range(1, len(messages) + 1)
+    ]
     tokens, (opening, *ends) = borders.to_tokens([borders.opening_end(text_ends[0]), *text_ends])
     return tokens, opening, ends
 

@@ -1,8 +1,8 @@
 """Bodies of OpenAI's requests: what each field may be, and the Asked that they come to. Never imports MLX.
 
 Names, defaults and ranges are those of mlx_lm.server 0.32.2; narrower where a value would make logits infinite, fail
-while a token is sampled, or cost memory without bound. `null` is the same as no field, and unknown fields are ignored.
-docs/serve-differences.md lists what this comes to.
+while a token is sampled, or cost memory or time without bound. `null` is the same as no field, and unknown fields are
+ignored. docs/serve-differences.md lists what this comes to.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from runner.serve.options import ServeOptions
 LEAST_TEMPERATURE = 1e-3
 #: Under it, logits become infinite in float16; 0 is no penalty.
 LEAST_REPETITION_PENALTY = 0.01
+#: Templates take their time for each.
+MAX_MESSAGES = 10_000
 
 # Arguments of tokenizer.apply_chat_template that are no variables of a template, and are not a request's to set.
 NOT_OF_TEMPLATES = frozenset((
@@ -81,7 +83,7 @@ class OpenAIBody(BaseModel):
     model: str = DEFAULT
     adapters: str | None = None
     draft_model: str | None = DEFAULT
-    num_draft_tokens: Count = 3
+    num_draft_tokens: Annotated[int, Field(ge=0, le=64)] = 3
     stream: bool = False
     stream_options: dict[str, bool] = {}
     max_tokens: Tokens = 512
@@ -165,9 +167,9 @@ class CompletionBody(OpenAIBody):
 class ChatBody(OpenAIBody):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: list[Tool] = []
-    role_mapping: dict[str, str] | None = None
+    role_mapping: dict[str, Annotated[str, Field(max_length=1000)]] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_args)] = {}
 
     def _prompt(self) -> dict[str, Any]:

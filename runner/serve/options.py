@@ -34,7 +34,7 @@ class ServeOptions:
     port: Annotated[int, Option(help="Port to listen at; 0 takes a free one, and says which.", min=0, max=65535)] = 8080
     allowed_origins: tuple[str, ...] = ("*",)
     draft_model: Annotated[str | None, Option(help="Model for speculative decoding, one request at a time.")] = None
-    num_draft_tokens: Annotated[int, Option(help="Tokens that the draft model drafts at a time.", min=1)] = 3
+    num_draft_tokens: Annotated[int, Option(help="Tokens that the draft model drafts at a time.", min=1, max=64)] = 3
     trust_remote_code: Annotated[
         bool, Option("--trust-remote-code", help="Run code that comes with a tokenizer or a model.")
     ] = False
