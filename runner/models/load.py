@@ -21,6 +21,7 @@ import mlx.nn as nn
 import mlx_lm
 from huggingface_hub import snapshot_download
 from mlx.utils import tree_flatten
+from mlx_lm.processors import load_processor
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -55,7 +56,8 @@ class LoadedModel:
     """A model ready for inference, and what its users need to know of it.
 
     `context_length` is in tokens, None where the model has no such bound (recurrent models). Token ids are below
-    `vocabulary_length`. `weight_bytes` is what the weights take in memory.
+    `vocabulary_length`. `weight_bytes` is what the weights take in memory. `processor` is mlx-lm's of images; None:
+    the model takes none.
     """
 
     model: nn.Module
@@ -64,6 +66,7 @@ class LoadedModel:
     context_length: int | None
     vocabulary_length: int
     weight_bytes: int
+    processor: Any = None
 
 
 @dataclass(frozen=True)
@@ -246,6 +249,7 @@ def _describe(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], *, na
         context_length=_context_length(config),
         vocabulary_length=int(vocabulary_length),
         weight_bytes=sum(weight.nbytes for weight in weights.values()),
+        processor=load_processor(model, config),
     )
 
 

@@ -1,7 +1,7 @@
 """Bodies of Anthropic's Messages API, checked field by field, and the Asked that they come to. Never imports MLX.
 
-What would change a reply's meaning and cannot be honoured (images, documents, server tools, a forced tool, structured
-output, a reply that goes on from a beginning) is refused. Of the body's fields `null` is the same as none, and unknown
+What would change a reply's meaning and cannot be honoured (documents, server tools, a forced tool, structured output,
+a reply that goes on from a beginning) is refused. Of the body's fields `null` is the same as none, and unknown
 ones are ignored. Marks on tools and on the whole body are for checkpoints that are there anyway.
 """
 

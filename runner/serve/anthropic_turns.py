@@ -5,9 +5,10 @@
     thinking             ->    reasoning_content
     tool_use             ->    tool_calls
     tool_result          ->    a message of its own, role "tool"
+    image                ->    content is a list: texts, and images as data URLs
 
 Turns of one role that follow each other become one, as Anthropic has it. Checkpoints lie at every message's end, so a
-mark (`cache_control`) asks for one more where it is on a text inside of a message. Images and documents are no blocks.
+mark (`cache_control`) asks for one more where it is on a text inside of a message of text. Documents are no blocks.
 """
 
 from __future__ import annotations
@@ -44,6 +45,30 @@ class Text(Markable):
     type: Literal["text"]
     text: str
 
+    def in_openai_form(self) -> dict[str, Any]:
+        """As a part of a message."""
+        return {"type": "text", "text": self.text}
+
+
+class ImageSource(Checked):
+    """The bytes of an image; where it could be fetched is no source."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/gif", "image/jpeg", "image/png", "image/webp"]
+    data: str
+
+
+class Image(Markable):
+    """A block that is an image."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+    def in_openai_form(self) -> dict[str, Any]:
+        """As a part of a message."""
+        url = f"data:{self.source.media_type};base64,{self.source.data}"
+        return {"type": "image_url", "image_url": {"url": url}}
+
 
 class Thinking(Checked):
     """A block of reasoning; its signature is not looked at."""
@@ -76,6 +101,7 @@ def _or_str(blocks: Any) -> BeforeValidator:
 
 
 Texts: TypeAlias = Annotated[list[Text], _or_str(list[Text])]
+Shown: TypeAlias = Annotated[Text | Image, Field(discriminator="type")]
 
 
 class ToolResult(Markable):
@@ -83,11 +109,11 @@ class ToolResult(Markable):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts = []
+    content: Annotated[list[Shown], _or_str(list[Shown])] = []
     is_error: bool = False
 
 
-UserBlock: TypeAlias = Annotated[Text | ToolResult, Field(discriminator="type")]
+UserBlock: TypeAlias = Annotated[Text | Image | ToolResult, Field(discriminator="type")]
 AssistantBlock: TypeAlias = Annotated[Text | Thinking | RedactedThinking | ToolUse, Field(discriminator="type")]
 
 
@@ -129,12 +155,13 @@ def _other_messages(role: str, blocks: Sequence[Any]) -> Iterator[tuple[dict[str
     """Messages of what is not the assistant's."""
     for is_result, run in groupby(blocks, key=lambda block: isinstance(block, ToolResult)):
         if not is_result:
-            texts = list(run)
-            yield {"role": role, "content": _text_of(texts)}, _marked_ends(texts)
+            shown = list(run)
+            content = _content_of(shown)
+            yield {"role": role, "content": content}, _marked_ends(shown) if isinstance(content, str) else []
             continue
         for result in run:
             # OpenAI's form has no place for a failure but the text.
-            content = ("Error: " if result.is_error else "") + _text_of(result.content)
+            content = _content_of(result.content, "Error: " if result.is_error else "")
             yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}, []
     if not blocks:
         yield {"role": role, "content": ""}, []
@@ -150,6 +177,14 @@ def _assistant_message(blocks: Sequence[Any]) -> dict[str, Any]:
             for call in calls
         ]
     return message
+
+
+def _content_of(blocks: Iterable[Any], before: str = "") -> str | list[dict[str, Any]]:
+    """Text, or its parts where images are among it."""
+    if not any(isinstance(block, Image) for block in blocks):
+        return before + _text_of(blocks)
+    prefix = [Text(type="text", text=before)] if before else []
+    return [block.in_openai_form() for block in [*prefix, *blocks]]
 
 
 def _text_of(blocks: Iterable[Any]) -> str:

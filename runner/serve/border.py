@@ -13,6 +13,8 @@ from mlx_lm.server import (
     ResponseGenerator,
     ToolCallFormatter,
     _format_top_logprobs,
+    _image_parts,
+    _image_url,
     _make_logits_processors,
     _make_sampler,
     get_system_fingerprint,
@@ -26,6 +28,8 @@ __all__ = [
     "TokenBuffer",
     "ToolCallFormatter",
     "get_system_fingerprint",
+    "image_parts",
+    "image_url",
     "make_logits_processors",
     "make_prompt_cache",
     "make_sampler",
@@ -45,6 +49,8 @@ make_logits_processors = _make_logits_processors
 top_logprobs = _format_top_logprobs
 #: (text): bytes; KeyError or ArithmeticError for what is no size.
 parse_size = _parse_size
+#: (messages): the parts of their contents that are images. image_url (part): where the image is, or has its bytes.
+image_parts, image_url = _image_parts, _image_url
 #: (self, tokenizer, request, args): tokens, segments, their kinds, the initial state, images. Of `self` it asks for
 #: `model_provider.processor` and `model_provider.cli_args.chat_template_args`, of `args` for `chat_template_kwargs`.
 tokenize = ResponseGenerator._tokenize

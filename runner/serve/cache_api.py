@@ -19,12 +19,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from radixcache import PrefixCache
 from radixcache.errors import CacheClosedError, RadixCacheError
 from radixcache.tokens.ids import checked_prompt, vocabulary_size
+from runner.serve import border
 from runner.serve.asked import DEFAULT, Asked
 from runner.serve.errors import ApiError
 from runner.serve.metrics import CONTENT_TYPE
 from runner.serve.openai_bodies import ChatBody, CompletionBody
 from runner.serve.options import ServeOptions
 from runner.serve.page import cache_page, page_state, title
+from runner.serve.prompts import Prompt
 from runner.serve.streaming import to_json
 from runner.serve.warming import WarmEntry
 from runner.serve.watch import Watch
@@ -128,8 +130,9 @@ def cache_routes(running: Running, watch: Watch, options: ServeOptions) -> APIRo
 
         def work(models: Models) -> dict[str, Any]:
             loaded = models.loaded(asked.names)
-            tokens = _given(body, loaded) or loaded.prompt(asked).tokens
-            found = loaded.cache.explain(tokens, asked.namespace)
+            tokens = _given(body, loaded)
+            prompt = Prompt(tokens, (), "") if tokens else loaded.prompt(asked)
+            found = loaded.cache.explain(prompt.tokens, asked.namespace, keys=prompt.keys)
             return {**asdict(found), "cost": found.cost, "report": str(found)}
 
         return to_json(await on_generation_thread(work))
@@ -141,6 +144,8 @@ def cache_routes(running: Running, watch: Watch, options: ServeOptions) -> APIRo
         def work(models: Models) -> dict[str, int]:
             loaded = models.loaded(asked.names)
             tokens: Any = _given(body, loaded)
+            if any(border.image_parts(asked.messages)):
+                raise ApiError(400, "a prompt with images cannot be warmed.", param="messages")
             if asked.messages:  # what conversations that go on from here have in common: not the reply's opening
                 entry = WarmEntry("", asked.messages, asked.tools, asked.namespace, "messages")
                 tokens = entry.tokens(loaded.tokenizer, options)

@@ -122,9 +122,10 @@ class Models:
             ModelError: there is no such model.
         """
         key = self.key_of(asked.names)
-        is_loaded = self.current is not None and self.current.key.model == key.model
-        tokenizer = self.current.tokenizer if self.current and is_loaded else load_outline(key.model).tokenizer
-        return len(prompt_of(asked, tokenizer, self._options.chat_template_args).tokens)
+        current = self.current if self.current is not None and self.current.key.model == key.model else None
+        tokenizer = load_outline(key.model).tokenizer if current is None else current.tokenizer
+        processor = None if current is None else current.processor
+        return len(prompt_of(asked, tokenizer, self._options.chat_template_args, processor=processor).tokens)
 
     def close(self) -> None:
         """Give everything back."""

@@ -13,6 +13,7 @@ from radixcache.chat.template import common_rendering
 from runner.serve import border
 from runner.serve.asked import Asked
 from runner.serve.errors import ApiError
+from runner.serve.images import require_images
 
 
 @dataclass(frozen=True)
@@ -22,23 +23,38 @@ class Prompt:
     Attributes:
         marks: where others may part from it: the end of the system prompt and of messages.
         initial_state: of mlx-lm's text state machine.
+        vision: mlx-lm's, of the images in it; None: there are none.
     """
 
     tokens: list[int]
     marks: tuple[int, ...]
     initial_state: str
+    vision: Any = None
+
+    @property
+    def keys(self) -> list[int] | None:
+        """What the tree goes by, one for each token; None: the tokens."""
+        return None if self.vision is None else self.vision.cache_key
 
 
-def prompt_of(asked: Asked, tokenizer: Any, template_args: Mapping[str, Any], *, with_messages: bool = False) -> Prompt:
+def prompt_of(
+    asked: Asked,
+    tokenizer: Any,
+    template_args: Mapping[str, Any],
+    *,
+    processor: Any = None,
+    with_messages: bool = False,
+) -> Prompt:
     """Return the tokens of what is asked.
 
     Args:
         template_args: of the server; the request's own go before them.
+        processor: of images; None: they are refused.
         with_messages: mark the end of each message and of `asked.marked_texts` too, which renders the conversation once
             for each message and twice for each text. Models need that that cannot resume everywhere.
 
     Raises:
-        ApiError: there is nothing to answer, or template or tokenizer refuse it; images are among what is refused.
+        ApiError: there is nothing to answer, or template, tokenizer or processor refuse it.
     """
     is_chat = asked.prompt is None
     if is_chat and not asked.messages:
@@ -48,10 +64,11 @@ def prompt_of(asked: Asked, tokenizer: Any, template_args: Mapping[str, Any], *,
     request = border.CompletionRequest(
         "chat" if is_chat else "text", asked.prompt or "", messages, tools, asked.role_mapping
     )
-    provider = SimpleNamespace(processor=None, cli_args=SimpleNamespace(chat_template_args=dict(template_args)))
+    provider = SimpleNamespace(processor=processor, cli_args=SimpleNamespace(chat_template_args=dict(template_args)))
     args = SimpleNamespace(chat_template_kwargs=asked.template_args)
     try:
-        tokens, segments, _, initial_state, _ = border.tokenize(
+        require_images(messages, processor)
+        tokens, segments, _, initial_state, vision = border.tokenize(
             SimpleNamespace(model_provider=provider), tokenizer, request, args
         )
     except Exception as error:  # templates and tokenizers are foreign code, and may raise anything
@@ -63,7 +80,7 @@ def prompt_of(asked: Asked, tokenizer: Any, template_args: Mapping[str, Any], *,
         kwargs = {**template_args, **(asked.template_args or {})}
         marks |= _message_marks(tokens, tokenizer, messages, tools, kwargs)
         marks |= _text_marks(tokens, asked.marked_texts, tokenizer, messages, tools, kwargs)
-    return Prompt(tokens, tuple(sorted(marks)), initial_state)
+    return Prompt(tokens, tuple(sorted(marks)), initial_state, vision)
 
 
 def _message_marks(

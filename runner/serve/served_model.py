@@ -1,8 +1,9 @@
 """ServedModel: a model that is loaded, and the requests that it answers. The generation thread's alone.
 
 Requests run together in a ParallelGenerator. What that cannot take goes through a Session, one at a time: quantized and
-exact caches, draft models, layers that no two sequences can share, and requests drawn for verification. It waits until
-those that run are through, and those behind it wait for it: each kind has the whole budget, as if there were no other.
+exact caches, draft models, layers that no two sequences can share, images, and what is drawn for verification. It waits
+until those that run are through, and those behind it wait for it: each kind has the whole budget, as if there were no
+other.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class ServedModel:
         is_parallel: whether requests may run together.
 
     Attributes:
-        key: the names of what was loaded; model, tokenizer, draft_model (or None), name: that.
+        key: the names of what was loaded; model, tokenizer, processor and draft_model (or None), name: that.
         context_length: tokens; None: not known, or without bound.
         cache: the model's PrefixCache, which outlives this.
     """
@@ -50,7 +51,7 @@ class ServedModel:
         is_parallel: bool,
     ) -> None:
         self.key, self.name, self.cache = key, loaded.name, cache
-        self.tokenizer = loaded.tokenizer
+        self.tokenizer, self.processor = loaded.tokenizer, loaded.processor
         self.model: Any = loaded.model
         self.draft_model: Any = draft_model
         self.context_length = loaded.context_length
@@ -81,7 +82,8 @@ class ServedModel:
 
     def prompt(self, asked: Asked) -> Prompt:
         """What is asked, in tokens. ApiError: it cannot be made."""
-        return prompt_of(asked, self.tokenizer, self._options.chat_template_args, with_messages=self._is_marked)
+        kwargs = self._options.chat_template_args
+        return prompt_of(asked, self.tokenizer, kwargs, processor=self.processor, with_messages=self._is_marked)
 
     def round(self) -> None:
         """Let each request go one step on."""
@@ -120,7 +122,10 @@ class ServedModel:
     def _begin(self, answering: Answering) -> None:
         asked, tokenizer = answering.job.asked, self.tokenizer
         prompt = self.prompt(asked)
-        self._require_context(prompt)
+        has_images = prompt.vision is not None
+        if has_images and self.draft_model is not None:
+            raise ApiError(400, "a draft model cannot draft replies to images; ask with draft_model null.")
+        self._require_context(prompt, is_shifted=self._options.context is not None and not has_images)
         stop_words = list(asked.stop_words)
         reading = Reading(
             border.make_text_state_machine(tokenizer, stop_words),
@@ -134,7 +139,7 @@ class ServedModel:
             processors_of(asked, self._vocabulary_length),
             border.make_stop_sequences(tokenizer, stop_words).matcher().advance,
             asked.max_tokens,
-            is_alone=self._together is None or self._draws.random() < self._options.verify,
+            is_alone=self._together is None or has_images or self._draws.random() < self._options.verify,
         )
         self._queue.append(work)
         self._advance()
@@ -167,9 +172,9 @@ class ServedModel:
             answering.raised(error)
         self._alone = None
 
-    def _require_context(self, prompt: Prompt) -> None:
+    def _require_context(self, prompt: Prompt, *, is_shifted: bool) -> None:
         longest = self.context_length
-        if self._options.context is None and longest is not None and len(prompt.tokens) > longest:
+        if not is_shifted and longest is not None and len(prompt.tokens) > longest:
             raise ApiError(
                 400,
                 f"the prompt has {len(prompt.tokens)} tokens; the model's context length is {longest} tokens.",

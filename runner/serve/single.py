@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from radixcache import PrefixCache, stream_generate
 from runner.serve.asked import FinishReason
+from runner.serve.images import embedder
 from runner.serve.work import Work
 
 
@@ -24,24 +25,26 @@ def serve_alone(
 
     A cancelled one ends within a chunk or a token. What was evaluated is stored, whatever ends it.
     """
-    answering, job, tokens = work.answering, work.answering.job, work.prompt.tokens
+    answering, job, prompt = work.answering, work.answering.job, work.prompt
 
     def progress(done_tokens: int, prompt_tokens: int) -> None:
         answering.progress(done_tokens, prompt_tokens)
         if job.is_cancelled:
             raise _CancelledError
 
-    answering.foresee(cache.explain(tokens, job.asked.namespace))
+    answering.foresee(cache.explain(prompt.tokens, job.asked.namespace, keys=prompt.keys))
     replies = stream_generate(
         model,
         tokenizer,
-        tokens,
+        prompt.tokens,
         work.max_tokens,
         draft_model,
         mx.default_stream(mx.default_device()),
         cache=cache,
         namespace=job.asked.namespace,
-        marks=work.prompt.marks,
+        marks=prompt.marks,
+        keys=prompt.keys,
+        embed=None if prompt.vision is None else embedder(model, prompt.tokens, prompt.vision),
         sampler=work.sampler,
         logits_processors=work.logits_processors,
         prefill_step_size=step_size,

@@ -17,6 +17,8 @@ from runner.serve.prompts import Prompt, prompt_of
 USER = {"role": "user", "content": "Hi"}
 BODY: dict[str, Any] = {"model": "claude-sonnet", "max_tokens": 16, "messages": [USER]}
 MARK = {"type": "ephemeral", "ttl": "1h"}
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "iVBORw=="}
+IMAGE = {"type": "image", "source": SOURCE, "cache_control": MARK}
 TOOL = {"name": "weather", "description": "of a place", "input_schema": {"type": "object"}}
 
 
@@ -50,6 +52,25 @@ def test_blocks_become_messages_in_openais_form() -> None:
         {"role": "tool", "tool_call_id": "c", "content": ""},
         {"role": "user", "content": "And now?"},
     ]
+
+
+def test_where_images_are_a_message_is_a_list_of_parts_without_marks() -> None:
+    text = {"type": "text", "text": "What is it?", "cache_control": MARK}
+    messages = [
+        {"role": "user", "content": [text, IMAGE, text]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]},
+            {"type": "tool_result", "tool_use_id": "b", "content": [IMAGE], "is_error": True},
+        ]},
+    ]  # fmt: skip
+    mine = asked(messages=messages)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw=="}}
+    question = {"type": "text", "text": "What is it?"}
+    assert [message["content"] for message in mine.messages] == [
+        [question, image, question], "", [image], [{"type": "text", "text": "Error: "}, image],
+    ]  # fmt: skip
+    assert mine.marked_texts == []
 
 
 def test_turns_of_one_role_become_one_and_an_empty_reply_stays_a_turn() -> None:
@@ -155,7 +176,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{**USER, "content": 1}]}, "messages.0.user.content"),
     ({"messages": [{**USER, "content": [{"type": "text"}]}]}, f"{BLOCKS}.text.text"),
     ({"messages": [{**USER, "content": [{"type": "text", "text": 1}]}]}, f"{BLOCKS}.text.text"),
-    ({"messages": [{**USER, "content": [{"type": "image", "source": {}}]}]}, BLOCKS),
+    ({"messages": [{**USER, "content": [{"type": "image"}]}]}, f"{BLOCKS}.image.source"),
+    ({"messages": [{**USER, "content": [{**IMAGE, "source": {"type": "url", "url": "http://a/b.png"}}]}]},
+     f"{BLOCKS}.image.source.type"),
+    ({"messages": [{**USER, "content": [{**IMAGE, "source": {**SOURCE, "media_type": "image/tiff"}}]}]},
+     f"{BLOCKS}.image.source.media_type"),
+    ({"messages": [{"role": "assistant", "content": [IMAGE]}, USER]}, "messages.0.assistant.content.0"),
     ({"messages": [{**USER, "content": [{"type": "document", "source": {}}]}]}, BLOCKS),
     ({"messages": [{**USER, "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]}, BLOCKS),
     ({"messages": [{**USER, "content": [{"type": "tool_result"}]}]}, f"{BLOCKS}.tool_result.tool_use_id"),

@@ -42,6 +42,8 @@ def fields(of: Any) -> list[str]:
         ("ToolCallFormatter", ["tool_parser", "tools", "streaming"]),
         ("TokenBuffer", ["tokens"]),
         ("get_system_fingerprint", []),
+        ("image_parts", ["messages"]),
+        ("image_url", ["part"]),
         ("make_logits_processors", ["args"]),
         ("make_prompt_cache", ["model", "max_kv_size"]),
         ("make_sampler", ["args", "tokenizer"]),

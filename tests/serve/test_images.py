@@ -1,0 +1,290 @@
+"""Images are served one request at a time: the reply is mlx-lm's, what was seen is reused, and only that."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from mlx_lm import stream_generate
+from mlx_lm.processors import load_processor
+from mlx_lm.server import _make_vision
+from PIL import Image
+
+from runner.models.exceptions import kind_of
+from runner.models.load import LoadedModel, load_model
+from runner.models.weights import build
+from runner.serve import images
+from runner.serve.app import make_app
+from runner.serve.asked import Answer, Job, ModelNames, Progress, Step
+from runner.serve.options import ServeOptions
+from runner.serve.running import Running
+from runner.serve.watch import Watch
+from tests.serve.jobs import Waiting, running
+from tests.serve.seeing_model import PATCH, open_eyes, picture, shown, write_seeing_model
+
+ONE, TWO, THREE = picture(1), picture(2), picture(3)
+SYSTEM = {"role": "system", "content": "You describe what you see. " * 3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_seeing_model(tmp_path_factory.mktemp("models") / "seeing"))
+
+
+@pytest.fixture(scope="module")
+def looked() -> Iterator[list[int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield open_eyes(patch)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: str, looked: list[int]) -> LoadedModel:
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def shared(folder: str, looked: list[int]) -> Iterator[Running]:
+    """A thread that many tests ask, each in a namespace of its own where it matters."""
+    with running(model=folder, prefill_step_size=24) as thread:
+        yield thread
+
+
+def asking(*files: bytes, text: str = "What is it?") -> list[dict[str, Any]]:
+    return [SYSTEM, {"role": "user", "content": [*shown(*files), {"type": "text", "text": text}]}]
+
+
+def rendered(loaded: LoadedModel, messages: list[dict[str, Any]], *files: bytes) -> tuple[list[int], list[mx.array]]:
+    """The tokens and pixel values of a conversation."""
+    text = loaded.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    arrays = [np.asarray(Image.open(io.BytesIO(file)).convert("RGB")) for file in files]
+    text, pixel_values = loaded.processor(text, images=arrays)
+    return loaded.tokenizer.encode(text, add_special_tokens=False), pixel_values
+
+
+def expected(loaded: LoadedModel, messages: list[dict[str, Any]], *files: bytes) -> list[int]:
+    """What mlx-lm alone says, of the whole conversation at once."""
+    tokens, pixel_values = rendered(loaded, messages, *files)
+    model: Any = loaded.model
+    rows = model.embed_inputs(mx.array(tokens), pixel_values=pixel_values or None)
+    said = stream_generate(model, loaded.tokenizer, mx.array(tokens), 12, input_embeddings=rows)
+    return [each.token for each in said]
+
+
+# Replies
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_step_size": 8}, {"exact": True}, {"context": 64}])
+def test_a_reply_is_that_of_mlx_lm_with_the_images_embeddings(
+    loaded: LoadedModel, folder: str, options: dict[str, Any]
+) -> None:
+    with running(model=folder, **options) as thread:
+        for files in ((ONE,), (TWO,), (ONE, TWO), (TWO, ONE), (ONE, ONE)):
+            assert Waiting(thread, messages=asking(*files)).tokens == expected(loaded, asking(*files), *files)
+    assert expected(loaded, asking(ONE), ONE) != expected(loaded, asking(TWO), TWO)
+
+
+def test_a_second_turn_reuses_the_first_and_does_not_look_at_its_images_again(
+    loaded: LoadedModel, shared: Running, looked: list[int]
+) -> None:
+    messages = asking(ONE, TWO)
+    first = Waiting(shared, messages=messages, namespace="turns")
+    more = [*messages, {"role": "assistant", "content": first.text}, {"role": "user", "content": shown(THREE)}]
+    assert first.record.cached_tokens == 0
+    looked.clear()
+    second = Waiting(shared, messages=more, namespace="turns")
+    assert second.record.cached_tokens >= first.record.prompt_tokens - 1
+    assert looked == [1]
+    assert second.tokens == expected(loaded, more, ONE, TWO, THREE)
+    # What begins with another image of that size shares the text before it alone.
+    for files in ((TWO, ONE), (ONE, THREE)):
+        other = Waiting(shared, messages=asking(*files), namespace="turns")
+        tokens, _ = rendered(loaded, asking(*files), *files)
+        starts = [place for place, token in enumerate(tokens) if token == PATCH and tokens[place - 1] != PATCH]
+        assert other.record.cached_tokens == starts[1 if files[0] == ONE else 0]
+        assert other.tokens == expected(loaded, asking(*files), *files)
+    assert Waiting(shared, messages=messages, namespace="others").record.cached_tokens == 0
+
+
+def test_an_image_that_was_evaluated_in_part_is_looked_at_again(
+    loaded: LoadedModel, shared: Running, looked: list[int]
+) -> None:
+    messages, files = asking(ONE, TWO, THREE), (ONE, TWO, THREE)
+    tokens, _ = rendered(loaded, messages, *files)
+    inside = [place for place in range(24, len(tokens), 24) if tokens[place - 1] == tokens[place] == PATCH]
+    for count, offset in enumerate(inside):
+
+        def cancel(job: Job, answer: Answer, at: int = offset) -> None:
+            if isinstance(answer, Progress) and answer.done_tokens >= at:
+                job.cancel()
+
+        asked: dict[str, Any] = {"messages": messages, "namespace": f"parts-{count}"}
+        assert Waiting(shared, on_answer=cancel, **asked).record.outcome == "cancelled"
+        looked.clear()
+        again = Waiting(shared, **asked)
+        assert again.record.cached_tokens == offset
+        assert looked == [
+            len({place for place in range(offset, len(tokens)) if tokens[place : place + 2] == [PATCH, 5]})
+        ]
+        assert again.tokens == expected(loaded, messages, *files)
+    assert len(inside) >= 3
+
+
+def test_texts_and_images_at_once_say_what_each_says_alone(loaded: LoadedModel, shared: Running) -> None:
+    def cancel(job: Job, answer: Answer) -> None:
+        if isinstance(answer, Step):
+            job.cancel()
+
+    texts = [[SYSTEM, {"role": "user", "content": f"Number {number}?"}] for number in range(3)]
+    asked = [(texts[0], ()), (asking(ONE), (ONE,)), (texts[1], ()), (asking(TWO, THREE), (TWO, THREE)), (texts[2], ())]
+    waiting = [Waiting(shared, messages=messages, namespace="mixed") for messages, _ in asked]
+    gone = Waiting(shared, messages=asking(THREE), namespace="mixed", on_answer=cancel)
+    for each, (messages, files) in zip(waiting, asked, strict=True):
+        assert each.tokens == expected(loaded, messages, *files)
+    assert gone.record.outcome == "cancelled"
+    assert len(gone.steps) == 1
+    assert gone.tokens == expected(loaded, asking(THREE), THREE)[:1]
+    ((_, cache),) = shared.caches()
+    cache.check()
+
+
+def test_requests_drawn_for_verification_are_not_compared(loaded: LoadedModel, folder: str) -> None:
+    with running(model=folder, verify=1.0) as thread:
+        for _ in range(2):
+            assert Waiting(thread, messages=asking(ONE)).tokens == expected(loaded, asking(ONE), ONE)
+        ((_, cache),) = thread.caches()
+        stats = cache.stats
+        assert (stats.verified_requests, stats.verify_skipped, stats.verify_mismatches) == (0, 1, 0)
+
+
+# Routes
+
+
+@pytest.fixture
+def client(folder: str, looked: list[int]) -> Iterator[TestClient]:
+    options = ServeOptions(model=folder, budget_bytes=64 << 20)
+    watch = Watch()
+    thread = Running(options, watch.on_record, watch.on_event)
+    app = make_app(options, thread, watch)
+    thread.start()
+    try:
+        with TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 50000)) as client:
+            yield client
+    finally:
+        thread.stop(0)
+
+
+def test_both_apis_take_images_and_say_what_was_reused(client: TestClient, loaded: LoadedModel) -> None:
+    body = {"messages": asking(ONE), "max_tokens": 12}
+    whole = client.post("/v1/chat/completions", json=body).json()
+    wanted = loaded.tokenizer.decode(expected(loaded, asking(ONE), ONE))
+    assert whole["choices"][0]["message"]["content"] == wanted
+    prompt_tokens = whole["usage"]["prompt_tokens"]
+    streamed = client.post(
+        "/v1/chat/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}}
+    )
+    assert f'"cached_tokens": {prompt_tokens - 1}' in streamed.text
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(ONE).decode()}
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
+    asked = {"model": "claude-x", "system": SYSTEM["content"], "messages": [{"role": "user", "content": blocks}]}
+    message = client.post("/v1/messages", json={**asked, "max_tokens": 12}).json()
+    assert message["content"] == [{"type": "text", "text": wanted}]
+    assert message["usage"]["cache_read_input_tokens"] == prompt_tokens - 1
+    assert client.post("/v1/messages/count_tokens", json=asked).json() == {"input_tokens": prompt_tokens}
+    explained = client.post("/cache/explain", json={"messages": asking(ONE)}).json()
+    assert explained["resumable_tokens"] == prompt_tokens - 1
+    warmed = client.post("/cache/warm", json={"messages": asking(ONE)})
+    assert (warmed.status_code, warmed.json()["error"]["message"]) == (400, "a prompt with images cannot be warmed.")
+
+
+# What is refused
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG file that says it is as large as that."""
+    size = b"IHDR" + struct.pack(">II", width, height) + ONE[24:29]
+    return ONE[:12] + size + struct.pack(">I", zlib.crc32(size)) + ONE[33:]
+
+
+def at(url: Any) -> list[dict[str, Any]]:
+    return [SYSTEM, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        (
+            at("http://127.0.0.1:1/a.png"),
+            "an image has to be a data URL (data:image/png;base64,...); addresses are not",
+        ),
+        (at("https://example.com/a.png"), "addresses are not fetched"),
+        (at("file:///etc/passwd"), "addresses are not fetched"),
+        (at(5), "addresses are not fetched"),
+        (at("data:image/png;base64,abcde"), "Invalid base64"),
+        (at("data:image/png;base64,"), "an image is none of GIF, JPEG, PNG, WEBP."),
+        (asking(b"no image"), "an image is none of GIF, JPEG, PNG, WEBP."),
+        (asking(picture(1, file_format="BMP")), "an image is none of GIF, JPEG, PNG, WEBP."),
+        (asking(picture(1, file_format="EPS")), "an image is none of GIF, JPEG, PNG, WEBP."),
+        (asking(ONE[:-200]), "the prompt cannot be made: OSError"),
+        (asking(bomb(20_000, 20_000)), "DecompressionBombError"),
+        (asking(*[bomb(9_000, 9_000)] * 4), "the images have more than 268435456 pixels together."),
+        (asking(ONE, text="<|patch|>"), "The text has 2 <|patch|> for 1 images."),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_refused_with_the_reason(
+    shared: Running, messages: list[dict[str, Any]], found: str
+) -> None:
+    failure = Waiting(shared, messages=messages).failure
+    assert (failure.status, found in failure.message) == (400, True), failure.message
+
+
+def test_images_beyond_the_models_context_are_refused_also_where_text_would_be_shifted(folder: str) -> None:
+    with running(model=folder, context=64) as thread:
+        failure = Waiting(thread, messages=asking(*[picture(1, 512, 256)] * 9)).failure
+    assert (failure.status, "the model's context length is 32768 tokens." in failure.message) == (400, True)
+
+
+@pytest.mark.parametrize("file_format", images.FORMATS)
+def test_images_of_every_known_format_are_taken(loaded: LoadedModel, shared: Running, file_format: str) -> None:
+    file = picture(4, file_format=file_format)
+    assert Waiting(shared, messages=asking(file)).tokens == expected(loaded, asking(file), file)
+
+
+def test_images_need_a_model_that_sees_and_no_draft_model(folder: str, looked: list[int]) -> None:
+    with running(model=folder) as thread:
+        blind = Waiting(thread, messages=asking(ONE), names=ModelNames("tiny")).failure
+        assert (blind.status, "no image processor is loaded for this model" in blind.message) == (400, True)
+        drafted = Waiting(thread, messages=asking(ONE), names=ModelNames(draft="tiny")).failure
+        assert (drafted.status, "a draft model cannot draft replies to images" in drafted.message) == (400, True)
+
+
+# Muse Spark itself; its forward pass goes through Metal kernels, which a CPU does not have
+
+
+def test_from_any_offset_on_embeddings_are_those_of_the_whole_prompt() -> None:
+    kind = kind_of("muse_spark")
+    vision = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 2,
+        "merge_size": 2, "pos_emb_height": 4, "pos_emb_width": 4,
+    }  # fmt: skip
+    seeing = replace(kind, overrides={**kind.overrides, "image_token_id": PATCH, "vision_config": vision})
+    model: Any = build(seeing)
+    processor = load_processor(model, seeing.config)
+    sizes = [processor.preprocess_image(np.asarray(Image.open(io.BytesIO(file)))) for file in (ONE, TWO)]
+    pixel_values, counts = zip(*sizes, strict=True)
+    tokens = [9, 3, *[PATCH] * counts[0], 5, 9, 3, *[PATCH] * counts[1], 5, 9]
+    found = _make_vision(tokens, urls=["a", "b"], pixel_values=list(pixel_values), token_id=PATCH)
+    whole = model.embed_inputs(mx.array(tokens), pixel_values=list(pixel_values))
+    assert float(mx.abs(whole[2 : 2 + counts[0]] - whole[5 + counts[0] : -2]).max()) > 0.1
+    embed = images.embedder(model, tokens, found)
+    for offset in range(len(tokens)):
+        assert embed(offset).shape == whole[offset:].shape
+        assert float(mx.abs(embed(offset) - whole[offset:]).max()) < 1e-4
