@@ -211,6 +211,14 @@ def test_more_clients_than_there_is_room_for_are_turned_away_until_one_leaves(mo
                 break
 
 
+def test_what_is_sent_in_pieces_waits_for_no_acknowledgement() -> None:
+    with serving(Routes()) as served, served.connect(POST, b"abc") as client:
+        assert read_reply(client) == b"abc"
+        (connection,) = served.server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 # Clients that send what cannot be read --------------------------------------------------------------------------------
 
 
