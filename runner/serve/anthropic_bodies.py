@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from runner.serve.anthropic_turns import CacheControl, Checked, Markable, SystemTurn, Texts, Turn, in_openai_form
 from runner.serve.asked import DEFAULT, Asked
 from runner.serve.errors import ApiError
-from runner.serve.openai_bodies import ChatBody, Count, Share, StopWord, Tokens
+from runner.serve.openai_bodies import MAX_MESSAGES, ChatBody, Count, Share, StopWord, Tokens
 from runner.serve.options import ServeOptions
 
 # How the first system block of a well-known client begins. It is no part of the prompt, and as it is another one in
@@ -61,7 +61,7 @@ class PromptBody(Checked):
     """The body of POST /v1/messages/count_tokens: what becomes the prompt."""
 
     model: Annotated[str, Field(min_length=1)]
-    messages: Annotated[list[Turn], Field(min_length=1)]
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Texts = Field(default_factory=list)
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice(type="auto")

@@ -15,6 +15,11 @@ from runner.serve.asked import Asked
 from runner.serve.errors import ApiError
 from runner.serve.images import require_images
 
+# Messages whose ends are marked: as many of the last ones, and as many spread over those before. Each is a rendering.
+MARKED_MESSAGES = 16
+# The Messages API takes no more marks than these.
+MARKED_TEXTS = 4
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -59,14 +64,14 @@ def prompt_of(
     is_chat = asked.prompt is None
     if is_chat and not asked.messages:
         raise ApiError(400, "messages is empty; wanted at least one message.", param="messages")
-    messages = copy.deepcopy(list(asked.messages))  # they are changed on the way
     tools = list(asked.tools) if asked.tools else None
-    request = border.CompletionRequest(
-        "chat" if is_chat else "text", asked.prompt or "", messages, tools, asked.role_mapping
-    )
     provider = SimpleNamespace(processor=processor, cli_args=SimpleNamespace(chat_template_args=dict(template_args)))
     args = SimpleNamespace(chat_template_kwargs=asked.template_args)
     try:
+        messages = copy.deepcopy(list(asked.messages))  # they are changed on the way
+        request = border.CompletionRequest(
+            "chat" if is_chat else "text", asked.prompt or "", messages, tools, asked.role_mapping
+        )
         require_images(messages, processor)
         tokens, segments, _, initial_state, vision = border.tokenize(
             SimpleNamespace(model_provider=provider), tokenizer, request, args
@@ -79,16 +84,20 @@ def prompt_of(
     if with_messages and is_chat and tokenizer.has_chat_template:
         kwargs = {**template_args, **(asked.template_args or {})}
         marks |= _message_marks(tokens, tokenizer, messages, tools, kwargs)
-        marks |= _text_marks(tokens, asked.marked_texts, tokenizer, messages, tools, kwargs)
+        marks |= _text_marks(tokens, asked.marked_texts[-MARKED_TEXTS:], tokenizer, messages, tools, kwargs)
     return Prompt(tokens, tuple(sorted(marks)), initial_state, vision)
 
 
 def _message_marks(
     tokens: list[int], tokenizer: Any, messages: list[dict[str, Any]], tools: Any, kwargs: dict[str, Any]
 ) -> set[int]:
+    step = -(-len(messages) // MARKED_MESSAGES)
+    last = range(len(messages) - MARKED_MESSAGES, len(messages))
     try:
-        rendered, opening, ends = message_ends(tokenizer, messages, tools, **kwargs)
-    except ValueError:  # the template takes the conversation in one way only
+        rendered, opening, ends = message_ends(
+            tokenizer, messages, tools, counts={1 + each for each in (*range(0, len(messages), step), *last)}, **kwargs
+        )
+    except Exception:  # the template takes the conversation in one way only; see also _text_marks
         return set()
     # A reply that the client began is rendered as its end there.
     shared = common_rendering(rendered.tolist(), tokens)
