@@ -10,6 +10,7 @@ Whatever cannot be loaded ends in a `ModelError` of one line.
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def load_model(
         if adapter_path is not None:
             raise ModelError(f"adapter {adapter_path}: model {spec} is random, and no adapter was made for it.")
         return _load_tiny(_tiny_kind(spec))
-    is_hub_id = spec != DEMO and not Path(spec).expanduser().exists()
+    is_hub_id = spec != DEMO and _folder(spec) is None
     return _load_with_mlx_lm(
         str(folder),
         name=DEMO_NAME if spec == DEMO else spec if is_hub_id else folder.resolve().name,
@@ -125,8 +126,8 @@ def model_folder(spec: str, *, show_progress: bool = True) -> Path | None:
     if spec == TINY or spec.startswith(f"{TINY}:"):
         _tiny_config(_tiny_kind(spec))
         return None
-    folder = Path(spec).expanduser()
-    if spec and folder.exists():
+    folder = _folder(spec)
+    if folder is not None:
         _require_model_folder(folder)
         return folder
     _require_hub_id(spec)
@@ -139,8 +140,10 @@ def model_folder(spec: str, *, show_progress: bool = True) -> Path | None:
         ) from error
 
 
-def load_outline(spec: str = DEMO, *, show_progress: bool = True) -> ModelOutline:
-    """Load what there is of a model without its weights: `spec` as for `load_model`; of a hub id a few small files.
+def load_outline(
+    spec: str = DEMO, *, show_progress: bool = True, tokenizer_config: Mapping[str, Any] | None = None
+) -> ModelOutline:
+    """Load what there is of a model without its weights: arguments as for `load_model`; of a hub id a few small files.
 
     Raises:
         FetchError: the demo model could not be fetched.
@@ -151,19 +154,19 @@ def load_outline(spec: str = DEMO, *, show_progress: bool = True) -> ModelOutlin
         return _outline(tiny_tokenizer(), {**_tiny_config(kind), "dtype": "float32"}, f"{TINY}:{kind}")
     if spec == DEMO:
         folder, name = _demo_folder(show_progress), DEMO_NAME
+    elif (found := _folder(spec)) is not None:
+        folder, name = found, found.resolve().name
     else:
-        folder, name = Path(spec).expanduser(), Path(spec).expanduser().resolve().name
-        if not (spec and folder.exists()):
-            _require_hub_id(spec)
-            try:
-                folder, name = Path(snapshot_download(spec, allow_patterns=TOKENIZER_FILES)), spec
-            except Exception as error:  # files and networks fail in more ways than the hub's client names
-                raise ModelError(
-                    f"model {spec!r}: no such folder, and as a hub id: {type(error).__name__}: {_one_line(error)}"
-                ) from error
+        _require_hub_id(spec)
+        try:
+            folder, name = Path(snapshot_download(spec, allow_patterns=TOKENIZER_FILES)), spec
+        except Exception as error:  # files and networks fail in more ways than the hub's client names
+            raise ModelError(
+                f"model {spec!r}: no such folder, and as a hub id: {type(error).__name__}: {_one_line(error)}"
+            ) from error
     config = _read_config(folder)
     try:
-        return _outline(mlx_lm.utils.load_tokenizer(folder), config, name)
+        return _outline(mlx_lm.utils.load_tokenizer(folder, dict(tokenizer_config or {})), config, name)
     except Exception as error:
         raise ModelError(f"{folder} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
 
@@ -173,10 +176,16 @@ def _demo_folder(show_progress: bool) -> Path:
         return demo_model_folder(on_progress=on_progress)
 
 
+def _folder(spec: str) -> Path | None:
+    """The folder or file at a path; None: there is none, nor could there be."""
+    path = os.path.expanduser(spec)
+    return Path(path) if spec and os.path.exists(path) else None
+
+
 def _require_hub_id(spec: str) -> None:
     if not HUB_ID.fullmatch(spec):
         raise ModelError(
-            f"model {spec!r}: no such folder. "
+            f"model {spec!r:.200}: no such folder. "
             f"Give {DEMO}, {TINY}, {TINY}:KIND, a folder in mlx-lm's format, or a hub id OWNER/NAME."
         )
 

@@ -7,7 +7,7 @@ Source: mlx-lm 0.32.2.
 """
 
 from mlx_lm.generate import TextStateMachine, make_stop_sequences, make_text_state_machine
-from mlx_lm.models.cache import KVCache, TokenBuffer, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, TokenBuffer, can_trim_prompt_cache, make_prompt_cache
 from mlx_lm.server import (
     CompletionRequest,
     ResponseGenerator,
@@ -24,9 +24,11 @@ from mlx_lm.utils import _parse_size, maybe_set_recommended_wired_limit
 __all__ = [
     "CompletionRequest",
     "KVCache",
+    "RotatingKVCache",
     "TextStateMachine",
     "TokenBuffer",
     "ToolCallFormatter",
+    "can_trim_prompt_cache",
     "get_system_fingerprint",
     "image_parts",
     "image_url",

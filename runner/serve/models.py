@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -123,7 +124,7 @@ class Models:
         """
         key = self.key_of(asked.names)
         current = self.current if self.current is not None and self.current.key.model == key.model else None
-        tokenizer = load_outline(key.model).tokenizer if current is None else current.tokenizer
+        tokenizer = self._outlined(key.model) if current is None else current.tokenizer
         processor = None if current is None else current.processor
         return len(prompt_of(asked, tokenizer, self._options.chat_template_args, processor=processor).tokens)
 
@@ -149,21 +150,30 @@ class Models:
         mx.clear_cache()
 
     def _load(self, key: ModelNames) -> tuple[LoadedModel, Any]:
-        options = self._options
-        tokenizer_config: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
-        if options.chat_template:
-            tokenizer_config["chat_template"] = options.chat_template
         loaded = load_model(
             key.model,
             show_progress=False,
             adapter_path=key.adapter,
-            tokenizer_config=tokenizer_config,
-            trust_remote_code=options.trust_remote_code,
+            tokenizer_config=self._tokenizer_config(),
+            trust_remote_code=self._options.trust_remote_code,
         )
-        if options.use_default_chat_template and loaded.tokenizer.chat_template is None:
-            loaded.tokenizer.chat_template = loaded.tokenizer.default_chat_template
+        self._choose_template(loaded.tokenizer)
         draft = None if key.draft is None else load_model(key.draft, show_progress=False).model
         return loaded, draft
+
+    def _outlined(self, name: str) -> Any:
+        """The tokenizer of a model, as it would be were the model loaded."""
+        tokenizer = load_outline(name, show_progress=False, tokenizer_config=self._tokenizer_config()).tokenizer
+        self._choose_template(tokenizer)
+        return tokenizer
+
+    def _tokenizer_config(self) -> dict[str, Any]:
+        template = {"chat_template": self._options.chat_template} if self._options.chat_template else {}
+        return {"trust_remote_code": self._options.trust_remote_code, **template}
+
+    def _choose_template(self, tokenizer: Any) -> None:
+        if self._options.use_default_chat_template and tokenizer.chat_template is None:
+            tokenizer.chat_template = tokenizer.default_chat_template
 
     def _new_cache(self, key: ModelNames, loaded: LoadedModel, draft: Any, fingerprint: Fingerprint) -> _Kept:
         """A cache that holds on to no weights: it goes by copies of empty mlx-lm caches."""
@@ -171,6 +181,12 @@ class Models:
         empty = border.make_prompt_cache(loaded.model)
         if draft is not None:
             empty += border.make_prompt_cache(draft)
+            # A window can take tokens back only until it is full.
+            windows = [each for each in empty if isinstance(each, border.RotatingKVCache)]
+            if windows or not border.can_trim_prompt_cache(empty):
+                raise ModelError(
+                    f"model {key.model} with draft model {key.draft}: layers that cannot take back what was drafted."
+                )
         fresh = partial(copy.deepcopy, empty)
         is_parallel = draft is None and options.kv_bits is None and not options.exact and _can_share(fresh)
         if options.context is not None and not is_parallel:
@@ -216,12 +232,12 @@ def _fingerprint(key: ModelNames) -> Iterator[tuple[str, int, int]]:
     """
     folders = [model_folder(key.model, show_progress=False)]
     if key.adapter is not None:
-        folders.append(Path(key.adapter).expanduser())
+        folders.append(Path(os.path.expanduser(key.adapter)))
     if key.draft is not None:
         folders.append(model_folder(key.draft, show_progress=False))
     for folder in filter(None, folders):
         try:
             files = [(str(path), path.stat()) for path in sorted(folder.iterdir())]
         except OSError as error:
-            raise ModelError(f"{folder}: {error.strerror}; wanted a folder.") from error
+            raise ModelError(f"{folder!s:.200}: {error.strerror}; wanted a folder.") from error
         yield from ((path, about.st_size, about.st_mtime_ns) for path, about in files)

@@ -41,6 +41,7 @@ def fields(of: Any) -> list[str]:
         ("CompletionRequest", ["request_type", "prompt", "messages", "tools", "role_mapping"]),
         ("ToolCallFormatter", ["tool_parser", "tools", "streaming"]),
         ("TokenBuffer", ["tokens"]),
+        ("can_trim_prompt_cache", ["cache"]),
         ("get_system_fingerprint", []),
         ("image_parts", ["messages"]),
         ("image_url", ["part"]),
