@@ -81,12 +81,12 @@ class Answering:
             self._on_record(record)
             self.job.put(Ended(record))
 
-    def fail(self, status: int, message: str) -> None:
-        """There will be no reply, or no more of it."""
+    def fail(self, status: int, message: str, note: str | None = None) -> None:
+        """There will be no reply, or no more of it. `note` is for the record alone, by default it is the message."""
         if not self.is_over:
             self.is_over = True
             message = " ".join(message.split())
-            record = self._record("error", message)
+            record = self._record("error", note or message)
             self._on_record(record)
             self.job.put(Failed(status, message, record))
 
@@ -96,8 +96,9 @@ class Answering:
             self.fail(500, f"{type(error).__name__}: {error}")
         elif self._tokens:
             self.end("length", str(error))
-        else:
-            self.fail(400, str(error))
+        else:  # what others hold, which the error's own words count, is for the record alone
+            room = f"budget of {error.budget_bytes} bytes" if isinstance(error, BudgetFullError) else "cache"
+            self.fail(400, f"a prompt of {self.prompt_tokens} tokens does not fit the {room}.", str(error))
 
     def _stop_word(self, tokenizer: Any) -> str | None:
         """The stop word that the reply's tokens end with; the longest of several."""

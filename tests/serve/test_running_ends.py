@@ -179,7 +179,7 @@ def test_a_prompt_beyond_the_budget_fails_with_both_sizes_and_the_next_one_is_an
         Waiting(thread, prompt="short").end()
         bad = Waiting(thread, prompt=LONG).failure
         assert bad.status == 400
-        assert "the budget of 600000" in bad.message
+        assert bad.message.endswith("tokens does not fit the budget of 600000 bytes.")
         assert Waiting(thread, prompt="short").record.completion_tokens > 0
 
 
