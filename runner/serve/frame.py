@@ -30,8 +30,14 @@ class Frame:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        cors = [] if is_admins(scope["path"]) else self._cors(Headers(scope=scope).get("origin"))
-        status = None
+        headers, status, is_whole = Headers(scope=scope), None, False
+        cors = [] if is_admins(scope["path"]) else self._cors(headers.get("origin"))
+
+        async def received() -> Message:
+            nonlocal is_whole
+            message = await receive()
+            is_whole |= not message.get("more_body", False)
+            return message
 
         async def framed(message: Message) -> None:
             nonlocal status
@@ -45,10 +51,14 @@ class Frame:
                 # What a browser asks before it sends a request of another page's, without a key.
                 await Response(status_code=204)(scope, receive, framed)
             else:
-                await self._app(scope, receive, framed)
+                await self._app(scope, received, framed)
         except Exception as error:
             if status is not None:
                 raise
+            # A connection that is closed with something unread in it is reset before the client has read why.
+            is_last = headers.get("connection", "").lower() == "close" or scope["http_version"] == "1.0"
+            while is_last and not is_whole:
+                await received()
             await error_response(scope, _as_api_error(error))(scope, receive, framed)
         finally:
             self._count(getattr(scope.get("route"), "path", "other"), status or CLIENT_CLOSED_REQUEST)

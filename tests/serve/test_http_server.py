@@ -277,6 +277,14 @@ def test_a_client_is_where_it_connects_from_whatever_its_headers_say() -> None:
         assert read_reply(client) == b"127.0.0.1"
 
 
+@pytest.mark.parametrize("line", [b"POST / HTTP/1.0\r\n", b"POST / HTTP/1.1\r\nConnection: close\r\n"])
+def test_a_client_that_asks_once_reads_the_refusal_of_what_it_sends_too(line: bytes) -> None:
+    body = bytes(16 * MIB)
+    with serving(Routes()) as served:
+        sent = POST.replace(b"POST / HTTP/1.1\r\n", line).replace(b" 3", b" %d" % len(body))
+        assert error_of(served.ask(sent, body))[0] == 413
+
+
 # The end --------------------------------------------------------------------------------------------------------------
 
 
