@@ -17,7 +17,7 @@ from runner.serve import border
 
 FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
 #: Of a prompt's images together: 3 bytes each while they are decoded. A file of a few KB can have as many.
-MAX_PIXELS = 1 << 28
+MAX_PIXELS = 1 << 27
 
 
 def require_images(messages: Iterable[dict[str, Any]], processor: Any) -> None:

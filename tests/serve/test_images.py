@@ -102,6 +102,7 @@ def test_a_second_turn_reuses_the_first_and_does_not_look_at_its_images_again(
     looked.clear()
     second = Waiting(shared, messages=more, namespace="turns")
     assert second.record.cached_tokens >= first.record.prompt_tokens - 1
+    assert second.record.matched_tokens == second.record.cached_tokens
     assert looked == [1]
     assert second.tokens == expected(loaded, more, ONE, TWO, THREE)
     # What begins with another image of that size shares the text before it alone.
@@ -235,7 +236,7 @@ def at(url: Any) -> list[dict[str, Any]]:
         (asking(picture(1, file_format="EPS")), "an image is none of GIF, JPEG, PNG, WEBP."),
         (asking(ONE[:-200]), "the prompt cannot be made: OSError"),
         (asking(bomb(20_000, 20_000)), "DecompressionBombError"),
-        (asking(*[bomb(9_000, 9_000)] * 4), "the images have more than 268435456 pixels together."),
+        (asking(*[bomb(9_000, 9_000)] * 2), "the images have more than 134217728 pixels together."),
         (asking(ONE, text="<|patch|>"), "The text has 2 <|patch|> for 1 images."),
     ],
 )
