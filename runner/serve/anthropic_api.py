@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -28,7 +28,7 @@ COUNT_TOKENS = "/v1/messages/count_tokens"
 
 
 def anthropic_routes(
-    service: Service, options: ServeOptions, tokens_of: Callable[[Asked], Awaitable[int]]
+    service: Service, options: ServeOptions, tokens_of: Callable[[Asked], Coroutine[Any, Any, int]]
 ) -> APIRouter:
     """POST /v1/messages and POST /v1/messages/count_tokens.
 
@@ -54,7 +54,7 @@ def anthropic_routes(
         """How many tokens a conversation would be."""
         body = PromptBody.read(await read_json(request))
         asked = body.asked(options, namespace_of(request))
-        return to_json({"input_tokens": await tokens_of(asked)})
+        return to_json({"input_tokens": await while_connected(request, tokens_of(asked))})
 
     return router
 

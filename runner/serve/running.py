@@ -100,25 +100,22 @@ class Running:
         Raises:
             ApiError: there are too many (429), or the server stops or has failed (503).
         """
-        options = self._options
         with self._changed:
-            self._require_open()
-            if len(self._answering) >= options.decode_concurrency + options.max_waiting:
-                raise ApiError(
-                    429,
-                    f"{len(self._answering)} requests run or wait, and that is all that may; ask again later.",
-                    retry_after_s=RETRY_AFTER_S,
-                )
+            self._require_open(len(self._answering))
             answering = Answering(job, self._on_record)
             self._answering.add(answering)
             self._arrived.append(answering)
             self._changed.notify_all()
 
     def call(self, function: Callable[[Models], T]) -> Future[T]:
-        """Have the thread call a function between two rounds; the future has what it returns or raises."""
+        """Have the thread call a function between two rounds; the future has what it returns or raises.
+
+        Raises:
+            ApiError: as `ask` does.
+        """
         future: Future[T] = Future()
         with self._changed:
-            self._require_open()
+            self._require_open(len(self._calls))
             self._calls.append((function, future))
             self._changed.notify_all()
         return future
@@ -168,9 +165,15 @@ class Running:
         if self._thread is not None:
             self._thread.join()
 
-    def _require_open(self) -> None:
+    def _require_open(self, held: int) -> None:
         if not self.is_healthy:
             raise ApiError(503, "the server is stopping, or its generation thread has failed.")
+        if held >= self._options.decode_concurrency + self._options.max_waiting:
+            raise ApiError(
+                429,
+                f"{held} requests run or wait, and that is all that may; ask again later.",
+                retry_after_s=RETRY_AFTER_S,
+            )
 
     # The thread
 
@@ -208,7 +211,7 @@ class Running:
             if is_late:
                 for answering in self._answering:
                     answering.job.cancel()
-            self._run_calls(models)
+            self._run_call(models)
             waiting.extend(_addressed(arrived, models))
             self._begin(models, waiting)
             if models.current is not None:
@@ -223,8 +226,8 @@ class Running:
                 self._changed.wait_for(lambda: self._arrived or self._calls or self._deadline_s is not None)
             return is_busy or bool(self._arrived or self._calls) or self._deadline_s is None
 
-    def _run_calls(self, models: Models) -> None:
-        while self._calls:
+    def _run_call(self, models: Models) -> None:
+        if self._calls:  # one a round, or who counts tokens without end would keep all others waiting
             function, future = self._calls.popleft()
             if future.set_running_or_notify_cancel():
                 try:
