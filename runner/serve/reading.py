@@ -92,5 +92,5 @@ class Reading:
                 for call in self._format_tool_calls([tool_text])
             ]
         except Exception as error:  # parsers fail in many ways at what a model may write
-            logger.warning("a tool call that cannot be read was left out: %s: %s", type(error).__name__, error)
+            logger.warning("a tool call that cannot be read was left out: %s: %r", type(error).__name__, str(error))
             return []

@@ -132,5 +132,6 @@ def in_a_line(record: Record) -> str:
 
 
 def cut(text: str) -> str:
-    """What a client may have made as long as it liked, as much of it as people read."""
-    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}\u2026"
+    """What a client may have made as long as it liked, as much of it as people read, and no line of its own."""
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[:LONGEST_TEXT])
+    return shown if len(text) <= LONGEST_TEXT else f"{shown}\u2026"

@@ -126,6 +126,11 @@ def test_any_valid_one_of_several_keys_is_enough(serve: Serve) -> None:
     assert serve(tenants=True).get("/v1/models", headers=headers).status_code == 200
 
 
+def test_of_many_keys_in_one_header_the_first_counts(serve: Serve) -> None:
+    client, keys = serve(tenants=True), [("x-api-key", "wrong"), ("x-api-key", ANN)]
+    assert [client.get("/v1/models", headers=each).status_code for each in (keys, keys[::-1])] == [401, 200]
+
+
 def test_every_key_is_a_namespace_only_where_that_is_asked_for(serve: Serve) -> None:
     client = serve(tenants=True, admin=True, by="key")
     names = [client.get("/v1/models", headers=bearer(key)).json()["namespace"] for key in (ANN, BOB, ROOT)]

@@ -8,7 +8,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from runner.serve.errors import ApiError
-from runner.serve.limits import BodyLimit
+from runner.serve.limits import MAX_BODIES, BodyLimit
 
 MIB = 1 << 20
 GONE: Message = {"type": "http.disconnect"}
@@ -63,6 +63,31 @@ def test_a_body_that_does_not_say_how_large_it_is_is_counted() -> None:
 def test_a_fraction_of_a_mib_is_a_limit_too() -> None:
     with pytest.raises(ApiError, match=r"larger than 0\.5 MiB"):
         Request(length=MIB // 2 + 1).send(max_mib=0.5)
+
+
+def test_bodies_together_are_limited_until_their_requests_are_over() -> None:
+    async def send() -> None:
+        is_done = asyncio.Event()
+
+        async def route(scope: Scope, receive: Receive, send: Send) -> None:
+            await is_done.wait()
+
+        limit = BodyLimit(route, max_mib=1)
+
+        async def ask() -> None:
+            request = Request(part(MIB, is_last=True))
+            await limit(request.scope, request.receive, request.answer)
+
+        asked = [asyncio.ensure_future(ask()) for _ in range(MAX_BODIES)]
+        await asyncio.sleep(0)  # they all begin
+        with pytest.raises(ApiError, match="ask again later") as refused:
+            await ask()
+        assert (refused.value.status, refused.value.retry_after_s) == (429, 5)
+        is_done.set()
+        await asyncio.gather(*asked)
+        await ask()
+
+    asyncio.run(send())
 
 
 def test_nothing_is_done_for_a_client_that_leaves_before_its_body_is_whole() -> None:

@@ -150,7 +150,7 @@ def test_the_end_of_a_request_is_one_line_of_the_log(caplog: pytest.LogCaptureFi
 
 def test_what_a_client_sends_cannot_break_or_fill_the_line() -> None:
     names = ModelNames("a\nb\x1b[31m" + "x" * 100_000)
-    line = in_a_line(record(names=names, note="y" * 100_000, queue_ms=None, ttft_ms=None, gaps_ms=()))
+    line = in_a_line(record(names=names, note="\n\x1b[31m" + "y" * 100_000, queue_ms=None, ttft_ms=None, gaps_ms=()))
     assert line.isprintable()
     assert len(line) < 3 * LONGEST_TEXT
 
