@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ from huggingface_hub.errors import CacheNotFound
 FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
 
 
-def list_models(served: str | None, only: str | None = None) -> dict[str, Any]:
+def list_models(served: str | None, downloaded: Sequence[str], only: str | None = None) -> dict[str, Any]:
     """List models in OpenAI's form, as mlx_lm.server does.
 
     Args:
         served: what the server was started with; a folder is listed by its whole path.
+        downloaded: repositories in the hub's cache.
         only: leave out every repository but this one.
     """
-    names = [repository for repository in _downloaded() if only in (None, repository)]
+    names = [repository for repository in downloaded if only in (None, repository)]
     if served:
         name = str(Path(served).resolve()) if Path(served).exists() else served
         names += [name] if name not in names else []
@@ -28,7 +30,8 @@ def list_models(served: str | None, only: str | None = None) -> dict[str, Any]:
     return {"object": "list", "data": [{"id": name, "object": "model", "created": created_s} for name in names]}
 
 
-def _downloaded() -> list[str]:
+def downloaded_models() -> list[str]:
+    """The hub's repositories that are there and look like mlx-lm's."""
     try:
         repositories = scan_cache_dir().repos
     except CacheNotFound:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from runner.serve.border import get_system_fingerprint
-from runner.serve.model_list import list_models
+from runner.serve.model_list import downloaded_models, list_models
 from runner.serve.openai_bodies import ChatBody, CompletionBody, OpenAIBody
 from runner.serve.openai_replies import OpenAIReply
 from runner.serve.options import ServeOptions
@@ -43,14 +43,20 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
     async def completions(request: Request) -> Response:
         return await answer(request, CompletionBody)
 
+    # What is fetched later is fetched for somebody, and other tenants are not to know.
+    at_start = downloaded_models() if options.namespace_by == "key" else None
+
+    def listed(only: str | None = None) -> dict[str, Any]:
+        return list_models(options.model, downloaded_models() if at_start is None else at_start, only)
+
     # Looking through the hub's cache takes its time, so these two run on a thread.
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
-        return list_models(options.model)
+        return listed()
 
     @router.get("/v1/models/{name:path}")
     def model(name: str) -> dict[str, Any]:
-        return list_models(options.model, only=name)
+        return listed(name)
 
     @router.get("/health")
     async def health() -> Response:
