@@ -277,6 +277,19 @@ def test_token_that_reaches_over_a_border_is_left_out_of_the_mark() -> None:
     assert tokenizer.decode(tokens[: ends[0]]) == "it is the"
 
 
+def test_only_the_ends_that_are_asked_for_are_looked_for() -> None:
+    tokenizer = make_tokenizer(GLUED)
+    turns = [{"role": role, "content": "it is fine"} for _ in range(50) for role in ("user", "assistant")]
+    tokens, opening, ends = message_ends(tokenizer, turns)
+    rendered = []
+    render = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *args, **kwargs: rendered.append(1) or render(*args, **kwargs)
+    some, same_opening, found = message_ends(tokenizer, turns, counts={1, 40, 100})
+    assert (some.tolist(), same_opening) == (tokens.tolist(), opening)
+    assert found == [end if count in (1, 40, 100) else 0 for count, end in enumerate(ends, 1)]
+    assert len(rendered) < 20
+
+
 # Messages
 
 
