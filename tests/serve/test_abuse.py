@@ -259,7 +259,9 @@ class Abuse:
         path = self._draws.choice([*GOOD])
         if self._draws.random() < 0.5:
             return Attempt(path, post(path, bytes((1 << 20) + 1)), frozenset([413]))
-        return Attempt("", post(path, b"", **{"X-Huge": "x" * (1 << 17)}), frozenset([431]))
+        return Attempt(
+            "", post(path, b"", **{"X-Huge": "x" * (1 << 20)}), frozenset([431, None])
+        )  # on a slow machine the server has closed it before all was sent
 
     def _no_http(self) -> Attempt:
         return Attempt("", self._draws.randbytes(64).replace(b"\n", b"") + b"\r\n\r\n", frozenset([400]))
@@ -291,9 +293,8 @@ async def answered(abused: Abused, attempt: Attempt) -> bytes:
         writer.write(attempt.sent)
         if attempt.right == frozenset([None]):
             writer.write_eof()
-        if attempt.read is None:
-            return await reader.read()
-        return await reader.read(attempt.read)
+        async with asyncio.timeout(GUARD_S):
+            return await reader.read(-1 if attempt.read is None else attempt.read)
     except ConnectionError:
         return b""
     finally:
@@ -321,7 +322,7 @@ async def storm(abused: Abused, seed: int, count: int, at_once: int = 16) -> Non
         whole = abuse._reply().sent
         writer.write(whole[: len(whole) // 2])
     try:
-        async with asyncio.timeout(GUARD_S), asyncio.TaskGroup() as clients:
+        async with asyncio.TaskGroup() as clients:
             for _ in range(at_once):
                 clients.create_task(client())
     finally:
