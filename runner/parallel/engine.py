@@ -153,7 +153,6 @@ class Engine:
             self._failure = error
             self.fail(request, error)
             return
-        mx.clear_cache()
         if request.failure is not None:
             self.fail(request, request.failure)
         elif request in self._admission.running:
@@ -179,6 +178,8 @@ class Engine:
 
     def _step(self, requests: list[ParallelRequest]) -> None:
         while requests := [request for request in requests if request in self._admission.running]:
+            # As they stand in their batch: else tokens and logits are put in order there and back.
+            requests.sort(key=lambda request: request.row.at)
             try:
                 with uninterrupted():
                     tokens = next_tokens(requests)
