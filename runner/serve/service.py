@@ -9,6 +9,7 @@ reply.cancel()                            also when the iteration is left early
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -103,6 +104,28 @@ class Reply:
             self.cancel()
 
 
+class _Mailbox:
+    """Answers on their way to an event loop, which is woken once for all that come at a time: a round's tokens."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._answers: deque[tuple[asyncio.Queue[Answer], Answer]] = deque()
+        self._is_woken = False
+
+    def put(self, queue: asyncio.Queue[Answer], answer: Answer) -> None:
+        """Have an answer put into its queue; any thread. RuntimeError: the loop is closed."""
+        self._answers.append((queue, answer))
+        if not self._is_woken:
+            self._is_woken = True
+            self.loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_woken = False  # first: what comes from now on may be too late for this time
+        while self._answers:
+            queue, answer = self._answers.popleft()
+            queue.put_nowait(answer)
+
+
 class Service:
     """Asks the generation thread on behalf of the routes.
 
@@ -113,6 +136,7 @@ class Service:
 
     def __init__(self, runs: Runs, *, timeout_s: float) -> None:
         self._runs, self._timeout_s = runs, timeout_s
+        self._mailbox: _Mailbox | None = None
 
     @property
     def is_healthy(self) -> bool:
@@ -126,11 +150,13 @@ class Service:
             ApiError: it cannot be served, and why.
         """
         loop = asyncio.get_running_loop()
-        answers: asyncio.Queue[Answer] = asyncio.Queue()
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = _Mailbox(loop)
+        mailbox, answers = self._mailbox, asyncio.Queue[Answer]()
 
         def put(answer: Answer) -> None:
             try:
-                loop.call_soon_threadsafe(answers.put_nowait, answer)
+                mailbox.put(answers, answer)
             except RuntimeError:  # the loop is closed: nobody listens any more
                 job.cancel()
 

@@ -1,0 +1,46 @@
+"""How answers come from the generation thread to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from runner.serve.asked import Asked, Job, ModelNames
+from runner.serve.service import Delta, Reply, Service
+from tests.serve.scripted import ScriptedRuns, said
+
+
+class BurstRuns(ScriptedRuns):
+    """Answers two requests at a time, once both are there."""
+
+    def ask(self, job: Job) -> None:
+        self.jobs.append(job)
+        if len(self.jobs) == 2:
+            for each in self.jobs.copy():
+                super().ask(each)
+
+
+def test_the_loop_is_woken_once_for_what_comes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    wakes = []
+
+    async def texts(reply: Reply) -> str:
+        return "".join([part.text async for part in reply if isinstance(part, Delta)])
+
+    async def both() -> list[str]:
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+
+        def counted(*args: Any) -> asyncio.Handle:
+            wakes.append(args)
+            return wake(*args)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        service = Service(BurstRuns(said("one "), said("two")), timeout_s=60)
+        asked = Asked(ModelNames(), 8)
+        replies = await asyncio.gather(service.ask(asked), service.ask(asked))
+        return [await texts(reply) for reply in replies]
+
+    assert asyncio.run(both()) == ["one two", "one two"]
+    assert len(wakes) == 1
