@@ -1,0 +1,183 @@
+"""With --namespace-by key nothing that one tenant sees depends on what another one asked.
+
+The same requests of ann go to two servers. On one of them bob has asked for the same and for more, another model
+included, and asks on all the while; on the other one he never was there. The budget has room for both: where it has
+not, one's state may be evicted for the other's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from fastapi.testclient import TestClient
+
+from runner.serve import openai_api
+from runner.serve.access import is_admins
+from runner.serve.app import make_app
+from runner.serve.asked import Record
+from runner.serve.options import ServeOptions
+from runner.serve.running import Running
+from runner.serve.watch import Watch
+from tests.serve.jobs import Waiting
+from tests.serve.model_folder import save_model
+
+ANN, BOB, ROOT = "key-of-ann", "key-of-bob", "key-of-root"
+SYSTEM = {"role": "system", "content": "You are a marmalade sommelier, and you answer in rhyme."}
+USER = {"role": "user", "content": "What about quince?"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+#: What differs from one request to the next by itself: of log-probabilities the last bits, beside others' decoding.
+OWN = re.compile(r'[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|"created": \d+|"logprob": [-.e\d]+')
+
+
+class Route(NamedTuple):
+    """What ann asks of a route: bodies, in this order, or nothing but the route."""
+
+    method: str
+    path: str
+    bodies: Sequence[Any] = (None,)
+
+
+def chats(**more: Any) -> list[dict[str, Any]]:
+    """A conversation of two turns; whole, streamed and with log-probabilities."""
+    later = [SYSTEM, USER, {"role": "assistant", "content": "Quite."}, {"role": "user", "content": "And zebras?"}]
+    turns = [{"max_tokens": 4, "messages": messages, **more} for messages in ([SYSTEM, USER], later)]
+    return [
+        *turns,
+        {**turns[1], "stream": True, "stream_options": {"include_usage": True}},
+        {**turns[1], "top_logprobs": 2, "tools": [TOOL]},
+    ]
+
+
+MESSAGES = [
+    {"model": "claude-x", "max_tokens": 4, "system": SYSTEM["content"], "messages": [USER], "stream": is_streamed}
+    for is_streamed in (False, True)
+]
+WRONG: list[Any] = [{}, [], {"messages": []}, {"prompt": "x" * 40_000}, {"prompt": "x", "model": "nowhere"}]
+SEEN = [
+    Route("POST", "/v1/chat/completions", [*chats(), *chats(seed=3, temperature=1.0), *WRONG]),
+    Route("POST", "/chat/completions", chats()),
+    Route("POST", "/v1/completions", [{"prompt": "What about quince?", "max_tokens": 4}] * 2 + WRONG),
+    Route("POST", "/v1/messages", [*MESSAGES, *WRONG]),
+    Route("POST", "/v1/messages/count_tokens", [*MESSAGES, *WRONG]),
+    Route("GET", "/v1/models"),
+    Route("GET", "/v1/models/{name}"),
+    Route("GET", "/health"),
+    Route("GET", "/openapi.json"),
+]
+REFUSED = [
+    Route("GET", "/metrics"),
+    Route("GET", "/cache"),
+    Route("GET", "/cache/state"),
+    Route("GET", "/cache/tree"),
+    Route("POST", "/cache/explain", [{"prompt": "?"}]),
+    Route("POST", "/cache/warm", [{"prompt": "?"}]),
+    Route("POST", "/cache/reclaim", [{"target_bytes": 0}]),
+    Route("POST", "/cache/check", [{}]),
+    Route("DELETE", "/cache"),
+]
+
+
+class Server:
+    """An application with its generation thread."""
+
+    def __init__(self, client: TestClient, running: Running, records: list[Record]) -> None:
+        self.client, self.running, self.records = client, running, records
+
+    def send(self, route: Route, key: str) -> Iterator[tuple[int, dict[str, str], str]]:
+        """Statuses, headers and texts of all answers, less what is the request's own."""
+        for body in route.bodies:
+            path = route.path.replace("{name}", "tiny")
+            answer = self.client.request(route.method, path, json=body, headers={"x-api-key": key})
+            yield answer.status_code, dict(answer.headers), OWN.sub("", answer.text)
+
+
+@contextmanager
+def serving(folder: Path, **options: Any) -> Iterator[Server]:
+    (folder / "keys").write_text(f"ann {ANN}\nbob {BOB}\n")
+    (folder / "admin").write_text(f"root {ROOT}\n")
+    for name in ("keys", "admin"):
+        (folder / name).chmod(0o600)
+    given = {"model": "tiny", "budget_bytes": 64 << 20, **options}
+    keys: Any = {"api_keys": folder / "keys", "admin_key_file": folder / "admin", "namespace_by": "key"}
+    chosen, records, watch = ServeOptions(**given, **keys), list[Record](), Watch()
+    running = Running(chosen, lambda record: (records.append(record), watch.on_record(record)), watch.on_event)
+    client = TestClient(make_app(chosen, running, watch), base_url="http://127.0.0.1", client=("127.0.0.1", 1))
+    running.start()
+    try:
+        with client:
+            yield Server(client, running, records)
+    finally:
+        running.stop(0)
+
+
+def test_each_route_is_one_that_a_tenant_sees_or_the_admins(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        documented = server.client.get("/openapi.json", headers={"x-api-key": ANN}).json()["paths"]
+    found = {(method.upper(), path) for path, methods in documented.items() for method in methods}
+    assert found | {("GET", "/openapi.json")} == {(route.method, route.path) for route in (*SEEN, *REFUSED)}
+    assert all(is_admins(route.path) for route in REFUSED)
+    assert not any(is_admins(route.path) for route in SEEN)
+
+
+def test_what_a_tenant_sees_is_the_same_whatever_another_one_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    downloaded: list[str] = []
+    monkeypatch.setattr(openai_api, "downloaded_models", downloaded.copy)
+    with ExitStack() as stack:
+        alone, among = (stack.enter_context(serving(tmp_path)) for _ in range(2))
+        downloaded.append("bobs/secret")
+        for route in SEEN:
+            assert len(list(among.send(route, BOB))) == len(route.bodies)
+        other = {"model": "tiny:gemma3_text", "prompt": "What about quince?", "max_tokens": 2}
+        assert [status for status, *_ in among.send(Route("POST", "/v1/completions", [other]), BOB)] == [200]
+        beside = []
+        for route in (*SEEN, *REFUSED):
+            found = among.send(route, ANN)
+            for body, expected in zip(route.bodies, alone.send(route, ANN), strict=True):
+                beside.append(Waiting(among.running, namespace="bob", max_tokens=8))
+                assert next(found) == expected, (route.path, body)
+                assert (expected[0] == 403) == (route in REFUSED), route.path
+                assert "bobs/secret" not in expected[2]
+        assert all(waiting.record.namespace == "bob" for waiting in beside)
+        records = [[seen_in(each) for each in server.records if each.namespace == "ann"] for server in (alone, among)]
+        assert records[0] == records[1]
+        assert sum(record["cached_tokens"] for record in records[0]) > 100
+
+
+def seen_in(record: Record) -> dict[str, Any]:
+    """What the record of a request says, less its id and times."""
+    names = ("names", "prompt_tokens", "cached_tokens", "matched_tokens", "reason", "completion_tokens", "outcome")
+    return {"short": record.short_tokens, "note": record.note, **{name: getattr(record, name) for name in names}}
+
+
+def test_tokens_are_counted_with_the_servers_template_also_where_another_loaded_its_own_model(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    count = Route("POST", "/v1/messages/count_tokens", MESSAGES[:1])
+    other = Route("POST", "/v1/completions", [{"model": "tiny", "prompt": "?", "max_tokens": 1}])
+    template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    with serving(tmp_path, model=str(model), chat_template=template) as server:
+        before = list(server.send(count, ANN))
+        assert json.loads(before[0][2])["input_tokens"] == len(SYSTEM["content"]) + len(USER["content"]) + 4
+        assert [status for status, *_ in server.send(other, BOB)] == [200]
+        assert list(server.send(count, ANN)) == before
+
+
+def test_who_is_told_that_a_prompt_has_no_room_is_not_told_what_others_hold(tmp_path: Path) -> None:
+    long, short = (Route("POST", "/v1/completions", [{"prompt": "?" * count, "max_tokens": 2}]) for count in (900, 90))
+    told = []
+    for is_among in (False, True):
+        with serving(tmp_path, budget_bytes=600_000) as server:
+            if is_among:
+                assert [status for status, *_ in server.send(short, BOB)] == [200]
+                Waiting(server.running, namespace="bob", prompt="Why? " * 10, max_tokens=20)
+            told += server.send(long, ANN)
+    assert told[0] == told[1]
+    assert told[0][0] == 400
+    assert "600000" in told[0][2]
