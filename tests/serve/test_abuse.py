@@ -259,9 +259,8 @@ class Abuse:
         path = self._draws.choice([*GOOD])
         if self._draws.random() < 0.5:
             return Attempt(path, post(path, bytes((1 << 20) + 1)), frozenset([413]))
-        return Attempt(
-            "", post(path, b"", **{"X-Huge": "x" * (1 << 20)}), frozenset([431, None])
-        )  # on a slow machine the server has closed it before all was sent
+        # On a slow machine the server has closed it before all was sent.
+        return Attempt("", post(path, b"", **{"X-Huge": "x" * (1 << 20)}), frozenset([431, None]))
 
     def _no_http(self) -> Attempt:
         return Attempt("", self._draws.randbytes(64).replace(b"\n", b"") + b"\r\n\r\n", frozenset([400]))
