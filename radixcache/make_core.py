@@ -9,6 +9,7 @@ from radixcache.budget.ledger import Ledger
 from radixcache.budget.memory import analytic_cost, default_budget_bytes
 from radixcache.layers.layout import Layout
 from radixcache.paging.core import Core
+from radixcache.paging.disk import Disk
 from radixcache.settings import Settings
 from radixcache.watch.reading import About
 from radixcache.watch.trace import Clock, TraceFile, TraceWriter, opened_trace
@@ -24,6 +25,7 @@ def make_core(
     tokenizer: Any,
     *,
     clock: Clock = "requests",
+    disk: Disk | None = None,
 ) -> tuple[Core, About]:
     """Arguments as PrefixCache takes them. A trace that is given as a path is the core's own, and closed with it."""
     source = "given"
@@ -37,5 +39,6 @@ def make_core(
         settings,
         opened_trace(trace, clock),
         owns_trace=not isinstance(trace, TraceWriter),
+        disk=disk,
     )
     return core, About(policy if isinstance(policy, str) else type(policy).__name__, source, tokenizer)

@@ -2,7 +2,7 @@
 
 Caches on the same ledger share the lock; forward passes run outside of it. A session belongs to one thread at a time,
 and those on different slots may run in different ones. MLX does not promise that several threads may evaluate at once:
-let them take turns, forward passes, begin and close. Nothing here reads a clock, and only `verify` draws.
+let them take turns, forward passes, begin and close. Only with a store a clock is read, and only `verify` draws.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from radixcache.budget.ledger import Ledger
 from radixcache.errors import CacheClosedError, refuse_copy
 from radixcache.groups.group import Group, open_group
 from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.identity import state_identity
 from radixcache.make_core import make_core
 from radixcache.paging.core import Core
+from radixcache.paging.disk import Disk
 from radixcache.paging.pins import NamedPin
 from radixcache.paging.request import Request
 from radixcache.sessions.foreign import fetch, insert
@@ -27,6 +29,8 @@ from radixcache.sessions.keeping import Warming, pin, unpin
 from radixcache.sessions.opening import open_session
 from radixcache.sessions.session import Session
 from radixcache.settings import Settings, require_about, require_amount, require_caches, require_use
+from radixcache.stores.disk_store import DiskStore
+from radixcache.stores.keys import Identity
 from radixcache.tokens.ids import TokenIds, checked_prompt, require_namespace, require_namespace_or_all, vocabulary_size
 from radixcache.tokens.keys import Keys
 from radixcache.tree.events import OnEvent
@@ -62,6 +66,8 @@ class PrefixCache:
             the request served as if nothing had been stored. fetch() and begin_many() count as skipped.
         exact, step_size: resume only where a warm answer is bit for bit the cold one of the same cache: on state made
             by prefill in whole chunks of step_size tokens from offset 0. Else any step_size is taken, this by default.
+        store: where state is kept beyond memory and this process; it may be shared, and stays open when this closes.
+        identity: what tells the model from others in the store, for `caches`; else its class, arguments and weights do.
 
     Raises:
         ValueError: an argument out of its range.
@@ -88,6 +94,8 @@ class PrefixCache:
         verify_seed: int = 0,
         exact: bool = False,
         step_size: int = 2048,
+        store: DiskStore | None = None,
+        identity: Identity | bytes | str | None = None,
     ) -> None:
         require_caches(model, caches, kv_bits, kv_group_size)
         require_about(tokenizer, cost)
@@ -96,7 +104,12 @@ class PrefixCache:
         settings = Settings(*sizes, verify, verify_seed, exact, step_size, vocab_size, on_event, model=model)
         layout = ArrayLayout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size)
         self._open_core: Core | None
-        self._open_core, self._about = make_core(layout, budget_bytes, policy, cost, settings, trace, tokenizer)
+        disk = None
+        if store is not None:
+            disk = Disk(store, state_identity(layout, model, identity, exact=exact), step_size if exact else 0)
+        self._open_core, self._about = make_core(
+            layout, budget_bytes, policy, cost, settings, trace, tokenizer, disk=disk
+        )
 
     def __repr__(self) -> str:
         return f"<PrefixCache {in_a_line(self._open_core, self._about)}>"
@@ -112,11 +125,20 @@ class PrefixCache:
     def close(self) -> None:
         """Give all state back, also that of open sessions and groups, and close the trace if it was given as a path.
 
+        What the store has still to write is waited for.
+
         Closing twice is fine; any other call raises CacheClosedError from then on, and theirs SessionClosedError.
         """
         core, self._open_core = self._open_core, None
         if core is not None:
             core.close()
+            if core.tier is not None:
+                core.tier.store.flush()
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that was given to the store is written; False: not within this time. True without a store."""
+        tier = self._core.tier
+        return tier is None or tier.store.flush(timeout_s)
 
     def begin(
         self,

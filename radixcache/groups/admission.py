@@ -45,6 +45,7 @@ class Admission:
             CacheFullError, BudgetFullError: there is no room for it.
         """
         core, request = self._core, row.request
+        core.bring(request)
         self._offer(row)
         plan = self._stand(row)
         path = [] if row.node is None else row.node.path()

@@ -22,6 +22,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -51,7 +52,7 @@ from radixcache.settings import require_count, require_group
 from radixcache.tokens.ids import checked_prompt, require_namespace
 from radixcache.tokens.keys import Keys, common_length
 
-#: A chunk's logits are (1, T, V), all of them at once: beyond so many tokens the last goes by itself for its own.
+#: A pass's logits are (1, T, V), all of them at once: beyond so many tokens the last goes by itself for its own.
 LOGITS_TOKENS = 32
 # What is evaluated at first of a model that nobody has seen run, before the bytes of a token are known.
 FIRST_TOKENS = 64
@@ -443,11 +444,13 @@ class Group:
         """Evaluate a row's prompt up to `end`; returns the last token's logits where the prompt ends there."""
         count, left = end - row.position, row.prompt_left
         self._room.require_tokens(count)
-        cuts = {end, *row.stops} | ({end - 1} if count == left > LOGITS_TOKENS else set())
-        logits = None
+        last = max([row.position, *(at for at in row.stops if at < end)])
+        cuts = {end, *row.stops} | ({end - 1} if count == left and end - last > LOGITS_TOKENS else set())
+        logits, tier = None, self._core.tier
         while row.position < end:
             stop = min(at for at in cuts if at > row.position)
-            logits = self._evaluate(model, row, stop - row.position)
+            with nullcontext() if tier is None else tier.rates.timing_prefill(row.position, stop):
+                logits = self._evaluate(model, row, stop - row.position)
             # First: a checkpoint would take buffers of the chunk's, which are larger than it is.
             self._layout.release()
             if stop in row.stops:

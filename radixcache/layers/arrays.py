@@ -146,11 +146,27 @@ class ArrayLayout:
             if written[index] and self._shapes[index] is None:
                 self._shapes[index] = adapter.shapes(cache)
         if in_use != self._in_use:
-            self._in_use, self._blind = in_use, None
-            self._note_kinds(in_use)
-            self._note_stacks()
+            self._note_use(in_use)
         spans = self._span_leaves(caches)
         self.token_bytes = sum(b.nbytes // b.shape[2] for cache, adapter in spans for b in adapter.buffers(cache))
+
+    def take_over(self, shapes: Sequence[Any]) -> None:
+        """Know what a layout of the same caches had learnt when its `shapes` were these; not where something is."""
+        if not self.is_known and len(shapes) == len(self._shapes):
+            self._shapes = list(shapes)
+            self._note_use([its is not None for its in shapes])
+            spans = [leaf for leaf, adapter in enumerate(self._adapters) if not adapter.is_point]
+            self.token_bytes = sum(map(self.leaf_bytes, spans))
+
+    @property
+    def shapes(self) -> list[Any]:
+        """Of each leaf what its adapter's `shapes` said once it was written; None where it never was."""
+        return self._shapes
+
+    def _note_use(self, in_use: list[bool]) -> None:
+        self._in_use, self._blind = in_use, None
+        self._note_kinds(in_use)
+        self._note_stacks()
 
     def _note_kinds(self, in_use: Sequence[bool]) -> None:
         used = [(a, window) for a, window, its in zip(self._adapters, self._windows, in_use, strict=True) if its]
@@ -173,6 +189,10 @@ class ArrayLayout:
             window: sum(self.leaf_bytes(leaf) for leaf, its in enumerate(self._windows) if its == window)
             for window in self.windows
         }
+
+    @property
+    def leaf_count(self) -> int:
+        return len(self._adapters)
 
     @property
     def is_quantized(self) -> bool:

@@ -5,6 +5,7 @@
     evictor            makes room                pager       moves a live path, copies in and out
     recorder           stores                    quarantine  what was found wrong
     verifier           who is checked            tally       what was found, in numbers
+    tier               disk, if there is one
 
 It knows no Session, Group or Row: its methods take a Request, a LivePath, checkpoints. The lock is taken wherever
 nothing else is said: `with core.lock`.
@@ -29,9 +30,11 @@ from typing import Any
 from policies import CostModel, EvictionPolicy
 from radixcache.budget.ledger import Ledger
 from radixcache.errors import PolicyError, SessionClosedError
+from radixcache.layers.arrays import ArrayLayout
 from radixcache.layers.evaluation import NATIVE_ERRORS
 from radixcache.layers.layout import Layout
 from radixcache.paging.booking import Booking, Owner
+from radixcache.paging.disk import Disk
 from radixcache.paging.evictor import Evictor
 from radixcache.paging.grid import Tails, floor
 from radixcache.paging.live_path import LivePath
@@ -43,6 +46,7 @@ from radixcache.paging.request import Request
 from radixcache.paging.resume import ResumePlan, ShortReason, plan_resume, stored_from
 from radixcache.paging.slots import Slots
 from radixcache.paging.tally import Tally
+from radixcache.paging.tier import Tier
 from radixcache.settings import Settings
 from radixcache.tokens.keys import Keys
 from radixcache.tokens.quarantine import Quarantine
@@ -103,6 +107,7 @@ class Core:
         trace: Any = None,
         *,
         owns_trace: bool = True,
+        disk: Disk | None = None,
     ) -> None:
         self.layout = layout
         self.settings = settings
@@ -130,6 +135,10 @@ class Core:
         self.verifier = Verifier(settings.verify, settings.verify_seed, self.lock, self.events)
         self.tails = Tails()
         self.tally = Tally()
+        #: What joins it to a store; None: there is none.
+        self.tier: Tier | None = None
+        if disk is not None and isinstance(layout, ArrayLayout):
+            self.tier = Tier(disk, layout, self.states, self.evictor, self.slots, self.recorder)
         #: What open groups have on the account, each with its group.
         self.bookings: list[tuple[Booking, weakref.ref[Owner]]] = []
         self._tick = 0
@@ -155,6 +164,17 @@ class Core:
         """A group is over."""
         booking.end()
         self.bookings = [each for each in self.bookings if each[0] is not booking]
+
+    def bring(self, request: Request) -> None:
+        """Have the store add to the tree what it has of a prompt, before it is looked up."""
+        if self.tier is not None:
+            keys = self.allowed(request.keys, request.namespace)[: request.limit]
+            self.tier.bring(keys, request.namespace, request.use)
+
+    def keep(self, keys: Keys, namespace: str, used: int) -> None:
+        """A request left these keys in the tree, and had found the first `used` there: have the store keep them."""
+        if self.tier is not None:
+            self.tier.closed(keys, namespace, used)
 
     def allowed(self, keys: Keys, namespace: str) -> Keys:
         """The keys up to where they are quarantined."""
@@ -383,7 +403,8 @@ class Core:
         self.pins.clear()
         self.keep_budget()
         self.tails.clear()
-        self.evictor.shrink_to(0)
+        with self.states.losing_silently():
+            self.evictor.shrink_to(0)
         self.events.history.clear()
         self.layout.release()
 
@@ -398,6 +419,8 @@ class Core:
                 if path.is_open:
                     self.slots.lose(path)
                     self.release(path)
+            if self.tier is not None:
+                self.tier.keep_all()
             self.clear()
             self.ledger.close_account(self.account)
             if self._trace is not None and self._owns_trace:

@@ -38,6 +38,8 @@ def expel(core: Core, live: LivePath, keys: Keys, start: int | None, namespace: 
         start = match.node.start if match.offset == len(keys) else 0
     start = floor(start, core.states.grid_tokens)
     core.quarantine.add(keys, start, namespace)
+    if core.tier is not None:
+        core.tier.distrust(keys, start, namespace)
     for _, reference in core.bookings:
         owner = reference()
         if owner is not None:

@@ -167,7 +167,7 @@ class LivePath:
             state = node.payload
             if state.spans is None and state.live_mask == 1 << self.slot:
                 # First, so that a policy that is told of the node knows its bytes.
-                self._states.set_leaving(node, self._layout.token_bytes * (node.end - node.start))
+                self._states.set_leaving(node, self._layout.token_bytes * (node.end - node.start), self.caches)
             self._states.set_live(node, self.slot, False)
             left.append(node)
         self.tip = self._node_at(keep)
@@ -217,6 +217,7 @@ class LivePath:
     def cut_back(self, offset: int) -> None:
         """Remove the nodes behind `offset` from the tree, and the part of one across it, and rewind to there."""
         assert self.tip is not None, offset
+        self._states.about_to_lose(self.tip)
         for node in reversed(self.tip.path()):
             if node.start >= offset:
                 self._states.set_live(node, self.slot, False)

@@ -1,6 +1,7 @@
 """open_session: how a request becomes a Session. Nothing else makes one.
 
 take back      what vanished without closing
+bring          what a store has of the prompt beyond memory
 look up        what the tree holds of the prompt, the free slot that goes along with it furthest, where to resume
 guard          the path, so that nothing takes it away meanwhile
 move           leave the old path (page out) -> make room -> page in
@@ -45,6 +46,7 @@ def open_session(core: Core, request_of: Callable[[Use], Request], namespace: st
 
 def _opened(core: Core, request: Request) -> Session:
     use, length = request.use, len(request.prompt)
+    core.bring(request)
     found = core.lookup(request.keys, request.namespace, request.limit, core.slots.choose)
     live, plan = found.live, found.plan
     assert live is not None, found

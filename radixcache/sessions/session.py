@@ -14,6 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -228,6 +229,7 @@ class Session:
                 else:
                     end, evaluated = progress.settle(len(keys), self._broke_off)
                     core.commit(live, self._request, keys[:evaluated], end, progress.own)
+                    core.keep(keys[:end], self.namespace, self.cached_tokens)
             except BaseException:
                 core.slots.lose(live)
                 raise
@@ -290,13 +292,14 @@ class Session:
     def _evaluate_prompt(self, model: Any, last: int, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Evaluate the prompt up to offset `last` in chunks, with checkpoints on the way."""
         progress, step_size = self._progress, self._step_size
-        stops = self._checkpoint_stops(last)
+        stops, tier = self._checkpoint_stops(last), self._core.tier
         if on_progress is not None:
             on_progress(min(progress.position, last), len(self.prompt))
         while progress.position < last:
             start = progress.position
             end = min(last, (start // step_size + 1) * step_size, *(stop for stop in stops if stop > start))
-            progress.prefill(model, self.prompt[start:end], step_size)
+            with nullcontext() if tier is None else tier.rates.timing_prefill(start, end):
+                progress.prefill(model, self.prompt[start:end], step_size)
             if end in stops:
                 progress.take_checkpoint(stops[end])
             if on_progress is not None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from radixcache.stores.block import Block, Head, Kind
+from radixcache.stores.block import KINDS, Block, Head, Kind
 from radixcache.stores.codec import Damaged, decoded
 from radixcache.stores.folder import Folder, file_name, place_of
 from radixcache.stores.index import Index, Link
@@ -122,6 +122,14 @@ class Contents:
                 self._tally.add(evicted_files=is_ours, evicted_bytes=is_ours * freed_bytes)
                 with self._lock:
                     self._index.drop(victim.key, kind)
+
+    def remove(self, key: bytes) -> None:
+        """Give a block up. OSError: it may still be there, and is not known any more."""
+        with self._lock:
+            for kind in KINDS:
+                self._index.drop(key, kind)
+        for kind in KINDS:
+            self._folder.remove(file_name(key, kind))
 
     def now(self) -> dict[str, int]:
         """Numbers and bytes of the files, by their names in StoreStats."""

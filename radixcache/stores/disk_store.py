@@ -165,6 +165,14 @@ class DiskStore(AbstractContextManager["DiskStore"]):
             self._tally.drop(why_not)
         return not why_not
 
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Give blocks up whose state was found wrong, and with them what follows them: nothing leads there any more."""
+        for key in keys:
+            try:
+                self._contents.remove(key)
+            except OSError:
+                self._tally.add(read_errors=1)
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all that was put is written or dropped; False: not within this time."""
         return self._writer.flush(timeout_s)

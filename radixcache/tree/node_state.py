@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from policies import Entry
 from radixcache.adapters.contract import NEVER
@@ -22,6 +23,7 @@ class NodeState:
     nearest: int = NEVER  # where the first checkpoint at its end or below it stands
     live_mask: int = 0  # bit i: live in slot i
     leaving_bytes: int = 0
+    leaving_from: Any = None  # the live caches that still have its spans, while it is LEAVING
     pins: int = 0
     guards: int = 0
     readers: int = 0  # rows of groups that stand on it, and may read its spans in place

@@ -93,6 +93,8 @@ class StateTree:
         self._evictable: set[int] = set()
         self.windows = Windows(layout, self._copied, self._windows_changed)
         self._next_entry_id = 0
+        #: Called with a node that is about to lose state by which a request might have resumed, while it is all there.
+        self.on_loss: Callable[[StateNode], object] | None = None
         self._thin_order: Any = SortedList()
         self._thin_keys: dict[int, tuple[int, int, int, int]] = {}
         self._merges = merges
@@ -166,6 +168,7 @@ class StateTree:
             nearest=state.nearest,
             live_mask=state.live_mask,
             leaving_bytes=share,
+            leaving_from=state.leaving_from,
             guards=state.guards,
             readers=state.readers,
         )
@@ -236,6 +239,8 @@ class StateTree:
     def remove(self, leaf: StateNode, was_wrong: bool = False) -> StateNode:
         """Take a leaf and all its state out; returns its former parent, refreshed but not merged."""
         state = leaf.payload
+        if not was_wrong:
+            self.about_to_lose(leaf)
         self._note_loss(leaf, leaf.start, was_wrong)
         self.set_checkpoint(leaf, None)
         self.set_spans(leaf, None)
@@ -251,6 +256,7 @@ class StateTree:
 
     def truncate(self, leaf: StateNode, at: int) -> None:
         """Cut a leaf's tail off at offset `at`; a checkpoint at its end goes with it. May fail as `split` does."""
+        self.about_to_lose(leaf)
         head = self._head(leaf, at)
         self._note_loss(leaf, at)
         self.set_checkpoint(leaf, None)
@@ -263,6 +269,7 @@ class StateTree:
         It stops where the policy has another victim. The policy hears of every cut; keys and spans are cut once. May
         fail as `split` does, after the policy has heard of it: then all of the leaf has to go.
         """
+        self.about_to_lose(leaf)
         edges = [each.edge for each in leaf.path()]
         entry = leaf.payload.entry
         for at in cuts:
@@ -296,9 +303,10 @@ class StateTree:
             self.duplicate_bytes += paged if live else -paged
             self.refresh(node)
 
-    def set_leaving(self, node: StateNode, leaving_bytes: int) -> None:
-        """Announce that paging the node out will take that many bytes; 0: done or dropped."""
+    def set_leaving(self, node: StateNode, leaving_bytes: int, leaving_from: Any = None) -> None:
+        """Announce that paging the node out of live caches will take that many bytes; 0: done or dropped."""
         self._set_leaving(node.payload, leaving_bytes)
+        node.payload.leaving_from = leaving_from
 
     def set_checkpoint(self, node: StateNode, checkpoint: Checkpoint | None, use: Use | None = None) -> None:
         """Give a node its checkpoint (with the use it is made in), or take it away."""
@@ -329,6 +337,7 @@ class StateTree:
         """Evict a node's checkpoint and keep its tokens."""
         entry = node.payload.checkpoint_entry
         assert entry is not None, node
+        self.about_to_lose(node)
         self._weigh_checkpoint(node)
         self.events.evicted_checkpoint(node, entry.weight_bytes)
         self.set_checkpoint(node, None)
@@ -339,6 +348,20 @@ class StateTree:
         for each in reversed(order):
             parent = self.remove(each, was_wrong)
         return parent
+
+    def about_to_lose(self, node: StateNode) -> None:
+        """Tell whoever wants to keep it that a node is about to lose state."""
+        if self.on_loss is not None:
+            self.on_loss(node)
+
+    @contextmanager
+    def losing_silently(self) -> Iterator[None]:
+        """Nobody is told of what goes until the block ends."""
+        on_loss, self.on_loss = self.on_loss, None
+        try:
+            yield
+        finally:
+            self.on_loss = on_loss
 
     @property
     def copied_bytes(self) -> int:

@@ -36,7 +36,7 @@ def in_a_line(core: Core | None, about: About) -> str:
 
 def stats_of(core: Core, about: About) -> CacheStats:
     """What a cache has done and holds now; the lock is held."""
-    account, states, tally, verifier = core.account, core.states, core.tally, core.verifier
+    account, states, tally, verifier, tier = core.account, core.states, core.tally, core.verifier, core.tier
     return CacheStats(
         requests=tally.requests,
         hit_tokens=tally.hit_tokens,
@@ -48,6 +48,9 @@ def stats_of(core: Core, about: About) -> CacheStats:
         copied_bytes=states.copied_bytes,
         paged_in_bytes=states.paged_in_bytes,
         paged_out_bytes=states.paged_out_bytes,
+        brought_tokens=0 if tier is None else tier.bringing.brought_tokens,
+        kept_blocks=0 if tier is None else tier.keeping.kept_blocks,
+        store_decisions={} if tier is None else dict(tier.decisions),
         live_bytes=account.live_bytes,
         paged_bytes=account.paged_bytes,
         checkpoint_bytes=account.checkpoint_bytes,

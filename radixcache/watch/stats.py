@@ -38,6 +38,11 @@ class CacheStats:
     )
     paged_in_bytes: int = _counter("bytes", "The part of copied_bytes that went in.")
     paged_out_bytes: int = _counter("bytes", "The part of copied_bytes that went out.")
+    brought_tokens: int = _counter("tokens", "Tokens that were read from the store and need not be prefilled.")
+    kept_blocks: int = _counter("blocks", "Blocks and checkpoints that were given to the store.")
+    store_decisions: dict[str, int] = _counter(  # noqa: RUF009
+        "decisions", "What became of asking the store for more of a prompt than memory had.", label="decision"
+    )
     live_bytes: int = _gauge(
         "bytes", "Buffers of the live caches and of the rows of open groups, spare capacity included."
     )

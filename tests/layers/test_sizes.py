@@ -12,7 +12,7 @@ from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 
 #: What only copies between arrays and other arrays need.
-OF_ARRAYS = {"checkpoint_of", "is_in_use", "spans_of"}
+OF_ARRAYS = {"checkpoint_of", "is_in_use", "leaf_count", "shapes", "spans_of", "take_over"}
 
 
 def test_a_layout_of_sizes_answers_whatever_one_of_arrays_does() -> None:

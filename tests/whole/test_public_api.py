@@ -163,6 +163,7 @@ def test_what_users_may_ask_of_a_cache_is_this() -> None:
         "dump",
         "explain",
         "fetch",
+        "flush",
         "insert",
         "make_room",
         "mismatches",

@@ -1,0 +1,140 @@
+"""Bringing: state out of a store, into the tree, for a request that is about to be planned.
+
+    memory    |------------| match
+    store     |-----------------------------| chain of blocks, and what point layers need at its end
+    read                  |-----------------|     and of windows what they read there
+
+It ends where a request can resume. The lock is held; arrays are made on the calling thread, files are read by others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+from radixcache.adapters.snapshots import Spans
+from radixcache.layers import stored
+from radixcache.layers.arrays import ArrayLayout
+from radixcache.paging.disk import Disk
+from radixcache.paging.evictor import Evictor
+from radixcache.paging.grid import floor
+from radixcache.paging.rates import Rates
+from radixcache.paging.recorder import Recorder
+from radixcache.paging.resume import deepest_whole, plan_resume
+from radixcache.stores.block import Kind
+from radixcache.stores.index import Link
+from radixcache.tokens.keys import Keys
+from radixcache.tree.node_state import NodeState
+from radixcache.tree.radix_tree import Match
+from radixcache.tree.state_tree import StateTree, Use
+
+
+class Bringing:
+    """Reading for one cache.
+
+    Attributes:
+        brought_tokens: that requests could resume on besides.
+    """
+
+    def __init__(
+        self, disk: Disk, layout: ArrayLayout, states: StateTree, evictor: Evictor, recorder: Recorder, rates: Rates
+    ) -> None:
+        self._disk, self._layout, self._states = disk, layout, states
+        self._evictor, self._recorder, self._rates = evictor, recorder, rates
+        self._grid = states.grid_tokens
+        self.brought_tokens = 0
+
+    def bring(self, keys: Keys, namespace: str, use: Use) -> str:
+        """Put into the tree what the store has of a prompt beyond memory; what became of it, in a few words.
+
+        "damaged": what was found is not known any more; ask again. It raises what a store or its content may raise.
+        """
+        match = self._states.match(keys, namespace)
+        resume = plan_resume(self._layout, match, len(keys), None, grid_tokens=self._grid).resume
+        chain = self._disk.match(keys, namespace, at_checkpoints=self._layout.has_states)
+        if not chain or floor(chain[-1].end, self._grid) <= resume:
+            return "not stored"
+        with self._states.guarded(match.node):
+            try:
+                return self._read(match, resume, chain, keys, namespace, use)
+            finally:
+                self._evictor.tidy(match.node)
+
+    def remove(self, keys: Keys, start: int, namespace: str) -> None:
+        """Have the store give up what it has of these keys from offset `start` on, and what it is about to write."""
+        self._disk.store.flush()
+        self._disk.store.remove(each.key for each in self._disk.match(keys, namespace) if each.end > start)
+
+    def _read(
+        self, match: Match[NodeState], resume: int, chain: list[Link], keys: Keys, namespace: str, use: Use
+    ) -> str:
+        layout, held = self._layout, match.offset
+        ranges = [(held, chain[-1].end), *(its for w in layout.windows for its in w.needs(chain[-1].end))]
+        links = [each for each in chain if any(each.start < high and each.end > low for low, high in ranges)]
+        if not self._rates.is_worth_reading(self._bytes(links), resume, links[-1].end):
+            return "slower than prefill"
+        links = self._affordable(links)
+        if not links:
+            return "no room"
+        began = self._rates.clock()
+        files = self._disk.store.read(self._wanted(links))
+        rows, windows = [], []
+        for link, block in zip(links, files, strict=False):
+            if block is None:
+                return "damaged"
+            if "shapes" in block.buffers:
+                layout.take_over(stored.shapes_in(block.buffers["shapes"]))
+            about = (block.buffers, link.start, link.block_end, layout.leaf_count)
+            if link.block_end > held:
+                rows.append(stored.spans_in(*about))
+            leaves = stored.windows_in(*about)
+            windows.append(Spans(link.start, link.block_end, leaves, sum(its.nbytes for its in leaves if its)))
+        end, checkpoints = floor(links[-1].end, self._grid), []
+        leaves = [None] * layout.leaf_count
+        if layout.has_states:
+            if (block := next(files)) is None:
+                return "damaged"
+            if not self._states.windows.lacking(match.path, end, windows):
+                leaves = stored.points_in(block.buffers, end, layout.leaf_count)
+            else:
+                end = 0
+        elif layout.windows:
+            end = deepest_whole(layout, [*self._states.windows.stored(match.path), *windows], end, grid=self._grid)
+        if end <= resume:
+            return "windows are not whole"
+        checkpoints = [layout.checkpoint_of(leaves, end, "end")] if layout.has_points else []
+        spans = self._joined(rows, held, end) if end > held else None
+        self._recorder.put(keys[:end], namespace, spans, None, use, windows, checkpoints)
+        self._rates.read.add(self._bytes(links), self._rates.clock() - began)
+        self.brought_tokens += end - resume
+        return "brought"
+
+    def _wanted(self, links: Sequence[Link]) -> list[tuple[bytes, Kind]]:
+        """What is read of these: their blocks, and the last one's checkpoint for layers that resume nowhere else."""
+        blocks: list[tuple[bytes, Kind]] = [(each.key, "block") for each in links]
+        return [*blocks, (links[-1].key, "checkpoint")] if self._layout.has_states else blocks
+
+    def _joined(self, rows: Sequence[list[Any]], start: int, end: int) -> Spans:
+        """The snapshots of several blocks, one behind the other, as those of the tokens [start, end)."""
+        leaves = []
+        for its in zip(*rows, strict=True):
+            whole = None if its[0] is None else reduce(lambda upper, lower: upper.merged(lower), its)
+            leaves.append(None if whole is None else whole.split(start)[1].split(end)[0])
+        spans = self._layout.spans_of(leaves, start, end)
+        if spans.nbytes != (end - start) * self._layout.token_bytes:
+            raise ValueError(f"{spans.nbytes} bytes are stored of {end - start} tokens.")
+        return spans
+
+    def _affordable(self, links: Sequence[Link]) -> list[Link]:
+        """As many of these, from the first on, as there is room for, which is made; a checkpoint has to be last."""
+        room = self._states.account.ledger.budget_bytes - self._evictor.fixed_bytes()
+        fitting = list(links)
+        while fitting and (self._bytes(fitting) > room or (self._layout.has_states and not fitting[-1].has_checkpoint)):
+            fitting.pop()
+        return fitting if self._evictor.find_room(self._bytes(fitting)) else []
+
+    def _bytes(self, links: Sequence[Link]) -> int:
+        """Bytes that reading these takes, on disk and in memory, but for a few KiB."""
+        checkpoint_bytes = links[-1].checkpoint_bytes if links and self._layout.has_states else 0
+        return sum(each.block_bytes for each in links) + checkpoint_bytes
