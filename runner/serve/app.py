@@ -38,7 +38,17 @@ def make_app(options: ServeOptions, running: Running, watch: Watch) -> FastAPI:
     Raises:
         KeyFileError: a file of keys cannot be used.
     """
-    app = FastAPI(title="radixcache", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="radixcache",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses={
+            "4XX": {"description": "What is wrong with the request, in the form of the API that was asked."},
+            503: {"description": "The server is stopping, or has failed."},
+        },
+    )
     service = Service(running, timeout_s=options.request_timeout_s)
     app.include_router(openai_routes(service, options))
     app.include_router(anthropic_routes(service, options, running.count_tokens))
