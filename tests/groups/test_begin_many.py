@@ -966,3 +966,19 @@ def test_arguments_out_of_their_range_are_named_and_change_nothing() -> None:
         for check in checked_all:
             check()
     assert cache.explain([*PROMPTS[2], 1]).matched_tokens == 25
+
+
+@pytest.mark.parametrize(("kind", "last"), [("llama", 1), ("gemma3_text", 10)])
+def test_the_last_token_goes_by_itself_only_behind_many(kind: str, last: int) -> None:
+    """No model makes logits for many tokens that nobody reads, and none a pass for one token behind a few."""
+    model = tiny_model(kind)
+    lengths: list[int] = []
+
+    def seen(ids: mx.array, cache: Any) -> Any:
+        lengths.append(ids.shape[1])
+        return model(ids, cache=cache)
+
+    with PrefixCache(model, budget_bytes=1 << 30) as cache, cache.begin_many(capacity=512) as group:
+        row = group.admit(tokens(9, 100), marks=[90])
+        assert error(prefilled(group, seen, row), cold(model, tokens(9, 100))) < ROUNDING
+    assert lengths[-1] == last
