@@ -27,6 +27,7 @@ from runner.commands.outputs import discard_stdout
 from runner.commands.replay import replay
 from runner.commands.serve import serve
 from runner.commands.simulate import simulate
+from runner.commands.store import store
 from runner.commands.synth import synth
 from runner.commands.tree import tree
 from runner.commands.usage import EXIT_INTERRUPTED, EXIT_USAGE, UsageError, say
@@ -129,6 +130,7 @@ for command in (tree, explain, replay):
     app.command(epilog=CONVERSATIONS)(command)
 for command in (synth, serve):
     app.command()(command)
+app.add_typer(store)
 
 
 def _complain(message: str) -> int:

@@ -24,7 +24,7 @@ from runner.commands.usage import (
     say,
 )
 from runner.commands.view_files import require_view_file, view_bytes
-from runner.files.units import MIB, plural
+from runner.files.units import GIB, MIB, plural
 from runner.replay.backends.catalogue import CACHE_NAMES
 
 if TYPE_CHECKING:
@@ -74,6 +74,10 @@ def replay(
         bool,
         typer.Option("--exact", help="Let radix resume at multiples of --step-size only, equal to the bit."),
     ] = False,
+    disk: Annotated[
+        Path | None, typer.Option(help="Folder that keeps what radix stores, for replays to come too.")
+    ] = None,
+    disk_gib: Annotated[float, typer.Option(help="GiB that it may take.", min=0.001)] = 32,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures, with a row per request, to this file.")
     ] = None,
@@ -104,6 +108,9 @@ def replay(
     ):
         require(value >= 1, f"{option} is {value}; wanted at least 1.")
     budget_bytes = bytes_of(budget_mib)
+    require(disk is None or parallel is None, "--disk goes with one request at a time. Leave it or --parallel out.")
+    require(disk is None or "radix" in caches, "--disk is for the radix cache; wanted radix among --cache.")
+    require(disk_gib < float("inf"), f"--disk-gib is {disk_gib:g}; wanted a finite number.")
     for option, wanted in ((f"--tree {tree_file}", tree_file is not None), ("--dump-tree", dump_tree)):
         require(not wanted or "radix" in caches, f"{option} shows the radix cache; wanted radix among --cache.")
     tree_format = "text" if tree_file is None or tree_file == STDOUT else require_view_file(tree_file)
@@ -118,7 +125,16 @@ def replay(
         from runner.replay.replay import ReplayOptions
 
         options = ReplayOptions(
-            budget_bytes, policy, max_tokens, recorded, step_size, dump_tree, exact, tree_file is not None
+            budget_bytes,
+            policy,
+            max_tokens,
+            recorded,
+            step_size,
+            dump_tree,
+            exact,
+            tree_file is not None,
+            None if disk is None else str(disk),
+            int(disk_gib * GIB),
         )
         script = _script(loaded, chosen, options, users=users, seed=seed, requests=requests, skip_bad=skip_bad)
     report, broken_off = _run(loaded, script, caches, options, parallel)
@@ -220,7 +236,7 @@ def _run(
     loaded: "LoadedModel", script: "Script", caches: Sequence[str], options: "ReplayOptions", parallel: int | None
 ) -> "tuple[Report | ParallelReport, Exception | None]":
     """Serve the script; returns what finished, and what broke the run off before the rest."""
-    from radixcache import BudgetFullError, PolicyError, UnsupportedCacheError
+    from radixcache import BudgetFullError, PolicyError, StoreError, UnsupportedCacheError
     from runner.parallel.replay import ParallelReplay
     from runner.parallel.report import ParallelReport
     from runner.replay.progress import ReplayProgress
@@ -242,6 +258,8 @@ def _run(
         broken_off = typer.Exit(EXIT_INTERRUPTED)
     except UnsupportedCacheError as error:
         raise UsageError(f"{loaded.name}: {error}") from error
+    except StoreError as error:
+        raise UsageError(str(error)) from error
     except BudgetFullError as error:
         broken_off = UsageError(
             f"--budget-mib is {options.budget_bytes / MIB:g}; one of the requests takes "

@@ -48,6 +48,8 @@ class ReplayOptions:
     dump_tree: bool = False
     exact: bool = False
     keep_view: bool = False
+    disk: str | None = None
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,8 @@ class _Run:
             budget_bytes=options.budget_bytes,
             policy=options.policy,
             exact_step_size=options.step_size if options.exact else None,
+            disk=options.disk,
+            disk_bytes=options.disk_bytes,
         )
         self._wall_s = 0.0
         self._evictions: list[int] = []

@@ -20,8 +20,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from radixcache import Ledger, PrefixCache, UnsupportedCacheError
+from radixcache import DiskStore, Ledger, PrefixCache, UnsupportedCacheError
 from radixcache.budget.memory import analytic_cost, default_budget_bytes
+from radixcache.layers.identity import weights_identity
 from radixcache.tree.events import OnEvent
 from radixcache.watch.trace import TraceWriter
 from runner.models.load import LoadedModel, ModelError, load_model, load_outline, model_folder
@@ -46,7 +47,7 @@ class _Kept:
 
 
 class Models:
-    """The model that is loaded, and the caches of all.
+    """The model that is loaded, and the caches of all. StoreError: the folder of --disk cannot be used.
 
     Attributes:
         current: the one that is loaded; None before the first, and where loading failed.
@@ -59,6 +60,9 @@ class Models:
         self._options, self._on_event = options, on_event
         self._kept: dict[ModelNames, _Kept] = {}
         self._trace = None if options.trace is None else TraceWriter(options.trace)
+        self._store = None
+        if options.disk is not None:
+            self._store = DiskStore(options.disk, budget_bytes=int(options.disk_gib * (1 << 30)), write_on="close")
 
     def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
         """The caches of all models that were loaded so far, the last one's last; any thread may ask."""
@@ -134,6 +138,8 @@ class Models:
         for kept in self._kept.values():
             kept.cache.close()
         self._kept.clear()
+        if self._store is not None:
+            self._store.close()
         if self._trace is not None:
             self._trace.close()
 
@@ -187,6 +193,7 @@ class Models:
                 raise ModelError(
                     f"model {key.model} with draft model {key.draft}: layers that cannot take back what was drafted."
                 )
+        models = [loaded.model] if draft is None else [loaded.model, draft]
         fresh = partial(copy.deepcopy, empty)
         is_parallel = draft is None and options.kv_bits is None and not options.exact and _can_share(fresh)
         if options.context is not None and not is_parallel:
@@ -210,6 +217,8 @@ class Models:
             exact=options.exact,
             step_size=options.prefill_step_size,
             on_event=self._on_event,
+            store=self._store,
+            identity=None if self._store is None else weights_identity(*models, name=key.model),
         )
         return _Kept(cache, fingerprint, is_parallel)
 

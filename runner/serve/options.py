@@ -67,6 +67,10 @@ class ServeOptions:
     exact: Annotated[bool, Option("--exact", help="Reuse only what gives the same bits, one request at a time.")] = (
         False
     )
+    disk: Annotated[
+        Path | None, Option(help="Folder that keeps prefixes beyond memory and over restarts, in plain.")
+    ] = None
+    disk_gib: Annotated[float, Option(help="GiB that it may take.", min=0.001)] = 32
     context: Annotated[
         int | None, Option("--context", help="Tokens of a conversation at most; longer ones are shifted.", min=1)
     ] = None

@@ -14,15 +14,24 @@ CACHE_NAMES = ("none", "single", "mlx-lm", "radix")
 
 
 def open_backend(
-    name: str, loaded: "LoadedModel", *, budget_bytes: int, policy: str, exact_step_size: int | None = None
+    name: str,
+    loaded: "LoadedModel",
+    *,
+    budget_bytes: int,
+    policy: str,
+    exact_step_size: int | None = None,
+    disk: str | None = None,
+    disk_bytes: int = 0,
 ) -> "Backend":
     """Make an empty cache of that name. `none` and `single` hold one request at a time and have no use for a budget.
 
     Args:
         exact_step_size: make the radix cache an exact one, on the grid of chunks of that many tokens.
+        disk, disk_bytes: have the radix cache keep what it stores in this folder too, and so many bytes of it.
 
     Raises:
         ValueError: the name is not in CACHE_NAMES.
+        StoreError: the folder cannot be used.
     """
     # Imported here: the command line wants the names without waiting for MLX.
     if name == "none":
@@ -40,5 +49,12 @@ def open_backend(
     if name == "radix":
         from runner.replay.backends.radix import RadixPrefixes
 
-        return RadixPrefixes(loaded.model, budget_bytes=budget_bytes, policy=policy, exact_step_size=exact_step_size)
+        return RadixPrefixes(
+            loaded.model,
+            budget_bytes=budget_bytes,
+            policy=policy,
+            exact_step_size=exact_step_size,
+            disk=disk,
+            disk_bytes=disk_bytes,
+        )
     raise ValueError(f"cache {name!r} is not known. Known: {', '.join(CACHE_NAMES)}.")

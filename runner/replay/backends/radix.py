@@ -2,21 +2,35 @@
 
 from typing import Any
 
-from radixcache import PrefixCache, Session
+from radixcache import DiskStore, PrefixCache, Session
 from runner.replies.pipeline import DEFAULT_STEP_SIZE
 from runner.script.script import Prompt
 
 
 class RadixPrefixes:
-    """A PrefixCache under the byte budget; an exact one where a chunk size is given."""
+    """A PrefixCache under the byte budget; an exact one where a chunk size is given.
 
-    def __init__(self, model: Any, *, budget_bytes: int, policy: str, exact_step_size: int | None = None) -> None:
+    StoreError: the folder of the store cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        budget_bytes: int,
+        policy: str,
+        exact_step_size: int | None = None,
+        disk: str | None = None,
+        disk_bytes: int = 0,
+    ) -> None:
+        self._store = None if disk is None else DiskStore(disk, budget_bytes=disk_bytes, write_on="close")
         self.shown = PrefixCache(
             model,
             budget_bytes=budget_bytes,
             policy=policy,
             exact=exact_step_size is not None,
             step_size=exact_step_size or DEFAULT_STEP_SIZE,
+            store=self._store,
         )
 
     @property
@@ -39,5 +53,7 @@ class RadixPrefixes:
         return self.shown.begin(prompt.tokens, marks=prompt.marks, reserve=prompt.reply_tokens)
 
     def close(self) -> None:
-        """Let go of the tree and the live buffers."""
+        """Let go of the tree and the live buffers, once what is to be stored is written."""
         self.shown.close()
+        if self._store is not None:
+            self._store.close()

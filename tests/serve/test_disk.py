@@ -1,0 +1,63 @@
+"""`radixcache serve --disk`: what a server knew is known to the next one, however the first one ended."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from radixcache.stores.survey import scan
+from tests.commands.conftest import command  # noqa: F401
+from tests.serve.serving import GUARD_S, serving
+
+
+def ask(url: str, messages: list[dict[str, str]]) -> dict[str, Any]:
+    body = {"messages": messages, "max_tokens": 8, "temperature": 0}
+    reply: dict[str, Any] = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=GUARD_S).json()
+    return reply
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + GUARD_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def cached_tokens(reply: dict[str, Any]) -> int:
+    return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def answer(reply: dict[str, Any]) -> str:
+    return str(reply["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGKILL])
+def test_a_second_turn_after_a_restart_resumes_where_the_first_one_ended(tmp_path: Path, ends: signal.Signals) -> None:
+    first = [{"role": "user", "content": "Tell me of a river. " * 30}]
+    with serving("--disk", tmp_path) as served:
+        reply = ask(served.url, first)
+        assert cached_tokens(reply) == 0
+        if ends is signal.SIGKILL:
+            # Blocks are written in order: the first 512 tokens are there.
+            wait_until(lambda: any(True for _ in scan(tmp_path)))
+        served.process.send_signal(ends)
+        served.wait()
+    second = [*first, {"role": "assistant", "content": answer(reply)}, {"role": "user", "content": "And another?"}]
+    with serving("--disk", tmp_path) as served:
+        assert cached_tokens(ask(served.url, second)) >= 512
+
+
+def test_a_folder_that_holds_something_else_is_one_line_and_exit_code_2(
+    command: Callable[..., tuple[int, str, str]],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine").write_text("")
+    code, _, errors = command("serve", "--model", "tiny", "--port", "0", "--disk", tmp_path)
+    assert code == 2
+    assert "holds mine, and is no store" in errors.splitlines()[-1]
