@@ -1,0 +1,80 @@
+"""What state belongs to: equal for a model that is made again, another one for whatever changes what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from radixcache.layers import identity
+from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.identity import state_identity, weights_identity
+from radixcache.stores.keys import Identity
+from runner.models.tiny import tiny_model
+
+
+def layout(model: Any, kv_bits: int | None = None, group_size: int = 32) -> ArrayLayout:
+    return ArrayLayout(lambda: make_prompt_cache(model), kv_bits, group_size)
+
+
+def scale_one(model: Any) -> None:
+    model.layers[0].mlp.up_proj.weight *= 1.0001
+
+
+def add_an_adapter(model: Any) -> None:
+    from mlx_lm.tuner.lora import LoRALinear
+
+    model.layers[0].self_attn.q_proj = LoRALinear.from_base(model.layers[0].self_attn.q_proj)
+
+
+def half(model: Any) -> None:
+    model.set_dtype(mx.bfloat16)
+
+
+def other_arguments(model: Any) -> None:
+    model.args.rope_theta = 5.0
+
+
+@pytest.mark.parametrize("change", [scale_one, add_an_adapter, half, nn.quantize, other_arguments])
+def test_what_changes_a_model_changes_its_identity(change: Callable[[Any], object]) -> None:
+    model = tiny_model("llama")
+    before = weights_identity(model)
+    assert before == weights_identity(tiny_model("llama"))
+    assert before.model == "llama"
+    change(model)
+    assert weights_identity(model).digest != before.digest
+
+
+def test_models_that_make_state_together_are_told_apart_by_all_and_their_order() -> None:
+    one, other = tiny_model("llama"), tiny_model("llama", 1)
+    found = {weights_identity(*models).digest for models in ((one,), (other,), (one, other), (other, one))}
+    assert len(found) == 4
+    assert weights_identity(one, other, name="pair").model == "pair"
+
+
+def test_caches_quantization_versions_and_exactness_count(monkeypatch: pytest.MonkeyPatch, llama: Any) -> None:
+    def found() -> list[bytes]:
+        given = [(layout(llama), "a"), (layout(llama, 8), "a"), (layout(llama, 4), "a"), (layout(llama, 8, 64), "a")]
+        given += [(layout(tiny_model("mamba2")), "a"), (layout(llama), "b")]
+        exact = state_identity(layout(llama), None, "a", exact=True)
+        return [exact.digest, *(state_identity(each, None, name).digest for each, name in given)]
+
+    before = found()
+    assert before == found()
+    for name, version in (("STATE_VERSION", 2), ("version", lambda name: "0.33.0")):
+        monkeypatch.setattr(identity, name, version)
+        assert not set(before) & set(found())
+        monkeypatch.undo()
+    assert len(set(before)) == len(before)
+
+
+def test_what_is_given_stands_for_the_model(llama: Any) -> None:
+    own = state_identity(layout(llama), llama, None)
+    assert own == state_identity(layout(llama), None, weights_identity(llama))
+    assert own.digest != state_identity(layout(llama), llama, "mine").digest
+    assert state_identity(layout(llama), None, "mine").model == "mine"
+    assert state_identity(layout(llama), None, b"mine") == state_identity(layout(llama), None, Identity(b"mine"))
