@@ -1,7 +1,7 @@
 """The rounds of a ParallelGenerator: what the running requests' rows go through, one call at a time.
 
     admit      who there is room for gets a row
-    prefill    one chunk of one prompt is evaluated
+    prefill    one chunk is evaluated, of one prompt, or the ends of several
     step       the next forward pass of all replies that go on is dispatched, on tokens that nobody has read
     read       the tokens of the step before are read and handed out
 
@@ -134,8 +134,16 @@ class Engine:
             self.fail(waiting[0], error)
 
     def _prefill(self) -> None:
-        if self._admission.prefilling:
-            self._prefill_chunk(self._turns.choose(self._admission.prefilling))
+        """Evaluate a chunk of one prompt, and what is left of others as far as both are no more than a chunk."""
+        left_tokens = self._step_size
+        prefilling = self._admission.prefilling
+        request = self._turns.choose(prefilling) if prefilling else None
+        while request is not None:
+            left_tokens -= request.remaining_tokens
+            self._prefill_chunk(request)
+            request = min(self._admission.prefilling, key=lambda each: each.remaining_tokens, default=None)
+            if request is not None and request.remaining_tokens > left_tokens:
+                return
 
     def _prefill_chunk(self, request: ParallelRequest) -> None:
         """Evaluate one chunk; with the last one the first token is on its way."""

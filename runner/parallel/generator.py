@@ -6,7 +6,7 @@
         for ticket, piece in generator:
             print(ticket.number, piece.text)
 
-A round admits what there is room for, evaluates one chunk of one prompt, dispatches a decode step for all replies that
+A round admits what there is room for, evaluates one chunk of prompts, dispatches a decode step for all replies that
 go on, and reads the tokens of the step before. So between two tokens of a running reply lie one step and at most one
 chunk: `step_size` bounds its pauses, and what prefill takes from those who are being served.
 
