@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -11,15 +12,15 @@ from mlx.utils import tree_flatten
 from runner.models.tiny import TINY_KINDS, tiny_model, tiny_tokenizer
 
 
-def write_model(folder: Path, kind: str, seed: int = 0) -> Path:
-    """Write weights, configuration and tokenizer of the tiny model of a kind; returns the folder, made anew.
+def write_model(folder: Path, kind: str = "llama", seed: int = 0, **config: Any) -> Path:
+    """Write weights, configuration and tokenizer of the tiny model of a kind; `config` goes into config.json besides.
 
-    ValueError: `kind` is not known.
+    Returns the folder. ValueError: `kind` is not known.
     """
     model = tiny_model(kind, seed)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     tiny_tokenizer().save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(dict(TINY_KINDS[kind].config)), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps({**TINY_KINDS[kind].config, **config}), encoding="utf-8")
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder

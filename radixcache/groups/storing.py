@@ -142,7 +142,8 @@ class Storing:
         takes = layout.has_points and row.lost is None and (row.position == end or not layout.has_states)
         is_alone = closing and all(each is None or each is row for each in batch.rows)
         held = batch.nbytes
-        freed_bytes = held if is_alone else held // len(batch.rows) if closing else 0
+        # Of a batch with others in it nothing is free before they have moved to another one.
+        freed_bytes = held if is_alone else 0
         with core.states.guarded(match.node):
             need = (end - start) * layout.token_bytes - freed_bytes
             need += self._room.point_bytes(end) if takes else 0

@@ -19,6 +19,11 @@ T = TypeVar("T")
 #: Against hanging alone.
 GUARD_S = 120
 
+SYSTEM = "You are a careful assistant, and you answer in rhyme. "
+PROMPTS = [f"{SYSTEM}What about the number {number}?" for number in range(8)]
+LONG = "All work and no play. " * 40
+MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello there."}]
+
 
 @contextmanager
 def running(records: list[Record] | None = None, **options: Any) -> Iterator[Running]:

@@ -18,8 +18,8 @@ from mlx_lm.models import llama
 from mlx_lm.models.muse_spark import _splice_vision_embeddings
 from PIL import Image
 
+from benchmarks.harness.model_folder import write_model
 from runner.models.tiny import SPECIAL_TOKENS
-from tests.serve.model_folder import save_model
 
 NAMES = {3: "<|image_start|>", 4: "<|patch|>", 5: "<|image_end|>"}
 PATCH, TOKEN_PIXELS = 4, 4
@@ -35,7 +35,7 @@ TEMPLATE = (
 
 def write_seeing_model(folder: Path) -> Path:
     """Write it, with reserved tokens named as above; returns the folder."""
-    save_model(folder, **CONFIG)
+    write_model(folder, **CONFIG)
     for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
         text = file.read_text(encoding="utf-8")
         for token, name in NAMES.items():

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from benchmarks.harness.model_folder import write_model
 from radixcache import CacheClosedError
 from radixcache.watch.trace import FORMAT
 from runner.models.load import ModelError, load_model
@@ -22,7 +23,6 @@ from runner.serve.models import Models
 from runner.serve.options import ServeOptions
 from runner.serve.warming import WarmFileError, read_warm_file
 from tests.serve.jobs import Waiting, alone, running
-from tests.serve.model_folder import save_model
 
 SYSTEM = "You are a careful assistant, and you answer in rhyme. "
 LONG = "All work and no play. " * 10
@@ -140,7 +140,7 @@ def test_what_is_not_there_leaves_the_model_that_is_loaded(models: Models, tmp_p
 
 
 def test_what_cannot_be_loaded_is_an_error_and_the_next_model_is_loaded(models: Models, tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model")
+    folder = write_model(tmp_path / "model")
     (folder / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(ModelError, match="cannot be loaded"):
         models.open(ModelNames(str(folder), None, None))
@@ -152,13 +152,13 @@ def test_what_cannot_be_loaded_is_an_error_and_the_next_model_is_loaded(models: 
 def test_a_model_whose_files_changed_starts_with_an_empty_cache(
     models: Models, tmp_path: Path, is_changed: bool
 ) -> None:
-    key = ModelNames(str(save_model(tmp_path / "model")), None, None)
+    key = ModelNames(str(write_model(tmp_path / "model")), None, None)
     served = models.open(key)
     served.warm(served.tokenizer.encode(LONG))
     before = served.cache
     models.open(LLAMA)
     if is_changed:
-        save_model(tmp_path / "model", seed=1)
+        write_model(tmp_path / "model", seed=1)
         os.utime(tmp_path / "model" / "model.safetensors", ns=(1, 1))
     served = models.open(key)
     found = served.cache.explain(served.tokenizer.encode(LONG + "!")).resumable_tokens
@@ -172,7 +172,7 @@ def test_a_model_whose_files_changed_starts_with_an_empty_cache(
 
 
 def test_an_adapter_changes_what_is_said_and_shares_nothing_with_the_model_alone(tmp_path: Path) -> None:
-    folder, adapter = save_model(tmp_path / "model"), save_adapter(tmp_path / "adapter")
+    folder, adapter = write_model(tmp_path / "model"), save_adapter(tmp_path / "adapter")
     with running(model=None) as thread:
         names = [ModelNames(str(folder), each, None) for each in (None, str(adapter), None)]
         answers = [Waiting(thread, names=each, prompt=LONG, penalties=Penalties({1: -1e6})) for each in names]
@@ -182,7 +182,7 @@ def test_an_adapter_changes_what_is_said_and_shares_nothing_with_the_model_alone
 
 
 def test_the_servers_chat_template_takes_the_place_of_the_models(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model")
+    folder = write_model(tmp_path / "model")
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     with running(model=str(folder), chat_template=template) as thread:
         record = Waiting(thread, messages=[{"role": "user", "content": "four"}]).record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -27,31 +27,7 @@ from runner.serve.asked import (
 )
 from runner.serve.models import Models
 from runner.serve.running import Running
-from tests.serve.jobs import Waiting, alone, running
-
-SYSTEM = "You are a careful assistant, and you answer in rhyme. "
-PROMPTS = [f"{SYSTEM}What about the number {number}?" for number in range(8)]
-LONG = "All work and no play. " * 40
-MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello there."}]
-
-
-@pytest.fixture(scope="module")
-def tiny() -> LoadedModel:
-    return load_model("tiny")
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Running]:
-    """A thread that many tests ask, each in a namespace of its own where it matters."""
-    with running() as thread:
-        yield thread
-
-
-@pytest.fixture(scope="module", params=["together", "alone"])
-def either(request: Any) -> Iterator[Running]:
-    """A thread that serves requests together, and one that serves one at a time."""
-    with running(prefill_step_size=64, exact=request.param == "alone") as thread:
-        yield thread
+from tests.serve.jobs import LONG, MESSAGES, PROMPTS, SYSTEM, Waiting, alone, running
 
 
 def rendered(loaded: LoadedModel, messages: list[dict[str, Any]], **more: Any) -> list[int]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from radixcache import Event
-from runner.models.load import LoadedModel, ModelError, load_model
+from runner.models.load import LoadedModel, ModelError
 from runner.parallel import ParallelGenerator
 from runner.serve import served_model
 from runner.serve.asked import (
@@ -28,31 +28,7 @@ from runner.serve.errors import ApiError
 from runner.serve.options import ServeOptions
 from runner.serve.running import Running
 from runner.serve.served_model import ServedModel
-from tests.serve.jobs import GUARD_S, Waiting, alone, running
-
-SYSTEM = "You are a careful assistant, and you answer in rhyme. "
-PROMPTS = [f"{SYSTEM}What about the number {number}?" for number in range(8)]
-LONG = "All work and no play. " * 40
-MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello there."}]
-
-
-@pytest.fixture(scope="module")
-def tiny() -> LoadedModel:
-    return load_model("tiny")
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Running]:
-    """A thread that many tests ask, each in a namespace of its own where it matters."""
-    with running() as thread:
-        yield thread
-
-
-@pytest.fixture(scope="module", params=["together", "alone"])
-def either(request: Any) -> Iterator[Running]:
-    """A thread that serves requests together, and one that serves one at a time."""
-    with running(prefill_step_size=64, exact=request.param == "alone") as thread:
-        yield thread
+from tests.serve.jobs import GUARD_S, LONG, MESSAGES, PROMPTS, Waiting, alone, running
 
 
 def cancel_at(kind: type[Answer], count: int) -> Callable[[Job, Answer], None]:

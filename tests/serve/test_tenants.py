@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from fastapi.testclient import TestClient
 
+from benchmarks.harness.model_folder import write_model
 from runner.serve import openai_api
 from runner.serve.access import is_admins
 from runner.serve.app import make_app
@@ -25,7 +26,6 @@ from runner.serve.options import ServeOptions
 from runner.serve.running import Running
 from runner.serve.watch import Watch
 from tests.serve.jobs import Waiting
-from tests.serve.model_folder import save_model
 
 ANN, BOB, ROOT = "key-of-ann", "key-of-bob", "key-of-root"
 SYSTEM = {"role": "system", "content": "You are a marmalade sommelier, and you answer in rhyme."}
@@ -158,7 +158,7 @@ def seen_in(record: Record) -> dict[str, Any]:
 
 
 def test_tokens_are_counted_with_the_servers_template_also_where_another_loaded_its_own_model(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
+    model = write_model(tmp_path / "model")
     count = Route("POST", "/v1/messages/count_tokens", MESSAGES[:1])
     other = Route("POST", "/v1/completions", [{"model": "tiny", "prompt": "?", "max_tokens": 1}])
     template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
