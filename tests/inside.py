@@ -313,6 +313,18 @@ def expel_tokens(cache: PrefixCache, tokens: Sequence[int], start: int) -> None:
         expel(core, core.slots.paths[0], np.array(tokens, dtype=np.int64), start, "")
 
 
+def drop_unneeded_windows(cache: PrefixCache) -> None:
+    """Have the tree give up all tokens of windows that no checkpoint needs."""
+    cache._core.states.windows.drop_unneeded(lambda: 1)
+
+
+def keep_on_disk(cache: PrefixCache, tokens: Sequence[int]) -> None:
+    """Have a cache's store keep the path to the end of these tokens."""
+    match = cache._core.states.match(np.array(tokens, dtype=np.int64), "")
+    assert cache._core.tier is not None
+    cache._core.tier.keeping.keep(match.node, match.offset)
+
+
 def first_layer(row: Row) -> dict[str, mx.array]:
     """What a row has of its first layer, in order of position, as far as a window goes back."""
     leaf = row.batch.leaves[0]

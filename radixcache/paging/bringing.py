@@ -100,7 +100,7 @@ class Bringing:
             else:
                 end = 0
         elif layout.windows:
-            end = deepest_whole(layout, [*self._states.windows.stored(match.path), *windows], end, grid=self._grid)
+            end = deepest_whole(layout, windows, end, grid=self._grid)
         if end <= resume:
             return "windows are not whole"
         checkpoints = [layout.checkpoint_of(leaves, end, "end")] if layout.has_points else []

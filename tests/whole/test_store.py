@@ -1,20 +1,19 @@
 """A cache with a store on disk: what one process leaves another one finds, and nothing that lies there is ever wrong.
 
-A restart is a new model made from the same seed, a new store on the same folder and a new cache. Nothing here depends
-on how fast anything is: what the store has is read, unless a test says otherwise.
+Nothing here depends on how fast anything is: what the store has is read, unless a test says otherwise.
 """
+
+# ruff: noqa: F811
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from radixcache import DiskStore, PrefixCache
 from radixcache.paging.rates import Rates
@@ -23,70 +22,16 @@ from radixcache.stores.survey import scan
 from runner.models.tiny import TINY_KINDS, tiny_model
 from tests import inside
 from tests.prompts import tokens
+from tests.restarts import REPLY, Open, cold, conversation, is_close, opened, quantized, reading, serve  # noqa: F401
 
-REPLY = [5, 77, 130]
 #: One of each kind of state: spans, windows in some layers, in all, chunks, recurrent, a mix; quantized.
 FAST = [("llama", None), ("gemma3_text", None), ("llama4", None), ("mamba2", None), ("falcon_h1", None), ("llama", 8)]
 SLOW = [(kind, None) for kind in TINY_KINDS if (kind, None) not in FAST]
 STATES = ["llama", "llama_sliding", "falcon_h1"]
 
 
-@pytest.fixture(autouse=True)
-def reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have reading always be worth it: how fast disk and model are is not known here."""
-    monkeypatch.setattr(Rates, "is_worth_reading", lambda *_: True)
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., DiskStore]]:
-    """Opens a store on the test's folder; all of them are closed in the end."""
-    stores: list[DiskStore] = []
-
-    def open_store(**more: Any) -> DiskStore:
-        stores.append(
-            DiskStore(tmp_path, **{"budget_bytes": 1 << 30, "write_on": "close", "min_free_bytes": 0, **more})
-        )
-        return stores[-1]
-
-    yield open_store
-    for store in stores:
-        store.close()
-
-
-def quantized(kv_bits: int | None) -> dict[str, Any]:
-    return {} if kv_bits is None else {"kv_bits": kv_bits, "kv_group_size": 32}
-
-
-def serve(cache: PrefixCache, model: Any, prompt: Sequence[int], **begin: Any) -> tuple[int, NDArray[Any]]:
-    """Answer a prompt with REPLY: how many tokens were cached, and the logits of its last token and the reply."""
-    with cache.begin(prompt, **begin) as session:
-        session.prefill(model)
-        logits = [session.step(model, [token])[0, -1] for token in (prompt[-1], *REPLY)]
-        mx.eval(logits)
-        found = session.cached_tokens
-    cache.check()
-    return found, np.array(mx.stack(logits).astype(mx.float32))
-
-
-def cold(model: Any, prompt: Sequence[int], kv_bits: int | None = None) -> NDArray[Any]:
-    return serve(PrefixCache(model, **quantized(kv_bits)), model, prompt)[1]
-
-
-def is_close(logits: NDArray[Any], wanted: NDArray[Any]) -> bool:
-    return float(np.abs(logits - wanted).max()) <= 1e-4 * float(np.abs(wanted).max())
-
-
-def conversation() -> list[list[int]]:
-    """Three turns, the first longer than a block, and another conversation with the same beginning."""
-    first = tokens(1, 600)
-    second = [*first, *REPLY, *tokens(2, 150)]
-    return [first, second, [*second, *REPLY, *tokens(3, 30)], [*first[:400], *tokens(4, 60)]]
-
-
 @pytest.mark.parametrize(("kind", "kv_bits"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
-def test_a_restart_before_each_turn_costs_no_cached_token(
-    opened: Callable[..., DiskStore], kind: str, kv_bits: int | None
-) -> None:
+def test_a_restart_before_each_turn_costs_no_cached_token(opened: Open, kind: str, kv_bits: int | None) -> None:
     model, more = tiny_model(kind), quantized(kv_bits)
     one = PrefixCache(model, **more)
     for prompt in conversation():
@@ -100,9 +45,7 @@ def test_a_restart_before_each_turn_costs_no_cached_token(
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_rows_and_fetch_find_what_sessions_left_and_sessions_what_rows_left(
-    opened: Callable[..., DiskStore], kind: str
-) -> None:
+def test_rows_and_fetch_find_what_sessions_left_and_sessions_what_rows_left(opened: Open, kind: str) -> None:
     model = tiny_model(kind)
     first, second, third, _ = conversation()
     with opened() as store, PrefixCache(model, store=store) as cache:
@@ -126,9 +69,7 @@ def test_rows_and_fetch_find_what_sessions_left_and_sessions_what_rows_left(
         assert serve(cache, model, third)[0] == len(second) + len(REPLY)
 
 
-def test_what_was_inserted_is_stored_and_caches_without_a_model_find_it(
-    opened: Callable[..., DiskStore], llama: Any
-) -> None:
+def test_what_was_inserted_is_stored_and_caches_without_a_model_find_it(opened: Open, llama: Any) -> None:
     prompt = tokens(1, 90)
     with opened() as store, PrefixCache(caches=llama.make_cache, store=store, identity="mine") as cache:
         caches = cache.fetch(prompt)[0]
@@ -138,7 +79,7 @@ def test_what_was_inserted_is_stored_and_caches_without_a_model_find_it(
         assert serve(cache, llama, [*prompt, 1])[0] == 90
 
 
-def test_a_store_without_a_model_or_a_name_for_it_is_refused(opened: Callable[..., DiskStore], llama: Any) -> None:
+def test_a_store_without_a_model_or_a_name_for_it_is_refused(opened: Open, llama: Any) -> None:
     for identity in (None, "", 3):
         with pytest.raises(ValueError, match="identity"):
             PrefixCache(caches=llama.make_cache, store=opened(), identity=identity)  # type: ignore[arg-type]
@@ -147,7 +88,7 @@ def test_a_store_without_a_model_or_a_name_for_it_is_refused(opened: Callable[..
 # What is somebody else's
 
 
-def test_state_of_other_weights_caches_or_namespaces_is_not_found(opened: Callable[..., DiskStore], llama: Any) -> None:
+def test_state_of_other_weights_caches_or_namespaces_is_not_found(opened: Open, llama: Any) -> None:
     prompt = tokens(1, 90)
     with opened() as store, PrefixCache(llama, store=store) as cache:
         serve(cache, llama, prompt, namespace="a")
@@ -169,9 +110,7 @@ def test_state_of_other_weights_caches_or_namespaces_is_not_found(opened: Callab
         assert serve(cache, llama, prompt, namespace="a")[0] == 89
 
 
-def test_an_exact_cache_resumes_on_exact_blocks_alone_and_bit_for_bit(
-    opened: Callable[..., DiskStore], llama: Any
-) -> None:
+def test_an_exact_cache_resumes_on_exact_blocks_alone_and_bit_for_bit(opened: Open, llama: Any) -> None:
     prompt = tokens(1, 90)
     exact: dict[str, Any] = {"exact": True, "step_size": 16}
     wanted = serve(PrefixCache(llama, **exact), llama, prompt)[1]
@@ -180,9 +119,11 @@ def test_an_exact_cache_resumes_on_exact_blocks_alone_and_bit_for_bit(
             cached, logits = serve(cache, llama, prompt)
             assert cached == found
             assert np.array_equal(logits, wanted)
+    with opened() as store, PrefixCache(llama, store=store, exact=True, step_size=32) as cache:
+        assert serve(cache, llama, prompt)[0] == 0
 
 
-def test_state_that_was_found_wrong_is_taken_off_the_disk(opened: Callable[..., DiskStore], llama: Any) -> None:
+def test_state_that_was_found_wrong_is_taken_off_the_disk(opened: Open, llama: Any) -> None:
     prompt = tokens(1, 600)
     with opened() as store, PrefixCache(llama, store=store) as cache:
         serve(cache, llama, prompt)
@@ -197,9 +138,7 @@ def test_state_that_was_found_wrong_is_taken_off_the_disk(opened: Callable[..., 
 
 @pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize("part", ["first", "middle", "last", "gone"])
-def test_damaged_files_cost_a_prefill_and_change_no_answer(
-    opened: Callable[..., DiskStore], tmp_path: Path, kind: str, part: str
-) -> None:
+def test_damaged_files_cost_a_prefill_and_change_no_answer(opened: Open, tmp_path: Path, kind: str, part: str) -> None:
     model, prompt = tiny_model(kind), conversation()[1]
     with opened() as store, PrefixCache(model, store=store) as cache:
         serve(cache, model, prompt[:600])
@@ -219,9 +158,7 @@ def test_damaged_files_cost_a_prefill_and_change_no_answer(
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_behind_a_damaged_block_what_was_in_front_of_it_is_used(
-    opened: Callable[..., DiskStore], tmp_path: Path, kind: str
-) -> None:
+def test_behind_a_damaged_block_what_was_in_front_of_it_is_used(opened: Open, tmp_path: Path, kind: str) -> None:
     model, prompt = tiny_model(kind), tokens(1, 600)
     with opened() as store, PrefixCache(model, store=store) as cache:
         serve(cache, model, prompt[:200])
@@ -256,7 +193,7 @@ class Failing:
         return call
 
 
-def walk(opened: Callable[..., DiskStore], kind: str, write_on: Any, seed: int, steps: int) -> None:
+def walk(opened: Open, kind: str, write_on: Any, seed: int, steps: int) -> None:
     """Requests out of a few conversations, in a small budget, with restarts and failures; every answer is right."""
     random, model = np.random.default_rng(seed), tiny_model(kind)
     turns = conversation()
@@ -282,7 +219,7 @@ def walk(opened: Callable[..., DiskStore], kind: str, write_on: Any, seed: int, 
 @pytest.mark.parametrize("write_on", ["close", "eviction"])
 @pytest.mark.parametrize("kind", STATES)
 def test_a_store_whose_calls_fail_changes_no_answer(
-    opened: Callable[..., DiskStore], kind: str, write_on: str, caplog: pytest.LogCaptureFixture
+    opened: Open, kind: str, write_on: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     walk(opened, kind, write_on, seed=1, steps=6)
 
@@ -291,7 +228,7 @@ def test_a_store_whose_calls_fail_changes_no_answer(
 @pytest.mark.parametrize("write_on", ["close", "eviction", "second_use"])
 @pytest.mark.parametrize("kind", [*STATES, "mamba2", "llama4"])
 def test_a_store_whose_calls_fail_changes_no_answer_for_long(
-    opened: Callable[..., DiskStore], kind: str, write_on: str, caplog: pytest.LogCaptureFixture
+    opened: Open, kind: str, write_on: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     walk(opened, kind, write_on, seed=2, steps=25)
 
@@ -301,7 +238,7 @@ def test_a_store_whose_calls_fail_changes_no_answer_for_long(
 
 @pytest.mark.parametrize("kind", STATES)
 def test_each_token_is_written_once_though_what_came_before_is_not_written_yet(
-    opened: Callable[..., DiskStore], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    opened: Open, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, go_on, store_block = tiny_model(kind), threading.Event(), Storing.store
     monkeypatch.setattr(Storing, "store", lambda *its: go_on.wait(60) and store_block(*its))
@@ -317,7 +254,7 @@ def test_each_token_is_written_once_though_what_came_before_is_not_written_yet(
     assert ranges[-1][1] == len(prompts[2]) + 2 * len(REPLY)
 
 
-def test_what_is_used_once_is_not_written_on_second_use(opened: Callable[..., DiskStore], tmp_path: Path) -> None:
+def test_what_is_used_once_is_not_written_on_second_use(opened: Open, tmp_path: Path) -> None:
     model = tiny_model("llama")
     first, second, *_ = conversation()
     with opened(write_on="second_use") as store, PrefixCache(model, store=store) as cache:
@@ -333,7 +270,7 @@ def test_what_is_used_once_is_not_written_on_second_use(opened: Callable[..., Di
 
 
 @pytest.mark.parametrize("kind", [*STATES, "mamba2"])
-def test_what_is_evicted_comes_back(opened: Callable[..., DiskStore], kind: str) -> None:
+def test_what_is_evicted_comes_back(opened: Open, kind: str) -> None:
     model = tiny_model(kind)
     prompts = [tokens(seed, 300, first=seed) for seed in range(6)]
     again = [*prompts[0], *REPLY, 1]
@@ -354,21 +291,19 @@ def test_what_is_evicted_comes_back(opened: Callable[..., DiskStore], kind: str)
         assert cache.stats.live_bytes + cache.stats.paged_bytes <= budget_bytes
 
 
-def test_what_is_there_at_the_end_is_written_on_eviction_but_not_what_was_cleared(
-    opened: Callable[..., DiskStore], llama: Any
-) -> None:
-    gone, kept = tokens(1, 90), tokens(2, 90)
+def test_what_is_there_at_the_end_is_written_on_eviction_but_not_what_was_cleared(opened: Open, llama: Any) -> None:
+    gone, kept = tokens(1, 90, first=1), [tokens(2, 600, first=2), tokens(3, 600, first=3)]
     # A queue that takes a single block: the last ones wait for it.
     with opened(write_on="eviction", queue_bytes=1) as store, PrefixCache(llama, store=store) as cache:
         serve(cache, llama, gone)
         cache.clear()
-        for end in (40, 60, 90):
-            serve(cache, llama, kept[:end])
+        for prompt in kept:
+            serve(cache, llama, prompt)
     with opened() as store, PrefixCache(llama, store=store) as cache:
-        assert [serve(cache, llama, prompt)[0] for prompt in (gone, kept)] == [0, 89]
+        assert [serve(cache, llama, prompt)[0] for prompt in (gone, *kept)] == [0, 599, 599]
 
 
-def test_more_than_the_budget_has_room_for_is_not_brought(opened: Callable[..., DiskStore], llama: Any) -> None:
+def test_more_than_the_budget_has_room_for_is_not_brought(opened: Open, llama: Any) -> None:
     prompt = tokens(1, 1200)
     with opened() as store, PrefixCache(llama, store=store) as cache:
         serve(cache, llama, prompt)
@@ -383,14 +318,14 @@ def test_more_than_the_budget_has_room_for_is_not_brought(opened: Callable[..., 
         assert cache.stats.store_decisions == {"no room": 1}
 
 
-def test_what_a_bound_store_cannot_take_is_not_copied_out(opened: Callable[..., DiskStore], llama: Any) -> None:
+def test_what_a_bound_store_cannot_take_is_not_copied_out(opened: Open, llama: Any) -> None:
     with opened(budget_bytes=1000) as store, PrefixCache(llama, store=store) as cache:
         serve(cache, llama, tokens(1, 600))
         assert (cache.stats.kept_blocks, cache.stats.paged_out_bytes) == (0, 0)
 
 
 def test_reading_that_is_slower_than_prefill_is_left_alone(
-    opened: Callable[..., DiskStore], llama: Any, monkeypatch: pytest.MonkeyPatch
+    opened: Open, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened() as store, PrefixCache(llama, store=store) as cache:
         serve(cache, llama, tokens(1, 90))

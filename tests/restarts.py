@@ -1,0 +1,76 @@
+"""Caches with a store, as one process after the other has them.
+
+A restart is a new model made from the same seed, a new store on the same folder and a new cache. Nothing depends on how
+fast anything is: what the store has is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from radixcache import DiskStore, PrefixCache
+from radixcache.paging.rates import Rates
+from tests.prompts import tokens
+
+REPLY = [5, 77, 130]
+
+Open = Callable[..., DiskStore]
+
+
+@pytest.fixture(autouse=True)
+def reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have reading always be worth it: how fast disk and model are is not known here."""
+    monkeypatch.setattr(Rates, "is_worth_reading", lambda *_: True)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., DiskStore]]:
+    """Opens a store on the test's folder; all of them are closed in the end."""
+    stores: list[DiskStore] = []
+
+    def open_store(**more: Any) -> DiskStore:
+        stores.append(
+            DiskStore(tmp_path, **{"budget_bytes": 1 << 30, "write_on": "close", "min_free_bytes": 0, **more})
+        )
+        return stores[-1]
+
+    yield open_store
+    for store in stores:
+        store.close()
+
+
+def quantized(kv_bits: int | None) -> dict[str, Any]:
+    return {} if kv_bits is None else {"kv_bits": kv_bits, "kv_group_size": 32}
+
+
+def serve(cache: PrefixCache, model: Any, prompt: Sequence[int], **begin: Any) -> tuple[int, NDArray[Any]]:
+    """Answer a prompt with REPLY: how many tokens were cached, and the logits of its last token and the reply."""
+    with cache.begin(prompt, **begin) as session:
+        session.prefill(model)
+        logits = [session.step(model, [token])[0, -1] for token in (prompt[-1], *REPLY)]
+        mx.eval(logits)
+        found = session.cached_tokens
+    cache.check()
+    return found, np.array(mx.stack(logits).astype(mx.float32))
+
+
+def cold(model: Any, prompt: Sequence[int], kv_bits: int | None = None) -> NDArray[Any]:
+    return serve(PrefixCache(model, **quantized(kv_bits)), model, prompt)[1]
+
+
+def is_close(logits: NDArray[Any], wanted: NDArray[Any]) -> bool:
+    return float(np.abs(logits - wanted).max()) <= 1e-4 * float(np.abs(wanted).max())
+
+
+def conversation() -> list[list[int]]:
+    """Three turns, the first longer than a block, and another conversation with the same beginning."""
+    first = tokens(1, 600)
+    second = [*first, *REPLY, *tokens(2, 150)]
+    return [first, second, [*second, *REPLY, *tokens(3, 30)], [*first[:400], *tokens(4, 60)]]
