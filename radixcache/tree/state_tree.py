@@ -256,7 +256,6 @@ class StateTree:
 
     def truncate(self, leaf: StateNode, at: int) -> None:
         """Cut a leaf's tail off at offset `at`; a checkpoint at its end goes with it. May fail as `split` does."""
-        self.about_to_lose(leaf)
         head = self._head(leaf, at)
         self._note_loss(leaf, at)
         self.set_checkpoint(leaf, None)
