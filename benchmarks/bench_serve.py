@@ -31,9 +31,11 @@ import numpy as np
 
 from benchmarks.harness.chat_client import Reply, ask
 from benchmarks.harness.model_folder import write_model
+from benchmarks.harness.random_models import random_kind
 from benchmarks.harness.record import Spread, arguments, publish, rotated, say
 from benchmarks.harness.server_process import ServerProcess, mlx_lm_server, radixcache_serve
 from runner.models.demo import demo_model_folder
+from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH
 
 SERVERS: dict[str, Callable[..., ServerProcess]] = {
     "radixcache serve": radixcache_serve,
@@ -52,7 +54,7 @@ class Load:
     """Requests of one model.
 
     Attributes:
-        model: a kind of tiny model, of which a character is a token; or demo.
+        model: a kind of random model of a middling size, or of a tiny one, of which a character is a token; or demo.
         system, own: characters of the system prompt that all users share, and of each message of a user's.
         turns, reply: messages of each user, and tokens of each reply.
     """
@@ -70,14 +72,18 @@ class Load:
 
 def _loads() -> Iterator[Load]:
     for users in (1, 8, 16):
-        yield Load("llama", "shared", users, system=2000, own=60)
-        yield Load("llama", "growing", users, system=200, own=150, turns=4)
-        yield Load("llama", "own", users, system=0, own=600)
-    # A conversation comes to some 2,700 tokens of 3 kB each.
-    yield Load("llama", "tight", 8, system=2000, own=150, turns=3, budget_bytes=16 << 20)
-    for model in ("gemma3_text", "lfm2"):
+        yield Load("kv", "shared", users, system=2000, own=60)
+        yield Load("kv", "growing", users, system=200, own=150, turns=4)
+        yield Load("kv", "own", users, system=0, own=600)
+    for model in ("sliding", "conv"):
         yield Load(model, "shared", 16, system=2000, own=60)
         yield Load(model, "growing", 8, system=200, own=150, turns=4)
+    # Hardly any forward pass: what is left is Python.
+    yield Load("llama", "shared", 16, system=2000, own=60)
+    yield Load("llama", "growing", 8, system=200, own=150, turns=4)
+    yield Load("llama", "own", 8, system=0, own=600)
+    # A conversation comes to some 2,700 tokens of 3 kB each.
+    yield Load("llama", "tight", 8, system=2000, own=150, turns=3, budget_bytes=16 << 20)
     yield Load("demo", "shared", 8, system=1500, own=100, reply=16, repeats=1)
 
 
@@ -148,7 +154,8 @@ def measure(load: Load, folder: Path) -> Iterator[dict[str, Any]]:
     if load.model == "demo":
         model = demo_model_folder()
     elif not model.exists():
-        write_model(model, load.model)
+        is_tiny = load.model in TINY_KINDS
+        write_model(model, load.model if is_tiny else random_kind(load.model, vocabulary=VOCABULARY_LENGTH))
     runs: dict[str, list[Run]] = {name: [] for name in SERVERS}
     for repeat in range(load.repeats):
         for name in rotated(list(SERVERS), repeat):

@@ -1,4 +1,4 @@
-"""A tiny random model as a folder in mlx-lm's format, which any server loads."""
+"""A random model as a folder in mlx-lm's format, which any server loads."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from runner.models.tiny import TINY_KINDS, tiny_model, tiny_tokenizer
+from runner.models.exceptions import TinyKind
+from runner.models.tiny import TINY_KINDS, tiny_tokenizer
+from runner.models.weights import build
 
 
-def write_model(folder: Path, kind: str = "llama", seed: int = 0, **config: Any) -> Path:
-    """Write weights, configuration and tokenizer of the tiny model of a kind; `config` goes into config.json besides.
+def write_model(folder: Path, kind: str | TinyKind = "llama", seed: int = 0, **config: Any) -> Path:
+    """Write weights, configuration and tokenizer of a model of a kind; `config` goes into config.json besides.
 
-    Returns the folder. ValueError: `kind` is not known.
+    Returns the folder. KeyError: `kind` is the name of no tiny model.
     """
-    model = tiny_model(kind, seed)
+    if isinstance(kind, str):
+        kind = TINY_KINDS[kind]
+    model = build(kind, seed)
     folder.mkdir(parents=True, exist_ok=True)
     tiny_tokenizer().save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({**TINY_KINDS[kind].config, **config}), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps({**kind.config, **config}), encoding="utf-8")
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder

@@ -3,6 +3,7 @@
     kv        full attention in every layer (llama)
     sliding   a sliding window of WINDOW_TOKENS in five layers of six (gemma3_text)
     hybrid    recurrent state, attention and a feed-forward layer by turns (nemotron_h)
+    conv      short convolutions and attention by turns (lfm2)
     mixed     recurrent state, a sliding window of WINDOW_TOKENS and full attention by turns (gear)
 
 `small` models have the same layers and are narrower: what they hold is measured with them, not how fast they are.
@@ -13,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from runner.models.exceptions import kind_of
+from runner.models.exceptions import TinyKind, kind_of
 from runner.models.weights import build
 
 WINDOW_TOKENS = 512
@@ -23,6 +24,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "kv": ("llama", {"layer_types": None}),
     "sliding": ("gemma3_text", {"sliding_window": WINDOW_TOKENS, "sliding_window_pattern": 6}),
     "hybrid": ("nemotron_h", {"mamba_head_dim": 64, "ssm_state_size": 64}),
+    "conv": ("lfm2", {"block_dim": 384, "block_ff_dim": 1024}),
     "mixed": ("gear", {"sliding_window": WINDOW_TOKENS}),
 }
 _WIDE = {
@@ -47,12 +49,19 @@ _NARROW = {
 
 def random_model(kind: str, *, small: bool = False, vocabulary: int = VOCABULARY, seed: int = 0) -> Any:
     """Build the model of `kind` in float32; the same seed gives the same weights."""
+    return build(random_kind(kind, small=small, vocabulary=vocabulary), seed)
+
+
+def random_kind(kind: str, *, small: bool = False, vocabulary: int = VOCABULARY) -> TinyKind:
+    """Return what the model of `kind` is built from."""
     module, layers = _KINDS[kind]
     size = _NARROW if small else _WIDE
     thirds = size["num_hidden_layers"] // 3
     if kind == "hybrid":
         layers = {**layers, "hybrid_override_pattern": ["M", "-", "*"] * thirds}
+    elif kind == "conv":
+        layers = {**layers, "layer_types": ["conv", "conv", "full_attention"] * thirds}
     elif kind == "mixed":
         layers = {**layers, "layer_types": ["conv_mixer", "sliding_attention", "full_attention"] * thirds}
     tiny = kind_of(module)
-    return build(replace(tiny, overrides={**tiny.overrides, "vocab_size": vocabulary, **layers, **size}), seed)
+    return replace(tiny, overrides={**tiny.overrides, "vocab_size": vocabulary, **layers, **size})
