@@ -50,30 +50,52 @@ class Bringing:
 
         "damaged": what was found is not known any more; ask again. It raises what a store or its content may raise.
         """
-        match = self._states.match(keys, namespace)
-        resume = plan_resume(self._layout, match, len(keys), None, grid_tokens=self._grid).resume
-        chain = self._disk.match(keys, namespace, at_checkpoints=self._layout.has_states)
-        if not chain or floor(chain[-1].end, self._grid) <= resume:
+        match, resume, links = self._sought(keys, namespace)
+        if not links:
             return "not stored"
+        if not self._is_worth_reading(resume, links):
+            self._rates.doubt_reading()
+            return "slower than prefill"
         with self._states.guarded(match.node):
             try:
-                return self._read(match, resume, chain, keys, namespace, use)
+                return self._read(match, resume, links, keys, namespace, use)
             finally:
                 self._evictor.tidy(match.node)
+
+    def foresee(self, keys: Keys, namespace: str) -> tuple[int, bool]:
+        """How many tokens of a prompt the store has, if more than memory, and whether they would be read."""
+        _, resume, links = self._sought(keys, namespace)
+        return (links[-1].end, self._is_worth_reading(resume, links)) if links else (0, False)
 
     def remove(self, keys: Keys, start: int, namespace: str) -> None:
         """Have the store give up what it has of these keys from offset `start` on, and what it is about to write."""
         self._disk.store.flush()
         self._disk.store.remove(each.key for each in self._disk.match(keys, namespace) if each.end > start)
 
+    def _sought(self, keys: Keys, namespace: str) -> tuple[Match[NodeState], int, list[Link]]:
+        """What memory has, where a request would resume on that, and the blocks that would take it further."""
+        match = self._states.match(keys, namespace)
+        resume = plan_resume(self._layout, match, len(keys), None, grid_tokens=self._grid).resume
+        chain = self._disk.match(keys, namespace, at_checkpoints=self._layout.has_states)
+        end = chain[-1].end if chain else 0
+        if floor(end, self._grid) <= resume:
+            return match, resume, []
+        ranges = [(match.offset, end), *(needed for window in self._layout.windows for needed in window.needs(end))]
+        return match, resume, [link for link in chain if any(link.start < b and link.end > a for a, b in ranges)]
+
+    def _is_worth_reading(self, resume: int, links: Sequence[Link]) -> bool:
+        return self._rates.is_worth_reading(self._bytes(links), resume, links[-1].end)
+
     def _read(
-        self, match: Match[NodeState], resume: int, chain: list[Link], keys: Keys, namespace: str, use: Use
+        self,
+        match: Match[NodeState],
+        resume: int,
+        links: list[Link],
+        keys: Keys,
+        namespace: str,
+        use: Use,
     ) -> str:
         layout, held = self._layout, match.offset
-        ranges = [(held, chain[-1].end), *(its for w in layout.windows for its in w.needs(chain[-1].end))]
-        links = [each for each in chain if any(each.start < high and each.end > low for low, high in ranges)]
-        if not self._rates.is_worth_reading(self._bytes(links), resume, links[-1].end):
-            return "slower than prefill"
         links = self._affordable(links)
         if not links:
             return "no room"

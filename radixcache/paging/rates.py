@@ -55,7 +55,8 @@ class Rates:
         """Whether reading so many bytes is expected to be faster than the prefill of [start, end), or unknown."""
         if not self.prefill.amount:
             return True
-        is_faster = self.read.seconds_for(nbytes) <= self.prefill.seconds_for(self._cost.cost(start, end))
-        if not is_faster:
-            self.read.seconds *= DOUBTED
-        return is_faster
+        return self.read.seconds_for(nbytes) <= self.prefill.seconds_for(self._cost.cost(start, end))
+
+    def doubt_reading(self) -> None:
+        """Reading was found too slow once more."""
+        self.read.seconds *= DOUBTED

@@ -66,6 +66,10 @@ class Tier:
             if decision != "damaged":
                 return
 
+    def foresee(self, keys: Keys, namespace: str) -> tuple[int, bool]:
+        """How many tokens of a prompt the store has, if more than memory, and whether `bring` would read them."""
+        return self._safely(lambda: self.bringing.foresee(keys, namespace)) or (0, False)
+
     def closed(self, keys: Keys, namespace: str, used: int) -> None:
         """A request is over, and left these in the tree; the first `used` of them it had found there."""
         end = {"close": len(keys), "second_use": used}.get(self.store.write_on, 0)

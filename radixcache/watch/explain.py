@@ -126,6 +126,8 @@ class Explanation:
         windows: for each size of sliding windows how many layers have it, and from which token on it is stored up to
             where the request resumes; none where it resumes at 0.
         cost_unit: of all costs: "tokens", "flops" or "seconds".
+        disk_tokens: how many of its tokens are on disk, if more than can be resumed; 0: no more, or there is no store.
+        is_read: whether `begin` would read them; else that is expected to be slower than prefill.
     """
 
     prompt_tokens: int
@@ -135,6 +137,8 @@ class Explanation:
     hints: tuple[Hint, ...]
     cost_unit: str
     windows: tuple[tuple[int, int], ...] = ()
+    disk_tokens: int = 0
+    is_read: bool = False
 
     @property
     def cost(self) -> float:
@@ -150,6 +154,11 @@ class Explanation:
         for layers, start in self.windows:
             whose = "1 layer" if layers == 1 else f"{layers} layers"
             lines.append(f"  resumes at {self.resumable_tokens:,}: the window of {whose} is stored from {start:,} on")
+        if self.disk_tokens:
+            why = (
+                "begin() reads what is missing, if there is room" if self.is_read else "slower to read than to prefill"
+            )
+            lines.append(f"  stored on disk up to {self.disk_tokens:,}: {why}")
         return "\n".join([*lines, *(f"  {gap}" for gap in _joined(self.gaps)), *(f"  hint: {h}" for h in self.hints)])
 
 

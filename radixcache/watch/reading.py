@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from radixcache.paging.core import Core
@@ -115,4 +116,7 @@ def explanation_of(core: Core, prompt: TokenIds, keys: Keys, namespace: str, abo
         quarantined_from = core.quarantine.offset(keys, namespace)
         seen = core.foresee(keys[:quarantined_from], len(prompt) - 1, namespace)
         found = explain(prompt, keys, namespace, seen, core.events.history, core.states.cost, quarantined_from)
+        if core.tier is not None:
+            disk_tokens, is_read = core.tier.foresee(keys[:quarantined_from][: len(prompt) - 1], namespace)
+            found = replace(found, disk_tokens=disk_tokens, is_read=is_read)
     return with_text(found, about.tokenizer)

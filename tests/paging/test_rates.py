@@ -57,7 +57,10 @@ def test_what_was_measured_of_late_counts_for_more() -> None:
 def test_a_disk_that_was_slow_once_is_tried_again_some_day() -> None:
     rates = rates_of(CostModel(), {(0, 100): 1.0})
     rates.read.add(1000, 2.0)
-    decisions = [rates.is_worth_reading(1000, 0, 100) for _ in range(60)]
+    decisions = []
+    for _ in range(60):
+        decisions.append(rates.is_worth_reading(1000, 0, 100))
+        rates.doubt_reading()
     assert decisions == sorted(decisions)
     assert decisions[0] is False
     assert decisions[-1] is True

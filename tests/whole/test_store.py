@@ -329,8 +329,13 @@ def test_reading_that_is_slower_than_prefill_is_left_alone(
 ) -> None:
     with opened() as store, PrefixCache(llama, store=store) as cache:
         serve(cache, llama, tokens(1, 90))
-    monkeypatch.setattr(Rates, "is_worth_reading", lambda *_: False)
     with opened() as store, PrefixCache(llama, store=store) as cache:
+        assert "stored on disk up to 89: begin() reads what is missing" in str(cache.explain(tokens(1, 90)))
+        monkeypatch.setattr(Rates, "is_worth_reading", lambda *_: False)
+        explained = cache.explain(tokens(1, 90))
+        assert (explained.disk_tokens, explained.is_read) == (89, False)
+        assert "stored on disk up to 89: slower to read than to prefill" in str(explained)
+        assert cache.explain(tokens(2, 90)).disk_tokens == 0
         assert serve(cache, llama, tokens(1, 90))[0] == 0
         assert cache.stats.store_decisions == {"slower than prefill": 1}
         assert store.stats.read_files == 0
