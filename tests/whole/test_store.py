@@ -48,7 +48,7 @@ def test_a_restart_before_each_turn_costs_no_cached_token(opened: Open, kind: st
             found, logits = serve(cache, again, prompt)
             assert (found, cache.stats.brought_tokens) == (wanted, wanted)
             assert "failed" not in cache.stats.store_decisions
-        assert is_close(logits, cold(model, prompt, kv_bits))
+        assert is_close(logits, cold(model, prompt, kv_bits), kv_bits)
 
 
 @pytest.mark.parametrize("kind", STATES)
