@@ -1,7 +1,8 @@
 """ServerMetrics: what `GET /metrics` shows, on a registry of its own. Never imports MLX.
 
 Names that begin with `radixcache_serve_` are the server's own. The others are those of PrefixCache.snapshot_stats(),
-read where somebody scrapes, with labels that say which model's cache it is.
+read where somebody scrapes, with labels that say which model's cache it is; `radixcache_store_` stands before those of
+the disk, which all caches share.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from radixcache.errors import CacheClosedError
+from radixcache.stores.stats import StoreStats
 from runner.serve.asked import ModelNames, Record
 
 if TYPE_CHECKING:
@@ -25,6 +27,27 @@ T = TypeVar("T")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+
+#: Metrics of the store by their fields of StoreStats.
+STORE_GAUGES = {
+    "blocks": "Files of blocks.",
+    "checkpoints": "Files of checkpoints.",
+    "stored_bytes": "Files of both.",
+    "budget_bytes": "What they may take at most.",
+    "waiting_bytes": "State in memory that waits to be written.",
+}
+STORE_COUNTERS = {
+    "read_files": "Files that were read and found right.",
+    "read_bytes": "Their bytes.",
+    "read_seconds": "What that took, summed over readers.",
+    "written_files": "Files that were written.",
+    "written_bytes": "Their bytes.",
+    "evicted_files": "Files that were removed to keep the budget.",
+    "evicted_bytes": "Their bytes.",
+    "damaged_files": "Files that were no blocks, or not as they were written, and were set aside.",
+    "vanished_files": "Files that were gone when they were to be read.",
+    "read_errors": "Files or folders that the system could not read.",
+}
 
 # Else each counter has a gauge beside it that says since when it counts, which is since the process runs.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -43,6 +66,9 @@ class Watched(Protocol):
 
     def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
         """The caches of all models that were served, the present one's last."""
+
+    def store_stats(self) -> StoreStats | None:
+        """What the disk behind the caches has and did; None: there is none."""
 
 
 def read_caches(watched: Watched, read: Callable[[PrefixCache], T]) -> list[tuple[ModelNames, T]]:
@@ -132,3 +158,20 @@ class _Readings(Collector):
                 for sample in metric.samples:
                     family.add_sample(metric.name, {**labels, **dict(sample.labels)}, sample.value)
         yield from found.values()
+        stats = self._watched.store_stats()
+        if stats is not None:
+            yield from _of_store(stats)
+
+
+def _of_store(stats: StoreStats) -> Iterator[Metric]:
+    for field, help in STORE_GAUGES.items():
+        yield GaugeMetricFamily(f"radixcache_store_{field}", help, getattr(stats, field))
+    for field, help in STORE_COUNTERS.items():
+        yield CounterMetricFamily(f"radixcache_store_{field}", help, getattr(stats, field))
+    dropped = CounterMetricFamily(
+        "radixcache_store_dropped", "Blocks that were not written, by why.", labels=["reason"]
+    )
+    for reason, blocks in sorted(stats.dropped.items()):
+        dropped.add_metric([reason], blocks)
+    yield dropped
+    yield GaugeMetricFamily("radixcache_store_stopped", "1 once writing has stopped.", bool(stats.stopped))

@@ -23,6 +23,7 @@ import mlx.core as mx
 from radixcache import DiskStore, Ledger, PrefixCache, UnsupportedCacheError
 from radixcache.budget.memory import analytic_cost, default_budget_bytes
 from radixcache.layers.identity import weights_identity
+from radixcache.stores.stats import StoreStats
 from radixcache.tree.events import OnEvent
 from radixcache.watch.trace import TraceWriter
 from runner.models.load import LoadedModel, ModelError, load_model, load_outline, model_folder
@@ -67,6 +68,10 @@ class Models:
     def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
         """The caches of all models that were loaded so far, the last one's last; any thread may ask."""
         return [(key, kept.cache) for key, kept in [*self._kept.items()]]
+
+    def store_stats(self) -> StoreStats | None:
+        """What the disk has and did; None: there is none. Any thread may ask."""
+        return None if self._store is None else self._store.stats
 
     def key_of(self, names: ModelNames) -> ModelNames:
         """Return the names that these stand for, as in mlx_lm.server: the server's own model has the server's adapter.

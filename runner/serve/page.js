@@ -44,6 +44,7 @@
     drawModels(state);
     drawRate(state.points);
     drawBytes(state.points);
+    drawDisk(state.disk);
     at("requests").replaceChildren(...state.requests.map(drawRequest));
     if (!state.tree) return;
     seen = state.tree.version;
@@ -56,6 +57,12 @@
     if (at("model").options.length !== models.length || [...at("model").options].some((o, i) => o.value !== models[i]))
       at("model").replaceChildren(...models.map((name) => new Option(name, name)));
     at("model").value = model;
+  }
+
+  function drawDisk(lines) {
+    const [heading] = at("disk").children;
+    at("disk").replaceChildren(heading, ...lines.map((line) => element("div", "", line)));
+    at("disk").hidden = !lines.length;
   }
 
   function drawRequest(request) {

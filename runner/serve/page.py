@@ -13,8 +13,10 @@ from functools import cache
 from typing import Any
 
 from radixcache import CacheStats, PrefixCache
+from radixcache.stores.stats import StoreStats
 from radixcache.view.page import content_policy, document, page_file, tree_data, tree_markup
-from radixcache.view.words import about_words, total_words
+from radixcache.view.words import about_words, bytes_words, tokens_words, total_words
+from runner.files.units import plural
 from runner.serve.asked import DEFAULT, ModelNames
 from runner.serve.metrics import Watched, read_caches
 from runner.serve.watch import Seen, Watch, cut
@@ -44,6 +46,7 @@ def page_state(watched: Watched, watch: Watch, model: str, seen: str, *, show_te
     """
     held = read_caches(watched, lambda opened: (opened, opened.stats))
     models = [title(names) for names, _ in held]
+    disk, brought_tokens = watched.store_stats(), sum(stats.brought_tokens for _, (_, stats) in held)
     index = models.index(model) if model in models else len(models) - 1
     return {
         "models": models,
@@ -51,10 +54,35 @@ def page_state(watched: Watched, watch: Watch, model: str, seen: str, *, show_te
         "stats": {name: _finite(asdict(stats)) for name, (_, (_, stats)) in zip(models, held, strict=True)},
         "running": watched.running,
         "waiting": watched.waiting,
+        "disk": [] if disk is None else disk_words(disk, brought_tokens),
         "points": [point._asdict() for point in watch.points()],
         "requests": [_row(each, show_text) for each in watch.seen()],
         "tree": _tree(models[index], *held[index][1], watched.running, seen) if models else None,
     }
+
+
+def disk_words(stats: StoreStats, brought_tokens: int) -> list[str]:
+    """What is on disk, what went there and came from there, and what went wrong, if anything did."""
+    files = f"{plural(stats.blocks, 'block')} and {plural(stats.checkpoints, 'checkpoint')}"
+    lines = [
+        f"{files}: {bytes_words(stats.stored_bytes)} of {bytes_words(stats.budget_bytes)}.",
+        f"Since the start: {tokens_words(brought_tokens)} brought back, {bytes_words(stats.read_bytes)} read, "
+        f"{bytes_words(stats.written_bytes)} written, {bytes_words(stats.evicted_bytes)} evicted. "
+        f"To be written: {bytes_words(stats.waiting_bytes)}.",
+    ]
+    counts = {
+        "damaged and set aside": stats.damaged_files,
+        "gone when they were to be read": stats.vanished_files,
+        "could not be read": stats.read_errors,
+    }
+    if any(counts.values()):
+        lines.append(f"Files: {', '.join(f'{count:,} {what}' for what, count in counts.items() if count)}.")
+    if stats.dropped:
+        reasons = ", ".join(f"{blocks:,} because {why}" for why, blocks in sorted(stats.dropped.items()))
+        lines.append(f"Blocks that were not written: {reasons}.")
+    if stats.stopped:
+        lines.append(f"Nothing more is written: {stats.stopped}.")
+    return lines
 
 
 def title(names: ModelNames) -> str:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import mlx.core as mx
 
 from radixcache import PrefixCache, RadixCacheError
+from radixcache.stores.stats import StoreStats
 from radixcache.tree.events import OnEvent
 from runner.models.load import ModelError
 from runner.serve import border
@@ -151,6 +152,10 @@ class Running:
     def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
         """The caches of all models that were loaded so far, the last one's last."""
         return [] if self._models is None else self._models.caches()
+
+    def store_stats(self) -> StoreStats | None:
+        """What the disk behind the caches has and did; None: there is none."""
+        return None if self._models is None else self._models.store_stats()
 
     def stop(self, drain_s: float) -> None:
         """Take nothing in any more, give what is there so many seconds, end it with what it has, and wait for that.

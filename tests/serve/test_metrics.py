@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from radixcache import PrefixCache
+from radixcache.stores.stats import StoreStats
 from radixcache.tree.events import Event, EventKind
 from runner.serve.asked import ModelNames
 from runner.serve.watch import LISTED_REQUESTS, LONGEST_TEXT, Watch, in_a_line
 from tests.serve.watched import Watched, record
+
+STORE = "radixcache_store_"
 
 
 def samples(watch: Watch) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -120,6 +124,20 @@ def test_queues_and_caches_are_read_when_they_are_asked_for(llama: Any) -> None:
         assert found["radixcache_live_bytes", labels] == cache.stats.live_bytes
         assert found["radixcache_budget_bytes", labels] == cache.stats.budget_bytes
         assert found["radixcache_verify_mismatches_total", labels] == 0
+
+
+def test_all_that_the_disk_counts_is_shown_once_for_all_models(llama: Any) -> None:
+    watch, watched = Watch(), Watched()
+    watch.attach(watched)
+    for model in ("small", "large"):
+        watched.add(ModelNames(model, None, None), llama)
+    assert not any(name.startswith(STORE) and not labels for name, labels in samples(watch))
+    numbers = {each.name: n for n, each in enumerate(fields(StoreStats), 1) if each.type in ("int", "float")}
+    watched.store = StoreStats(**numbers, stopped="No space left", dropped={"the queue is full": 3})  # type: ignore[arg-type]
+    found = {name: (labels, n) for (name, labels), n in samples(watch).items() if name.startswith(STORE)}
+    wanted = {**numbers, "stopped": 1, "dropped": 3}
+    assert {name.removeprefix(STORE).removesuffix("_total"): n for name, (_, n) in found.items()} == wanted
+    assert {labels for labels, _ in found.values()} == {(), (("reason", "the queue is full"),)}
 
 
 def test_a_cache_that_was_closed_meanwhile_is_left_out(llama: Any) -> None:

@@ -21,6 +21,7 @@ from fastapi import FastAPI
 
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
+from radixcache.stores.stats import StoreStats
 from runner.serve.app import guard, make_app
 from runner.serve.asked import ModelNames
 from runner.serve.cache_api import cache_routes
@@ -140,6 +141,24 @@ def test_what_went_wrong_is_told_only_with_the_text() -> None:
     assert notes == {False: ["the budget is full", None], True: ["the budget is full", "cannot render 'marmalade'"]}
 
 
+def test_the_disk_is_told_of_in_words_and_only_where_there_is_one() -> None:
+    watched = Watched()
+    assert page_state(watched, Watch(), "", "", show_text=False)["disk"] == []
+    calm = StoreStats(3, 1, 5 << 20, 1 << 30, 0, "", read_bytes=1 << 20, written_bytes=6 << 20, evicted_bytes=1 << 20)
+    watched.store = calm
+    assert page_state(watched, Watch(), "", "", show_text=False)["disk"] == [
+        "3 blocks and 1 checkpoint: 5.0 MiB of 1.0 GiB.",
+        "Since the start: 0 tokens brought back, 1.0 MiB read, 6.0 MiB written, 1.0 MiB evicted. To be written: "
+        "0 bytes.",
+    ]
+    watched.store = replace(calm, stopped="No space left", dropped={"the queue is full": 4}, read_errors=2)
+    assert page_state(watched, Watch(), "", "", show_text=False)["disk"][2:] == [
+        "Files: 2 could not be read.",
+        "Blocks that were not written: 4 because the queue is full.",
+        "Nothing more is written: No space left.",
+    ]
+
+
 # In a browser
 
 
@@ -179,6 +198,22 @@ def test_it_changes_while_requests_run_and_shows_the_branch_of_one_that_parts(pa
         assert "paged" in page.run("document.getElementById('bytes-words').textContent")
         assert page.complaints == []
         assert all(asked.startswith(f"{url}/cache") for asked in page.requested)
+
+
+@pytest.mark.slow
+def test_it_tells_of_the_disk(page: Page, tmp_path: Path) -> None:
+    shown = "document.getElementById('disk').innerText"
+    with served() as url:
+        page.open(f"{url}/cache")
+        page.wait_for("document.getElementById('totals').textContent.startsWith('The tree is empty')")
+        assert page.run("document.getElementById('disk').hidden")
+    with served(disk=tmp_path) as url:
+        page.open(f"{url}/cache")
+        page.wait_for(f"{shown}.includes('0 blocks')")
+        ask(url, "What is bread made of?")
+        page.wait_for(f"{shown}.includes('1 block ') && !{shown}.includes('0 bytes written')")
+        assert page.run(shown).startswith("On disk")
+        assert page.complaints == []
 
 
 @pytest.mark.slow

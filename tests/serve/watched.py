@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixcache import PrefixCache
+from radixcache.stores.stats import StoreStats
 from runner.serve.asked import ModelNames, Record
 
 
@@ -25,6 +26,7 @@ class Watched:
     def __init__(self) -> None:
         self.waiting = self.running = 0
         self.held: list[tuple[ModelNames, PrefixCache]] = []
+        self.store: StoreStats | None = None
 
     def add(self, names: ModelNames, model: Any, **arguments: Any) -> PrefixCache:
         """One model more, and its cache."""
@@ -34,3 +36,6 @@ class Watched:
 
     def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
         return list(self.held)
+
+    def store_stats(self) -> StoreStats | None:
+        return self.store
