@@ -9,6 +9,7 @@ from policies import CostModel, Entry, EvictionPolicy
 from radixcache.budget.ledger import Ledger
 from radixcache.layers.sizes import SizedLayout
 from radixcache.make_core import make_core
+from radixcache.paging.disk import Disk
 from radixcache.prefix_cache import PrefixCache
 from radixcache.settings import Settings, require_about
 from radixcache.tree.events import OnEvent
@@ -25,6 +26,7 @@ def sized_cache(
     trace: TraceFile | None = None,
     on_event: OnEvent | None = None,
     tokenizer: Any = None,
+    disk: Disk | None = None,
     **settings: Any,
 ) -> PrefixCache:
     """A cache on sizes. What is not said here is as in PrefixCache.
@@ -32,6 +34,7 @@ def sized_cache(
     Args:
         clock: where ticks come from, such as a trace's milliseconds; by default they count requests. A tick is later
             than the one before in any case.
+        disk: a SizedStore, and the clock by which it is decided what is read.
         settings: checkpoint_interval, checkpoint_budget_bytes, live_slots, exact, step_size; and `trim_tokens`, the
             step in which a leaf of a pure span model loses its tail, and `merges`: join a node with its only child
             where nothing keeps them apart. Without it keys of different history stay apart, as policies are defined
@@ -53,6 +56,7 @@ def sized_cache(
         trace,
         tokenizer,
         clock="requests" if clock is None else "ms",
+        disk=disk,
     )
     return cache
 

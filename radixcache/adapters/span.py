@@ -30,11 +30,11 @@ from radixcache.errors import SnapshotError
 Segment = tuple[mx.array, ...]
 
 
-def segment_bounds(start: int, end: int) -> list[tuple[int, int]]:
-    """The grid segments that cover [start, end)."""
-    bounds = []
+def segment_bounds(start: int, end: int, step: int | None = None) -> list[tuple[int, int]]:
+    """The grid segments that cover [start, end), of so many tokens; None: of SEGMENT_TOKENS."""
+    bounds, step = [], step or SEGMENT_TOKENS
     while start < end:
-        stop = min(end, (start // SEGMENT_TOKENS + 1) * SEGMENT_TOKENS)
+        stop = min(end, (start // step + 1) * step)
         bounds.append((start, stop))
         start = stop
     return bounds

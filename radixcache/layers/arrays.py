@@ -21,8 +21,10 @@ from radixcache.adapters.contract import NEVER, Adapter, is_windowed
 from radixcache.adapters.registry import PROBED, adapter_for
 from radixcache.adapters.snapshots import Checkpoint, Range, Spans, Window, WindowSnapshot
 from radixcache.errors import SnapshotError
+from radixcache.layers import stored
 from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError
 from radixcache.layers.stacks import Leaf, Stack
+from radixcache.layers.stored import Buffers
 
 #: Arrays are evaluated together up to this many bytes: so much may be held twice while they are copied.
 TOGETHER_BYTES = 32 << 20
@@ -459,6 +461,34 @@ class ArrayLayout:
     def release(self) -> None:
         """Give MLX's free buffers back to the system."""
         mx.clear_cache()
+
+    # State in a store
+
+    def block_buffers(self, spans: Sequence[Spans], windows: Sequence[Spans], start: int, end: int) -> Buffers:
+        """The state of the tokens [start, end), which these have. TypeError: it is of a kind that cannot be stored."""
+        arrays = stored.span_arrays(spans, start, end)
+        for its in windows:
+            arrays |= stored.window_arrays(its, start, end)
+        shapes = {} if start else {"shapes": stored.shapes_buffer(self.shapes)}
+        return {**stored.buffers_of(arrays), **shapes}
+
+    def point_buffers(self, checkpoint: Checkpoint) -> Buffers:
+        """The state of a checkpoint. TypeError: as above."""
+        return stored.point_buffers(checkpoint)
+
+    def spans_in(self, buffers: Buffers, start: int, end: int) -> list[Any]:
+        """The span leaves' snapshots of [start, end), not evaluated, out of a block's buffers; it is learnt from."""
+        if "shapes" in buffers:
+            self.take_over(stored.shapes_in(buffers["shapes"]))
+        return stored.spans_in(buffers, start, end, self.leaf_count)
+
+    def windows_in(self, buffers: Buffers, start: int, end: int) -> list[Any]:
+        """The same of what is there of layers with windows."""
+        return stored.windows_in(buffers, start, end, self.leaf_count)
+
+    def points_in(self, buffers: Buffers, end: int) -> list[Any]:
+        """The snapshots of a stored checkpoint at offset `end`, not evaluated."""
+        return stored.points_in(buffers, end, self.leaf_count)
 
     def _span_leaves(self, caches: Sequence[Any]) -> list[Leaf]:
         return [(cache, a) for cache, a in self.leaves(caches) if not a.is_point and not a.is_empty(cache)]

@@ -262,6 +262,35 @@ class SizedLayout:
     def compare(self, caches: Sequence[Any]) -> None: ...
     def release(self) -> None: ...
 
+    # State in a store: sizes too
+
+    leaf_count = 1
+
+    def block_buffers(self, spans: Sequence[Spans], windows: Sequence[Spans], start: int, end: int) -> dict[str, Any]:
+        buffers: dict[str, Any] = {"span": SizedPiece(start, end, (end - start) * self.token_bytes)}
+        for leaf in range(len(self.windows)):
+            found = (piece for its in windows for piece in its.leaves[leaf].within([(start, end)]).pieces)
+            buffers[f"window.{leaf}"] = WindowSnapshot(start, end, [*found])
+        return buffers
+
+    def point_buffers(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        return {"point": SizedPiece(0, checkpoint.offset, checkpoint.nbytes)}
+
+    def spans_in(self, buffers: Mapping[str, Any], start: int, end: int) -> list[Any]:
+        return [buffers["span"]]
+
+    def windows_in(self, buffers: Mapping[str, Any], start: int, end: int) -> list[Any]:
+        return [buffers[f"window.{leaf}"] for leaf in range(len(self.windows))]
+
+    def points_in(self, buffers: Mapping[str, Any], end: int) -> list[Any]:
+        return [buffers["point"]]
+
+    def spans_of(self, snapshots: list[Any], start: int, end: int) -> Spans:
+        return _summed(start, end, snapshots)
+
+    def checkpoint_of(self, snapshots: list[Any], offset: int, kind: str) -> Checkpoint:
+        return self.checkpoint([], offset, kind)
+
     def _spans(self, start: int, end: int) -> Spans:
         nbytes = (end - start) * self.token_bytes
         return Spans(start, end, [SizedPiece(start, end, nbytes)], nbytes)

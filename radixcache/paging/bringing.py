@@ -14,8 +14,7 @@ from functools import reduce
 from typing import Any
 
 from radixcache.adapters.snapshots import Spans
-from radixcache.layers import stored
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.layout import Layout
 from radixcache.paging.disk import Disk
 from radixcache.paging.evictor import Evictor
 from radixcache.paging.grid import floor
@@ -38,7 +37,7 @@ class Bringing:
     """
 
     def __init__(
-        self, disk: Disk, layout: ArrayLayout, states: StateTree, evictor: Evictor, recorder: Recorder, rates: Rates
+        self, disk: Disk, layout: Layout, states: StateTree, evictor: Evictor, recorder: Recorder, rates: Rates
     ) -> None:
         self._disk, self._layout, self._states = disk, layout, states
         self._evictor, self._recorder, self._rates = evictor, recorder, rates
@@ -105,12 +104,10 @@ class Bringing:
         for link, block in zip(links, files, strict=False):
             if block is None:
                 return "damaged"
-            if "shapes" in block.buffers:
-                layout.take_over(stored.shapes_in(block.buffers["shapes"]))
-            about = (block.buffers, link.start, link.block_end, layout.leaf_count)
+            about = (block.buffers, link.start, link.block_end)
             if link.block_end > held:
-                rows.append(stored.spans_in(*about))
-            leaves = stored.windows_in(*about)
+                rows.append(layout.spans_in(*about))
+            leaves = layout.windows_in(*about)
             windows.append(Spans(link.start, link.block_end, leaves, sum(its.nbytes for its in leaves if its)))
         end, checkpoints = floor(links[-1].end, self._grid), []
         leaves = [None] * layout.leaf_count
@@ -118,7 +115,7 @@ class Bringing:
             if (block := next(files)) is None:
                 return "damaged"
             if not self._states.windows.lacking(match.path, end, windows):
-                leaves = stored.points_in(block.buffers, end, layout.leaf_count)
+                leaves = layout.points_in(block.buffers, end)
             else:
                 end = 0
         elif layout.windows:

@@ -30,7 +30,6 @@ from typing import Any
 from policies import CostModel, EvictionPolicy
 from radixcache.budget.ledger import Ledger
 from radixcache.errors import PolicyError, SessionClosedError
-from radixcache.layers.arrays import ArrayLayout
 from radixcache.layers.evaluation import NATIVE_ERRORS
 from radixcache.layers.layout import Layout
 from radixcache.paging.booking import Booking, Owner
@@ -137,7 +136,7 @@ class Core:
         self.tally = Tally()
         #: What joins it to a store; None: there is none.
         self.tier: Tier | None = None
-        if disk is not None and isinstance(layout, ArrayLayout):
+        if disk is not None:
             self.tier = Tier(disk, layout, self.states, self.evictor, self.slots, self.recorder)
         #: What open groups have on the account, each with its group.
         self.bookings: list[tuple[Booking, weakref.ref[Owner]]] = []

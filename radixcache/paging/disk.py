@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from radixcache.stores.disk_store import DiskStore
 from radixcache.stores.index import Link
 from radixcache.stores.keys import Identity
+from radixcache.stores.sized_store import SizedStore
 from radixcache.tokens.keys import Keys
 
 
@@ -15,11 +18,15 @@ class Disk(NamedTuple):
 
     Attributes:
         grid: an exact cache's step size, by which its blocks are marked, and others never taken; 0: any are.
+        clock: seconds, by which prefill and reading are timed.
+        block_tokens: of a block at most; None: as many as a segment of the tree has.
     """
 
-    store: DiskStore
+    store: DiskStore | SizedStore
     identity: Identity
     grid: int = 0
+    clock: Callable[[], float] = time.perf_counter
+    block_tokens: int | None = None
 
     def match(self, keys: Keys, namespace: str, *, at_checkpoints: bool = False) -> list[Link]:
         """As `DiskStore.match`, of this cache's state."""

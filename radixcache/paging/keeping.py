@@ -20,11 +20,11 @@ import numpy as np
 
 from radixcache.adapters.snapshots import Checkpoint, Spans
 from radixcache.adapters.span import segment_bounds
-from radixcache.layers import stored
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.layout import Layout
+from radixcache.layers.stored import Buffers
 from radixcache.paging.disk import Disk
 from radixcache.paging.slots import Slots
-from radixcache.stores.block import Block, Buffer, Head
+from radixcache.stores.block import Block, Head
 from radixcache.stores.index import Index
 from radixcache.stores.keys import root_key
 from radixcache.tokens.keys import Keys
@@ -39,7 +39,7 @@ class Keeping:
         kept_blocks: blocks and checkpoints that were given to the store.
     """
 
-    def __init__(self, disk: Disk, layout: ArrayLayout, states: StateTree, slots: Slots) -> None:
+    def __init__(self, disk: Disk, layout: Layout, states: StateTree, slots: Slots) -> None:
         self._disk, self._layout, self._states, self._slots = disk, layout, states, slots
         # What was put and may not be written yet.
         self._put = Index()
@@ -64,7 +64,7 @@ class Keeping:
                 return
             point = points.get(high)
             if point is not None:
-                self._offer(Head("checkpoint", *about), lambda its=point: stored.point_buffers(its), wait)  # type: ignore[misc]
+                self._offer(Head("checkpoint", *about), lambda its=point: self._layout.point_buffers(its), wait)  # type: ignore[misc]
             parent = head.key
 
     def _bounds(self, keys: Keys, namespace: str, root: bytes, points: Mapping[int, Any]) -> list[tuple[int, int]]:
@@ -79,9 +79,10 @@ class Keeping:
         start = found[-1][1] if found else 0
         cuts = [start, *sorted(at for at in points if at > start)]
         cuts += [len(keys)] if cuts[-1] < len(keys) else []
-        return found + [bounds for low, high in pairwise(cuts) for bounds in segment_bounds(low, high)]
+        step = self._disk.block_tokens
+        return found + [bounds for low, high in pairwise(cuts) for bounds in segment_bounds(low, high, step)]
 
-    def _offer(self, head: Head, state: Callable[[], dict[str, Buffer] | None], wait: bool) -> bool:
+    def _offer(self, head: Head, state: Callable[[], Buffers | None], wait: bool) -> bool:
         """Put a block or a checkpoint, unless it is there; False: it is neither there nor taken."""
         if self._disk.store.holds(head.key, head.kind):
             return True
@@ -97,18 +98,14 @@ class Keeping:
             self._put.add(head, 1, 0)
         return True
 
-    def _state(self, path: Sequence[StateNode], start: int, end: int) -> dict[str, Buffer] | None:
+    def _state(self, path: Sequence[StateNode], start: int, end: int) -> Buffers | None:
         """The state of the tokens [start, end) of a path; None: some of it cannot be read now."""
         nodes = [node for node in path if node.start < end and node.end > start]
         parts = [self._spans_at(node, max(start, node.start), min(end, node.end)) for node in nodes]
         whole = [each for each in parts if each is not None]
         if len(whole) < len(parts):
             return None
-        arrays = stored.span_arrays(whole, start, end)
-        for spans in self._states.windows.stored(nodes):
-            arrays |= stored.window_arrays(spans, start, end)
-        shapes = {} if start else {"shapes": stored.shapes_buffer(self._layout.shapes)}
-        return {**stored.buffers_of(arrays), **shapes}
+        return self._layout.block_buffers(whole, self._states.windows.stored(nodes), start, end)
 
     def _spans_at(self, node: StateNode, start: int, end: int) -> Spans | None:
         """A node's snapshot, or a copy of [start, end) out of buffers that have it and may be read."""

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.layout import Layout
 from radixcache.paging.bringing import Bringing
 from radixcache.paging.disk import Disk
 from radixcache.paging.evictor import Evictor
@@ -46,10 +46,10 @@ class Tier:
     """
 
     def __init__(
-        self, disk: Disk, layout: ArrayLayout, states: StateTree, evictor: Evictor, slots: Slots, recorder: Recorder
+        self, disk: Disk, layout: Layout, states: StateTree, evictor: Evictor, slots: Slots, recorder: Recorder
     ) -> None:
         self.store = disk.store
-        self.rates = Rates(states.cost)
+        self.rates = Rates(states.cost, disk.clock)
         self.decisions: Counter[str] = Counter()
         self.bringing = Bringing(disk, layout, states, evictor, recorder, self.rates)
         self.keeping = Keeping(disk, layout, states, slots)

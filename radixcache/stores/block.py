@@ -63,13 +63,17 @@ class Buffer:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is unknown; wanted one of {', '.join(DTYPES)}.")
-        if self.octets.nbytes != (wanted := shape_bytes(self.dtype, self.shape)):
-            raise ValueError(f"{self.octets.nbytes} bytes; {self.dtype} of shape {self.shape} takes {wanted}.")
+        if self.nbytes != (wanted := shape_bytes(self.dtype, self.shape)):
+            raise ValueError(f"{self.nbytes} bytes; {self.dtype} of shape {self.shape} takes {wanted}.")
 
     @cached_property
     def octets(self) -> NDArray[np.uint8]:
         """The bytes, in place."""
         return np.frombuffer(self.data, dtype=np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        return self.octets.nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +131,7 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Bytes of the state; the file takes a few KiB more."""
-        return sum(buffer.octets.nbytes for buffer in self.buffers.values())
+        return sum(buffer.nbytes for buffer in self.buffers.values())
 
 
 def shape_bytes(dtype: str, shape: tuple[int, ...]) -> int:

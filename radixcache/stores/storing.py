@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Sequence
+from typing import Any
 
-from radixcache.stores.block import Block
+from radixcache.stores.block import Block, Head
 from radixcache.stores.codec import encoded
 from radixcache.stores.contents import Contents
 from radixcache.stores.daily_writes import DailyWrites
@@ -65,12 +67,15 @@ class Storing:
             self._tally.drop(why_not)
 
     def _written_or_why_not(self, block: Block) -> str:
-        head, contents = block.head, self._contents
         try:
             parts = encoded(block, self._secret)
         except ValueError:
             return "its head is too long"
-        nbytes = sum(memoryview(part).nbytes for part in parts)
+        return self.place(block.head, parts, sum(memoryview(part).nbytes for part in parts))
+
+    def place(self, head: Head, parts: Sequence[Any], nbytes: int) -> str:
+        """Make a file of so many bytes of these parts, if it is to be and there is room; else say why not."""
+        contents = self._contents
         contents.refresh()
         if contents.file_bytes(head.key, head.kind):
             return "it is there"
