@@ -222,6 +222,7 @@ class Session:
             self.is_closed = True
             if not live.is_seat_of(self._seat):
                 return  # it was taken for vanished, and its slot taken back
+            left = self._request.keys[:0]
             try:
                 keys = self._settled_keys()
                 if keys is None:
@@ -229,12 +230,14 @@ class Session:
                 else:
                     end, evaluated = progress.settle(len(keys), self._broke_off)
                     core.commit(live, self._request, keys[:evaluated], end, progress.own)
-                    core.keep(keys[:end], self.namespace, self.cached_tokens)
+                    left = keys[:end]
             except BaseException:
                 core.slots.lose(live)
                 raise
             finally:
                 core.release(live)
+                # Only now whoever closes it may read the buffers: another thread, or the garbage collector.
+                core.keep(left, self.namespace, self.cached_tokens)
                 core.states.coalesce_all(live.nodes())
                 live.measure()
                 core.keep_budget()
