@@ -47,6 +47,27 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., DiskStore]]:
         store.close()
 
 
+class Failing:
+    """A store whose calls fail at random."""
+
+    def __init__(self, store: DiskStore, seed: int) -> None:
+        self.store, self.random = store, np.random.default_rng(seed)
+        self.failures = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.store, name)
+        if name not in ("match", "holds", "accepts", "put", "read"):
+            return found
+
+        def call(*arguments: Any, **more: Any) -> Any:
+            if self.random.random() < 0.1:
+                self.failures += 1
+                raise OSError("the disk has gone")
+            return found(*arguments, **more)
+
+        return call
+
+
 def quantized(kv_bits: int | None) -> dict[str, Any]:
     return {} if kv_bits is None else {"kv_bits": kv_bits, "kv_group_size": 32}
 

@@ -80,7 +80,8 @@ class Bringing:
         if floor(end, self._grid) <= resume:
             return match, resume, []
         ranges = [(match.offset, end), *(needed for window in self._layout.windows for needed in window.needs(end))]
-        return match, resume, [link for link in chain if any(link.start < b and link.end > a for a, b in ranges)]
+        needed = [link for link in chain if any(link.start < b and link.end > a for a, b in ranges)]
+        return match, resume, needed or chain[-1:]  # memory has all of it but the checkpoint
 
     def _is_worth_reading(self, resume: int, links: Sequence[Link]) -> bool:
         return self._rates.is_worth_reading(self._bytes(links), resume, links[-1].end)

@@ -7,6 +7,7 @@ Nothing here depends on how fast anything is: what the store has is read, unless
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from radixcache import DiskStore, PrefixCache
+from radixcache import PrefixCache
 from radixcache.paging.rates import Rates
 from radixcache.stores.storing import Storing
 from radixcache.stores.survey import scan
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.prompts import tokens
-from tests.restarts import REPLY, Open, cold, conversation, is_close, opened, quantized, reading, serve  # noqa: F401
+from tests.restarts import REPLY, Failing, Open, cold, conversation, is_close, opened, quantized, reading, serve  # noqa: F401
 
 #: One of each kind of state: spans, windows in some layers, in all, chunks, recurrent, a mix; quantized.
 FAST = [("llama", None), ("gemma3_text", None), ("llama4", None), ("mamba2", None), ("falcon_h1", None), ("llama", 8)]
@@ -74,6 +75,33 @@ def test_rows_and_fetch_find_what_sessions_left_and_sessions_what_rows_left(open
         cache.check()
     with opened() as store, PrefixCache(model, store=store) as cache:
         assert serve(cache, model, third)[0] == len(second) + len(REPLY)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "falcon_h1", "gemma3_text"])
+def test_a_checkpoint_in_front_of_the_one_that_was_brought_is_found_too(opened: Open, kind: str) -> None:
+    model = tiny_model(kind)
+    first, *_, branch = conversation()
+    with opened() as store, PrefixCache(model, store=store) as cache:
+        serve(cache, model, first, marks=(400,))
+    with opened() as store, PrefixCache(model, store=store) as cache:
+        assert serve(cache, model, [*first, *REPLY, 1])[0] == len(first) + len(REPLY)
+        cached, logits = serve(cache, model, branch)
+        assert cached == 400
+        assert is_close(logits, cold(model, branch))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba2", "falcon_h1"])
+def test_a_session_that_the_garbage_collector_closes_is_stored(opened: Open, kind: str) -> None:
+    model, prompt = tiny_model(kind), tokens(1, 90)
+    with opened() as store, PrefixCache(model, store=store) as cache:
+        session: Any = cache.begin(prompt)
+        session.prefill(model)
+        mx.eval(session.step(model, prompt[-1:]))
+        session.itself = session  # so that nothing but the collector ends it
+        del session
+        gc.collect()
+    with opened() as store, PrefixCache(model, store=store) as cache:
+        assert serve(cache, model, [*prompt, 1])[0] == 90
 
 
 def test_what_was_inserted_is_stored_and_caches_without_a_model_find_it(opened: Open, llama: Any) -> None:
@@ -177,27 +205,6 @@ def test_behind_a_damaged_block_what_was_in_front_of_it_is_used(opened: Open, tm
         cached, logits = serve(cache, model, prompt)
         assert cached >= 200
         assert is_close(logits, cold(model, prompt))
-
-
-class Failing:
-    """A store whose calls fail at random."""
-
-    def __init__(self, store: DiskStore, seed: int) -> None:
-        self.store, self.random = store, np.random.default_rng(seed)
-        self.failures = 0
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.store, name)
-        if name not in ("match", "holds", "accepts", "put", "read"):
-            return found
-
-        def call(*arguments: Any, **more: Any) -> Any:
-            if self.random.random() < 0.1:
-                self.failures += 1
-                raise OSError("the disk has gone")
-            return found(*arguments, **more)
-
-        return call
 
 
 def walk(opened: Open, kind: str, write_on: Any, seed: int, steps: int) -> None:
