@@ -57,30 +57,35 @@ class Keeping:
             return
         keys = np.concatenate([node.edge for node in path])[:end]
         parent = root_key(self._disk.identity, tip.namespace)
-        for low, high in self._bounds(keys, tip.namespace, parent, points):
+        for low, high, key in self._bounds(keys, tip.namespace, parent, points):
             about = (self._disk.identity, tip.namespace, parent, low, keys[low:high], self._disk.grid)
-            head = Head("block", *about)
-            if not self._offer(head, lambda low=low, high=high: self._state(path, low, high), wait):  # type: ignore[misc]
-                return
+            if key is None:
+                head = Head("block", *about)
+                if not self._offer(head, lambda low=low, high=high: self._state(path, low, high), wait):  # type: ignore[misc]
+                    return
+                key = head.key
             point = points.get(high)
             if point is not None:
                 self._offer(Head("checkpoint", *about), lambda its=point: self._layout.point_buffers(its), wait)  # type: ignore[misc]
-            parent = head.key
+            parent = key
 
-    def _bounds(self, keys: Keys, namespace: str, root: bytes, points: Mapping[int, Any]) -> list[tuple[int, int]]:
-        """How these keys are cut into blocks: as they are stored already, then by segments and at checkpoints."""
+    def _bounds(
+        self, keys: Keys, namespace: str, root: bytes, points: Mapping[int, Any]
+    ) -> list[tuple[int, int, bytes | None]]:
+        """How these keys are cut into blocks: as they are stored already, with their keys, then by segments and at
+        checkpoints."""
         if self._disk.store.flush(0):
             self._put = Index()
         chain = self._disk.match(keys, namespace)
-        found = [(each.start, each.end) for each in chain if each.end == each.block_end]
-        start, last = (found[-1][1], chain[len(found) - 1].key) if found else (0, root)
+        found = [(each.start, each.end, each.key) for each in chain if each.end == each.block_end]
+        _, start, last = found[-1] if found else (0, 0, root)
         waiting = self._put.match(last, keys[start:], self._disk.grid)
-        found += [(start + each.start, start + each.end) for each in waiting if each.end == each.block_end]
-        start = found[-1][1] if found else 0
+        new = [(start + each.start, start + each.end) for each in waiting if each.end == each.block_end]
+        start = new[-1][1] if new else start
         cuts = [start, *sorted(at for at in points if at > start)]
         cuts += [len(keys)] if cuts[-1] < len(keys) else []
-        step = self._disk.block_tokens
-        return found + [bounds for low, high in pairwise(cuts) for bounds in segment_bounds(low, high, step)]
+        new += [bounds for low, high in pairwise(cuts) for bounds in segment_bounds(low, high, self._disk.block_tokens)]
+        return [*found, *((low, high, None) for low, high in new)]
 
     def _offer(self, head: Head, state: Callable[[], Buffers | None], wait: bool) -> bool:
         """Put a block or a checkpoint, unless it is there; False: it is neither there nor taken."""

@@ -110,11 +110,13 @@ class Index:
 
     def touch(self, key: bytes, used_ns: int) -> None:
         """A block was used, and so were all before it."""
-        entry = self._entries.get(key)
+        entries = self._entries
+        entry = entries.get(key)
         while entry is not None:
-            entry.used_ns = max(entry.used_ns, used_ns)
-            self._entries.move_to_end(entry.key)
-            entry = self._entries.get(entry.parent)
+            if entry.used_ns < used_ns:
+                entry.used_ns = used_ns
+            entries.move_to_end(entry.key)
+            entry = entries.get(entry.parent)
 
     def oldest(self) -> Entry | None:
         """The block that was used longest ago."""
