@@ -64,9 +64,10 @@ class Contents:
 
     def add(self, head: Head, nbytes: int) -> None:
         """A file was written."""
+        now_ns = time.time_ns()
         with self._lock:
-            self._index.add(head, nbytes, 0)
-        self.touch([head.key])  # the system's own time of a file may lag behind those that we give
+            self._index.add(head, nbytes, now_ns)
+        self._use(head.key, now_ns)  # the system's own time of a file may lag behind those that we give
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """These blocks were used."""
@@ -74,8 +75,7 @@ class Contents:
         for key in keys:
             with self._lock:
                 self._index.touch(key, now_ns)
-            with suppress(OSError):  # it counts in this process all the same
-                self._folder.use(file_name(key, "block"), now_ns)
+            self._use(key, now_ns)
 
     def read(self, key: bytes, kind: Kind) -> Block | None:
         """The state in a file; None: it is not there, or not right, and then it is not known any more."""
@@ -140,6 +140,10 @@ class Contents:
     def check(self) -> None:
         with self._lock:
             self._index.check()
+
+    def _use(self, key: bytes, now_ns: int) -> None:
+        with suppress(OSError):  # it counts in this process all the same
+            self._folder.use(file_name(key, "block"), now_ns)
 
     def _set_aside(self, name: str, wrong: Damaged) -> None:
         self._tally.add(damaged_files=1)
