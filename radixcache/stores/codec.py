@@ -43,6 +43,30 @@ class Damaged(Exception):  # noqa: N818  says what is wrong with a file, and nev
     """These bytes are no block, or not the block that they should be."""
 
 
+class Checksum:
+    """Of parts that come one after the other, up to `limit_bytes`: CRC-32, or keyed BLAKE2b where there is a secret."""
+
+    def __init__(self, secret: bytes | None, limit_bytes: int | None = None) -> None:
+        self._left_bytes = limit_bytes
+        self._crc = 0
+        self._digest = None
+        if secret is not None:
+            self._digest = blake2b(digest_size=CHECKSUM_BYTES, key=secret, person=b"rc checksum")
+
+    def add(self, part: Any) -> None:
+        if self._left_bytes is not None:
+            part = part[: self._left_bytes]
+            self._left_bytes -= len(part)
+        if self._digest is None:
+            self._crc = crc32(part, self._crc)
+        else:
+            self._digest.update(part)
+
+    @property
+    def value(self) -> bytes:
+        return self._crc.to_bytes(CHECKSUM_BYTES, "little") if self._digest is None else self._digest.digest()
+
+
 def encoded(block: Block, secret: bytes | None = None) -> list[Any]:
     """The parts of a block's file, in order; its state is not copied. ValueError: the JSON would be too long."""
     shapes = {name: (buffer.dtype, buffer.shape) for name, buffer in block.buffers.items()}
@@ -90,11 +114,14 @@ def decoded_head(data: memoryview, file_bytes: int) -> tuple[Head, int]:
     return head, end
 
 
-def decoded(data: memoryview, secret: bytes | None = None) -> Block:
-    """The block that a whole file holds; its buffers are views of `data`. Damaged: it is not as it was written."""
+def decoded(data: memoryview, secret: bytes | None = None, checksum: bytes | None = None) -> Block:
+    """The block that a whole file holds; its buffers are views of `data`. Damaged: it is not as it was written.
+
+    Args:
+        checksum: of all before the one that it ends with, where that was found as it was read.
+    """
     head, end = decoded_head(data, len(data))
-    content, checksum = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
-    if not compare_digest(_checksum([content], secret), checksum):
+    if not compare_digest(checksum or _checksum([data[:-CHECKSUM_BYTES]], secret), data[-CHECKSUM_BYTES:]):
         raise Damaged(
             "its checksum is wrong" if secret is None else "its checksum is wrong, or made with other secrets"
         )
@@ -158,12 +185,7 @@ def _shape(tensor: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _checksum(parts: Iterable[Any], secret: bytes | None) -> bytes:
-    if secret is None:
-        total = 0
-        for part in parts:
-            total = crc32(part, total)
-        return total.to_bytes(CHECKSUM_BYTES, "little")
-    digest = blake2b(digest_size=CHECKSUM_BYTES, key=secret, person=b"rc checksum")
+    checksum = Checksum(secret)
     for part in parts:
-        digest.update(part)
-    return digest.digest()
+        checksum.add(part)
+    return checksum.value

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from typing import Any
 import numpy as np
 
 from radixcache.stores.codec import Damaged
+
+#: Read at a time: it is looked at before it leaves the processor's cache.
+PIECE_BYTES = 1 << 20
 
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -43,11 +46,15 @@ def opened(path: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def read_first(handle: int, nbytes: int) -> memoryview:
-    """The first bytes of a file, so many or all that there are."""
+def read_first(handle: int, nbytes: int, add: Callable[[memoryview], object] = len) -> memoryview:
+    """The first bytes of a file, so many or all that there are; `add` is called for each piece while the next comes."""
     data: memoryview = np.empty(nbytes, dtype=np.uint8).data
+    if nbytes > PIECE_BYTES and hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # nothing but a hint
+            os.posix_fadvise(handle, 0, nbytes, os.POSIX_FADV_WILLNEED)
     done = 0
-    while done < nbytes and (count := os.preadv(handle, [data[done : done + (1 << 30)]], done)):
+    while done < nbytes and (count := os.preadv(handle, [data[done : done + PIECE_BYTES]], done)):
+        add(data[done : done + count])
         done += count
     return data[:done]
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from radixcache.errors import StoreError
-from radixcache.stores.block import KINDS, Head, Kind
-from radixcache.stores.codec import Damaged, decoded_head, head_bytes
+from radixcache.stores.block import KINDS, Block, Head, Kind
+from radixcache.stores.codec import CHECKSUM_BYTES, Checksum, Damaged, decoded, decoded_head, head_bytes
 from radixcache.stores.files import make_folder, opened, read_first, remove_abandoned, write_whole
 
 MARK = {"format": "radixcache-store", "version": 1}
@@ -102,12 +102,14 @@ class Folder:
             raise Damaged("it has not the name of its block")
         return head, about.st_size, about.st_mtime_ns
 
-    def read(self, name: str, nbytes: int) -> memoryview:
-        """All of a file. Damaged: it has not this many bytes; no more are ever made room for."""
+    def read(self, name: str, nbytes: int, secret: bytes | None) -> Block:
+        """The block in a file. Damaged: it is none, or has not this many bytes; no more are ever made room for."""
+        checksum = Checksum(secret, nbytes - CHECKSUM_BYTES)
         with opened(self.path / name) as handle:
             if (found := os.fstat(handle).st_size) != nbytes:
                 raise Damaged(f"it has {found} bytes, and should have {nbytes}")
-            return read_first(handle, nbytes)
+            data = read_first(handle, nbytes, checksum.add)
+        return decoded(data, secret, checksum.value)
 
     def write(self, name: str, parts: Iterable[Any]) -> None:
         """Make a file of these parts, in place of one that has the name."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from radixcache.stores.block import Head
-from radixcache.stores.codec import Damaged, decoded
+from radixcache.stores.codec import Damaged
 from radixcache.stores.folder import Folder, place_of
 
 
@@ -51,7 +51,7 @@ def verify(path: str | os.PathLike[str], secret: bytes | None = None) -> Iterato
         nbytes, wrong = 0, ""
         try:
             _, nbytes, _ = folder.read_head(name)
-            decoded(folder.read(name, nbytes), secret)
+            folder.read(name, nbytes, secret)
         except (Damaged, OSError) as error:
             wrong = str(error)
         yield name, nbytes, wrong
