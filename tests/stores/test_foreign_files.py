@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 
 from radixcache import StoreError
-from radixcache.stores import folder
+from radixcache.stores import files, folder
+from radixcache.stores.codec import Damaged
+from radixcache.stores.folder import Folder, file_name
 from radixcache.stores.survey import scan
-from tests.stores.made import chain, file_of, opened, put_all, resumed, stored
+from tests.stores.made import chain, content, file_of, opened, put_all, resumed, stored
 
 
 @pytest.fixture
@@ -51,6 +53,24 @@ def test_a_damaged_file_is_a_miss_and_set_aside_and_named_once(
     assert store.stats.damaged_files == 2
     store.close()
     assert len([each for each in caplog.messages if file_of(path, blocks[1]).name in each]) == 1
+
+
+@pytest.mark.parametrize("secret", [None, bytes(range(16))], ids=["unkeyed", "keyed"])
+def test_a_file_that_is_read_in_pieces_is_checked_to_its_last_byte(
+    path: Path, secret: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = chain(range(4))
+    stored(path, block, secret=secret)
+    name, file, read = file_name(block.head.key, "block"), file_of(path, block), Folder(path).read
+    whole = file.read_bytes()
+    for piece_bytes in (100, len(whole) - 16, len(whole)):
+        monkeypatch.setattr(files, "PIECE_BYTES", piece_bytes)
+        file.write_bytes(whole)
+        assert content(read(name, len(whole), secret)) == content(block)
+        for at in range(0, len(whole), 5):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises(Damaged):
+                read(name, len(whole), secret)
 
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "opened later"])
