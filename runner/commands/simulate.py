@@ -5,7 +5,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -14,16 +14,21 @@ from runner.commands.outputs import Outputs
 from runner.commands.trace_options import TraceOptions, with_trace_options
 from runner.commands.usage import EXIT_INTERRUPTED, UsageError, about, require, require_policy, say
 from runner.files.progress_lines import ProgressLines
-from runner.files.units import GIB
+from runner.files.units import GIB, MIB
 
 if TYPE_CHECKING:
     from runner.models.footprint import ModelBytes
     from runner.simulate.grid import Job, OnProgress
+    from runner.simulate.machine import DiskPlan
     from runner.simulate.row import SimulationRow
     from runner.traces.request import Trace
 
 #: Of blocks or GiB; beyond it floats are no longer whole numbers.
 MOST_CAPACITY = 1e15
+#: A common NVMe disk reads, and a laptop prefills with a model of 8 billion parameters, about so fast.
+DISK_MIB_PER_S, PREFILL_TOKENS_PER_S = 2000.0, 1000.0
+
+DiskMibPerS = Annotated[float, typer.Option(help="How fast the disk reads.")]
 
 
 @with_trace_options
@@ -40,6 +45,16 @@ def simulate(
     budget_gib: Annotated[
         str | None, typer.Option(help="Budgets in GiB, separated by commas; needs the bytes of a model.")
     ] = None,
+    disk_gib: Annotated[
+        float | None, typer.Option(help="A disk beside the budget, in GiB; needs the bytes of a model.")
+    ] = None,
+    disk_mib_per_s: DiskMibPerS = DISK_MIB_PER_S,
+    disk_write_on: Annotated[
+        Literal["eviction", "second_use", "close"], typer.Option(help="When something is written to it.")
+    ] = "eviction",
+    prefill_tokens_per_s: Annotated[
+        float, typer.Option(help="How fast the model prefills: where the disk is slower, nothing is read.")
+    ] = PREFILL_TOKENS_PER_S,
     separate: Annotated[
         bool, typer.Option("--separate", help="Take each file or folder for a trace of its own.")
     ] = False,
@@ -62,13 +77,14 @@ def simulate(
     require(jobs >= 1, f"--jobs is {jobs}; wanted at least 1.")
     require(ray is None or find_spec("ray") is not None, "--ray needs the package ray: pip install 'radixcache[ray]'.")
     outputs = Outputs({"--json": json_file, "--plot": plot_file}, options.inputs)
-    policies = _policies(policy, options.model_bytes)
+    disk = disk_plan(disk_gib, disk_mib_per_s, prefill_tokens_per_s, options.model_bytes, disk_write_on)
+    policies = _policies(policy, options.model_bytes, disk)
     capacities = _capacities(capacity_blocks, budget_gib, options.model_bytes)
     from runner.simulate.grid import Job
 
     traces = _separate(options) if separate else [options.read()]
     grid = [
-        Job(index, name, blocks, nbytes, options.model_bytes)
+        Job(index, name, blocks, nbytes, options.model_bytes, disk)
         for index in range(len(traces))
         for name in policies
         for blocks, nbytes in capacities
@@ -148,7 +164,29 @@ def _separate(options: TraceOptions) -> "list[Trace]":
     ]
 
 
-def _policies(listed: str, sizes: "ModelBytes | None") -> list[str]:
+def disk_plan(
+    disk_gib: float | None,
+    disk_mib_per_s: float,
+    prefill_tokens_per_s: float,
+    sizes: "ModelBytes | None",
+    write_on: Literal["eviction", "second_use", "close"] = "eviction",
+) -> "DiskPlan | None":
+    """The disk that these options describe; None: none."""
+    from runner.simulate.machine import DiskPlan
+
+    for option, value in (
+        ("--disk-gib", disk_gib),
+        ("--disk-mib-per-s", disk_mib_per_s),
+        ("--prefill-tokens-per-s", prefill_tokens_per_s),
+    ):
+        require(value is None or 0 < value <= MOST_CAPACITY, f"{option} is {value}; wanted more than 0.")
+    if disk_gib is None:
+        return None
+    require(sizes is not None, "--disk-gib needs --model-config or --bytes-per-token.")
+    return DiskPlan(max(1, int(disk_gib * GIB)), disk_mib_per_s * MIB, prefill_tokens_per_s, write_on)
+
+
+def _policies(listed: str, sizes: "ModelBytes | None", disk: "DiskPlan | None") -> list[str]:
     from policies import OFFLINE_POLICIES, POLICIES
 
     names = [name.strip() for name in listed.split(",") if name.strip()]
@@ -158,8 +196,13 @@ def _policies(listed: str, sizes: "ModelBytes | None") -> list[str]:
         not has_checkpoints or "belady-bypass" not in names,
         f"--policy: belady-bypass is defined without checkpoints alone, and there are some ({sizes}).",
     )
+    require(
+        disk is None or "belady-bypass" not in names,
+        "--policy: belady-bypass is defined for memory alone, and there is a disk.",
+    )
     if "all" in names:
-        bounds = [name for name in sorted(OFFLINE_POLICIES) if name != "belady-bypass" or not has_checkpoints]
+        bypasses = disk is None and not has_checkpoints
+        bounds = [name for name in sorted(OFFLINE_POLICIES) if name != "belady-bypass" or bypasses]
         names = [*(name for name in names if name != "all"), *sorted(POLICIES), *bounds]
     for name in names:
         if name not in OFFLINE_POLICIES:

@@ -18,6 +18,7 @@ from multiprocessing import connection, get_context, parent_process
 from typing import Any
 
 from runner.models.footprint import ModelBytes
+from runner.simulate.machine import DiskPlan
 from runner.simulate.row import SimulationRow
 from runner.simulate.simulator import BlockSizes, simulate
 from runner.traces.request import Trace
@@ -37,6 +38,7 @@ class Job:
         capacity_blocks: budget in blocks, of span state where a model is given; None: `budget_bytes` says it.
         budget_bytes: budget in bytes, for which a model's bytes are known.
         model: the model's bytes; None: blocks are counted.
+        disk: beside memory; None: there is none.
     """
 
     trace: int
@@ -44,6 +46,7 @@ class Job:
     capacity_blocks: int | None
     budget_bytes: int | None
     model: ModelBytes | None
+    disk: DiskPlan | None = None
 
 
 def run_job(trace: Trace, job: Job, on_progress: OnProgress | None = None) -> SimulationRow:
@@ -58,7 +61,7 @@ def run_job(trace: Trace, job: Job, on_progress: OnProgress | None = None) -> Si
     else:
         assert job.budget_bytes is not None, job
         budget_bytes = job.budget_bytes
-    return simulate(trace, job.policy, budget_bytes, sizes, on_progress)
+    return simulate(trace, job.policy, budget_bytes, sizes, on_progress, job.disk)
 
 
 def run_locally(

@@ -51,9 +51,11 @@ def _draw(
         axes.plot([capacity for capacity, _ in line], ratios, label=" = ".join(policies), **styles[shown])
     if infinite is not None:
         axes.axhline(infinite, linestyle=":", color="black", label="infinite cache")
+    disk = rows[0].disk
+    beside = "" if disk is None else f", with a disk of {disk.budget_bytes / GIB:,.4g} GiB"
     synthetic = " (arrival times are synthetic)" if rows[0].is_timing_synthetic else ""
     # A name may have dollar signs, which would be taken for a formula's.
-    axes.set_title(f"{rows[0].trace}{synthetic}", parse_math=False)
+    axes.set_title(f"{rows[0].trace}{beside}{synthetic}", parse_math=False)
     axes.set_xscale("log")
     capacities = sorted({_capacity(row) for row in rows})
     if len(capacities) <= MOST_TICKS:

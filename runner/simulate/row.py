@@ -6,13 +6,32 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class DiskUse:
+    """What a disk did beside the memory of a simulation.
+
+    Attributes:
+        hit_tokens, token_hit_ratio: prompt tokens that came back from it, and their share of all prompt tokens.
+        read_bytes, written_bytes: over the whole trace.
+        decisions: how often a prompt was brought from it, or why not, as in `CacheStats.store_decisions`.
+    """
+
+    budget_bytes: int
+    hit_tokens: int
+    token_hit_ratio: float
+    read_bytes: int
+    written_bytes: int
+    decisions: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class SimulationRow:
     """One trace through one policy at one capacity.
 
     Attributes:
         capacity_blocks: budget in blocks of span state; None where blocks have no size of their own.
         capacity_bytes: budget in bytes; None where no bytes per token are known.
-        block_refs, block_hits: blocks of all prompts, and those of them that were stored when they were asked for.
+        block_refs, block_hits: blocks of all prompts, and those of them that were stored when they were asked for, in
+            memory or on the disk.
         block_hit_ratio: block_hits / block_refs.
         token_hit_ratio: prompt tokens that need no prefill / prompt tokens; the last token of a prompt always does not
             count as one that does, since a block is stored whole.
@@ -21,6 +40,7 @@ class SimulationRow:
         seconds: wall time of the simulation.
         is_timing_synthetic: whether the trace's arrival times were made up.
         has_checkpoints: whether the model has state that is only valid at single offsets.
+        disk: what came from a disk and went there; None: there was none.
     """
 
     trace: str
@@ -37,3 +57,4 @@ class SimulationRow:
     seconds: float
     is_timing_synthetic: bool = False
     has_checkpoints: bool = False
+    disk: DiskUse | None = None

@@ -6,6 +6,8 @@ milliseconds, pushed on by one where requests arrive together.
 
     pure span models    the matched blocks are the hits; the rest is evaluated in one go
     models with points  checkpoints are taken as a session takes them; what lies behind the last one is prefilled again
+
+Beside a disk it is the deployed tier that asks, reads and writes, and a store of sizes that answers.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from radixcache.sessions.session import Session
 from radixcache.sized_cache import last_key, sized_cache
 from runner.models.footprint import ModelBytes
 from runner.simulate.future import Future
-from runner.simulate.row import SimulationRow
+from runner.simulate.machine import DiskPlan, Machine
+from runner.simulate.row import DiskUse, SimulationRow
 from runner.traces.request import Trace, TraceRequest
 
 UNLIMITED_BYTES = 1 << 62
@@ -81,9 +84,11 @@ class Simulation:
         policy: a name or an object; of the offline ones, what makes it from `next_use`.
         budget_bytes: the byte budget of the cache.
         sizes: bytes per block.
+        disk: what there is beside memory; None: nothing.
 
     Raises:
-        ValueError: a policy that bypasses the cache was given sizes with checkpoints, which it has none to resume at.
+        ValueError: a policy that bypasses the cache was given a disk, or sizes with checkpoints, which it has none to
+            resume at.
     """
 
     def __init__(
@@ -92,16 +97,20 @@ class Simulation:
         policy: str | EvictionPolicy | Offline,
         budget_bytes: int,
         sizes: BlockSizes,
+        disk: DiskPlan | None = None,
     ) -> None:
         self.trace = trace
         self._now_ms = 0
-        self._model = SizedModel()
+        self.machine = None if disk is None else Machine(disk, trace.block_tokens)
+        self._model = self.machine or SizedModel()
         self._future: Future | None = None
         chosen = self._make(policy)
         self._bypass = getattr(chosen, "bypass", False)
         self.layout = sizes.layout()
         if self._bypass and self.layout.has_points:
             raise ValueError(f"{policy}: bypassing is defined without checkpoints alone; {sizes} has some.")
+        if self._bypass and disk is not None:
+            raise ValueError(f"{policy}: bypassing is defined for memory alone; there is a disk.")
         self._budget_bytes = budget_bytes
         self.cache = sized_cache(
             self.layout,
@@ -111,8 +120,9 @@ class Simulation:
             checkpoint_interval=max(1, 2048 // trace.block_tokens),
             trim_tokens=1,
             merges=False,
+            disk=None if self.machine is None else self.machine.disk,
         )
-        self.block_refs = self.block_hits = self.hit_tokens = self.prompt_tokens = 0
+        self.block_refs = self.block_hits = self.hit_tokens = self.prompt_tokens = self.disk_hit_tokens = 0
         longest = max((len(request.keys) for request in trace.requests), default=0)
         self._ids: NDArray[np.int32] = np.zeros(longest + 1, dtype=np.int32)
 
@@ -130,18 +140,42 @@ class Simulation:
     def serve(self, request: TraceRequest) -> None:
         """Look one prompt up, evaluate what is missing, and store it."""
         self._now_ms = request.time_ms
-        count = len(request.keys)
+        count, brought = len(request.keys), self._brought_blocks()
         with uninterrupted():  # once, not in each of the calls
             if self._bypass:
                 hits = self._serve_bypassing(request.keys)
             else:
-                ids = self._ids[:count]
-                with self.cache.begin(ids, request.keys, reserve=0, turn=request.turn, kind=request.kind) as session:
+                keys = request.keys if self.machine is None or self.layout.has_points else _with_one_more(request.keys)
+                ids = self._ids[: len(keys)]
+                with self.cache.begin(ids, keys, reserve=0, turn=request.turn, kind=request.kind) as session:
                     hits = self._evaluate(session, count)
         self.block_refs += count
         self.block_hits += hits
-        self.hit_tokens += min(hits * self.trace.block_tokens, request.tokens)
+        hit_tokens = self._tokens(hits, request)
+        self.hit_tokens += hit_tokens
+        self.disk_hit_tokens += hit_tokens - self._tokens(hits - self._brought_blocks() + brought, request)
         self.prompt_tokens += request.tokens
+
+    def disk_use(self) -> DiskUse | None:
+        """What the disk did so far."""
+        if self.machine is None:
+            return None
+        stats = self.machine.store.stats
+        return DiskUse(
+            stats.budget_bytes,
+            self.disk_hit_tokens,
+            self.disk_hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
+            stats.read_bytes,
+            stats.written_bytes,
+            self.cache.stats.store_decisions,
+        )
+
+    def _tokens(self, blocks: int, request: TraceRequest) -> int:
+        """Tokens of so many blocks that a prompt begins with."""
+        return min(blocks * self.trace.block_tokens, request.tokens)
+
+    def _brought_blocks(self) -> int:
+        return 0 if self.machine is None else self.cache.stats.brought_tokens
 
     def _evaluate(self, session: Session, count: int) -> int:
         """Bring the session to the end of its prompt; returns the blocks that needed no prefill."""
@@ -151,14 +185,16 @@ class Simulation:
             return session.cached_tokens
         # A live cache makes room for the whole prompt at `begin`; policies that age as things go depend on that order.
         self.cache.make_room((count - session.matched_tokens) * self.layout.token_bytes)
+        if self.machine is not None:
+            session.prefill(self._model)  # which is timed; it ends in front of the key that is one more
+            return session.cached_tokens
         session.caches[0].advance(count - session.cached_tokens)
         # One block is evaluated anew for its logits even where all are stored; it is a hit all the same.
         return session.matched_tokens
 
     def _serve_bypassing(self, keys: NDArray[np.int64]) -> int:
         """Add the whole prompt without holding any of it, then make room among all there is."""
-        # One more key, so that the last block need not be evaluated anew.
-        asked = np.append(keys, -1)
+        asked = _with_one_more(keys)
         _, missing = self.cache.fetch(self._ids[: len(asked)], keys=asked)
         hits = len(asked) - len(missing)
         filled = self.layout.fresh()
@@ -180,12 +216,13 @@ def simulate(
     budget_bytes: int,
     sizes: BlockSizes | None = None,
     on_progress: OnProgress | None = None,
+    disk: DiskPlan | None = None,
 ) -> SimulationRow:
     """Run one simulation. `policy` is a name in POLICIES or OFFLINE_POLICIES, or "module:Class"."""
     sizes = sizes or BlockSizes()
     began = time.perf_counter()
     offline = OFFLINE_POLICIES.get(policy)
-    simulation = Simulation(trace, policy if offline is None else Offline(offline), budget_bytes, sizes)
+    simulation = Simulation(trace, policy if offline is None else Offline(offline), budget_bytes, sizes, disk)
     simulation.run(on_progress)
     seconds = time.perf_counter() - began
     refs, prompt_tokens = simulation.block_refs, simulation.prompt_tokens
@@ -204,7 +241,13 @@ def simulate(
         seconds=seconds,
         is_timing_synthetic=trace.is_timing_synthetic,
         has_checkpoints=simulation.layout.has_points,
+        disk=simulation.disk_use(),
     )
+
+
+def _with_one_more(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A prompt with one more block, which is nowhere, so that the last one need not be evaluated anew."""
+    return np.append(keys, -1)
 
 
 def infinite_ratio(trace: Trace) -> float:

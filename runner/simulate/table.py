@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.files.units import GIB, plural
-from runner.simulate.row import SimulationRow
+from runner.simulate.row import DiskUse, SimulationRow
 from runner.simulate.simulator import infinite_ratio
 from runner.traces.request import Trace
 
@@ -22,8 +22,13 @@ FIFO_NOTE = (
     "leaf, and only leaves can go. It says nothing about FIFO on other data."
 )
 SAME_NOTE = "The same in every row, so nothing here tells them apart: {}."
+DISK_NOTE = (
+    "Beside memory there is a disk of {:.4g} GiB. Hits are of both; from disk: the prompt tokens that were read from it"
+    " / prompt tokens. What is written to it is there at once."
+)
 BELADY_NOTE = (
-    "belady is the optimum only where all blocks weigh the same; with checkpoints it is a rule that knows the future."
+    "belady is the optimum only where all blocks weigh the same; with checkpoints or a disk it is a rule that knows the"
+    " future."
 )
 
 
@@ -34,7 +39,8 @@ def rows_table(rows: Sequence[SimulationRow]) -> Table:
         table.add_column(heading)
     in_bytes = any(row.capacity_bytes is not None for row in rows)
     sizes = ("blocks", "GiB") if in_bytes else ("blocks",)
-    for heading in (*sizes, "block hits", "token hits", "prefill tokens", "evictions", "s"):
+    of_disk = ("from disk", "GiB read", "GiB written") if any(row.disk is not None for row in rows) else ()
+    for heading in (*sizes, "block hits", "token hits", *of_disk, "prefill tokens", "evictions", "s"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
@@ -44,11 +50,17 @@ def rows_table(rows: Sequence[SimulationRow]) -> Table:
             *([] if row.capacity_bytes is None else [f"{row.capacity_bytes / GIB:.4g}"]),
             f"{row.block_hit_ratio:.4f}",
             f"{row.token_hit_ratio:.4f}",
+            *([] if row.disk is None else _disk_cells(row.disk)),
             f"{row.prefill_tokens:,}",
             f"{row.evictions:,}",
             f"{row.seconds:.1f}",
         )
     return table
+
+
+def _disk_cells(disk: DiskUse) -> list[str]:
+    nbytes = (f"{each / GIB:,.3g}" for each in (disk.read_bytes, disk.written_bytes))
+    return [f"{disk.token_hit_ratio:.4f}", *nbytes]
 
 
 def footnotes(traces: Sequence[Trace], rows: Sequence[SimulationRow]) -> list[str]:
@@ -60,12 +72,15 @@ def footnotes(traces: Sequence[Trace], rows: Sequence[SimulationRow]) -> list[st
         for trace in traces
     ]
     notes.append(COUNTS)
+    disk = next((row.disk for row in rows), None)
+    if disk is not None:
+        notes.append(DISK_NOTE.format(disk.budget_bytes / GIB))
     if _fifo_is_lru(rows):
         notes.append(FIFO_NOTE)
     same = _same(rows)
     if same:
         notes.append(SAME_NOTE.format("; ".join(", ".join(group) for group in same)))
-    if any(row.policy.startswith("belady") for row in rows) and any(row.has_checkpoints for row in rows):
+    if any(row.policy.startswith("belady") for row in rows) and any(row.has_checkpoints or row.disk for row in rows):
         notes.append(BELADY_NOTE)
     return notes
 
