@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from radixcache.stores.block import KINDS, Block, Head, Kind
-from radixcache.stores.codec import Damaged, decoded
+from radixcache.stores.codec import Damaged
 from radixcache.stores.folder import Folder, file_name, place_of
 from radixcache.stores.index import Index, Link
 from radixcache.stores.stats import Tally
@@ -84,7 +84,7 @@ class Contents:
         name = file_name(key, kind)
         began = time.perf_counter()
         try:
-            block = decoded(self._folder.read(name, nbytes), self._secret)
+            block = self._folder.read(name, nbytes, self._secret)
             if (block.head.key, block.head.kind) != (key, kind):
                 raise Damaged("it has another block's name")
         except Damaged as wrong:
