@@ -198,11 +198,11 @@ def test_whatever_lies_in_a_folder_it_is_refused_or_used_without_a_wrong_answer(
     stored(path, BLOCK)
     if chance.random() < 0.5:
         file_of(path, BLOCK).write_bytes(data)
-    for name, content in planted:
+    for name, text in planted:
         target = path / name
         if target.is_dir() or not target.parent.is_dir():
             continue
-        target.write_bytes(content)
+        target.write_bytes(text)
     try:
         with opened(path) as store:
             assert resumed(store, range(4)) in (0, 4)
