@@ -158,7 +158,7 @@ def cascade(
     Args:
         queries: (R, Hq, T, D).
         keys, values: of the tails, (R, H, C, D) and (R, H, C, Dv), Hq a multiple of H.
-        mask: bool, what of the tails is seen, for every head: (R, 1, 1, C), or (T, C); None: all of them.
+        mask: bool, what of the tails is seen, for every head: (R, 1, T, C), or (T, C); None: all of them.
         sinks: (Hq,), a score of each head that takes weight and has no value; None: there is none.
     """
     rows, query_heads, tokens, _ = queries.shape
@@ -200,10 +200,10 @@ def _product(weights: mx.array, values: mx.array) -> mx.array:
 def _masked(scores: mx.array, mask: mx.array | None, tokens: int) -> mx.array:
     if mask is None:
         return scores
-    if mask.ndim == 2 and tokens > 1:
+    if tokens > 1:
         rows, heads, queries, columns = scores.shape
         apart = scores.reshape(rows, heads, queries // tokens, tokens, columns)
-        return mx.where(mask, apart, -mx.inf).reshape(scores.shape)
+        return mx.where(mask if mask.ndim == 2 else mask[:, :, None], apart, -mx.inf).reshape(scores.shape)
     return mx.where(mask, scores, -mx.inf)
 
 

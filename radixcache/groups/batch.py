@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
 from radixcache.adapters.cache_list import leaves, with_leaves
+from radixcache.adapters.owned import owned
 from radixcache.adapters.registry import adapter_for
 from radixcache.adapters.span import SpanSnapshot
 from radixcache.errors import UnsupportedCacheError
@@ -156,25 +157,31 @@ class Batch:
 
         return Batch(columns, with_leaves(self.caches, of), self.rows)
 
+    # Any row
+
     def own_points(self) -> None:
-        """Replace the one row's arrays that may be views, or have room to spare, by copies, evaluated."""
+        """Replace the arrays that may be views, or have room to spare, by copies, evaluated."""
         for leaf in self.leaves:
-            if not isinstance(leaf, TailLayer):
+            if isinstance(leaf, BatchRotatingKVCache):
+                more = leaf._idx - leaf.max_size  # columns of a pass of several tokens
+                if more > 0:
+                    leaf.keys, leaf.values = (owned(array[..., more:, :]) for array in (leaf.keys, leaf.values))
+                    leaf.left_padding, leaf._idx = leaf.left_padding - more, leaf.max_size
+                    mx.eval(arrays_of(leaf))
+            elif not isinstance(leaf, TailLayer):
                 mx.eval(adapter_for(leaf).own(leaf))
                 adapter_for(leaf).reserve(leaf, 0)  # a row takes what was asked for it, and no more
 
     def specimen(self, caches: Sequence[Any]) -> list[Any]:
-        """Fresh mlx-lm caches with a token of the one row in every layer that it uses: to look at only."""
+        """Fresh mlx-lm caches with a token of one row in every layer that it uses: to look at only."""
         for cache, leaf in zip(leaves(caches), self.leaves, strict=True):
             if isinstance(leaf, ArraysCache):
-                cache.cache = list(leaf.cache)
+                cache.cache = [None if array is None else array[:1] for array in leaf.cache]
             elif leaf.keys is not None and leaf.values is not None:
-                cache.keys, cache.values, cache.offset = leaf.keys[..., :1, :], leaf.values[..., :1, :], 1
+                cache.keys, cache.values, cache.offset = leaf.keys[:1, :, :1, :], leaf.values[:1, :, :1, :], 1
                 if isinstance(cache, RotatingKVCache):
                     cache._idx = 1
         return list(caches)
-
-    # Any row
 
     def points(self, at: int, caches: Sequence[Any]) -> list[Any]:
         """Fresh mlx-lm caches, but with a row's state in the place of all that are no tails."""
@@ -281,7 +288,7 @@ def _joined(runs: Sequence[tuple[Any, int, int]], columns: Columns, index: int) 
     if isinstance(runs[0][0], ArraysCache):
         return _arrays([each.cache for each, _, _ in runs], [slice(first, last) for _, first, last in runs])
     alone = [_alone(each, at) for each, first, last in runs for at in range(first, last)]
-    if len(alone) > 1 and any(each.keys is not None for each in alone):
+    if len(alone) > 1:
         return RotatingKVCache.merge(alone)
     if alone[0] is runs[0][0]:  # its batch may be emptied: an object of its own
         alone[0] = copy.copy(alone[0])
@@ -292,7 +299,9 @@ def _alone(leaf: Any, at: int) -> Any:
     """One row's state of a leaf that is no tail, in a cache for one row."""
     if isinstance(leaf, ArraysCache):
         return _arrays([leaf.cache], [slice(at, at + 1)])
-    return leaf if isinstance(leaf, RotatingKVCache) else leaf.extract(at)
+    if isinstance(leaf, RotatingKVCache):
+        return leaf
+    return RotatingKVCache(leaf.max_size) if leaf.keys is None else leaf.extract(at)
 
 
 def _arrays(caches: Sequence[list[Any]], rows: Sequence[slice]) -> ArraysCache:
@@ -319,9 +328,10 @@ def _held(leaf: Any, tokens: int) -> Any:
     if isinstance(leaf, ArraysCache):
         return [None if array is None else mx.array(array) for array in leaf.cache]
     if isinstance(leaf, BatchRotatingKVCache):
-        # Until it goes round, only what is behind the tokens held is written.
-        goes_round = leaf.rotated or leaf._offset >= leaf.max_size or leaf.keys is None
-        return None if goes_round else (leaf.offset + 0, leaf.left_padding + 0, leaf._offset, leaf._idx)
+        # One token is written in place: until it goes round, only behind those held. Several come into new arrays.
+        goes_round = tokens == 1 and (leaf.rotated or leaf._offset >= leaf.max_size or leaf.keys is None)
+        keys, values, offset, padding, *rest = leaf.state
+        return None if goes_round else (keys, values, offset + 0, padding + 0, *rest)  # these two change in place
     return adapter_for(leaf).hold(leaf, tokens)
 
 
@@ -333,6 +343,6 @@ def _rolled_back(leaf: Any, held: Any) -> bool:
         return True
     if isinstance(leaf, BatchRotatingKVCache):
         if held is not None:
-            leaf.offset, leaf.left_padding, leaf._offset, leaf._idx = held
+            leaf.state = held
         return held is not None
     return adapter_for(leaf).roll_back(leaf, held)

@@ -2,6 +2,7 @@
 
     admit          a row comes to stand on the path of the tree that has its prompt; nothing is copied
     prefill        evaluates the row's next prompt tokens, a chunk at a time
+    prefill_many   does so for several rows, which go through a pass together where it has few tokens of each
     step           evaluates one token of each of many rows, in one forward pass: see ways.py
     close          what the row evaluated, and the tree does not hold, is copied into the tree
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
@@ -41,7 +42,7 @@ from radixcache.groups.room import Room
 from radixcache.groups.row import Row
 from radixcache.groups.segment_bytes import segment_bytes
 from radixcache.groups.storing import Storing
-from radixcache.groups.ways import Way, way_of
+from radixcache.groups.ways import Finding, Way, way_of
 from radixcache.layers.arrays import ArrayLayout
 from radixcache.layers.evaluation import is_evaluation_failure
 from radixcache.paging.core import Core
@@ -52,8 +53,11 @@ from radixcache.settings import require_count, require_group
 from radixcache.tokens.ids import checked_prompt, require_namespace
 from radixcache.tokens.keys import Keys, common_length
 
-#: A pass's logits are (1, T, V), all of them at once: beyond so many tokens the last goes by itself for its own.
+#: A pass's logits are (R, T, V), all of them at once: beyond so many tokens the last goes by itself for its own.
 LOGITS_TOKENS = 32
+#: Rows are prefilled side by side where a pass has no more tokens of each, and their tails no more columns: then it
+#: costs hardly more than for one of them.
+TOGETHER_TOKENS, TOGETHER_COLUMNS = 64, 2048
 # What is evaluated at first of a model that nobody has seen run, before the bytes of a token are known.
 FIRST_TOKENS = 64
 
@@ -84,7 +88,7 @@ class Group:
         self._admission = Admission(self._room, self._storing, segment_bytes() if least_bytes is None else least_bytes)
         self._passes = Passes(self._room)
         self._next_id = 0
-        self._tried: tuple[Any, Way] | None = None
+        self._tried: tuple[Any, Finding] | None = None
         self.is_closed = False
 
     def __repr__(self) -> str:
@@ -164,7 +168,7 @@ class Group:
         """
         with self._lock:
             allowed = self._core.allowed(keys, row.request.namespace)
-            return row.common_later(allowed[: len(keys) - 1], chunk_tokens, self._layout.has_points)
+            return row.common_later(allowed[: len(keys) - 1], chunk_tokens, self._layout.has_states)
 
     def admit(self, tokens: Any, keys: Any = None, marks: Sequence[int] = (), *, namespace: str | None = None) -> Row:
         """Open a row on a prompt, where what is there of it ends.
@@ -215,18 +219,36 @@ class Group:
                 this was the first forward pass of the cache: it shows what a token takes.
             SessionClosedError: row or group is closed, or its state was lost.
         """
-        self._require_row(row)
-        left = row.prompt_left
-        if left == 0:
-            raise ValueError(f"row {row.id}: all {len(row.prompt)} tokens of its prompt are evaluated; use step().")
-        wanted = left if tokens is None else min(require_count("tokens", tokens, "tokens"), left)
-        self._start(model, row)
-        left = row.prompt_left
-        end = row.position + min(wanted, left)
-        logits = None
+        return next((logits for _, logits in self.prefill_many(model, [row], tokens)), None)
+
+    def prefill_many(
+        self, model: Any, rows: Sequence[Row], tokens: int | None = None
+    ) -> Iterator[tuple[Row, mx.array]]:
+        """Evaluate the next tokens of the prompts of several rows, side by side where that is the faster way.
+
+        Args:
+            model, tokens: as in `prefill`; so many tokens of each.
+
+        Yields:
+            Each row whose prompt is through, once it is, with logits as `prefill` returns them.
+
+        Raises:
+            As `prefill`, on the way: each row's chunk is evaluated as far as its position says.
+        """
+        for row in rows:
+            self._require_row(row)
+            if row.prompt_left == 0:
+                raise ValueError(f"row {row.id}: all {len(row.prompt)} tokens of its prompt are evaluated; use step().")
+        wanted = None if tokens is None else require_count("tokens", tokens, "tokens")
+        ends = {}
+        for row in rows:
+            self._start(model, row)
+            ends[row] = row.position + min(row.prompt_left, wanted or row.prompt_left)
+        self._room.require_tokens(sum(end - row.position for row, end in ends.items()))
         if not self._layout.is_known:
-            logits = self._prefill_to(model, row, min(end, row.position + FIRST_TOKENS))
-        return self._prefill_to(model, row, end) if row.position < end else logits
+            row = rows[0]
+            yield from self._prefill_to(model, {row: min(ends[row], row.position + FIRST_TOKENS)})
+        yield from self._prefill_to(model, ends)
 
     def step(self, model: Any, rows: Sequence[Row], tokens: Any) -> mx.array:
         """Evaluate one more token of each of some rows, in one forward pass where the model can.
@@ -258,7 +280,7 @@ class Group:
         for row in rows:
             self._start(model, row)
         self._room.require_tokens(len(rows))
-        side_by_side = self._way(model) is not Way.SINGLE
+        side_by_side = self._way(model).way is not Way.SINGLE
         logits: mx.array = self._run(lambda: self._passes.step(model, rows, array, side_by_side=side_by_side))
         for index, row in enumerate(rows):
             if row.position > row.known_tokens:
@@ -377,19 +399,19 @@ class Group:
             row.stops = {at: kind for at, kind in sorted(stops.items()) if row.position < at <= request.limit}
         return row
 
-    def _way(self, model: Any) -> Way:
+    def _way(self, model: Any) -> Finding:
         own = self._core.settings.model
         # A callable that is no model passes for the cache's own.
         tried = model if own is None or isinstance(model, nn.Module) else own
         if self._tried is None or self._tried[0] is not tried:
-            self._tried = tried, way_of(tried, self._layout.fresh).way
+            self._tried = tried, way_of(tried, self._layout.fresh)
         return self._tried[1]
 
     def _start(self, model: Any, row: Row) -> None:
         """Before the first forward pass of a row: it takes up what others have of its prompt by now."""
         self._core.settings.require_model(model)
         if row.is_fresh:
-            way = self._way(model)
+            way = self._way(model).way
             with self._lock:
                 self._run(lambda: self._admission.share_more(row))
                 self._run(lambda: self._admission.place(row, in_segments=way is Way.SEGMENTS))
@@ -440,49 +462,72 @@ class Group:
             self._room.measure()  # room that was asked for, and not taken
             raise
 
-    def _prefill_to(self, model: Any, row: Row, end: int) -> mx.array | None:
-        """Evaluate a row's prompt up to `end`; returns the last token's logits where the prompt ends there."""
-        count, left = end - row.position, row.prompt_left
-        self._room.require_tokens(count)
-        last = max([row.position, *(at for at in row.stops if at < end)])
-        cuts = {end, *row.stops} | ({end - 1} if count == left and end - last > LOGITS_TOKENS else set())
-        logits, tier = None, self._core.tier
-        while row.position < end:
-            stop = min(at for at in cuts if at > row.position)
-            with nullcontext() if tier is None else tier.rates.timing_prefill(row.position, stop):
-                logits = self._evaluate(model, row, stop - row.position)
+    def _prefill_to(self, model: Any, ends: Mapping[Row, int]) -> Iterator[tuple[Row, mx.array]]:
+        """Evaluate the prompts of some rows up to their ends; yields those that are through, with logits."""
+        while left := [row for row, end in ends.items() if row.position < end and not row.is_closed]:
+            counts = {row: self._cut(row, ends[row], len(left)) - row.position for row in left}
+            # Those that have the most to do go first: at the end of their prompts the rows come together.
+            first = max(left, key=lambda row: ends[row] - row.position)
+            count = counts[first]
+            rows = [row for row in left if row is first or (counts[row] == count and self._can_join(model, row, count))]
+            rows = rows if self._can_join(model, first, count) else [first]
+            logits = self._evaluate(model, rows, count)
+            if logits is None:
+                rows = [first]
+                logits = self._evaluate(model, rows, count)
+            assert logits is not None
             # First: a checkpoint would take buffers of the chunk's, which are larger than it is.
             self._layout.release()
-            if stop in row.stops:
-                self._take_checkpoint(row, row.stops[stop])
+            for row in rows:
+                if row.position in row.stops:
+                    self._take_checkpoint(row, row.stops[row.position])
+            yield from ((row, logits[at : at + 1]) for at, row in enumerate(rows) if not row.prompt_left)
+
+    def _cut(self, row: Row, end: int, rows: int) -> int:
+        """Where the next pass of a row ends that is to be evaluated up to `end`, and so many rows with it."""
+        position = row.position
+        last = max([position, *(at for at in row.stops if at < end)])
+        is_long = end - position == row.prompt_left and rows * (end - last) > LOGITS_TOKENS
+        cuts = {end, *row.stops} | ({end - 1} if is_long else set())
+        return min(at for at in cuts if at > position)
+
+    def _can_join(self, model: Any, row: Row, count: int) -> bool:
+        is_short = count <= TOGETHER_TOKENS and row.batch.columns.lengths[row.at] <= TOGETHER_COLUMNS
+        return is_short and self._way(model).is_wide
+
+    def _evaluate(self, model: Any, rows: Sequence[Row], count: int) -> mx.array | None:
+        """Evaluate so many prompt tokens of each row; logits (R, 1, V); None: there is no room for them together."""
+        ids = mx.array(np.stack([row.next_ids(count) for row in rows]))
+        row, tier = rows[0], self._core.tier
+        timing = None if tier is None or len(rows) > 1 else tier.rates.timing_prefill
+        with nullcontext() if timing is None else timing(row.position, row.position + count):
+            evaluate = self._passes.alone if len(rows) == 1 else self._passes.side_by_side
+            found = self._run(lambda: evaluate(model, rows, ids))
+            if found is None:
+                return None
+            logits, batch = owned(found[:, -1:]), row.batch
+            try:
+                # With the logits, which otherwise would hold the buffers and have the next write copy them.
+                mx.eval(batch.arrays, [] if all(row.prompt_left for row in rows) else [logits])
+                if self._layout.windows:
+                    self._keep_windows(rows, count)
+                batch.own_points()
+            except Exception:
+                self.is_lost = True
+                raise
+            with self._lock:
+                self._layout.learn(batch.specimen(self._layout.fresh()))
+                self._room.book()
         return logits
 
-    def _evaluate(self, model: Any, row: Row, count: int) -> mx.array | None:
-        """Evaluate prompt tokens of a row; returns the last one's logits where the prompt ends with it."""
-        ids = mx.array(row.next_ids(count))[None]
-        logits = owned(self._run(lambda: self._passes.prefill(model, row, ids))[:, -1:])
-        is_last = row.prompt_left == 0
-        try:
-            # With the logits, which otherwise would hold the buffers and have the next write copy them.
-            mx.eval(row.batch.arrays, [logits] if is_last else [])
-            if self._layout.windows:
-                self._keep_windows(row, count)
-            row.batch.own_points()
-        except Exception:
-            self.is_lost = True
-            raise
-        with self._lock:
-            self._layout.learn(row.batch.specimen(self._layout.fresh()))
-            self._room.book()
-        return logits if is_last else None
-
-    def _keep_windows(self, row: Row, count: int) -> None:
+    def _keep_windows(self, rows: Sequence[Row], count: int) -> None:
         """Keep what windows have of the last tokens, before they are cut to what they read."""
         with self._lock:
-            self._layout.learn(row.batch.specimen(self._layout.fresh()))
-            points = row.batch.points(row.at, self._layout.fresh())
-            is_last = row.prompt_left <= 1 or row.position in row.stops
-            self._core.keep_windows(row.own, points, row.position - count, row.position, is_last=is_last)
+            self._layout.learn(rows[0].batch.specimen(self._layout.fresh()))
+            for row in rows:
+                points = row.batch.points(row.at, self._layout.fresh())
+                is_last = row.prompt_left <= 1 or row.position in row.stops
+                self._core.keep_windows(row.own, points, row.position - count, row.position, is_last=is_last)
 
     def _take_checkpoint(self, row: Row, kind: str) -> None:
         """Copy and book the point state of a row where it stands, if that fits the budget."""

@@ -1,7 +1,7 @@
 """Passes: the forward passes of a group's rows, and the batches that they go in.
 
-together    the rows of a step come into one batch, and stay in it as long as the same rows step
-alone       a row that is prefilled, and rows that do not fit side by side, padded to the longest of them
+together    the rows of a pass come into one batch, and stay in it as long as the same rows go on
+alone       a row whose next chunk is its own, and rows that do not fit side by side, padded to the longest of them
 
 Room is asked for before anything runs, for all rows of a step at once.
 """
@@ -31,17 +31,23 @@ class Passes:
         self._room = room
         self._lock = room.core.lock
 
-    def prefill(self, model: Any, row: Row, ids: mx.array) -> mx.array:
+    def alone(self, model: Any, rows: Sequence[Row], ids: mx.array) -> mx.array:
         """The next tokens (1, T) of one row; logits (1, T, V), not evaluated."""
+        (row,) = rows
         with self._lock:
             self._part(row)
         return self._forward(model, row.batch, ids)
 
     def step(self, model: Any, rows: Sequence[Row], ids: mx.array, *, side_by_side: bool) -> mx.array:
         """One more token (N, 1) of each row; logits (N, 1, V), not evaluated. All rows step, or none."""
-        batch = self._together(rows) if side_by_side and len(rows) > 1 else None
+        logits = self.side_by_side(model, rows, ids) if side_by_side and len(rows) > 1 else None
+        return self._one_by_one(model, rows, ids) if logits is None else logits
+
+    def side_by_side(self, model: Any, rows: Sequence[Row], ids: mx.array) -> mx.array | None:
+        """The next tokens (N, T) of each row; logits (N, T, V), not evaluated; None: there is no room for that."""
+        batch = self._together(rows, ids.shape[1])
         if batch is None:
-            return self._one_by_one(model, rows, ids)
+            return None
         places = [batch.rows.index(row) for row in rows]
         if places == sorted(places):
             return self._forward(model, batch, ids)
@@ -55,27 +61,32 @@ class Passes:
                 Batch.gathered(left).take_over()
         self._room.book()
 
-    def _together(self, rows: Sequence[Row]) -> Batch | None:
-        """The batch of exactly these rows, in some order; None: padded to the longest of them they do not fit."""
+    def _together(self, rows: Sequence[Row], count: int) -> Batch | None:
+        """The batch of exactly these rows, in some order; None: padded to the longest of them they do not fit.
+
+        Args:
+            count: tokens that it has room for.
+        """
         batch, room = rows[0].batch, self._room
         is_one = len(batch.rows) == len(rows) and all(row.batch is batch for row in rows)
         with self._lock:
             try:
                 if is_one:
-                    self._grow(batch, 1)
+                    self._grow(batch, count)
                     return batch
-                size = max(row.batch.columns.lengths[row.at] for row in rows) + 1
-                position = max(row.position for row in rows)
+                size = max(row.batch.columns.lengths[row.at] for row in rows) + count
+                position = max(row.position for row in rows) + count
                 held = sum(each.nbytes for each in {id(row.batch): row.batch for row in rows}.values())
                 spare = room.ask(lambda more: room.bytes_of(len(rows), size + more, position), GROWTH_COLUMNS, held)
             except BudgetFullError:
                 return None
+            left = {id(row.batch) for row in rows}
             for other in room.rows.values():
-                if other not in rows:
+                if other not in rows and id(other.batch) in left:
                     self._part(other)
             # Rows that share stand side by side, so that nothing has to be gathered for what they read.
             side_by_side = sorted(rows, key=_branch)
-            together = Batch.gathered([(row.batch, row.at) for row in side_by_side], 1 + spare)
+            together = Batch.gathered([(row.batch, row.at) for row in side_by_side], count + spare)
             together.take_over()
             room.book()
         return together

@@ -159,15 +159,15 @@ class Row:
         """How far these keys go along with the clean tokens; waits for reported ones only where the prompt does."""
         return self._known.common(keys, self.clean_tokens)
 
-    def common_later(self, keys: Keys, chunk_tokens: int, has_points: bool) -> int:
+    def common_later(self, keys: Keys, chunk_tokens: int, has_states: bool) -> int:
         """How many tokens of a prompt with these keys the row can give at some moment of its prefill, in such chunks.
 
-        With point layers they end where a chunk does, or at a checkpoint that is still to be taken.
+        With recurrent layers they end where a chunk does, or at a checkpoint that is still to be taken.
         """
         position, clean = self.position, self.clean_tokens
         prompt = self._known.read_keys
         common = common_length(prompt if clean == position else prompt[:clean], keys)
-        if not has_points:
+        if not has_states:
             return common
         ends = [at for at in self.stops if position < at <= common]
         if position <= common:

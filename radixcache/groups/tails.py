@@ -7,9 +7,9 @@
 `Columns` say where things are, once for all layers; a `TailLayer` has one layer's buffers, and is the cache that the
 model sees. A pass that breaks off has changed nothing: columns count once it is through.
 
-A row alone may evaluate many tokens at once. Where it has segments, few tokens attend to them in place, and many get
-keys and values side by side in a buffer that is gone when the layer is through: the model's own attention on those is
-worth the copy.
+A pass evaluates as many tokens of each row. Where they have segments, few tokens attend to them in place, and many, of
+a row alone, get keys and values side by side in a buffer that is gone when the layer is through: the model's own
+attention on those is worth the copy.
 """
 
 from __future__ import annotations
@@ -75,9 +75,12 @@ class Pass:
         return mx.arange(columns.end + self.tokens) >= mx.array(starts)[:, None, None, None]
 
     @cached_property
-    def causal(self) -> mx.array | None:
-        """What of the tail each of the tokens of a row alone sees, bool (T, C); None: there is one token."""
-        return create_causal_mask(self.tokens, self.columns.end) if self.tokens > 1 else None
+    def seen(self) -> mx.array | None:
+        """What of the tails each token sees, bool (T, C) or (R, 1, T, C); None: all of them."""
+        if self.tokens == 1:
+            return self.padding
+        causal: mx.array = create_causal_mask(self.tokens, self.columns.end)
+        return causal if self.padding is None else causal & self.padding
 
     @cached_property
     def plan(self) -> Plan:
@@ -175,19 +178,17 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
         current = self._running
         if current.parts and window_size is not None:
             raise PassError("a mask with a window of its own, over segments whose order says nothing.")
-        end = self.columns.end
-        if N > 1:
-            held = self.columns.positions[0]
-            if not return_array and (window_size is None or held + N <= window_size):
-                return "causal"
-            mask = create_causal_mask(N, held, window_size)
-        elif window_size is not None and max(self.columns.lengths) >= window_size:
-            starts = mx.array([end - length for length in self.columns.lengths])[:, None, None, None]
-            mask = create_causal_mask(1, end, window_size) & (mx.arange(end + 1) >= starts)
-        elif current.padding is None:
-            return None
+        end, padding, positions = self.columns.end, current.padding, self.columns.positions
+        if N == 1 and (window_size is None or end < window_size):
+            if padding is None:
+                return None
+            mask = padding
+        elif padding is None and not return_array and (window_size is None or max(positions) + N <= window_size):
+            return "causal"
         else:
-            mask = current.padding
+            # One row's segments are in front of its tail.
+            mask = create_causal_mask(N, positions[0] if len(positions) == 1 else end, window_size)
+            mask = mask if padding is None else mask & padding
         current.masks.append(mask)
         return mask
 
@@ -225,8 +226,8 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
         if values is not own or not (mask is None or isinstance(mask, str) or any(mask is m for m in current.masks)):
             raise PassError("attention with values or a mask of the model's own.")
         current.attended(keys)
-        seen = current.padding if current.tokens == 1 else current.causal
-        return cascade(queries, keys, own, current.plan, self._segments(current), scale=scale, mask=seen, sinks=sinks)
+        plan, segments = current.plan, self._segments(current)
+        return cascade(queries, keys, own, plan, segments, scale=scale, mask=current.seen, sinks=sinks)
 
     @property
     def state(self) -> tuple[mx.array, ...]:

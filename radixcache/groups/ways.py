@@ -42,10 +42,11 @@ class Way(StrEnum):
 
 
 class Finding(NamedTuple):
-    """The way of a model, and why it is not a faster one."""
+    """The way of a model, why it is not a faster one, and whether a pass of several rows may have several tokens."""
 
     way: Way
     reason: str
+    is_wide: bool
 
 
 #: By the id of a model, which is no key itself: what was found.
@@ -81,11 +82,11 @@ def _tried(model: Any, fresh: Callable[[], Sequence[Any]]) -> Finding:
         serve(model)
     for way in candidates:
         try:
-            found = _rows(model, fresh, way)
             tolerance = tolerance_of(wanted.dtype)
-            error = error_of(found, wanted)
-            if error <= min(max(rounding, LEAST_PART * tolerance), tolerance):
-                return Finding(way, reason)
+            allowed = min(max(rounding, LEAST_PART * tolerance), tolerance)
+            error = error_of(_rows(model, fresh, way), wanted)
+            if error <= allowed:
+                return Finding(way, reason, way is not Way.SINGLE and _is_wide(model, fresh, way, wanted, allowed))
             why = f"logits are off by {error:.1e} of the largest"
         except UnsupportedCacheError:
             raise
@@ -96,6 +97,13 @@ def _tried(model: Any, fresh: Callable[[], Sequence[Any]]) -> Finding:
     raise UnsupportedCacheError(f"{name} cannot be one row among others: {reason}.")
 
 
+def _is_wide(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, wanted: mx.array, allowed: float) -> bool:
+    try:
+        return error_of(_rows(model, fresh, way, is_wide=True), wanted) <= allowed
+    except Exception:  # as in `_tried`
+        return False
+
+
 def _alone(model: Any, caches: Sequence[Any], row: Sequence[int], index: int, last: int) -> mx.array:
     """Logits (1, steps, V) of a row in mlx-lm's own caches; `last`: how many tokens of it go by themselves."""
     for chunk in (row[:-last], row[-last:]):
@@ -103,8 +111,8 @@ def _alone(model: Any, caches: Sequence[Any], row: Sequence[int], index: int, la
     return mx.concatenate([model(mx.array([[step[index]]]), cache=caches) for step in STEPS], axis=1)
 
 
-def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way) -> mx.array:
-    """Logits (2, steps, V) of both rows."""
+def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, *, is_wide: bool = False) -> mx.array:
+    """Logits (2, steps, V) of both rows; wide: all steps are one pass."""
     first, second = (Batch.of_one(fresh(), row) for row in (0, 1))
     ours = way is Way.SEGMENTS
     for batch in (first, second):
@@ -125,9 +133,8 @@ def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way) -> mx.array:
         ]
         return mx.concatenate([mx.concatenate(steps, axis=1) for steps in rows])
     both = Batch.gathered([(first, 0), (second, 0)])
-    return mx.concatenate(
-        [both.forward(model, mx.array([[token] for token in step]), parts, ours=ours) for step in STEPS], axis=1
-    )
+    passes = [mx.array(STEPS).T] if is_wide else [mx.array(step)[:, None] for step in STEPS]
+    return mx.concatenate([both.forward(model, ids, parts, ours=ours) for ids in passes], axis=1)
 
 
 def _spans(batch: Batch, start: int, end: int) -> Spans:

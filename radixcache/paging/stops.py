@@ -19,8 +19,10 @@ def checkpoint_stops(
         interval: tokens between checkpoints anywhere.
         last: no offset beyond this one is reached.
     """
-    stops = {prompt_tokens - TAIL_TOKENS: "tail"}
-    stops.update(dict.fromkeys(marks, "mark"))
+    stops = dict.fromkeys(marks, "mark")
+    tail = prompt_tokens - TAIL_TOKENS
+    if not any(tail <= mark < prompt_tokens for mark in stops):  # what a template rewrites is behind the last message
+        stops[tail] = "tail"
     if matched > resumed:
         stops[min(matched, last)] = "branch"
     for offset in range(interval, last + 1, interval):

@@ -64,6 +64,10 @@ class Admission:
             self.waiting, lambda request: self._fits(request, group), lambda request: self._gains(request, group)
         )
 
+    def waits(self, request: ParallelRequest, others: Iterable[ParallelRequest], group: Group) -> bool:
+        """Whether a row's first chunk is the smaller once these, which are prefilled now, have theirs."""
+        return request.row.is_fresh and self._later(request, others, group) > request.row.position
+
     def refuse(self) -> None:
         """The group had no room after all: nobody comes in before one of those that run is through."""
         self._is_refused = True
@@ -99,10 +103,13 @@ class Admission:
 
     def _gains(self, request: ParallelRequest, group: Group) -> bool:
         """Whether a prompt that is being prefilled right now is the same further than all that is evaluated yet."""
-        others = [each for each in self.prefilling if each.namespace == request.namespace]
-        later = (group.sharable_later(request.keys, each.row, self._step_size) for each in others)
-        most = max(later, default=0)
-        return most > 0 and most > group.sharable_tokens(request.keys, request.namespace)
+        later = self._later(request, self.prefilling, group)
+        return later > 0 and later > group.sharable_tokens(request.keys, request.namespace)
+
+    def _later(self, request: ParallelRequest, others: Iterable[ParallelRequest], group: Group) -> int:
+        """How many tokens of its prompt others will have at some moment of their prefill."""
+        rows = [each.row for each in others if each.namespace == request.namespace]
+        return max((group.sharable_later(request.keys, row, self._step_size) for row in rows), default=0)
 
     def _needed(self, request: ParallelRequest) -> int:
         return request.needed_tokens if self._context is None else min(request.needed_tokens, self._context)

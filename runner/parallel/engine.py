@@ -23,7 +23,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from radixcache import BudgetFullError, CacheFullError, Group, SessionClosedError
+from radixcache import BudgetFullError, CacheFullError, Group, Row, SessionClosedError
 from radixcache.errors import ShiftError
 from radixcache.generate import RELEASE_INTERVAL_TOKENS
 from radixcache.locking.interrupts import uninterrupted
@@ -135,37 +135,47 @@ class Engine:
 
     def _prefill(self) -> None:
         """Evaluate a chunk of one prompt, and what is left of others as far as both are no more than a chunk."""
-        left_tokens = self._step_size
         prefilling = self._admission.prefilling
-        request = self._turns.choose(prefilling) if prefilling else None
-        while request is not None:
-            left_tokens -= request.remaining_tokens
-            self._prefill_chunk(request)
-            request = min(self._admission.prefilling, key=lambda each: each.remaining_tokens, default=None)
-            if request is not None and request.remaining_tokens > left_tokens:
-                return
+        if not prefilling:
+            return
+        chosen = [self._turns.choose(prefilling)]
+        left_tokens = self._step_size - chosen[0].remaining_tokens
+        for request in sorted(prefilling, key=lambda each: each.remaining_tokens):
+            if request.remaining_tokens > left_tokens:
+                break
+            if request is not chosen[0] and not self._admission.waits(request, chosen, self.group):
+                left_tokens -= request.remaining_tokens
+                chosen.append(request)
+        self._prefill_chunks(chosen)
+        for request in chosen:
+            if request.failure is not None and request in self._admission.running:
+                self.fail(request, request.failure)
+            elif request in self._admission.running:
+                request.found()
+                self._report(request)
 
-    def _prefill_chunk(self, request: ParallelRequest) -> None:
-        """Evaluate one chunk; with the last one the first token is on its way."""
+    def _prefill_chunks(self, requests: list[ParallelRequest]) -> None:
+        """Evaluate a chunk of each; where a prompt is through with it the first token is on its way."""
+        rows: dict[Row, ParallelRequest] = {}
         try:
-            while request in self._admission.running:
+            while rows := {each.row: each for each in requests if self._has_chunk(each)}:
                 try:
                     with uninterrupted():
-                        logits = self.group.prefill(self._model, request.row, self._step_size)
-                        if logits is not None:
-                            sample_each([request], logits)
-                    break
+                        for row, logits in self.group.prefill_many(self._model, [*rows], self._step_size):
+                            sample_each([rows[row]], logits)
+                    return
                 except NO_ROOM as error:
                     self._make_room(error)
         except Exception as error:
             self._failure = error
-            self.fail(request, error)
-            return
-        if request.failure is not None:
-            self.fail(request, request.failure)
-        elif request in self._admission.running:
-            request.found()
-            self._report(request)
+            for request in [] if self.group.is_lost else rows.values():
+                if len(rows) == 1:
+                    self.fail(request, error)
+                else:  # one of them raised; the others go on
+                    self._prefill_chunks([request])
+
+    def _has_chunk(self, request: ParallelRequest) -> bool:
+        return request in self._admission.running and not request.is_decoding and request.failure is None
 
     def _report(self, request: ParallelRequest) -> None:
         if request.on_progress is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -700,18 +701,47 @@ def test_an_evaluation_that_fails_costs_those_who_run_and_nobody_else(
 BAD_TOKEN = 210
 
 
+@contextmanager
+def embedding(model: Any, of: Callable[[mx.array, mx.array], mx.array]) -> Iterator[None]:
+    """A model in which tokens are embedded as this says, from their ids and from what they are embedded as."""
+    layer = model.model.embed_tokens
+    plain = type(layer)
+    call = {"__call__": lambda self, ids: of(ids, plain.__call__(self, ids))}
+    layer.__class__ = type(plain.__name__, (plain,), call)
+    try:
+        yield
+    finally:
+        layer.__class__ = plain
+
+
 @pytest.fixture
 def poisoned(loaded: LoadedModel) -> Iterable[LoadedModel]:
     """A model in which one token is not a number."""
-    embedding = loaded.model.model.embed_tokens
-    plain = type(embedding)
+    with embedding(loaded.model, lambda ids, found: mx.where((ids == BAD_TOKEN)[..., None], float("nan"), found)):
+        yield loaded
 
-    def call(self: Any, ids: mx.array) -> mx.array:
-        return mx.where((ids == BAD_TOKEN)[..., None], float("nan"), plain.__call__(self, ids))
 
-    embedding.__class__ = type(plain.__name__, (plain,), {"__call__": call})
-    yield loaded
-    embedding.__class__ = plain
+def test_a_prompt_that_the_model_refuses_ends_alone_and_those_it_was_prefilled_with_go_on(loaded: LoadedModel) -> None:
+    def refuse(ids: mx.array, found: mx.array) -> mx.array:
+        shapes.append(ids.shape)
+        if BAD_TOKEN in np.array(ids):
+            raise ValueError("refused")
+        return found
+
+    shapes: list[tuple[int, ...]] = []
+    prompts = [prompt[-30:].copy() for prompt in PROMPTS[1:]]
+    prompts[1][20] = BAD_TOKEN
+    cache = new_cache(loaded)
+    with new_generator(loaded, cache, step_size=200) as generator, embedding(loaded.model, refuse):
+        inside.try_ways(loaded.model)
+        shapes.clear()
+        tickets = [submit(generator, prompt, marks=()) for prompt in prompts]
+        drain(generator)
+    assert any(rows > 1 and count > 1 for rows, count in shapes)
+    assert str(done(tickets.pop(1)).error) == "refused"
+    prompts.pop(1)
+    require_alone(loaded, tickets, prompts)
+    require_right_tree(loaded, cache, prompts)
 
 
 def test_a_prompt_whose_state_is_not_a_number_takes_nobody_along(poisoned: LoadedModel) -> None:

@@ -110,18 +110,22 @@ class Groups(RuleBasedStateMachine):
     @precondition(lambda self: self.rows())
     @rule(data=st.data(), chunk=st.sampled_from([1, 7, 20, None]))
     def prefill(self, data: st.DataObject, chunk: int | None) -> None:
-        group, row = drawn(data, self.rows())
-        if not row.prompt_left:
+        group = drawn(data, [group for group in self.groups if group.rows])
+        rows = [row for row in group.rows if row.prompt_left]
+        if not rows:
             return
-        before = row.position
+        rows = data.draw(st.lists(st.sampled_from(rows), unique=True, min_size=1))
+        before = [row.position for row in rows]
+        found = {}
         try:
-            logits = group.prefill(self.model, row, chunk)
+            found.update(group.prefill_many(self.model, rows, chunk))
         except (CacheFullError, BudgetFullError):
-            assert row.position == before
+            assert len(rows) > 1 or rows[0].position == before[0]
             return
-        assert (logits is None) == (row.prompt_left > 0)
-        if logits is not None and row.clean_tokens == row.position:
-            agree(logits[0, 0], cold(self.kind, self.evaluated(row)))
+        assert set(found) == {row for row in rows if not row.prompt_left}
+        for row, logits in found.items():
+            if row.clean_tokens == row.position:
+                agree(logits[0, 0], cold(self.kind, self.evaluated(row)))
 
     @precondition(lambda self: self.rows())
     @rule(data=st.data(), token=st.integers(30, 33))

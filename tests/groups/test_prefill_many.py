@@ -1,0 +1,102 @@
+"""Prompts of several rows that are prefilled together: the same logits and state, in fewer forward passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from radixcache import Group, PrefixCache
+from radixcache.groups.row import Row
+from radixcache.groups.ways import Way
+from runner.models.tiny import tiny_model
+from tests.groups.test_begin_many import ROUNDING, cold, decoded, error, stored
+from tests.groups.test_ways import WAYS
+from tests.whole.test_exact import tokens
+
+SYSTEM = tokens(1, 60)
+#: Two on the system prompt, that have 9 and 30 tokens of their own, and two that have nothing in common.
+PROMPTS = ([*SYSTEM, *tokens(2, 9)], [*SYSTEM, *tokens(3, 30)], tokens(4, 40), tokens(5, 23))
+
+
+class Counting:
+    """A model that notes the shape (R, T) of each pass, and raises behind one that has a bad token."""
+
+    def __init__(self, model: Any, bad: int | None = None) -> None:
+        self.model, self.bad = model, bad
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, ids: mx.array, **named: Any) -> mx.array:
+        self.shapes.append(tuple(ids.shape))
+        logits: mx.array = self.model(ids, **named)
+        if self.bad is not None and self.bad in np.array(ids):
+            raise ValueError("a bad token")
+        return logits
+
+
+def through(group: Group, model: Any, rows: list[Row], chunk: int | None = None) -> dict[Row, mx.array]:
+    found: dict[Row, mx.array] = {}
+    while left := [row for row in rows if row.prompt_left]:
+        found.update(group.prefill_many(model, left, chunk))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunk"), [*((kind, None) for kind in WAYS), ("llama", 16), ("gemma3_text", 16), ("qwen3_next", 16)]
+)
+def test_rows_that_are_prefilled_together_get_what_each_gets_alone(kind: str, chunk: int | None) -> None:
+    model = tiny_model(kind)
+    counting = Counting(model)
+    cache = PrefixCache(model)
+    stored(cache, model, SYSTEM)
+    with cache.begin_many(PROMPTS, capacity=600, segment_bytes=0) as group:
+        found = through(group, counting, group.rows, chunk)
+        logits = [found[row][0, 0] for row in group.rows]
+        for prompt, each in zip(PROMPTS, logits, strict=True):
+            assert error(each, cold(model, prompt)) < ROUNDING
+        group.check()
+        assert (max(rows for rows, _ in counting.shapes) > 1) == (WAYS[kind] is not Way.SINGLE)
+        decoded(group, model, group.rows, logits, 4)
+    for prompt in PROMPTS:
+        # Windows and recurrent states, too, can be resumed where each row was.
+        assert cache.explain([*prompt, 99]).resumable_tokens >= len(prompt) - 16
+        with cache.begin([*prompt, 7]) as session:
+            assert error(session.step(model, session.remaining)[0, -1], cold(model, [*prompt, 7])) < ROUNDING
+    cache.check()
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "gemma3_text", "mamba2", "qwen3_next"])
+def test_a_pass_that_raises_leaves_every_row_of_it_as_it_was(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    prompts = [tokens(index, 30) for index in (2, 3, 4)]
+    prompts[1][25] = bad = max(set(range(256)) - {token for prompt in prompts for token in prompt})
+    with cache.begin_many(prompts, capacity=600) as group:
+        rows = group.rows
+        list(group.prefill_many(model, rows, 20))  # beyond the windows of those that have some
+        assert [row.position for row in rows] == [20, 20, 20]
+        with pytest.raises(ValueError, match="bad token"):
+            list(group.prefill_many(Counting(model, bad), rows))
+        assert [row.position for row in rows] == [20, 20, 20]
+        group.check()
+        found = through(group, model, rows)
+        for row in rows:
+            assert error(found[row][0, 0], cold(model, row.prompt.tolist())) < ROUNDING
+
+
+def test_a_row_that_does_not_fit_beside_others_is_prefilled_alone() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, budget_bytes=450 * 3072)
+    prompts = [tokens(2, 300), *(tokens(index, 20) for index in (3, 4))]
+    stored(cache, model, tokens(9, 5))
+    cache.clear()
+    with cache.begin_many(prompts, capacity=600, segment_bytes=1 << 30) as group:
+        list(group.prefill_many(model, group.rows[:1], 280))
+        counting = Counting(model)
+        found = through(group, counting, group.rows)
+        assert {rows for rows, _ in counting.shapes} == {1, 2}  # the long one goes alone
+        for row in group.rows:
+            assert error(found[row][0, 0], cold(model, row.prompt.tolist())) < ROUNDING
+        cache.check()
