@@ -16,6 +16,8 @@ worthless. On an edge of many keys it is the mean, exact where the cost of a key
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 from policies.entry import Entry
@@ -83,7 +85,7 @@ class GDSF(OrderedPolicy):
 
     def evicted(self, entry: Entry) -> None:
         if entry.entry_id in self._chosen:
-            self._note_level(entry)
+            self._note_level(entry, entry.tokens)
             self._chosen.discard(entry.entry_id)
         super().evicted(entry)
         self._aged.pop(entry.entry_id, None)
@@ -100,7 +102,24 @@ class GDSF(OrderedPolicy):
         self._chosen_value = 0.0 if first is None else self._keys[first.entry_id][0]
         return first
 
-    def _note_level(self, victim: Entry) -> None:
+    def pass_over(self, entry: Entry, cuts: Sequence[int]) -> int:
+        number = entry.entry_id
+        value, used, _ = self._keys[number]
+        length, level = self._aged[number][-1]
+        second = [*self._order[1:2], ((math.inf,), 0)][0]
+        passed = 0
+        while passed < len(cuts) - 1 and entry.end - cuts[passed] < length:
+            if second < ((value, used, -cuts[passed]), number):
+                break
+            passed += 1
+        if passed:
+            tokens = entry.end - cuts[passed - 1]
+            self._aged[number][-1] = (length - tokens, level)
+            self._fresh = [(each, count) for each, count in self._fresh if each != number]
+            self._note_level(entry, tokens)
+        return passed
+
+    def _note_level(self, victim: Entry, tokens: int) -> None:
         """A victim goes, or its tail: its H is the new L."""
         if self._is_new_burst:
             self._is_new_burst = False
@@ -110,7 +129,7 @@ class GDSF(OrderedPolicy):
         newest = self._fresh[-1][0] if self._fresh else victim.entry_id
         is_serving = newest != victim.entry_id and newest in self._keys and newest not in self._filed
         if victim.state == "span" and not is_serving:
-            self._levels.append((victim.tokens, self.inflation))
+            self._levels.append((tokens, self.inflation))
 
     def _add_fresh(self, entry: Entry) -> None:
         """Give what a request adds the values that L went through to make room for it; the last key has the latest."""

@@ -5,9 +5,12 @@ once with `inserted`, may then be touched, split and merged, and leaves with `ev
 `merged`. A policy never sees an entry again after that. `victim` is asked as long as bytes are wanted; it must
 answer with an entry that is evictable at that moment, and asking twice without a hook between gives the same answer.
 
-Two attributes are optional. `ranks_whole_edges` (default True): the victim stays the victim while its tail is cut, key
-by key, so that a cache may cut as much of it as it needs at once; False: ask again after each step. `bypass` (default
-False): an offline bound that may also refuse what the request being served has added.
+Three attributes are optional. `ranks_whole_edges` (default True): the victim stays the victim while its tail is cut,
+key by key, so that a cache may cut as much of it as it needs at once; False: ask again after each step. `bypass`
+(default False): an offline bound that may also refuse what the request being served has added. `pass_over(entry,
+cuts)`: the victim's tail is about to be cut at these offsets in turn, the deepest first. It says how many of them would
+leave `entry` the victim, the last one never among them, and takes note of those as if it had heard of each; the next
+one it hears of. Asked only where the keys of an edge cost the same.
 
 Order of calls: the hooks of one request come deepest node first, so the root side is the newest. Ticks grow from
 request to request, but with several sessions open what a request adds may be announced after hooks of later requests.

@@ -15,8 +15,9 @@ Source: Gittins, J. R. Stat. Soc. B 41 (1979); as hit density in a cache: Beckma
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 BINS_PER_OCTAVE = 2
 BIN_COUNT = 96
@@ -139,8 +140,9 @@ def _bin(age_ticks: int) -> int:
 _EDGES = [0.0, *(2.0 ** (index / BINS_PER_OCTAVE) for index in range(BIN_COUNT))]
 
 
-def _hazards(probability: float, median_ticks: float, stray_share: float) -> list[float]:
-    """Chance of a use within each bin, given none before it."""
+@lru_cache(maxsize=512)
+def _hazards(probability: float, median_ticks: float, stray_share: float) -> Sequence[float]:
+    """Chance of a use within each bin, given none before it. Medians move by half octaves: most come again."""
     hazards: list[float] = []
     below = 0.0
     for edge in _EDGES[1:]:
@@ -148,7 +150,7 @@ def _hazards(probability: float, median_ticks: float, stray_share: float) -> lis
         hazard = probability * ((up_to - below) / (1.0 - probability * below) + stray_share / BIN_COUNT)
         hazards.append(min(0.95, max(1e-12, hazard)))
         below = up_to
-    return hazards
+    return tuple(hazards)
 
 
 def _add_watched(watched: list[float], counts: list[float]) -> None:
@@ -159,7 +161,7 @@ def _add_watched(watched: list[float], counts: list[float]) -> None:
         older += counts[index]
 
 
-def _ratio(used: list[float], watched: list[float], hazards: list[float]) -> float:
+def _ratio(used: list[float], watched: list[float], hazards: Sequence[float]) -> float:
     """How much more often a class was used again than its prior has it, drawn towards 1."""
     expected = sum(each * hazard for each, hazard in zip(watched, hazards, strict=True) if each)
     return (sum(used) + PRIOR_USES) / (expected + PRIOR_USES)

@@ -27,6 +27,7 @@ were chosen with all of it in view: see benchmarks/results/turn-research.md, als
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from sortedcontainers import SortedList
@@ -161,6 +162,21 @@ class Turn:
             if queue not in self._ranks:
                 self._ranks[queue] = self._rank(queue, order[0])
         return self._entries[min(self._ranks.values())[-1]] if self._ranks else None
+
+    def pass_over(self, entry: Entry, cuts: Sequence[int]) -> int:
+        number = entry.entry_id
+        queue, item = self._filed[number]
+        others = [rank for each, rank in self._ranks.items() if each != queue]
+        others += [self._rank(queue, each) for each in self._queues[queue][1:2]]
+        # Behind the first cut it has no prompt's end any more that could be spent.
+        worth, tick, *_ = self._rank((*queue[:2], self._user[number].is_spent, queue[3]), item)
+        nearest = min(others, default=(math.inf, math.inf))
+        passed = 0
+        while passed < len(cuts) - 1 and (worth, tick, -cuts[passed], number) < nearest:
+            passed += 1
+        for end, at in zip((entry.end, *cuts[:passed]), cuts[:passed], strict=False):
+            self._ends.cut(end - at)
+        return passed
 
     # For policies that weigh differently
 

@@ -98,6 +98,8 @@ class StateTree:
         self._thin_order: Any = SortedList()
         self._thin_keys: dict[int, tuple[int, int, int, int]] = {}
         self._merges = merges
+        #: The policy's own, where the keys of an edge are worth the same.
+        self._pass_over = getattr(policy, "pass_over", None) if cost.per_pair == 0 else None
 
     # Reading
 
@@ -213,8 +215,8 @@ class StateTree:
         self.set_spans(child, None)
         self._set_evictable(upper.entry, False)
         gone, into = upper.entry, lower.entry
-        edges, end = [each.edge for each in node.path()], node.end
-        gone.digest_of = lambda: _digest(node.namespace, edges, end)
+        digest_at, end = _digests_on(node), node.end
+        gone.digest_of = lambda: digest_at(end)
         into.created = min(into.created, gone.created)
         into.last_used = max(into.last_used, gone.last_used)
         into.uses = max(into.uses, gone.uses)
@@ -259,22 +261,25 @@ class StateTree:
         head = self._head(leaf, at)
         self._note_loss(leaf, at)
         self.set_checkpoint(leaf, None)
-        self._tell_lost(leaf, at, [each.edge for each in leaf.path()])
+        self._tell_lost(leaf, at, _digests_on(leaf))
         self._shorten(leaf, at, head)
 
     def trim(self, leaf: StateNode, cuts: Sequence[int]) -> None:
         """Cut the tail of a leaf without a checkpoint at each of these offsets in turn, the deepest first.
 
-        It stops where the policy has another victim. The policy hears of every cut; keys and spans are cut once. May
-        fail as `split` does, after the policy has heard of it: then all of the leaf has to go.
+        It stops where the policy has another victim. The policy hears of every cut that it does not pass over; keys and
+        spans are cut once. May fail as `split` does, after the policy has heard of it: then all of the leaf has to go.
         """
         self.about_to_lose(leaf)
-        edges = [each.edge for each in leaf.path()]
-        entry = leaf.payload.entry
-        for at in cuts:
-            self._tell_lost(leaf, at, edges)
-            if self.policy.victim() is not entry:
-                break
+        digest_at = _digests_on(leaf)
+        entry, is_victim = leaf.payload.entry, True
+        while cuts and is_victim:
+            passed = 0 if self._pass_over is None else self._pass_over(entry, cuts)
+            if passed:
+                self._cut_entry(entry, cuts[passed - 1])
+            at, cuts = cuts[passed], cuts[passed + 1 :]
+            self._tell_lost(leaf, at, digest_at)
+            is_victim = self.policy.victim() is entry
         head = self._head(leaf, at)
         self._note_loss(leaf, at)
         self._shorten(leaf, at, head)
@@ -493,8 +498,13 @@ class StateTree:
         self.windows.set(leaf, windows)
         self._mirror(leaf)
 
-    def _tell_lost(self, leaf: StateNode, at: int, edges: list[Keys]) -> None:
-        """Tell the policy that the part of a leaf's entry behind `at` goes; `edges` lead to its end as it was."""
+    def _cut_entry(self, entry: Entry, at: int) -> None:
+        entry.weight_bytes = entry.weight_bytes * (at - entry.start) // (entry.end - entry.start)
+        entry.end = at
+        entry.cost = self.cost.cost(entry.start, at)
+
+    def _tell_lost(self, leaf: StateNode, at: int, digest_at: Callable[[int], bytes]) -> None:
+        """Tell the policy that the part of a leaf's entry behind `at` goes."""
         kept = leaf.payload.entry
         end = kept.end
         self._next_entry_id += 1
@@ -512,11 +522,9 @@ class StateTree:
             priority=kept.priority,
             turn=kept.turn,
             kind=kept.kind,
-            digest_of=lambda: _digest(leaf.namespace, edges, end),
+            digest_of=lambda: digest_at(end),
         )
-        kept.weight_bytes = kept.weight_bytes * (at - kept.start) // (end - kept.start)
-        kept.end = at
-        kept.cost = self.cost.cost(kept.start, at)
+        self._cut_entry(kept, at)
         self.policy.split(kept, lost)
         self.policy.evicted(lost)
 
@@ -647,13 +655,23 @@ class StateTree:
             assert (state.checkpoint_entry.entry_id in self._evictable) == free, (node, free)
 
 
-def _digest(namespace: str, edges: Sequence[Keys], end: int) -> bytes:
-    """Digest of the prefix up to offset `end` that these edges spell; the last may go on behind it."""
-    blake = _hashing(namespace)
-    for edge in edges:
-        blake.update(edge[:end].tobytes())
-        end -= len(edge)
-    return blake.digest()
+def _digests_on(node: StateNode) -> Callable[[int], bytes]:
+    """What gives the digest of the prefix up to an offset on a node's edge, as the path is now."""
+    *above, edge = (each.edge for each in node.path())
+    namespace, start = node.namespace, node.start
+    beginning: hashlib.blake2b | None = None
+
+    def digest_at(end: int) -> bytes:
+        nonlocal beginning
+        if beginning is None:
+            beginning = _hashing(namespace)
+            for each in above:
+                beginning.update(each.data)
+        blake = beginning.copy()
+        blake.update(edge[: end - start].data)
+        return blake.digest()
+
+    return digest_at
 
 
 def _digests(node: StateNode, offsets: Sequence[int]) -> list[bytes]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from policies import (
@@ -13,6 +14,7 @@ from policies import (
     POLICIES,
     SLRU,
     TLRU,
+    CostModel,
     Entry,
     EvictionPolicy,
     Marconi,
@@ -21,6 +23,10 @@ from policies import (
     make_policy,
 )
 from policies.runs import RunPolicy
+from radixcache.budget.ledger import Ledger
+from radixcache.layers.arrays import ArrayLayout
+from radixcache.tree.node_state import StateNode
+from radixcache.tree.state_tree import StateTree, Use
 from tests.policies.blocks import BlockCache, Future, conversations, replay
 from tests.policies.traffic import ORDER, Traffic, Witness
 
@@ -232,6 +238,15 @@ def test_the_same_blocks_go_whether_an_edge_stands_for_many_or_a_node_for_each(
     assert len(outcomes[0][1]) > 100
 
 
+@pytest.mark.parametrize("name", sorted(name for name, its in POLICIES.items() if hasattr(its, "pass_over")))
+def test_what_is_passed_over_ends_where_a_leaf_of_the_same_tick_is_deeper(name: str) -> None:
+    asked: Any = make_policy(name)
+    asked.pass_over = lambda entry, cuts: 0
+    gone = _trimmed(make_policy(name))
+    assert gone == _trimmed(asked)
+    assert len(gone) == 59
+
+
 @all_policies
 def test_ticks_that_begin_far_from_zero_give_the_same_victims(name: str) -> None:
     outcomes = []
@@ -257,6 +272,42 @@ def _steps(policy: EvictionPolicy) -> Iterator[Witness]:
     while traffic.witness.hooks < 2000:
         traffic.step()
         yield traffic.witness
+
+
+def _trimmed(policy: EvictionPolicy) -> list[int]:
+    """The keys that go, in order: of two leaves of one request, then of a request's own chain and one behind it."""
+    account = Ledger(1).open_account(lambda amount_bytes: 0)
+    states = StateTree(ArrayLayout(list, None, 64), policy, account, CostModel())
+    gone: list[int] = []
+
+    def add(parent: StateNode, first: int, length: int, tick: int) -> StateNode:
+        node = states.add_leaf(parent, np.arange(first, first + length), Use(tick))
+        states.set_leaving(node, length)
+        return node
+
+    def trim(count: int) -> None:
+        while count > 0 and (victim := states.victim()) is not None:
+            leaf, kept = victim[0], 0
+            keys = leaf.edge.tolist()
+            if len(keys) > 1:
+                states.trim(leaf, range(leaf.end - 1, max(leaf.start, leaf.end - count - 1), -1))
+                kept = leaf.end - leaf.start
+            else:
+                states.remove(leaf)
+            gone.extend(reversed(keys[kept:]))
+            count -= len(keys) - kept
+
+    trunk = add(states.tree.root(), 0, 3, 1)
+    add(trunk, 10, 9, 1)
+    add(trunk, 30, 12, 1)
+    trim(100)
+    trunk = add(states.tree.root(), 50, 3, 2)
+    add(trunk, 60, 12, 2)
+    trim(4)
+    add(trunk, 80, 20, 3)
+    trim(100)
+    states.check()
+    return gone
 
 
 def _policy(name: str, future: Future) -> EvictionPolicy:

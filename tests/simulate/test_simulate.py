@@ -21,16 +21,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from policies import OFFLINE_POLICIES, POLICIES
+from policies import OFFLINE_POLICIES, POLICIES, Entry, make_policy
 from radixcache import PolicyError
 from runner.cli import main
 from runner.models.footprint import ModelBytes
 from runner.simulate.grid import Job, in_order, run_locally, run_on_ray, shortened
 from runner.simulate.picture import line_styles, picture
 from runner.simulate.row import SimulationRow
-from runner.simulate.simulator import BlockSizes, infinite_ratio, simulate
+from runner.simulate.simulator import BlockSizes, Simulation, infinite_ratio, simulate
 from runner.simulate.table import FIFO_NOTE, footnotes
 from runner.traces.request import Trace, TraceRequest
+from runner.traces.synth import Synth, synthesize
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 16
@@ -156,6 +157,33 @@ def test_windows_take_the_bytes_of_the_model_s_also_where_they_are_not_whole_blo
     # Shorter than a block, it is whole at no block's end but where a checkpoint was taken.
     short = BlockSizes.of(ModelBytes("given", 10, 0, ((100, 3),), "given"), 512).layout()
     assert (short.has_states, short.windows) == (True, ())
+
+
+@pytest.mark.parametrize("capacity", [150, 1_000])
+@pytest.mark.parametrize("name", sorted(name for name, its in POLICIES.items() if hasattr(its, "pass_over")))
+def test_what_a_policy_passes_over_would_have_gone_as_well_one_by_one(name: str, capacity: int) -> None:
+    trace = synthesize(Synth(requests=400), seed=capacity)
+    outcomes, passed = [], 0
+    for asks_each in (False, True):
+        policy: Any = make_policy(name)
+        pass_over = policy.pass_over
+
+        def counted(entry: Entry, cuts: Sequence[int], own: Any = pass_over, none: bool = asks_each) -> int:
+            nonlocal passed
+            count: int = 0 if none else own(entry, cuts)
+            passed += count
+            return count
+
+        policy.pass_over = counted
+        simulation = Simulation(trace, policy, capacity, BlockSizes())
+        hits = []
+        for request in trace.requests:
+            simulation.serve(request)
+            hits.append(simulation.block_hits)
+        simulation.cache.check()
+        outcomes.append((hits, simulation.cache.dump()))
+    assert outcomes[0] == outcomes[1]
+    assert passed > 500
 
 
 def test_an_unlimited_cache_finds_what_was_asked_for_before() -> None:
