@@ -129,8 +129,12 @@ class SizedLayout:
         return []
 
     def live_nbytes(self, caches: Sequence[Any]) -> int:
-        keys = sum(cache.capacity if self._grow_keys else cache.spans for cache in caches)
-        return int(keys * self.token_bytes + sum(self._point_nbytes(cache.points) for cache in caches))
+        nbytes = 0
+        for cache in caches:
+            nbytes += (cache.capacity if self._grow_keys else cache.spans) * self.token_bytes
+            if self.has_points:
+                nbytes += self._point_nbytes(cache.points)
+        return nbytes
 
     def spare_nbytes(self, caches: Sequence[Any]) -> int:
         spare: int = sum(cache.capacity - cache.spans for cache in caches) * self.token_bytes

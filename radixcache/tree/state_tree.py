@@ -289,6 +289,8 @@ class StateTree:
     def set_spans(self, node: StateNode, spans: Spans | None) -> None:
         """Give a node its snapshot, or take it away."""
         state = node.payload
+        if spans is state.spans:
+            return
         before = 0 if state.spans is None else state.spans.nbytes
         after = 0 if spans is None else spans.nbytes
         state.spans = spans
@@ -603,9 +605,13 @@ class StateTree:
         self._reweigh(state)
 
     def _reweigh(self, state: NodeState) -> None:
-        spans = state.leaving_bytes if state.spans is None else state.spans.nbytes
-        state.entry.weight_bytes = spans
-        state.entry.weight_bytes += sum(part.nbytes for part in (state.checkpoint, state.windows) if part is not None)
+        # Asked some ten times a request: spelled out.
+        weight_bytes = state.leaving_bytes if state.spans is None else state.spans.nbytes
+        if state.checkpoint is not None:
+            weight_bytes += state.checkpoint.nbytes
+        if state.windows is not None:
+            weight_bytes += state.windows.nbytes
+        state.entry.weight_bytes = weight_bytes
 
     def _windows_changed(self, node: StateNode, change_bytes: int) -> None:
         self.account.add_checkpoints(change_bytes)
