@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from runner.commands.outputs import Outputs
-from runner.commands.simulate import MOST_CAPACITY, run_grid
+from runner.commands.simulate import (
+    DISK_MIB_PER_S,
+    MOST_CAPACITY,
+    PREFILL_TOKENS_PER_S,
+    DiskMibPerS,
+    disk_plan,
+    run_grid,
+)
 from runner.commands.trace_options import TraceOptions, with_trace_options
 from runner.commands.usage import UsageError, about, require, say
 from runner.files.json_file import read_json
@@ -18,12 +25,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from runner.models.footprint import ModelBytes
+    from runner.simulate.disk import DiskPlan
     from runner.simulate.mrc import Curve
+    from runner.simulate.row import SimulationRow
     from runner.simulate.sampling import Estimate
     from runner.traces.request import Trace
 
 #: Processes for a long trace, unless --jobs says otherwise.
 MOST_JOBS = 4
+#: Samples of so many requests are done before other processes have started.
+SOON_REQUESTS = 1_000
 INTERRUPTED = "Interrupted: policies were not compared. These are LRU's figures."
 
 
@@ -34,12 +45,14 @@ class Comparison(NamedTuple):
         rows: of policies on the whole trace; None: they were not compared.
         notes: how they were chosen.
         estimates: what samples said of all policies.
+        with_disk: LRU with a disk beside memory; None: that was not simulated.
         stop: what broke it off.
     """
 
     rows: list[dict[str, Any]] | None
     notes: "Sequence[str]" = ()
     estimates: "Sequence[Estimate]" = ()
+    with_disk: "SimulationRow | None" = None
     stop: Exception | None = None
 
 
@@ -52,6 +65,11 @@ def advise(
     prefill_tokens_per_s: Annotated[
         float | None, typer.Option(help="How fast your model prefills, for seconds saved.")
     ] = None,
+    disk_gib: Annotated[
+        float | None,
+        typer.Option(help="A disk beside the budget, in GiB.  [default: ten times the budget, or room for everything]"),
+    ] = None,
+    disk_mib_per_s: DiskMibPerS = DISK_MIB_PER_S,
     simulation: Annotated[
         Path | None,
         typer.Option(help="Rows of `radixcache simulate --json` for this trace, instead of simulating at your budget."),
@@ -78,6 +96,10 @@ def advise(
         ("--prefill-tokens-per-s", prefill_tokens_per_s),
     ):
         require(value is None or 0 < value <= MOST_CAPACITY, f"{option} is {value}; wanted more than 0.")
+    require(
+        disk_gib is None or (simulation is None and (budget_gib or capacity_blocks) is not None),
+        "--disk-gib goes with --budget-gib or --capacity-blocks, and without --simulation.",
+    )
     require(jobs is None or jobs >= 1, f"--jobs is {jobs}; wanted at least 1.")
     outputs = Outputs({"--json": json_file, "--html": html_file}, [*options.inputs, simulation])
     # Without bytes per token blocks have no size of their own: they are counted.
@@ -86,6 +108,8 @@ def advise(
         budget_gib is None or sizes is not None,
         "--budget-gib needs bytes per token: give --model-config of a model with any.",
     )
+    speed = prefill_tokens_per_s or PREFILL_TOKENS_PER_S
+    disk = disk_plan(disk_gib, disk_mib_per_s, speed, sizes)
     rows = None if simulation is None else _rows(simulation)
 
     from runner.files.json_file import json_bytes
@@ -115,7 +139,9 @@ def advise(
     outputs.show(lru_text(advice))  # at once: policies take a while
     best, compared = None, Comparison(rows)
     if rows is None and own_blocks is not None:
-        compared = _compared(read, curve, own_blocks, sizes, jobs, full=full, seed=options.seed)
+        if disk is None and advice.disk_bytes:
+            disk = disk_plan(advice.disk_bytes / GIB, disk_mib_per_s, speed, sizes)
+        compared = _compared(read, curve, own_blocks, sizes, disk, jobs, full=full, seed=options.seed)
     if compared.rows is not None:
         try:
             best = best_policy(compared.rows, trace=read.name, capacity_blocks=own_blocks)
@@ -123,7 +149,9 @@ def advise(
             raise UsageError(f"{simulation}: not the rows of a simulation ({error!r}).") from error
         require(best is not None, f"{simulation}: no row of trace {read.name!r} with a capacity in blocks.")
     outputs.show(policy_text(advice, best, compared.notes))
-    document = advice_document(advice, best, compared.estimates, interrupted=compared.stop is not None)
+    document = advice_document(
+        advice, best, compared.estimates, compared.with_disk, interrupted=compared.stop is not None
+    )
     outputs.write("--json", lambda: json_bytes({**document, "source": read.source, **about(context)}))
     marks = {each.name: each.capacity_blocks for each in (*advice.budgets[:3], advice.own) if each}
     # Where nothing is used twice they are at 0, which a logarithmic axis has not.
@@ -145,13 +173,14 @@ def _compared(
     curve: "Curve",
     capacity_blocks: int,
     sizes: "ModelBytes | None",
+    disk: "DiskPlan | None",
     jobs: int | None,
     *,
     full: bool,
     seed: int,
 ) -> Comparison:
     from policies import POLICIES
-    from runner.simulate.advise import LEVEL, sample_note
+    from runner.simulate.advise import LEVEL, disk_note, sample_note
     from runner.simulate.grid import Job
     from runner.simulate.sampling import WHOLE_REFS, apart, best_two, estimates_of, parts_of, samples_of
 
@@ -172,7 +201,8 @@ def _compared(
         samples = samples_of(trace, parts, seed=seed)
         blocks = capacity_blocks // parts
         grid = [Job(index, name, blocks, None, sizes) for name in names for index in range(len(samples))]
-        found, stop = run_grid(samples, grid, 1)  # done before other processes would have started
+        requests = sum(len(each.requests) for each in samples)
+        found, stop = run_grid(samples, grid, jobs if requests > SOON_REQUESTS else 1)
         if stop is not None:
             return Comparison(None, [INTERRUPTED], stop=stop)
         estimates = estimates_of(found)
@@ -183,11 +213,19 @@ def _compared(
             names.append("lru")
     elif not has_checkpoints:
         names.insert(0, "belady")
-    found, stop = run_grid([trace], [Job(0, name, capacity_blocks, None, sizes) for name in names], jobs)
+    grid = [Job(0, name, capacity_blocks, None, sizes) for name in names]
+    if disk is not None:
+        grid.append(Job(0, "lru", capacity_blocks, None, sizes, disk))
+    found, stop = run_grid([trace], grid, jobs)
     if stop is not None:
         # What finished says nothing about what did not.
-        return Comparison(None, [*notes, INTERRUPTED], estimates, stop)
-    return Comparison([*([] if "lru" in names else [lru]), *map(asdict, found)], notes, estimates)
+        return Comparison(None, [*notes, INTERRUPTED], estimates, stop=stop)
+    with_disk = None if disk is None else found.pop()
+    rows = [*([] if "lru" in names else [lru]), *map(asdict, found)]
+    if with_disk is not None:
+        alone = next(row["token_hit_ratio"] for row in rows if row["policy"] == "lru")
+        notes.append(disk_note(with_disk, alone))
+    return Comparison(rows, notes, estimates, with_disk)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ from runner.files.units import GIB, MIB
 
 if TYPE_CHECKING:
     from runner.models.footprint import ModelBytes
+    from runner.simulate.disk import DiskPlan
     from runner.simulate.grid import Job, OnProgress
-    from runner.simulate.machine import DiskPlan
     from runner.simulate.row import SimulationRow
     from runner.traces.request import Trace
 
@@ -172,7 +172,7 @@ def disk_plan(
     write_on: Literal["eviction", "second_use", "close"] = "eviction",
 ) -> "DiskPlan | None":
     """The disk that these options describe; None: none."""
-    from runner.simulate.machine import DiskPlan
+    from runner.simulate.disk import DiskPlan
 
     for option, value in (
         ("--disk-gib", disk_gib),

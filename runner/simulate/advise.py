@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from runner.files.units import GIB, plural
+from radixcache.stores.sized_store import HEAD_BYTES
+from runner.files.units import GIB, MIB, plural
 from runner.simulate.curve_report import COUNTS
 from runner.simulate.mrc import Curve
+from runner.simulate.row import SimulationRow
 from runner.simulate.sampling import Estimate
 from runner.traces.request import Trace
 
@@ -26,6 +28,8 @@ SHARES = (0.9, 0.99)
 BOUNDS = ("belady", "belady-bypass")
 #: How many policies are named of those that were compared on samples.
 NAMED = 4
+#: How many times the budget a disk is that was not named.
+DISK_FACTOR = 10
 #: Ratios closer than this are called level.
 LEVEL = 0.0005
 
@@ -86,6 +90,15 @@ class Advice:
     def prefill_s(self) -> float | None:
         """Seconds of prefill over the trace without a cache."""
         return None if self.prefill_tokens_per_s is None else self.curve.prompt_tokens / self.prefill_tokens_per_s
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """A disk for the user's budget: some times as large, or room for everything; None where it has no bytes."""
+        if self.own is None or self.own.capacity_bytes is None or self.block_bytes is None:
+            return None
+        return min(
+            DISK_FACTOR * self.own.capacity_bytes, self.curve.capacity_for(1.0) * (self.block_bytes + HEAD_BYTES)
+        )
 
 
 def advice_of(
@@ -196,10 +209,22 @@ def sample_note(estimates: Sequence[Estimate], samples: Sequence[Trace], whole: 
     )
 
 
+def disk_note(row: SimulationRow, alone: float) -> str:
+    """What a disk brings, from a simulation with it and the token hit ratio of the same one without."""
+    assert row.disk is not None, row
+    plan = row.disk.plan
+    return (
+        f"With a disk of {plan.budget_bytes / GIB:,.2f} GiB besides, {row.policy} saves {row.token_hit_ratio:.1%} of"
+        f" prefill instead of {alone:.1%}, and writes {row.disk.written_bytes / GIB:,.2f} GiB to it, if that reads"
+        f" {plan.read_bytes_per_s / MIB:,.0f} MiB/s and the model prefills {plan.prefill_tokens_per_s:,.0f} tokens/s."
+    )
+
+
 def advice_document(
     advice: Advice,
     best: BestPolicy | None = None,
     estimates: Sequence[Estimate] = (),
+    with_disk: SimulationRow | None = None,
     *,
     interrupted: bool = False,
 ) -> dict[str, Any]:
@@ -221,6 +246,7 @@ def advice_document(
         "budgets": [{**vars(budget), "saved_s_per_gib": budget.saved_s_per_gib} for budget in every],
         "best_policy": None if best is None else vars(best),
         "samples": [asdict(each) for each in estimates],
+        "with_disk": None if with_disk is None else asdict(with_disk),
         "sessions_per_hour": advice.trace.sessions_per_hour,
         "paste": paste_line(advice, best),
         "interrupted": interrupted,

@@ -18,7 +18,7 @@ from multiprocessing import connection, get_context, parent_process
 from typing import Any
 
 from runner.models.footprint import ModelBytes
-from runner.simulate.machine import DiskPlan
+from runner.simulate.disk import DiskPlan
 from runner.simulate.row import SimulationRow
 from runner.simulate.simulator import BlockSizes, simulate
 from runner.traces.request import Trace

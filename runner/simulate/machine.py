@@ -8,29 +8,14 @@ By that clock the deployed `Rates` measure the two, and the deployed cache decid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from radixcache.layers.sizes import SizedCache, SizedModel
 from radixcache.paging.disk import Disk
 from radixcache.stores.block import BLOCK_TOKENS
-from radixcache.stores.disk_store import WriteOn
 from radixcache.stores.keys import Identity
 from radixcache.stores.sized_store import SizedStore
-
-
-@dataclass(frozen=True, slots=True)
-class DiskPlan:
-    """A disk, and how fast it and the model are.
-
-    Attributes:
-        write_on: what is written, as in DiskStore.
-    """
-
-    budget_bytes: int
-    read_bytes_per_s: float
-    prefill_tokens_per_s: float
-    write_on: WriteOn = "eviction"
+from runner.simulate.disk import DiskPlan
 
 
 class Machine(SizedModel):
@@ -40,13 +25,15 @@ class Machine(SizedModel):
         block_tokens: tokens that a key stands for.
 
     Attributes:
+        plan: as given.
         store: what is on the disk.
         disk: what a cache takes.
         now_s: the clock.
     """
 
     def __init__(self, plan: DiskPlan, block_tokens: int) -> None:
-        self._plan, self._block_tokens = plan, block_tokens
+        self.plan = plan
+        self._block_tokens = block_tokens
         self.now_s = 0.0
         self.store = SizedStore(budget_bytes=plan.budget_bytes, write_on=plan.write_on, on_read=self._read)
         self.disk = Disk(
@@ -58,7 +45,7 @@ class Machine(SizedModel):
 
     def __call__(self, keys: Any, cache: Sequence[SizedCache]) -> None:
         super().__call__(keys, cache)
-        self.now_s += int(keys.shape[-1]) * self._block_tokens / self._plan.prefill_tokens_per_s
+        self.now_s += int(keys.shape[-1]) * self._block_tokens / self.plan.prefill_tokens_per_s
 
     def _read(self, nbytes: int) -> None:
-        self.now_s += nbytes / self._plan.read_bytes_per_s
+        self.now_s += nbytes / self.plan.read_bytes_per_s

@@ -52,7 +52,7 @@ def _draw(
     if infinite is not None:
         axes.axhline(infinite, linestyle=":", color="black", label="infinite cache")
     disk = rows[0].disk
-    beside = "" if disk is None else f", with a disk of {disk.budget_bytes / GIB:,.4g} GiB"
+    beside = "" if disk is None else f", with a disk of {disk.plan.budget_bytes / GIB:,.2f} GiB"
     synthetic = " (arrival times are synthetic)" if rows[0].is_timing_synthetic else ""
     # A name may have dollar signs, which would be taken for a formula's.
     axes.set_title(f"{rows[0].trace}{beside}{synthetic}", parse_math=False)

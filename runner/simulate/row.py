@@ -4,23 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class DiskUse:
-    """What a disk did beside the memory of a simulation.
-
-    Attributes:
-        hit_tokens, token_hit_ratio: prompt tokens that came back from it, and their share of all prompt tokens.
-        read_bytes, written_bytes: over the whole trace.
-        decisions: how often a prompt was brought from it, or why not, as in `CacheStats.store_decisions`.
-    """
-
-    budget_bytes: int
-    hit_tokens: int
-    token_hit_ratio: float
-    read_bytes: int
-    written_bytes: int
-    decisions: dict[str, int]
+from runner.simulate.disk import DiskUse
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,10 @@ from radixcache.locking.interrupts import uninterrupted
 from radixcache.sessions.session import Session
 from radixcache.sized_cache import last_key, sized_cache
 from runner.models.footprint import ModelBytes
+from runner.simulate.disk import DiskPlan, DiskUse
 from runner.simulate.future import Future
-from runner.simulate.machine import DiskPlan, Machine
-from runner.simulate.row import DiskUse, SimulationRow
+from runner.simulate.machine import Machine
+from runner.simulate.row import SimulationRow
 from runner.traces.request import Trace, TraceRequest
 
 UNLIMITED_BYTES = 1 << 62
@@ -162,7 +163,7 @@ class Simulation:
             return None
         stats = self.machine.store.stats
         return DiskUse(
-            stats.budget_bytes,
+            self.machine.plan,
             self.disk_hit_tokens,
             self.disk_hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
             stats.read_bytes,

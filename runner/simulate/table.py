@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.files.units import GIB, plural
-from runner.simulate.row import DiskUse, SimulationRow
+from runner.simulate.disk import DiskUse
+from runner.simulate.row import SimulationRow
 from runner.simulate.simulator import infinite_ratio
 from runner.traces.request import Trace
 
@@ -23,8 +24,8 @@ FIFO_NOTE = (
 )
 SAME_NOTE = "The same in every row, so nothing here tells them apart: {}."
 DISK_NOTE = (
-    "Beside memory there is a disk of {:.4g} GiB. Hits are of both; from disk: the prompt tokens that were read from it"
-    " / prompt tokens. What is written to it is there at once."
+    "Beside memory there is a disk of {:,.2f} GiB. Hits are of both; from disk: the prompt tokens that were read from"
+    " it / prompt tokens. What is written to it is there at once."
 )
 BELADY_NOTE = (
     "belady is the optimum only where all blocks weigh the same; with checkpoints or a disk it is a rule that knows the"
@@ -74,7 +75,7 @@ def footnotes(traces: Sequence[Trace], rows: Sequence[SimulationRow]) -> list[st
     notes.append(COUNTS)
     disk = next((row.disk for row in rows), None)
     if disk is not None:
-        notes.append(DISK_NOTE.format(disk.budget_bytes / GIB))
+        notes.append(DISK_NOTE.format(disk.plan.budget_bytes / GIB))
     if _fifo_is_lru(rows):
         notes.append(FIFO_NOTE)
     same = _same(rows)
