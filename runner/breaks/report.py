@@ -91,4 +91,4 @@ def _why(each: Break) -> str:
 
 
 def _hint_line(span: VaryingSpan) -> str:
-    return f"hint, in {span.requests:,} requests, {span.lost_tokens:,} tokens lost: {span.hint}"
+    return f"hint, in {plural(span.requests, 'request')}, {span.lost_tokens:,} tokens lost: {span.hint}"
