@@ -188,5 +188,7 @@ def _gittins(hazards: list[float], first: int, last: int) -> float:
         uses += alive * hazard
         room += alive * width * (1.0 - hazard / 2.0)
         alive *= 1.0 - hazard
-        best = max(best, uses / room)
+        rate = uses / room
+        if rate > best:
+            best = rate
     return best
