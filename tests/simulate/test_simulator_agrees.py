@@ -4,6 +4,8 @@ The same conversations run through a tiny real model and through sizes alone, in
 recorder between cache and policy notes what is given up.
 """
 
+# ruff: noqa: F811
+
 from __future__ import annotations
 
 from typing import Any
@@ -15,12 +17,18 @@ import pytest
 from policies import POLICIES, CostModel, Entry, make_policy
 from radixcache import PrefixCache
 from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.paging.disk import Disk
 from radixcache.sized_cache import sized_cache
+from radixcache.stores.disk_store import WRITE_ON, WriteOn
+from radixcache.stores.keys import Identity
+from radixcache.stores.sized_store import SizedStore
 from runner.models.tiny import VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
 from tests import inside
+from tests.restarts import Open, opened, reading  # noqa: F401
 
 KINDS = ("llama", "nemotron_h", "mamba2")
 QUICK = {("llama", "lru"), ("llama", "s3fifo"), ("nemotron_h", "lru"), ("nemotron_h", "gdsf"), ("mamba2", "lru")}
+QUICK_DISKS = {("llama", "eviction"), ("nemotron_h", "close"), ("mamba2", "second_use")}
 #: Where spans alone are given up, or checkpoints alone: one policy of each kind of key.
 FEW_POLICIES = ("gdsf", "lru", "marconi", "s3fifo", "turn")
 #: Step in which mlx-lm's KVCache grows.
@@ -132,6 +140,41 @@ def test_the_simulator_evicts_what_the_live_cache_evicts(kind: str, policy: str)
     assert len(live_record.gone) > 15
     assert live_record.gone == sized_record.gone
     assert live.dump() == sized.dump()
+
+
+@pytest.mark.parametrize(
+    ("kind", "write_on"),
+    [
+        pytest.param(kind, write_on, marks=[pytest.mark.slow] * ((kind, write_on) not in QUICK_DISKS))
+        for kind in KINDS
+        for write_on in WRITE_ON
+    ],
+)
+def test_the_simulator_finds_on_its_disk_what_the_live_cache_does(opened: Open, kind: str, write_on: WriteOn) -> None:
+    model: Any = tiny_model(kind)
+    requests = conversations(24)
+    token_bytes, checkpoint_bytes = measured(model)
+    settings: dict[str, Any] = {"budget_bytes": 1 << 30, "cost": CostModel(), "checkpoint_interval": 64}
+    with inside.settings(trim_tokens=32):
+        live = PrefixCache(model, store=(store := opened(write_on=write_on)), **settings)
+    simulated = SizedStore(budget_bytes=1 << 30, write_on=write_on, on_read=lambda _: None)
+    layout = SizedLayout(token_bytes, checkpoint_bytes, grow_keys=GROW_TOKENS)
+    sized = sized_cache(layout, trim_tokens=32, disk=Disk(simulated, Identity(b"simulated")), **settings)
+    for number, request in enumerate(requests):
+        assert run(live, model, [request], marks=[60]) == run(sized, SizedModel(), [request], marks=[60])
+        if number % 4 == 3:
+            assert live.reclaim(0) == sized.reclaim(0) > 0
+        live.flush()  # without files it is there at once
+    assert live.dump() == sized.dump()
+    of_live, of_sized = (
+        (each.brought_tokens, each.kept_blocks, each.store_decisions) for each in (live.stats, sized.stats)
+    )
+    assert of_live == of_sized
+    assert of_live[0] > 0
+    counted = [
+        (each.blocks, each.checkpoints, each.read_files, each.written_files) for each in (store.stats, simulated.stats)
+    ]
+    assert counted[0] == counted[1]
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1])
