@@ -104,6 +104,14 @@ def test_what_is_written_and_when_is_said() -> None:
         assert (row.block_hits, disk.hit_tokens) == (4, BLOCK_TOKENS), write_on  # memory has lost 2 alone
 
 
+def test_what_was_read_last_leaves_a_full_disk_last() -> None:
+    trace = made([[number] for number in (1, 2, 3, 4, 2, 5, 6, 2, 1)])
+    # Room for three: 4 drives 1 out, 2 is read; 5 drives 3 out, 6 drives 4 out, and 2 is read again. 1 is gone.
+    _, disk = run(trace, 1, replace(FAST, budget_bytes=3 * FILE_BYTES))
+    assert disk.decisions == {"not stored": 7, "brought": 2}
+    assert disk.written_bytes == 6 * FILE_BYTES
+
+
 @given(paths=words, blocks=st.integers(6, 12))
 @settings(max_examples=60, deadline=None)
 def test_a_disk_that_holds_everything_makes_the_cache_infinite(paths: list[list[int]], blocks: int) -> None:
