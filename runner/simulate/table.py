@@ -60,7 +60,7 @@ def rows_table(rows: Sequence[SimulationRow]) -> Table:
 
 
 def _disk_cells(disk: DiskUse) -> list[str]:
-    nbytes = (f"{each / GIB:,.3g}" for each in (disk.read_bytes, disk.written_bytes))
+    nbytes = (f"{each / GIB:,.2f}" for each in (disk.read_bytes, disk.written_bytes))
     return [f"{disk.token_hit_ratio:.4f}", *nbytes]
 
 
