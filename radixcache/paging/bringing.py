@@ -53,8 +53,10 @@ class Bringing:
         if not links:
             return "not stored"
         if not self._is_worth_reading(resume, links):
-            self._rates.doubt_reading()
-            return "slower than prefill"
+            end, links = links[-1].end, self._least(links)
+            if not self._is_worth_reading(resume, links):
+                self._rates.was_refused(resume, end)
+                return "slower than prefill"
         with self._states.guarded(match.node):
             try:
                 return self._read(match, resume, links, keys, namespace, use)
@@ -82,6 +84,11 @@ class Bringing:
         ranges = [(match.offset, end), *(needed for window in self._layout.windows for needed in window.needs(end))]
         needed = [link for link in chain if any(link.start < b and link.end > a for a, b in ranges)]
         return match, resume, needed or chain[-1:]  # memory has all of it but the checkpoint
+
+    def _least(self, links: list[Link]) -> list[Link]:
+        """The first of these that can be read for themselves."""
+        ends = (count for count, link in enumerate(links, 1) if link.has_checkpoint or not self._layout.has_states)
+        return links[: next(ends)]
 
     def _is_worth_reading(self, resume: int, links: Sequence[Link]) -> bool:
         return self._rates.is_worth_reading(self._bytes(links), resume, links[-1].end)
@@ -121,12 +128,12 @@ class Bringing:
                 end = 0
         elif layout.windows:
             end = deepest_whole(layout, windows, end, grid=self._grid)
+        self._rates.was_read(self._bytes(links), self._rates.clock() - began)
         if end <= resume:
             return "windows are not whole"
         checkpoints = [layout.checkpoint_of(leaves, end, "end")] if layout.has_points else []
         spans = self._joined(rows, held, end) if end > held else None
         self._recorder.put(keys[:end], namespace, spans, None, use, windows, checkpoints)
-        self._rates.read.add(self._bytes(links), self._rates.clock() - began)
         self.brought_tokens += end - resume
         return "brought"
 

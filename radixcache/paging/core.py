@@ -24,6 +24,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -164,11 +165,17 @@ class Core:
         booking.end()
         self.bookings = [each for each in self.bookings if each[0] is not booking]
 
-    def bring(self, request: Request) -> None:
-        """Have the store add to the tree what it has of a prompt, before it is looked up."""
-        if self.tier is not None:
-            keys = self.allowed(request.keys, request.namespace)[: request.limit]
-            self.tier.bring(keys, request.namespace, request.use)
+    def bring(self, request: Request) -> AbstractContextManager[None]:
+        """Have the store add to the tree what it has of a prompt, before it is looked up.
+
+        In what is returned that is copied into live caches: reading takes so long too.
+        """
+        tier = self.tier
+        if tier is None:
+            return nullcontext()
+        keys = self.allowed(request.keys, request.namespace)[: request.limit]
+        is_brought = tier.bring(keys, request.namespace, request.use)
+        return tier.rates.timing_move() if is_brought else nullcontext()
 
     def keep(self, keys: Keys, namespace: str, used: int) -> None:
         """A request left these keys in the tree, and had found the first `used` there: have the store keep them."""

@@ -57,14 +57,15 @@ class Tier:
         if self.store.write_on == "eviction":
             states.on_loss = self.lost
 
-    def bring(self, keys: Keys, namespace: str, use: Use) -> None:
+    def bring(self, keys: Keys, namespace: str, use: Use) -> bool:
         """Put into the tree what the store has of a prompt beyond memory, if that is worth it and there is room."""
         for _ in range(ATTEMPTS):
             decision = self._safely(lambda: self.bringing.bring(keys, namespace, use))
             if decision is not None:
                 self.decisions[decision] += 1
             if decision != "damaged":
-                return
+                break
+        return decision == "brought"
 
     def foresee(self, keys: Keys, namespace: str) -> tuple[int, bool]:
         """How many tokens of a prompt the store has, if more than memory, and whether `bring` would read them."""

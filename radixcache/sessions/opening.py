@@ -46,14 +46,15 @@ def open_session(core: Core, request_of: Callable[[Use], Request], namespace: st
 
 def _opened(core: Core, request: Request) -> Session:
     use, length = request.use, len(request.prompt)
-    core.bring(request)
+    moving = core.bring(request)
     found = core.lookup(request.keys, request.namespace, request.limit, core.slots.choose)
     live, plan = found.live, found.plan
     assert live is not None, found
     live.open(found.match.node, use.tick)
     try:
         core.pager.keep_point_state(live, use)
-        core.pager.move(live, plan, length + request.reserve, length)
+        with moving:
+            core.pager.move(live, plan, length + request.reserve, length)
         # Where the session comes back to, and others may branch off as it does.
         core.pager.keep_point_state(live, use, "branch")
     except BaseException:

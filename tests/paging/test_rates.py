@@ -54,16 +54,50 @@ def test_what_was_measured_of_late_counts_for_more() -> None:
     assert rates.is_worth_reading(1000, 0, 50)
 
 
-def test_a_disk_that_was_slow_once_is_tried_again_some_day() -> None:
+def test_a_disk_that_was_slow_is_tried_again_for_a_hundredth_of_what_prefill_took_instead() -> None:
     rates = rates_of(CostModel(), {(0, 100): 1.0})
-    rates.read.add(1000, 2.0)
+    rates.was_read(1000, 2.0)
     decisions = []
-    for _ in range(60):
+    for _ in range(110):
         decisions.append(rates.is_worth_reading(1000, 0, 100))
-        rates.doubt_reading()
+        rates.was_refused(0, 100)
     assert decisions == sorted(decisions)
-    assert decisions[0] is False
-    assert decisions[-1] is True
+    assert sum(decisions) in (9, 10, 11)
+    rates.was_read(1000, 2.0)
+    assert not rates.is_worth_reading(1000, 0, 100)
+    rates.was_refused(0, 100)
+    rates.was_read(10, 0.001)  # what came before is forgotten
+    assert rates.is_worth_reading(1000, 0, 100)
+
+
+def test_a_depth_counts_for_what_was_measured_nearest_to_it() -> None:
+    rates = rates_of(CostModel(), {(0, 512): 1.0, (2048, 2560): 4.0})
+    assert rates.prefill_seconds(0, 512) == 1.0
+    assert rates.prefill_seconds(2048, 4096) == 16.0
+    assert rates.prefill_seconds(1 << 16, (1 << 16) + 512) == 4.0
+    assert rates.prefill_seconds(256, 640) == 0.75
+    assert rates.prefill_seconds(512, 512) == 0
+
+
+def test_a_pass_over_few_tokens_counts_where_no_longer_one_came_for_long() -> None:
+    rates = rates_of(CostModel(), {(0, 10): 1.0})
+    assert rates.prefill_seconds(0, 100) == 10.0
+    rates = rates_of(CostModel(), {(0, 10): 1.0, (0, 100): 2.0, (100, 110): 1.0})
+    assert rates.prefill_seconds(0, 100) == 2.0
+    chunks = {(0, 100): 2.0} | {(start, start + 10): 1.0 for start in range(100, 5100, 10)}
+    assert rates_of(CostModel(), chunks).prefill_seconds(4000, 4100) > 9.0
+
+
+def test_reading_takes_as_long_as_it_takes_to_get_into_live_caches() -> None:
+    clock = Clock()
+    rates = Rates(CostModel(), clock)
+    with rates.timing_prefill(0, 100):
+        clock.now_s += 1.0
+    rates.was_read(1000, 0.9)
+    assert rates.is_worth_reading(1000, 0, 100)
+    with rates.timing_move():
+        clock.now_s += 0.2
+    assert not rates.is_worth_reading(1000, 0, 100)
 
 
 def test_a_chunk_that_broke_off_is_not_measured() -> None:
@@ -73,4 +107,4 @@ def test_a_chunk_that_broke_off_is_not_measured() -> None:
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         pass
-    assert rates.prefill.amount == 0
+    assert rates.prefill_seconds(0, 10) == 0

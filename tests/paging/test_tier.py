@@ -13,6 +13,7 @@ import pytest
 
 from radixcache import PrefixCache
 from radixcache.layers import stored
+from radixcache.paging.rates import Rates
 from radixcache.paging.slots import Slots
 from radixcache.stores.survey import scan
 from runner.models.tiny import tiny_model
@@ -88,6 +89,25 @@ def test_where_the_last_checkpoint_does_not_fit_an_earlier_one_is_taken(opened: 
     with opened() as store, PrefixCache(model, store=store, budget_bytes=budget_bytes) as cache:
         assert len(cache.fetch(prompt)[1]) == 400
         assert cache.stats.paged_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize(("kind", "least"), [("llama", 512), ("falcon_h1", 700)])
+def test_a_trial_of_a_slow_disk_reads_no_more_than_it_has_to(
+    opened: Open, kind: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = tiny_model(kind), tokens(1, 1300)
+    with opened() as store, PrefixCache(model, store=store) as cache:
+        serve(cache, model, prompt, marks=[700])
+    monkeypatch.setattr(Rates, "is_worth_reading", lambda _, __, start, end: end <= 700)
+    with opened() as store, PrefixCache(model, store=store) as cache:
+        cached, logits = serve(cache, model, prompt)
+        assert cached == least
+        assert is_close(logits, cold(model, prompt))
+        # What is behind that is too slow once more.
+        cache.clear()
+        monkeypatch.setattr(Rates, "is_worth_reading", lambda *_: False)
+        assert serve(cache, model, prompt)[0] == 0
+        assert cache.stats.store_decisions == {"brought": 1, "slower than prefill": 1}
 
 
 def test_behind_the_last_checkpoint_nothing_of_recurrent_layers_is_stored(opened: Open) -> None:
