@@ -106,7 +106,9 @@ class Batch:
         """Bytes of all buffers."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
-    def forward(self, model: Any, ids: mx.array, parts: Sequence[Part] = (), *, ours: bool = False) -> mx.array:
+    def forward(
+        self, model: Any, ids: mx.array, parts: Sequence[Part] = (), *, ours: bool = False, is_prompt: bool = False
+    ) -> mx.array:
         """Run the model on ids (R, T); logits (R, T, V), not evaluated.
 
         A model that raises leaves every row as it was.
@@ -114,11 +116,12 @@ class Batch:
         Args:
             parts: what rows read in place.
             ours: whether the model's attention may be cascade attention; it must be where there are any.
+            is_prompt: the tokens are of prompts: the pass can be undone at the cost of a copy of what goes round.
 
         Raises:
             LostStateError: it does not; see `roll_back`.
         """
-        held = self.hold(ids.shape[1])
+        held = self.hold(ids.shape[1], is_prompt=is_prompt)
         try:
             with self.columns.running(ids.shape[1], parts, ours):
                 logits: mx.array = model(ids, cache=self.caches)
@@ -127,10 +130,10 @@ class Batch:
             raise
         return logits
 
-    def hold(self, tokens: int) -> Held:
+    def hold(self, tokens: int, *, is_prompt: bool = False) -> Held:
         """What `roll_back` needs to undo a forward pass of so many tokens."""
         columns = self.columns
-        return columns.lengths, columns.end, [_held(leaf, tokens) for leaf in self.leaves]
+        return columns.lengths, columns.end, [_held(leaf, tokens, is_prompt) for leaf in self.leaves]
 
     def roll_back(self, held: Held, error: BaseException) -> None:
         """Undo a forward pass, or what of it was done before it raised this. LostStateError: it cannot be undone."""
@@ -321,17 +324,20 @@ def _empty(leaf: Any) -> None:
         leaf.keys = leaf.values = None
 
 
-def _held(leaf: Any, tokens: int) -> Any:
+def _held(leaf: Any, tokens: int, is_prompt: bool) -> Any:
     """What `_rolled_back` needs of a leaf that is no tail."""
     if isinstance(leaf, TailLayer):
         return None
     if isinstance(leaf, ArraysCache):
         return [None if array is None else mx.array(array) for array in leaf.cache]
     if isinstance(leaf, BatchRotatingKVCache):
-        # One token is written in place: until it goes round, only behind those held. Several come into new arrays.
-        goes_round = tokens == 1 and (leaf.rotated or leaf._offset >= leaf.max_size or leaf.keys is None)
-        keys, values, offset, padding, *rest = leaf.state
-        return None if goes_round else (keys, values, offset + 0, padding + 0, *rest)  # these two change in place
+        keys, values, *changing = leaf.state
+        if tokens == 1 and keys is not None:  # which is written in place; several come into new arrays
+            if is_prompt:
+                keys, values = mx.array(keys), mx.array(values)
+            elif leaf.rotated or leaf._offset >= leaf.max_size:  # not only behind the tokens that are held
+                return None
+        return keys, values, *(each + 0 for each in changing)
     return adapter_for(leaf).hold(leaf, tokens)
 
 

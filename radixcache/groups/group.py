@@ -478,17 +478,19 @@ class Group:
             assert logits is not None
             # First: a checkpoint would take buffers of the chunk's, which are larger than it is.
             self._layout.release()
-            for row in rows:
-                if row.position in row.stops:
-                    self._take_checkpoint(row, row.stops[row.position])
+            if self._layout.has_states:
+                for row in rows:
+                    self._take_checkpoints(row, count)
             yield from ((row, logits[at : at + 1]) for at, row in enumerate(rows) if not row.prompt_left)
 
     def _cut(self, row: Row, end: int, rows: int) -> int:
         """Where the next pass of a row ends that is to be evaluated up to `end`, and so many rows with it."""
         position = row.position
-        last = max([position, *(at for at in row.stops if at < end)])
+        # Windows still have what was needed on the way once the pass is over.
+        stops = row.stops if self._layout.has_states else ()
+        last = max([position, *(at for at in stops if at < end)])
         is_long = end - position == row.prompt_left and rows * (end - last) > LOGITS_TOKENS
-        cuts = {end, *row.stops} | ({end - 1} if is_long else set())
+        cuts = {end, *stops} | ({end - 1} if is_long else set())
         return min(at for at in cuts if at > position)
 
     def _can_join(self, model: Any, row: Row, count: int) -> bool:
@@ -501,8 +503,7 @@ class Group:
         row, tier = rows[0], self._core.tier
         timing = None if tier is None or len(rows) > 1 else tier.rates.timing_prefill
         with nullcontext() if timing is None else timing(row.position, row.position + count):
-            evaluate = self._passes.alone if len(rows) == 1 else self._passes.side_by_side
-            found = self._run(lambda: evaluate(model, rows, ids))
+            found = self._run(lambda: self._passes.prefill(model, rows, ids))
             if found is None:
                 return None
             logits, batch = owned(found[:, -1:]), row.batch
@@ -526,14 +527,19 @@ class Group:
             self._layout.learn(rows[0].batch.specimen(self._layout.fresh()))
             for row in rows:
                 points = row.batch.points(row.at, self._layout.fresh())
-                is_last = row.prompt_left <= 1 or row.position in row.stops
-                self._core.keep_windows(row.own, points, row.position - count, row.position, is_last=is_last)
+                start, end = row.position - count, row.position
+                is_last = row.prompt_left <= 1 or any(start < at <= end for at in row.stops)
+                self._core.keep_windows(row.own, points, start, end, is_last=is_last)
+                if not self._layout.has_states:
+                    self._take_checkpoints(row, count)
 
-    def _take_checkpoint(self, row: Row, kind: str) -> None:
-        """Copy and book the point state of a row where it stands, if that fits the budget."""
+    def _take_checkpoints(self, row: Row, count: int) -> None:
+        """Copy and book the point state of a row where its last tokens had stops, as far as that fits the budget."""
         with self._lock:
-            if self._core.evictor.find_room(self._room.point_bytes(row.position)):
-                self._storing.take_checkpoint(row, kind)
+            for at, kind in row.stops.items():
+                is_here = row.position - count < at <= row.position
+                if is_here and self._core.evictor.find_room(self._room.point_bytes(at)):
+                    self._storing.take_checkpoint(row, at, kind)
 
     def _close_unattended(self) -> None:
         try:

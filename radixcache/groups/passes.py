@@ -31,27 +31,30 @@ class Passes:
         self._room = room
         self._lock = room.core.lock
 
-    def alone(self, model: Any, rows: Sequence[Row], ids: mx.array) -> mx.array:
-        """The next tokens (1, T) of one row; logits (1, T, V), not evaluated."""
-        (row,) = rows
+    def prefill(self, model: Any, rows: Sequence[Row], ids: mx.array) -> mx.array | None:
+        """The next tokens (N, T) of each row; logits (N, T, V), not evaluated; None: there is no room side by side."""
+        if len(rows) > 1:
+            return self._side_by_side(model, rows, ids, is_prompt=True)
         with self._lock:
-            self._part(row)
-        return self._forward(model, row.batch, ids)
+            self._part(rows[0])
+        return self._forward(model, rows[0].batch, ids)
 
     def step(self, model: Any, rows: Sequence[Row], ids: mx.array, *, side_by_side: bool) -> mx.array:
         """One more token (N, 1) of each row; logits (N, 1, V), not evaluated. All rows step, or none."""
-        logits = self.side_by_side(model, rows, ids) if side_by_side and len(rows) > 1 else None
+        logits = self._side_by_side(model, rows, ids) if side_by_side and len(rows) > 1 else None
         return self._one_by_one(model, rows, ids) if logits is None else logits
 
-    def side_by_side(self, model: Any, rows: Sequence[Row], ids: mx.array) -> mx.array | None:
-        """The next tokens (N, T) of each row; logits (N, T, V), not evaluated; None: there is no room for that."""
+    def _side_by_side(
+        self, model: Any, rows: Sequence[Row], ids: mx.array, *, is_prompt: bool = False
+    ) -> mx.array | None:
         batch = self._together(rows, ids.shape[1])
         if batch is None:
             return None
         places = [batch.rows.index(row) for row in rows]
         if places == sorted(places):
-            return self._forward(model, batch, ids)
-        return self._forward(model, batch, ids[mx.array(np.argsort(places))])[mx.array(places)]
+            return self._forward(model, batch, ids, is_prompt=is_prompt)
+        in_order = ids[mx.array(np.argsort(places))]
+        return self._forward(model, batch, in_order, is_prompt=is_prompt)[mx.array(places)]
 
     def settle(self, spared: Batch | None = None) -> None:
         """Give up all room to grow, and that of rows that have left their batch; not of one batch that is spared."""
@@ -118,13 +121,13 @@ class Passes:
             raise
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
-    def _forward(self, model: Any, batch: Batch, ids: mx.array) -> mx.array:
+    def _forward(self, model: Any, batch: Batch, ids: mx.array, *, is_prompt: bool = False) -> mx.array:
         with self._lock:
             self._grow(batch, ids.shape[1])
             parts = _parts(batch)
         ours = batch.rows[0].in_segments and (bool(parts) or ids.size * batch.columns.end >= FEWEST_SCORES)
         try:
-            return batch.forward(model, ids, parts, ours=ours)
+            return batch.forward(model, ids, parts, ours=ours, is_prompt=is_prompt)
         except BaseException as error:
             for row in batch.rows if isinstance(error, LostStateError) else ():
                 row.lost = str(error)

@@ -102,9 +102,9 @@ class Storing:
                 core.evictor.tidy(node)
             core.write_trace(row.request, max(0, row.known_tokens - len(row.prompt)))
 
-    def take_checkpoint(self, row: Row, kind: str) -> None:
-        """Take a row's checkpoint where it stands."""
-        self._core.take_checkpoint(row.own, row.path(), self._points(row), row.position, kind)
+    def take_checkpoint(self, row: Row, offset: int, kind: str) -> None:
+        """Take a row's checkpoint where it stands, or where its windows still have what is needed."""
+        self._core.take_checkpoint(row.own, row.path(), self._points(row), offset, kind)
 
     def _store(self, row: Row) -> None:
         """Copy what a row evaluated, and the tree lacks, out of its tails into the tree."""

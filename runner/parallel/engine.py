@@ -26,6 +26,7 @@ import mlx.core as mx
 from radixcache import BudgetFullError, CacheFullError, Group, Row, SessionClosedError
 from radixcache.errors import ShiftError
 from radixcache.generate import RELEASE_INTERVAL_TOKENS
+from radixcache.groups.batch import LostStateError
 from radixcache.locking.interrupts import uninterrupted
 from runner.parallel.admission import Admission
 from runner.parallel.context_window import ContextError, ContextWindow
@@ -212,8 +213,9 @@ class Engine:
                 break
             except Exception as error:
                 self._failure = error
+                raised = error.__cause__ if isinstance(error, LostStateError) else error
                 for request in requests:
-                    request.failure = error
+                    request.failure = raised if isinstance(raised, Exception) else error
                 break
         self._steps += 1
         if self._steps % RELEASE_INTERVAL_TOKENS == 0:

@@ -968,7 +968,7 @@ def test_arguments_out_of_their_range_are_named_and_change_nothing() -> None:
     assert cache.explain([*PROMPTS[2], 1]).matched_tokens == 25
 
 
-@pytest.mark.parametrize(("kind", "last"), [("llama", 1), ("gemma3_text", 10)])
+@pytest.mark.parametrize(("kind", "last"), [("llama", 1), ("gemma3_text", 1), ("qwen3_next", 10)])
 def test_the_last_token_goes_by_itself_only_behind_many(kind: str, last: int) -> None:
     """No model makes logits for many tokens that nobody reads, and none a pass for one token behind a few."""
     model = tiny_model(kind)
