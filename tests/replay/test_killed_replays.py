@@ -1,0 +1,77 @@
+"""A replay that was killed, and the one after it: what the first had served, the second finds on disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.commands.inputs import scheduled_requests
+from runner.models.load import load_model
+from runner.replay.backends import radix
+from runner.replay.replay import ReplayOptions, RequestRow, replay
+from runner.script.conversations.builtin import builtin_conversations
+from runner.script.script import Script
+from tests.replay.killed import quantized
+from tests.replay.test_replay import Silence
+from tests.restarts import reading as reading
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Of the first user of the built-in conversations.
+REQUESTS = [0, 1, 2]
+
+
+def killed(disk: Path, kind: str, kv_bits: int, dies_at: float) -> None:
+    """`radixcache replay` in a process of its own, up to there."""
+    arguments = ["replay", "--model", f"tiny:{kind}", "--users", 1, "--cache", "radix", "--recorded", "--disk", disk]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.replay.killed", *map(str, [dies_at, kv_bits, *arguments, "--step-size", 256])],
+        cwd=ROOT,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def served(kind: str, requests: list[int], disk: Path | None = None) -> list[RequestRow]:
+    """The same replay in this process, of these requests."""
+    loaded = load_model(f"tiny:{kind}")
+    scheduled = scheduled_requests(builtin_conversations(), users=1, seed=0, max_requests=None)
+    script = Script(loaded, [scheduled[index] for index in requests], max_tokens=1, recorded=True)
+    options = ReplayOptions(
+        128 << 20, max_tokens=1, recorded=True, step_size=256, disk=disk and str(disk), disk_bytes=1 << 30
+    )
+    return list(replay(loaded, script, ["radix"], options, Silence())[0].rows)
+
+
+def loses_little(disk: Path, kind: str, kv_bits: int, *moments: float) -> None:
+    """Processes get this far, one after the other; the next one has nearly all that one process would have."""
+    in_one_process: list[int] = []
+    for dies_at in moments:
+        killed(disk, kind, kv_bits, dies_at)
+        in_one_process += REQUESTS[: int(dies_at)]
+    wanted = served(kind, [*in_one_process, *REQUESTS])[-len(REQUESTS) :]
+    rows = served(kind, REQUESTS, disk)
+    assert [row.output_hash for row in rows] == [served(kind, [each])[0].output_hash for each in REQUESTS]
+    assert sum(row.cached_tokens for row in rows) >= 0.97 * sum(row.cached_tokens for row in wanted)
+
+
+def test_what_a_replay_knew_when_it_was_killed_the_next_one_knows(tmp_path: Path) -> None:
+    loses_little(tmp_path, "llama", 0, 1.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "kv_bits"), [("gemma3_text", 0), ("mamba2", 0), ("lfm2", 0), ("llama", 8), ("llama4", 0)]
+)
+def test_replays_of_any_layers_may_be_killed_in_the_middle_and_at_the_end(
+    tmp_path: Path, kind: str, kv_bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(radix, "PrefixCache", quantized(kv_bits))
+    loses_little(tmp_path, kind, kv_bits, 1.5, 3)
