@@ -52,7 +52,7 @@ class Failing:
 
     def __init__(self, store: DiskStore, seed: int) -> None:
         self.store, self.random = store, np.random.default_rng(seed)
-        self.failures = 0
+        self.share = 0.1
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.store, name)
@@ -60,8 +60,7 @@ class Failing:
             return found
 
         def call(*arguments: Any, **more: Any) -> Any:
-            if self.random.random() < 0.1:
-                self.failures += 1
+            if self.random.random() < self.share:
                 raise OSError("the disk has gone")
             return found(*arguments, **more)
 

@@ -101,13 +101,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         longest = self.longest(tokens, namespace)
         explanation = self.explain(tokens, namespace)
         session = self.cache.begin(tokens, namespace=namespace, marks=marks, reserve=data.draw(st.integers(0, 20)))
-        assert explanation.resumable_tokens == session.cached_tokens, (explanation, session.cached_tokens)
-        assert explanation.matched_tokens == session.matched_tokens, (explanation, session.matched_tokens)
-        if session.reason is not None:
-            found = {str(gap.reason) for gap in explanation.gaps if gap.start < session.matched_tokens}
-            # A checkpoint that is missing may have been there once.
-            wanted = {str(session.reason), "evicted"} if session.reason == "no_checkpoint" else {str(session.reason)}
-            assert found & wanted, (found, session.reason)
+        self.foreseen(explanation, session)
         assert session.cached_tokens <= session.matched_tokens <= longest
         assert session.cached_tokens < len(tokens)
         assert (session.reason is None) == (session.cached_tokens == session.matched_tokens)
@@ -117,6 +111,15 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert session.cached_tokens == min(longest, len(tokens) - 1)
         spells(session.caches, tokens[: session.cached_tokens], self.model.kinds)
         return session, tokens
+
+    def foreseen(self, explanation: Explanation, session: Any) -> None:
+        assert explanation.resumable_tokens == session.cached_tokens, (explanation, session.cached_tokens)
+        assert explanation.matched_tokens == session.matched_tokens, (explanation, session.matched_tokens)
+        if session.reason is not None:
+            found = {str(gap.reason) for gap in explanation.gaps if gap.start < session.matched_tokens}
+            # A checkpoint that is missing may have been there once.
+            wanted = {str(session.reason), "evicted"} if session.reason == "no_checkpoint" else {str(session.reason)}
+            assert found & wanted, (found, session.reason)
 
     @precondition(lambda self: len(self.opened) < self.slots - 1)
     @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES), step=st.sampled_from([3, 2048]))
@@ -326,15 +329,18 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         tokens = self.sequence(data, namespace)
         explanation = self.explain(tokens, namespace)
         caches, remaining = self.cache.fetch(tokens, namespace=namespace)
-        if not inside.has_free_path(self.cache):
-            assert explanation.resumable_tokens == len(tokens) - len(remaining)
-        assert len(remaining) > 0
         cached = len(tokens) - len(remaining)
+        if not inside.has_free_path(self.cache):
+            self.fetched(explanation, cached)
+        assert len(remaining) > 0
         assert remaining.tolist() == tokens[cached:]
         assert cached <= self.longest(tokens, namespace)
         spells(caches, tokens[:cached], self.model.kinds)
         self.model(mx.array(remaining)[None], cache=caches)
         spells(caches, tokens, self.model.kinds)
+
+    def fetched(self, explanation: Explanation, cached_tokens: int) -> None:
+        assert explanation.resumable_tokens == cached_tokens
 
     def insert_one(self, data: Any, namespace: str, beyond: int) -> None:
         tokens = self.sequence(data, namespace)
