@@ -195,7 +195,7 @@ STATE = (
     Mutant(
         "trim-ignores-the-policy",
         "radixcache",
-        "            if self.policy.victim() is not entry:\n                break\n",
+        "            is_victim = self.policy.victim() is entry\n",
         "",
         "One long conversation loses all of its tail where the policy would have taken some of another's.",
         ("tests/tree/test_entries.py",),
@@ -1203,6 +1203,14 @@ POLICIES = (
         "return (-entry.priority, entry.last_used, -entry.end)",
         "What is important goes first.",
         ("tests/policies/test_policies_static.py", "tests/policies/test_policies.py"),
+    ),
+    Mutant(
+        "turn-passes-over-without-noting-it",
+        "policies",
+        "self._ends.cut(end - at)",
+        "pass",
+        "What a simulation of Turn finds depends on how long the edges of the tree are.",
+        ("tests/simulate/test_simulate.py",),
     ),
     Mutant(
         "gdsf-does-not-age",
