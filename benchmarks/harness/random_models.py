@@ -24,7 +24,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "kv": ("llama", {"layer_types": None}),
     "sliding": ("gemma3_text", {"sliding_window": WINDOW_TOKENS, "sliding_window_pattern": 6}),
     "hybrid": ("nemotron_h", {"mamba_head_dim": 64, "ssm_state_size": 64}),
-    "conv": ("lfm2", {"block_dim": 384, "block_ff_dim": 1024}),
+    "conv": ("lfm2", {}),
     "mixed": ("gear", {"sliding_window": WINDOW_TOKENS}),
 }
 _WIDE = {
@@ -60,7 +60,8 @@ def random_kind(kind: str, *, small: bool = False, vocabulary: int = VOCABULARY)
     if kind == "hybrid":
         layers = {**layers, "hybrid_override_pattern": ["M", "-", "*"] * thirds}
     elif kind == "conv":
-        layers = {**layers, "layer_types": ["conv", "conv", "full_attention"] * thirds}
+        layers = {"layer_types": ["conv", "conv", "full_attention"] * thirds}
+        layers |= {"block_dim": size["hidden_size"], "block_ff_dim": size["intermediate_size"]}
     elif kind == "mixed":
         layers = {**layers, "layer_types": ["conv_mixer", "sliding_attention", "full_attention"] * thirds}
     tiny = kind_of(module)
