@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from policies import Entry
 from radixcache import PrefixCache, Row, Session, prefix_cache
+from radixcache.adapters.cache_list import leaves
 from radixcache.adapters.registry import adapter_for
 from radixcache.cells import trial
 from radixcache.cells.causal import CausalCache
@@ -287,6 +288,13 @@ def known_tokens(row: Row) -> list[int]:
 def clean_tokens(row: Row) -> list[int]:
     """Those of a row's tokens that have the state that they would have alone."""
     return row.clean_keys().tolist()
+
+
+def point_state(row: Row, model: Any) -> list[NDArray[Any]]:
+    """What windows and recurrent layers hold of a row, in order of the tokens."""
+    points = zip(leaves(row.batch.points(row.at, make_prompt_cache(model))), row.batch.leaves, strict=True)
+    held = [leaf for leaf, its in points if not isinstance(its, TailLayer)]
+    return [np.array(array) for leaf in held for array in adapter_for(leaf).buffers(leaf)]
 
 
 def first_tokens(row: Row, count: int) -> list[mx.array]:

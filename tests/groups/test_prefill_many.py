@@ -12,6 +12,7 @@ from radixcache import Group, PrefixCache
 from radixcache.groups.row import Row
 from radixcache.groups.ways import Way
 from runner.models.tiny import tiny_model
+from tests import inside
 from tests.groups.test_begin_many import ROUNDING, cold, decoded, error, stored
 from tests.groups.test_ways import WAYS
 from tests.whole.test_exact import tokens
@@ -67,19 +68,23 @@ def test_rows_that_are_prefilled_together_get_what_each_gets_alone(kind: str, ch
     cache.check()
 
 
+@pytest.mark.parametrize("position", [20, 29])
 @pytest.mark.parametrize("kind", ["llama", "llama_sliding", "gemma3_text", "mamba2", "qwen3_next"])
-def test_a_pass_that_raises_leaves_every_row_of_it_as_it_was(kind: str) -> None:
+def test_a_pass_that_raises_leaves_every_row_of_it_as_it_was(kind: str, position: int) -> None:
     model = tiny_model(kind)
     cache = PrefixCache(model)
     prompts = [tokens(index, 30) for index in (2, 3, 4)]
-    prompts[1][25] = bad = max(set(range(256)) - {token for prompt in prompts for token in prompt})
+    prompts[1][29] = bad = max(set(range(256)) - {token for prompt in prompts for token in prompt})
     with cache.begin_many(prompts, capacity=600) as group:
         rows = group.rows
-        list(group.prefill_many(model, rows, 20))  # beyond the windows of those that have some
-        assert [row.position for row in rows] == [20, 20, 20]
+        list(group.prefill_many(model, rows, position))  # beyond the windows of those that have some
+        assert [row.position for row in rows] == [position] * 3
+        before = [inside.point_state(row, model) for row in rows]
         with pytest.raises(ValueError, match="bad token"):
             list(group.prefill_many(Counting(model, bad), rows))
-        assert [row.position for row in rows] == [20, 20, 20]
+        for row, its in zip(rows, before, strict=True):
+            assert all(map(np.array_equal, inside.point_state(row, model), its))
+        assert [row.position for row in rows] == [position] * 3
         group.check()
         found = through(group, model, rows)
         for row in rows:

@@ -902,10 +902,26 @@ ROWS = (
     Mutant(
         "rows-keep-no-tokens-of-windows",
         "radixcache",
-        "self._core.keep_windows(row.own, points, row.position - count, row.position, is_last=is_last)",
-        "return",
+        "self._core.keep_windows(row.own, points, start, end, is_last=is_last)",
+        "pass",
         "Rows of models with windows share nothing in front of their last tokens.",
         ("tests/groups/test_begin_many.py",),
+    ),
+    Mutant(
+        "rows-of-a-prompt-see-their-padding",
+        "radixcache",
+        "return causal if self.padding is None else causal & self.padding",
+        "return causal",
+        "Of prompts that are prefilled together the shorter ones attend to what is in front of their tails.",
+        ("tests/groups/test_prefill_many.py",),
+    ),
+    Mutant(
+        "a-last-token-of-prompts-cannot-be-undone",
+        "radixcache",
+        "keys, values = mx.array(keys), mx.array(values)",
+        "pass",
+        "A model that raises behind the windows of several prompts has written into them.",
+        ("tests/groups/test_prefill_many.py",),
     ),
     Mutant(
         "late-sharing-is-counted-twice",
