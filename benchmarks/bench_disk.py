@@ -270,7 +270,7 @@ def _folder(path: Path, quick: bool) -> Iterator[dict[str, Any]]:
 
 def _choices(path: Path, quick: bool) -> Iterator[dict[str, Any]]:
     """A row for each speed of the disk: what a cache does, and what either way takes in truth."""
-    speeds, lengths, count, repeats = ((0.1, 10.0), (64, 300), 4, 1) if quick else (SLOWNESS, LENGTHS, 32, 3)
+    speeds, lengths, count, repeats = ((0.1, 10.0), (64, 300), 4, 1) if quick else (SLOWNESS, LENGTHS, 24, 3)
     model, random = random_model("kv", small=True), np.random.default_rng(0)
     prompts = {length: _tokens(random, length + 1) for length in lengths}
     with opened(path) as store, PrefixCache(model, budget_bytes=LARGE_BYTES, store=store) as cache:
