@@ -42,6 +42,7 @@ from radixcache.groups.room import Room
 from radixcache.groups.row import Row
 from radixcache.groups.segment_bytes import segment_bytes
 from radixcache.groups.storing import Storing
+from radixcache.groups.tails import CASCADE_TOKENS
 from radixcache.groups.ways import Finding, Way, way_of
 from radixcache.layers.arrays import ArrayLayout
 from radixcache.layers.evaluation import is_evaluation_failure
@@ -55,9 +56,9 @@ from radixcache.tokens.keys import Keys, common_length
 
 #: A pass's logits are (R, T, V), all of them at once: beyond so many tokens the last goes by itself for its own.
 LOGITS_TOKENS = 32
-#: Rows are prefilled side by side where a pass has no more tokens of each, and their tails no more columns: then it
-#: costs hardly more than for one of them.
-TOGETHER_TOKENS, TOGETHER_COLUMNS = 64, 2048
+#: Rows whose tails have no more columns are prefilled side by side where a pass has no more tokens of each than cascade
+#: attention takes: longer tails are not worth the copy.
+TOGETHER_COLUMNS = 2048
 # What is evaluated at first of a model that nobody has seen run, before the bytes of a token are known.
 FIRST_TOKENS = 64
 
@@ -494,7 +495,7 @@ class Group:
         return min(at for at in cuts if at > position)
 
     def _can_join(self, model: Any, row: Row, count: int) -> bool:
-        is_short = count <= TOGETHER_TOKENS and row.batch.columns.lengths[row.at] <= TOGETHER_COLUMNS
+        is_short = count <= CASCADE_TOKENS and row.batch.columns.lengths[row.at] <= TOGETHER_COLUMNS
         return is_short and self._way(model).is_wide
 
     def _evaluate(self, model: Any, rows: Sequence[Row], count: int) -> mx.array | None:
