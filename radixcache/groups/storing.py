@@ -114,7 +114,7 @@ class Storing:
                 return
             keys = keys[: self._end(row, len(keys))]
         self._put(row, keys, row.own.checkpoints, self._core.evictor.make_room, "end", closing=True)
-        self._core.keep(keys, row.request.namespace, row.cached_tokens)
+        self._core.keep(keys, row.request, row.cached_tokens)
 
     def _put(
         self,

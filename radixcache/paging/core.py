@@ -177,10 +177,10 @@ class Core:
         is_brought = tier.bring(keys, request.namespace, request.use)
         return tier.rates.timing_move() if is_brought else nullcontext()
 
-    def keep(self, keys: Keys, namespace: str, used: int) -> None:
+    def keep(self, keys: Keys, request: Request, used: int) -> None:
         """A request left these keys in the tree, and had found the first `used` there: have the store keep them."""
         if self.tier is not None:
-            self.tier.closed(keys, namespace, used)
+            self.tier.closed(keys, request, used)
 
     def allowed(self, keys: Keys, namespace: str) -> Keys:
         """The keys up to where they are quarantined."""

@@ -31,3 +31,7 @@ class Disk(NamedTuple):
     def match(self, keys: Keys, namespace: str, *, at_checkpoints: bool = False) -> list[Link]:
         """As `DiskStore.match`, of this cache's state."""
         return self.store.match(self.identity, namespace, keys, grid=self.grid, at_checkpoints=at_checkpoints)
+
+    def known(self, keys: Keys, namespace: str) -> list[Link]:
+        """As `DiskStore.known`, of this cache's state."""
+        return self.store.known(self.identity, namespace, keys, grid=self.grid)

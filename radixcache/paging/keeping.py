@@ -4,7 +4,8 @@
     path        |------------------------------| end
     put                              |-----|---|    behind it: each token is written once
 
-With recurrent layers nothing resumes but at a checkpoint, so that no more than up to the last one is stored.
+Where the system prompt ends, and where the tree parts, a block ends too: it is not written again for each that goes on
+from there. With recurrent layers nothing resumes but at a checkpoint, so that no more than up to the last one is stored.
 
 The lock is held. Bytes are taken on the calling thread, without a copy where the tree has them in one piece; out of
 live buffers they are copied, a block at a time, and only if the store takes it.
@@ -12,7 +13,7 @@ live buffers they are copied, a block at a time, and only if the store takes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -45,8 +46,12 @@ class Keeping:
         self._put = Index()
         self.kept_blocks = 0
 
-    def keep(self, tip: StateNode, end: int, *, wait: bool = False) -> None:
-        """Put what the store lacks of the path to a node, up to offset `end`; it stops where no more is taken."""
+    def keep(self, tip: StateNode, end: int, mark: int = 0, *, wait: bool = False) -> None:
+        """Put what the store lacks of the path to a node, up to offset `end`; it stops where no more is taken.
+
+        Args:
+            mark: where many are likely to part from it.
+        """
         path = tip.path()
         points: dict[int, Checkpoint] = {}
         if self._layout.has_states:
@@ -57,7 +62,8 @@ class Keeping:
             return
         keys = np.concatenate([node.edge for node in path])[:end]
         parent = root_key(self._disk.identity, tip.namespace)
-        for low, high, key in self._bounds(keys, tip.namespace, parent, points):
+        cuts = {mark, *points, *(node.end for node in path if len(node.children) > 1)}
+        for low, high, key in self._bounds(keys, tip.namespace, parent, cuts):
             about = (self._disk.identity, tip.namespace, parent, low, keys[low:high], self._disk.grid)
             if key is None:
                 head = Head("block", *about)
@@ -70,20 +76,20 @@ class Keeping:
             parent = key
 
     def _bounds(
-        self, keys: Keys, namespace: str, root: bytes, points: Mapping[int, Any]
+        self, keys: Keys, namespace: str, root: bytes, wanted: Iterable[int]
     ) -> list[tuple[int, int, bytes | None]]:
-        """How these keys are cut into blocks: as they are stored already, with their keys, then by segments and at
-        checkpoints."""
+        """How these keys are cut into blocks: as they are stored already, with their keys, then by segments and where
+        it is wanted."""
         if self._disk.store.flush(0):
             self._put = Index()
-        chain = self._disk.match(keys, namespace)
+        chain = self._disk.known(keys, namespace)
         found = [(each.start, each.end, each.key) for each in chain if each.end == each.block_end]
         _, start, last = found[-1] if found else (0, 0, root)
         waiting = self._put.match(last, keys[start:], self._disk.grid)
         new = [(start + each.start, start + each.end) for each in waiting if each.end == each.block_end]
         start = new[-1][1] if new else start
-        cuts = [start, *sorted(at for at in points if at > start)]
-        cuts += [len(keys)] if cuts[-1] < len(keys) else []
+        cuts = [start, *sorted(at for at in wanted if start < at < len(keys))]
+        cuts += [len(keys)] if start < len(keys) else []
         new += [bounds for low, high in pairwise(cuts) for bounds in segment_bounds(low, high, self._disk.block_tokens)]
         return [*found, *((low, high, None) for low, high in new)]
 

@@ -24,6 +24,8 @@ KEPT = 0.9
 SHORTENED = 0.99
 #: What reading that is expected to be slower may cost, of the prefill that was chosen instead since the last reading.
 TRIAL = 0.01
+#: Of what prefill is expected to take reading may take so much: both are estimates, and hold for none to the last bit.
+SURE = 0.8
 #: Tokens of the first depth, and of each one the double of those before it.
 DEPTH_TOKENS = 512
 
@@ -85,10 +87,10 @@ class Rates:
         self._refused_seconds += self.prefill_seconds(start, end)
 
     def is_worth_reading(self, nbytes: int, start: int, end: int) -> bool:
-        """Whether reading so many bytes is expected to be faster than the prefill of [start, end), unknown, or due."""
+        """Whether reading so many bytes is surely faster than the prefill of [start, end), unknown, or due."""
         if not self._prefill:
             return True
-        allowed = self.prefill_seconds(start, end) + TRIAL * self._refused_seconds
+        allowed = SURE * self.prefill_seconds(start, end) + TRIAL * self._refused_seconds
         return self.read.seconds_for(nbytes) <= allowed
 
     def prefill_seconds(self, start: int, end: int) -> float:

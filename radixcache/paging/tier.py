@@ -23,6 +23,7 @@ from radixcache.paging.evictor import Evictor
 from radixcache.paging.keeping import Keeping
 from radixcache.paging.rates import Rates
 from radixcache.paging.recorder import Recorder
+from radixcache.paging.request import Request
 from radixcache.paging.slots import Slots
 from radixcache.tokens.keys import Keys
 from radixcache.tree.node_state import StateNode
@@ -71,12 +72,12 @@ class Tier:
         """How many tokens of a prompt the store has, if more than memory, and whether `bring` would read them."""
         return self._safely(lambda: self.bringing.foresee(keys, namespace)) or (0, False)
 
-    def closed(self, keys: Keys, namespace: str, used: int) -> None:
+    def closed(self, keys: Keys, request: Request, used: int) -> None:
         """A request is over, and left these in the tree; the first `used` of them it had found there."""
         end = {"close": len(keys), "second_use": used}.get(self.store.write_on, 0)
         if end:
-            match = self._states.match(keys[:end], namespace)
-            self._safely(lambda: self.keeping.keep(match.node, match.offset))
+            match = self._states.match(keys[:end], request.namespace)
+            self._safely(lambda: self.keeping.keep(match.node, match.offset, min(request.marks, default=0)))
 
     def lost(self, node: StateNode) -> None:
         """A node is about to lose state."""

@@ -22,7 +22,7 @@ def fetch(core: Core, request: Request) -> tuple[list[Any], TokenIds]:
     core.states.touch(nodes, plan.source, request.use)
     core.evictor.tidy(node)
     core.counted(request, plan, "fetch")
-    core.keep(request.keys[: plan.resume], request.namespace, plan.resume)
+    core.keep(request.keys[: plan.resume], request, plan.resume)
     core.tidy_unpinned()
     core.write_trace(request)
     return caches, request.prompt[plan.resume :].copy()
@@ -45,6 +45,6 @@ def insert(core: Core, request: Request, caches: Sequence[Any]) -> int:
         end = len(allowed)
     else:
         end = core.recorder.record_foreign(caches, allowed, request.namespace, request.use)
-    core.keep(request.keys[:end], request.namespace, 0)
+    core.keep(request.keys[:end], request, 0)
     core.keep_budget()
     return core.states.match(request.keys[:end], request.namespace).offset

@@ -237,7 +237,7 @@ class Session:
             finally:
                 core.release(live)
                 # Only now whoever closes it may read the buffers: another thread, or the garbage collector.
-                core.keep(left, self.namespace, self.cached_tokens)
+                core.keep(left, self._request, self.cached_tokens)
                 core.states.coalesce_all(live.nodes())
                 live.measure()
                 core.keep_budget()

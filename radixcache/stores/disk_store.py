@@ -113,6 +113,12 @@ class DiskStore(AbstractContextManager["DiskStore"]):
             at_checkpoints: the longest chain up to a checkpoint, for models that resume nowhere else.
         """
         self._refresh()
+        return self.known(identity, namespace, tokens, grid=grid, at_checkpoints=at_checkpoints)
+
+    def known(
+        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
+    ) -> list[Link]:
+        """As `match`, without a look at what other processes have added."""
         return self._contents.match(root_key(identity, namespace), tokens, grid, at_checkpoints)
 
     def holds(self, key: bytes, kind: Kind = "block") -> bool:

@@ -268,6 +268,26 @@ def test_each_token_is_written_once_though_what_came_before_is_not_written_yet(
     assert ranges[-1][1] == len(prompts[2]) + 2 * len(REPLY)
 
 
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("kind", STATES)
+def test_a_system_prompt_is_not_written_for_each_conversation_behind_it(
+    opened: Open, tmp_path: Path, kind: str, marked: bool
+) -> None:
+    model = tiny_model(kind)
+    system = tokens(1, 300)
+    prompts = [[*system, *tokens(seed, 40)] for seed in range(2, 7)]
+    with opened() as store, PrefixCache(model, store=store) as cache:
+        for prompt in prompts:
+            serve(cache, model, prompt, marks=[len(system)] if marked else [])
+        assert cache.flush(60)
+    written = sum(file.head.end - file.head.start for file in scan(tmp_path) if file.head.kind == "block")
+    # Without a mark it is only known to be shared once the second one has come.
+    once = len(system) + len(prompts) * (40 + len(REPLY))
+    assert written == once + (0 if marked else len(system))
+    with opened() as store, PrefixCache(model, store=store) as cache:
+        assert serve(cache, model, [*system, *tokens(9, 40)])[0] == len(system)
+
+
 def test_what_is_used_once_is_not_written_on_second_use(opened: Open, tmp_path: Path) -> None:
     model = tiny_model("llama")
     first, second, *_ = conversation()
