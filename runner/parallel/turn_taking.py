@@ -20,9 +20,9 @@ This file never imports MLX, and knows no clock: the same calls give the same or
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
-# Tokens of a chunk. Half a second or so of a small model on slow cores, a few hundredths on a GPU: what holds up those
+# Tokens of a chunk. A second or less of a small model on slow cores, a few hundredths on a GPU: what holds up those
 # who are being served.
-PARALLEL_STEP_SIZE = 512
+PARALLEL_STEP_SIZE = 1024
 
 
 class Prefilling(Protocol):
