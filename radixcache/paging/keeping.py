@@ -5,7 +5,7 @@
     put                              |-----|---|    behind it: each token is written once
 
 Where the system prompt ends, and where the tree parts, a block ends too: it is not written again for each that goes on
-from there. With recurrent layers nothing resumes but at a checkpoint, so that no more than up to the last one is stored.
+from there. With recurrent layers nothing resumes but at a checkpoint: no more than up to the last one is stored.
 
 The lock is held. Bytes are taken on the calling thread, without a copy where the tree has them in one piece; out of
 live buffers they are copied, a block at a time, and only if the store takes it.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
