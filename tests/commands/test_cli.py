@@ -161,7 +161,7 @@ def test_a_replay_of_several_users_at_a_time_gives_the_replies_of_one_after_the_
     assert [row["user"] for row in parallel["rows"]] == [row["user"] for row in serial["rows"]]
     assert (parallel["users_at_a_time"], parallel["output_tokens"]) == (2, 16)
     assert 0 < parallel["peak_cache_bytes"] <= 128 << 20
-    assert json.loads(together.read_text())["options"]["step_size"] == 512
+    assert json.loads(together.read_text())["options"]["step_size"] == 1024
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert json.loads(tree.read_text())
 
