@@ -37,6 +37,7 @@ from radixcache.tree.events import OnEvent
 from radixcache.verify.verifier import Mismatch
 from radixcache.view.description import TreeView
 from radixcache.view.formats import render_view
+from radixcache.watch.edges import Edge, edges_of
 from radixcache.watch.explain import Explanation
 from radixcache.watch.metrics import StatsSnapshot
 from radixcache.watch.reading import explanation_of, in_a_line, snapshot_of, stats_of, view_of
@@ -366,6 +367,10 @@ class PrefixCache:
         """A plain description of the tree, of which `render` makes text and pictures; arguments as there."""
         require_namespace_or_all(namespace)
         return view_of(self._core, namespace, self._about, tokenizer)
+
+    def edges(self) -> list[Edge]:
+        """Which prefixes are stored: the edges of all trees, parents before children. For whoever tells others."""
+        return edges_of(self._core.lock, self._core.states.tree)
 
     @property
     def _core(self) -> Core:

@@ -3,18 +3,23 @@
 import json
 import logging
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
-from typing import Annotated, Any, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 
 import runner
 from radixcache.errors import RadixCacheError
 from runner.commands.usage import UsageError, require, require_policy, say
-from runner.serve.options import ServeOptions
+from runner.serve.options import ServeOptions, require_compatible
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 #: What the extra [serve] brings.
 EXTRA = ("fastapi", "prometheus_client", "starlette", "uvicorn")
@@ -139,32 +144,60 @@ def _require_compatible(options: ServeOptions) -> None:
 
 
 def _run(options: ServeOptions) -> None:
-    try:
-        from runner.serve.app import make_app
+    with _extra():
         from runner.serve.http_server import HttpServer, listen, url_of
-        from runner.serve.running import Running
-        from runner.serve.watch import Watch
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in EXTRA:
-            raise
-        raise UsageError(f"{error.name} is not installed; pip install 'radixcache[serve]'.") from error
     try:
         listening = listen(options.host, options.port)
     except OSError as error:
         raise UsageError(f"--host {options.host} --port {options.port}: {error.strerror}.") from error
-    with listening:
-        watch = Watch()
+    with listening, ExitStack() as stack:
         try:
-            running = Running(options, watch.on_record, watch.on_event)
-            app = make_app(options, running, watch)
-            running.start()
+            with _extra():
+                app, stop = (_one_process if options.replicas is None else _replicas)(options, stack)
         except (ValueError, OSError, RadixCacheError) as error:
             raise UsageError(str(error)) from error
-        try:
-            print(_welcome(options, url_of(listening)), flush=True)
-            HttpServer(app, partial(running.stop, options.drain_s)).run(sockets=[listening])
-        finally:
-            running.stop(0)
+        print(_welcome(options, url_of(listening)), flush=True)
+        HttpServer(app, partial(stop, options.drain_s)).run(sockets=[listening])
+
+
+@contextmanager
+def _extra() -> Iterator[None]:
+    """Say how to have what is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in EXTRA:
+            raise
+        raise UsageError(f"{error.name} is not installed; pip install 'radixcache[serve]'.") from error
+
+
+def _one_process(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Callable[[float], object]]":
+    """The application on a generation thread of this process, and what ends it; `stack` does so at the latest."""
+    from runner.serve.app import make_app
+    from runner.serve.running import Running
+    from runner.serve.watch import Watch
+
+    watch = Watch()
+    running = Running(options, watch.on_record, watch.on_event)
+    app = make_app(options, running, watch)
+    stack.callback(running.stop, 0)
+    running.start()
+    return app, running.stop
+
+
+def _replicas(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Callable[[float], object]]":
+    """The same on replicas."""
+    require_compatible(options)
+    try:
+        from runner.serve.replicas.app import make_replicas_app
+        from runner.serve.replicas.fleet import Fleet
+    except ImportError as error:
+        raise UsageError(f"--replicas needs Ray Serve: pip install 'radixcache[ray,serve]' ({error}).") from error
+    fleet = Fleet(options)
+    app = make_replicas_app(options, fleet)
+    stack.callback(fleet.stop, 0)
+    fleet.start(os.cpu_count() or 1)
+    return app, fleet.stop
 
 
 def _welcome(options: ServeOptions, url: str) -> str:

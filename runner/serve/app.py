@@ -8,16 +8,17 @@ routes      OpenAI's, Anthropic's, the cache's
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from radixcache import __version__
 from runner.serve.access import Access
 from runner.serve.anthropic_api import anthropic_routes
+from runner.serve.asked import Asked
 from runner.serve.cache_api import cache_routes
 from runner.serve.errors import ApiError
 from runner.serve.frame import Frame, error_response
@@ -25,7 +26,7 @@ from runner.serve.keys import Keyring
 from runner.serve.limits import BodyLimit
 from runner.serve.openai_api import openai_routes
 from runner.serve.options import ServeOptions
-from runner.serve.service import Service
+from runner.serve.service import Runs, Service
 from runner.serve.watch import Watch
 
 if TYPE_CHECKING:
@@ -34,6 +35,26 @@ if TYPE_CHECKING:
 
 def make_app(options: ServeOptions, running: Running, watch: Watch) -> FastAPI:
     """Return the application. `running` need not have started.
+
+    Raises:
+        KeyFileError: a file of keys cannot be used.
+    """
+    return assembled(options, running, running.count_tokens, cache_routes(running, watch, options), watch.http)
+
+
+def assembled(
+    options: ServeOptions,
+    runs: Runs,
+    tokens_of: Callable[[Asked], Coroutine[Any, Any, int]],
+    cache: APIRouter,
+    count: Callable[[str, int], None],
+) -> FastAPI:
+    """Return the application around whoever answers.
+
+    Args:
+        tokens_of: how many tokens the prompt of a request has; may raise ApiError.
+        cache: the routes of the cache.
+        count: Frame's.
 
     Raises:
         KeyFileError: a file of keys cannot be used.
@@ -49,11 +70,11 @@ def make_app(options: ServeOptions, running: Running, watch: Watch) -> FastAPI:
             503: {"description": "The server is stopping, or has failed."},
         },
     )
-    service = Service(running, timeout_s=options.request_timeout_s)
+    service = Service(runs, timeout_s=options.request_timeout_s)
     app.include_router(openai_routes(service, options))
-    app.include_router(anthropic_routes(service, options, running.count_tokens))
-    app.include_router(cache_routes(running, watch, options))
-    return guard(app, options, watch.http)
+    app.include_router(anthropic_routes(service, options, tokens_of))
+    app.include_router(cache)
+    return guard(app, options, count)
 
 
 def guard(app: FastAPI, options: ServeOptions, count: Callable[[str, int], None]) -> FastAPI:

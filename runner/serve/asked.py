@@ -194,6 +194,7 @@ class Failed:
     status: int
     message: str
     record: Record | None = None
+    retry_after_s: int | None = None
 
 
 Answer: TypeAlias = Started | Progress | Step | Ended | Failed
@@ -201,12 +202,16 @@ Answer: TypeAlias = Started | Progress | Step | Ended | Failed
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way. `put` may be called by any thread and never blocks."""
+    """A request on its way. `put` may be called by any thread and never blocks.
+
+    `on_cancel` is for whoever answers it elsewhere than on a generation thread, which looks at `is_cancelled`.
+    """
 
     asked: Asked
     put: Callable[[Answer], None]
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     arrived_s: float = field(default_factory=time.perf_counter)
+    on_cancel: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         self._cancelled = threading.Event()
@@ -214,6 +219,8 @@ class Job:
     def cancel(self) -> None:
         """End it soon; what was computed is kept. Any thread may call this, any number of times."""
         self._cancelled.set()
+        if self.on_cancel is not None:
+            self.on_cancel()
 
     @property
     def is_cancelled(self) -> bool:

@@ -113,8 +113,8 @@ def cache_routes(running: Running, watch: Watch, options: ServeOptions) -> APIRo
         return Response(content, headers=headers, media_type="text/html")
 
     @router.get("/cache/state")
-    def state(model: str = "", seen: str = "") -> Response:
-        return to_json(page_state(running, watch, model, seen, show_text=options.show_text))
+    def state(model: str = "", seen: str = "", tree: bool = True) -> Response:
+        return to_json(page_state(running, watch, model, seen, show_text=options.show_text, show_tree=tree))
 
     @router.get("/cache/tree")
     def tree(model: str | None = None, namespace: str | None = None) -> Response:

@@ -133,9 +133,15 @@ class Models:
         """
         key = self.key_of(asked.names)
         current = self.current if self.current is not None and self.current.key.model == key.model else None
-        tokenizer = self._outlined(key.model) if current is None else current.tokenizer
+        tokenizer = self.outlined(key.model) if current is None else current.tokenizer
         processor = None if current is None else current.processor
         return len(prompt_of(asked, tokenizer, self._options.chat_template_args, processor=processor).tokens)
+
+    def outlined(self, name: str) -> Any:
+        """The tokenizer of a model, as it would be were the model loaded. ModelError: there is no such model."""
+        tokenizer = load_outline(name, show_progress=False, tokenizer_config=self._tokenizer_config()).tokenizer
+        self._choose_template(tokenizer)
+        return tokenizer
 
     def close(self) -> None:
         """Give everything back."""
@@ -171,12 +177,6 @@ class Models:
         self._choose_template(loaded.tokenizer)
         draft = None if key.draft is None else load_model(key.draft, show_progress=False).model
         return loaded, draft
-
-    def _outlined(self, name: str) -> Any:
-        """The tokenizer of a model, as it would be were the model loaded."""
-        tokenizer = load_outline(name, show_progress=False, tokenizer_config=self._tokenizer_config()).tokenizer
-        self._choose_template(tokenizer)
-        return tokenizer
 
     def _tokenizer_config(self) -> dict[str, Any]:
         template = {"chat_template": self._options.chat_template} if self._options.chat_template else {}

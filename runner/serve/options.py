@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from typer import Option
 
 from policies import make_policy
+from runner.routing.routers import make_router
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,15 @@ class ServeOptions:
     trace: Annotated[Path | None, Option(help="File to record the requests' shapes in, for radixcache simulate.")] = (
         None
     )
+    replicas: Annotated[
+        int | None, Option(help="Processes with a model and a cache each, on Ray Serve.", min=1, show_default=False)
+    ] = None
+    router: Annotated[
+        str | None, Option(help="Which replica is asked: prefix, hash, round-robin or random.  [default: prefix]")
+    ] = None
+    ray: Annotated[
+        str | None, Option(metavar="ADDRESS", help="Ray cluster for the replicas; without it Ray is started here.")
+    ] = None
     api_keys: Annotated[Path | None, Option(help="File with a name and a key a line: every request needs one.")] = None
     admin_key_file: Annotated[
         Path | None, Option(help="File with a name and the key for /metrics and /cache; without it they are local.")
@@ -109,6 +119,19 @@ def require_compatible(options: ServeOptions) -> None:
             f"--quantized-kv-start {options.quantized_kv_start} cannot be honoured: keys and values that are shared "
             "between prompts are quantized from the first token on. Leave it out."
         )
+    _require_replicas(options)
     for name, file in (("--warm", options.warm), ("--trace", options.trace)):
         if file is not None and options.model is None:
             raise ValueError(f"{name} is for the model that the server starts with; name it with --model.")
+
+
+def _require_replicas(options: ServeOptions) -> None:
+    for name, value in (("--router", options.router), ("--ray", options.ray)):
+        if value is not None and options.replicas is None:
+            raise ValueError(f"{name} is for replicas; say how many with --replicas.")
+    if options.replicas is not None and options.model is None:
+        raise ValueError("--replicas needs --model: where a request goes is found out with its tokenizer.")
+    if options.replicas is not None and options.trace is not None:
+        raise ValueError("--trace is written by one cache, and --replicas have one each. Leave one of them out.")
+    if options.router is not None:
+        make_router(options.router)

@@ -36,13 +36,16 @@ def cache_page() -> tuple[str, dict[str, str]]:
     return document("radixcache", body, style, script, connect), {**headers, "Referrer-Policy": "no-referrer"}
 
 
-def page_state(watched: Watched, watch: Watch, model: str, seen: str, *, show_text: bool) -> dict[str, Any]:
+def page_state(
+    watched: Watched, watch: Watch, model: str, seen: str, *, show_text: bool, show_tree: bool = True
+) -> dict[str, Any]:
     """What the page shows, as values that JSON has.
 
     Args:
         model: whose tree is wanted, as in `models`; without such a cache, the present model's.
         seen: the version of the tree that the page shows: as long as it is the same, `tree` is None.
         show_text: show errors too, which may quote a prompt.
+        show_tree: False: `tree` is None.
     """
     held = read_caches(watched, lambda opened: (opened, opened.stats))
     models = [title(names) for names, _ in held]
@@ -57,7 +60,7 @@ def page_state(watched: Watched, watch: Watch, model: str, seen: str, *, show_te
         "disk": [] if disk is None else disk_words(disk, brought_tokens),
         "points": [point._asdict() for point in watch.points()],
         "requests": [_row(each, show_text) for each in watch.seen()],
-        "tree": _tree(models[index], *held[index][1], watched.running, seen) if models else None,
+        "tree": _tree(models[index], *held[index][1], watched.running, seen) if models and show_tree else None,
     }
 
 

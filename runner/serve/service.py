@@ -171,7 +171,7 @@ class Service:
             raise
         if isinstance(first, Failed):
             timer.cancel()
-            raise ApiError(first.status, first.message)
+            raise ApiError(first.status, first.message, retry_after_s=first.retry_after_s)
         if isinstance(first, Ended):
             timer.cancel()
             raise ApiError(503, "the request was ended before it was served: it took too long, or the server stops.")

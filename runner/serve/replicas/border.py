@@ -1,0 +1,126 @@
+"""What the server uses of Ray; `tests/serve/test_replicas_border.py` pins each name. Never imports MLX.
+
+Ray Serve's request router is alpha: what it calls of `Placing`, and what that asks of it, is all here.
+
+    choose_replicas(candidates, pending)     asks the switchboard, which was made in this process, for one of them
+    update_replicas, on_replica_actor_died   tell it which there are
+
+Ray pickles this file's `Placing` by value, also for use in this process: what it knows it gets by calls of functions.
+
+A call is addressed by its argument `to`: the name of a replica, or a Routed, for which the switchboard decides.
+
+Source: ray 2.60.0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+# Before Ray is imported: nothing is reported to anybody, and its notes go to its own files.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from runner.serve.replicas.switchboard import switchboard_of
+
+#: What a call raises whose replica is gone, or cannot be reached.
+GONE = (RayError, RayServeException)
+#: Of a local Ray: replies are small, and go from hand to hand.
+OBJECT_STORE_BYTES = 80 << 20
+#: How long a replica that does not answer is taken to be busy, in seconds, before it is replaced.
+HEALTH_TIMEOUT_S = 60
+
+
+class Placing(RequestRouter):
+    """Sends each call where the switchboard says."""
+
+    def initialize_state(self, **kwargs: str) -> None:
+        self._switchboard = switchboard_of(kwargs["switchboard"])
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._switchboard.present({replica.replica_id.unique_id for replica in replicas})
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._switchboard.present({known.unique_id for known in self.curr_replicas})
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        assert pending_request is not None
+        named = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        to = pending_request.kwargs["to"]
+        name = self._switchboard.place(to, set(named))
+        if name is None and isinstance(to, str):
+            pending_request.future.cancel()  # or it would be tried again for ever
+            return [candidate_replicas]
+        return [[named[name]]] if name is not None else []
+
+
+def connect(address: str | None, cpus: int) -> None:
+    """Join the cluster at an address, or start a Ray of this machine's own with so many CPUs to its name.
+
+    Raises:
+        ConnectionError: no cluster answers, or it is none.
+    """
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
+    if address is not None:
+        del quiet["include_dashboard"]
+        ray.init(address=address, **quiet)
+    else:
+        ray.init(address="local", num_cpus=cpus, num_gpus=0, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+    # What a user has to know the server says itself.
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
+
+
+def deploy(kind: type, arguments: tuple[Any, ...], *, name: str, count: int, cpus: int, max_calls: int) -> Any:
+    """Start replicas of a class, and return the handle that calls them once all of them run.
+
+    Args:
+        name: of the application and of the switchboard.
+        cpus: of each replica, to Ray's scheduler.
+        max_calls: of each replica at a time.
+
+    Raises:
+        ValueError: they cannot be started.
+    """
+    about: dict[str, Any] = {"request_router_class": Placing, "request_router_kwargs": {"switchboard": name}}
+    deployment = serve.deployment(
+        name="replica",
+        num_replicas=count,
+        ray_actor_options={"num_cpus": cpus},
+        max_ongoing_requests=max_calls,
+        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_wait_loop_s=0.1,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        max_constructor_retry_count=1,
+        request_router_config=RequestRouterConfig(**about),
+    )(kind)
+    try:
+        return serve.run(deployment.bind(*arguments), name=name, route_prefix=None)
+    except RuntimeError as error:
+        raise ValueError(f"the replicas could not be started: {' '.join(str(error).split())[-400:]}") from error
+
+
+def name_of_replica() -> str:
+    """What this process, which is a replica, is called."""
+    return str(serve.get_replica_context().replica_id.unique_id)
+
+
+def disconnect(name: str, *, is_local: bool) -> None:
+    """End the replicas: with the Ray that was started for them, or alone, on a cluster that others use."""
+    if ray.is_initialized():
+        if not is_local:
+            serve.delete(name)
+        ray.shutdown()

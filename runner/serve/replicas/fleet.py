@@ -1,0 +1,228 @@
+"""Fleet: the replicas as the application sees them: what Running is where there is one process. Never loads a model.
+
+    Service.ask(job) ── Fleet.ask ──▶ digests ──▶ handle.answer ── the switchboard's choice ──▶ Replica
+                                                  ◀── answers, as they come ──
+    per replica a thread that hears what it tells
+
+  F1  Every job gets exactly one Ended or Failed, also where its replica dies.
+  F2  A reply of which no token was handed on is asked of another replica when its own dies, RETRIES times.
+
+`ask` runs on the event loop, the rest in any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from radixcache.budget.memory import default_budget_bytes
+from runner.serve.asked import Answer, Asked, Ended, Failed, Job, Step
+from runner.serve.errors import ApiError
+from runner.serve.options import ServeOptions
+from runner.serve.replicas import border
+from runner.serve.replicas.calls import AdminReply, AdminRequest
+from runner.serve.replicas.prompts import RoutedPrompts
+from runner.serve.replicas.replica import Replica
+from runner.serve.replicas.switchboard import Routed, Switchboard, put_up
+from runner.serve.replicas.told import Told
+from runner.serve.watch import in_a_line
+
+logger = logging.getLogger(__name__)
+
+RETRIES = 2
+#: How long a replica may take to answer an admin, and to end beyond the time that its replies have, in seconds.
+ADMIN_S, END_S = 60, 30
+#: Before a replica that tells no more is asked again, if it is still there, in seconds.
+PAUSE_S = 1
+#: Calls of one replica beside requests: what it tells, admins, its end.
+OTHER_CALLS = 32
+
+
+class Fleet:
+    """Answers jobs by replicas.
+
+    Args:
+        options: with `replicas`.
+
+    Raises:
+        ModelError: there is no such model.
+        ValueError: there is no such router.
+    """
+
+    def __init__(self, options: ServeOptions) -> None:
+        assert options.replicas is not None
+        self._options = options
+        self._name = f"radixcache-{secrets.token_hex(4)}"
+        self._secret = secrets.token_bytes(16)
+        self._prompts = RoutedPrompts(options, self._secret)
+        self.switchboard = Switchboard(options.router or "prefix", self._listen)
+        put_up(self._name, self.switchboard)
+        self._handle: Any = None
+        self._open: set[asyncio.Task[None]] = set()
+        self._heard: set[str] = set()
+        self._hearing: list[threading.Thread] = []
+        self._is_started = threading.Event()
+        self._is_open = self._is_stopped = False
+
+    def start(self, cpus: int) -> None:
+        """Start the replicas, or have a cluster start them, and wait until all of them have loaded the model.
+
+        Args:
+            cpus: of this machine, where Ray is started on it.
+
+        Raises:
+            ConnectionError: the cluster does not answer.
+            ValueError: the replicas could not be started.
+        """
+        options, count = self._options, self._options.replicas or 1
+        share = max(1, cpus // count) if options.ray is None else 1
+        border.connect(options.ray, share * count)
+        self._handle = border.deploy(
+            Replica,
+            (replica_options(options), self._secret),
+            name=self._name,
+            count=count,
+            cpus=share,
+            max_calls=options.decode_concurrency + options.max_waiting + OTHER_CALLS,
+        )
+        self._streams = self._handle.options(stream=True)
+        self._is_open = True
+        self._is_started.set()
+
+    @property
+    def names(self) -> list[str]:
+        """The replicas that are there."""
+        return self.switchboard.names
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether some replica answers requests."""
+        return self._is_open and bool(self.names)
+
+    def ask(self, job: Job) -> None:
+        """Take a request in; on the event loop. ApiError: the server stops, or has no replica (503)."""
+        if not self.is_healthy:
+            raise ApiError(503, "the server is stopping, or none of its replicas runs.", retry_after_s=END_S)
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._answer(job))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+        job.on_cancel = partial(loop.call_soon_threadsafe, task.cancel)
+
+    async def count_tokens(self, asked: Asked) -> int:
+        """How many tokens a prompt has. ApiError: it cannot be made, or there is no such model."""
+        return await self._prompts.count_tokens(asked)
+
+    def admin(self, name: str, request: AdminRequest) -> AdminReply:
+        """What one replica answers an admin. ApiError: it does not (503)."""
+        try:
+            reply: AdminReply = self._handle.admin.remote(request, to=name).result(timeout_s=ADMIN_S)
+            return reply
+        except (*border.GONE, TimeoutError) as error:
+            raise ApiError(503, f"replica {name} does not answer: {type(error).__name__}.") from error
+
+    def stop(self, drain_s: float) -> None:
+        """Take nothing in any more, give replies so many seconds, then end them, and the replicas."""
+        self._is_open = False
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        names = self.names
+        if self._handle is not None and names:
+            with ThreadPoolExecutor(len(names)) as together:
+                list(together.map(partial(self._stop, drain_s), names))
+            deadline_s = time.monotonic() + END_S
+            while (self._open or any(map(threading.Thread.is_alive, self._hearing))) and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+        self._prompts.close()
+        border.disconnect(self._name, is_local=self._options.ray is None)
+
+    def _stop(self, drain_s: float, name: str) -> None:
+        try:
+            self._handle.stop.remote(drain_s, to=name).result(timeout_s=drain_s + END_S)
+        except (*border.GONE, TimeoutError) as error:
+            logger.warning("replica %s did not end by itself: %s", name, type(error).__name__)
+
+    # A request
+
+    async def _answer(self, job: Job) -> None:
+        try:
+            routed = Routed(job.id, await self._prompts.ask_of(job.asked))
+            for left in reversed(range(1 + RETRIES)):
+                if await self._relay(job, routed, is_last=not left):
+                    return
+        except asyncio.CancelledError:
+            job.put(Failed(504, "the request was given up: it took too long, or nobody waits for it."))
+        except Exception:
+            logger.exception("a request could not be handed to a replica")
+            job.put(Failed(500, "the server failed at this request; its log says where."))
+        finally:
+            self.switchboard.end(job.id)
+
+    async def _relay(self, job: Job, routed: Routed, *, is_last: bool) -> bool:
+        """Hand on what a replica answers; False: it is gone, and another one may be asked."""
+        stream, has_steps = self._streams.answer.remote(job.asked, to=routed), False
+        try:
+            async for answers in stream:
+                for answer in answers:
+                    has_steps |= isinstance(answer, Step)
+                    self._hand_on(job, answer)
+            return True
+        except border.GONE as error:
+            if is_last or has_steps:
+                logger.warning("%s: its replica has ended: %s", job.id[:8], type(error).__name__)
+                job.put(Failed(503, "the replica that answered has ended; ask again."))
+                return True
+            return False
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
+
+    def _hand_on(self, job: Job, answer: Answer) -> None:
+        if isinstance(answer, Ended | Failed):
+            # First: who asks again, once this is read, finds nothing of it that waits.
+            self.switchboard.end(job.id)
+        job.put(answer)
+
+    # What replicas tell
+
+    def _listen(self, names: set[str]) -> None:
+        for name in names - self._heard:
+            self._heard.add(name)
+            hearing = threading.Thread(target=self._hear, args=(name,), name=f"hears {name}", daemon=True)
+            self._hearing.append(hearing)
+            hearing.start()
+
+    def _hear(self, name: str) -> None:
+        """Learn what a replica tells, until it is gone."""
+        self._is_started.wait()
+        while self._is_open and name in self.names:
+            try:
+                for told in self._streams.tell.remote(to=name):
+                    self._learn(name, told)
+            except border.GONE as error:
+                logger.warning("replica %s tells no more: %s", name, type(error).__name__)
+                time.sleep(PAUSE_S)
+
+    def _learn(self, name: str, told: Told) -> None:
+        self.switchboard.learn(name, told)
+        for record in told.records:
+            logger.info("%s: %s", name, in_a_line(record))
+
+
+def replica_options(options: ServeOptions) -> ServeOptions:
+    """What a replica is told: its share of the budget, and nothing of keys, which the application knows."""
+    count, budget_bytes = options.replicas or 1, options.budget_bytes
+    if budget_bytes is None and options.ray is None:
+        budget_bytes, _ = default_budget_bytes(None)  # on one machine what one cache would take is for all of them
+    if budget_bytes is not None:
+        budget_bytes = max(1, budget_bytes // count)
+    mine: dict[str, Any] = {"api_keys": None, "admin_key_file": None, "namespace_by": "none"}
+    return replace(options, **mine, budget_bytes=budget_bytes, host="127.0.0.1", replicas=None, router=None, ray=None)
