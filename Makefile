@@ -15,7 +15,7 @@ PYTHON ?=
 NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 NEEDS_OPENBLAS := import sys; from runner.blas import load_openblas; sys.exit(load_openblas() is None)
 
-.PHONY: help replay serve test test-slow mutants lint bench bench-policies architectures clean openblas browser
+.PHONY: help replay serve test test-slow mutants lint bench bench-policies architectures clean openblas browser redis
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -28,13 +28,13 @@ replay: $(INSTALLED) openblas ## serve the built-in conversations through four c
 serve: $(INSTALLED) openblas ## serve the demo model to clients of OpenAI's and Anthropic's APIs
 	@$(BIN)/radixcache serve --model demo $(ARGS)
 
-test: $(INSTALLED) openblas ## run the tests, without the slow ones
+test: $(INSTALLED) openblas redis ## run the tests, without the slow ones
 	@$(PYTEST) $(ARGS)
 
-test-slow: $(INSTALLED) openblas browser ## run the slow tests
+test-slow: $(INSTALLED) openblas browser redis ## run the slow tests
 	@$(PYTEST) -m slow $(ARGS)
 
-mutants: $(INSTALLED) openblas ## break the code in one place after the other, and see which test finds out
+mutants: $(INSTALLED) openblas redis ## break the code in one place after the other, and see which test finds out
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: $(INSTALLED) ## check style, formatting, types and import rules
@@ -78,30 +78,33 @@ $(INSTALLED): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
+# $(call install,PACKAGES,WHY,WITHOUT): with apt-get, where there is one and it may be run.
+define install
+	if [ "$$(id -u)" = 0 ]; then run=""; elif sudo -n true >/dev/null 2>&1; then run="sudo -n"; else run="no"; fi; \
+	if [ "$$run" != no ] && command -v apt-get >/dev/null 2>&1; then \
+		echo "Installing the system package $(1) with apt-get, $(2)."; \
+		install="$$run env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends"; \
+		$$install $(1) >/dev/null 2>&1 \
+			|| { $$run apt-get update -qq >/dev/null 2>&1; $$install $(1) >/dev/null; } \
+			|| echo "That did not work: $(3)." >&2; \
+	else \
+		echo "There is no $(1), and no apt-get to install it with: $(3)." >&2; \
+	fi
+endef
+
 # On Linux, MLX's CPU build is some 70 times slower in float32 without OpenBLAS. Nothing to do on macOS.
 openblas: $(INSTALLED)
 	@if ! $(BIN)/python -c '$(NEEDS_OPENBLAS)'; then exit 0; fi; \
-	if [ "$$(id -u)" = 0 ]; then run=""; elif sudo -n true >/dev/null 2>&1; then run="sudo -n"; else run="no"; fi; \
-	if [ "$$run" != no ] && command -v apt-get >/dev/null 2>&1; then \
-		echo "Installing the system package libopenblas0-pthread with apt-get; MLX is slow on this CPU without it."; \
-		install="$$run env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends"; \
-		$$install libopenblas0-pthread >/dev/null 2>&1 \
-			|| { $$run apt-get update -qq >/dev/null 2>&1; $$install libopenblas0-pthread >/dev/null; } \
-			|| echo "That did not work; going on without it, slowly." >&2; \
-	else \
-		$(BIN)/python -c 'from runner.blas import ADVICE; print(ADVICE)' >&2; \
-	fi
+	$(call install,libopenblas0-pthread,without which MLX is slow on this CPU,it goes on slowly)
 
 # The page of a tree is tested in a browser. Chrome, Chromium or Edge will do; without any that test is skipped, and says so.
 browser: $(INSTALLED)
 	@if $(BIN)/python -m tests.view.browser >/dev/null; then exit 0; fi; \
-	if [ "$$(id -u)" = 0 ]; then run=""; elif sudo -n true >/dev/null 2>&1; then run="sudo -n"; else run="no"; fi; \
-	if [ "$$run" != no ] && command -v apt-get >/dev/null 2>&1; then \
-		echo "Installing the system package chromium with apt-get, to test the page of a tree in it."; \
-		install="$$run env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends"; \
-		$$install chromium >/dev/null 2>&1 \
-			|| { $$run apt-get update -qq >/dev/null 2>&1; $$install chromium >/dev/null; } \
-			|| echo "That did not work; its test will be skipped." >&2; \
-	else \
-		echo "No Chrome or Chromium found: the page of a tree will not be tested in a browser." >&2; \
-	fi
+	$(call install,chromium,to test the page of a tree in it,its test will be skipped)
+
+# What is shared through Redis is tested with a real server; and with Valkey, where the system has it.
+redis: $(INSTALLED)
+	@if $(BIN)/python -m tests.stores.redis_server >/dev/null; then exit 0; fi; \
+	$(call install,redis-server,to test what is shared through it,its tests will be skipped)
+	@if command -v valkey-server >/dev/null || ! apt-cache show valkey-server >/dev/null 2>&1; then exit 0; fi; \
+	$(call install,valkey-server,to test what is shared through it,its tests will be skipped)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from radixcache.prefix_cache import PrefixCache as PrefixCache
     from radixcache.sessions.session import Session as Session
     from radixcache.stores.disk_store import DiskStore as DiskStore
+    from radixcache.stores.redis_store import RedisStore as RedisStore
     from radixcache.tree.events import Event as Event
     from radixcache.tree.events import EventKind as EventKind
     from radixcache.tree.radix_tree import RadixTree as RadixTree
@@ -67,6 +68,7 @@ _MODULES = {
     "radixcache.prefix_cache": "PrefixCache",
     "radixcache.sessions.session": "Session",
     "radixcache.stores.disk_store": "DiskStore",
+    "radixcache.stores.redis_store": "RedisStore",
     "radixcache.tree.events": "Event EventKind",
     "radixcache.tree.radix_tree": "RadixTree",
     "radixcache.verify.verifier": "Mismatch",

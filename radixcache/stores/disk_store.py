@@ -19,8 +19,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from hashlib import blake2b
-from typing import Literal, get_args
 
 from radixcache.errors import refuse_copy
 from radixcache.stores.block import Block, Kind
@@ -30,13 +28,11 @@ from radixcache.stores.folder import Folder
 from radixcache.stores.index import Link
 from radixcache.stores.keys import Identity, root_key
 from radixcache.stores.stats import StoreStats, Tally
+from radixcache.stores.store import WriteOn as WriteOn
+from radixcache.stores.store import require_store_options
 from radixcache.stores.storing import STOPPED, Storing
 from radixcache.stores.writer import Writer
 from radixcache.tokens.keys import Keys
-
-#: When a cache writes: what it evicts; what was used a second time; all that a request leaves when it closes.
-WriteOn = Literal["eviction", "second_use", "close"]
-WRITE_ON: tuple[WriteOn, ...] = get_args(WriteOn)
 
 #: Files that are read at a time, and so many ahead of the one that is asked for.
 READERS = 2
@@ -49,6 +45,8 @@ class DiskStore(AbstractContextManager["DiskStore"]):
         write_on: as given. The cache that uses the store acts on it.
         budget_bytes: as given.
     """
+
+    tier = "disk"
 
     def __init__(
         self,
@@ -78,10 +76,7 @@ class DiskStore(AbstractContextManager["DiskStore"]):
         """
         if min(budget_bytes, min_free_bytes + 1, queue_bytes, write_budget_bytes_per_day or 1) < 1:
             raise ValueError("budgets of a DiskStore are in bytes, and 1 or more.")
-        if write_on not in WRITE_ON:
-            raise ValueError(f"write_on is {write_on!r}; wanted one of {', '.join(WRITE_ON)}.")
-        if secret is not None and not 16 <= len(secret) <= blake2b.MAX_KEY_SIZE:
-            raise ValueError(f"secret has {len(secret)} bytes; wanted 16 to {blake2b.MAX_KEY_SIZE}.")
+        require_store_options(write_on, secret)
         self.write_on: WriteOn = write_on
         self.budget_bytes = budget_bytes
         self._tally = Tally()
@@ -121,9 +116,13 @@ class DiskStore(AbstractContextManager["DiskStore"]):
         """As `match`, without a look at what other processes have added."""
         return self._contents.match(root_key(identity, namespace), tokens, grid, at_checkpoints)
 
+    def file_bytes(self, key: bytes, kind: Kind = "block") -> int:
+        """Bytes of a file; 0: it is not there."""
+        return self._contents.file_bytes(key, kind)
+
     def holds(self, key: bytes, kind: Kind = "block") -> bool:
         """Whether this is stored, or about to be."""
-        return (key, kind) in self._writer or self._contents.file_bytes(key, kind) > 0
+        return (key, kind) in self._writer or self.file_bytes(key, kind) > 0
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """These blocks were used, wherever their state was taken from: they are evicted later."""

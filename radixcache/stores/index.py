@@ -35,6 +35,7 @@ class Link(NamedTuple):
         start, end: which of the tokens that were asked for it has.
         block_end: where the block ends: beyond `end` in the last link alone, where the match ends inside of it.
         block_bytes, checkpoint_bytes: of its files; 0: there is no checkpoint.
+        tier: which of several stores it is read from, the first one is 0.
     """
 
     key: bytes
@@ -43,6 +44,7 @@ class Link(NamedTuple):
     block_end: int
     block_bytes: int
     checkpoint_bytes: int
+    tier: int = 0
 
     @property
     def has_checkpoint(self) -> bool:
@@ -117,6 +119,19 @@ class Index:
                 entry.used_ns = used_ns
             entries.move_to_end(entry.key)
             entry = entries.get(entry.parent)
+
+    def used_ns(self, key: bytes) -> int:
+        """When a block was used last, as it was told; 0: it is not known."""
+        entry = self._entries.get(key)
+        return 0 if entry is None else entry.used_ns
+
+    def path(self, key: bytes) -> list[Entry]:
+        """The block and all before it, the first one first, as far as they are known."""
+        path = []
+        while (entry := self._entries.get(key)) is not None:
+            path.append(entry)
+            key = entry.parent
+        return path[::-1]
 
     def oldest(self) -> Entry | None:
         """The block that was used longest ago."""

@@ -15,11 +15,11 @@ from typing import Any
 from radixcache.stores.block import BLOCK_TOKENS, Block, Kind
 from radixcache.stores.contents import Contents
 from radixcache.stores.daily_writes import DailyWrites
-from radixcache.stores.disk_store import WriteOn
 from radixcache.stores.folder import Folder, file_name
 from radixcache.stores.index import Link
 from radixcache.stores.keys import Identity, root_key
 from radixcache.stores.stats import StoreStats, Tally
+from radixcache.stores.store import WriteOn
 from radixcache.stores.storing import Storing
 from radixcache.tokens.keys import Keys
 
@@ -33,6 +33,8 @@ class SizedStore:
     Args:
         on_read: told of the bytes of each block that is read.
     """
+
+    tier = "disk"
 
     def __init__(self, *, budget_bytes: int, write_on: WriteOn, on_read: Callable[[int], object]) -> None:
         self.write_on: WriteOn = write_on
@@ -58,8 +60,11 @@ class SizedStore:
 
     known = match  # nobody else adds anything
 
+    def file_bytes(self, key: bytes, kind: Kind = "block") -> int:
+        return self._contents.file_bytes(key, kind)
+
     def holds(self, key: bytes, kind: Kind = "block") -> bool:
-        return self._contents.file_bytes(key, kind) > 0
+        return self.file_bytes(key, kind) > 0
 
     def read(self, wanted: Sequence[tuple[bytes, Kind]]) -> Iterator[Block | None]:
         self._contents.touch(dict.fromkeys(key for key, _ in wanted))
@@ -85,6 +90,9 @@ class SizedStore:
             self._contents.remove(key)
 
     def flush(self, timeout_s: float | None = None) -> bool:
+        return True
+
+    def close(self, timeout_s: float | None = None) -> bool:
         return True
 
     @property

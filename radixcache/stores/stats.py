@@ -21,7 +21,8 @@ class StoreStats:
         vanished_files: gone when they were to be read: another process evicted them.
         read_errors: files or folders that the system could not read.
         dropped: blocks that were put and not written, by the reason.
-        stopped: why nothing is written any more; empty: it is.
+        stopped: why nothing is written any more, or now; empty: it is.
+        failed_calls: of a server, by what went wrong.
     """
 
     blocks: int
@@ -41,6 +42,7 @@ class StoreStats:
     damaged_files: int = 0
     vanished_files: int = 0
     read_errors: int = 0
+    failed_calls: dict[str, int] = field(default_factory=dict)
 
 
 class Tally:
@@ -50,6 +52,7 @@ class Tally:
         self._lock = threading.Lock()
         self._counts: dict[str, float] = {}
         self._dropped: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
 
     def add(self, **counts: float) -> None:
         with self._lock:
@@ -60,7 +63,12 @@ class Tally:
         with self._lock:
             self._dropped[why] += 1
 
+    def fail(self, kind: str) -> None:
+        with self._lock:
+            self._failed[kind] += 1
+
     def stats(self, **now: object) -> StoreStats:
         """The counts, with what there is now."""
         with self._lock:
-            return StoreStats(**now, **self._counts, dropped=dict(self._dropped))  # type: ignore[arg-type]
+            found = {**self._counts, "dropped": dict(self._dropped), "failed_calls": dict(self._failed)}
+            return StoreStats(**now, **found)  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ PUBLIC_NAMES = [
     "RadixCacheError",
     "RadixTree",
     "Reason",
+    "RedisStore",
     "Row",
     "Session",
     "SessionClosedError",

@@ -1,0 +1,183 @@
+"""Calls: commands to a Redis or Valkey server; nobody waits for one beyond a limit, or at all while it is down.
+
+    ask ──► breaker ──► a thread: one round trip ──► replies, or None
+
+  N1  No call raises for what the server or the network does; each that fails is counted by its kind.
+  N2  A call is waited for until its limit; then its connection is cut, whatever comes on it.
+  N3  After a failure nobody waits for the server until a trial in a thread of its own has succeeded.
+  N4  The URL, which may have a password in it, is in no message, no repr and no error.
+
+Methods may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from radixcache.errors import StoreError
+from radixcache.stores.breaker import Breaker
+from radixcache.stores.stats import Tally
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Bytes of a call come at least this fast, or it is given up: slower than that prefill is faster.
+SLOWEST_BYTES_PER_S = 16 << 20
+#: Calls at a time: one that looks up, two that read, one that writes.
+THREADS = 4
+
+Command = tuple[Any, ...]
+Replies = list[Any]
+
+
+class Call(Generic[T]):
+    """A call on its way."""
+
+    def __init__(self, calls: Calls, future: Future[T], ends_s: float) -> None:
+        self._calls, self._future, self._ends_s = calls, future, ends_s
+
+    def result(self) -> T | None:
+        """What came of it; None: it failed, or its limit is over."""
+        try:
+            return self._future.result(max(0.0, self._ends_s - time.monotonic()))
+        except Exception as error:
+            self._calls.fail(error)
+            return None
+
+    def give_up(self) -> None:
+        """Nobody wants its result any more."""
+        self._future.cancel()
+
+
+class Calls:
+    """The calls of one store.
+
+    Args:
+        timeout_s: limit of a call, and of a connection; what has bytes takes longer by `SLOWEST_BYTES_PER_S`.
+        clock: seconds, by which the pauses of the breaker are counted.
+
+    Raises:
+        ValueError: the URL is none, or has options that no connection takes.
+        StoreError: the package `redis` is not installed.
+    """
+
+    def __init__(self, url: str, timeout_s: float, clock: Callable[[], float], tally: Tally) -> None:
+        self._timeout_s, self._tally = timeout_s, tally
+        self._client = _client(url, timeout_s)
+        self._breaker = Breaker(clock)
+        self._threads = ThreadPoolExecutor(THREADS, "radixcache-redis")
+        self.trial: Future[None] | None = None
+
+    @property
+    def is_down(self) -> bool:
+        """Whether the server is left alone now."""
+        return self._breaker.is_open
+
+    def limit_s(self, nbytes: int) -> float:
+        """How long a call that moves so many bytes is waited for."""
+        return self._timeout_s + nbytes / SLOWEST_BYTES_PER_S
+
+    def ask(self, commands: Sequence[Command], nbytes: int = 0) -> Replies | None:
+        """The replies to some commands, sent in one round trip; None in place of one that the server refused.
+
+        None for all: it does not answer, or is left alone.
+        """
+        call = self.begin(commands, lambda replies: replies, time.monotonic() + self.limit_s(nbytes))
+        return None if call is None else call.result()
+
+    def begin(self, commands: Sequence[Command], finish: Callable[[Replies], T], ends_s: float) -> Call[T] | None:
+        """As `ask`, without waiting; `finish` makes something of the replies, in the call's own thread.
+
+        Args:
+            ends_s: until when it is waited for, by time.monotonic().
+        """
+        if self._breaker.is_open:
+            self._tally.fail("not asked")
+            if self._breaker.may_try():
+                self.trial = self._threads.submit(self._try)
+            return None
+        return Call(self, self._threads.submit(lambda: finish(self._sent(commands))), ends_s)
+
+    def fail(self, error: Exception) -> None:
+        """A call has failed so: nobody is to wait for the next one."""
+        self._tally.fail(_kind(error))
+        if self._breaker.failed():
+            logger.warning(
+                "Redis: %s. It is not asked for %g s; requests are served without it.",
+                _kind(error),
+                self._breaker.pause_s,
+            )
+        self._client.connection_pool.disconnect()
+
+    def close(self) -> None:
+        """Let go of the connections; what is asked later makes new ones."""
+        self._client.connection_pool.disconnect()
+
+    def _sent(self, commands: Sequence[Command]) -> Replies:
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        replies = pipeline.execute(raise_on_error=False)
+        for error in replies:
+            if isinstance(error, Exception):
+                self._tally.fail(_kind(error))
+        return [None if isinstance(each, Exception) else each for each in replies]
+
+    def _try(self) -> None:
+        try:
+            self._sent([("PING",)])
+        except Exception as error:
+            self._tally.fail(_kind(error))
+            self._breaker.failed()
+        else:
+            self._breaker.recovered()
+            logger.info("Redis answers again.")
+
+
+def _client(url: str, timeout_s: float) -> Redis:
+    try:
+        from redis import ConnectionPool, Redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+    except ModuleNotFoundError:
+        raise StoreError("RedisStore needs the package redis: pip install 'radixcache[redis]'.") from None
+    made = None
+    try:
+        made = ConnectionPool.from_url(url)
+        made.connection_kwargs.update(
+            # The URL may not say otherwise.
+            decode_responses=False,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+        made.make_connection()  # connects nowhere, and refuses options that it does not know
+    except Exception:
+        made = None
+    if made is None:  # raised out here it has no other error behind it, which might quote the URL
+        raise ValueError(
+            "the URL is none of a Redis server; wanted redis://, rediss:// or unix://, as redis-py has it."
+        )
+    return Redis(connection_pool=made)
+
+
+def _kind(error: BaseException) -> str:
+    """What has gone wrong, in words that tell nothing of the server's address."""
+    from redis import exceptions
+
+    if isinstance(error, (TimeoutError, exceptions.TimeoutError)):
+        return "timed out"
+    if isinstance(error, (exceptions.AuthenticationError, exceptions.NoPermissionError)):
+        return "not allowed"
+    if isinstance(error, (exceptions.ConnectionError, OSError)):
+        return "not reached"
+    return "refused" if isinstance(error, exceptions.ResponseError) else "failed"

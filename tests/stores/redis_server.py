@@ -1,0 +1,115 @@
+"""A real redis-server or valkey-server for tests: on a Unix socket in a folder of its own, ended by its process id.
+
+`python -m tests.stores.redis_server` prints which would be used, and exits with 1 where there is no redis-server.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.exceptions import RedisError
+
+from radixcache.stores.redis_store import RedisStore
+
+PROGRAMS = ("redis-server", "valkey-server")
+#: A server that starts on two busy cores takes its time.
+PATIENCE_S = 60.0
+
+
+class Server:
+    """A server without persistence: what it had is gone when it is started again."""
+
+    def __init__(self, program: str, *options: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="radixcache-"))
+        self.socket = self.folder / "socket"
+        self._command = [program, "--port", "0", "--unixsocket", str(self.socket), "--save", "", *options]
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}"
+
+    def start(self) -> None:
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(self._command, cwd=self.folder, stdout=log, stderr=log)
+        self.client: Any = Redis(unix_socket_path=str(self.socket))
+        ends_s = time.monotonic() + PATIENCE_S
+        while self.process.poll() is None and time.monotonic() < ends_s:
+            try:
+                if self.client.ping():
+                    return
+            except RedisError as error:
+                if "NOAUTH" in str(error) or "Authentication" in str(error):
+                    return
+                time.sleep(0.01)
+        raise AssertionError((self.folder / "log").read_text())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        self.kill()
+        shutil.rmtree(self.folder)
+
+
+def program_named(name: str) -> str:
+    """Where a server's program is; the test is skipped where it is not."""
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+@pytest.fixture(scope="module", params=PROGRAMS)
+def shared_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """The server of a file, of each kind that there is."""
+    server = Server(program_named(request.param))
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def server(shared_server: Server) -> Server:
+    """The same, empty."""
+    shared_server.client.flushall()
+    return shared_server
+
+
+@pytest.fixture
+def own_server() -> Iterator[Server]:
+    """A server that a test may kill."""
+    server = Server(program_named("redis-server"))
+    yield server
+    server.end()
+
+
+class Clock:
+    """Seconds that pass where a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def store_at(url: str, **options: Any) -> RedisStore:
+    """A store that waits long for a server on a busy machine, unless a test says otherwise."""
+    return RedisStore(url, **{"timeout_s": 60.0, **options})
+
+
+if __name__ == "__main__":
+    found = [path for path in map(shutil.which, PROGRAMS) if path is not None]
+    print(*found, sep="\n")
+    sys.exit(os.path.basename(found[0]) != "redis-server" if found else 1)
