@@ -29,8 +29,9 @@ from radixcache.sessions.keeping import Warming, pin, unpin
 from radixcache.sessions.opening import open_session
 from radixcache.sessions.session import Session
 from radixcache.settings import Settings, require_about, require_amount, require_caches, require_use
-from radixcache.stores.disk_store import DiskStore
 from radixcache.stores.keys import Identity
+from radixcache.stores.store import Store
+from radixcache.stores.tiers import joined
 from radixcache.tokens.ids import TokenIds, checked_prompt, require_namespace, require_namespace_or_all, vocabulary_size
 from radixcache.tokens.keys import Keys
 from radixcache.tree.events import OnEvent
@@ -67,7 +68,8 @@ class PrefixCache:
             the request served as if nothing had been stored. fetch() and begin_many() count as skipped.
         exact, step_size: resume only where a warm answer is bit for bit the cold one of the same cache: on state made
             by prefill in whole chunks of step_size tokens from offset 0. Else any step_size is taken, this by default.
-        store: where state is kept beyond memory and this process; it may be shared, and stays open when this closes.
+        store: where state is kept beyond memory and this process: a DiskStore, a RedisStore, or several in the order in
+            which they are looked up. Stores may be shared, and stay open when this closes.
         identity: what tells the model from others in the store, for `caches`; else its class, arguments and weights do.
 
     Raises:
@@ -95,7 +97,7 @@ class PrefixCache:
         verify_seed: int = 0,
         exact: bool = False,
         step_size: int = 2048,
-        store: DiskStore | None = None,
+        store: Store | Sequence[Store] | None = None,
         identity: Identity | bytes | str | None = None,
     ) -> None:
         require_caches(model, caches, kv_bits, kv_group_size)
@@ -107,7 +109,8 @@ class PrefixCache:
         self._open_core: Core | None
         disk = None
         if store is not None:
-            disk = Disk(store, state_identity(layout, model, identity, exact=exact), step_size if exact else 0)
+            about = state_identity(layout, model, identity, exact=exact)
+            disk = Disk(joined(store), about, step_size if exact else 0)
         self._open_core, self._about = make_core(
             layout, budget_bytes, policy, cost, settings, trace, tokenizer, disk=disk
         )

@@ -330,7 +330,8 @@ def keep_on_disk(cache: PrefixCache, tokens: Sequence[int]) -> None:
     """Have a cache's store keep the path to the end of these tokens."""
     match = cache._core.states.match(np.array(tokens, dtype=np.int64), "")
     assert cache._core.tier is not None
-    cache._core.tier.keeping.keep(match.node, match.offset)
+    (keeping,) = cache._core.tier._keeping.values()
+    keeping.keep(match.node, match.offset)
 
 
 def first_layer(row: Row) -> dict[str, mx.array]:

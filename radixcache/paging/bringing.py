@@ -4,14 +4,16 @@
     store     |-----------------------------| chain of blocks, and what point layers need at its end
     read                  |-----------------|     and of windows what they read there
 
-It ends where a request can resume. The lock is held; arrays are made on the calling thread, files are read by others.
+It ends where a request can resume. Of several stores each part is weighed by itself: what one has is not read for what
+another one saves. The lock is held; arrays are made on the calling thread, files are read by others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 from radixcache.adapters.snapshots import Spans
 from radixcache.layers.layout import Layout
@@ -29,11 +31,26 @@ from radixcache.tree.radix_tree import Match
 from radixcache.tree.state_tree import StateTree, Use
 
 
+class Foreseen(NamedTuple):
+    """What would be brought of a prompt.
+
+    Attributes:
+        tokens: how many of it are stored, if more than memory has.
+        read_tokens: up to where they would be read; 0: none would, reading is expected to be slower than prefill.
+        tiers: up to where each store has it, in the order in which they would be read.
+    """
+
+    tokens: int = 0
+    read_tokens: int = 0
+    tiers: tuple[tuple[str, int], ...] = ()
+
+
 class Bringing:
     """Reading for one cache.
 
     Attributes:
         brought_tokens: that requests could resume on besides.
+        read_bytes: of what was read, by the store.
     """
 
     def __init__(
@@ -43,6 +60,7 @@ class Bringing:
         self._evictor, self._recorder, self._rates = evictor, recorder, rates
         self._grid = states.grid_tokens
         self.brought_tokens = 0
+        self.read_bytes: Counter[str] = Counter()
 
     def bring(self, keys: Keys, namespace: str, use: Use) -> str:
         """Put into the tree what the store has of a prompt beyond memory; what became of it, in a few words.
@@ -52,21 +70,27 @@ class Bringing:
         match, resume, links = self._sought(keys, namespace)
         if not links:
             return "not stored"
-        if not self._is_worth_reading(resume, links):
-            end, links = links[-1].end, self._least(links)
-            if not self._is_worth_reading(resume, links):
-                self._rates.was_refused(resume, end)
-                return "slower than prefill"
+        links, refused = self._chosen(resume, links)
+        if refused:
+            start = links[-1].end if links else resume
+            self._rates.was_refused({each.tier for each in refused}, start, refused[-1].end)
+        if not links:
+            return "slower than prefill"
         with self._states.guarded(match.node):
             try:
                 return self._read(match, resume, links, keys, namespace, use)
             finally:
                 self._evictor.tidy(match.node)
 
-    def foresee(self, keys: Keys, namespace: str) -> tuple[int, bool]:
-        """How many tokens of a prompt the store has, if more than memory, and whether they would be read."""
+    def foresee(self, keys: Keys, namespace: str) -> Foreseen:
+        """What `bring` would do."""
         _, resume, links = self._sought(keys, namespace)
-        return (links[-1].end, self._is_worth_reading(resume, links)) if links else (0, False)
+        if not links:
+            return Foreseen()
+        chosen, _ = self._chosen(resume, links)
+        names = self._disk.store.tiers
+        ends = {names[each.tier]: each.end for each in links}
+        return Foreseen(links[-1].end, chosen[-1].end if chosen else 0, tuple(ends.items()))
 
     def remove(self, keys: Keys, start: int, namespace: str) -> None:
         """Have the store give up what it has of these keys from offset `start` on, and what it is about to write."""
@@ -85,13 +109,35 @@ class Bringing:
         needed = [link for link in chain if any(link.start < b and link.end > a for a, b in ranges)]
         return match, resume, needed or chain[-1:]  # memory has all of it but the checkpoint
 
-    def _least(self, links: list[Link]) -> list[Link]:
+    def _least(self, links: Sequence[Link]) -> list[Link]:
         """The first of these that can be read for themselves."""
         ends = (count for count, link in enumerate(links, 1) if link.has_checkpoint or not self._layout.has_states)
-        return links[: next(ends)]
+        return list(links[: next(ends)])
 
-    def _is_worth_reading(self, resume: int, links: Sequence[Link]) -> bool:
-        return self._rates.is_worth_reading(self._bytes(links), resume, links[-1].end)
+    def _chosen(self, resume: int, links: Sequence[Link]) -> tuple[list[Link], list[Link]]:
+        """As many of these as are worth reading, store by store; and those behind them that were found not to be."""
+        chosen: list[Link] = []
+        for run in self._runs(links):
+            start = chosen[-1].end if chosen else resume
+            if not self._is_worth_reading(start, run):
+                run, refused = self._least(run), run
+                is_tried = self._is_worth_reading(start, run)
+                return ([*chosen, *run], []) if is_tried else (chosen, refused)
+            chosen += run
+        return chosen, []
+
+    def _runs(self, links: Sequence[Link]) -> Iterator[list[Link]]:
+        """These, cut where another store goes on and a request could resume."""
+        run: list[Link] = []
+        for link, after in zip(links, [*links[1:], None], strict=True):
+            run.append(link)
+            can_resume = link.has_checkpoint or not self._layout.has_states
+            if after is None or (after.tier != link.tier and can_resume):
+                yield run
+                run = []
+
+    def _is_worth_reading(self, start: int, links: Sequence[Link]) -> bool:
+        return self._rates.is_worth_reading(self._tier_bytes(links), start, links[-1].end)
 
     def _read(
         self,
@@ -106,7 +152,8 @@ class Bringing:
         links = self._affordable(links)
         if not links:
             return "no room"
-        began = self._rates.clock()
+        seconds: defaultdict[int, float] = defaultdict(float)
+        clock, began = self._rates.clock, self._rates.clock()
         files = self._disk.store.read(self._wanted(links))
         rows, windows = [], []
         for link, block in zip(links, files, strict=False):
@@ -117,6 +164,8 @@ class Bringing:
                 rows.append(layout.spans_in(*about))
             leaves = layout.windows_in(*about)
             windows.append(Spans(link.start, link.block_end, leaves, sum(its.nbytes for its in leaves if its)))
+            seconds[link.tier] += clock() - began
+            began = clock()
         end, checkpoints = floor(links[-1].end, self._grid), []
         leaves = [None] * layout.leaf_count
         if layout.has_states:
@@ -128,7 +177,9 @@ class Bringing:
                 end = 0
         elif layout.windows:
             end = deepest_whole(layout, windows, end, grid=self._grid)
-        self._rates.was_read(self._bytes(links), self._rates.clock() - began)
+        seconds[links[-1].tier] += clock() - began
+        self._rates.was_read(nbytes := self._tier_bytes(links), seconds)
+        self.read_bytes.update({self._disk.store.tiers[tier]: its for tier, its in nbytes.items()})
         if end <= resume:
             return "windows are not whole"
         checkpoints = [layout.checkpoint_of(leaves, end, "end")] if layout.has_points else []
@@ -162,6 +213,14 @@ class Bringing:
         return fitting if self._evictor.find_room(self._bytes(fitting)) else []
 
     def _bytes(self, links: Sequence[Link]) -> int:
-        """Bytes that reading these takes, on disk and in memory, but for a few KiB."""
-        checkpoint_bytes = links[-1].checkpoint_bytes if links and self._layout.has_states else 0
-        return sum(each.block_bytes for each in links) + checkpoint_bytes
+        """Bytes that reading these takes, in stores and in memory, but for a few KiB."""
+        return sum(self._tier_bytes(links).values())
+
+    def _tier_bytes(self, links: Sequence[Link]) -> Counter[int]:
+        """The same, by the store."""
+        found: Counter[int] = Counter()
+        for each in links:
+            found[each.tier] += each.block_bytes
+        if links and self._layout.has_states:
+            found[links[-1].tier] += links[-1].checkpoint_bytes
+        return found

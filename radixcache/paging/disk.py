@@ -1,4 +1,4 @@
-"""Disk: a store, and what a cache's state is called there."""
+"""Disk: a store, or several, and what a cache's state is called there."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from radixcache.stores.disk_store import DiskStore
 from radixcache.stores.index import Link
 from radixcache.stores.keys import Identity
-from radixcache.stores.sized_store import SizedStore
+from radixcache.stores.store import Store
 from radixcache.tokens.keys import Keys
 
 
@@ -22,16 +21,16 @@ class Disk(NamedTuple):
         block_tokens: of a block at most; None: as many as a segment of the tree has.
     """
 
-    store: DiskStore | SizedStore
+    store: Store
     identity: Identity
     grid: int = 0
     clock: Callable[[], float] = time.perf_counter
     block_tokens: int | None = None
 
     def match(self, keys: Keys, namespace: str, *, at_checkpoints: bool = False) -> list[Link]:
-        """As `DiskStore.match`, of this cache's state."""
+        """As `Store.match`, of this cache's state."""
         return self.store.match(self.identity, namespace, keys, grid=self.grid, at_checkpoints=at_checkpoints)
 
     def known(self, keys: Keys, namespace: str) -> list[Link]:
-        """As `DiskStore.known`, of this cache's state."""
+        """As `Store.known`, of this cache's state."""
         return self.store.known(self.identity, namespace, keys, grid=self.grid)

@@ -4,6 +4,8 @@
     path        |------------------------------| end
     put                              |-----|---|    behind it: each token is written once
 
+Of several stores that are written at the same moment one may lack what another one has: that is put too.
+
 Where the system prompt ends, and where the tree parts, a block ends too: it is not written again for each that goes on
 from there. With recurrent layers nothing resumes but at a checkpoint: no more than up to the last one is stored.
 
@@ -64,7 +66,7 @@ class Keeping:
         cuts = {mark, *points, *(node.end for node in path if len(node.children) > 1)}
         for low, high, key in self._bounds(keys, tip.namespace, parent, cuts):
             about = (self._disk.identity, tip.namespace, parent, low, keys[low:high], self._disk.grid)
-            if key is None:
+            if key is None or not self._disk.store.holds(key):
                 head = Head("block", *about)
                 if not self._offer(head, lambda low=low, high=high: self._state(path, low, high), wait):  # type: ignore[misc]
                     return

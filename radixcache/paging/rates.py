@@ -1,7 +1,7 @@
-"""Rates: how fast prefill and reading from disk are, as measured, and which of the two is expected to be faster.
+"""Rates: how fast prefill and reading from stores are, as measured, and which of the two is expected to be faster.
 
     prefill    seconds per unit of the cost model, at each depth by itself: [0, 512), [512, 1024), [1024, 2048), ...
-    reading    seconds per byte, from the disk into the tree, and on into live caches
+    reading    seconds per byte, from a store into the tree, and on into live caches; of each store by itself
 
 Recent measurements count for more: each takes a tenth off the weight of those before it. A pass over few tokens takes
 longer by the token, and says nothing about many: it counts where no longer one was measured for long. What is slower
@@ -13,7 +13,8 @@ The only file of the cache that reads a clock, and only where there is a store.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from policies import CostModel
@@ -44,16 +45,27 @@ class Rate:
         return self.seconds / self.amount * amount if self.amount else 0.0
 
 
+class Reading:
+    """How fast one store is, and what prefill took, or was expected to, since it was read last."""
+
+    def __init__(self) -> None:
+        self.rate = Rate()
+        self.refused_seconds = 0.0
+
+
 class Rates:
-    """The rates of one cache and its store. Not thread-safe: a measurement that is lost costs nothing."""
+    """The rates of one cache and its stores. Not thread-safe: a measurement that is lost costs nothing.
+
+    Stores are told apart by `Link.tier`; bytes are given for each of those that are read.
+    """
 
     def __init__(self, cost: CostModel, clock: Callable[[], float] = time.perf_counter) -> None:
         self._cost = cost
         self.clock = clock
-        self.read = Rate()
+        self._reading: defaultdict[int, Reading] = defaultdict(Reading)
+        self._last_bytes: dict[int, int] = {}
         self._prefill: dict[int, Rate] = {}
         self._longest = 0.0
-        self._refused_seconds = 0.0
 
     @contextmanager
     def timing_prefill(self, start: int, end: int) -> Iterator[None]:
@@ -74,24 +86,30 @@ class Rates:
         """The block copies what was read last into live caches, which prefill would have written to."""
         began = self.clock()
         yield
-        self.read.seconds += self.clock() - began
+        per_byte = (self.clock() - began) / max(1, sum(self._last_bytes.values()))
+        for tier, nbytes in self._last_bytes.items():
+            self._reading[tier].rate.seconds += nbytes * per_byte
 
-    def was_read(self, nbytes: int, seconds: float) -> None:
-        """So many bytes took so long; in a trial that is all that is known from now on."""
-        if self._refused_seconds:
-            self.read, self._refused_seconds = Rate(), 0.0
-        self.read.add(nbytes, seconds)
+    def was_read(self, nbytes: Mapping[int, int], seconds: Mapping[int, float]) -> None:
+        """So many bytes of each store took so long; in a trial that is all that is known of it from now on."""
+        self._last_bytes = dict(nbytes)
+        for tier in nbytes:
+            if self._reading[tier].refused_seconds:
+                self._reading[tier] = Reading()
+            self._reading[tier].rate.add(nbytes[tier], seconds.get(tier, 0.0))
 
-    def was_refused(self, start: int, end: int) -> None:
-        """Reading [start, end) was found too slow."""
-        self._refused_seconds += self.prefill_seconds(start, end)
+    def was_refused(self, tiers: Iterable[int], start: int, end: int) -> None:
+        """Reading [start, end) from these stores was found too slow."""
+        for tier in tiers:
+            self._reading[tier].refused_seconds += self.prefill_seconds(start, end)
 
-    def is_worth_reading(self, nbytes: int, start: int, end: int) -> bool:
+    def is_worth_reading(self, nbytes: Mapping[int, int], start: int, end: int) -> bool:
         """Whether reading so many bytes is surely faster than the prefill of [start, end), unknown, or due."""
         if not self._prefill:
             return True
-        allowed = SURE * self.prefill_seconds(start, end) + TRIAL * self._refused_seconds
-        return self.read.seconds_for(nbytes) <= allowed
+        refused_seconds = sum(self._reading[tier].refused_seconds for tier in nbytes)
+        read_seconds = sum(self._reading[tier].rate.seconds_for(its) for tier, its in nbytes.items())
+        return read_seconds <= SURE * self.prefill_seconds(start, end) + TRIAL * refused_seconds
 
     def prefill_seconds(self, start: int, end: int) -> float:
         """What the prefill of [start, end) is expected to take, by what was measured nearest to each depth."""

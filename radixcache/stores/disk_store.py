@@ -46,7 +46,7 @@ class DiskStore(AbstractContextManager["DiskStore"]):
         budget_bytes: as given.
     """
 
-    tier = "disk"
+    tiers = ("disk",)
 
     def __init__(
         self,

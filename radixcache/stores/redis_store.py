@@ -52,7 +52,7 @@ class RedisStore(AbstractContextManager["RedisStore"]):
         write_on: as given. The cache that uses the store acts on it.
     """
 
-    tier = "redis"
+    tiers = ("redis",)
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class SizedStore:
         on_read: told of the bytes of each block that is read.
     """
 
-    tier = "disk"
+    tiers = ("disk",)
 
     def __init__(self, *, budget_bytes: int, write_on: WriteOn, on_read: Callable[[int], object]) -> None:
         self.write_on: WriteOn = write_on

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,20 @@ class StoreStats:
     vanished_files: int = 0
     read_errors: int = 0
     failed_calls: dict[str, int] = field(default_factory=dict)
+
+
+def total(parts: Mapping[str, StoreStats]) -> StoreStats:
+    """Of several stores, added up; words say which store they are about."""
+    found: dict[str, object] = {}
+    for each in fields(StoreStats):
+        values = [(name, getattr(stats, each.name)) for name, stats in parts.items()]
+        if each.name in ("dropped", "failed_calls"):
+            found[each.name] = {f"{name}: {why}": count for name, its in values for why, count in its.items()}
+        elif each.name == "stopped":
+            found[each.name] = "; ".join(f"{name}: {why}" for name, why in values if why)
+        else:
+            found[each.name] = sum(value for _, value in values)
+    return StoreStats(**found)  # type: ignore[arg-type]
 
 
 class Tally:

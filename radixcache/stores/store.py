@@ -24,12 +24,12 @@ class Store(Protocol):
     """Blocks of state by the keys of their chains.
 
     Attributes:
-        tier: a word for people, such as "disk".
+        tiers: what it is called, such as "disk"; of several stores each, by `Link.tier`.
         write_on: when a cache writes; it is the cache that acts on it.
     """
 
     @property
-    def tier(self) -> str: ...
+    def tiers(self) -> tuple[str, ...]: ...
 
     @property
     def write_on(self) -> WriteOn: ...

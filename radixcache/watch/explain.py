@@ -115,6 +115,10 @@ class Hint:
         )
 
 
+#: Where state is, by what a store is called.
+_WHERE = {"disk": "on disk", "redis": "in Redis"}
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """What a request for a prompt would find, and why not more. `str()` is a report of a few lines.
@@ -126,8 +130,9 @@ class Explanation:
         windows: for each size of sliding windows how many layers have it, and from which token on it is stored up to
             where the request resumes; none where it resumes at 0.
         cost_unit: of all costs: "tokens", "flops" or "seconds".
-        disk_tokens: how many of its tokens are on disk, if more than can be resumed; 0: no more, or there is no store.
-        is_read: whether `begin` would read them; else that is expected to be slower than prefill.
+        disk_tokens: how many of its tokens stores have, if more than can be resumed; 0: no more, or there is no store.
+        read_tokens: up to where `begin` would read them; the rest is expected to be slower to read than to prefill.
+        tiers: up to where each store has it, in the order in which they would be read.
     """
 
     prompt_tokens: int
@@ -138,12 +143,25 @@ class Explanation:
     cost_unit: str
     windows: tuple[tuple[int, int], ...] = ()
     disk_tokens: int = 0
-    is_read: bool = False
+    read_tokens: int = 0
+    tiers: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether `begin` would read any of what stores have."""
+        return self.read_tokens > 0
 
     @property
     def cost(self) -> float:
         """Of evaluating all gaps, in cost_unit."""
         return sum(gap.cost for gap in self.gaps)
+
+    @property
+    def _reading(self) -> str:
+        if self.read_tokens == self.disk_tokens:
+            return "begin() reads what is missing, if there is room"
+        slower = "slower to read than to prefill"
+        return f"begin() reads up to {self.read_tokens:,}; the rest is {slower}" if self.is_read else slower
 
     def __str__(self) -> str:
         share = self.resumable_tokens / self.prompt_tokens
@@ -155,10 +173,8 @@ class Explanation:
             whose = "1 layer" if layers == 1 else f"{layers} layers"
             lines.append(f"  resumes at {self.resumable_tokens:,}: the window of {whose} is stored from {start:,} on")
         if self.disk_tokens:
-            why = (
-                "begin() reads what is missing, if there is room" if self.is_read else "slower to read than to prefill"
-            )
-            lines.append(f"  stored on disk up to {self.disk_tokens:,}: {why}")
+            where = ", ".join(f"{_WHERE.get(tier, f'in {tier}')} up to {end:,}" for tier, end in self.tiers)
+            lines.append(f"  stored {where}: {self._reading}")
         return "\n".join([*lines, *(f"  {gap}" for gap in _joined(self.gaps)), *(f"  hint: {h}" for h in self.hints)])
 
 

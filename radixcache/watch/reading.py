@@ -50,7 +50,8 @@ def stats_of(core: Core, about: About) -> CacheStats:
         paged_in_bytes=states.paged_in_bytes,
         paged_out_bytes=states.paged_out_bytes,
         brought_tokens=0 if tier is None else tier.bringing.brought_tokens,
-        kept_blocks=0 if tier is None else tier.keeping.kept_blocks,
+        kept_blocks=0 if tier is None else tier.kept_blocks,
+        store_read_bytes={} if tier is None else dict(tier.bringing.read_bytes),
         store_decisions={} if tier is None else dict(tier.decisions),
         live_bytes=account.live_bytes,
         paged_bytes=account.paged_bytes,
@@ -117,6 +118,6 @@ def explanation_of(core: Core, prompt: TokenIds, keys: Keys, namespace: str, abo
         seen = core.foresee(keys[:quarantined_from], len(prompt) - 1, namespace)
         found = explain(prompt, keys, namespace, seen, core.events.history, core.states.cost, quarantined_from)
         if core.tier is not None:
-            disk_tokens, is_read = core.tier.foresee(keys[:quarantined_from][: len(prompt) - 1], namespace)
-            found = replace(found, disk_tokens=disk_tokens, is_read=is_read)
+            stored = core.tier.foresee(keys[:quarantined_from][: len(prompt) - 1], namespace)
+            found = replace(found, disk_tokens=stored.tokens, read_tokens=stored.read_tokens, tiers=stored.tiers)
     return with_text(found, about.tokenizer)
