@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from typing import Any
 
 # Before Ray is imported: nothing is reported to anybody, and its notes go to its own files.
@@ -70,15 +71,23 @@ class Placing(RequestRouter):
 def connect(address: str | None, cpus: int) -> None:
     """Join the cluster at an address, or start a Ray of this machine's own with so many CPUs to its name.
 
+    The latter is for this process alone: from whoever reaches its ports it wants a token that nobody else has.
+
     Raises:
         ConnectionError: no cluster answers, or it is none.
     """
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is not None:
-        del quiet["include_dashboard"]
-        ray.init(address=address, **quiet)
+        if address.startswith("ray://"):  # of Ray's client, through which nothing streams
+            raise ConnectionError(f"{address} is reached by Ray Client alone; serve on a machine of the cluster.")
+        try:
+            ray.init(address=address, **quiet)
+        except (RuntimeError, ValueError) as error:
+            raise ConnectionError(f"no cluster answers at {address} ({error}).") from error
     else:
-        ray.init(address="local", num_cpus=cpus, num_gpus=0, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        ray.init(address="local", num_cpus=cpus, num_gpus=0, **quiet)
     # What a user has to know the server says itself.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})

@@ -1,11 +1,7 @@
 """Fleet: the replicas as the application sees them: what Running is where there is one process. Never loads a model.
 
-    Service.ask(job) ── Fleet.ask ──▶ digests ──▶ handle.answer ── the switchboard's choice ──▶ Replica
-                                                  ◀── answers, as they come ──
-    per replica a thread that hears what it tells
-
-  F1  Every job gets exactly one Ended or Failed, also where its replica dies.
-  F2  A reply of which no token was handed on is asked of another replica when its own dies, RETRIES times.
+    Service.ask(job) ── Fleet.ask ── Relay ──▶ Replica.answer, where the switchboard says
+    one thread each  ◀── Replica.tell, of which the switchboard learns
 
 `ask` runs on the event loop, the rest in any thread.
 """
@@ -23,20 +19,20 @@ from functools import partial
 from typing import Any
 
 from radixcache.budget.memory import default_budget_bytes
-from runner.serve.asked import Answer, Asked, Ended, Failed, Job, Step
+from runner.serve.asked import Asked, Job
 from runner.serve.errors import ApiError
 from runner.serve.options import ServeOptions
 from runner.serve.replicas import border
 from runner.serve.replicas.calls import AdminReply, AdminRequest
 from runner.serve.replicas.prompts import RoutedPrompts
+from runner.serve.replicas.relay import Relay
 from runner.serve.replicas.replica import Replica
-from runner.serve.replicas.switchboard import Routed, Switchboard, put_up
+from runner.serve.replicas.switchboard import Switchboard, put_up
 from runner.serve.replicas.told import Told
 from runner.serve.watch import in_a_line
 
 logger = logging.getLogger(__name__)
 
-RETRIES = 2
 #: How long a replica may take to answer an admin, and to end beyond the time that its replies have, in seconds.
 ADMIN_S, END_S = 60, 30
 #: Before a replica that tells no more is asked again, if it is still there, in seconds.
@@ -93,8 +89,12 @@ class Fleet:
             max_calls=options.decode_concurrency + options.max_waiting + OTHER_CALLS,
         )
         self._streams = self._handle.options(stream=True)
+        self._relay = Relay(self._streams.answer.remote, self._prompts.ask_of, self.switchboard)
         self._is_open = True
         self._is_started.set()
+        deadline_s = time.monotonic() + END_S
+        while len(self.names) < count and time.monotonic() < deadline_s:  # Serve says a little later where they are
+            time.sleep(0.01)
 
     @property
     def names(self) -> list[str]:
@@ -111,7 +111,7 @@ class Fleet:
         if not self.is_healthy:
             raise ApiError(503, "the server is stopping, or none of its replicas runs.", retry_after_s=END_S)
         loop = asyncio.get_running_loop()
-        task = loop.create_task(self._answer(job))
+        task = loop.create_task(self._relay.answer(job))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
         job.on_cancel = partial(loop.call_soon_threadsafe, task.cancel)
@@ -134,6 +134,7 @@ class Fleet:
         if self._is_stopped:
             return
         self._is_stopped = True
+        self._is_started.set()
         names = self.names
         if self._handle is not None and names:
             with ThreadPoolExecutor(len(names)) as together:
@@ -149,47 +150,6 @@ class Fleet:
             self._handle.stop.remote(drain_s, to=name).result(timeout_s=drain_s + END_S)
         except (*border.GONE, TimeoutError) as error:
             logger.warning("replica %s did not end by itself: %s", name, type(error).__name__)
-
-    # A request
-
-    async def _answer(self, job: Job) -> None:
-        try:
-            routed = Routed(job.id, await self._prompts.ask_of(job.asked))
-            for left in reversed(range(1 + RETRIES)):
-                if await self._relay(job, routed, is_last=not left):
-                    return
-        except asyncio.CancelledError:
-            job.put(Failed(504, "the request was given up: it took too long, or nobody waits for it."))
-        except Exception:
-            logger.exception("a request could not be handed to a replica")
-            job.put(Failed(500, "the server failed at this request; its log says where."))
-        finally:
-            self.switchboard.end(job.id)
-
-    async def _relay(self, job: Job, routed: Routed, *, is_last: bool) -> bool:
-        """Hand on what a replica answers; False: it is gone, and another one may be asked."""
-        stream, has_steps = self._streams.answer.remote(job.asked, to=routed), False
-        try:
-            async for answers in stream:
-                for answer in answers:
-                    has_steps |= isinstance(answer, Step)
-                    self._hand_on(job, answer)
-            return True
-        except border.GONE as error:
-            if is_last or has_steps:
-                logger.warning("%s: its replica has ended: %s", job.id[:8], type(error).__name__)
-                job.put(Failed(503, "the replica that answered has ended; ask again."))
-                return True
-            return False
-        except asyncio.CancelledError:
-            stream.cancel()
-            raise
-
-    def _hand_on(self, job: Job, answer: Answer) -> None:
-        if isinstance(answer, Ended | Failed):
-            # First: who asks again, once this is read, finds nothing of it that waits.
-            self.switchboard.end(job.id)
-        job.put(answer)
 
     # What replicas tell
 

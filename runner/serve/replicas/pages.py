@@ -3,7 +3,6 @@
     GET  /metrics        of all, each sample with its replica's name, and what the router did
     GET  /cache          the page; what there are models of a server for, there are models of replicas
     GET  /cache/state    of the model and replica that is shown; requests and counts of all
-    GET  /cache/tree     ?replica=NAME, or the first one
     other routes         ?replica=NAME, or all of them: {"replicas": {NAME: what it answers}}
 
 Who may ask is `runner.serve.access`'s to say. Never imports MLX.
@@ -71,15 +70,12 @@ def replica_routes(fleet: Asks, scrape: Scrape) -> APIRouter:
         found = {name: json.loads(reply.body) for name, reply in _of_all(fleet, of_one).items()}
         return to_json(one_state(found, shown if shown in found else min(found)))
 
-    @router.get("/cache/tree")
-    def tree(request: Request, replica: str = "") -> Response:
-        name = replica or min(fleet.names, default="")
-        return _response(_asked(fleet, name, AdminRequest("GET", "/cache/tree", request.url.query)))
-
     @router.delete("/cache")
+    @router.get("/cache/{what}")
     @router.post("/cache/{what}")
     async def other(request: Request, replica: str = "") -> Response:
-        forwarded = AdminRequest(request.method, request.url.path, "", await request.body())
+        url = request.url
+        forwarded = AdminRequest(request.method, url.path, url.query, await request.body())
         if replica:
             return _response(await asyncio.to_thread(_asked, fleet, replica, forwarded))
         found = await asyncio.to_thread(_of_all, fleet, lambda name: forwarded)

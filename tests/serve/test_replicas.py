@@ -1,0 +1,404 @@
+"""Replicas, part by part, without Ray's processes: what is told, where requests go, what is put together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from radixcache.watch.edges import Edge
+from runner.routing.digests import BLOCK_TOKENS, chain_digests, root_digest
+from runner.routing.routers import Ask
+from runner.serve.asked import Answer, Asked, Ended, Failed, Job, ModelNames, Progress, Started, Step
+from runner.serve.errors import ApiError
+from runner.serve.options import ServeOptions
+from tests.commands.conftest import command  # noqa: F401
+from tests.serve.serving import GUARD_S, ROOT
+from tests.serve.watched import record
+
+pytest.importorskip("ray.serve", reason="Ray has no build for this Python")
+
+from ray.exceptions import ActorDiedError
+
+from runner.serve.replicas.calls import AdminReply, AdminRequest, called
+from runner.serve.replicas.fleet import replica_options
+from runner.serve.replicas.pages import replica_routes
+from runner.serve.replicas.prompts import RoutedPrompts
+from runner.serve.replicas.relay import RETRIES, Relay
+from runner.serve.replicas.scrape import Scrape
+from runner.serve.replicas.switchboard import Routed, Switchboard
+from runner.serve.replicas.told import Telling, Told
+
+SECRET = b"a secret"
+
+
+def keys(*stretches: range) -> Any:
+    return np.concatenate([np.asarray(each, np.int64) for each in stretches])
+
+
+def digests(tokens: Any, namespace: str = "") -> list[int]:
+    return chain_digests(tokens, root_digest("tiny", namespace, SECRET))
+
+
+# What is told ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_told_is_what_prompts_are_looked_up_by_wherever_edges_part() -> None:
+    shared, one, other = range(300), range(1000, 1700), range(5000, 5400)
+    edges = [Edge("", -1, keys(shared)), Edge("", 0, keys(one)), Edge("", 0, keys(other))]
+    added, removed = Telling("tiny", SECRET).changes(edges)
+    wanted = [*digests(keys(shared, one)), *digests(keys(shared, other))]
+    assert len(wanted) == 1000 // BLOCK_TOKENS + 700 // BLOCK_TOKENS
+    assert set(added) == set(wanted)
+    assert len(added) == len(set(added))
+    assert removed == []
+
+
+def test_changes_alone_are_told() -> None:
+    telling = Telling("tiny", SECRET)
+    first, second = Edge("", -1, keys(range(600))), Edge("", -1, keys(range(700, 1300)))
+    telling.changes([first])
+    assert telling.changes([first]) == ([], [])
+    assert telling.changes([first, second]) == (digests(second.keys), [])
+    assert telling.changes([second]) == ([], digests(first.keys))
+
+
+def test_no_more_digests_are_told_than_may_be_and_shorter_prefixes_before_longer_ones() -> None:
+    edge = Edge("", -1, keys(range(5000)))
+    added, _ = Telling("tiny", SECRET, max_digests=7).changes([edge])
+    assert added == digests(edge.keys)[:7]
+
+
+def test_equal_prompts_of_two_namespaces_models_or_servers_have_no_digest_in_common() -> None:
+    tokens = keys(range(1000))
+    told = [
+        Telling(model, secret).changes([Edge(namespace, -1, tokens)])[0]
+        for model, secret, namespace in [("a", b"s", ""), ("a", b"s", "ann"), ("a", b"t", ""), ("b", b"s", "")]
+    ]
+    assert len({digest for each in told for digest in each}) == sum(map(len, told)) == 12
+
+
+# Where requests go ----------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def board() -> Switchboard:
+    """Two replicas, `a` and `b`, behind the prefix router."""
+    board = Switchboard("prefix", lambda names: None, Clock())
+    board.present({"a", "b"})
+    return board
+
+
+def routed(number: int, tokens: Any) -> Routed:
+    return Routed(f"request {number}", Ask(digests(tokens), len(tokens)))
+
+
+def test_a_request_goes_where_its_prefix_was_told_to_be_and_follows_the_one_before() -> None:
+    for name in ("a", "b"):
+        board = Switchboard("prefix", lambda names: None, Clock())
+        board.present({"a", "b"})
+        told, new = keys(range(2000)), keys(range(9000, 9600))
+        board.learn(name, Told(digests(told)))
+        assert board.place(routed(1, told), {"a", "b"}) == name
+        board.end("request 1")
+        first = board.place(routed(2, new), {"a", "b"})
+        board.end("request 2")
+        assert board.place(routed(3, new), {"a", "b"}) == first
+
+
+def test_what_was_told_to_be_gone_draws_no_request(board: Switchboard) -> None:
+    tokens = keys(range(2000))
+    board.learn("a", Told(digests(tokens)))
+    board.learn("a", Told((), digests(tokens)))
+    assert board.lines()["a"].known_digests == 0
+
+
+def test_a_busy_replica_is_left_for_one_that_is_free(board: Switchboard) -> None:
+    tokens = keys(range(300))
+    places = [board.place(routed(number, tokens), {"a", "b"}) for number in range(8)]
+    assert set(places) == {"a", "b"}
+    assert sum(line.open_requests for line in board.lines().values()) == 8
+
+
+def test_a_replica_that_is_gone_is_forgotten_and_its_requests_go_elsewhere(board: Switchboard) -> None:
+    tokens = keys(range(2000))
+    board.learn("a", Told(digests(tokens)))
+    assert board.place(routed(1, tokens), {"a", "b"}) == "a"
+    board.present({"b"})
+    board.learn("a", Told(digests(tokens)))  # told before it died
+    assert board.place(routed(1, tokens), {"a", "b"}) == "b"
+    board.present({"a", "b"})
+    lines = board.lines()
+    assert (lines["a"].known_digests, lines["a"].open_requests, lines["b"].open_requests) == (0, 0, 1)
+
+
+def test_a_call_of_one_replica_goes_there_or_nowhere(board: Switchboard) -> None:
+    assert board.place("b", {"a", "b"}) == "b"
+    assert board.place("b", {"a"}) is None
+    assert board.place(routed(1, keys(range(10))), set()) is None
+
+
+def test_who_listens_is_told_of_replicas_once_when_they_come_or_go() -> None:
+    heard: list[set[str]] = []
+    board = Switchboard("prefix", heard.append)
+    for names in ({"a"}, {"a"}, {"a", "b"}, {"b"}):
+        board.present(names)
+    assert heard == [{"a"}, {"a", "b"}, {"b"}]
+
+
+def test_a_slow_model_measured_makes_a_free_replica_worth_less_than_a_stored_prefix() -> None:
+    tokens, places = keys(range(4000)), []
+    for prefill_ms in (4.0, 4e6):
+        board = Switchboard("prefix", lambda names: None, Clock())
+        board.present({"a", "b"})
+        board.learn("a", Told(digests(tokens)))
+        about = {"prompt_tokens": 4000, "cached_tokens": 0, "queue_ms": 0.0, "ttft_ms": prefill_ms, "gaps_ms": (1e3,)}
+        board.learn("a", Told(records=[record(**about, completion_tokens=2)] * 100))
+        assert board.place(routed(1, tokens), {"a", "b"}) == "a"
+        places.append(board.place(routed(2, tokens), {"a", "b"}))
+    assert places == ["b", "a"]
+
+
+# The way of a request -------------------------------------------------------------------------------------------------
+
+ASKED = Asked(ModelNames(), 5, prompt="A river")
+STARTED, STEP = Started(7, None), Step("x", 5, -0.1, (), None)
+ENDED = Ended(record())
+
+
+class Stream:
+    """What a replica answers, list by list; it dies behind the last one if it has not ended."""
+
+    def __init__(self, *batches: list[Answer]) -> None:
+        self.batches, self.is_cancelled = batches, False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    async def __aiter__(self) -> AsyncIterator[list[Answer]]:
+        for batch in self.batches:
+            yield batch
+        if not self.batches or batch[-1] is not ENDED:
+            raise ActorDiedError
+
+
+def relayed(board: Switchboard, *streams: Stream) -> list[Answer]:
+    """The answers of a job whose calls are answered by these streams, one after the other."""
+    answers: list[Answer] = []
+    coming = iter(streams)
+
+    def call(asked: Asked, to: Routed) -> Stream:
+        assert board.place(to, {"a", "b"})
+        return next(coming)
+
+    async def ask_of(asked: Asked) -> Ask:
+        return Ask((), 0)
+
+    def put(answer: Answer) -> None:
+        if isinstance(answer, Ended | Failed):
+            assert not any(line.open_requests for line in board.lines().values())
+        answers.append(answer)
+
+    asyncio.run(Relay(call, ask_of, board).answer(Job(ASKED, put)))
+    return answers
+
+
+def test_a_reply_comes_through_as_it_is_and_ends_once(board: Switchboard) -> None:
+    assert relayed(board, Stream([STARTED], [STEP, STEP], [ENDED])) == [STARTED, STEP, STEP, ENDED]
+
+
+@pytest.mark.parametrize("heard", [(), ([STARTED],), ([STARTED, Progress(1, 7)],)])
+def test_a_request_is_asked_again_where_no_token_was_handed_on(
+    board: Switchboard, heard: tuple[list[Answer], ...]
+) -> None:
+    answers = relayed(board, Stream(*heard), Stream([STARTED, STEP], [ENDED]))
+    assert answers[-3:] == [STARTED, STEP, ENDED]
+    assert sum(isinstance(each, Ended | Failed) for each in answers) == 1
+
+
+def test_a_reply_that_has_begun_fails_and_so_does_one_whose_replicas_all_die(board: Switchboard) -> None:
+    for streams in ([Stream([STARTED, STEP])], [Stream()] * (1 + RETRIES)):
+        *before, last = relayed(board, *streams)
+        assert isinstance(last, Failed)
+        assert (last.status, last.message) == (503, "the replica that answered has ended; ask again.")
+        assert not any(isinstance(each, Ended | Failed) for each in before)
+
+
+def test_a_request_that_is_given_up_is_cancelled_at_its_replica(board: Switchboard) -> None:
+    class Endless(Stream):
+        async def __aiter__(self) -> AsyncIterator[list[Answer]]:
+            yield [STARTED]
+            await asyncio.Event().wait()
+
+    stream, answers = Endless(), []
+
+    async def ask_of(asked: Asked) -> Ask:
+        return Ask((), 0)
+
+    async def given_up() -> None:
+        started = asyncio.Event()
+
+        def put(answer: Answer) -> None:
+            answers.append(answer)
+            started.set()
+
+        task = asyncio.create_task(Relay(lambda asked, to: stream, ask_of, board).answer(Job(ASKED, put)))
+        await started.wait()
+        task.cancel()
+        await task
+
+    asyncio.run(given_up())
+    assert stream.is_cancelled
+    assert [type(each) for each in answers] == [Started, Failed]
+
+
+def test_a_prompt_is_in_digests_before_anybody_answers_it_and_what_cannot_be_made_has_none() -> None:
+    prompts = RoutedPrompts(ServeOptions(model="tiny"), SECRET)
+    chat = Asked(ModelNames(), 5, messages=[{"role": "user", "content": "x" * 600}], namespace="ann")
+    found = asyncio.run(prompts.ask_of(chat))
+    assert found.tokens == asyncio.run(prompts.count_tokens(chat)) > 600
+    assert len(found.digests) == found.tokens // BLOCK_TOKENS
+    for wrong in (Asked(ModelNames("another"), 5, prompt="x" * 600), Asked(ModelNames(), 5, messages=[])):
+        assert asyncio.run(prompts.ask_of(wrong)) == Ask((), 0)
+    with pytest.raises(ApiError, match="no such folder"):
+        asyncio.run(prompts.count_tokens(Asked(ModelNames("another"), 5, prompt="x")))
+    prompts.close()
+
+
+# What is put together -------------------------------------------------------------------------------------------------
+
+
+class Answering:
+    """Replicas `a` and `b`, which answer admins from a script; `c` does not answer."""
+
+    names = ["a", "b", "c"]  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, AdminRequest]] = []
+
+    def admin(self, name: str, request: AdminRequest) -> AdminReply:
+        self.heard.append((name, request))
+        if name == "c":
+            raise ApiError(503, "gone")
+        if request.path == "/metrics":
+            return AdminReply(200, "text/plain", f'# TYPE x counter\nx_total{{m="y"}} {ord(name)}\n'.encode())
+        if request.path == "/cache/state":
+            row = {"model": "tiny", "time_s": ord(name)}
+            state = {
+                "models": ["tiny"], "model": "tiny", "stats": {"tiny": {}}, "running": 1, "waiting": 2, "disk": [name],
+                "points": [], "requests": [row], "tree": {"of": name} if "tree=True" in request.query else None,
+            }  # fmt: skip
+            return AdminReply(200, "application/json", json.dumps(state).encode())
+        return AdminReply(409 if name == "b" else 200, "application/json", json.dumps({"of": name}).encode())
+
+
+@pytest.fixture
+def asks() -> Iterator[tuple[TestClient, Answering]]:
+    answering, app = Answering(), FastAPI()
+    app.include_router(replica_routes(answering, Scrape(dict)))
+    with TestClient(app) as client:
+        yield client, answering
+
+
+def test_metrics_say_which_replica_they_are_of(asks: tuple[TestClient, Answering]) -> None:
+    lines = asks[0].get("/metrics").text.splitlines()
+    assert [line for line in lines if line.startswith("x_")] == [
+        'x_total{m="y",replica="a"} 97.0',
+        'x_total{m="y",replica="b"} 98.0',
+    ]
+
+
+def test_the_page_shows_one_tree_and_the_requests_of_all(asks: tuple[TestClient, Answering]) -> None:
+    for model, shown in (("", "a"), ("b: tiny", "b"), ("gone: tiny", "a")):
+        state = asks[0].get("/cache/state", params={"model": model}).json()
+        assert (state["model"], state["tree"], state["disk"]) == (f"{shown}: tiny", {"of": shown}, [shown])
+        assert state["models"] == list(state["stats"]) == ["a: tiny", "b: tiny"]
+        assert (state["running"], state["waiting"]) == (2, 4)
+        assert [row["model"] for row in state["requests"]] == ["b: tiny", "a: tiny"]
+
+
+def test_an_admin_asks_one_replica_or_all(asks: tuple[TestClient, Answering]) -> None:
+    client, answering = asks
+    assert client.post("/cache/warm?replica=a", json={"prompt": "x"}).json() == {"of": "a"}
+    assert answering.heard == [("a", AdminRequest("POST", "/cache/warm", "replica=a", b'{"prompt":"x"}'))]
+    everywhere = client.delete("/cache")
+    assert everywhere.json() == {"replicas": {"a": {"of": "a"}, "b": {"of": "b"}}}
+    assert everywhere.status_code == 409
+    with pytest.raises(ApiError, match="no replica 'z'; there are: a, b, c"):
+        client.get("/cache/tree?replica=z")
+
+
+def test_an_application_is_called_without_a_server() -> None:
+    app = FastAPI()
+
+    @app.post("/cache/{what}")
+    def echo(what: str, body: dict[str, Any], more: int) -> dict[str, Any]:
+        return {"what": what, "more": more, **body}
+
+    reply = asyncio.run(called(app, AdminRequest("POST", "/cache/warm", "more=3", b'{"a": 1}')))
+    assert (reply.status, reply.media_type) == (200, "application/json")
+    assert json.loads(reply.body) == {"what": "warm", "more": 3, "a": 1}
+    assert asyncio.run(called(app, AdminRequest("GET", "/nowhere"))).status == 404
+
+
+# What is asked for ----------------------------------------------------------------------------------------------------
+
+
+def test_replicas_share_the_budget_and_know_no_keys(tmp_path: Any) -> None:
+    given = ServeOptions(model="tiny", replicas=4, budget_bytes=4000, api_keys=tmp_path, namespace_by="key", port=80)
+    found = replica_options(given)
+    assert (found.budget_bytes, found.api_keys, found.namespace_by, found.replicas) == (1000, None, "none", None)
+    whole, quarter = (replica_options(ServeOptions(model="tiny", replicas=count)).budget_bytes for count in (1, 4))
+    assert whole is not None
+    assert quarter is not None
+    assert 0.2 * whole < quarter < 0.3 * whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--router", "hash", "--model", "tiny"], "--router is for replicas; say how many with --replicas."),
+        (["--ray", "auto", "--model", "tiny"], "--ray is for replicas; say how many with --replicas."),
+        (["--replicas", "2"], "--replicas needs --model"),
+        (["--replicas", "0", "--model", "tiny"], "--replicas"),
+        (["--replicas", "2", "--model", "tiny", "--trace", "/tmp/t"], "--trace is written by one cache"),
+        (["--replicas", "2", "--model", "tiny", "--router", "best"], "no router 'best'; known: random, "),
+        (["--replicas", "2", "--model", "/nowhere/model"], "/nowhere/model"),
+        (["--replicas", "2", "--model", "tiny", "--api-keys", "/nowhere/keys"], "/nowhere/keys cannot be read"),
+        (["--replicas", "2", "--model", "tiny", "--ray", "ray://127.0.0.1:1"], "is reached by Ray Client alone"),
+    ],
+)
+def test_what_cannot_be_had_with_replicas_is_one_line_and_exit_code_2(
+    command: Callable[..., tuple[int, str, str]],  # noqa: F811
+    arguments: list[str],
+    found: str,
+) -> None:
+    code, output, errors = command("serve", "--port", "0", *arguments)
+    assert (code, output) == (2, "")
+    assert errors.splitlines()[-1].startswith("error: ")
+    assert found in errors.splitlines()[-1]
+
+
+def test_without_ray_the_command_says_how_to_have_it() -> None:
+    arguments = ["serve", "--model", "tiny", "--port", "0", "--replicas", "2"]
+    code = f"import sys; sys.modules['ray'] = None; from runner.cli import main; main({arguments})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=GUARD_S)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: --replicas needs Ray Serve: pip install 'radixcache[ray,serve]'"
+    )
