@@ -15,6 +15,7 @@ Time is an argument, in seconds from any beginning. O(replicas x blocks) a choic
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from runner.routing.backlog import Backlog
@@ -66,14 +67,17 @@ class Dispatcher:
         self.directory = Directory(max_digests)
         self._backlogs = {replica: Backlog() for replica in replicas}
         self._open: dict[Hashable, str] = {}
+        self._now_s = 0.0
 
     @property
     def replicas(self) -> list[str]:
         return sorted(self._backlogs)
 
     def join(self, replica: str) -> None:
-        """Make a replica known; one that is known already stays as it is."""
-        self._backlogs.setdefault(replica, Backlog())
+        """Make a replica known, as one with the mean work of late; one that is known already stays as it is."""
+        if replica not in self._backlogs:
+            recent_s = [backlog.recent_s(self._now_s) for backlog in self._backlogs.values()]
+            self._backlogs[replica] = Backlog(fmean(recent_s) if recent_s else 0.0, self._now_s)
 
     def forget(self, replica: str) -> None:
         """Drop all that is known of a replica: it died."""
@@ -92,6 +96,7 @@ class Dispatcher:
 
     def views(self, ask: Ask, now_s: float, among: Iterable[str] | None = None) -> list[View]:
         """What is known of the replicas for a request; `among`: of these alone, which become known thereby."""
+        self._now_s = max(now_s, self._now_s)
         for replica in among or ():
             self.join(replica)
         return [
@@ -99,7 +104,7 @@ class Dispatcher:
                 replica,
                 backlog.waiting_s(now_s),
                 min(ask.tokens, self.directory.matched_blocks(replica, ask.digests) * self.block_tokens),
-                backlog.sent_s,
+                backlog.recent_s(now_s),
             )
             for replica, backlog in self._backlogs.items()
             if among is None or replica in among
@@ -135,11 +140,15 @@ class Dispatcher:
         self._open[request] = choice.replica
         self.directory.add(choice.replica, choice.ask.digests)
 
-    def end(self, request: Hashable, now_s: float) -> None:
-        """Take it that a request is over, in whatever way; one that is not open is passed over."""
+    def end(self, request: Hashable, now_s: float, work_s: float | None = None) -> None:
+        """Take it that a request is over, in whatever way; one that is not open is passed over.
+
+        Args:
+            work_s: the replica's work for it, in seconds, where it is known by now; None: what was expected.
+        """
         replica = self._open.pop(request, None)
         if replica is not None:
-            self._backlogs[replica].end(request, now_s)
+            self._backlogs[replica].end(request, now_s, work_s)
 
     def check(self) -> None:
         """Assert the invariants.

@@ -4,9 +4,19 @@
     round-robin   one after the other
     hash          by the session, or where there is none by how the prompt begins, always the same one (rendezvous
                   hashing: where a replica comes or goes, only what was its own moves)
-    prefix        where the request is through prefill first: what waits there + what is left to prefill there
+    prefix        where it takes the least time, its own and that of others, in seconds:
 
-Ties of `prefix` go to the replica that was sent the least work, then by a hash of prompt and replica. A router sees
+                      work that waits there
+                    + what prefilling the rest of the prompt takes there, PREFILL_WEIGHT times
+                    + where work waits: work of late there beyond UNEVEN times the mean, EVENING_WEIGHT times
+
+Each by itself the first two are the time to the first token. But a token that is prefilled again is work for those that
+come behind too, and takes the room of another prefix: weighed once, an hour of a chat service finds 0.81 to 0.87 of
+what can be found at 8 replicas, weighed three times 0.92 to 0.94, and nobody waits longer (the 95th percentile of the
+time to the first token is 5.4 s against 5.6). The last one moves long conversations off a replica that has had more of
+them than others, once somebody has to wait for it; idle replicas are left uneven.
+
+Ties of `prefix` go to the replica that had the least work of late, then by a hash of prompt and replica. A router sees
 only what it is given, no clock and no other chance than its seed. Never imports MLX.
 """
 
@@ -19,8 +29,10 @@ from typing import NamedTuple, Protocol
 
 from runner.routing.rates import Coefficients
 
-#: How many blocks say how a prompt begins, for `hash`.
-HASH_BLOCKS = 1
+#: How many blocks say how a prompt begins, for `hash`: beyond a system prompt that many share.
+HASH_BLOCKS = 4
+PREFILL_WEIGHT = 3.0
+UNEVEN, EVENING_WEIGHT = 1.1, 2.0
 
 
 class Ask(NamedTuple):
@@ -43,13 +55,13 @@ class View(NamedTuple):
     Attributes:
         waiting_s: seconds of work that it has to do first.
         matched_tokens: tokens of the prompt that it is thought to have.
-        sent_s: seconds of work that it was ever sent.
+        recent_s: seconds of work that it had of late.
     """
 
     replica: str
     waiting_s: float
     matched_tokens: int
-    sent_s: float
+    recent_s: float
 
 
 class Router(Protocol):
@@ -92,10 +104,11 @@ class PrefixRouter:
 
     def choose(self, ask: Ask, views: Sequence[View], coefficients: Coefficients) -> View:
         what = f"{list(ask.digests[:HASH_BLOCKS])}"
+        even_s = UNEVEN * sum(view.recent_s for view in views) / len(views)
 
         def order(view: View) -> tuple[float, float, int, str]:
             spread = _hash(self._seed, what, view.replica)
-            return (expected_s(ask, view, coefficients), view.sent_s, spread, view.replica)
+            return (weighed_s(ask, view, coefficients, even_s), view.recent_s, spread, view.replica)
 
         return min(views, key=order)
 
@@ -120,9 +133,15 @@ def make_router(name: str, seed: int = 0) -> Router:
     return ROUTERS[name](seed)
 
 
-def expected_s(ask: Ask, view: View, coefficients: Coefficients) -> float:
-    """Seconds until the prompt is prefilled there."""
-    return view.waiting_s + coefficients.prefill_s * max(0, ask.tokens - view.matched_tokens)
+def weighed_s(ask: Ask, view: View, coefficients: Coefficients, even_s: float) -> float:
+    """What `prefix` compares: seconds that a request takes of itself and of others, at one replica.
+
+    Args:
+        even_s: work of late up to which a replica has no more than others.
+    """
+    prefill_s = coefficients.prefill_s * max(0, ask.tokens - view.matched_tokens)
+    uneven_s = max(0.0, view.recent_s - even_s) if view.waiting_s > 0 else 0.0
+    return view.waiting_s + PREFILL_WEIGHT * prefill_s + EVENING_WEIGHT * uneven_s
 
 
 def _by_name(views: Sequence[View]) -> list[View]:

@@ -7,9 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from runner.routing.backlog import HALF_LIFE_S
 from runner.routing.dispatcher import Choice, Dispatcher
 from runner.routing.rates import Coefficients, Rates
-from runner.routing.routers import ROUTERS, Ask, make_router
+from runner.routing.routers import ROUTERS, UNEVEN, Ask, View, make_router, weighed_s
 
 #: A token takes a second to prefill, and nothing to decode.
 PLAIN = Coefficients(prefill_s=1.0, decode_s=0.0, output_tokens=1.0)
@@ -34,12 +35,48 @@ def test_a_second_request_with_the_same_prefix_goes_where_the_first_one_went() -
     assert (second.replica, second.matched_tokens, second.work_s) == (first.replica, 30, 15.0)
 
 
-def test_a_prefix_is_left_where_waiting_for_it_takes_longer_than_prefill() -> None:
+def chosen(ask: Ask, *views: View) -> str:
+    return make_router("prefix").choose(ask, views, PLAIN).replica
+
+
+@pytest.mark.parametrize(("waiting_s", "goes_to"), [(89.0, "a"), (91.0, "b")])
+def test_a_prefix_is_left_once_waiting_for_it_takes_three_times_its_prefill(waiting_s: float, goes_to: str) -> None:
+    views = View("a", waiting_s, 30, 50.0), View("b", 0.0, 0, 50.0)
+    assert chosen(Ask([1, 2, 3], 40), *views) == goes_to
+
+
+@pytest.mark.parametrize(
+    ("waiting_s", "recent_s", "goes_to"), [(1.0, 190.0, "b"), (1.0, 110.0, "a"), (0.0, 900.0, "a")]
+)
+def test_a_replica_that_had_more_work_than_others_is_left_only_where_work_waits(
+    waiting_s: float, recent_s: float, goes_to: str
+) -> None:
+    views = View("a", waiting_s, 20, recent_s), View("b", 0.0, 0, 100.0)
+    assert chosen(Ask([1, 2], 20), *views) == goes_to
+
+
+def test_what_nobody_has_goes_to_who_had_the_least_work_of_late() -> None:
+    assert chosen(Ask([1], 10), View("a", 0.0, 0, 3.0), View("b", 0.0, 0, 2.0), View("c", 0.0, 0, 4.0)) == "b"
+
+
+def test_work_counts_for_less_as_time_goes_by_and_for_what_it_turned_out_to_be() -> None:
     tested = dispatcher()
-    tested.tell("a", added=[1, 2, 3])
-    assert sent(tested, 1, Ask([1, 2, 3], 50), 0.0).replica == "a"  # 20 s of work
-    assert sent(tested, 2, Ask([1, 2, 3], 50), 0.0).replica == "a"  # 20 + 20 s there, 50 s elsewhere
-    assert sent(tested, 3, Ask([1, 2, 3], 50), 0.0).replica != "a"  # 40 + 20 s there
+    tested.send(1, tested.choose(Ask([], 10), 0.0, ["a"]), 0.0)
+    tested.send(2, tested.choose(Ask([], 10), 0.0, ["b"]), 0.0)
+    tested.end(1, 10.0)
+    tested.end(2, 10.0, work_s=30.0)
+    recent_s = {view.replica: view.recent_s for view in tested.views(Ask([], 1), 10.0 + HALF_LIFE_S)}
+    assert recent_s == pytest.approx({"a": 5.0, "b": 15.0, "c": 0.0}, rel=2e-3)
+
+
+def test_a_replica_that_joins_is_taken_to_have_had_as_much_work_as_the_others() -> None:
+    tested = dispatcher()
+    for request, replica in enumerate(REPLICAS):
+        tested.send(request, tested.choose(Ask([], 10 + 10 * request), 0.0, [replica]), 0.0)
+    tested.join("d")
+    assert {view.replica: view.recent_s for view in tested.views(Ask([], 1), 0.0)} == dict(
+        zip("abcd", (10.0, 20.0, 30.0, 20.0), strict=True)
+    )
 
 
 def test_a_stale_digest_costs_a_miss_until_it_is_told_as_removed() -> None:
@@ -59,7 +96,7 @@ def test_a_forgotten_replica_is_not_chosen_and_comes_back_empty() -> None:
     tested.end(1, 1.0)  # its request ends with an error, later
     tested.join("c")
     (view,) = tested.views(Ask([1], 10), 2.0, ["c"])
-    assert view == ("c", 0.0, 0, 0.0)
+    assert view[:3] == ("c", 0.0, 0)
 
 
 def test_what_the_first_open_request_has_had_by_now_is_not_waited_for() -> None:
@@ -141,9 +178,9 @@ class Walk(RuleBasedStateMachine):
         ask = Ask(digests, 10 * len(digests) + rest)
         views = self.tested.views(ask, self.now_s)
         choice = self.tested.choose(ask, self.now_s)
-        assert choice.waiting_s + ask.tokens - choice.matched_tokens == min(
-            view.waiting_s + ask.tokens - view.matched_tokens for view in views
-        )
+        even_s = UNEVEN * sum(view.recent_s for view in views) / 3
+        weighed = {view.replica: weighed_s(ask, view, PLAIN, even_s) for view in views}
+        assert weighed[choice.replica] == min(weighed.values())
         for view in views:
             matched = view.matched_tokens // 10
             assert set(digests[:matched]) <= self.plain[view.replica]
