@@ -12,6 +12,7 @@ from radixcache.make_core import make_core
 from radixcache.paging.disk import Disk
 from radixcache.prefix_cache import PrefixCache
 from radixcache.settings import Settings, require_about
+from radixcache.tokens.keys import Keys
 from radixcache.tree.events import OnEvent
 from radixcache.watch.trace import TraceFile
 
@@ -59,6 +60,11 @@ def sized_cache(
         disk=disk,
     )
     return cache
+
+
+def stored_keys(cache: PrefixCache, keys: Keys) -> int:
+    """How many keys a prompt begins with that the cache's tree has. It counts as no use."""
+    return cache._core.states.match(keys, "").offset
 
 
 def last_key(cache: PrefixCache, entry: Entry) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from radixcache.stores.disk_store import WriteOn
+from radixcache.stores.store import WriteOn
 
 
 @dataclass(frozen=True, slots=True)

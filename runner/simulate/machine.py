@@ -27,14 +27,15 @@ class Machine(SizedModel):
     Attributes:
         plan: as given.
         store: what is on the disk.
-        disk: what a cache takes.
+        disk: what a cache takes; several may, one at a time.
         now_s: the clock.
+        read_s: how much of that was reading.
     """
 
     def __init__(self, plan: DiskPlan, block_tokens: int) -> None:
         self.plan = plan
         self._block_tokens = block_tokens
-        self.now_s = 0.0
+        self.now_s = self.read_s = 0.0
         self.store = SizedStore(budget_bytes=plan.budget_bytes, write_on=plan.write_on, on_read=self._read)
         self.disk = Disk(
             self.store,
@@ -48,4 +49,6 @@ class Machine(SizedModel):
         self.now_s += int(keys.shape[-1]) * self._block_tokens / self.plan.prefill_tokens_per_s
 
     def _read(self, nbytes: int) -> None:
-        self.now_s += nbytes / self.plan.read_bytes_per_s
+        seconds = nbytes / self.plan.read_bytes_per_s
+        self.now_s += seconds
+        self.read_s += seconds

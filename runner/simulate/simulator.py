@@ -85,7 +85,7 @@ class Simulation:
         policy: a name or an object; of the offline ones, what makes it from `next_use`.
         budget_bytes: the byte budget of the cache.
         sizes: bytes per block.
-        disk: what there is beside memory; None: nothing.
+        disk: what there is beside memory, or the machine that it is in, with others; None: nothing.
 
     Raises:
         ValueError: a policy that bypasses the cache was given a disk, or sizes with checkpoints, which it has none to
@@ -98,11 +98,11 @@ class Simulation:
         policy: str | EvictionPolicy | Offline,
         budget_bytes: int,
         sizes: BlockSizes,
-        disk: DiskPlan | None = None,
+        disk: DiskPlan | Machine | None = None,
     ) -> None:
         self.trace = trace
         self._now_ms = 0
-        self.machine = None if disk is None else Machine(disk, trace.block_tokens)
+        self.machine = Machine(disk, trace.block_tokens) if isinstance(disk, DiskPlan) else disk
         self._model = self.machine or SizedModel()
         self._future: Future | None = None
         chosen = self._make(policy)
@@ -255,3 +255,15 @@ def infinite_ratio(trace: Trace) -> float:
     """The block hit ratio of a cache without any limit: the share of blocks that were asked for before."""
     keys = np.concatenate([request.keys for request in trace.requests])
     return 1.0 - len(np.unique(keys)) / len(keys)
+
+
+def infinite_token_ratio(trace: Trace) -> float:
+    """The token hit ratio of a cache without any limit."""
+    seen: set[int] = set()
+    hit_tokens = 0
+    for request in trace.requests:
+        keys = request.keys.tolist()
+        # Keys are of whole prefixes: those that were asked for before come first.
+        hit_tokens += min(sum(key in seen for key in keys) * trace.block_tokens, request.tokens)
+        seen.update(keys)
+    return hit_tokens / trace.prompt_tokens if trace.requests else 0.0

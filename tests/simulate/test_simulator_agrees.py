@@ -19,9 +19,9 @@ from radixcache import PrefixCache
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.paging.disk import Disk
 from radixcache.sized_cache import sized_cache
-from radixcache.stores.disk_store import WRITE_ON, WriteOn
 from radixcache.stores.keys import Identity
 from radixcache.stores.sized_store import SizedStore
+from radixcache.stores.store import WRITE_ON, WriteOn
 from runner.models.tiny import VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
 from tests import inside
 from tests.restarts import Open, opened, reading  # noqa: F401
