@@ -326,6 +326,12 @@ def drop_unneeded_windows(cache: PrefixCache) -> None:
     cache._core.states.windows.drop_unneeded(lambda: 1)
 
 
+def set_clock(cache: PrefixCache, clock: Callable[[], float]) -> None:
+    """Have a cache time prefill and reading by another clock."""
+    assert cache._core.tier is not None
+    cache._core.tier.rates.clock = clock
+
+
 def keep_on_disk(cache: PrefixCache, tokens: Sequence[int]) -> None:
     """Have a cache's store keep the path to the end of these tokens."""
     match = cache._core.states.match(np.array(tokens, dtype=np.int64), "")

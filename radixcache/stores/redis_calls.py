@@ -158,7 +158,6 @@ def _client(url: str, timeout_s: float) -> Redis:
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
-            protocol=2,
         )
         made.make_connection()  # connects nowhere, and refuses options that it does not know
     except Exception:

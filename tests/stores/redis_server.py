@@ -48,9 +48,7 @@ class Server:
             try:
                 if self.client.ping():
                     return
-            except RedisError as error:
-                if "NOAUTH" in str(error) or "Authentication" in str(error):
-                    return
+            except RedisError:
                 time.sleep(0.01)
         raise AssertionError((self.folder / "log").read_text())
 
@@ -92,6 +90,20 @@ def own_server() -> Iterator[Server]:
     server = Server(program_named("redis-server"))
     yield server
     server.end()
+
+
+@pytest.fixture(scope="module")
+def redis_of_file() -> Iterator[Server]:
+    server = Server(program_named("redis-server"))
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def redis(redis_of_file: Server) -> Server:
+    """The file's redis-server, empty."""
+    redis_of_file.client.flushall()
+    return redis_of_file
 
 
 class Clock:

@@ -1,0 +1,240 @@
+"""Caches that share prefixes through Redis: what one has computed another one finds, and no failure changes an answer.
+
+What holds of a store on disk is tested again with this one, by the same tests, in `test_store_in_redis.py`.
+"""
+
+# ruff: noqa: F811
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from policies import CostModel
+from radixcache import DiskStore, PrefixCache, RedisStore
+from radixcache.stores.block import Block
+from runner.models.tiny import tiny_model
+from tests import inside
+from tests.prompts import tokens
+from tests.restarts import cold, conversation, is_close, reading, serve  # noqa: F401
+from tests.stores.proxy import Proxy
+from tests.stores.redis_server import Clock, Server, own_server, program_named, redis, redis_of_file, store_at  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Of a process: it loads MLX, and makes a model, on a busy machine.
+PATIENCE_S = 240
+
+
+def apart(url: str, *prompts: list[int]) -> list[dict[str, Any]]:
+    """What a process of its own makes of these prompts."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "tests.whole.redis_apart", url, "60", *map(json.dumps, prompts)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("program", ["redis-server", "valkey-server"])
+def test_two_processes_share_prefixes_and_answer_as_a_cold_one(program: str, llama: Any) -> None:
+    first, second, third, branch = conversation()
+    server = Server(program_named(program))
+    try:
+        (one,) = apart(server.url, first)
+        two = apart(server.url, second, branch)
+        with store_at(server.url) as store, PrefixCache(llama, store=store) as cache:
+            cached, logits = serve(cache, llama, third)
+            assert cached == len(second) + 3
+            assert is_close(logits, cold(llama, third))
+    finally:
+        server.end()
+    assert [each["cached"] for each in (one, *two)] == [0, 603, 400]
+    for prompt, found in zip((first, second, branch), (one, *two), strict=True):
+        assert is_close(np.array(found["logits"]), cold(llama, prompt)[0])
+
+
+# What goes wrong
+
+
+def test_a_server_that_is_killed_and_comes_back_in_mid_replay_costs_prefill_alone(
+    own_server: Server, llama: Any
+) -> None:
+    clock, found = Clock(), []
+    with store_at(own_server.url, clock=clock) as store:
+        for turn, prompt in enumerate([*conversation(), *conversation()]):
+            if turn == 2:
+                own_server.kill()
+            if turn == 5:
+                own_server.start()
+                clock.now_s += 60.0
+                with PrefixCache(llama, store=store) as cache:
+                    cache.explain(prompt)  # asks, and so has the server tried
+                assert store._calls.trial is not None
+                store._calls.trial.result(60)
+            with PrefixCache(llama, store=store) as cache:  # as another machine, that has nothing itself
+                cached, logits = serve(cache, llama, prompt)
+                assert cache.flush(60)
+            assert is_close(logits, cold(llama, prompt)), turn
+            found.append(cached)
+        first, second, *_ = map(len, conversation())
+        assert found == [0, first + 3, 0, 0, 0, 0, second + 3, 400]
+        assert store.stats.failed_calls["not reached"] == 1
+        store.check()
+
+
+def test_a_link_that_hangs_or_breaks_off_costs_one_limit_and_no_answer(redis: Server, llama: Any) -> None:
+    prompts = conversation()
+    with store_at(redis.url) as store, PrefixCache(llama, store=store) as cache:
+        serve(cache, llama, prompts[2])
+    for fault in ({"is_silent": True}, {"cut_after": 5000}, {"bytes_per_s": 1.0}):
+        proxy = Proxy(redis.socket)
+        vars(proxy).update(fault)
+        with RedisStore(proxy.url, timeout_s=0.2, clock=Clock()) as store:
+            for prompt in prompts:
+                with PrefixCache(llama, store=store) as cache:
+                    cached, logits = serve(cache, llama, prompt)
+                    cache.flush(60)
+                assert cached == 0, fault
+                assert is_close(logits, cold(llama, prompt))
+            kinds = store.stats.failed_calls
+            assert sum(count for kind, count in kinds.items() if kind != "not asked") == 1, kinds
+            assert kinds["not asked"] >= len(prompts) - 1
+        proxy.close()
+
+
+@pytest.mark.slow
+def test_a_server_that_evicts_under_pressure_changes_no_answer(redis: Server, llama: Any) -> None:
+    prompts = conversation()
+    usual = redis.client.config_get("maxmemory*")
+    try:
+        with store_at(redis.url) as store, PrefixCache(llama, store=store) as cache:
+            serve(cache, llama, prompts[2])
+        redis.client.config_set("maxmemory-policy", "allkeys-lru")
+        redis.client.config_set("maxmemory", redis.client.info("memory")["used_memory"])
+        for turn, prompt in enumerate([*prompts, *([9, *each] for each in prompts), *prompts]):
+            with store_at(redis.url) as store, PrefixCache(llama, store=store) as cache:
+                assert is_close(serve(cache, llama, prompt)[1], cold(llama, prompt)), turn
+        assert redis.client.info("stats")["evicted_keys"] > 0
+    finally:
+        for name, value in usual.items():
+            redis.client.config_set(name, value)
+
+
+# Whose it is
+
+
+def test_another_dtype_is_a_miss(redis: Server, llama: Any) -> None:
+    prompt = tokens(1, 90)
+    half = tiny_model("llama")
+    half.set_dtype(mx.bfloat16)
+    for model, found in ((llama, 0), (half, 0), (llama, 89), (half, 89)):
+        with store_at(redis.url) as store, PrefixCache(model, store=store) as cache:
+            assert serve(cache, model, prompt)[0] == found
+
+
+# Behind a disk
+
+
+def test_a_prompt_begins_on_the_disk_and_goes_on_in_redis_and_comes_to_be_on_the_disk(
+    redis: Server, tmp_path: Path, llama: Any
+) -> None:
+    first, second, third, _ = conversation()
+
+    def tiers(disk: str) -> list[DiskStore | RedisStore]:
+        return [
+            DiskStore(tmp_path / disk, budget_bytes=1 << 30, min_free_bytes=0, write_on="close"),
+            store_at(redis.url),
+        ]
+
+    with PrefixCache(llama, store=tiers("here")) as cache:
+        serve(cache, llama, first)
+    with PrefixCache(llama, store=tiers("elsewhere")) as cache:
+        cached, logits = serve(cache, llama, second)
+        assert cached == 603
+        assert is_close(logits, cold(llama, second))
+        assert cache.stats.store_read_bytes.keys() == {"redis"}
+    with PrefixCache(llama, store=tiers("here")) as cache:
+        explained = cache.explain(third)
+        assert explained.tiers == (("disk", 603), ("redis", len(second) + 3))
+        assert "stored on disk up to 603, in Redis up to 756: begin() reads what is missing" in str(explained)
+        cached, logits = serve(cache, llama, third)
+        assert cached == len(second) + 3
+        assert is_close(logits, cold(llama, third))
+        assert cache.stats.store_read_bytes.keys() == {"disk", "redis"}
+    redis.client.flushall()
+    for disk in ("here", "elsewhere"):
+        with PrefixCache(llama, store=tiers(disk)[:1]) as cache:
+            assert serve(cache, llama, third)[0] == {"here": len(third) - 1, "elsewhere": len(second) + 3}[disk]
+    with PrefixCache(llama, store=tiers("here")) as cache:
+        serve(cache, llama, third)  # what Redis has lost it gets from the disk
+    with PrefixCache(llama, store=tiers("nowhere")[1:]) as cache:
+        assert serve(cache, llama, third)[0] == len(third) - 1
+
+
+class Timed:
+    """A store from which a byte takes so many seconds, by a clock of the test's own."""
+
+    def __init__(self, store: DiskStore | RedisStore, clock: Clock, byte_s: float) -> None:
+        self._store, self._clock, self._byte_s = store, clock, byte_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def read(self, wanted: Any) -> Iterator[Block | None]:
+        for block in self._store.read(wanted):
+            assert block is not None
+            self._clock.now_s += block.nbytes * self._byte_s
+            yield block
+
+
+@pytest.mark.parametrize("slowness", [1.1, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.5, 3.0, 30.0))])
+def test_of_what_is_slower_to_fetch_than_to_prefill_only_what_a_disk_has_is_read(
+    redis: Server, tmp_path: Path, llama: Any, monkeypatch: pytest.MonkeyPatch, slowness: float
+) -> None:
+    monkeypatch.undo()  # what is read depends on how fast everything is, here by a clock of the test's own
+    clock, token_s = Clock(), 1e-3
+    prompts = [tokens(seed, 1024, first=seed + 1) for seed in range(4)]
+    disk = DiskStore(tmp_path, budget_bytes=1 << 30, min_free_bytes=0, write_on="close")
+    shared = store_at(redis.url, write_on="close")
+    for store, end in ((shared, 1024), (disk, 512)):
+        with PrefixCache(llama, store=store) as cache:
+            for prompt in prompts:
+                cache.insert(prompt[:end], _prefilled(llama, prompt[:end]))
+            byte_s = token_s / inside.token_bytes(cache)
+
+    def prefill(ids: Any, **more: Any) -> Any:
+        clock.now_s += ids.size * token_s
+        return llama(ids, **more)
+
+    disk.write_on = shared.write_on = "second_use"  # nothing more is written
+    stores: Any = [Timed(disk, clock, 0.1 * byte_s), Timed(shared, clock, slowness * byte_s)]
+    found = []
+    with PrefixCache(llama, store=stores, cost=CostModel()) as cache:
+        inside.set_clock(cache, clock)
+        for prompt in prompts:
+            with cache.begin([*prompt, 7, 8]) as session:
+                session.prefill(prefill)
+                found.append(session.cached_tokens)
+            cache.clear()
+        assert cache.stats.store_decisions == {"brought": len(prompts)}
+    # Before either was measured all of it is read; then it is only where that is faster.
+    assert found == [1024] + [1024 if slowness < 0.8 else 512] * (len(prompts) - 1)
+
+
+def _prefilled(model: Any, prompt: list[int]) -> list[Any]:
+    caches = model.make_cache()
+    mx.eval(model(mx.array([prompt]), cache=caches))
+    return list(caches)
