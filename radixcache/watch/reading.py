@@ -51,7 +51,7 @@ def stats_of(core: Core, about: About) -> CacheStats:
         paged_out_bytes=states.paged_out_bytes,
         brought_tokens=0 if tier is None else tier.bringing.brought_tokens,
         kept_blocks=0 if tier is None else tier.kept_blocks,
-        store_read_bytes={} if tier is None else dict(tier.bringing.read_bytes),
+        brought_bytes={} if tier is None else dict(tier.bringing.read_bytes),
         store_decisions={} if tier is None else dict(tier.decisions),
         live_bytes=account.live_bytes,
         paged_bytes=account.paged_bytes,

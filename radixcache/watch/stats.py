@@ -40,7 +40,7 @@ class CacheStats:
     paged_out_bytes: int = _counter("bytes", "The part of copied_bytes that went out.")
     brought_tokens: int = _counter("tokens", "Tokens that were read from the store and need not be prefilled.")
     kept_blocks: int = _counter("blocks", "Blocks and checkpoints that were given to the store.")
-    store_read_bytes: dict[str, int] = _counter(  # noqa: RUF009
+    brought_bytes: dict[str, int] = _counter(  # noqa: RUF009
         "bytes", "What was read from stores for requests, by the store.", label="tier"
     )
     store_decisions: dict[str, int] = _counter(  # noqa: RUF009

@@ -2,12 +2,12 @@
 
 Names that begin with `radixcache_serve_` are the server's own. The others are those of PrefixCache.snapshot_stats(),
 read where somebody scrapes, with labels that say which model's cache it is; `radixcache_store_` stands before those of
-the disk, which all caches share.
+the stores, disk or Redis, which all caches share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -48,6 +48,10 @@ STORE_COUNTERS = {
     "vanished_files": "Files that were gone when they were to be read.",
     "read_errors": "Files or folders that the system could not read.",
 }
+STORE_REASONS = {
+    "dropped": ("Blocks that were not written, by why.", "reason"),
+    "failed_calls": ("Calls of a server that failed, by how.", "kind"),
+}
 
 # Else each counter has a gauge beside it that says since when it counts, which is since the process runs.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -67,8 +71,8 @@ class Watched(Protocol):
     def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
         """The caches of all models that were served, the present one's last."""
 
-    def store_stats(self) -> StoreStats | None:
-        """What the disk behind the caches has and did; None: there is none."""
+    def store_stats(self) -> Mapping[str, StoreStats]:
+        """What each store behind the caches has and did, by what it is called."""
 
 
 def read_caches(watched: Watched, read: Callable[[PrefixCache], T]) -> list[tuple[ModelNames, T]]:
@@ -158,20 +162,29 @@ class _Readings(Collector):
                 for sample in metric.samples:
                     family.add_sample(metric.name, {**labels, **dict(sample.labels)}, sample.value)
         yield from found.values()
-        stats = self._watched.store_stats()
-        if stats is not None:
-            yield from _of_store(stats)
+        yield from _of_stores(self._watched.store_stats())
 
 
-def _of_store(stats: StoreStats) -> Iterator[Metric]:
-    for field, help in STORE_GAUGES.items():
-        yield GaugeMetricFamily(f"radixcache_store_{field}", help, getattr(stats, field))
-    for field, help in STORE_COUNTERS.items():
-        yield CounterMetricFamily(f"radixcache_store_{field}", help, getattr(stats, field))
-    dropped = CounterMetricFamily(
-        "radixcache_store_dropped", "Blocks that were not written, by why.", labels=["reason"]
-    )
-    for reason, blocks in sorted(stats.dropped.items()):
-        dropped.add_metric([reason], blocks)
-    yield dropped
-    yield GaugeMetricFamily("radixcache_store_stopped", "1 once writing has stopped.", bool(stats.stopped))
+def _of_stores(stores: Mapping[str, StoreStats]) -> Iterator[Metric]:
+    if not stores:
+        return
+    kinds: list[tuple[type[GaugeMetricFamily | CounterMetricFamily], dict[str, str]]] = [
+        (GaugeMetricFamily, STORE_GAUGES),
+        (CounterMetricFamily, STORE_COUNTERS),
+    ]
+    for family, fields in kinds:
+        for field, help in fields.items():
+            metric = family(f"radixcache_store_{field}", help, labels=["tier"])
+            for tier, stats in stores.items():
+                metric.add_metric([tier], getattr(stats, field))
+            yield metric
+    for field, (help, label) in STORE_REASONS.items():
+        counter = CounterMetricFamily(f"radixcache_store_{field}", help, labels=["tier", label])
+        for tier, stats in stores.items():
+            for reason, count in sorted(getattr(stats, field).items()):
+                counter.add_metric([tier, reason], count)
+        yield counter
+    stopped = GaugeMetricFamily("radixcache_store_stopped", "1 while nothing is written.", labels=["tier"])
+    for tier, stats in stores.items():
+        stopped.add_metric([tier], bool(stats.stopped))
+    yield stopped

@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from radixcache import DiskStore, Ledger, PrefixCache, UnsupportedCacheError
+from radixcache import DiskStore, Ledger, PrefixCache, RedisStore, UnsupportedCacheError
 from radixcache.budget.memory import analytic_cost, default_budget_bytes
 from radixcache.layers.identity import weights_identity
 from radixcache.stores.stats import StoreStats
@@ -48,7 +48,9 @@ class _Kept:
 
 
 class Models:
-    """The model that is loaded, and the caches of all. StoreError: the folder of --disk cannot be used.
+    """The model that is loaded, and the caches of all.
+
+    StoreError: the folder of --disk cannot be used, or --redis lacks its package. ValueError: its URL is none.
 
     Attributes:
         current: the one that is loaded; None before the first, and where loading failed.
@@ -61,17 +63,20 @@ class Models:
         self._options, self._on_event = options, on_event
         self._kept: dict[ModelNames, _Kept] = {}
         self._trace = None if options.trace is None else TraceWriter(options.trace)
-        self._store = None
+        self._stores: list[DiskStore | RedisStore] = []
         if options.disk is not None:
-            self._store = DiskStore(options.disk, budget_bytes=int(options.disk_gib * (1 << 30)), write_on="close")
+            disk_bytes = int(options.disk_gib * (1 << 30))
+            self._stores.append(DiskStore(options.disk, budget_bytes=disk_bytes, write_on="close"))
+        if options.redis is not None:
+            self._stores.append(RedisStore(options.redis, write_on="close"))
 
     def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
         """The caches of all models that were loaded so far, the last one's last; any thread may ask."""
         return [(key, kept.cache) for key, kept in [*self._kept.items()]]
 
-    def store_stats(self) -> StoreStats | None:
-        """What the disk has and did; None: there is none. Any thread may ask."""
-        return None if self._store is None else self._store.stats
+    def store_stats(self) -> dict[str, StoreStats]:
+        """What each store has and did, by what it is called. Any thread may ask."""
+        return {name: store.stats for store in self._stores for name in store.tiers}
 
     def key_of(self, names: ModelNames) -> ModelNames:
         """Return the names that these stand for, as in mlx_lm.server: the server's own model has the server's adapter.
@@ -149,8 +154,8 @@ class Models:
         for kept in self._kept.values():
             kept.cache.close()
         self._kept.clear()
-        if self._store is not None:
-            self._store.close()
+        for store in self._stores:
+            store.close()
         if self._trace is not None:
             self._trace.close()
 
@@ -222,8 +227,8 @@ class Models:
             exact=options.exact,
             step_size=options.prefill_step_size,
             on_event=self._on_event,
-            store=self._store,
-            identity=None if self._store is None else weights_identity(*models, name=key.model),
+            store=self._stores or None,
+            identity=None if not self._stores else weights_identity(*models, name=key.model),
         )
         return _Kept(cache, fingerprint, is_parallel)
 

@@ -72,6 +72,15 @@ class ServeOptions:
         Path | None, Option(help="Folder that keeps prefixes beyond memory and over restarts, in plain.")
     ] = None
     disk_gib: Annotated[float, Option(help="GiB that it may take.", min=0.001)] = 32
+    redis: Annotated[
+        str | None,
+        Option(
+            metavar="URL",
+            envvar="RADIXCACHE_REDIS",
+            show_default=False,
+            help="Redis or Valkey server through which machines share prefixes, in plain; it is shown nowhere.",
+        ),
+    ] = field(default=None, repr=False)
     context: Annotated[
         int | None, Option("--context", help="Tokens of a conversation at most; longer ones are shifted.", min=1)
     ] = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -49,7 +50,7 @@ def page_state(
     """
     held = read_caches(watched, lambda opened: (opened, opened.stats))
     models = [title(names) for names, _ in held]
-    disk, brought_tokens = watched.store_stats(), sum(stats.brought_tokens for _, (_, stats) in held)
+    brought_tokens = sum(stats.brought_tokens for _, (_, stats) in held)
     index = models.index(model) if model in models else len(models) - 1
     return {
         "models": models,
@@ -57,21 +58,28 @@ def page_state(
         "stats": {name: _finite(asdict(stats)) for name, (_, (_, stats)) in zip(models, held, strict=True)},
         "running": watched.running,
         "waiting": watched.waiting,
-        "disk": [] if disk is None else disk_words(disk, brought_tokens),
+        "disk": stores_words(watched.store_stats(), brought_tokens),
         "points": [point._asdict() for point in watch.points()],
         "requests": [_row(each, show_text) for each in watch.seen()],
         "tree": _tree(models[index], *held[index][1], watched.running, seen) if models and show_tree else None,
     }
 
 
-def disk_words(stats: StoreStats, brought_tokens: int) -> list[str]:
-    """What is on disk, what went there and came from there, and what went wrong, if anything did."""
+def stores_words(stores: Mapping[str, StoreStats], brought_tokens: int) -> list[str]:
+    """What is beyond memory, what went there and came from there, and what went wrong, if anything did."""
+    lines = [line for tier, stats in stores.items() for line in _store_words(tier, stats)]
+    return [*lines, f"Since the start {tokens_words(brought_tokens)} were brought back."] if lines else []
+
+
+def _store_words(tier: str, stats: StoreStats) -> list[str]:
     files = f"{plural(stats.blocks, 'block')} and {plural(stats.checkpoints, 'checkpoint')}"
+    held = f"{bytes_words(stats.stored_bytes)} of {bytes_words(stats.budget_bytes)}"
+    if not stats.budget_bytes:
+        held = f"{bytes_words(stats.stored_bytes)}, as far as is known"
     lines = [
-        f"{files}: {bytes_words(stats.stored_bytes)} of {bytes_words(stats.budget_bytes)}.",
-        f"Since the start: {tokens_words(brought_tokens)} brought back, {bytes_words(stats.read_bytes)} read, "
-        f"{bytes_words(stats.written_bytes)} written, {bytes_words(stats.evicted_bytes)} evicted. "
-        f"To be written: {bytes_words(stats.waiting_bytes)}.",
+        f"{tier.capitalize()}: {files}, {held}.",
+        f"Since the start: {bytes_words(stats.read_bytes)} read, {bytes_words(stats.written_bytes)} written, "
+        f"{bytes_words(stats.evicted_bytes)} evicted. To be written: {bytes_words(stats.waiting_bytes)}.",
     ]
     counts = {
         "damaged and set aside": stats.damaged_files,
@@ -83,8 +91,11 @@ def disk_words(stats: StoreStats, brought_tokens: int) -> list[str]:
     if stats.dropped:
         reasons = ", ".join(f"{blocks:,} because {why}" for why, blocks in sorted(stats.dropped.items()))
         lines.append(f"Blocks that were not written: {reasons}.")
+    if stats.failed_calls:
+        failed = ", ".join(f"{count:,} {kind}" for kind, count in sorted(stats.failed_calls.items()))
+        lines.append(f"Calls that failed: {failed}.")
     if stats.stopped:
-        lines.append(f"Nothing more is written: {stats.stopped}.")
+        lines.append(f"Nothing is written now: {stats.stopped}.")
     return lines
 
 

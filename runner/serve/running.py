@@ -153,9 +153,9 @@ class Running:
         """The caches of all models that were loaded so far, the last one's last."""
         return [] if self._models is None else self._models.caches()
 
-    def store_stats(self) -> StoreStats | None:
-        """What the disk behind the caches has and did; None: there is none."""
-        return None if self._models is None else self._models.store_stats()
+    def store_stats(self) -> dict[str, StoreStats]:
+        """What each store behind the caches has and did, by what it is called."""
+        return {} if self._models is None else self._models.store_stats()
 
     def stop(self, drain_s: float) -> None:
         """Take nothing in any more, give what is there so many seconds, end it with what it has, and wait for that.

@@ -56,9 +56,10 @@ def test_a_second_turn_after_a_restart_resumes_where_the_first_one_ended(tmp_pat
 def test_what_is_on_disk_is_told_to_who_watches(tmp_path: Path) -> None:
     with serving("--disk", tmp_path) as served:
         ask(served.url, [{"role": "user", "content": "Tell me of a river."}])
-        wait_until(lambda: "radixcache_store_written_files_total 1.0" in httpx2.get(f"{served.url}/metrics").text)
+        one = 'radixcache_store_written_files_total{tier="disk"} 1.0'
+        wait_until(lambda: one in httpx2.get(f"{served.url}/metrics").text)
         state = httpx2.get(f"{served.url}/cache/state").json()
-        assert state["disk"][0].startswith("1 block and 0 checkpoints: ")
+        assert state["disk"][0].startswith("Disk: 1 block and 0 checkpoints, ")
 
 
 def test_a_folder_that_holds_something_else_is_one_line_and_exit_code_2(

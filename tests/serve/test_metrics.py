@@ -126,18 +126,24 @@ def test_queues_and_caches_are_read_when_they_are_asked_for(llama: Any) -> None:
         assert found["radixcache_verify_mismatches_total", labels] == 0
 
 
-def test_all_that_the_disk_counts_is_shown_once_for_all_models(llama: Any) -> None:
+def test_all_that_stores_count_is_shown_once_for_all_models_by_the_store(llama: Any) -> None:
     watch, watched = Watch(), Watched()
     watch.attach(watched)
     for model in ("small", "large"):
         watched.add(ModelNames(model, None, None), llama)
-    assert not any(name.startswith(STORE) and not labels for name, labels in samples(watch))
+    assert not any(name.startswith(STORE) and "model" not in dict(labels) for name, labels in samples(watch))
     numbers = {each.name: n for n, each in enumerate(fields(StoreStats), 1) if each.type in ("int", "float")}
-    watched.store = StoreStats(**numbers, stopped="No space left", dropped={"the queue is full": 3})  # type: ignore[arg-type]
-    found = {name: (labels, n) for (name, labels), n in samples(watch).items() if name.startswith(STORE)}
-    wanted = {**numbers, "stopped": 1, "dropped": 3}
-    assert {name.removeprefix(STORE).removesuffix("_total"): n for name, (_, n) in found.items()} == wanted
-    assert {labels for labels, _ in found.values()} == {(), (("reason", "the queue is full"),)}
+    disk: dict[str, Any] = {**numbers, "stopped": "No space left", "dropped": {"the queue is full": 3}}
+    twice = {name: 2 * n for name, n in numbers.items()}
+    redis: dict[str, Any] = {**twice, "stopped": "", "failed_calls": {"refused": 4}}
+    watched.stores = {"disk": StoreStats(**disk), "redis": StoreStats(**redis)}
+    found: dict[str, dict[str, float]] = {"disk": {}, "redis": {}}
+    for (name, labels), n in samples(watch).items():
+        if name.startswith(STORE) and "tier" in dict(labels):
+            why = [word for label, word in labels if label != "tier"]
+            found[dict(labels)["tier"]][" ".join([name.removeprefix(STORE).removesuffix("_total"), *why])] = n
+    assert found["disk"] == {**numbers, "stopped": 1, "dropped the queue is full": 3}
+    assert found["redis"] == {**twice, "stopped": 0, "failed_calls refused": 4}
 
 
 def test_a_cache_that_was_closed_meanwhile_is_left_out(llama: Any) -> None:

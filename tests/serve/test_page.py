@@ -145,17 +145,23 @@ def test_the_disk_is_told_of_in_words_and_only_where_there_is_one() -> None:
     watched = Watched()
     assert page_state(watched, Watch(), "", "", show_text=False)["disk"] == []
     calm = StoreStats(3, 1, 5 << 20, 1 << 30, 0, "", read_bytes=1 << 20, written_bytes=6 << 20, evicted_bytes=1 << 20)
-    watched.store = calm
+    watched.stores = {"disk": calm}
     assert page_state(watched, Watch(), "", "", show_text=False)["disk"] == [
-        "3 blocks and 1 checkpoint: 5.0 MiB of 1.0 GiB.",
-        "Since the start: 0 tokens brought back, 1.0 MiB read, 6.0 MiB written, 1.0 MiB evicted. To be written: "
-        "0 bytes.",
+        "Disk: 3 blocks and 1 checkpoint, 5.0 MiB of 1.0 GiB.",
+        "Since the start: 1.0 MiB read, 6.0 MiB written, 1.0 MiB evicted. To be written: 0 bytes.",
+        "Since the start 0 tokens were brought back.",
     ]
-    watched.store = replace(calm, stopped="No space left", dropped={"the queue is full": 4}, read_errors=2)
-    assert page_state(watched, Watch(), "", "", show_text=False)["disk"][2:] == [
+    watched.stores = {
+        "disk": replace(calm, stopped="No space left", dropped={"the queue is full": 4}, read_errors=2),
+        "redis": replace(calm, budget_bytes=0, failed_calls={"timed out": 2, "not asked": 31}),
+    }
+    assert page_state(watched, Watch(), "", "", show_text=False)["disk"][2:-1] == [
         "Files: 2 could not be read.",
         "Blocks that were not written: 4 because the queue is full.",
-        "Nothing more is written: No space left.",
+        "Nothing is written now: No space left.",
+        "Redis: 3 blocks and 1 checkpoint, 5.0 MiB, as far as is known.",
+        "Since the start: 1.0 MiB read, 6.0 MiB written, 1.0 MiB evicted. To be written: 0 bytes.",
+        "Calls that failed: 31 not asked, 2 timed out.",
     ]
 
 
@@ -212,7 +218,7 @@ def test_it_tells_of_the_disk(page: Page, tmp_path: Path) -> None:
         page.wait_for(f"{shown}.includes('0 blocks')")
         ask(url, "What is bread made of?")
         page.wait_for(f"{shown}.includes('1 block ') && !{shown}.includes('0 bytes written')")
-        assert page.run(shown).startswith("On disk")
+        assert page.run(shown).startswith("Beyond memory")
         assert page.complaints == []
 
 

@@ -26,7 +26,7 @@ class Watched:
     def __init__(self) -> None:
         self.waiting = self.running = 0
         self.held: list[tuple[ModelNames, PrefixCache]] = []
-        self.store: StoreStats | None = None
+        self.stores: dict[str, StoreStats] = {}
 
     def add(self, names: ModelNames, model: Any, **arguments: Any) -> PrefixCache:
         """One model more, and its cache."""
@@ -37,5 +37,5 @@ class Watched:
     def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
         return list(self.held)
 
-    def store_stats(self) -> StoreStats | None:
-        return self.store
+    def store_stats(self) -> dict[str, StoreStats]:
+        return self.stores

@@ -165,7 +165,7 @@ def test_a_prompt_begins_on_the_disk_and_goes_on_in_redis_and_comes_to_be_on_the
         cached, logits = serve(cache, llama, second)
         assert cached == 603
         assert is_close(logits, cold(llama, second))
-        assert cache.stats.store_read_bytes.keys() == {"redis"}
+        assert cache.stats.brought_bytes.keys() == {"redis"}
     with PrefixCache(llama, store=tiers("here")) as cache:
         explained = cache.explain(third)
         assert explained.tiers == (("disk", 603), ("redis", len(second) + 3))
@@ -173,7 +173,7 @@ def test_a_prompt_begins_on_the_disk_and_goes_on_in_redis_and_comes_to_be_on_the
         cached, logits = serve(cache, llama, third)
         assert cached == len(second) + 3
         assert is_close(logits, cold(llama, third))
-        assert cache.stats.store_read_bytes.keys() == {"disk", "redis"}
+        assert cache.stats.brought_bytes.keys() == {"disk", "redis"}
     redis.client.flushall()
     for disk in ("here", "elsewhere"):
         with PrefixCache(llama, store=tiers(disk)[:1]) as cache:

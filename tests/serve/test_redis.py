@@ -1,0 +1,56 @@
+"""`radixcache serve --redis`: what one server knows another one knows, and what the URL says nobody is told."""
+
+# ruff: noqa: F811
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import httpx2
+import pytest
+
+from runner.serve.options import ServeOptions
+from tests.commands.conftest import command  # noqa: F401
+from tests.serve.serving import serving
+from tests.serve.test_disk import answer, ask, cached_tokens, wait_until
+from tests.stores.redis_server import Server, own_server  # noqa: F401
+
+PASSWORD = "geheim-und-lang"
+
+
+def test_a_second_turn_on_another_server_resumes_where_the_first_one_ended(
+    own_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_server.client.config_set("requirepass", PASSWORD)
+    url = f"unix://:{PASSWORD}@{own_server.socket}"
+    first = [{"role": "user", "content": "Tell me of a river. " * 30}]
+    with serving("--redis", url) as served:
+        reply = ask(served.url, first)
+        assert cached_tokens(reply) == 0
+        none = 'radixcache_store_written_files_total{tier="redis"} 0.0'
+        # Blocks are written in order: the first 512 tokens are there.
+        wait_until(lambda: none not in httpx2.get(f"{served.url}/metrics").text)
+        logs = [served.log]
+    second = [*first, {"role": "assistant", "content": answer(reply)}, {"role": "user", "content": "And another?"}]
+    monkeypatch.setenv("RADIXCACHE_REDIS", url)  # where `ps` does not show it
+    with serving() as served:
+        assert cached_tokens(ask(served.url, second)) >= 512
+        assert 'radixcache_store_read_files_total{tier="redis"}' in httpx2.get(f"{served.url}/metrics").text
+        state = httpx2.get(f"{served.url}/cache/state").json()
+        assert state["disk"][0].startswith("Redis: ")
+        own_server.kill()
+        assert answer(ask(served.url, [{"role": "user", "content": "Tell me of a lake. " * 30}]))
+        logs += [served.log, str(state)]
+    assert all(PASSWORD not in each and os.fspath(own_server.socket) not in each for each in logs)
+    assert "Redis: not reached" in logs[1]
+
+
+def test_a_url_that_is_none_is_one_line_that_does_not_quote_it(
+    command: Callable[..., tuple[int, str, str]],
+) -> None:
+    code, output, errors = command("serve", "--model", "tiny", "--port", "0", "--redis", f"me:{PASSWORD}@host")
+    assert code == 2
+    assert "wanted redis://, rediss:// or unix://" in errors.splitlines()[-1]
+    assert PASSWORD not in output + errors
+    assert PASSWORD not in repr(ServeOptions(redis=f"redis://me:{PASSWORD}@host"))
