@@ -13,6 +13,7 @@ Methods may be called from any thread.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,7 +62,8 @@ class Calls:
     """The calls of one store.
 
     Args:
-        timeout_s: limit of a call, and of a connection; what has bytes takes longer by `SLOWEST_BYTES_PER_S`.
+        timeout_s: limit of a call, and of a connection, unless the URL has a `socket_timeout`; what has bytes may take
+            longer by `SLOWEST_BYTES_PER_S`.
         clock: seconds, by which the pauses of the breaker are counted.
 
     Raises:
@@ -70,8 +72,9 @@ class Calls:
     """
 
     def __init__(self, url: str, timeout_s: float, clock: Callable[[], float], tally: Tally) -> None:
-        self._timeout_s, self._tally = timeout_s, tally
+        self._tally = tally
         self._client = _client(url, timeout_s)
+        self._timeout_s: float = self._client.connection_pool.connection_kwargs["socket_timeout"]
         self._breaker = Breaker(clock)
         self._threads = ThreadPoolExecutor(THREADS, "radixcache-redis")
         self.trial: Future[None] | None = None
@@ -152,13 +155,11 @@ def _client(url: str, timeout_s: float) -> Redis:
     made = None
     try:
         made = ConnectionPool.from_url(url)
-        made.connection_kwargs.update(
-            # The URL may not say otherwise.
-            decode_responses=False,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-        )
+        timeout_s = made.connection_kwargs.get("socket_timeout", timeout_s)
+        if not 0 < timeout_s < math.inf:
+            raise ValueError
+        limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "retry": Retry(NoBackoff(), 0)}
+        made.connection_kwargs.update(**limits, decode_responses=False)
         made.make_connection()  # connects nowhere, and refuses options that it does not know
     except Exception:
         made = None

@@ -23,7 +23,7 @@ def test_a_second_turn_on_another_server_resumes_where_the_first_one_ended(
     own_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_server.client.config_set("requirepass", PASSWORD)
-    url = f"unix://:{PASSWORD}@{own_server.socket}"
+    url = f"unix://:{PASSWORD}@{own_server.socket}?socket_timeout=60"  # a busy machine takes its time
     first = [{"role": "user", "content": "Tell me of a river. " * 30}]
     with serving("--redis", url) as served:
         reply = ask(served.url, first)

@@ -235,10 +235,13 @@ def test_rediss_speaks_tls_from_the_first_byte() -> None:
     assert PASSWORD.encode() not in got[0]
 
 
-def test_a_url_cannot_switch_off_what_the_store_needs(server: Server) -> None:
-    more = "decode_responses=true&socket_timeout=1000000&protocol=3"
-    with store_at(f"{server.url}?{more}", timeout_s=LONG_S) as store:
+def test_a_url_may_name_the_limit_and_cannot_switch_off_what_the_store_needs(server: Server) -> None:
+    with store_at(f"{server.url}?decode_responses=true&socket_timeout=90&socket_connect_timeout=1e9") as store:
         put_all(store, chain(range(8)))
         assert resumed(store, range(8)) == 8
         connection: Any = store._calls._client.connection_pool.make_connection()
-        assert connection.socket_timeout == LONG_S
+        assert (connection.socket_timeout, connection.socket_connect_timeout) == (90.0, 90.0)
+        assert store._calls.limit_s(0) == 90.0
+    for none in ("0", "-1", "inf", "nan"):
+        with pytest.raises(ValueError, match="wanted redis://"):
+            store_at(f"{server.url}?socket_timeout={none}")
