@@ -14,8 +14,8 @@ from runner.commands.simulate import (
     PREFILL_TOKENS_PER_S,
     DiskMibPerS,
     disk_plan,
-    run_grid,
 )
+from runner.commands.simulating import run_grid
 from runner.commands.trace_options import TraceOptions, with_trace_options
 from runner.commands.usage import UsageError, about, require, say
 from runner.files.json_file import read_json

@@ -1,25 +1,32 @@
-"""`radixcache simulate`: traces through eviction policies at several capacities."""
+"""`radixcache simulate`: traces through eviction policies at several capacities, or through routers and replicas."""
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from runner.commands.outputs import Outputs
+from runner.commands.replicas import (
+    DECODE_TOKENS_PER_S,
+    ROUTERS,
+    SHARED_GBIT_PER_S,
+    ReplicaPlan,
+    replica_document,
+    replica_plan,
+    require_routable,
+)
+from runner.commands.simulating import run_or_raise
 from runner.commands.trace_options import TraceOptions, with_trace_options
-from runner.commands.usage import EXIT_INTERRUPTED, UsageError, about, require, require_policy, say
-from runner.files.progress_lines import ProgressLines
+from runner.commands.usage import about, is_given, require, require_policy
 from runner.files.units import GIB, MIB
 
 if TYPE_CHECKING:
     from runner.models.footprint import ModelBytes
     from runner.simulate.disk import DiskPlan
-    from runner.simulate.grid import Job, OnProgress
+    from runner.simulate.grid import Job
     from runner.simulate.row import SimulationRow
     from runner.traces.request import Trace
 
@@ -53,8 +60,25 @@ def simulate(
         Literal["eviction", "second_use", "close"], typer.Option(help="When something is written to it.")
     ] = "eviction",
     prefill_tokens_per_s: Annotated[
-        float, typer.Option(help="How fast the model prefills: where the disk is slower, nothing is read.")
+        float, typer.Option(help="How fast the model prefills: where a disk or a network is slower, nothing is read.")
     ] = PREFILL_TOKENS_PER_S,
+    replicas: Annotated[
+        str | None,
+        typer.Option(help="Numbers of replicas, separated by commas, each with the capacity or budget to itself."),
+    ] = None,
+    router: Annotated[
+        str, typer.Option(help="With --replicas: what sends requests to them, separated by commas.")
+    ] = ROUTERS,
+    shared_gib: Annotated[
+        float | None,
+        typer.Option(help="With --replicas: a tier behind all of them, in GiB; needs the bytes of a model."),
+    ] = None,
+    shared_gbit_per_s: Annotated[
+        float, typer.Option(help="With --shared-gib: how fast a replica reads it.")
+    ] = SHARED_GBIT_PER_S,
+    decode_tokens_per_s: Annotated[
+        float, typer.Option(help="With --replicas: how fast the model generates.")
+    ] = DECODE_TOKENS_PER_S,
     separate: Annotated[
         bool, typer.Option("--separate", help="Take each file or folder for a trace of its own.")
     ] = False,
@@ -69,16 +93,25 @@ def simulate(
         typer.Option("--plot", help="Draw hit ratio over capacity, a line per policy (.png, .svg or .pdf)."),
     ] = None,
 ) -> None:
-    """Simulate eviction policies on traces.
+    """Simulate eviction policies on traces, or routers before several replicas.
 
     It is the cache that a server would use: tree, budget and policies are the deployed ones, and only state is replaced
     by its size. `belady` and `belady-bypass` know the future: no policy can do better where all blocks weigh the same.
+    With --replicas requests come by their arrival times, the deployed router decides, and --policy is lru by default.
     """
     require(jobs >= 1, f"--jobs is {jobs}; wanted at least 1.")
     require(ray is None or find_spec("ray") is not None, "--ray needs the package ray: pip install 'radixcache[ray]'.")
     outputs = Outputs({"--json": json_file, "--plot": plot_file}, options.inputs)
-    disk = disk_plan(disk_gib, disk_mib_per_s, prefill_tokens_per_s, options.model_bytes, disk_write_on)
+    speeds = (prefill_tokens_per_s, decode_tokens_per_s)
+    many = replica_plan(context, options, replicas, router, shared_gib, shared_gbit_per_s, *speeds)
+    if many is not None:
+        policy = policy if is_given(context, "policy") else "lru"
+        disk = many.shared
+    else:
+        disk = disk_plan(disk_gib, disk_mib_per_s, prefill_tokens_per_s, options.model_bytes, disk_write_on)
     policies = _policies(policy, options.model_bytes, disk)
+    if many is not None:
+        require_routable(policies)
     capacities = _capacities(capacity_blocks, budget_gib, options.model_bytes)
     from runner.simulate.grid import Job
 
@@ -89,67 +122,49 @@ def simulate(
         for name in policies
         for blocks, nbytes in capacities
     ]
-    rows, stop = run_grid(traces, grid, jobs, ray)
-    if isinstance(stop, UsageError) and not rows:
+    if many is None:
+        stop = _simulate_policies(context, traces, grid, jobs, ray, outputs, plot_file)
+    else:
+        stop = _simulate_replicas(context, traces, many, grid, jobs, ray, outputs)
+    if stop is not None:
         raise stop
+    outputs.finish()
+
+
+def _simulate_policies(
+    context: typer.Context,
+    traces: "Sequence[Trace]",
+    grid: "Sequence[Job]",
+    jobs: int,
+    ray: str | None,
+    outputs: Outputs,
+    plot_file: Path | None,
+) -> Exception | None:
+    """Run, show and write; returns what to raise if not all has finished."""
+    rows, stop = run_or_raise(traces, grid, jobs, ray)
     from runner.simulate.table import footnotes, rows_table
 
     outputs.show(*([rows_table(rows)] if rows else []), *footnotes(traces, rows))
     if rows:
         _write(context, traces, rows, outputs, plot_file, interrupted=stop is not None)
-    if stop is not None:
-        say(f"interrupted: {len(rows)} of {len(grid)} simulations had finished.")
-        raise stop
-    outputs.finish()
+    return stop
 
 
-def run_grid(
-    traces: "Sequence[Trace]", grid: "Sequence[Job]", jobs: int, ray: str | None = None
-) -> "tuple[list[SimulationRow], Exception | None]":
-    """Run a grid under a bar; returns what finished, and if that is not all, what to raise once it has been shown."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,}/{task.total:,} requests"))
-    total = sum(len(traces[job.trace].requests) for job in grid)
-    rows: list[SimulationRow] = []
-    lines = ProgressLines()
-    try:
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-            task = progress.add_task("simulating", total=total)
-
-            def advance(requests: int) -> None:
-                progress.advance(task, requests)
-                done = progress.tasks[0].completed
-                lines.tell(lambda: f"simulating: {done:,.0f} of {total:,} requests")
-
-            for row in _rows(traces, grid, jobs, ray, advance):
-                rows.append(row)
-    except KeyboardInterrupt:
-        return rows, typer.Exit(EXIT_INTERRUPTED)
-    except UsageError as error:
-        return rows, error
-    return rows, None
-
-
-def _rows(
-    traces: "Sequence[Trace]", grid: "Sequence[Job]", jobs: int, ray: str | None, on_progress: "OnProgress"
-) -> "Iterator[SimulationRow]":
-    from radixcache.errors import PolicyError
-    from runner.simulate.grid import run_locally, run_on_ray
-
-    try:
-        if ray is None:
-            yield from run_locally(traces, grid, jobs, on_progress)
-        else:
-            yield from run_on_ray(traces, grid, ray, on_progress)
-    except PolicyError as error:
-        # Ray's own exceptions tell a story around the first cause.
-        cause = getattr(error, "cause", error)
-        raise UsageError(f"--policy: policy {cause.policy}: {cause.hook}() {cause.reason}.") from error
-    except BrokenProcessPool as error:
-        raise UsageError("a process of --jobs was killed, perhaps for its memory; take fewer of them.") from error
-    except ConnectionError as error:
-        raise UsageError(f"--ray {ray}: no cluster answers ({error}).") from error
+def _simulate_replicas(
+    context: typer.Context,
+    traces: "Sequence[Trace]",
+    many: ReplicaPlan,
+    grid: "Sequence[Job]",
+    jobs: int,
+    ray: str | None,
+    outputs: Outputs,
+) -> Exception | None:
+    """Run, show and write; returns what to raise if not all has finished."""
+    rows, stop = run_or_raise(traces, many.grid(grid), jobs, ray)
+    outputs.show(*many.shown(traces, rows))
+    if rows:
+        _write_json(context, outputs, replica_document(traces, rows), interrupted=stop is not None)
+    return stop
 
 
 def _separate(options: TraceOptions) -> "list[Trace]":
@@ -251,7 +266,6 @@ def _write(
     *,
     interrupted: bool,
 ) -> None:
-    from runner.files.json_file import json_bytes
     from runner.files.picture import picture_format
     from runner.simulate.picture import picture
     from runner.simulate.simulator import infinite_ratio
@@ -264,10 +278,14 @@ def _write(
         "sources": [trace.source for trace in traces],
         "skipped": [len(trace.skipped) for trace in traces],
         "counts": COUNTS,
-        "interrupted": interrupted,
-        **about(context),
     }
-    outputs.write("--json", lambda: json_bytes(document))
+    _write_json(context, outputs, document, interrupted=interrupted)
     if plot_file is not None:
         form = picture_format(plot_file)
         outputs.write("--plot", lambda: picture(rows, infinite, form))
+
+
+def _write_json(context: typer.Context, outputs: Outputs, document: dict[str, Any], *, interrupted: bool) -> None:
+    from runner.files.json_file import json_bytes
+
+    outputs.write("--json", lambda: json_bytes({**document, "interrupted": interrupted, **about(context)}))

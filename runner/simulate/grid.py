@@ -1,4 +1,6 @@
-"""Grid: every policy at every capacity over every trace, in this process, in several, or on a Ray cluster.
+"""Grid: simulations that differ in one thing or another, in this process, in several, or on a Ray cluster.
+
+    Job           a policy at a capacity          ReplicaJob    a router before so many replicas
 
 A job is small (names and numbers), a trace is large: a worker is given the traces once and keeps them. Rows come back
 in the order of the jobs wherever they were computed, and are the same but for `seconds`. When the grid is interrupted
@@ -15,23 +17,52 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import connection, get_context, parent_process
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from runner.models.footprint import ModelBytes
 from runner.simulate.disk import DiskPlan
+from runner.simulate.replica_row import ReplicaRow
+from runner.simulate.replicas import Setup, Speeds, simulate_replicas
 from runner.simulate.row import SimulationRow
-from runner.simulate.simulator import BlockSizes, simulate
+from runner.simulate.simulator import BlockSizes, OnProgress, simulate
 from runner.traces.request import Trace
-
-OnProgress = Callable[[int], None]
 
 #: How often progress in other processes is asked for.
 POLL_S = 0.1
 
 
+class Row(Protocol):
+    """What a simulation came to."""
+
+    @property
+    def requests(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+AnyRow = TypeVar("AnyRow", SimulationRow, ReplicaRow)
+R = TypeVar("R", bound=Row)
+R_co = TypeVar("R_co", bound=Row, covariant=True)
+
+
+class AnyJob(Protocol[R_co]):
+    """One simulation of a grid."""
+
+    @property
+    def trace(self) -> int:
+        """Index of the trace."""
+
+    def run(self, trace: Trace, on_progress: OnProgress | None = None) -> R_co:
+        """Run it on that trace.
+
+        Raises:
+            PolicyError: the policy is a "module:Class" and failed.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One simulation of a grid.
+    """A policy at a capacity.
 
     Attributes:
         trace: index of the trace.
@@ -48,30 +79,51 @@ class Job:
     model: ModelBytes | None
     disk: DiskPlan | None = None
 
+    def run(self, trace: Trace, on_progress: OnProgress | None = None) -> SimulationRow:
+        sizes = BlockSizes.of(self.model, trace.block_tokens)
+        return simulate(trace, self.policy, self.bytes_of(sizes), sizes, on_progress, self.disk)
 
-def run_job(trace: Trace, job: Job, on_progress: OnProgress | None = None) -> SimulationRow:
-    """Run one simulation of a grid.
+    def bytes_of(self, sizes: BlockSizes) -> int:
+        """The budget in bytes."""
+        if self.capacity_blocks is not None:
+            return self.capacity_blocks * sizes.span_bytes
+        assert self.budget_bytes is not None, self
+        return self.budget_bytes
 
-    Raises:
-        PolicyError: the policy is a "module:Class" and failed.
+
+@dataclass(frozen=True, slots=True)
+class ReplicaJob:
+    """A router before so many replicas.
+
+    Attributes:
+        each: what each of them is, beside the router; its disk is theirs together.
     """
-    sizes = BlockSizes.of(job.model, trace.block_tokens)
-    if job.capacity_blocks is not None:
-        budget_bytes = job.capacity_blocks * sizes.span_bytes
-    else:
-        assert job.budget_bytes is not None, job
-        budget_bytes = job.budget_bytes
-    return simulate(trace, job.policy, budget_bytes, sizes, on_progress, job.disk)
+
+    each: Job
+    router: str
+    replicas: int
+    speeds: Speeds
+    seed: int = 0
+
+    @property
+    def trace(self) -> int:
+        return self.each.trace
+
+    def run(self, trace: Trace, on_progress: OnProgress | None = None) -> ReplicaRow:
+        sizes = BlockSizes.of(self.each.model, trace.block_tokens)
+        cache = (self.each.policy, self.each.bytes_of(sizes), sizes)
+        setup = Setup(self.router, self.replicas, *cache, self.speeds, self.each.disk, self.seed)
+        return simulate_replicas(trace, setup, on_progress)
 
 
 def run_locally(
-    traces: Sequence[Trace], jobs: Sequence[Job], processes: int = 1, on_progress: OnProgress | None = None
-) -> Iterator[SimulationRow]:
+    traces: Sequence[Trace], jobs: Sequence[AnyJob[R]], processes: int = 1, on_progress: OnProgress | None = None
+) -> Iterator[R]:
     """Yield a row per job, in order, from this process or from several."""
     processes = min(processes, len(jobs))
     if processes <= 1:
         for job in jobs:
-            yield run_job(traces[job.trace], job, on_progress)
+            yield job.run(traces[job.trace], on_progress)
         return
     # Fresh processes: MLX, which the cache imports, is not made for a fork.
     context = get_context("spawn")
@@ -97,8 +149,8 @@ def run_locally(
 
 
 def run_on_ray(
-    traces: Sequence[Trace], jobs: Sequence[Job], address: str, on_progress: OnProgress | None = None
-) -> Iterator[SimulationRow]:
+    traces: Sequence[Trace], jobs: Sequence[AnyJob[R]], address: str, on_progress: OnProgress | None = None
+) -> Iterator[R]:
     """Yield a row per job, in order, from a Ray cluster at `address`; "auto" finds one or starts one here.
 
     The traces travel to the cluster once: no file needs to be there but the module of a policy of one's own.
@@ -112,9 +164,9 @@ def run_on_ray(
     started_here = not ray.is_initialized()
     _connect(ray, address)
     try:
-        remote = ray.remote(run_job)
+        remote: Any = ray.remote(_run)
         stored = [ray.put(trace) for trace in traces]
-        futures = [remote.remote(stored[job.trace], job).future() for job in jobs]
+        futures: list[Future[R]] = [remote.remote(stored[job.trace], job).future() for job in jobs]
         for row in in_order(futures):
             if on_progress is not None:
                 on_progress(row.requests)
@@ -124,14 +176,12 @@ def run_on_ray(
             ray.shutdown()
 
 
-def shortened(row: SimulationRow) -> SimulationRow:
+def shortened(row: AnyRow) -> AnyRow:
     """A row without what differs from run to run."""
     return replace(row, seconds=0.0)
 
 
-def in_order(
-    futures: Sequence[Future[SimulationRow]], tell: Callable[[], None] = lambda: None
-) -> Iterator[SimulationRow]:
+def in_order(futures: Sequence[Future[R]], tell: Callable[[], None] = lambda: None) -> Iterator[R]:
     """Yield the rows in order; before an exception those that have finished out of their turn."""
     count = 0
     try:
@@ -180,8 +230,12 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _run_kept(job: Job) -> SimulationRow:
-    return run_job(_traces[job.trace], job, _count)
+def _run_kept(job: AnyJob[R]) -> R:
+    return job.run(_traces[job.trace], _count)
+
+
+def _run(trace: Trace, job: AnyJob[R]) -> R:
+    return job.run(trace)
 
 
 def _count(requests: int) -> None:

@@ -12,12 +12,13 @@ class SharedUse:
     """What the tier behind all replicas did.
 
     Attributes:
-        hit_tokens: prompt tokens that came from it.
+        hit_tokens, token_hit_ratio: prompt tokens that came from it, and their share of all prompt tokens.
         read_bytes, written_bytes: what went over the network.
     """
 
     plan: DiskPlan
     hit_tokens: int
+    token_hit_ratio: float
     read_bytes: int
     written_bytes: int
 

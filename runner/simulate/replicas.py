@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -44,6 +45,36 @@ class Speeds(NamedTuple):
 
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Replicas, and what is before and behind them.
+
+    Attributes:
+        router: a name in ROUTERS; `seed` is its own.
+        policy, budget_bytes, sizes: of each replica's cache, as a Simulation takes them.
+        speeds: of each replica.
+        shared: the tier behind all of them; None: there is none.
+    """
+
+    router: str
+    replicas: int
+    policy: str
+    budget_bytes: int
+    sizes: BlockSizes
+    speeds: Speeds
+    shared: DiskPlan | None = None
+    seed: int = 0
+
+    def cache(self, trace: Trace, machine: Machine | None) -> Simulation:
+        """One replica's cache."""
+        return Simulation(trace, self.policy, self.budget_bytes, self.sizes, machine)
+
+    def dispatcher(self, names: Iterable[str], block_tokens: int) -> Dispatcher:
+        """What decides; it knows the speeds, and nothing yet of how long replies are."""
+        first = Coefficients(1 / self.speeds.prefill_tokens_per_s, 1 / self.speeds.decode_tokens_per_s, FIRST[-1])
+        return Dispatcher(make_router(self.router, self.seed), names, rates=Rates(first), block_tokens=block_tokens)
 
 
 @dataclass(slots=True)
@@ -90,12 +121,7 @@ class Replicas:
 
     Args:
         trace: the requests.
-        router: a name in ROUTERS.
-        count: of replicas.
-        policy, budget_bytes, sizes: of each replica's cache.
-        speeds: of each replica.
-        shared: the tier behind all of them; None: there is none.
-        seed: of the router.
+        setup: what they go through.
 
     Attributes:
         replicas: in the order of their names.
@@ -103,34 +129,14 @@ class Replicas:
         went: the replica of each request, by the request's number.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        router: str,
-        count: int,
-        policy: str,
-        budget_bytes: int,
-        sizes: BlockSizes,
-        speeds: Speeds,
-        shared: DiskPlan | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.trace, self._speeds = trace, speeds
-        self.machine = None if shared is None else Machine(shared, trace.block_tokens)
-        self.replicas = [
-            Replica(f"{index:04}", Simulation(trace, policy, budget_bytes, sizes, self.machine))
-            for index in range(count)
-        ]
+    def __init__(self, trace: Trace, setup: Setup) -> None:
+        self.trace, self._speeds = trace, setup.speeds
+        self.machine = None if setup.shared is None else Machine(setup.shared, trace.block_tokens)
+        self.replicas = [Replica(f"{index:04}", setup.cache(trace, self.machine)) for index in range(setup.replicas)]
         self._by_name = {replica.name: replica for replica in self.replicas}
         # Blocks of the trace to a digest: as long as the deployed ones, or a block where that is longer.
         self._stride = max(1, BLOCK_TOKENS // trace.block_tokens)
-        first = Coefficients(1 / speeds.prefill_tokens_per_s, 1 / speeds.decode_tokens_per_s, FIRST.output_tokens)
-        self.dispatcher = Dispatcher(
-            make_router(router, seed),
-            self._by_name,
-            rates=Rates(first),
-            block_tokens=self._stride * trace.block_tokens,
-        )
+        self.dispatcher = setup.dispatcher(self._by_name, self._stride * trace.block_tokens)
         self.served: dict[int, Served] = {}
         self.went: list[str] = []
         self.matched_tokens = 0
@@ -210,24 +216,14 @@ class Replicas:
             return None
         stats = self.machine.store.stats
         hit_tokens = sum(replica.simulation.disk_hit_tokens for replica in self.replicas)
-        return SharedUse(self.machine.plan, hit_tokens, stats.read_bytes, stats.written_bytes)
+        ratio = hit_tokens / self.trace.prompt_tokens
+        return SharedUse(self.machine.plan, hit_tokens, ratio, stats.read_bytes, stats.written_bytes)
 
 
-def simulate_replicas(
-    trace: Trace,
-    router: str,
-    count: int,
-    policy: str,
-    budget_bytes: int,
-    sizes: BlockSizes,
-    speeds: Speeds,
-    shared: DiskPlan | None = None,
-    seed: int = 0,
-    on_progress: OnProgress | None = None,
-) -> ReplicaRow:
-    """Run one simulation; arguments as of Replicas."""
+def simulate_replicas(trace: Trace, setup: Setup, on_progress: OnProgress | None = None) -> ReplicaRow:
+    """Run one simulation."""
     began = time.perf_counter()
-    run = Replicas(trace, router, count, policy, budget_bytes, sizes, speeds, shared, seed)
+    run = Replicas(trace, setup)
     run.run(on_progress)
     caches = [replica.simulation for replica in run.replicas]
     block_refs, block_hits = sum(each.block_refs for each in caches), sum(each.block_hits for each in caches)
@@ -238,11 +234,11 @@ def simulate_replicas(
     whole_s = max(each.end_s for each in run.served.values()) - trace.requests[0].time_ms / 1e3
     return ReplicaRow(
         trace=trace.name,
-        router=router,
-        replicas=count,
-        policy=policy,
-        capacity_blocks=budget_bytes // sizes.span_bytes if sizes.span_bytes else None,
-        capacity_bytes=None if sizes.is_counting else budget_bytes,
+        router=setup.router,
+        replicas=setup.replicas,
+        policy=setup.policy,
+        capacity_blocks=setup.budget_bytes // setup.sizes.span_bytes if setup.sizes.span_bytes else None,
+        capacity_bytes=None if setup.sizes.is_counting else setup.budget_bytes,
         requests=len(trace.requests),
         block_refs=block_refs,
         block_hits=block_hits,

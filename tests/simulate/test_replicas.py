@@ -1,0 +1,317 @@
+"""Replicas behind a router, simulated: one is the plain simulator, several serve each request once, none looks on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from runner.models.footprint import ModelBytes
+from runner.routing.routers import ROUTERS
+from runner.simulate.disk import DiskPlan
+from runner.simulate.grid import Job, ReplicaJob, run_locally, run_on_ray, shortened
+from runner.simulate.replica_row import ReplicaRow
+from runner.simulate.replica_table import FULL_NOTE, replica_footnotes, replicas_table
+from runner.simulate.replicas import Replicas, Setup, Speeds, simulate_replicas
+from runner.simulate.simulator import BlockSizes, infinite_ratio, infinite_token_ratio, simulate
+from runner.traces.reader import read_trace
+from runner.traces.request import Trace, TraceRequest
+from runner.traces.synth import Synth, synthesize
+
+#: A block takes 4 s to prefill, and a generated token 1 s.
+BLOCK_TOKENS, SPEEDS = 256, Speeds(64.0, 1.0)
+COUNTED = BlockSizes()
+SPANS = BlockSizes(1 << 20, is_counting=False)
+#: A block is read in a quarter of the time of its prefill.
+SHARED = DiskPlan(1 << 40, 1 << 20, 64.0, "close")
+
+arrivals = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(0, 20_000), st.integers(0, 9)),
+    min_size=1,
+    max_size=25,
+)
+routers = st.sampled_from(list(ROUTERS))
+
+
+def made(requests: Sequence[tuple[Sequence[int], int, int]], block_tokens: int = BLOCK_TOKENS) -> Trace:
+    """A trace from (word, ms since the last one, generated tokens); a block's key stands for all of a word up to it."""
+    keys: dict[tuple[int, ...], int] = {}
+    found, time_ms = [], 0
+    for word, gap_ms, output_tokens in requests:
+        time_ms += gap_ms
+        ids = [keys.setdefault(tuple(word[: end + 1]), len(keys)) for end in range(len(word))]
+        found.append(TraceRequest(np.array(ids, dtype=np.int64), len(ids) * block_tokens, output_tokens, time_ms))
+    return Trace("made", block_tokens, found, False, "made")
+
+
+def setup(router: str = "prefix", count: int = 3, blocks: int = 8, **more: Any) -> Setup:
+    sizes = more.pop("sizes", COUNTED)
+    return Setup(router, count, "lru", blocks * sizes.span_bytes, sizes, SPEEDS, **more)
+
+
+@given(arrivals, routers, st.sampled_from(["lru", "ttl", "s3fifo", "turn"]), st.integers(5, 12))
+@settings(max_examples=60, deadline=None)
+def test_one_replica_finds_what_the_plain_simulator_does_behind_any_router(
+    requests: list[Any], router: str, policy: str, blocks: int
+) -> None:
+    trace = made(requests)
+    row = simulate_replicas(trace, replace(setup(router, 1, blocks), policy=policy))
+    plain = simulate(trace, policy, blocks)
+    for figure in ("block_refs", "block_hits", "token_hit_ratio", "prefill_tokens", "evictions", "capacity_blocks"):
+        assert getattr(row, figure) == getattr(plain, figure), figure
+
+
+@given(arrivals, routers, st.integers(1, 4), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_each_request_is_served_once_in_its_turn_and_the_work_adds_up(
+    requests: list[Any], router: str, count: int, is_shared: bool
+) -> None:
+    trace = made(requests)
+    run = Replicas(trace, setup(router, count, sizes=SPANS, shared=SHARED if is_shared else None))
+    run.run()
+    assert sorted(run.served) == list(range(len(trace.requests)))
+    assert len(run.went) == len(trace.requests)
+    for replica in run.replicas:
+        ends_s = 0.0
+        for index in (index for index, name in enumerate(run.went) if name == replica.name):
+            served, came_s = run.served[index], trace.requests[index].time_ms / 1e3
+            began_s = served.first_s - served.prefill_s  # and reading before that
+            assert began_s >= max(came_s, ends_s) - 1e-9
+            assert is_shared or began_s == pytest.approx(max(came_s, ends_s))
+            ends_s = served.end_s
+        replica.simulation.cache.check()
+        assert not replica.queue
+        assert not replica.coming
+    read_s = 0.0 if run.machine is None else run.machine.read_s
+    work_s = sum(served.prefill_s + served.decode_s for served in run.served.values()) + read_s
+    assert sum(replica.busy_s for replica in run.replicas) == pytest.approx(work_s)
+    assert sum(replica.simulation.block_refs for replica in run.replicas) == trace.block_refs
+    run.dispatcher.check()
+    assert [len(backlog) for backlog in run.dispatcher._backlogs.values()] == [0] * count
+
+
+@given(arrivals, routers, st.integers(1, 4), st.integers(5, 20), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_no_router_finds_more_than_one_cache_without_limit(
+    requests: list[Any], router: str, count: int, blocks: int, is_shared: bool
+) -> None:
+    trace = made(requests)
+    shared = SHARED if is_shared else None
+    row = simulate_replicas(trace, setup(router, count, blocks, sizes=SPANS, shared=shared))
+    assert row.block_hit_ratio <= infinite_ratio(trace) + 1e-9
+    assert row.token_hit_ratio <= row.infinite_token_hit_ratio + 1e-9
+    assert (
+        row.infinite_token_hit_ratio == infinite_token_ratio(trace) == simulate(trace, "lru", 1 << 40).token_hit_ratio
+    )
+    assert row.load_max >= 1.0 - 1e-9
+    assert 0.0 <= row.ttft_s_p50 <= row.ttft_s_p95 <= row.ttft_s_p99
+    assert row.busy <= 1.0 + 1e-9
+
+
+@given(arrivals, routers, st.integers(1, 24))
+@settings(max_examples=40, deadline=None)
+def test_where_a_request_goes_does_not_depend_on_what_comes_later(requests: list[Any], router: str, first: int) -> None:
+    whole, start = made(requests), made(requests[:first])
+    both = [Replicas(trace, setup(router)) for trace in (whole, start)]
+    for run in both:
+        run.run()
+    assert both[0].went[:first] == both[1].went
+
+
+def test_time_to_the_first_token_is_waiting_reading_and_prefill() -> None:
+    trace = made([([1, 2], 0, 3), ([1, 2], 1_000, 5), ([9], 1_000, 1)])
+    run = Replicas(trace, setup(count=1))
+    run.run()
+    # 8 s of prefill and 3 of decoding; a hit that waits until 11 and decodes until 16; 4 s of prefill.
+    assert [run.served[index].first_s for index in range(3)] == [8.0, 11.0, 20.0]
+    row = simulate_replicas(trace, setup(count=1))
+    assert (row.ttft_s_p50, row.ttft_s_p99) == (10.0, pytest.approx(18.0, abs=0.2))
+    assert (row.busy, row.load_p95, row.load_max) == (1.0, 1.0, 1.0)
+
+
+def test_what_a_replica_has_lost_draws_no_request() -> None:
+    # Each of two replicas has room for 4 blocks; 1234 is driven out by 5678 where it was, once both have something.
+    words = [[1, 2, 3, 4], [5, 6, 7, 8], [6, 6, 6, 6], [7, 7, 7, 7]]
+    trace = made([*((word, 100_000, 1) for word in words), ([1, 2, 3, 4], 100_000, 1)])
+    run = Replicas(trace, setup(count=2, blocks=4))
+    run.run()
+    assert run.matched_tokens == 0
+    assert run.served[4].left_tokens == 4 * BLOCK_TOKENS
+
+
+def test_the_prefix_router_keeps_conversations_where_they_are_and_random_does_not() -> None:
+    trace = synthesize(Synth(requests=400), seed=0)
+    slow = {"speeds": Speeds(20_000.0, 1_000.0)}
+    rows = {router: simulate_replicas(trace, replace(setup(router, 4, 4_000), **slow)) for router in ROUTERS}
+    one = simulate_replicas(trace, replace(setup("prefix", 1, 16_000), **slow))
+    assert rows["prefix"].token_hit_ratio > 0.9 * one.token_hit_ratio
+    assert rows["random"].token_hit_ratio < 0.85 * one.token_hit_ratio
+    assert rows["prefix"].ttft_s_p95 < rows["random"].ttft_s_p95
+
+
+def test_a_digest_stands_for_as_many_tokens_as_the_deployed_ones_however_short_blocks_are() -> None:
+    run = Replicas(made([([1, 2, 1, 2, 1, 2, 1, 2, 1], 0, 1)], block_tokens=64), setup())
+    request = run.trace.requests[0]
+    assert run.ask(request).digests == [int(request.keys[3]), int(request.keys[7])]
+    assert run.dispatcher.block_tokens == 256
+    # A last block that is not full has none.
+    assert run.ask(replace(request, tokens=request.tokens - 100)).digests == [int(request.keys[3])]
+
+
+def test_what_one_replica_computed_another_reads_from_the_shared_tier() -> None:
+    words = [[1, 2, 3], [1, 2, 3], [1, 2, 4]]
+    trace = made([(word, 100_000, 1) for word in words])
+    alone = simulate_replicas(trace, setup("round-robin", sizes=SPANS))
+    row = simulate_replicas(trace, setup("round-robin", sizes=SPANS, shared=SHARED))
+    assert (alone.token_hit_ratio, alone.shared) == (0.0, None)
+    assert row.shared is not None
+    # Of the last one 4 is new. 4 s of prefill for each block that is not read, and about 1 s for one that is.
+    assert (row.shared.hit_tokens, row.block_hits) == (5 * BLOCK_TOKENS, 5)
+    assert row.shared.token_hit_ratio == row.token_hit_ratio == 5 / 9
+    assert row.shared.written_bytes == pytest.approx(4 * (1 << 20), rel=0.01)
+    assert row.shared.read_bytes == pytest.approx(5 * (1 << 20), rel=0.01)
+    assert row.ttft_s_p50 == pytest.approx(2 + 4, rel=0.01)
+
+
+def test_a_shared_tier_that_is_slower_than_prefill_is_tried_by_each_replica_and_then_left_alone() -> None:
+    trace = made([([index % 4, index % 4, 100 + index], 100_000, 1) for index in range(60)])
+    slow = replace(SHARED, read_bytes_per_s=1 << 16)
+    read = [
+        simulate_replicas(trace, setup("random", blocks=5, sizes=SPANS, shared=shared)).shared
+        for shared in (SHARED, slow)
+    ]
+    assert all(each is not None for each in read)
+    fast_tokens, slow_tokens = (each.hit_tokens for each in read if each is not None)
+    assert fast_tokens > 60 * BLOCK_TOKENS
+    assert slow_tokens <= 3 * 2 * BLOCK_TOKENS
+
+
+def jobs_for(trace: int = 0) -> list[ReplicaJob]:
+    model = ModelBytes("given", 4096, 0, (), "given")
+    return [
+        ReplicaJob(Job(trace, "lru", 6, None, model, shared), router, count, SPEEDS, seed=3)
+        for shared in (None, SHARED)
+        for router in ROUTERS
+        for count in (1, 3)
+    ]
+
+
+def traces_for() -> list[Trace]:
+    return [made([([index % 3, index % 5, index % 2], 700 * (index % 7), index % 4) for index in range(40)])]
+
+
+def test_a_grid_of_replicas_gives_the_same_rows_in_one_process_and_in_several() -> None:
+    alone = [shortened(row) for row in run_locally(traces_for(), jobs_for())]
+    served: list[int] = []
+    assert [shortened(row) for row in run_locally(traces_for(), jobs_for(), 2, served.append)] == alone
+    assert sum(served) == sum(row.requests for row in alone)
+    assert len({row.token_hit_ratio for row in alone}) > 3
+
+
+@pytest.mark.slow
+def test_a_grid_of_replicas_gives_the_same_rows_on_a_ray_cluster() -> None:
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
+    alone = [shortened(row) for row in run_locally(traces_for(), jobs_for())]
+    assert [shortened(row) for row in run_on_ray(traces_for(), jobs_for(), "auto")] == alone
+
+
+@pytest.mark.slow
+def test_at_eight_replicas_the_prefix_router_finds_nine_tenths_of_what_there_is_with_even_load(
+    shared_data: Path,
+) -> None:
+    mooncake = read_trace(shared_data / "mooncake" / "conversation_trace.jsonl")
+    agents = read_trace(shared_data / "claude-code-traces" / "traces")
+    for trace, blocks, speeds in ((mooncake, 10_000, Speeds(8_000, 500)), (agents, 40_000, Speeds(1_000, 50))):
+        row = simulate_replicas(trace, Setup("prefix", 8, "lru", blocks, COUNTED, speeds))
+        assert row.share_of_infinite >= 0.9, row
+        assert row.load_p95 <= 1.3, row
+
+
+# The command
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 9_000 * index, "input_length": 512 * len(ids), "output_length": 5, "hash_ids": ids}
+        for index, ids in enumerate([[1, 2, 3], [4, 5, 6], [1, 2, 7], [4, 5, 6], [4, 5, 8]])
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def called(trace: Path, *more: str) -> int:
+    from runner.cli import main
+
+    with pytest.raises(SystemExit) as exit_info:
+        main(["simulate", str(trace), *more])
+    return int(exit_info.value.code or 0)
+
+
+BLOCKS = ("--capacity-blocks", "20")
+
+
+def test_the_command_shows_a_row_for_each_router_and_number_of_replicas(trace_file: Path, capsys: Any) -> None:
+    json_file = trace_file.with_name("rows.json")
+    more = ("--prefill-tokens-per-s", "512", "--decode-tokens-per-s", "5", "--json", str(json_file))
+    assert called(trace_file, *BLOCKS, "--replicas", "1,2", "--router", "prefix,round-robin", *more) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "takes a second for 512 tokens of prefill or 5 generated ones" in out
+    document = json.loads(json_file.read_text(encoding="utf-8"))
+    rows = document["rows"]
+    assert [(row["replicas"], row["router"]) for row in rows] == [
+        (1, "prefix"), (1, "round-robin"), (2, "prefix"), (2, "round-robin")
+    ]  # fmt: skip
+    # Two conversations alternate, as round-robin does, but for the last request.
+    assert [row["token_hit_ratio"] for row in rows] == [7 / 15, 7 / 15, 7 / 15, 5 / 15]
+    assert [row["share_of_infinite"] for row in rows] == [1.0, 1.0, 1.0, pytest.approx(5 / 7)]
+    assert document["interrupted"] is False
+    assert "--replicas 1,2" in document["command"]
+
+
+def test_the_command_shows_what_a_tier_behind_all_replicas_does(trace_file: Path, capsys: Any) -> None:
+    json_file = trace_file.with_name("rows.json")
+    more = ("--replicas", "2", "--router", "round-robin", "--bytes-per-token", "2048", "--json", str(json_file))
+    assert called(trace_file, "--capacity-blocks", "20", "--shared-gib", "1", *more) == 0
+    assert "a tier of 1.00 GiB that all of them write to and read from, each at 10.0 Gbit/s" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    (row,) = json.loads(json_file.read_text(encoding="utf-8"))["rows"]
+    assert (row["token_hit_ratio"], row["shared"]["hit_tokens"]) == (7 / 15, 2 * 512)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--replicas", "2,x"], "--replicas has 'x'; wanted whole numbers from 1 to 1,024."),
+        (["--replicas", "0"], "--replicas has '0'; wanted whole numbers from 1 to 1,024."),
+        (["--replicas", "2", "--router", "best"], "--router: no router 'best'; known: random, round-robin, hash,"),
+        (["--router", "hash"], "--router is for replicas; say how many with --replicas."),
+        (["--shared-gib", "2"], "--shared-gib is for replicas; say how many with --replicas."),
+        (["--replicas", "2", "--shared-gib", "2"], "--shared-gib needs --model-config or --bytes-per-token."),
+        (["--replicas", "2", "--disk-gib", "2"], "--disk-gib is for one cache; wanted it without --replicas."),
+        (["--replicas", "2", "--policy", "belady-bypass"], "--policy: belady-bypass knows the future of one cache"),
+        (["--replicas", "2", "--decode-tokens-per-s", "0"], "--decode-tokens-per-s is 0.0; wanted more than 0."),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_one_line(options: list[str], message: str, trace_file: Path, capsys: Any) -> None:
+    assert called(trace_file, *BLOCKS, *options) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_replicas_that_cannot_keep_up_carry_a_footnote() -> None:
+    trace = made([([index], 10, 1) for index in range(50)])
+    rows: list[ReplicaRow] = [simulate_replicas(trace, setup("random", count)) for count in (1, 200)]
+    full = FULL_NOTE.format(0.95)
+    assert [full in replica_footnotes([trace], [row], SPEEDS) for row in rows] == [True, False]
+    assert replicas_table(rows).row_count == 2
