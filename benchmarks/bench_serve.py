@@ -78,10 +78,10 @@ def _loads() -> Iterator[Load]:
     for model in ("sliding", "conv"):
         yield Load(model, "shared", 16, system=2000, own=60)
         yield Load(model, "growing", 8, system=200, own=150, turns=4)
-    # Hardly any forward pass: what is left is Python.
+    # Hardly any forward pass: what is left is Python, for a second or less.
     yield Load("llama", "shared", 16, system=2000, own=60)
-    yield Load("llama", "growing", 8, system=200, own=150, turns=4)
-    yield Load("llama", "own", 8, system=0, own=600)
+    yield Load("llama", "growing", 8, system=200, own=150, turns=4, repeats=9)
+    yield Load("llama", "own", 8, system=0, own=600, repeats=9)
     # A conversation comes to some 2,700 tokens of 3 kB each.
     yield Load("llama", "tight", 8, system=2000, own=150, turns=3, budget_bytes=16 << 20)
     yield Load("demo", "shared", 8, system=1500, own=100, reply=16, repeats=1)

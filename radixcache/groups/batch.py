@@ -42,13 +42,14 @@ class Batch:
     Args:
         columns: of all its tails.
         caches: in the order and nesting that the model wants.
-        rows: whose they are; None in the place of a row that has left.
+        rows: whose they are; None in the place of a row that has left: a hole.
     """
 
     def __init__(self, columns: Columns, caches: Sequence[Any], rows: Sequence[Any]) -> None:
         self.columns = columns
         self.caches = list(caches)
         self.rows = list(rows)
+        self._idle_tokens = 0
 
     @classmethod
     def of_one(cls, caches: Sequence[Any], row: Any, in_place: int = 0) -> Batch:
@@ -90,6 +91,20 @@ class Batch:
         for at, row in enumerate(self.rows):
             row.batch.rows[row.at] = None
             row.batch, row.at = self, at
+
+    @property
+    def open_rows(self) -> list[Any]:
+        """The rows that have not left."""
+        return [row for row in self.rows if row is not None]
+
+    def goes_on(self, rows: int, tokens: int) -> bool:
+        """Whether so many of the rows take so many tokens in this batch as it is.
+
+        No other may have stayed. What is evaluated for holes comes to no more than one step of the batch in all.
+        """
+        holes = self.rows.count(None)
+        self._idle_tokens += holes * tokens
+        return rows + holes == len(self.rows) and self._idle_tokens <= len(self.rows)
 
     @property
     def leaves(self) -> list[Any]:

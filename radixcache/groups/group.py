@@ -508,19 +508,24 @@ class Group:
             if found is None:
                 return None
             logits, batch = owned(found[:, -1:]), row.batch
-            try:
-                # With the logits, which otherwise would hold the buffers and have the next write copy them.
-                mx.eval(batch.arrays, [] if all(row.prompt_left for row in rows) else [logits])
-                if self._layout.windows:
-                    self._keep_windows(rows, count)
-                batch.own_points()
-            except Exception:
-                self.is_lost = True
-                raise
+            # With the logits, which otherwise would hold the buffers and have the next write copy them.
+            pending = [*batch.arrays, *([] if all(row.prompt_left for row in rows) else [logits])]
+            self._change(lambda: mx.eval(pending))
+            if self._layout.windows:
+                self._keep_windows(rows, count)
+            self._change(batch.own_points)
             with self._lock:
                 self._layout.learn(batch.specimen(self._layout.fresh()))
                 self._room.book()
         return logits
+
+    def _change(self, change: Callable[[], None]) -> None:
+        """Evaluate what becomes the rows' state; it is lost where that fails."""
+        try:
+            change()
+        except Exception:
+            self.is_lost = True
+            raise
 
     def _keep_windows(self, rows: Sequence[Row], count: int) -> None:
         """Keep what windows have of the last tokens, before they are cut to what they read."""

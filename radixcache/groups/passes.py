@@ -1,6 +1,7 @@
 """Passes: the forward passes of a group's rows, and the batches that they go in.
 
-together    the rows of a pass come into one batch, and stay in it as long as the same rows go on
+together    the rows of a pass come into one batch, and stay in it; one that leaves it leaves a hole for some steps,
+            since gathering the others anew takes as long as a step
 alone       a row whose next chunk is its own, and rows that do not fit side by side, padded to the longest of them
 
 Room is asked for before anything runs, for all rows of a step at once.
@@ -12,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from radixcache.errors import BudgetFullError
 from radixcache.groups.batch import Batch, Held, LostStateError
@@ -50,10 +50,11 @@ class Passes:
         batch = self._together(rows, ids.shape[1])
         if batch is None:
             return None
-        places = [batch.rows.index(row) for row in rows]
-        if places == sorted(places):
+        places = [row.at for row in rows]
+        if places == list(range(len(batch.rows))):
             return self._forward(model, batch, ids, is_prompt=is_prompt)
-        in_order = ids[mx.array(np.argsort(places))]
+        numbers = {row.at: number for number, row in enumerate(rows)}
+        in_order = ids[mx.array([numbers.get(at, 0) for at in range(len(batch.rows))])]  # a hole gets any row's
         return self._forward(model, batch, in_order, is_prompt=is_prompt)[mx.array(places)]
 
     def settle(self, spared: Batch | None = None) -> None:
@@ -65,18 +66,21 @@ class Passes:
         self._room.book()
 
     def _together(self, rows: Sequence[Row], count: int) -> Batch | None:
-        """The batch of exactly these rows, in some order; None: padded to the longest of them they do not fit.
+        """A batch of these rows and no others, in some order; None: padded to the longest of them they do not fit.
 
         Args:
             count: tokens that it has room for.
         """
         batch, room = rows[0].batch, self._room
-        is_one = len(batch.rows) == len(rows) and all(row.batch is batch for row in rows)
         with self._lock:
             try:
-                if is_one:
-                    self._grow(batch, count)
-                    return batch
+                if all(row.batch is batch for row in rows) and batch.goes_on(len(rows), count):
+                    try:
+                        self._grow(batch, count)
+                        return batch
+                    except BudgetFullError:
+                        if None not in batch.rows:
+                            raise
                 size = max(row.batch.columns.lengths[row.at] for row in rows) + count
                 position = max(row.position for row in rows) + count
                 held = sum(each.nbytes for each in {id(row.batch): row.batch for row in rows}.values())
@@ -125,11 +129,12 @@ class Passes:
         with self._lock:
             self._grow(batch, ids.shape[1])
             parts = _parts(batch)
-        ours = batch.rows[0].in_segments and (bool(parts) or ids.size * batch.columns.end >= FEWEST_SCORES)
+        rows = batch.open_rows
+        ours = rows[0].in_segments and (bool(parts) or ids.size * batch.columns.end >= FEWEST_SCORES)
         try:
             return batch.forward(model, ids, parts, ours=ours, is_prompt=is_prompt)
         except BaseException as error:
-            for row in batch.rows if isinstance(error, LostStateError) else ():
+            for row in rows if isinstance(error, LostStateError) else ():
                 row.lost = str(error)
             with self._lock:
                 self._room.book()
@@ -164,9 +169,10 @@ def _branch(row: Row) -> list[int]:
 
 
 def _parts(batch: Batch) -> list[Part]:
-    """What the rows of a batch read in place."""
+    """What the rows of a batch read in place; what all of them read its holes read as well."""
+    rows = batch.open_rows
     readers: dict[int, tuple[list[int], Any]] = {}
-    for number, row in enumerate(batch.rows):
+    for row in rows:
         for spans in row.reads():
-            readers.setdefault(id(spans), ([], spans))[0].append(number)
-    return [(None if len(its) == len(batch.rows) else tuple(its), spans) for its, spans in readers.values()]
+            readers.setdefault(id(spans), ([], spans))[0].append(row.at)
+    return [(None if len(its) == len(rows) else tuple(its), spans) for its, spans in readers.values()]

@@ -1,7 +1,7 @@
 """The rounds of a ParallelGenerator: what the running requests' rows go through, one call at a time.
 
     admit      who there is room for gets a row
-    prefill    one chunk is evaluated, of one prompt, or the ends of several
+    prefill    one chunk is evaluated, of one prompt or of several
     step       the next forward pass of all replies that go on is dispatched, on tokens that nobody has read
     read       the tokens of the step before are read and handed out
 
@@ -34,6 +34,8 @@ from runner.parallel.request import ParallelRequest, Sampled, Ticket, next_token
 from runner.parallel.turn_taking import ChunkTurns
 from runner.replies.reply import Piece
 
+# A part of a chunk is evaluated where it is no less than one in so many: a pass over few tokens costs more of each.
+LEAST_PART = 4
 # No room for a row: others have to end first.
 NO_ROOM = (CacheFullError, BudgetFullError)
 
@@ -78,6 +80,8 @@ class Engine:
         self._end_cancelled()  # a callback may have asked for it just now
         self._prefill()
         decoding = self._admission.decoding
+        # First those that end: a row that is still there and takes no part would have to be taken out of the batch.
+        self._read([request for request in decoding if request.reply.left == 1])
         self._step(self._continuing(decoding))
         self._read(decoding)
         for request in decoding:
@@ -135,34 +139,37 @@ class Engine:
             self.fail(waiting[0], error)
 
     def _prefill(self) -> None:
-        """Evaluate a chunk of one prompt, and what is left of others as far as both are no more than a chunk."""
+        """Evaluate a chunk: of one prompt, with it the ends of others, and of one more what makes the chunk full."""
         prefilling = self._admission.prefilling
         if not prefilling:
             return
-        chosen = [self._turns.choose(prefilling)]
+        chosen, part = [self._turns.choose(prefilling)], []
         left_tokens = self._step_size - chosen[0].remaining_tokens
         for request in sorted(prefilling, key=lambda each: each.remaining_tokens):
+            if request is chosen[0] or self._admission.waits(request, chosen, self.group):
+                continue
             if request.remaining_tokens > left_tokens:
+                part = [request] if left_tokens >= self._step_size // LEAST_PART else []
                 break
-            if request is not chosen[0] and not self._admission.waits(request, chosen, self.group):
-                left_tokens -= request.remaining_tokens
-                chosen.append(request)
-        self._prefill_chunks(chosen)
-        for request in chosen:
+            left_tokens -= request.remaining_tokens
+            chosen.append(request)
+        self._prefill_chunks(chosen, self._step_size)
+        self._prefill_chunks(part, left_tokens)
+        for request in [*chosen, *part]:
             if request.failure is not None and request in self._admission.running:
                 self.fail(request, request.failure)
             elif request in self._admission.running:
                 request.found()
                 self._report(request)
 
-    def _prefill_chunks(self, requests: list[ParallelRequest]) -> None:
-        """Evaluate a chunk of each; where a prompt is through with it the first token is on its way."""
+    def _prefill_chunks(self, requests: list[ParallelRequest], tokens: int) -> None:
+        """Evaluate so many tokens of each; where a prompt is through with it the first token is on its way."""
         rows: dict[Row, ParallelRequest] = {}
         try:
             while rows := {each.row: each for each in requests if self._has_chunk(each)}:
                 try:
                     with uninterrupted():
-                        for row, logits in self.group.prefill_many(self._model, [*rows], self._step_size):
+                        for row, logits in self.group.prefill_many(self._model, [*rows], tokens):
                             sample_each([rows[row]], logits)
                     return
                 except NO_ROOM as error:
@@ -173,7 +180,7 @@ class Engine:
                 if len(rows) == 1:
                     self.fail(request, error)
                 else:  # one of them raised; the others go on
-                    self._prefill_chunks([request])
+                    self._prefill_chunks([request], tokens)
 
     def _has_chunk(self, request: ParallelRequest) -> bool:
         return request in self._admission.running and not request.is_decoding and request.failure is None

@@ -916,6 +916,22 @@ ROWS = (
         ("tests/groups/test_prefill_many.py",),
     ),
     Mutant(
+        "a-row-that-stays-is-a-hole",
+        "radixcache",
+        "return rows + holes == len(self.rows) and self._idle_tokens <= len(self.rows)",
+        "return self._idle_tokens <= len(self.rows)",
+        "A step of some rows of a batch evaluates a token of the others, too.",
+        ("tests/groups/test_holes.py",),
+    ),
+    Mutant(
+        "holes-stay-for-ever",
+        "radixcache",
+        "return rows + holes == len(self.rows) and self._idle_tokens <= len(self.rows)",
+        "return rows + holes == len(self.rows)",
+        "Every step evaluates as many rows as there once were.",
+        ("tests/groups/test_holes.py",),
+    ),
+    Mutant(
         "a-last-token-of-prompts-cannot-be-undone",
         "radixcache",
         "keys, values = mx.array(keys), mx.array(values)",
