@@ -99,8 +99,13 @@ class HashRouter:
 
 
 class PrefixRouter:
-    def __init__(self, seed: int = 0) -> None:
+    """Weights other than the deployed ones are for finding out what they do."""
+
+    def __init__(
+        self, seed: int = 0, prefill_weight: float = PREFILL_WEIGHT, evening_weight: float = EVENING_WEIGHT
+    ) -> None:
         self._seed = seed
+        self._weights = prefill_weight, evening_weight
 
     def choose(self, ask: Ask, views: Sequence[View], coefficients: Coefficients) -> View:
         what = f"{list(ask.digests[:HASH_BLOCKS])}"
@@ -108,7 +113,7 @@ class PrefixRouter:
 
         def order(view: View) -> tuple[float, float, int, str]:
             spread = _hash(self._seed, what, view.replica)
-            return (weighed_s(ask, view, coefficients, even_s), view.recent_s, spread, view.replica)
+            return (weighed_s(ask, view, coefficients, even_s, *self._weights), view.recent_s, spread, view.replica)
 
         return min(views, key=order)
 
@@ -133,7 +138,14 @@ def make_router(name: str, seed: int = 0) -> Router:
     return ROUTERS[name](seed)
 
 
-def weighed_s(ask: Ask, view: View, coefficients: Coefficients, even_s: float) -> float:
+def weighed_s(
+    ask: Ask,
+    view: View,
+    coefficients: Coefficients,
+    even_s: float,
+    prefill_weight: float = PREFILL_WEIGHT,
+    evening_weight: float = EVENING_WEIGHT,
+) -> float:
     """What `prefix` compares: seconds that a request takes of itself and of others, at one replica.
 
     Args:
@@ -141,7 +153,7 @@ def weighed_s(ask: Ask, view: View, coefficients: Coefficients, even_s: float) -
     """
     prefill_s = coefficients.prefill_s * max(0, ask.tokens - view.matched_tokens)
     uneven_s = max(0.0, view.recent_s - even_s) if view.waiting_s > 0 else 0.0
-    return view.waiting_s + PREFILL_WEIGHT * prefill_s + EVENING_WEIGHT * uneven_s
+    return view.waiting_s + prefill_weight * prefill_s + evening_weight * uneven_s
 
 
 def _by_name(views: Sequence[View]) -> list[View]:

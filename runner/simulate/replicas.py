@@ -28,7 +28,7 @@ from radixcache.sized_cache import stored_keys
 from runner.routing.digests import BLOCK_TOKENS
 from runner.routing.dispatcher import Dispatcher
 from runner.routing.rates import FIRST, Coefficients, Rates
-from runner.routing.routers import Ask, make_router
+from runner.routing.routers import Ask, Router, make_router
 from runner.simulate.disk import DiskPlan
 from runner.simulate.machine import Machine
 from runner.simulate.replica_row import ReplicaRow, SharedUse
@@ -71,10 +71,11 @@ class Setup:
         """One replica's cache."""
         return Simulation(trace, self.policy, self.budget_bytes, self.sizes, machine)
 
-    def dispatcher(self, names: Iterable[str], block_tokens: int) -> Dispatcher:
+    def dispatcher(self, names: Iterable[str], block_tokens: int, router: Router | None) -> Dispatcher:
         """What decides; it knows the speeds, and nothing yet of how long replies are."""
         first = Coefficients(1 / self.speeds.prefill_tokens_per_s, 1 / self.speeds.decode_tokens_per_s, FIRST[-1])
-        return Dispatcher(make_router(self.router, self.seed), names, rates=Rates(first), block_tokens=block_tokens)
+        router = router or make_router(self.router, self.seed)
+        return Dispatcher(router, names, rates=Rates(first), block_tokens=block_tokens)
 
 
 @dataclass(slots=True)
@@ -122,6 +123,7 @@ class Replicas:
     Args:
         trace: the requests.
         setup: what they go through.
+        router: what decides instead of the setup's.
 
     Attributes:
         replicas: in the order of their names.
@@ -129,14 +131,14 @@ class Replicas:
         went: the replica of each request, by the request's number.
     """
 
-    def __init__(self, trace: Trace, setup: Setup) -> None:
+    def __init__(self, trace: Trace, setup: Setup, router: Router | None = None) -> None:
         self.trace, self._speeds = trace, setup.speeds
         self.machine = None if setup.shared is None else Machine(setup.shared, trace.block_tokens)
         self.replicas = [Replica(f"{index:04}", setup.cache(trace, self.machine)) for index in range(setup.replicas)]
         self._by_name = {replica.name: replica for replica in self.replicas}
         # Blocks of the trace to a digest: as long as the deployed ones, or a block where that is longer.
         self._stride = max(1, BLOCK_TOKENS // trace.block_tokens)
-        self.dispatcher = setup.dispatcher(self._by_name, self._stride * trace.block_tokens)
+        self.dispatcher = setup.dispatcher(self._by_name, self._stride * trace.block_tokens, router)
         self.served: dict[int, Served] = {}
         self.went: list[str] = []
         self.matched_tokens = 0
@@ -220,10 +222,12 @@ class Replicas:
         return SharedUse(self.machine.plan, hit_tokens, ratio, stats.read_bytes, stats.written_bytes)
 
 
-def simulate_replicas(trace: Trace, setup: Setup, on_progress: OnProgress | None = None) -> ReplicaRow:
-    """Run one simulation."""
+def simulate_replicas(
+    trace: Trace, setup: Setup, on_progress: OnProgress | None = None, router: Router | None = None
+) -> ReplicaRow:
+    """Run one simulation. `router` decides instead of the setup's, under its name."""
     began = time.perf_counter()
-    run = Replicas(trace, setup)
+    run = Replicas(trace, setup, router)
     run.run(on_progress)
     caches = [replica.simulation for replica in run.replicas]
     block_refs, block_hits = sum(each.block_refs for each in caches), sum(each.block_hits for each in caches)

@@ -1,0 +1,205 @@
+"""Which router finds how much of what there is, how long do requests wait, and how evenly do replicas work?
+
+Four routers before 1 to 64 replicas, by the simulator: the deployed caches and the deployed decision over the Mooncake
+conversation trace and coding-agent sessions, by their arrival times. The bounds are one cache without any limit, and
+one with the budgets of all replicas together. Then, at 8 replicas: other speeds, other arrivals of the sessions, the
+prefix router without each of its terms, and a tier behind all replicas.
+
+A replica of Mooncake's prefills 8,000 tokens a second and generates 500, since 8 that are slower cannot serve this
+hour; one of the coding agents' 1,000 and 50, as --prefill-tokens-per-s has it. Each holds some 5 million tokens of the
+first, 2.6 of the second. Nothing is measured here: the figures are the same on any machine.
+
+The traces are looked for in --traces FOLDER, as mooncake/conversation_trace.jsonl and claude-code-traces/traces/, and
+without the option in shared/data beside the repository; where that is no folder, a made-up trace takes their place.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.record import arguments, publish, say
+from benchmarks.harness.recorded_traces import BESIDE, TRACES, add_traces, traces_in
+from runner.files.units import GIB
+from runner.models.footprint import ModelBytes
+from runner.routing.routers import ROUTERS, PrefixRouter
+from runner.simulate.disk import DiskPlan
+from runner.simulate.grid import Job, ReplicaJob, run_locally
+from runner.simulate.replica_row import ReplicaRow
+from runner.simulate.replicas import Setup, Speeds, simulate_replicas
+from runner.simulate.simulator import BlockSizes
+from runner.traces.reader import read_trace
+from runner.traces.request import Trace
+
+COUNTS = (1, 2, 4, 8, 16, 64)
+#: Where routers are compared beside what else differs.
+MANY = 8
+SEEDS = 5
+#: 8 billion parameters, 32 layers of 8 heads of 128 in 16 bits.
+MODEL = ModelBytes("8B", 128 << 10, 0, (), "float16")
+#: The aim: of what the cache without limit finds, and the 95th percentile of load by the mean.
+LEAST_FOUND, MOST_LOAD = 0.9, 1.3
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What the replicas of a trace are."""
+
+    blocks: int
+    speeds: Speeds
+    other_speeds: tuple[Speeds, ...]
+    gbits_per_s: tuple[float, ...]
+
+    def setup(self, router: str, count: int = MANY) -> Setup:
+        return Setup(router, count, "lru", self.blocks, BlockSizes(), self.speeds)
+
+
+FLEETS = {
+    "mooncake": Fleet(
+        10_000, Speeds(8_000, 500), (Speeds(7_000, 400), Speeds(12_000, 800), Speeds(40_000, 2_000)), (10, 25, 100)
+    ),
+    "coding agents": Fleet(
+        40_000, Speeds(1_000, 50), (Speeds(500, 25), Speeds(5_000, 100), Speeds(8_000, 500)), (1, 10)
+    ),
+}
+MADE_UP = Fleet(1_000, Speeds(8_000, 500), (Speeds(4_000, 200),), (10,))
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(__doc__, given, add=add_traces)
+    traces = traces_in(options.traces, options.quick)
+    counts = (1, 2, MANY) if options.quick else COUNTS
+    processes = 1 if options.quick else min(2, os.cpu_count() or 1)
+    found = list(_routers(traces, counts, processes))
+    pooled = _pooled(traces, counts, processes)
+    to_publish = partial(publish, folder=options.results, repeats=1)
+    table = [_line(row, **{"of pooled": row.token_hit_ratio / pooled[row.trace, row.replicas]}) for row in found]
+    about = conclusion(found)
+    to_publish("routing", "Routers before replicas", table, conclusion=about, grid=[asdict(row) for row in found])
+    to_publish("routing-speeds", f"At {MANY} replicas, by how fast they are", list(_by_speeds(traces)))
+    to_publish("routing-parts", f"The prefix router without its parts, at {MANY} replicas", list(_by_parts(traces)))
+    sessions = list(_by_arrivals(options.traces, options.quick))
+    if sessions:
+        to_publish("routing-arrivals", f"Other arrivals of the same sessions, at {MANY} replicas", sessions)
+    to_publish("routing-shared", f"A tier behind {MANY} replicas, 128 KiB a token", list(_by_networks(traces)))
+
+
+def conclusion(rows: Sequence[ReplicaRow]) -> str:
+    """Say what the prefix router finds where there are many, how even it is, and whether that is the aim."""
+    said = []
+    for row in rows:
+        if row.replicas == MANY and row.router == "prefix":
+            is_met = row.share_of_infinite >= LEAST_FOUND and row.load_p95 <= MOST_LOAD
+            said.append(
+                f"{row.trace}: the prefix router before {MANY} replicas finds {row.share_of_infinite:.1%} of what one"
+                f" cache without limit does, at a 95th percentile of load of {row.load_p95:.2f} times the mean"
+                f" ({'within' if is_met else 'outside'} the aim of {LEAST_FOUND:.0%} and {MOST_LOAD:g})."
+            )
+    return " ".join(said)
+
+
+def _fleet(trace: str) -> Fleet:
+    return FLEETS.get(trace, MADE_UP)
+
+
+def _routers(traces: Sequence[Trace], counts: Sequence[int], processes: int) -> Iterator[ReplicaRow]:
+    jobs = [
+        ReplicaJob(Job(index, "lru", fleet.blocks, None, None), router, count, fleet.speeds)
+        for index, fleet in enumerate(_fleet(trace.name) for trace in traces)
+        for count in counts
+        for router in ROUTERS
+    ]
+    for row in run_locally(traces, jobs, processes):
+        say(f"{row.trace}: {row.router} before {row.replicas}: {row.share_of_infinite:.3f} of infinite")
+        yield row
+
+
+def _pooled(traces: Sequence[Trace], counts: Sequence[int], processes: int) -> Mapping[tuple[str, int], float]:
+    """Token hit ratios of one cache with the budgets of so many replicas, by trace and number."""
+    jobs = [
+        Job(index, "lru", count * _fleet(trace.name).blocks, None, None)
+        for index, trace in enumerate(traces)
+        for count in counts
+    ]
+    keys = [(traces[job.trace].name, count) for job, count in zip(jobs, [*counts] * len(traces), strict=True)]
+    return dict(zip(keys, (row.token_hit_ratio for row in run_locally(traces, jobs, processes)), strict=True))
+
+
+def _by_speeds(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
+    for trace in traces:
+        fleet = _fleet(trace.name)
+        for speeds in (fleet.speeds, *fleet.other_speeds):
+            for router in ("hash", "prefix"):
+                row = simulate_replicas(trace, replace(fleet.setup(router), speeds=speeds))
+                yield _line(row, **{"prefill tokens/s": speeds[0], "decode tokens/s": speeds[1]})
+
+
+def _by_parts(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
+    parts = {
+        "all": PrefixRouter(),
+        "no evening": PrefixRouter(evening_weight=0.0),
+        "prefill weighed once": PrefixRouter(prefill_weight=1.0),
+        "time to the first token alone": PrefixRouter(prefill_weight=1.0, evening_weight=0.0),
+    }
+    for trace in traces:
+        for name, router in parts.items():  # which keep nothing from one trace to the next
+            yield _line(simulate_replicas(trace, _fleet(trace.name).setup("prefix"), router=router), parts=name)
+
+
+def _by_arrivals(folder: Path | None, quick: bool) -> Iterator[dict[str, Any]]:
+    """When the coding agents' sessions begin is drawn: by other seeds."""
+    sessions = (folder or BESIDE) / TRACES["coding agents"]
+    if quick or not sessions.exists():
+        return
+    for seed in range(SEEDS):
+        trace = read_trace(sessions, name="coding agents", seed=seed)
+        for router in ("hash", "prefix"):
+            yield _line(simulate_replicas(trace, _fleet(trace.name).setup(router)), seed=seed)
+
+
+def _by_networks(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
+    for trace in traces:
+        fleet, sizes = _fleet(trace.name), BlockSizes.of(MODEL, trace.block_tokens)
+        for router in ("random", "prefix"):
+            setup = replace(fleet.setup(router), budget_bytes=fleet.blocks * sizes.span_bytes, sizes=sizes)
+            for gbit_per_s in (0.0, *fleet.gbits_per_s):
+                tier = DiskPlan(1 << 60, gbit_per_s * 1e9 / 8, fleet.speeds.prefill_tokens_per_s, "close")
+                row = simulate_replicas(trace, replace(setup, shared=tier if gbit_per_s else None))
+                shared = row.shared
+                yield _line(
+                    row,
+                    **{
+                        "Gbit/s": gbit_per_s or None,
+                        "from there": None if shared is None else shared.token_hit_ratio,
+                        "GiB read": None if shared is None else shared.read_bytes / GIB,
+                        "GiB written": None if shared is None else shared.written_bytes / GIB,
+                    },
+                )
+
+
+def _line(row: ReplicaRow, **more: Any) -> dict[str, Any]:
+    return {
+        "trace": row.trace,
+        "router": row.router,
+        "replicas": row.replicas,
+        **more,
+        "token hits": row.token_hit_ratio,
+        "of infinite": row.share_of_infinite,
+        "TTFT s p50": row.ttft_s_p50,
+        "p95": row.ttft_s_p95,
+        "p99": row.ttft_s_p99,
+        "busy": row.busy,
+        "load p95": row.load_p95,
+        "load max": row.load_max,
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
