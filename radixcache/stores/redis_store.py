@@ -76,7 +76,7 @@ class RedisStore(AbstractContextManager["RedisStore"]):
             secret: 16 to 64 bytes. With it nothing is found or read that was not written with it, and nobody without it
                 can guess what a name stands for. What is stored is in plain either way.
             queue_bytes: of state that waits to be written, in memory.
-            timeout_s: what a call may take, besides a second for each 16 MiB; a `socket_timeout` in the URL goes before.
+            timeout_s: what a call may take, besides a second for each 16 MiB; the URL's `socket_timeout` goes before.
             clock: seconds, for the pauses in which a server that failed is left alone.
 
         Raises:

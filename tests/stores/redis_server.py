@@ -1,4 +1,4 @@
-"""A real redis-server or valkey-server for tests: on a Unix socket in a folder of its own, ended by its process id.
+"""Real servers for tests, of a file or of a test alone: redis-server, and valkey-server where there is one.
 
 `python -m tests.stores.redis_server` prints which would be used, and exits with 1 where there is no redis-server.
 """
@@ -7,58 +7,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from redis import Redis
-from redis.exceptions import RedisError
 
+from benchmarks.harness.redis_process import Server as Server
 from radixcache.stores.redis_store import RedisStore
 
 PROGRAMS = ("redis-server", "valkey-server")
-#: A server that starts on two busy cores takes its time.
-PATIENCE_S = 60.0
-
-
-class Server:
-    """A server without persistence: what it had is gone when it is started again."""
-
-    def __init__(self, program: str, *options: str) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="radixcache-"))
-        self.socket = self.folder / "socket"
-        self._command = [program, "--port", "0", "--unixsocket", str(self.socket), "--save", "", *options]
-        self.start()
-
-    @property
-    def url(self) -> str:
-        return f"unix://{self.socket}"
-
-    def start(self) -> None:
-        with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(self._command, cwd=self.folder, stdout=log, stderr=log)
-        self.client: Any = Redis(unix_socket_path=str(self.socket))
-        ends_s = time.monotonic() + PATIENCE_S
-        while self.process.poll() is None and time.monotonic() < ends_s:
-            try:
-                if self.client.ping():
-                    return
-            except RedisError:
-                time.sleep(0.01)
-        raise AssertionError((self.folder / "log").read_text())
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def end(self) -> None:
-        self.kill()
-        shutil.rmtree(self.folder)
 
 
 def program_named(name: str) -> str:
