@@ -174,6 +174,20 @@ def test_a_slow_model_measured_makes_a_free_replica_worth_less_than_a_stored_pre
     assert places == ["b", "a"]
 
 
+def test_a_reply_that_was_short_is_not_held_against_the_replica_that_gave_it() -> None:
+    places = []
+    for completion_tokens in (1, 400):
+        board = Switchboard("prefix", lambda names: None, Clock())
+        board.present({"a", "b"})
+        first = board.place(routed(1, keys(range(10))), {"a", "b"})
+        board.end("request 1", record(prompt_tokens=10, cached_tokens=10, completion_tokens=completion_tokens))
+        other = ({"a", "b"} - {first}).pop()
+        board.place(routed(2, keys(range(50, 60))), {other})
+        board.end("request 2", record(prompt_tokens=10, cached_tokens=10, completion_tokens=100))
+        places.append(board.place(routed(3, keys(range(70, 80))), {"a", "b"}) == first)
+    assert places == [True, False]
+
+
 # The way of a request -------------------------------------------------------------------------------------------------
 
 ASKED = Asked(ModelNames(), 5, prompt="A river")
@@ -380,7 +394,12 @@ def test_replicas_share_the_budget_and_know_no_keys(tmp_path: Any) -> None:
         (["--replicas", "2", "--model", "tiny", "--router", "best"], "no router 'best'; known: random, "),
         (["--replicas", "2", "--model", "/nowhere/model"], "/nowhere/model"),
         (["--replicas", "2", "--model", "tiny", "--api-keys", "/nowhere/keys"], "/nowhere/keys cannot be read"),
-        (["--replicas", "2", "--model", "tiny", "--ray", "ray://127.0.0.1:1"], "is reached by Ray Client alone"),
+        (
+            ["--replicas", "2", "--model", "tiny", "--ray", "ray://127.0.0.1:1"],
+            "--ray ray://127.0.0.1:1: no cluster answers (through",
+        ),
+        (["--replicas", "2", "--model", "tiny", "--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1: no cluster answers ("),
+        (["--replicas", "2", "--model", "tiny", "--ray", "nonsense:x"], "--ray nonsense:x: no cluster answers ("),
     ],
 )
 def test_what_cannot_be_had_with_replicas_is_one_line_and_exit_code_2(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 from typing import Any
 
 # Before Ray is imported: nothing is reported to anybody, and its notes go to its own files.
@@ -37,6 +38,8 @@ from runner.serve.replicas.switchboard import switchboard_of
 GONE = (RayError, RayServeException)
 #: Of a local Ray: replies are small, and go from hand to hand.
 OBJECT_STORE_BYTES = 80 << 20
+#: How long whoever listens at a cluster's address may take to say so, in seconds.
+CONNECT_S = 10
 #: How long a replica that does not answer is taken to be busy, in seconds, before it is replaced.
 HEALTH_TIMEOUT_S = 60
 
@@ -78,12 +81,11 @@ def connect(address: str | None, cpus: int) -> None:
     """
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is not None:
-        if address.startswith("ray://"):  # of Ray's client, through which nothing streams
-            raise ConnectionError(f"{address} is reached by Ray Client alone; serve on a machine of the cluster.")
         try:
+            _require_listener(address)
             ray.init(address=address, **quiet)
-        except (RuntimeError, ValueError) as error:
-            raise ConnectionError(f"no cluster answers at {address} ({error}).") from error
+        except (RuntimeError, ValueError, OSError) as error:
+            raise ConnectionError(f"--ray {address}: no cluster answers ({error}).") from error
     else:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
@@ -91,6 +93,17 @@ def connect(address: str | None, cpus: int) -> None:
     # What a user has to know the server says itself.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
+
+
+def _require_listener(address: str) -> None:
+    """Raise OSError or ValueError where nobody listens: Ray itself would try for many minutes."""
+    if address.startswith("ray://"):
+        raise ValueError(
+            "through Ray's client nothing streams; serve on a machine of the cluster, and leave ray:// out"
+        )
+    host, _, port = address.rpartition(":")
+    if host:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
 
 
 def deploy(kind: type, arguments: tuple[Any, ...], *, name: str, count: int, cpus: int, max_calls: int) -> Any:

@@ -42,7 +42,7 @@ class RoutedPrompts:
         assert options.model is not None
         self._options, self._secret, self._model = options, secret, options.model
         # Of it only what needs no weights is used, and its files are the replicas'.
-        self._models = Models(replace(options, disk=None, trace=None, warm=None))
+        self._models = Models(replace(options, disk=None, redis=None, trace=None, warm=None))
         self._tokenizer = self._models.outlined(options.model)
         self._thread = ThreadPoolExecutor(1, "tokens")
 

@@ -44,7 +44,7 @@ class Relay:
         except Exception:
             logger.exception("a request could not be handed to a replica")
             last = Failed(500, "the server failed at this request; its log says where.")
-        self._switchboard.end(job.id)
+        self._switchboard.end(job.id, last.record)
         job.put(last)
 
     async def _last_answer(self, job: Job, routed: Routed) -> Ended | Failed:

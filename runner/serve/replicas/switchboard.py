@@ -94,10 +94,14 @@ class Switchboard:
             self._open[to.id] = choice.replica
             return choice.replica
 
-    def end(self, request: str) -> None:
-        """A request is over; one that is not open is passed over."""
+    def end(self, request: str, record: Record | None = None) -> None:
+        """A request is over, and this is what it came to; one that is not open is passed over."""
         with self._lock:
-            self._end(request, self._clock())
+            work_s = None
+            if record is not None:
+                prefilled_tokens = record.prompt_tokens - record.cached_tokens
+                work_s = self._dispatcher.rates.now.work_s(prefilled_tokens, record.completion_tokens)
+            self._end(request, self._clock(), work_s)
 
     def learn(self, name: str, told: Told) -> None:
         """A replica has told this; nothing is learnt of one that is gone."""
@@ -118,9 +122,9 @@ class Switchboard:
                 for name in sorted(self._names)
             }
 
-    def _end(self, request: str, now_s: float) -> None:
+    def _end(self, request: str, now_s: float, work_s: float | None = None) -> None:
         self._open.pop(request, None)
-        self._dispatcher.end(request, now_s)
+        self._dispatcher.end(request, now_s, work_s)
 
     def _measure(self, record: Record, together: int) -> None:
         """Learn what tokens cost; of those that are decoded together each has its share of a step."""
