@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 240
 
 
-def apart(url: str, *prompts: list[int]) -> list[dict[str, Any]]:
-    """What a process of its own makes of these prompts."""
+def apart(url: str, *prompts: list[int], reads: str = "always", within: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """What a process of its own makes of these prompts, started by the command `within`; see `redis_apart.py`."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "tests.whole.redis_apart", url, "60", *map(json.dumps, prompts)],
+        [*within, sys.executable, "-P", "-m", "tests.whole.redis_apart", url, reads, *map(json.dumps, prompts)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
