@@ -40,7 +40,8 @@ class Server:
                     return
             except RedisError:
                 time.sleep(0.01)
-        raise AssertionError((self.folder / "log").read_text())
+        self.kill()
+        raise RuntimeError((self.folder / "log").read_text())
 
     def kill(self) -> None:
         self.process.kill()

@@ -84,6 +84,15 @@ class Calls:
         """Whether the server is left alone now."""
         return self._breaker.is_open
 
+    def is_up(self) -> bool:
+        """Whether the server may be asked; if not, that is counted, and it is tried where its pause is over."""
+        if not self._breaker.is_open:
+            return True
+        self._tally.fail("not asked")
+        if self._breaker.may_try():
+            self.trial = self._threads.submit(self._try)
+        return False
+
     def limit_s(self, nbytes: int) -> float:
         """How long a call that moves so many bytes is waited for."""
         return self._timeout_s + nbytes / SLOWEST_BYTES_PER_S
@@ -102,10 +111,7 @@ class Calls:
         Args:
             ends_s: until when it is waited for, by time.monotonic().
         """
-        if self._breaker.is_open:
-            self._tally.fail("not asked")
-            if self._breaker.may_try():
-                self.trial = self._threads.submit(self._try)
+        if not self.is_up():
             return None
         return Call(self, self._threads.submit(lambda: finish(self._sent(commands))), ends_s)
 

@@ -74,7 +74,7 @@ class RedisContents:
             return False
         self._note(known, replies[1:])
         mine = {self._names.of_block(head.key) for head in known}
-        places = list(dict.fromkeys(each for each in reversed(replies[0] or []) if each))
+        places = list(dict.fromkeys(each for each in reversed(replies[0] or []) if self._names.is_of_block(each)))
         if not places or places[0] in mine:
             return True  # nothing is deeper than what is known
         return self._follow(prompt, marks, [each for each in places if each not in mine][:CANDIDATES])
@@ -131,9 +131,11 @@ class RedisContents:
         replies = self._calls.ask([("HMGET", place, "way", "tokens") for place in places])
         if replies is None:
             return False
-        found: dict[bytes, Head] = {}
+        found: dict[bytes, Head] = {}  # by their names
         for place, reply in zip(places, replies, strict=True):
-            found.update((head.key, head) for head in self._heads_at(prompt, place, *(reply or (None, None))))
+            if place not in found:  # else it is on the way of a deeper one
+                heads = self._heads_at(prompt, place, *(reply or (None, None)))
+                found.update((self._names.of_block(head.key), head) for head in heads)
         heads = list(found.values())
         sizes = self._calls.ask(self._about(heads, marks)) if heads else []
         if sizes is None:
@@ -169,20 +171,22 @@ class RedisContents:
 
     def _note(self, heads: Sequence[Head], replies: Replies) -> None:
         """Take over what the server has said of blocks, in the order of their chains."""
-        sizes = iter(replies)
-        for head in heads:
-            found = dict(zip(KINDS, sizes, strict=False))
-            for kind in KINDS:
-                nbytes = found[kind] if found["block"] else 0
-                if not isinstance(nbytes, int) or not 0 < nbytes <= self._max_bytes:
-                    if nbytes:
-                        self._tally.fail("too large")
-                    self.drop(head.key, kind)
-                elif nbytes != self.file_bytes(head.key, kind):
-                    self.add(replace(head, kind=kind), nbytes)
+        sizes = list(zip(replies[0::2], replies[1::2], strict=False))
+        for head, (block_bytes, checkpoint_bytes) in reversed(list(zip(heads, sizes, strict=False))):
+            self._note_value(head, "block", block_bytes)
+            self._note_value(head, "checkpoint", checkpoint_bytes if block_bytes else 0)
         if heads:
+            is_renewed = len(replies) > len(KINDS) * len(heads)
             with self._lock:
-                self._index.touch(heads[-1].key, time.time_ns() if len(replies) > len(KINDS) * len(heads) else 0)
+                self._index.touch(heads[-1].key, time.time_ns() if is_renewed else 0)
+
+    def _note_value(self, head: Head, kind: Kind, nbytes: int | None) -> None:
+        if nbytes and nbytes > self._max_bytes:
+            self._tally.fail("too large")
+        if not nbytes or nbytes > self._max_bytes:
+            self.drop(head.key, kind)
+        elif nbytes != self.file_bytes(head.key, kind):
+            self.add(head if kind == head.kind else replace(head, kind=kind), nbytes)
 
     def _drop(self, key: bytes, *kinds: Kind) -> None:
         for kind in kinds:

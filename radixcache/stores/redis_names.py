@@ -9,7 +9,8 @@
 
 KEY is the block's key, MARK a digest of identity, namespace and all tokens before it; with a secret both are hashed
 once more under it. So names and landmarks have no text in them: whoever can guess all tokens of a prefix can tell from
-its name that it is there; with a secret nobody without it can. What a hash holds is in plain, as it is on disk.
+its name that it is there; with a secret nobody without it can. What a hash holds is in plain, as it is on disk. The
+number is the codec's version: what another version has written is not met.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from hashlib import blake2b
 import numpy as np
 
 from radixcache.stores.block import BLOCK_TOKENS, Head
+from radixcache.stores.codec import VERSION
 from radixcache.stores.keys import KEY_BYTES, Identity, root_key
 from radixcache.tokens.keys import Keys
 
-PREFIX = b"radixcache1:"
+PREFIX = f"radixcache{VERSION}:".encode()
 #: Tokens from one landmark to the next.
 MARK_TOKENS = 64
 
@@ -36,6 +38,10 @@ class Names:
 
     def of_block(self, key: bytes) -> bytes:
         return PREFIX + b"b:" + self._hidden(key)
+
+    def is_of_block(self, name: bytes | None) -> bool:
+        """Whether what a landmark says could be a block's name: nobody else's keys are asked for."""
+        return name is not None and len(name) == len(PREFIX) + 2 + 2 * KEY_BYTES and name.startswith(PREFIX + b"b:")
 
     def of_marks(self, root: bytes, tokens: Keys, grid: int) -> list[bytes]:
         """Of the landmarks in front of these tokens, at 0, 64, 128 and so on."""

@@ -23,12 +23,13 @@ from functools import partial
 
 from radixcache.errors import refuse_copy
 from radixcache.stores.block import KINDS, Block, Kind
-from radixcache.stores.codec import Damaged, decoded, encoded
+from radixcache.stores.codec import Damaged, decoded
 from radixcache.stores.index import Link
 from radixcache.stores.keys import Identity, root_key
-from radixcache.stores.redis_calls import Call, Calls, Command, Replies
+from radixcache.stores.redis_calls import Call, Calls, Replies
 from radixcache.stores.redis_contents import Prompt, RedisContents
-from radixcache.stores.redis_names import Names, packed_way
+from radixcache.stores.redis_names import Names
+from radixcache.stores.redis_storing import UNANSWERED, RedisStoring
 from radixcache.stores.stats import StoreStats, Tally
 from radixcache.stores.store import WriteOn, require_store_options
 from radixcache.stores.writer import Writer
@@ -37,8 +38,6 @@ from radixcache.tokens.keys import Keys
 #: Read in one round trip, or a single value that is larger; and how many of those are on their way.
 BATCH_BYTES = 8 << 20
 BATCHES = 2
-UNANSWERED = "the server does not answer"
-UNREACHED = "what comes before it is not stored"
 
 #: Key and kind of a value.
 Place = tuple[bytes, Kind]
@@ -91,12 +90,13 @@ class RedisStore(AbstractContextManager["RedisStore"]):
             )
         self.write_on: WriteOn = write_on
         self._max_bytes, self._secret = int(max_value_mib * (1 << 20)), secret
-        self._ttl: list[Command] = [] if ttl_s is None else [("EX", int(ttl_s))]
+        whole_s = None if ttl_s is None else int(ttl_s)
         self._tally = Tally()
         self._calls = Calls(url, timeout_s, clock, self._tally)
         self._names = Names(secret)
-        self._contents = RedisContents(self._calls, self._names, self._tally, ttl_s, self._max_bytes)
-        self._writer = Writer(self._store, queue_bytes)
+        self._contents = RedisContents(self._calls, self._names, self._tally, whole_s, self._max_bytes)
+        storing = RedisStoring(self._calls, self._names, self._contents, self._tally, whole_s, self._max_bytes, secret)
+        self._writer = Writer(storing.store, queue_bytes)
 
     def __repr__(self) -> str:
         return f"<RedisStore: {len(self._contents)} blocks known{', left alone' if self._calls.is_down else ''}>"
@@ -110,7 +110,8 @@ class RedisStore(AbstractContextManager["RedisStore"]):
 
         Where several blocks part within the same 64 tokens, it is the one that was written last that is found.
         """
-        if not len(tokens) or not self._contents.look_up(Prompt(identity, namespace, tokens, grid)):
+        is_asked = len(tokens) > 0 and self._calls.is_up()
+        if not is_asked or not self._contents.look_up(Prompt(identity, namespace, tokens, grid)):
             return []
         return self.known(identity, namespace, tokens, grid=grid, at_checkpoints=at_checkpoints)
 
@@ -235,49 +236,6 @@ class RedisStore(AbstractContextManager["RedisStore"]):
             if block is not None:
                 self._calls.ask([("HDEL", self._names.of_block(place[0]), place[1])])
             yield None
-
-    # In the writing thread
-
-    def _store(self, block: Block) -> None:
-        why_not = self._written_or_why_not(block)
-        if why_not:
-            self._tally.drop(why_not)
-
-    def _written_or_why_not(self, block: Block) -> str:
-        head = block.head
-        try:
-            value = b"".join(encoded(block, self._secret))
-        except ValueError:
-            return "its head is too long"
-        if len(value) > self._max_bytes:
-            return "it is larger than max_value_mib"
-        before, root = (head.parent if head.kind == "block" else head.key), root_key(head.identity, head.namespace)
-        way = self._contents.way(head)
-        if way is None or (before != root and not self.file_bytes(before)):
-            return UNREACHED
-        name = self._names.of_block(head.key)
-        there = self._calls.ask([("HSTRLEN", name, head.kind), ("HSTRLEN", self._names.of_block(before), "block")])
-        if there is None:
-            return UNANSWERED
-        if before != root and not there[1]:
-            self._contents.drop(before, *KINDS)
-            return UNREACHED
-        about = ("way", packed_way(way[0]), "tokens", head.tokens.astype("<i8").tobytes())
-        commands: list[Command] = [] if there[0] else [("HSET", name, head.kind, value, *about)]
-        commands += [("EXPIRE", name, seconds) for _, seconds in self._ttl]
-        marks = self._names.marks_of(head, self._names.of_marks(root, way[1], head.grid))
-        commands += [("SET", mark, name, *word) for mark in marks for word in self._ttl or [()]]
-        replies = self._calls.ask(commands, 0 if there[0] else len(value))
-        if replies is None:
-            return UNANSWERED
-        if there[0]:
-            self._contents.add(head, there[0])
-            return "it is there"
-        if replies[0] is None:
-            return "the server refuses it"
-        self._contents.add(head, len(value))
-        self._tally.add(written_files=1, written_bytes=len(value))
-        return ""
 
 
 def _batches(wanted: Sequence[Place], sizes: Sequence[int]) -> Iterator[tuple[list[Place], list[int]]]:

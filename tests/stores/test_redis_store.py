@@ -18,6 +18,7 @@ from radixcache.stores import redis_contents, redis_names, redis_store
 from radixcache.stores.codec import encoded
 from radixcache.stores.keys import Identity
 from radixcache.stores.redis_names import Names
+from radixcache.stores.redis_storing import RedisStoring
 from tests.stores.made import MODEL, chain, checkpoint, is_right, matched, put_all, resumed
 from tests.stores.redis_server import Server, server, shared_server, store_at  # noqa: F401
 
@@ -139,8 +140,8 @@ def test_a_value_beyond_the_limit_is_neither_written_nor_read(server: Server) ->
 
 def test_a_full_queue_drops_and_nobody_waits(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = chain(range(12))
-    may_write, write = threading.Event(), RedisStore._written_or_why_not
-    monkeypatch.setattr(RedisStore, "_written_or_why_not", lambda *its: may_write.wait(60) and write(*its))
+    may_write, write = threading.Event(), RedisStoring.store
+    monkeypatch.setattr(RedisStoring, "store", lambda *its: may_write.wait(60) and write(*its))
     with store_at(server.url, queue_bytes=blocks[0].nbytes + 1) as store:
         assert [store.put(block) for block in (blocks[0], blocks[0], blocks[1])] == [True, False, False]
         assert store.holds(blocks[0].head.key)
