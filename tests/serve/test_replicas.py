@@ -393,6 +393,7 @@ def test_replicas_share_the_budget_and_know_no_keys(tmp_path: Any) -> None:
         (["--replicas", "2", "--model", "tiny", "--trace", "/tmp/t"], "--trace is written by one cache"),
         (["--replicas", "2", "--model", "tiny", "--router", "best"], "no router 'best'; known: random, "),
         (["--replicas", "2", "--model", "/nowhere/model"], "/nowhere/model"),
+        (["--replicas", "2", "--model", "tiny", "--warm", "/nowhere/warm"], "/nowhere/warm"),
         (["--replicas", "2", "--model", "tiny", "--api-keys", "/nowhere/keys"], "/nowhere/keys cannot be read"),
         (
             ["--replicas", "2", "--model", "tiny", "--ray", "ray://127.0.0.1:1"],

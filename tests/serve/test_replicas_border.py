@@ -14,10 +14,10 @@ serve = pytest.importorskip("ray.serve", reason="Ray has no build for this Pytho
 import ray  # noqa: E402
 from ray import cloudpickle  # noqa: E402
 from ray.serve.config import RequestRouterConfig  # noqa: E402
-from ray.serve.context import ReplicaContext  # noqa: E402
 from ray.serve.exceptions import RayServeException, RequestCancelledError  # noqa: E402
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator  # noqa: E402
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica  # noqa: E402
+from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview, ServeStatus  # noqa: E402
 
 from runner.serve.replicas import border  # noqa: E402
 from runner.serve.replicas.switchboard import Switchboard, put_up  # noqa: E402
@@ -48,7 +48,9 @@ def test_the_options_of_ray_and_serve_are_there() -> None:
             "request_router_config"} <= parameters(serve.deployment)  # fmt: skip
     assert {"name", "route_prefix"} <= parameters(serve.run)
     assert parameters(serve.delete) >= {"name"}
-    assert "replica_id" in {field.name for field in fields(ReplicaContext)}
+    assert "applications" in inspect.get_annotations(ServeStatus)
+    assert "deployments" in inspect.get_annotations(ApplicationStatusOverview)
+    assert "message" in inspect.get_annotations(DeploymentStatusOverview)
 
 
 def test_handles_stream_wait_and_cancel_as_they_are_used() -> None:

@@ -38,6 +38,8 @@ from runner.serve.replicas.switchboard import switchboard_of
 GONE = (RayError, RayServeException)
 #: Of a local Ray: replies are small, and go from hand to hand.
 OBJECT_STORE_BYTES = 80 << 20
+#: What Ray Serve calls all replicas.
+DEPLOYMENT = "replica"
 #: How long whoever listens at a cluster's address may take to say so, in seconds.
 CONNECT_S = 10
 #: How long a replica that does not answer is taken to be busy, in seconds, before it is replaced.
@@ -119,7 +121,7 @@ def deploy(kind: type, arguments: tuple[Any, ...], *, name: str, count: int, cpu
     """
     about: dict[str, Any] = {"request_router_class": Placing, "request_router_kwargs": {"switchboard": name}}
     deployment = serve.deployment(
-        name="replica",
+        name=DEPLOYMENT,
         num_replicas=count,
         ray_actor_options={"num_cpus": cpus},
         max_ongoing_requests=max_calls,
@@ -132,12 +134,9 @@ def deploy(kind: type, arguments: tuple[Any, ...], *, name: str, count: int, cpu
     try:
         return serve.run(deployment.bind(*arguments), name=name, route_prefix=None)
     except RuntimeError as error:
-        raise ValueError(f"the replicas could not be started: {' '.join(str(error).split())[-400:]}") from error
-
-
-def name_of_replica() -> str:
-    """What this process, which is a replica, is called."""
-    return str(serve.get_replica_context().replica_id.unique_id)
+        message = serve.status().applications[name].deployments[DEPLOYMENT].message
+        cause = (message.strip() or str(error)).splitlines()[-1]  # of a traceback
+        raise ValueError(f"the replicas could not be started: {cause}") from error
 
 
 def disconnect(name: str, *, is_local: bool) -> None:

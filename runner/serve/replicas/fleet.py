@@ -49,7 +49,7 @@ class Fleet:
 
     Raises:
         ModelError: there is no such model.
-        ValueError: there is no such router.
+        ValueError: there is no such router, or what is to be warm cannot be.
     """
 
     def __init__(self, options: ServeOptions) -> None:

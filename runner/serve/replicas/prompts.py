@@ -22,6 +22,7 @@ from runner.serve.errors import ApiError
 from runner.serve.models import Models
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import prompt_of
+from runner.serve.warming import read_warm_file
 
 T = TypeVar("T")
 
@@ -36,6 +37,7 @@ class RoutedPrompts:
 
     Raises:
         ModelError: there is no such model.
+        WarmFileError: what is to be warm cannot be.
     """
 
     def __init__(self, options: ServeOptions, secret: bytes) -> None:
@@ -44,6 +46,8 @@ class RoutedPrompts:
         # Of it only what needs no weights is used, and its files are the replicas'.
         self._models = Models(replace(options, disk=None, redis=None, trace=None, warm=None))
         self._tokenizer = self._models.outlined(options.model)
+        for entry in read_warm_file(options.warm) if options.warm else ():
+            entry.tokens(self._tokenizer, options)  # before several processes find out that it cannot be warmed
         self._thread = ThreadPoolExecutor(1, "tokens")
 
     async def ask_of(self, asked: Asked) -> Ask:

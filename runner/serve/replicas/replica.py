@@ -23,7 +23,6 @@ from runner.serve.app import make_app
 from runner.serve.asked import Answer, Asked, Ended, Failed, Job, Record
 from runner.serve.errors import ApiError
 from runner.serve.options import ServeOptions
-from runner.serve.replicas.border import name_of_replica
 from runner.serve.replicas.calls import AdminReply, AdminRequest, called
 from runner.serve.replicas.switchboard import Routed
 from runner.serve.replicas.told import Telling, Told
@@ -49,7 +48,6 @@ class Replica:
 
     def __init__(self, options: ServeOptions, secret: bytes) -> None:
         logging.basicConfig(level=logging.WARNING)
-        self.name = name_of_replica()
         self._options, self._secret = options, secret
         self._watch = Watch()
         self._records: deque[Record] = deque(maxlen=MAX_RECORDS)
