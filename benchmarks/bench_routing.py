@@ -27,7 +27,7 @@ from benchmarks.harness.record import arguments, publish, say
 from benchmarks.harness.recorded_traces import BESIDE, TRACES, add_traces, traces_in
 from runner.files.units import GIB
 from runner.models.footprint import ModelBytes
-from runner.routing.routers import ROUTERS, PrefixRouter, Weights
+from runner.routing.routers import ROUTERS, PrefixRouter
 from runner.simulate.disk import DiskPlan
 from runner.simulate.grid import Job, ReplicaJob, run_locally
 from runner.simulate.replica_row import ReplicaRow
@@ -63,7 +63,7 @@ class Fleet:
 
 FLEETS = {
     "mooncake": Fleet(
-        10_000, Speeds(8_000, 500), (Speeds(7_000, 400), Speeds(12_000, 800), Speeds(40_000, 2_000)), (10, 100)
+        10_000, Speeds(8_000, 500), (Speeds(7_000, 400), Speeds(12_000, 800), Speeds(40_000, 2_000)), (10, 25, 100)
     ),
     "coding agents": Fleet(
         40_000, Speeds(1_000, 50), (Speeds(500, 25), Speeds(5_000, 100), Speeds(8_000, 500)), (1, 10)
@@ -83,14 +83,12 @@ def main(given: Sequence[str] | None = None) -> None:
     table = [_line(row, **{"of pooled": row.token_hit_ratio / pooled[row.trace, row.replicas]}) for row in found]
     about = conclusion(found)
     to_publish("routing", "Routers before replicas", table, conclusion=about, grid=[asdict(row) for row in found])
-    to_publish("routing-speeds", f"At {MANY} replicas, by how fast they are", list(_by_speeds(traces, processes)))
-    to_publish("routing-parts", "The prefix router without its parts", list(_by_parts(traces)))
+    to_publish("routing-speeds", f"At {MANY} replicas, by how fast they are", list(_by_speeds(traces)))
+    to_publish("routing-parts", f"The prefix router without its parts, at {MANY} replicas", list(_by_parts(traces)))
     sessions = list(_by_arrivals(options.traces, options.quick))
     if sessions:
         to_publish("routing-arrivals", f"Other arrivals of the same sessions, at {MANY} replicas", sessions)
-    to_publish(
-        "routing-shared", f"A tier behind {MANY} replicas, 128 KiB a token", list(_by_networks(traces, processes))
-    )
+    to_publish("routing-shared", f"A tier behind {MANY} replicas, 128 KiB a token", list(_by_networks(traces)))
 
 
 def conclusion(rows: Sequence[ReplicaRow]) -> str:
@@ -134,29 +132,25 @@ def _pooled(traces: Sequence[Trace], counts: Sequence[int], processes: int) -> M
     return dict(zip(keys, (row.token_hit_ratio for row in run_locally(traces, jobs, processes)), strict=True))
 
 
-def _by_speeds(traces: Sequence[Trace], processes: int) -> Iterator[dict[str, Any]]:
-    jobs = [
-        replace(_job(traces, index, router), speeds=speeds)
-        for index, fleet in enumerate(_fleet(trace.name) for trace in traces)
-        for speeds in (fleet.speeds, *fleet.other_speeds)
-        for router in ("hash", "prefix")
-    ]
-    for job, row in zip(jobs, run_locally(traces, jobs, processes), strict=True):
-        yield _line(row, **{"prefill tokens/s": job.speeds[0], "decode tokens/s": job.speeds[1]})
+def _by_speeds(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
+    for trace in traces:
+        fleet = _fleet(trace.name)
+        for speeds in (fleet.speeds, *fleet.other_speeds):
+            for router in ("hash", "prefix"):
+                row = simulate_replicas(trace, replace(fleet.setup(router), speeds=speeds))
+                yield _line(row, **{"prefill tokens/s": speeds[0], "decode tokens/s": speeds[1]})
 
 
 def _by_parts(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
     parts = {
-        "all": Weights(),
-        "without evening": Weights(evening=0.0),
-        "without room": Weights(room=0.0),
-        "time to the first token alone": Weights(1.0, 0.0, 0.0),
+        "all": PrefixRouter(),
+        "no evening": PrefixRouter(evening_weight=0.0),
+        "prefill weighed once": PrefixRouter(prefill_weight=1.0),
+        "time to the first token alone": PrefixRouter(prefill_weight=1.0, evening_weight=0.0),
     }
     for trace in traces:
-        for count in (MANY, 64):
-            for name, weights in parts.items():
-                setup = _fleet(trace.name).setup("prefix", count)
-                yield _line(simulate_replicas(trace, setup, router=PrefixRouter(weights=weights)), parts=name)
+        for name, router in parts.items():  # which keep nothing from one trace to the next
+            yield _line(simulate_replicas(trace, _fleet(trace.name).setup("prefix"), router=router), parts=name)
 
 
 def _by_arrivals(folder: Path | None, quick: bool) -> Iterator[dict[str, Any]]:
@@ -170,33 +164,24 @@ def _by_arrivals(folder: Path | None, quick: bool) -> Iterator[dict[str, Any]]:
             yield _line(simulate_replicas(trace, _fleet(trace.name).setup(router)), seed=seed)
 
 
-def _by_networks(traces: Sequence[Trace], processes: int) -> Iterator[dict[str, Any]]:
-    jobs = [
-        _job(traces, index, router, gbit_per_s)
-        for index, fleet in enumerate(_fleet(trace.name) for trace in traces)
-        for router in ("random", "prefix")
-        for gbit_per_s in (None, *fleet.gbits_per_s)
-    ]
-    for job, row in zip(jobs, run_locally(traces, jobs, processes), strict=True):
-        tier, shared = job.each.disk, row.shared
-        yield _line(
-            row,
-            **{
-                "Gbit/s": None if tier is None else tier.read_bytes_per_s * 8 / 1e9,
-                "from there": None if shared is None else shared.token_hit_ratio,
-                "GiB read": None if shared is None else shared.read_bytes / GIB,
-                "GiB written": None if shared is None else shared.written_bytes / GIB,
-            },
-        )
-
-
-def _job(traces: Sequence[Trace], index: int, router: str, gbit_per_s: float | None = None) -> ReplicaJob:
-    """A router before many replicas; with a tier behind them if its speed is given."""
-    fleet, tier = _fleet(traces[index].name), None
-    if gbit_per_s is not None:
-        tier = DiskPlan(1 << 60, gbit_per_s * 1e9 / 8, fleet.speeds.prefill_tokens_per_s, "close")
-    each = Job(index, "lru", fleet.blocks, None, MODEL, tier)
-    return ReplicaJob(each, router, MANY, fleet.speeds)
+def _by_networks(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
+    for trace in traces:
+        fleet, sizes = _fleet(trace.name), BlockSizes.of(MODEL, trace.block_tokens)
+        for router in ("random", "prefix"):
+            setup = replace(fleet.setup(router), budget_bytes=fleet.blocks * sizes.span_bytes, sizes=sizes)
+            for gbit_per_s in (0.0, *fleet.gbits_per_s):
+                tier = DiskPlan(1 << 60, gbit_per_s * 1e9 / 8, fleet.speeds.prefill_tokens_per_s, "close")
+                row = simulate_replicas(trace, replace(setup, shared=tier if gbit_per_s else None))
+                shared = row.shared
+                yield _line(
+                    row,
+                    **{
+                        "Gbit/s": gbit_per_s or None,
+                        "from there": None if shared is None else shared.token_hit_ratio,
+                        "GiB read": None if shared is None else shared.read_bytes / GIB,
+                        "GiB written": None if shared is None else shared.written_bytes / GIB,
+                    },
+                )
 
 
 def _line(row: ReplicaRow, **more: Any) -> dict[str, Any]:

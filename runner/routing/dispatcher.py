@@ -105,7 +105,6 @@ class Dispatcher:
                 backlog.waiting_s(now_s),
                 min(ask.tokens, self.directory.matched_blocks(replica, ask.digests) * self.block_tokens),
                 backlog.recent_s(now_s),
-                self.directory.count(replica),
             )
             for replica, backlog in self._backlogs.items()
             if among is None or replica in among

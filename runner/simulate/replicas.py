@@ -5,9 +5,9 @@
                  └───────────────────────────────────────────────────────────────────────────────────────┘
 
 The caches are the deployed ones, in sizes, and so is what decides (`runner/routing`). A replica serves one request
-after the other. What it has given up it tells the router once somebody asks for it, and the router knows of no more
-blocks than a replica has room for. Behind the replicas there may be one shared tier, as the deployed one over a store
-of sizes; each reads it as fast as its own link, and writing takes no time.
+after the other. What it has given up it tells the router at once; what the router thinks beyond that it may be wrong
+about. Behind the replicas there may be one shared tier, as the deployed one over a store of sizes; each reads it as
+fast as its own link, and writing takes no time.
 
   RS1  Each request is served once, by one replica, in the order in which they came there.
   RS2  Nothing is decided by what has not happened yet: neither lengths of replies nor ends are known to the router.
@@ -26,7 +26,6 @@ import numpy as np
 
 from radixcache.sized_cache import stored_keys
 from runner.routing.digests import BLOCK_TOKENS
-from runner.routing.directory import MAX_DIGESTS
 from runner.routing.dispatcher import Dispatcher
 from runner.routing.rates import FIRST, Coefficients, Rates
 from runner.routing.routers import Ask, Router, make_router
@@ -72,22 +71,11 @@ class Setup:
         """One replica's cache."""
         return Simulation(trace, self.policy, self.budget_bytes, self.sizes, machine)
 
-    def dispatcher(self, trace: Trace, names: Iterable[str], router: Router | None) -> Dispatcher:
+    def dispatcher(self, names: Iterable[str], block_tokens: int, router: Router | None) -> Dispatcher:
         """What decides; it knows the speeds, and nothing yet of how long replies are."""
-        stride = digest_blocks(trace)
-        blocks = self.budget_bytes // self.sizes.span_bytes if self.sizes.span_bytes else MAX_DIGESTS * stride
-        return Dispatcher(
-            router or make_router(self.router, self.seed),
-            names,
-            rates=Rates(Coefficients(1 / self.speeds[0], 1 / self.speeds[1], FIRST.output_tokens)),
-            block_tokens=stride * trace.block_tokens,
-            max_digests=min(MAX_DIGESTS, max(1, blocks // stride)),
-        )
-
-
-def digest_blocks(trace: Trace) -> int:
-    """Blocks of a trace to a digest: as long as the deployed ones, or a block where that is longer."""
-    return max(1, BLOCK_TOKENS // trace.block_tokens)
+        first = Coefficients(1 / self.speeds.prefill_tokens_per_s, 1 / self.speeds.decode_tokens_per_s, FIRST[-1])
+        router = router or make_router(self.router, self.seed)
+        return Dispatcher(router, names, rates=Rates(first), block_tokens=block_tokens)
 
 
 @dataclass(slots=True)
@@ -148,8 +136,9 @@ class Replicas:
         self.machine = None if setup.shared is None else Machine(setup.shared, trace.block_tokens)
         self.replicas = [Replica(f"{index:04}", setup.cache(trace, self.machine)) for index in range(setup.replicas)]
         self._by_name = {replica.name: replica for replica in self.replicas}
-        self._stride = digest_blocks(trace)
-        self.dispatcher = setup.dispatcher(trace, self._by_name, router)
+        # Blocks of the trace to a digest: as long as the deployed ones, or a block where that is longer.
+        self._stride = max(1, BLOCK_TOKENS // trace.block_tokens)
+        self.dispatcher = setup.dispatcher(self._by_name, self._stride * trace.block_tokens, router)
         self.served: dict[int, Served] = {}
         self.went: list[str] = []
         self.matched_tokens = 0

@@ -38,9 +38,9 @@ def test_the_conclusion_is_computed_from_the_rows(written: dict[str, dict[str, A
 
 
 def test_the_parts_of_the_prefix_router_change_where_requests_go(written: dict[str, dict[str, Any]]) -> None:
-    rows = {(row["parts"], row["replicas"]): row["token hits"] for row in written["routing-parts"]["rows"]}
-    assert rows["without evening", 8] >= rows["all", 8]
-    assert len(set(rows.values())) > 2
+    rows = {row["parts"]: row["token hits"] for row in written["routing-parts"]["rows"]}
+    assert rows["no evening"] >= rows["all"]
+    assert len(set(rows.values())) > 1
 
 
 def test_a_tier_behind_all_replicas_finds_what_was_computed_elsewhere(written: dict[str, dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from runner.routing.backlog import HALF_LIFE_S
 from runner.routing.dispatcher import Choice, Dispatcher
 from runner.routing.rates import Coefficients, Rates
-from runner.routing.routers import ROUTERS, Ask, Others, View, make_router, weighed_s
+from runner.routing.routers import ROUTERS, UNEVEN, Ask, View, make_router, weighed_s
 
 #: A token takes a second to prefill, and nothing to decode.
 PLAIN = Coefficients(prefill_s=1.0, decode_s=0.0, output_tokens=1.0)
@@ -41,7 +41,7 @@ def chosen(ask: Ask, *views: View) -> str:
 
 @pytest.mark.parametrize(("waiting_s", "goes_to"), [(89.0, "a"), (91.0, "b")])
 def test_a_prefix_is_left_once_waiting_for_it_takes_three_times_its_prefill(waiting_s: float, goes_to: str) -> None:
-    views = View("a", waiting_s, 30, 50.0, 0), View("b", 0.0, 0, 50.0, 0)
+    views = View("a", waiting_s, 30, 50.0), View("b", 0.0, 0, 50.0)
     assert chosen(Ask([1, 2, 3], 40), *views) == goes_to
 
 
@@ -51,21 +51,12 @@ def test_a_prefix_is_left_once_waiting_for_it_takes_three_times_its_prefill(wait
 def test_a_replica_that_had_more_work_than_others_is_left_only_where_work_waits(
     waiting_s: float, recent_s: float, goes_to: str
 ) -> None:
-    views = View("a", waiting_s, 20, recent_s, 0), View("b", 0.0, 0, 100.0, 0)
+    views = View("a", waiting_s, 20, recent_s), View("b", 0.0, 0, 100.0)
     assert chosen(Ask([1, 2], 20), *views) == goes_to
 
 
 def test_what_nobody_has_goes_to_who_had_the_least_work_of_late() -> None:
-    views = View("a", 0.0, 0, 3.0, 9), View("b", 0.0, 0, 2.0, 9), View("c", 0.0, 0, 4.0, 9)
-    assert chosen(Ask([1], 10), *views) == "b"
-
-
-@pytest.mark.parametrize(("tokens", "goes_to"), [(39, "full"), (41, "empty")])
-def test_a_prompt_of_which_a_full_replica_has_less_than_a_quarter_goes_to_an_empty_one(
-    tokens: int, goes_to: str
-) -> None:
-    views = View("full", 0.0, 10, 0.0, 900), View("empty", 0.0, 0, 0.0, 0)
-    assert chosen(Ask([1, 2, 3], tokens), *views) == goes_to
+    assert chosen(Ask([1], 10), View("a", 0.0, 0, 3.0), View("b", 0.0, 0, 2.0), View("c", 0.0, 0, 4.0)) == "b"
 
 
 def test_work_counts_for_less_as_time_goes_by_and_for_what_it_turned_out_to_be() -> None:
@@ -187,7 +178,8 @@ class Walk(RuleBasedStateMachine):
         ask = Ask(digests, 10 * len(digests) + rest)
         views = self.tested.views(ask, self.now_s)
         choice = self.tested.choose(ask, self.now_s)
-        weighed = {view.replica: weighed_s(ask, view, PLAIN, Others.of(views)) for view in views}
+        even_s = UNEVEN * sum(view.recent_s for view in views) / 3
+        weighed = {view.replica: weighed_s(ask, view, PLAIN, even_s) for view in views}
         assert weighed[choice.replica] == min(weighed.values())
         for view in views:
             matched = view.matched_tokens // 10
