@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -155,7 +157,7 @@ def test_a_full_queue_drops_and_nobody_waits(server: Server, monkeypatch: pytest
     assert resumed(store, range(4)) == 4
 
 
-def test_use_keeps_a_chain_from_expiring_with_its_landmarks(server: Server) -> None:
+def test_use_keeps_a_chain_from_expiring_with_its_landmarks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(server, *chain(range(8)), ttl_s=1000)
     assert all(990 <= server.client.ttl(key) <= 1000 for key in names_in(server))
     for key in names_in(server):
@@ -167,6 +169,10 @@ def test_use_keeps_a_chain_from_expiring_with_its_landmarks(server: Server) -> N
             server.client.expire(key, 900)
         assert matched(store, range(8))  # so soon it is not said again
         assert all(server.client.ttl(key) <= 900 for key in names_in(server))
+        later_ns = time.time_ns() + 251 * 10**9
+        monkeypatch.setattr(redis_contents, "time", SimpleNamespace(time_ns=lambda: later_ns))
+        assert matched(store, range(8))
+        assert all(990 <= server.client.ttl(key) <= 1000 for key in names_in(server))
     stored(server, *chain(range(100, 108)), ttl_s=None)
     assert {server.client.ttl(place_of(block)) for block in chain(range(100, 108))} == {-1}
 
