@@ -44,7 +44,7 @@ def test_the_options_of_ray_and_serve_are_there() -> None:
             "logging_level"} <= parameters(ray.init)  # fmt: skip
     assert {"proxy_location", "logging_config"} <= parameters(serve.start)
     assert {"name", "num_replicas", "ray_actor_options", "max_ongoing_requests", "graceful_shutdown_timeout_s",
-            "graceful_shutdown_wait_loop_s", "health_check_timeout_s", "max_constructor_retry_count",
+            "graceful_shutdown_wait_loop_s", "max_constructor_retry_count",
             "request_router_config"} <= parameters(serve.deployment)  # fmt: skip
     assert {"name", "route_prefix"} <= parameters(serve.run)
     assert parameters(serve.delete) >= {"name"}

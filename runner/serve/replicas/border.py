@@ -42,8 +42,6 @@ OBJECT_STORE_BYTES = 80 << 20
 DEPLOYMENT = "replica"
 #: How long whoever listens at a cluster's address may take to say so, in seconds.
 CONNECT_S = 10
-#: How long a replica that does not answer is taken to be busy, in seconds, before it is replaced.
-HEALTH_TIMEOUT_S = 60
 
 
 class Placing(RequestRouter):
@@ -127,7 +125,6 @@ def deploy(kind: type, arguments: tuple[Any, ...], *, name: str, count: int, cpu
         max_ongoing_requests=max_calls,
         graceful_shutdown_timeout_s=5,
         graceful_shutdown_wait_loop_s=0.1,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_constructor_retry_count=1,
         request_router_config=RequestRouterConfig(**about),
     )(kind)
