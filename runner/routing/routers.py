@@ -12,8 +12,8 @@
 
 Each by itself the first two are the time to the first token. But a token that is prefilled again is work for those that
 come behind too, and takes the room of another prefix: weighed once, an hour of a chat service finds 0.81 to 0.87 of
-what can be found at 8 replicas, weighed three times 0.92 to 0.94, and nobody waits longer (the 95th percentile of the
-time to the first token is 5.4 s against 5.6). The last one moves long conversations off a replica that has had more of
+what can be found at 8 replicas, weighed three times 0.92 to 0.94, and nobody waits longer for it
+(benchmarks/results/routing-parts.json). The last one moves long conversations off a replica that has had more of
 them than others, once somebody has to wait for it; idle replicas are left uneven.
 
 Ties of `prefix` go to the replica that had the least work of late, then by a hash of prompt and replica. A router sees

@@ -1,0 +1,108 @@
+"""docs/many-machines.md: its commands run, and its figures are those of the benchmark and of the models."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixcache.paging.rates import SURE
+from runner.cli import main
+from runner.models.sizes import model_bytes
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "many-machines.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^    radixcache (.+)$", PAGE, re.MULTILINE)
+
+LLAMA = {"model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": 1000, "rms_norm_eps": 1e-5}
+QWEN = {
+    **LLAMA, "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "rope_theta": 1e6,
+    "max_position_embeddings": 40960, "tie_word_embeddings": True,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def sized(config: dict[str, Any], layers: int, width: int, inner: int, heads: int, **more: Any) -> dict[str, Any]:
+    sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner}
+    return {**config, **sizes, "num_attention_heads": heads, **more}
+
+
+MODELS = {
+    "SmolLM2-135M": sized(LLAMA, 30, 576, 1536, 9, num_key_value_heads=3),
+    "Qwen3-0.6B": sized(QWEN, 28, 1024, 3072, 16),
+    "Qwen3-4B": sized(QWEN, 36, 2560, 9728, 32),
+    "Llama-3.1-8B": sized(LLAMA, 32, 4096, 14336, 32, num_key_value_heads=8),
+    "Qwen3-30B-A3B": sized(QWEN, 48, 2048, 6144, 32, **EXPERTS, model_type="qwen3_moe", num_key_value_heads=4),
+    "Llama-3.3-70B": sized(LLAMA, 80, 8192, 28672, 64, num_key_value_heads=8),
+}
+
+
+def table(heading: str) -> list[list[str]]:
+    """The first table below a sentence, without its header."""
+    lines = PAGE[PAGE.index(heading) :].splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("|---"))
+    rows = []
+    for line in lines[first + 1 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip().strip("`") for cell in line.strip("|").split("|")])
+    return rows
+
+
+def published(name: str) -> list[dict[str, Any]]:
+    document = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    rows: list[dict[str, Any]] = document["rows"]
+    return rows
+
+
+def percent(ratio: float) -> str:
+    return f"{ratio:.1%}".replace("%", " %")
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_of_the_page_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    requests = [{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}] * 4
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(each) + "\n" for each in requests), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["SmolLM2-135M"]), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(line.split())
+    assert stopped.value.code == 0
+    assert "prefix" in capsys.readouterr().out
+
+
+def test_the_page_shows_commands() -> None:
+    assert len(COMMANDS) >= 3
+
+
+def test_what_routers_find_is_what_the_benchmark_published() -> None:
+    found = {(row["trace"], row["router"], row["replicas"]): row["of infinite"] for row in published("routing")}
+    rows = table("The token hits of so many replicas")
+    assert len(rows) * 6 == len(found)
+    for trace, router, *cells in rows:
+        assert cells == [percent(found[trace, router, count]) for count in (1, 2, 4, 8, 16, 64)]
+
+
+def test_waiting_and_load_at_eight_replicas_are_what_the_benchmark_published() -> None:
+    found = {(row["trace"], row["router"]): row for row in published("routing") if row["replicas"] == 8}
+    rows = table("At 8 replicas, with what it means")
+    assert {(trace, router) for trace, router, *_ in rows} == found.keys()
+    for trace, router, share, *waits, p95, most in rows:
+        row = found[trace, router]
+        assert [share, p95, most] == [percent(row["of infinite"]), f"{row['load p95']:.2f}", f"{row['load max']:.2f}"]
+        for shown, exact in zip(waits, (row["TTFT s p50"], row["p95"], row["p99"]), strict=True):
+            assert float(shown.removesuffix(" s").replace(",", "")) == pytest.approx(exact, rel=0.02, abs=0.05)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_prefill_up_to_which_a_link_is_worth_it_follows_from_the_bytes_of_a_token(model: str) -> None:
+    (cells,) = (cells for name, *cells in table("So\nthis is the prefill") if name == model)
+    token_bytes = model_bytes(MODELS[model]).token_bytes
+    worth = [SURE * gbit_per_s * 1e9 / 8 / token_bytes for gbit_per_s in (1, 10, 25, 100)]
+    assert cells == [f"{token_bytes:,}", *(f"{round(each):,}" for each in worth)]
