@@ -100,6 +100,16 @@ def test_waiting_and_load_at_eight_replicas_are_what_the_benchmark_published() -
             assert float(shown.removesuffix(" s").replace(",", "")) == pytest.approx(exact, rel=0.02, abs=0.05)
 
 
+def test_what_a_tier_behind_all_brings_is_what_the_benchmark_published() -> None:
+    rows = table("A tier behind all 8 replicas")
+    found = published("routing-shared")
+    assert [cells[:1] + cells[2:3] for cells in rows] == [
+        [each["router"], percent(each["of infinite"])] for each in found
+    ]
+    read_gib = [each["GiB read"] for each in found]
+    assert [cells[5] for cells in rows] == ["" if each is None else f"{each:,.0f}" for each in read_gib]
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_prefill_up_to_which_a_link_is_worth_it_follows_from_the_bytes_of_a_token(model: str) -> None:
     (cells,) = (cells for name, *cells in table("So\nthis is the prefill") if name == model)
