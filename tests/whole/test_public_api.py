@@ -162,6 +162,7 @@ def test_what_users_may_ask_of_a_cache_is_this() -> None:
         "clear_quarantine",
         "close",
         "dump",
+        "edges",
         "explain",
         "fetch",
         "flush",
