@@ -76,6 +76,7 @@ class Bringing:
             self._rates.was_refused({each.tier for each in refused}, start, refused[-1].end)
         if not links:
             return "slower than prefill"
+        links = self._less_what_tells(resume, links)
         with self._states.guarded(match.node):
             try:
                 return self._read(match, resume, links, keys, namespace, use)
@@ -135,6 +136,20 @@ class Bringing:
             if after is None or (after.tier != link.tier and can_resume):
                 yield run
                 run = []
+
+    def _less_what_tells(self, resume: int, links: list[Link]) -> list[Link]:
+        """These, without the end that is prefilled to learn what prefill takes, where that is due."""
+        tokens = self._rates.tokens_to_prefill()
+        last = links[-1].end - tokens
+        ends = [
+            count
+            for count, link in enumerate(links, 1)
+            if resume < link.end <= last and (link.has_checkpoint or not self._layout.has_states)
+        ]
+        if not tokens or not ends:
+            return links
+        self._rates.was_left()
+        return links[: ends[-1]]
 
     def _is_worth_reading(self, start: int, links: Sequence[Link]) -> bool:
         return self._rates.is_worth_reading(self._tier_bytes(links), start, links[-1].end)

@@ -6,6 +6,7 @@
 Recent measurements count for more: each takes a tenth off the weight of those before it. A pass over few tokens takes
 longer by the token, and says nothing about many: it counts where no longer one was measured for long. What is slower
 is not read; now and then some of it is, to see whether it still is, for at most `TRIAL` of what prefill took meanwhile.
+Where all prompts are there to be read, nothing would ever say what prefill takes: the end of one is prefilled instead.
 
 The only file of the cache that reads a clock, and only where there is a store.
 """
@@ -27,6 +28,8 @@ SHORTENED = 0.99
 TRIAL = 0.01
 #: Of what prefill is expected to take reading may take so much: both are estimates, and hold for none to the last bit.
 SURE = 0.8
+#: What prefill takes is not told by passes over fewer tokens alone.
+TELLING_TOKENS = 256
 #: Tokens of the first depth, and of each one the double of those before it.
 DEPTH_TOKENS = 512
 
@@ -66,6 +69,7 @@ class Rates:
         self._last_bytes: dict[int, int] = {}
         self._prefill: dict[int, Rate] = {}
         self._longest = 0.0
+        self._was_told = False
 
     @contextmanager
     def timing_prefill(self, start: int, end: int) -> Iterator[None]:
@@ -97,6 +101,15 @@ class Rates:
             if self._reading[tier].refused_seconds:
                 self._reading[tier] = Reading()
             self._reading[tier].rate.add(nbytes[tier], seconds.get(tier, 0.0))
+
+    def tokens_to_prefill(self) -> int:
+        """How many tokens had better be prefilled though they can be read, to learn what that takes; once, else 0."""
+        is_due = not self._was_told and self._longest < TELLING_TOKENS and bool(self._last_bytes)
+        return TELLING_TOKENS if is_due else 0
+
+    def was_left(self) -> None:
+        """So many were left to prefill."""
+        self._was_told = True
 
     def was_refused(self, tiers: Iterable[int], start: int, end: int) -> None:
         """Reading [start, end) from these stores was found too slow."""

@@ -916,6 +916,14 @@ ROWS = (
         ("tests/groups/test_prefill_many.py",),
     ),
     Mutant(
+        "what-prefill-takes-is-never-learnt",
+        "radixcache",
+        "links = self._less_what_tells(resume, links)",
+        "pass",
+        "Where all prompts are stored, they are read however slow the store is.",
+        ("tests/paging/test_slow_stores.py",),
+    ),
+    Mutant(
         "a-row-that-stays-is-a-hole",
         "radixcache",
         "return rows + holes == len(self.rows) and self._idle_tokens <= len(self.rows)",

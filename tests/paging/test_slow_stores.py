@@ -1,0 +1,72 @@
+"""A store that is slower than prefill, where all prompts are there to be read; the clock is the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from radixcache import DiskStore, PrefixCache
+from radixcache.paging import tier
+from radixcache.paging.rates import TELLING_TOKENS, Rates
+from radixcache.stores.block import Block, Kind
+from runner.models.tiny import tiny_model
+from tests.paging.test_rates import Clock
+from tests.prompts import tokens
+from tests.restarts import cold, is_close, serve
+
+LENGTH = 1300
+#: Of a prompt in blocks of 512 tokens, the last of which is long enough to tell.
+LEFT = LENGTH - 1024
+
+
+class Slow(DiskStore):
+    """Takes 100 seconds a block."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        super().__init__(path, budget_bytes=1 << 30, write_on="close", min_free_bytes=0)
+        self._clock = clock
+
+    def read(self, wanted: Sequence[tuple[bytes, Kind]]) -> Iterator[Block | None]:
+        for block in super().read(wanted):
+            self._clock.now_s += 100
+            yield block
+
+
+class Timed:
+    """A model that takes a second for each pass."""
+
+    def __init__(self, model: Any, clock: Clock) -> None:
+        self._model, self._clock = model, clock
+
+    def __call__(self, ids: mx.array, **named: Any) -> Any:
+        self._clock.now_s += 1
+        return self._model(ids, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding"])
+def test_what_prefill_takes_is_learnt_by_the_end_of_one_prompt_and_then_nothing_is_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(tier, "Rates", lambda cost, _: Rates(cost, clock))
+    model = tiny_model(kind)
+    prompts = [tokens(number, LENGTH, first=number) for number in range(4)]
+    with Slow(tmp_path, clock) as store, PrefixCache(model, store=store) as cache:
+        for prompt in prompts:
+            serve(cache, model, prompt)
+    with Slow(tmp_path, clock) as store, PrefixCache(model, store=store) as cache:
+        cached = []
+        for prompt in prompts:
+            found, logits = serve(cache, Timed(model, clock), [*prompt, 1])
+            assert is_close(logits, cold(model, [*prompt, 1]))
+            cached.append(found)
+            cache.check()
+    assert LEFT >= TELLING_TOKENS
+    assert cached == [LENGTH, LENGTH - LEFT, 0, 0]
