@@ -16,7 +16,7 @@ from runner.traces.request import Trace
 #: Of one second of the trace a replica has at most one to work in.
 FULL = 0.95
 COUNTS = (
-    "Token hits: prompt tokens that were stored where they were asked for / prompt tokens; of infinite: the same, by"
+    "Token hits: prompt tokens that were stored where they were asked for / prompt tokens; of best: the same, by"
     " those that one cache without limit has. TTFT: from arrival to the end of prefill, waiting included. Busy: of the"
     " time until all is done, what the replicas worked. Load: the 95th percentile and the most of the replicas' seconds"
     " of work, by their mean."
@@ -32,31 +32,45 @@ SHARED_NOTE = (
 
 
 def replicas_table(rows: Sequence[ReplicaRow]) -> Table:
-    """One row per simulation."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("trace", "router"):
-        table.add_column(heading)
+    """One row per simulation, in 80 columns where there is one trace and no tier; no figure is ever cut."""
+    traces = ("trace",) if len({row.trace for row in rows}) > 1 else ()
     sizes = ("GiB each",) if any(row.capacity_bytes is not None for row in rows) else ("blocks each",)
     shared = ("from there", "GiB read", "GiB written") if any(row.shared is not None for row in rows) else ()
     waits = ("TTFT s p50", "p95", "p99")
-    for heading in ("replicas", *sizes, "token hits", "of infinite", *shared, *waits, "busy", "load p95", "max", "s"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            Text(row.trace),
-            Text(row.router),
-            f"{row.replicas:,}",
-            f"{row.capacity_blocks:,}" if row.capacity_bytes is None else f"{row.capacity_bytes / GIB:.4g}",
-            f"{row.token_hit_ratio:.4f}",
-            f"{row.share_of_infinite:.3f}",
-            *_shared_cells(row),
-            *(f"{each:,.3g}" for each in (row.ttft_s_p50, row.ttft_s_p95, row.ttft_s_p99)),
-            f"{row.busy:.2f}",
-            f"{row.load_p95:.2f}",
-            f"{row.load_max:.2f}",
-            f"{row.seconds:.1f}",
+    names = (*traces, "router")
+    headings = (*names, "replicas", *sizes, "token hits", "of best", *shared, *waits, "busy", "load p95", "max")
+    cells = [_cells(row, has_trace=bool(traces)) for row in rows]
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    for heading, column in zip(headings, zip(*cells, strict=True), strict=True):
+        table.add_column(
+            heading,
+            justify="left" if heading in names else "right",
+            overflow="fold",
+            min_width=max(map(len, [*heading.split(), *(column if heading != "trace" else ())])),
         )
+    for each in cells:
+        table.add_row(*map(Text, each))
     return table
+
+
+def _cells(row: ReplicaRow, *, has_trace: bool) -> list[str]:
+    return [
+        *([row.trace] if has_trace else []),
+        row.router,
+        f"{row.replicas:,}",
+        f"{row.capacity_blocks:,}" if row.capacity_bytes is None else f"{row.capacity_bytes / GIB:.4g}",
+        f"{row.token_hit_ratio:.4f}",
+        f"{row.share_of_infinite:.3f}",
+        *_shared_cells(row),
+        *map(_seconds, (row.ttft_s_p50, row.ttft_s_p95, row.ttft_s_p99)),
+        f"{row.busy:.2f}",
+        f"{row.load_p95:.2f}",
+        f"{row.load_max:.2f}",
+    ]
+
+
+def _seconds(value_s: float) -> str:
+    return f"{value_s:,.0f}" if value_s >= 100 else f"{value_s:.3g}"
 
 
 def _shared_cells(row: ReplicaRow) -> list[str]:
