@@ -13,13 +13,17 @@ from benchmarks.bench_serve import OURS, THEIRS, Load, Run
 from benchmarks.harness.chat_client import Reply
 
 
-def row(server: str, load: str = "shared", speed: float = 1.0, prefilled: int = 100) -> dict[str, Any]:
+def row(
+    server: str, load: str = "shared", speed: float = 1.0, prefilled: int = 100, most: float | None = None
+) -> dict[str, Any]:
     return {
         "model": "m",
         "load": load,
         "users": 16,
         "server": server,
-        "tokens/s": speed,
+        "by theirs": speed,
+        "least": speed,
+        "most": most or speed,
         "prefilled tokens": prefilled,
     }
 
@@ -46,10 +50,13 @@ def test_a_run_counts_what_was_not_cached_and_generated_tokens_by_its_seconds() 
     assert (run.prefilled_tokens, run.tokens_per_s) == (90, 4.0)
 
 
-def test_the_conclusion_names_every_load_that_is_slower_and_says_how_much_is_prefilled_where_it_is_tight() -> None:
+def test_the_conclusion_names_every_load_that_is_slower_and_what_is_prefilled_where_it_is_tight() -> None:
     rows = [row(OURS, speed=3.0), row(THEIRS), row(OURS, "tight", 0.9, 30), row(THEIRS, "tight")]
     said = bench_serve.conclusion(rows)
     assert "slower than mlx_lm.server: m, tight, 16 users (0.90)" in said
+    assert "faster in some" not in said
+    alike = bench_serve.conclusion([row(OURS, "own", 0.98, most=1.01), row(THEIRS, "own")])
+    assert alike.startswith("slower in the median, faster in some turns: m, own, 16 users (0.98; 0.98 to 1.01)")
     assert "m, shared, 16 users: 3.00 times" in said
     assert "m, tight, 16 users: 0.30 of its prefilled tokens" in said
     assert "never slower" in bench_serve.conclusion(rows[:2])
