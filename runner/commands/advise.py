@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from runner.models.footprint import ModelBytes
     from runner.simulate.disk import DiskPlan
+    from runner.simulate.disk_advice import DiskAdvice
     from runner.simulate.mrc import Curve
-    from runner.simulate.row import SimulationRow
     from runner.simulate.sampling import Estimate
     from runner.traces.request import Trace
 
@@ -45,14 +45,14 @@ class Comparison(NamedTuple):
         rows: of policies on the whole trace; None: they were not compared.
         notes: how they were chosen.
         estimates: what samples said of all policies.
-        with_disk: LRU with a disk beside memory; None: that was not simulated.
+        with_disk: what a disk besides brings LRU; None: that was not simulated.
         stop: what broke it off.
     """
 
     rows: list[dict[str, Any]] | None
     notes: "Sequence[str]" = ()
     estimates: "Sequence[Estimate]" = ()
-    with_disk: "SimulationRow | None" = None
+    with_disk: "DiskAdvice | None" = None
     stop: Exception | None = None
 
 
@@ -180,7 +180,8 @@ def _compared(
     seed: int,
 ) -> Comparison:
     from policies import POLICIES
-    from runner.simulate.advise import LEVEL, disk_note, sample_note
+    from runner.simulate.advise import LEVEL, sample_note
+    from runner.simulate.disk_advice import DiskAdvice
     from runner.simulate.grid import Job
     from runner.simulate.sampling import WHOLE_REFS, apart, best_two, estimates_of, parts_of, samples_of
 
@@ -214,18 +215,23 @@ def _compared(
     elif not has_checkpoints:
         names.insert(0, "belady")
     grid = [Job(0, name, capacity_blocks, None, sizes) for name in names]
-    if disk is not None:
+    with_disk = None
+    if disk is not None and sizes is not None and is_long and not full and not has_checkpoints:
+        with_disk = DiskAdvice.estimated(
+            curve, disk, capacity_blocks, trace.block_tokens, sizes.token_bytes * trace.block_tokens
+        )
+    elif disk is not None:
         grid.append(Job(0, "lru", capacity_blocks, None, sizes, disk))
     found, stop = run_grid([trace], grid, jobs)
     if stop is not None:
         # What finished says nothing about what did not.
         return Comparison(None, [*notes, INTERRUPTED], estimates, stop=stop)
-    with_disk = None if disk is None else found.pop()
+    beside = found.pop() if disk is not None and with_disk is None else None
     rows = [*([] if "lru" in names else [lru]), *map(asdict, found)]
-    if with_disk is not None:
+    if beside is not None:
         alone = next(row["token_hit_ratio"] for row in rows if row["policy"] == "lru")
-        notes.append(disk_note(with_disk, alone))
-    return Comparison(rows, notes, estimates, with_disk)
+        with_disk = DiskAdvice.simulated(beside, alone)
+    return Comparison(rows, [*notes, with_disk.note] if with_disk else notes, estimates, with_disk)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -15,10 +15,10 @@ from statistics import fmean
 from typing import Any
 
 from radixcache.stores.sized_store import HEAD_BYTES
-from runner.files.units import GIB, MIB, plural
+from runner.files.units import GIB, plural
 from runner.simulate.curve_report import COUNTS
+from runner.simulate.disk_advice import DiskAdvice
 from runner.simulate.mrc import Curve
-from runner.simulate.row import SimulationRow
 from runner.simulate.sampling import Estimate
 from runner.traces.request import Trace
 
@@ -209,22 +209,11 @@ def sample_note(estimates: Sequence[Estimate], samples: Sequence[Trace], whole: 
     )
 
 
-def disk_note(row: SimulationRow, alone: float) -> str:
-    """What a disk brings, from a simulation with it and the token hit ratio of the same one without."""
-    assert row.disk is not None, row
-    plan = row.disk.plan
-    return (
-        f"With a disk of {plan.budget_bytes / GIB:,.2f} GiB besides, {row.policy} saves {row.token_hit_ratio:.1%} of"
-        f" prefill instead of {alone:.1%}, and writes {row.disk.written_bytes / GIB:,.2f} GiB to it, if that reads"
-        f" {plan.read_bytes_per_s / MIB:,.0f} MiB/s and the model prefills {plan.prefill_tokens_per_s:,.0f} tokens/s."
-    )
-
-
 def advice_document(
     advice: Advice,
     best: BestPolicy | None = None,
     estimates: Sequence[Estimate] = (),
-    with_disk: SimulationRow | None = None,
+    with_disk: DiskAdvice | None = None,
     *,
     interrupted: bool = False,
 ) -> dict[str, Any]:
