@@ -74,11 +74,11 @@ class Load:
 def _loads() -> Iterator[Load]:
     # What differs by a multiple of itself is measured less often than what hardly differs.
     for users in (1, 8, 16):
-        yield Load("kv", "shared", users, system=2000, own=60, repeats=3)
+        yield Load("kv", "shared", users, system=2000, own=60, repeats=2)
         yield Load("kv", "growing", users, system=200, own=150, turns=4)
         yield Load("kv", "own", users, system=0, own=600)
     for model in ("sliding", "conv"):
-        yield Load(model, "shared", 16, system=2000, own=60, repeats=3)
+        yield Load(model, "shared", 16, system=2000, own=60, repeats=2)
         yield Load(model, "growing", 8, system=200, own=150, turns=4)
     # Hardly any forward pass: what is left is Python, for a second or less.
     yield Load("llama", "shared", 16, system=2000, own=60)

@@ -223,12 +223,14 @@ class Group:
         return next((logits for _, logits in self.prefill_many(model, [row], tokens)), None)
 
     def prefill_many(
-        self, model: Any, rows: Sequence[Row], tokens: int | None = None
+        self, model: Any, rows: Sequence[Row], tokens: int | None = None, *, leaves_last: bool = False
     ) -> Iterator[tuple[Row, mx.array]]:
         """Evaluate the next tokens of the prompts of several rows, side by side where that is the faster way.
 
         Args:
             model, tokens: as in `prefill`; so many tokens of each.
+            leaves_last: where a prompt's last token would go through a pass of its own, leave it to `step`, in which it
+                goes with those of others.
 
         Yields:
             Each row whose prompt is through, once it is, with logits as `prefill` returns them.
@@ -245,6 +247,8 @@ class Group:
         for row in rows:
             self._start(model, row)
             ends[row] = row.position + min(row.prompt_left, wanted or row.prompt_left)
+            is_long = len(rows) * (ends[row] - row.position) > LOGITS_TOKENS
+            ends[row] -= leaves_last and is_long and ends[row] - row.position == row.prompt_left
         self._room.require_tokens(sum(end - row.position for row, end in ends.items()))
         if not self._layout.is_known:
             row = rows[0]

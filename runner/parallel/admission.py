@@ -43,9 +43,9 @@ class Admission:
         return [request for request in self.running if not request.is_decoding]
 
     @property
-    def decoding(self) -> list[ParallelRequest]:
-        """Those whose next token is on its way."""
-        return [request for request in self.running if request.is_decoding]
+    def stepping(self) -> list[ParallelRequest]:
+        """Those that the next step takes a token of."""
+        return [request for request in self.running if request.is_stepping]
 
     @property
     def last_come(self) -> ParallelRequest:

@@ -1,9 +1,9 @@
 """The rounds of a ParallelGenerator: what the running requests' rows go through, one call at a time.
 
     admit      who there is room for gets a row
-    prefill    one chunk is evaluated, of one prompt or of several
+    prefill    one chunk is evaluated, of one prompt or of several; the last token of a long one goes with the next step
     step       the next forward pass of all replies that go on is dispatched, on tokens that nobody has read
-    read       the tokens of the step before are read and handed out
+    read       the tokens of the step before are read and handed out; where a chunk was evaluated, those of this one
 
 Ways in which a request, or all of them, leave this order:
 
@@ -18,7 +18,7 @@ Not thread-safe.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -78,14 +78,24 @@ class Engine:
         self._end_cancelled()
         self._admit()
         self._end_cancelled()  # a callback may have asked for it just now
-        self._prefill()
-        decoding = self._admission.decoding
+        has_prefilled = self._prefill()
+        stepping = self._admission.stepping
         # First those that end: a row that is still there and takes no part would have to be taken out of the batch.
-        self._read([request for request in decoding if request.reply.left == 1])
-        self._step(self._continuing(decoding))
-        self._read(decoding)
-        for request in decoding:
-            if request in self._admission.running and not request.unread:
+        self._read([request for request in stepping if request.reply.left == len(request.unread)])
+        first = [request for request in stepping if not request.is_decoding]
+        continuing = self._continuing(stepping)
+        self._step(continuing)
+        self._found(first)
+        # What is computed right now is read in the next round; first tokens, and where a chunk may come before, now.
+        soon = continuing if has_prefilled else first
+        late = [each for each in continuing if each not in soon and len(each.unread) == 1 and each.failure is None]
+        self._read([request for request in stepping if request not in late])
+        for request in stepping:
+            if request.unread or request not in self._admission.running:
+                continue
+            if request.failure is not None:
+                self.fail(request, request.failure)
+            elif request not in continuing:
                 self.finish(request, request.reply.end("length", note=request.note))
         if self.group.is_lost:
             self._lose_all(self._failure or SessionClosedError("the state of all requests was lost."))
@@ -138,11 +148,14 @@ class Engine:
         while waiting and (error := self.group.refusal_of(len(waiting[0].tokens))) is not None:
             self.fail(waiting[0], error)
 
-    def _prefill(self) -> None:
-        """Evaluate a chunk: of one prompt, with it the ends of others, and of one more what makes the chunk full."""
-        prefilling = self._admission.prefilling
+    def _prefill(self) -> bool:
+        """Evaluate a chunk: of one prompt, with it the ends of others, and of one more what makes the chunk full.
+
+        False: there is none to evaluate.
+        """
+        prefilling = [request for request in self._admission.prefilling if not request.is_stepping]
         if not prefilling:
-            return
+            return False
         chosen, part = [self._turns.choose(prefilling)], []
         left_tokens = self._step_size - chosen[0].remaining_tokens
         for request in sorted(prefilling, key=lambda each: each.remaining_tokens):
@@ -155,7 +168,12 @@ class Engine:
             chosen.append(request)
         self._prefill_chunks(chosen, self._step_size)
         self._prefill_chunks(part, left_tokens)
-        for request in [*chosen, *part]:
+        self._found([*chosen, *part])
+        return True
+
+    def _found(self, requests: Iterable[ParallelRequest]) -> None:
+        """Tell how far these have come, or end them where that failed."""
+        for request in requests:
             if request.failure is not None and request in self._admission.running:
                 self.fail(request, request.failure)
             elif request in self._admission.running:
@@ -169,7 +187,7 @@ class Engine:
             while rows := {each.row: each for each in requests if self._has_chunk(each)}:
                 try:
                     with uninterrupted():
-                        for row, logits in self.group.prefill_many(self._model, [*rows], tokens):
+                        for row, logits in self.group.prefill_many(self._model, [*rows], tokens, leaves_last=True):
                             sample_each([rows[row]], logits)
                     return
                 except NO_ROOM as error:
@@ -183,7 +201,7 @@ class Engine:
                     self._prefill_chunks([request], tokens)
 
     def _has_chunk(self, request: ParallelRequest) -> bool:
-        return request in self._admission.running and not request.is_decoding and request.failure is None
+        return request in self._admission.running and not request.is_stepping and request.failure is None
 
     def _report(self, request: ParallelRequest) -> None:
         if request.on_progress is not None:
@@ -192,11 +210,11 @@ class Engine:
             except Exception as error:
                 self.fail(request, error)
 
-    def _continuing(self, decoding: list[ParallelRequest]) -> list[ParallelRequest]:
-        """The replies that take part in the next step. A conversation that has filled its context is shifted for it."""
+    def _continuing(self, stepping: list[ParallelRequest]) -> list[ParallelRequest]:
+        """Those that take part in the next step. A conversation that has filled its context is shifted for it."""
         window, continuing = self._window, []
-        for request in decoding:
-            if request not in self._admission.running or len(request.unread) != 1 or request.reply.left == 1:
+        for request in stepping:
+            if request not in self._admission.running or request.reply.left == len(request.unread):
                 continue
             if window is None or request.row.position < window.tokens or self._shift(request, window):
                 continuing.append(request)

@@ -114,6 +114,7 @@ class ParallelRequest:
         processors: of logits, before they are sampled.
         outline: of the whole prompt; `dropped` tokens behind its beginning are not in `tokens` any more.
         held_row: in the cache's group; None: it waits.
+        last: what the last forward pass predicts, which the next one goes on with; None: there was none.
         unread: predictions that were dispatched and not read: two while a step is under way.
         failure: what its sampler raised, or the step it was in; said once the tokens before are read.
         in_reply: how many of the reply's tokens are part of `tokens`.
@@ -139,6 +140,7 @@ class ParallelRequest:
     note: str | None = None
 
     def __post_init__(self) -> None:
+        self.last: Sampled | None = None
         self.unread: deque[Sampled] = deque()
         #: Prompt and reply, as the processors are told of them.
         self._said: TokenBuffer | None = None
@@ -162,7 +164,12 @@ class ParallelRequest:
     @property
     def is_decoding(self) -> bool:
         """Whether its prompt is through."""
-        return bool(self.unread)
+        return self.last is not None
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the next forward pass takes one token of it: its prompt is through, or the last token is left."""
+        return self.is_decoding or self.row.prompt_left == 1
 
     @property
     def needed_tokens(self) -> int:
@@ -188,6 +195,12 @@ class ParallelRequest:
             self.reply.cached_tokens = self.row.cached_tokens
             self.ticket.matched_tokens, self.ticket.reason = self.row.matched_tokens, self.row.reason
 
+    @property
+    def next_token(self) -> mx.array:
+        """The token (1,) that it goes on with."""
+        last = self.last
+        return mx.array(self.tokens[-1:]) if last is None else last.of.tokens[last.row : last.row + 1]
+
     def drop(self, length: int) -> None:
         """Leave out so many tokens behind those that stay at the beginning."""
         begin = self.outline.keep
@@ -208,15 +221,14 @@ class ParallelRequest:
         self.tokens, self.keys = np.append(self.tokens, fresh), np.append(self.keys, fresh)
         self.in_reply = len(self.reply.tokens)
         self.reserve = self.reply.max_tokens
-        self.held_row = self._said = None
+        self.held_row = self._said = self.last = None
         self.unread.clear()
 
     def processed(self, logits: mx.array) -> mx.array:
         """Run the processors on the logits (1, V) that follow what was said last. Raises whatever they raise."""
         if self._said is None:
             self._said = TokenBuffer(self.tokens[:-1].tolist())
-        last = next_tokens([self]) if self.unread else mx.array(self.tokens[-1:])
-        said = self._said.update_and_fetch(last)
+        said = self._said.update_and_fetch(next_tokens([self]))
         for processor in self.processors:
             logits = processor(said, logits)
         return logits
@@ -241,7 +253,8 @@ def sample_each(requests: Sequence[ParallelRequest], logits: mx.array) -> None:
     predictions = Predictions(tokens, logprobs, is_wrong)
     for row, request in enumerate(requests):
         if request.failure is None:
-            request.unread.append(Sampled(predictions, row))
+            request.last = Sampled(predictions, row)
+            request.unread.append(request.last)
 
 
 def _with_own(
@@ -258,9 +271,9 @@ def _with_own(
 
 
 def next_tokens(requests: Sequence[ParallelRequest]) -> mx.array:
-    """The tokens (N,) that these requests go on with, unread."""
-    sampled = [request.unread[0] for request in requests]
-    of = sampled[0].of
-    if all(each.of is of for each in sampled) and [each.row for each in sampled] == [*range(of.tokens.shape[0])]:
+    """The tokens (N,) that these requests go on with, unread: predicted ones, or the last of a prompt."""
+    last = [request.last for request in requests]
+    of = None if last[0] is None else last[0].of
+    if of is not None and [each and (each.of, each.row) for each in last] == [(of, at) for at in range(len(of.tokens))]:
         return of.tokens
-    return mx.concatenate([each.of.tokens[each.row : each.row + 1] for each in sampled])
+    return mx.concatenate([request.next_token for request in requests])

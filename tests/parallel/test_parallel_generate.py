@@ -210,6 +210,30 @@ def test_between_two_tokens_of_a_reply_lies_one_chunk_of_prefill_at_most(llama: 
     assert marks_at[-1] >= sum(len(prompt) - 1 for prompt in PROMPTS[1:])
 
 
+def test_the_last_token_of_a_long_prompt_goes_through_a_step_with_others_and_the_first_comes_in_that_round(
+    llama: LoadedModel,
+) -> None:
+    passes: list[tuple[int, int]] = []
+    model = Watched(llama.model, passes)
+    with ParallelGenerator(new_cache(llama), model, llama.tokenizer, capacity=CAPACITY, step_size=128) as generator:
+        talking = submit(generator, PROMPTS[0], 40)
+        while talking.completion is None and len(generator.round()) == 0:
+            pass
+        long = np.random.default_rng(7).integers(16, 250, 100)
+        joining = [submit(generator, prompt, 3, marks=()) for prompt in (long, long)]
+        passes.clear()
+        handed = [[ticket for ticket, _ in generator.round()] for _ in range(5)]
+    assert passes[0] == (1, 99)
+    assert passes[1] == (2, 1)
+    assert handed[0] == [talking, joining[0]]
+    # The other has found all but its last token, and needs no pass of its own at all.
+    assert passes[2:4] == [(3, 1), (3, 1)]
+    assert {tokens for _, tokens in passes[1:]} == {1}
+    # A round without a chunk, from which on tokens are read while the next ones are computed.
+    assert handed[1:3] == [[joining[1]], [talking, joining[0]]]
+    assert tokens_of(joining[0]) == tokens_of(joining[1])
+
+
 def test_the_next_step_is_dispatched_before_a_token_is_handed_out_and_none_after_the_last(llama: LoadedModel) -> None:
     asked = [0, 0]
 
