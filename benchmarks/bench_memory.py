@@ -10,8 +10,9 @@ REPLY_TOKENS each. Three things are set side by side:
               message, of the reply
 
 First table, without any pressure, one user after the other. MB is what MLX holds more than before (10^6 bytes; its own
-count of active memory); `says` is what the cache itself counts. `index` is Python's share, beside that: tree or trie,
-and the objects around the arrays (tracemalloc).
+count of active memory, with no buffers kept for use again: those may be larger than what they are used for); `says` is
+what the cache itself counts. `index` is Python's share, beside that: tree or trie, and the objects around the arrays
+(tracemalloc).
 
 Second table, under a budget given as a share of `least`: all users ask their first turn, then all their second. Hit
 tokens are those of the second turns that did not have to be prefilled again, of all that had been evaluated before.
@@ -104,6 +105,7 @@ MakeCache = Callable[[Any, int], Radix | MlxLm]
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(__doc__, given)
     sizes = QUICK if options.quick else FULL
+    mx.set_cache_limit(0)
     models = {kind: random_model(kind, small=True) for kind in KINDS}
     held = [row for kind, model in models.items() for row in _measure_held(kind, model, sizes)]
     title = f"Bytes held for users who share a system prompt of {sizes.system_tokens:,} tokens"
