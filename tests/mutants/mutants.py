@@ -940,6 +940,22 @@ ROWS = (
         ("tests/groups/test_holes.py",),
     ),
     Mutant(
+        "last-tokens-of-prompts-go-by-themselves",
+        "radixcache",
+        "ends[row] -= leaves_last and is_long and ends[row] - row.position == row.prompt_left",
+        "pass",
+        "Each prompt costs a forward pass of one token more than it need.",
+        ("tests/groups/test_prefill_many.py",),
+    ),
+    Mutant(
+        "tokens-wait-for-the-next-chunk-of-prefill",
+        "runner",
+        "soon = continuing if has_prefilled else first",
+        "soon = first",
+        "Between the first two tokens of a reply lie two chunks of other prompts.",
+        ("tests/parallel/test_parallel_generate.py",),
+    ),
+    Mutant(
         "a-last-token-of-prompts-cannot-be-undone",
         "radixcache",
         "keys, values = mx.array(keys), mx.array(values)",
