@@ -42,6 +42,8 @@ def run_grid(
     """Run a grid under a bar; returns what finished, and if that is not all, what to raise once it has been shown."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+    if not grid:
+        return [], None
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,}/{task.total:,} requests"))
     total = sum(len(traces[job.trace].requests) for job in grid)
     rows: list[R] = []

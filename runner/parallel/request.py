@@ -168,8 +168,8 @@ class ParallelRequest:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the next forward pass takes one token of it: its prompt is through, or the last token is left."""
-        return self.is_decoding or self.row.prompt_left == 1
+        """Whether the next step takes a token of it: its prompt is through, or all but a last token is there."""
+        return self.is_decoding or (self.row.position > 0 and self.row.prompt_left == 1)
 
     @property
     def needed_tokens(self) -> int:

@@ -214,3 +214,14 @@ def test_a_round_evaluates_a_chunk_of_one_prompt_or_of_several(tiny: LoadedModel
         [30, 30, 58, 10],
         [30, 30, 100, 10],
     ]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba2", "gpt_oss"])
+def test_prompts_of_one_token_that_come_before_all_others_are_stored(kind: str) -> None:
+    loaded = load_model(f"tiny:{kind}")
+    cache = PrefixCache(loaded.model)
+    with ParallelGenerator(cache, loaded.model, loaded.tokenizer, capacity=512) as generator:
+        ticket = generator.submit([5], max_tokens=4, stop_tokens=())
+        for _ in generator:
+            cache.check()
+    assert cache.explain([5, *ticket.completion.tokens]).resumable_tokens == 4
