@@ -25,6 +25,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 NAME = "scaled_dot_product_attention"
+#: Queries of a row that are attended at a time: what those behind them alone may see is left out.
+BLOCK_TOKENS = 64
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
@@ -158,9 +160,31 @@ def cascade(
     Args:
         queries: (R, Hq, T, D).
         keys, values: of the tails, (R, H, C, D) and (R, H, C, Dv), Hq a multiple of H.
-        mask: bool, what of the tails is seen, for every head: (R, 1, T, C), or (T, C); None: all of them.
+        mask: bool, what of the tails is seen, for every head: (R, 1, T, C), or (T, C), where the last T columns are the
+            queries' own tokens, of which none is seen before its time; None: all of them, by one token.
         sinks: (Hq,), a score of each head that takes weight and has no value; None: there is none.
     """
+    tokens, columns = queries.shape[2], keys.shape[2]
+    blocks = []
+    for start in range(0, tokens, BLOCK_TOKENS):
+        block = slice(start, min(start + BLOCK_TOKENS, tokens))
+        seen = slice(columns - tokens + block.stop)
+        own = keys[..., seen, :], values[..., seen, :]
+        its = mask if mask is None or tokens == 1 else mask[..., block, seen]
+        blocks.append(_cascade(queries[:, :, block], own, plan, segments, scale, its, sinks))
+    return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
+
+
+def _cascade(
+    queries: mx.array,
+    tails: Pair,
+    plan: Plan,
+    segments: Sequence[Pair],
+    scale: float,
+    mask: mx.array | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    keys, values = tails
     rows, query_heads, tokens, _ = queries.shape
     heads = keys.shape[1]
     # (R, H, G * T, D): the queries of a head's group one below the other.

@@ -3,7 +3,8 @@
 One row alone has the caches that a session would have: mlx-lm's own windows and recurrent states, and tails of one row
 for keys and values. Rows that decode together have mlx-lm's batched windows, recurrent states with a row for each, and
 tails of as many. `gathered` makes every batch out of others: rows join, leave and part by it. It copies tails and
-states; what is read in place stays where it is.
+states; what is read in place stays where it is. `take_in` lets rows join where there is room for them, and copies no
+tails but theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from radixcache.adapters.registry import adapter_for
 from radixcache.adapters.span import SpanSnapshot
 from radixcache.errors import UnsupportedCacheError
 from radixcache.groups.attention import Pair
-from radixcache.groups.tails import Columns, Part, TailLayer, filled, joined
+from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part, TailLayer, filled, joined
 
 
 class LostStateError(RuntimeError):
@@ -62,15 +63,16 @@ class Batch:
         return cls(columns, with_leaves(caches, lambda leaf: _own(leaf, columns, next(indices))), [row])
 
     @classmethod
-    def gathered(cls, places: Sequence[Place], spare: int = 0) -> Batch:
+    def gathered(cls, places: Sequence[Place], spare: int = 0, spare_rows: int = 0) -> Batch:
         """A batch of these rows, in this order, evaluated; batches that are left without a row are emptied on the way.
 
         Args:
             spare: columns that the tails have room for besides; one at least.
+            spare_rows: rows that they have room for besides.
         """
         lengths = [batch.columns.lengths[at] for batch, at in places]
         in_place = [batch.columns.in_place[at] for batch, at in places]
-        columns = Columns(lengths, in_place, max(lengths) + max(spare, 1))
+        columns = Columns(lengths, in_place, max(lengths) + max(spare, 1), spare_rows)
         rows = [batch.rows[at] for batch, at in places]
         sources = list({id(batch): batch for batch, _ in places}.values())
         emptied = [each for each in sources if all(row is None or row in rows for row in each.rows)]
@@ -92,19 +94,54 @@ class Batch:
             row.batch.rows[row.at] = None
             row.batch, row.at = self, at
 
+    def take_in(self, rows: Sequence[Any]) -> bool:
+        """Let rows of other batches join, in the place of holes or behind the last row, evaluated.
+
+        False: there is no room for all of them, and nothing was done.
+        """
+        columns = self.columns
+        holes = [at for at, row in enumerate(self.rows) if row is None]
+        free = [*holes, *range(len(self.rows), columns.row_capacity)][: len(rows)]
+        if len(free) < len(rows) or max(row.batch.columns.lengths[row.at] for row in rows) > columns.end:
+            return False
+        coming = {at: (row.batch, row.at) for at, row in zip(free, rows, strict=True)}
+        runs = _runs([coming.get(at, (self, at)) for at in range(max(len(self.rows), free[-1] + 1))])
+        leaves_of = {id(batch): batch.leaves for batch, _, _ in runs}
+        made = []
+        for index, leaf in enumerate(self.leaves):
+            if isinstance(leaf, TailLayer):
+                for at, (batch, its) in coming.items():
+                    leaf.take_row(at, leaves_of[id(batch)][index], its)
+            else:
+                leaf = _joined([(leaves_of[id(batch)][index], *its) for batch, *its in runs], columns, index)
+            mx.eval(arrays_of(leaf))
+            made.append(leaf)
+        replaced = iter(made)
+        self.caches = with_leaves(self.caches, lambda _: next(replaced))
+        for at, row in zip(free, rows, strict=True):
+            batch, its = row.batch, row.at
+            own = slice(at, at + 1)
+            columns.lengths[own], columns.in_place[own] = [batch.columns.lengths[its]], [batch.columns.in_place[its]]
+            batch.rows[its], self.rows[own] = None, [row]
+            row.batch, row.at = self, at
+        self._idle_tokens = 0
+        return True
+
     @property
     def open_rows(self) -> list[Any]:
         """The rows that have not left."""
         return [row for row in self.rows if row is not None]
 
-    def goes_on(self, rows: int, tokens: int) -> bool:
-        """Whether so many of the rows take so many tokens in this batch as it is.
+    def goes_on(self, tokens: int) -> bool:
+        """Whether the rows take so many tokens in this batch as it is.
 
-        No other may have stayed. What is evaluated for holes comes to no more than one step of the batch in all.
+        What is evaluated for holes comes to no more than one step of the batch since the last one joined, and tails do
+        not grow where they have columns that nobody has anything in.
         """
-        holes = self.rows.count(None)
-        self._idle_tokens += holes * tokens
-        return rows + holes == len(self.rows) and self._idle_tokens <= len(self.rows)
+        columns = self.columns
+        self._idle_tokens += self.rows.count(None) * tokens
+        is_full = columns.end + tokens >= columns.capacity and columns.end - columns.width >= GROWTH_COLUMNS
+        return self._idle_tokens <= len(self.rows) and not is_full
 
     @property
     def leaves(self) -> list[Any]:

@@ -1,7 +1,7 @@
 """Passes: the forward passes of a group's rows, and the batches that they go in.
 
-together    the rows of a pass come into one batch, and stay in it; one that leaves it leaves a hole for some steps,
-            since gathering the others anew takes as long as a step
+together    the rows of a pass come into one batch, and stay in it. One that leaves it leaves a hole, for some steps or
+            until another one takes it, and who has yet to come gets room, since gathering all takes as long as a step
 alone       a row whose next chunk is its own, and rows that do not fit side by side, padded to the longest of them
 
 Room is asked for before anything runs, for all rows of a step at once.
@@ -47,7 +47,7 @@ class Passes:
     def _side_by_side(
         self, model: Any, rows: Sequence[Row], ids: mx.array, *, is_prompt: bool = False
     ) -> mx.array | None:
-        batch = self._together(rows, ids.shape[1])
+        batch = self._together(rows, ids.shape[1], is_prompt)
         if batch is None:
             return None
         places = [row.at for row in rows]
@@ -61,30 +61,41 @@ class Passes:
         """Give up all room to grow, and that of rows that have left their batch; not of one batch that is spared."""
         for batch in self._room.batches():
             left = [(batch, at) for at, row in enumerate(batch.rows) if row is not None]
-            if batch is not spared and (len(left) < len(batch.rows) or batch.columns.capacity > batch.columns.end + 1):
+            columns = batch.columns
+            if batch is not spared and (len(left) < columns.row_capacity or columns.capacity > columns.end + 1):
                 Batch.gathered(left).take_over()
         self._room.book()
 
-    def _together(self, rows: Sequence[Row], count: int) -> Batch | None:
+    def _together(self, rows: Sequence[Row], count: int, is_prompt: bool) -> Batch | None:
         """A batch of these rows and no others, in some order; None: padded to the longest of them they do not fit.
 
         Args:
             count: tokens that it has room for.
+            is_prompt: they do not stay in it.
         """
-        batch, room = rows[0].batch, self._room
+        room = self._room
+        batches = [row.batch for row in rows]
+        batch = max(batches, key=lambda each: (batches.count(each), each.columns.row_capacity))
         with self._lock:
             try:
-                if all(row.batch is batch for row in rows) and batch.goes_on(len(rows), count):
+                joining = [row for row in rows if row.batch is not batch]
+                nobody_stays = len(batch.open_rows) + len(joining) == len(rows)
+                if nobody_stays and (not joining or batch.take_in(joining)) and batch.goes_on(count):
                     try:
                         self._grow(batch, count)
                         return batch
                     except BudgetFullError:
                         if None not in batch.rows:
                             raise
-                size = max(row.batch.columns.lengths[row.at] for row in rows) + count
-                position = max(row.position for row in rows) + count
+                longest = max(row.batch.columns.lengths[row.at] for row in rows)
+                size, position = longest + count, max(row.position for row in rows) + count
                 held = sum(each.nbytes for each in {id(row.batch): row.batch for row in rows}.values())
-                spare = room.ask(lambda more: room.bytes_of(len(rows), size + more, position), GROWTH_COLUMNS, held)
+                spare_rows = 0 if is_prompt else room.coming(rows, longest)
+                wanted = room.bytes_of(len(rows) + spare_rows, size + GROWTH_COLUMNS, position) - held
+                if room.core.evictor.over_bytes(wanted):
+                    spare_rows = 0
+                all_rows = len(rows) + spare_rows
+                spare = room.ask(lambda more: room.bytes_of(all_rows, size + more, position), GROWTH_COLUMNS, held)
             except BudgetFullError:
                 return None
             left = {id(row.batch) for row in rows}
@@ -93,7 +104,7 @@ class Passes:
                     self._part(other)
             # Rows that share stand side by side, so that nothing has to be gathered for what they read.
             side_by_side = sorted(rows, key=_branch)
-            together = Batch.gathered([(row.batch, row.at) for row in side_by_side], count + spare)
+            together = Batch.gathered([(row.batch, row.at) for row in side_by_side], count + spare, spare_rows)
             together.take_over()
             room.book()
         return together
@@ -130,7 +141,7 @@ class Passes:
             self._grow(batch, ids.shape[1])
             parts = _parts(batch)
         rows = batch.open_rows
-        ours = rows[0].in_segments and (bool(parts) or ids.size * batch.columns.end >= FEWEST_SCORES)
+        ours = rows[0].in_segments and (bool(parts) or ids.size * (batch.columns.width + ids.shape[1]) >= FEWEST_SCORES)
         try:
             return batch.forward(model, ids, parts, ours=ours, is_prompt=is_prompt)
         except BaseException as error:
@@ -153,8 +164,8 @@ class Passes:
         size = columns.end + count + 1
 
         def ask() -> int:
-            count_of = len(batch.rows)
-            return room.ask(lambda more: room.bytes_of(count_of, size + more, position + count), spare, batch.nbytes)
+            rows = columns.row_capacity
+            return room.ask(lambda more: room.bytes_of(rows, size + more, position + count), spare, batch.nbytes)
 
         try:
             columns.capacity = size + ask()

@@ -49,6 +49,11 @@ class Room:
         """The open rows that may share with each other; takes no lock."""
         return [row for row in self.rows.values() if row.request.namespace == namespace]
 
+    def coming(self, rows: Sequence[Row], columns: int) -> int:
+        """How many rows besides these will have no more columns than so many once their prompts are through."""
+        others = [row for row in self.rows.values() if row not in rows and row.lost is None]
+        return sum(row.batch.columns.lengths[row.at] + row.prompt_left <= columns for row in others)
+
     # Bytes
 
     def point_bytes(self, position: int) -> int:

@@ -3,13 +3,14 @@
     row 0   in place: 2,000 tokens    . . x x x x     columns: tokens of a row's own, right-aligned, so that the next
     row 1   in place: 2,000 tokens    . . . x x x     token of every row goes into the same column
     row 2   in place: nothing         x x x x x x
+    -                                 . . . . . .     room for a row that is still to come
 
 `Columns` say where things are, once for all layers; a `TailLayer` has one layer's buffers, and is the cache that the
 model sees. A pass that breaks off has changed nothing: columns count once it is through.
 
 A pass evaluates as many tokens of each row. Where they have segments, few tokens attend to them in place, and many, of
 a row alone, get keys and values side by side in a buffer that is gone when the layer is through: the model's own
-attention on those is worth the copy.
+attention on those is worth the copy. Where MLX's exponential is slow it is not, and ours the faster one throughout.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from radixcache.groups.attention import Pair, Plan, cascade, handed, has_slow_ex
 
 #: Tails grow by so many columns, for the room that is spare is taken in every row.
 GROWTH_COLUMNS = 64
-#: Up to so many tokens of a pass attend to segments in place.
+#: Up to so many tokens of a pass attend to segments in place, where MLX's own attention is the faster one.
 CASCADE_TOKENS = 256
 
 #: A segment for all layers: the rows that read it (None: all), and the state.
@@ -47,7 +48,7 @@ class Pass:
         self.columns = columns
         self.tokens = tokens
         self.parts = parts
-        self.is_cascade = ours and (bool(parts) or has_slow_exp()) and tokens <= CASCADE_TOKENS
+        self.is_cascade = ours and (has_slow_exp() or (bool(parts) and tokens <= CASCADE_TOKENS))
         self.masks: list[mx.array] = []
         #: By leaf: what its layer returned, once it is written.
         self.fetched: dict[int, Pair] = {}
@@ -69,17 +70,17 @@ class Pass:
     def padding(self) -> mx.array | None:
         """What of the tails each row's token sees, bool (R, 1, 1, C); None: all of them."""
         columns = self.columns
-        starts = [columns.end - length for length in columns.lengths]
+        starts = [columns.width - length for length in columns.lengths]
         if not any(starts):
             return None
-        return mx.arange(columns.end + self.tokens) >= mx.array(starts)[:, None, None, None]
+        return mx.arange(columns.width + self.tokens) >= mx.array(starts)[:, None, None, None]
 
     @cached_property
     def seen(self) -> mx.array | None:
         """What of the tails each token sees, bool (T, C) or (R, 1, T, C); None: all of them."""
         if self.tokens == 1:
             return self.padding
-        causal: mx.array = create_causal_mask(self.tokens, self.columns.end)
+        causal: mx.array = create_causal_mask(self.tokens, self.columns.width)
         return causal if self.padding is None else causal & self.padding
 
     @cached_property
@@ -116,19 +117,26 @@ class Columns:
         in_place: tokens of each row that are in segments instead.
         end: columns in use; a row's are the last ones.
         capacity: columns that buffers are given when they are made, or grow.
+        row_capacity: rows that they have; the first ones are in use.
     """
 
-    def __init__(self, lengths: Sequence[int], in_place: Sequence[int], capacity: int = 0) -> None:
+    def __init__(self, lengths: Sequence[int], in_place: Sequence[int], capacity: int = 0, spare_rows: int = 0) -> None:
         self.lengths = list(lengths)
         self.in_place = list(in_place)
         self.end = max(self.lengths)
         self.capacity = capacity
+        self.row_capacity = len(self.lengths) + spare_rows
         self.current: Pass | None = None
 
     @property
     def positions(self) -> list[int]:
         """Tokens of each row."""
         return [length + in_place for length, in_place in zip(self.lengths, self.in_place, strict=True)]
+
+    @property
+    def width(self) -> int:
+        """Columns up to `end` that a row has something in."""
+        return max(self.lengths)
 
     @contextmanager
     def running(self, tokens: int, parts: Sequence[Part], ours: bool) -> Iterator[None]:
@@ -149,7 +157,9 @@ class Columns:
 
 
 class TailLayer(_BaseCache):  # type: ignore[misc]
-    """One layer of tails: keys (R, H, capacity, D) and values (R, H, capacity, Dv), made when they are first written.
+    """One layer of tails, made when they are first written.
+
+    Keys are (row capacity, H, capacity, D) and values (row capacity, H, capacity, Dv).
 
     Args:
         leaf: which of the layout's leaves it stands for.
@@ -178,8 +188,8 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
         current = self._running
         if current.parts and window_size is not None:
             raise PassError("a mask with a window of its own, over segments whose order says nothing.")
-        end, padding, positions = self.columns.end, current.padding, self.columns.positions
-        if N == 1 and (window_size is None or end < window_size):
+        width, padding, positions = self.columns.width, current.padding, self.columns.positions
+        if N == 1 and (window_size is None or width < window_size):
             if padding is None:
                 return None
             mask = padding
@@ -187,22 +197,22 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
             return "causal"
         else:
             # One row's segments are in front of its tail.
-            mask = create_causal_mask(N, positions[0] if len(positions) == 1 else end, window_size)
+            mask = create_causal_mask(N, positions[0] if len(positions) == 1 else width, window_size)
             mask = mask if padding is None else mask & padding
         current.masks.append(mask)
         return mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
         """Write the pass's keys and values, (R, H, T, D), and return all that its tokens read, or stand-ins for it."""
-        current, end = self._running, self.columns.end
-        stop = end + keys.shape[2]
-        capacity = max(self.columns.capacity, stop + 1)  # never full: such a buffer would alias what is written
+        current, columns = self._running, self.columns
+        end, stop = columns.end, columns.end + keys.shape[2]
         self.keys, self.values = (
-            _with_room(buffer, new, end, stop, capacity) for buffer, new in ((self.keys, keys), (self.values, values))
+            _with_room(buffer, new, columns, stop) for buffer, new in ((self.keys, keys), (self.values, values))
         )
-        self.keys[..., end:stop, :] = keys
-        self.values[..., end:stop, :] = values
-        found = self.keys[..., :stop, :], self.values[..., :stop, :]
+        rows, first = len(columns.lengths), end - columns.width
+        self.keys[:rows, :, end:stop] = keys
+        self.values[:rows, :, end:stop] = values
+        found = self.keys[:rows, :, first:stop], self.values[:rows, :, first:stop]
         if current.is_cascade:
             current.hand_out(self, found[0])
         elif current.parts:
@@ -259,6 +269,14 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
         at = slice(first + start, first + stop)
         return self.keys[row : row + 1, :, at, :], self.values[row : row + 1, :, at, :]
 
+    def take_row(self, at: int, source: TailLayer, source_at: int) -> None:
+        """Copy all columns of a row of another layer to the last ones of one here, of which nobody has any."""
+        width = source.columns.lengths[source_at]
+        if width:
+            there, here = source.columns.end, self.columns.end
+            for buffer, array in zip(self.state, source.state, strict=True):
+                buffer[at : at + 1, :, here - width : here] = array[source_at : source_at + 1, :, there - width : there]
+
     def _segments(self, current: Pass) -> list[Pair]:
         snapshots = [spans.leaves[self.leaf] for _, spans in current.parts]
         return [arrays for snapshot in snapshots if snapshot is not None for arrays in snapshot.segments]
@@ -275,7 +293,7 @@ def filled(columns: Columns, leaf: int, pieces: Sequence[Pair]) -> TailLayer:
     """A layer of one row with these keys and values side by side: as many as it has columns."""
     if not pieces:
         return TailLayer(columns, leaf)
-    buffers = [_zeros(pieces[0][name], 1, columns) for name in (0, 1)]
+    buffers = [_zeros(pieces[0][name], columns) for name in (0, 1)]
     at = columns.end - columns.lengths[0]
     for pair in pieces:
         stop = at + pair[0].shape[2]
@@ -290,7 +308,7 @@ def joined(columns: Columns, leaf: int, runs: Sequence[tuple[TailLayer, int, int
     like = next((layer for layer, _, _ in runs if not layer.empty()), None)
     if like is None:
         return TailLayer(columns, leaf)
-    buffers = [_zeros(array, len(columns.lengths), columns) for array in like.state]
+    buffers = [_zeros(array, columns) for array in like.state]
     row = 0
     for layer, first, last in runs:
         width = max(layer.columns.lengths[first:last])
@@ -301,14 +319,16 @@ def joined(columns: Columns, leaf: int, runs: Sequence[tuple[TailLayer, int, int
     return TailLayer(columns, leaf, *buffers)
 
 
-def _zeros(like: mx.array, rows: int, columns: Columns) -> mx.array:
+def _zeros(like: mx.array, columns: Columns) -> mx.array:
     _, heads, _, width = like.shape
-    return mx.zeros((rows, heads, max(columns.capacity, columns.end + 1), width), like.dtype)
+    return mx.zeros((columns.row_capacity, heads, max(columns.capacity, columns.end + 1), width), like.dtype)
 
 
-def _with_room(buffer: mx.array | None, new: mx.array, held: int, stop: int, capacity: int) -> mx.array:
+def _with_room(buffer: mx.array | None, new: mx.array, columns: Columns, stop: int) -> mx.array:
+    """A buffer with room up to `stop` and one more column: a full one would alias what is written to it."""
     if buffer is not None and stop < buffer.shape[2]:
         return buffer
-    shape = (*new.shape[:2], capacity - (0 if buffer is None else held), new.shape[3])
+    held = 0 if buffer is None else columns.end
+    shape = (columns.row_capacity, new.shape[1], max(columns.capacity, stop + 1) - held, new.shape[3])
     more = mx.zeros(shape, new.dtype)
     return more if buffer is None else mx.concatenate([buffer[..., :held, :], more], axis=2)

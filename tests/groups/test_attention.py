@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixcache.groups.attention import Plan, cascade
+from radixcache.groups.attention import BLOCK_TOKENS, Plan, cascade
 
 #: Who reads each segment, of 5 rows; None: all.
 LEVELS: list[list[tuple[int, ...] | None]] = [
@@ -103,6 +103,27 @@ def test_several_tokens_of_a_row_see_all_segments_and_the_tail_in_front_of_them(
     )
     wanted = everything(queries, tails, segments, [None, None], causal[None], None)
     assert np.abs(np.array(found) - wanted).max() < 2e-6
+
+
+def test_so_many_tokens_that_they_are_attended_in_blocks_see_no_token_before_its_time() -> None:
+    tokens, columns = 2 * BLOCK_TOKENS + 5, 2 * BLOCK_TOKENS + 9
+    random = np.random.default_rng(5)
+    queries = random.normal(0, 1, (2, 4, tokens, 16)).astype(np.float32)
+    tails = tuple(random.normal(0, 1, (2, 2, columns, width)).astype(np.float32) for width in (16, 8))
+    _, _, segments = arrays(6, 2, 1, 2, 2, 1.0, 2)
+    readers: list[tuple[int, ...] | None] = [None, (1,)]
+    padding = np.arange(columns) >= np.array([0, 3])[:, None, None]
+    seen = np.tril(np.ones((tokens, columns), dtype=bool), columns - tokens) & padding
+    for mask, of_each in ((seen[:, None], seen), (seen[0], seen[[0, 0]])):  # one for each row, and one for all
+        found = cascade(
+            mx.array(queries),
+            *map(mx.array, tails),
+            Plan(2, readers),
+            [(mx.array(keys), mx.array(values)) for keys, values in segments],
+            scale=0.25,
+            mask=mx.array(mask),
+        )
+        assert np.abs(np.array(found) - everything(queries, tails, segments, readers, of_each, None)).max() < 5e-6
 
 
 @settings(max_examples=20, deadline=None)

@@ -1,0 +1,114 @@
+"""Rows that join a batch: where it has room for them, nothing is copied but what is theirs."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixcache import PrefixCache
+from radixcache.groups.batch import Batch
+from radixcache.groups.row import Row
+from radixcache.groups.tails import GROWTH_COLUMNS
+from runner.models.tiny import tiny_model
+from tests.groups.test_begin_many import stored
+from tests.groups.test_holes import SINGLE, stepped
+from tests.groups.test_prefill_many import PROMPTS, SYSTEM, Counting, tokens
+from tests.groups.test_ways import WAYS
+
+LONGEST = max(PROMPTS, key=len)
+
+
+@pytest.mark.parametrize("segment_bytes", [0, None])
+@pytest.mark.parametrize("kind", [kind for kind in WAYS if kind not in SINGLE])
+def test_who_has_yet_to_come_gets_room_and_who_comes_after_another_left_its_place(
+    kind: str, segment_bytes: int | None
+) -> None:
+    model = tiny_model(kind)
+    cache, counting = PrefixCache(model), Counting(model)
+    stored(cache, model, SYSTEM)
+    prompts = [[*SYSTEM, *tokens(seed, own)] for seed, own in ((3, 30), (6, 20), (2, 9), (7, 5))]
+    with cache.begin_many(prompts, capacity=600, segment_bytes=segment_bytes) as group:
+        first, second, third, last = group.rows
+        said = {row: row.prompt.tolist() for row in group.rows}
+        list(group.prefill_many(model, [first]))
+        list(group.prefill_many(model, [second]))
+        assert stepped(group, counting, [first, second], said) == 2
+        batch = first.batch
+        assert batch.columns.row_capacity == 4
+        list(group.prefill_many(model, [third, last]))
+        assert stepped(group, counting, [third, second, last, first], said) == 4
+        assert [row.batch for row in (first, second, third, last)] == [batch] * 4
+        second.close()
+        fifth = group.admit([*prompts[1], 7, 7])
+        said[fifth] = fifth.prompt.tolist()
+        list(group.prefill_many(model, [fifth]))
+        assert stepped(group, counting, [first, fifth, third, last], said) == 4
+        assert (fifth.batch, fifth.at) == (batch, 1)
+        assert stepped(group, counting, [last, fifth, third, first], said) == 4
+    cache.check()
+
+
+def test_a_row_with_more_columns_than_the_batch_has_all_gathered() -> None:
+    model = tiny_model("llama")
+    cache, counting = PrefixCache(model), Counting(model)
+    with cache.begin_many([LONGEST[:9], LONGEST[1:10]], capacity=600) as group:
+        list(group.prefill_many(model, group.rows))
+        said = {row: row.prompt.tolist() for row in group.rows}
+        rows = group.rows
+        stepped(group, counting, rows, said)
+        before = rows[0].batch
+        rows.append(group.admit(LONGEST[2:]))
+        assert before.columns.row_capacity == 2
+        said[rows[2]] = rows[2].prompt.tolist()
+        list(group.prefill_many(model, rows[2:]))
+        rows[1].close()  # its place is of no use
+        assert stepped(group, counting, [rows[0], rows[2]], said) == 2
+        assert rows[0].batch is rows[2].batch is not before
+    cache.check()
+
+
+def test_rows_get_no_room_ahead_where_the_budget_has_none() -> None:
+    model = tiny_model("llama")
+    token_bytes = 3072
+    columns = len(LONGEST) + 2
+    budget_bytes = token_bytes * (3 * columns + len(LONGEST) // 2)
+    cache, counting = PrefixCache(model, budget_bytes=budget_bytes), Counting(model)
+    prompts = [LONGEST, LONGEST[::-1], LONGEST[1:]]
+    with cache.begin_many(prompts, capacity=600, segment_bytes=1 << 30) as group:
+        rows = group.rows
+        for row in rows[:2]:
+            list(group.prefill_many(model, [row]))
+        said = {row: row.prompt.tolist() for row in rows}
+        assert stepped(group, counting, rows[:2], said) == 2
+        assert rows[0].batch.columns.row_capacity == 2
+        assert group.nbytes <= budget_bytes
+    cache.check()
+
+
+def test_rows_that_come_and_go_do_not_make_the_batch_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    cache, counting = PrefixCache(model), Counting(model)
+    gathered: list[int] = []
+    gather = Batch.gathered.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: type[Batch], places: list[tuple[Batch, int]], *room: int) -> Batch:
+        gathered.append(len(places))
+        made: Batch = gather(cls, places, *room)
+        return made
+
+    with cache.begin_many([LONGEST, LONGEST[1:]], capacity=6000, segment_bytes=1 << 30) as group:
+        rows: list[Row] = group.rows
+        list(group.prefill_many(model, rows))
+        said = {row: row.prompt.tolist() for row in rows}
+        stepped(group, counting, rows, said)
+        monkeypatch.setattr(Batch, "gathered", classmethod(counted))
+        turns = 4 * GROWTH_COLUMNS // 5
+        for turn in range(turns):
+            rows.pop(0).close()
+            rows.append(group.admit([turn % 50 + 9, *LONGEST[5:]]))
+            said[rows[1]] = rows[1].prompt.tolist()
+            list(group.prefill_many(model, rows[1:]))
+            for _ in range(5):
+                stepped(group, counting, rows, said)
+            assert rows[0].batch.columns.end <= len(LONGEST) + 2 * GROWTH_COLUMNS
+    assert len(gathered) <= turns // 8
+    cache.check()
