@@ -18,7 +18,7 @@ Own tokens are ragged where a load says so: a user has between half and one and 
     decode      tokens per second of the tree, by mlx-lm's: the median of as many pairs of turns, least and most
     held MB     what the tree and all beside it hold, and of mlx-lm's caches
     join ms     a further user comes, whose prompt is there but for a token: until its first, a step of all included
-    leave ms    a user's last step, and the next one of those who stay
+    leave ms    a user leaves, and the next two steps of those who stay: the first may be under way already
 """
 
 from __future__ import annotations
@@ -190,13 +190,14 @@ class FromTheTree:
         return _timed(run)
 
     def leave(self) -> float:
-        """Seconds until all others have a token after a user has left."""
+        """Seconds until all others have two tokens after a user has left."""
 
         def run() -> None:
             self._tickets.pop(0).cancel()
-            waiting = set(self._tickets)
-            while waiting:
-                waiting.discard(next(self._pieces)[0])
+            for _ in range(2):
+                waiting = set(self._tickets)
+                while waiting:
+                    waiting.discard(next(self._pieces)[0])
 
         self.steps(2)
         return _timed(run)
@@ -246,7 +247,8 @@ class InBatches:
     def leave(self) -> float:
         def run() -> None:
             self._generator.remove([self._users.pop(0)])
-            self._step()
+            for _ in range(2):
+                self._step()
 
         self.steps(2)
         return _timed(run)

@@ -21,7 +21,7 @@ from radixcache.groups.row import Row
 from radixcache.groups.tails import GROWTH_COLUMNS, Part
 
 #: Where nothing is read in place, cascade attention is the faster one from so many scores of a head on.
-FEWEST_SCORES = 4096
+FEWEST_SCORES = 2048
 
 
 class Passes:

@@ -14,7 +14,7 @@ Ways in which a request, or all of them, leave this order:
     state lost        an evaluation failed: all that run end, those that wait go on in a new group
     not a number      a row's logits are NaN: that request ends, and nothing is stored but what was good for a token
 
-Not thread-safe.
+Not thread-safe. No signal may come into a round.
 """
 
 from collections import deque
@@ -27,7 +27,6 @@ from radixcache import BudgetFullError, CacheFullError, Group, Row, SessionClose
 from radixcache.errors import ShiftError
 from radixcache.generate import RELEASE_INTERVAL_TOKENS
 from radixcache.groups.batch import LostStateError
-from radixcache.locking.interrupts import uninterrupted
 from runner.parallel.admission import Admission
 from runner.parallel.context_window import ContextError, ContextWindow
 from runner.parallel.request import ParallelRequest, Sampled, Ticket, next_tokens, sample_each
@@ -102,13 +101,12 @@ class Engine:
 
     def finish(self, request: ParallelRequest, piece: Piece) -> None:
         """Hand out a last piece, and store what was evaluated."""
-        with uninterrupted():
-            request.ticket.completion = piece.completion
-            self.ready.append((request.ticket, piece))
-            self._admission.end(request)
-            request.unread.clear()
-            if request.held_row is not None:
-                request.held_row.close()
+        request.ticket.completion = piece.completion
+        self.ready.append((request.ticket, piece))
+        self._admission.end(request)
+        request.unread.clear()
+        if request.held_row is not None:
+            request.held_row.close()
 
     def fail(self, request: ParallelRequest, error: Exception) -> None:
         """End a request with what was raised."""
@@ -126,11 +124,10 @@ class Engine:
         self._refuse()
         while request := self._admission.next(self.group):
             try:
-                with uninterrupted():
-                    row = self.group.admit(
-                        request.tokens, keys=request.keys, marks=request.marks, namespace=request.namespace
-                    )
-                    self._admission.start(request, row)
+                row = self.group.admit(
+                    request.tokens, keys=request.keys, marks=request.marks, namespace=request.namespace
+                )
+                self._admission.start(request, row)
             except NO_ROOM as error:
                 if self._admission.running:
                     self._admission.refuse()
@@ -186,9 +183,8 @@ class Engine:
         try:
             while rows := {each.row: each for each in requests if self._has_chunk(each)}:
                 try:
-                    with uninterrupted():
-                        for row, logits in self.group.prefill_many(self._model, [*rows], tokens, leaves_last=True):
-                            sample_each([rows[row]], logits)
+                    for row, logits in self.group.prefill_many(self._model, [*rows], tokens, leaves_last=True):
+                        sample_each([rows[row]], logits)
                     return
                 except NO_ROOM as error:
                     self._make_room(error)
@@ -225,10 +221,9 @@ class Engine:
             # As they stand in their batch: else tokens and logits are put in order there and back.
             requests.sort(key=lambda request: request.row.at)
             try:
-                with uninterrupted():
-                    tokens = next_tokens(requests)
-                    logits = self.group.step(self._model, [request.row for request in requests], tokens)
-                    sample_each(requests, logits)
+                tokens = next_tokens(requests)
+                logits = self.group.step(self._model, [request.row for request in requests], tokens)
+                sample_each(requests, logits)
                 break
             except NO_ROOM as error:
                 if len(self._admission.running) > 1:
@@ -254,10 +249,9 @@ class Engine:
         except Exception as error:
             self._lose_all(error)
             return
-        with uninterrupted():
-            for request, sampled, token in read:
-                if request in self._admission.running:  # else one of the others took it along
-                    self._hand_out(request, sampled, token)
+        for request, sampled, token in read:
+            if request in self._admission.running:  # else one of the others took it along
+                self._hand_out(request, sampled, token)
 
     def _hand_out(self, request: ParallelRequest, sampled: Sampled, token: int) -> None:
         if sampled.is_wrong:
@@ -288,9 +282,8 @@ class Engine:
             self._read([request])
         if request not in self._admission.running:
             return
-        with uninterrupted():
-            request.row.close()
-            self._admission.send_back(request)
+        request.row.close()
+        self._admission.send_back(request)
         if self._window is not None:
             self._cut_waiting(request, self._window)
 
@@ -308,9 +301,8 @@ class Engine:
             length = window.excess(request.outline, request.row.position, 1, request.dropped)
             while request in self._admission.running:
                 try:
-                    with uninterrupted():
-                        self.group.remove(self._model, request.row, begin, begin + length)
-                        request.shift(length)
+                    self.group.remove(self._model, request.row, begin, begin + length)
+                    request.shift(length)
                     return True
                 except NO_ROOM as error:
                     self._make_room(error)

@@ -233,5 +233,6 @@ class ParallelGenerator:
             self._submitted.clear()
         if not self._admission.waiting and not self._admission.running:
             return False
-        self._engine.round()
+        with uninterrupted():
+            self._engine.round()
         return True

@@ -57,14 +57,12 @@ class Ticket:
 
 
 class Predictions:
-    """What a forward pass predicts, pending: tokens (N,), log-probabilities (N, V), which rows are no numbers (N,)."""
+    """What a forward pass predicts, pending: tokens (N,), log-probabilities (N, V), and what those sum up to (N, 1)."""
 
-    def __init__(self, tokens: mx.array, logprobs: mx.array, is_wrong: mx.array) -> None:
-        self.tokens, self.logprobs, self.is_wrong = tokens, logprobs, is_wrong
-        # A token outside of the vocabulary is -1.
-        own = mx.take_along_axis(logprobs, mx.maximum(tokens, 0).astype(mx.uint32)[:, None], axis=-1)
-        self._token_logprobs = own[:, 0]
-        mx.async_eval(tokens, logprobs, is_wrong, self._token_logprobs)
+    def __init__(self, tokens: mx.array, logprobs: mx.array, totals: mx.array) -> None:
+        self.tokens, self.logprobs, self._totals = tokens, logprobs, totals
+        self._own = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)  # of a token -1 the last one's
+        mx.async_eval(tokens, logprobs, totals, self._own)
 
     @cached_property
     def read(self) -> tuple[list[int], list[float], list[bool]]:
@@ -72,8 +70,8 @@ class Predictions:
 
         Waits for them, once for all rows.
         """
-        tokens, logprobs, is_wrong = map(np.asarray, (self.tokens, self._token_logprobs, self.is_wrong))
-        return tokens.tolist(), logprobs.tolist(), is_wrong.tolist()
+        tokens, own, totals = map(np.asarray, (self.tokens, self._own, self._totals))
+        return tokens.tolist(), own[:, 0].tolist(), (~np.isfinite(totals[:, 0])).tolist()
 
 
 class Sampled(NamedTuple):
@@ -245,12 +243,12 @@ def sample_each(requests: Sequence[ParallelRequest], logits: mx.array) -> None:
     last = logits[:, -1].astype(mx.float32)
     processing = {row: request for row, request in enumerate(requests) if request.processors}
     last = _with_own(last, processing, lambda row, request: request.processed(last[row : row + 1]))
-    logprobs, is_wrong = log_probabilities(last[:, None])
+    logprobs, totals = log_probabilities(last[:, None])
     sampling = {row: each for row, each in enumerate(requests) if each.sampler is not None and each.failure is None}
     tokens = _with_own(
         greedy(logprobs), sampling, lambda row, request: sample(request.sampler, logprobs[row : row + 1])
     )
-    predictions = Predictions(tokens, logprobs, is_wrong)
+    predictions = Predictions(tokens, logprobs, totals)
     for row, request in enumerate(requests):
         if request.failure is None:
             request.last = Sampled(predictions, row)

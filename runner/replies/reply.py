@@ -167,13 +167,13 @@ class Reply:
 
 
 def log_probabilities(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Of the last token's logits (N, T, V): log-probabilities (N, V), float32, and which rows are no numbers (N,).
+    """Of the last token's logits (N, T, V): log-probabilities (N, V), float32, and what they sum up to (N, 1).
 
-    Both are pending. One logit that is no number, or infinite, is enough: then so is the sum of all.
+    Both are pending. One logit that is no number, or infinite, is enough for a sum that is none.
     """
     last = logits[:, -1, :].astype(mx.float32)
     total = mx.logsumexp(last, axis=-1, keepdims=True)
-    return last - total, mx.logical_not(mx.isfinite(total[:, 0]))
+    return last - total, total
 
 
 def greedy(logprobs: mx.array) -> mx.array:
