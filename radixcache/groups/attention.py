@@ -27,6 +27,8 @@ import mlx.nn as nn
 NAME = "scaled_dot_product_attention"
 #: Queries of a row that are attended at a time: what those behind them alone may see is left out.
 BLOCK_TOKENS = 64
+#: So many rows, or more, that read a segment lie one below the other for it, which takes copies. Two have it read twice.
+FEWEST_STACKED = 3
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
@@ -232,13 +234,17 @@ def _masked(scores: mx.array, mask: mx.array | None, tokens: int) -> mx.array:
 
 
 def _stacked(array: mx.array) -> mx.array:
-    """(R, H, G, D) as (1, H, R * G, D): the rows of a head one below the other."""
+    """(R, H, G, D) as (1, H, R * G, D): the rows of a head one below the other, where that is worth it."""
     rows, heads, group, width = array.shape
+    if rows < FEWEST_STACKED:
+        return array
     return array.swapaxes(0, 1).reshape(1, heads, rows * group, width)
 
 
 def _unstacked(array: mx.array, like: mx.array) -> mx.array:
-    """(1, H, n * G, W) as (n, H, G, W), with as many rows one below the other as `like`, (R, H, G, D), has."""
-    _, heads, stacked, width = array.shape
+    """(1, H, n * G, W) as (n, H, G, W), which it may be, with a group as large as that of `like`, (R, H, G, D)."""
+    rows, heads, stacked, width = array.shape
     group = like.shape[2]
+    if rows > 1 or stacked == group:
+        return array
     return array.reshape(heads, stacked // group, group, width).swapaxes(0, 1)
