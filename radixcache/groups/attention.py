@@ -27,7 +27,7 @@ import mlx.nn as nn
 NAME = "scaled_dot_product_attention"
 #: Queries of a row that are attended at a time: what those behind them alone may see is left out.
 BLOCK_TOKENS = 64
-#: So many rows, or more, that read a segment lie one below the other for it, which takes copies. Two have it read twice.
+#: From so many rows on those that read a segment lie one below the other for it, which takes copies.
 FEWEST_STACKED = 3
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 

@@ -85,7 +85,7 @@ class Passes:
                         self._grow(batch, count)
                         return batch
                     except BudgetFullError:
-                        if None not in batch.rows:
+                        if batch.columns.row_capacity == len(rows):
                             raise
                 longest = max(row.batch.columns.lengths[row.at] for row in rows)
                 size, position = longest + count, max(row.position for row in rows) + count

@@ -84,6 +84,25 @@ def test_rows_get_no_room_ahead_where_the_budget_has_none() -> None:
     cache.check()
 
 
+def test_room_for_rows_that_did_not_come_is_given_up_where_the_others_need_it() -> None:
+    model = tiny_model("llama")
+    token_bytes, length, steps = 3072, 40, 90
+    budget_bytes = token_bytes * 330  # three of 105 columns, and two of 130
+    cache, counting = PrefixCache(model, budget_bytes=budget_bytes), Counting(model)
+    prompts = [LONGEST[at : at + length] for at in range(3)]
+    with cache.begin_many(prompts, capacity=600, segment_bytes=1 << 30) as group:
+        rows = group.rows
+        for row in rows[:2]:
+            list(group.prefill_many(model, [row]))
+        said = {row: row.prompt.tolist() for row in rows}
+        stepped(group, counting, rows[:2], said)
+        assert rows[0].batch.columns.row_capacity == 3
+        rows[2].close()
+        assert [stepped(group, counting, rows[:2], said) for _ in range(steps - 2)] == [2] * (steps - 2)
+        assert rows[0].batch.columns.row_capacity == 2
+    cache.check()
+
+
 def test_rows_that_come_and_go_do_not_make_the_batch_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     cache, counting = PrefixCache(model), Counting(model)
