@@ -91,7 +91,8 @@ class Passes:
                 size, position = longest + count, max(row.position for row in rows) + count
                 held = sum(each.nbytes for each in {id(row.batch): row.batch for row in rows}.values())
                 spare_rows = 0 if is_prompt else room.coming(rows, longest)
-                wanted = room.bytes_of(len(rows) + spare_rows, size + GROWTH_COLUMNS, position) - held
+                # Twice: what they evaluate is in the tree as well once they are through, and nothing is to go for that.
+                wanted = 2 * room.bytes_of(len(rows) + spare_rows, size + GROWTH_COLUMNS, position) - held
                 if room.core.evictor.over_bytes(wanted):
                     spare_rows = 0
                 all_rows = len(rows) + spare_rows
