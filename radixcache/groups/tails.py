@@ -270,12 +270,16 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
         return self.keys[row : row + 1, :, at, :], self.values[row : row + 1, :, at, :]
 
     def take_row(self, at: int, source: TailLayer, source_at: int) -> None:
-        """Copy all columns of a row of another layer to the last ones of one here, of which nobody has any."""
+        """Copy all columns of a row of another layer to the last ones of one here, of which nobody has any.
+
+        What was left in front of them is wiped: a value that is no number would come through a weight of zero.
+        """
         width = source.columns.lengths[source_at]
-        if width:
-            there, here = source.columns.end, self.columns.end
-            for buffer, array in zip(self.state, source.state, strict=True):
-                buffer[at : at + 1, :, here - width : here] = array[source_at : source_at + 1, :, there - width : there]
+        there, here = source.columns.end, self.columns.end
+        for buffer in self.state:
+            buffer[at : at + 1, :, : here - width] = 0
+        for buffer, array in zip(self.state, source.state if width else (), strict=False):
+            buffer[at : at + 1, :, here - width : here] = array[source_at : source_at + 1, :, there - width : there]
 
     def _segments(self, current: Pass) -> list[Pair]:
         snapshots = [spans.leaves[self.leaf] for _, spans in current.parts]

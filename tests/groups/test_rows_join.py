@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 
 from radixcache import PrefixCache
@@ -104,6 +105,31 @@ def test_room_for_rows_that_did_not_come_is_given_up_where_the_others_need_it() 
                 said[row].append(token)
         assert stepped(group, counting, rows[:2], said) == 2
         assert rows[0].batch.columns.row_capacity == 2
+    cache.check()
+
+
+@pytest.mark.parametrize("is_all_in_place", [False, True])
+def test_what_a_row_without_numbers_left_behind_does_not_come_to_who_takes_its_place(is_all_in_place: bool) -> None:
+    model = tiny_model("llama")
+    cache, counting = PrefixCache(model), Counting(model)
+    stored(cache, model, SYSTEM)
+    with cache.begin_many(
+        [LONGEST, LONGEST[::-1]], capacity=600, segment_bytes=0 if is_all_in_place else 1 << 30
+    ) as group:
+        first, second = group.rows
+        list(group.prefill_many(model, [first, second]))
+        said = {row: row.prompt.tolist() for row in group.rows}
+        stepped(group, counting, [first, second], said)
+        batch, at = second.batch, second.at
+        for leaf in batch.leaves:
+            leaf.values[at : at + 1] = mx.nan
+        second.distrust_from(0)
+        second.close()
+        third = group.admit([*SYSTEM, 9] if is_all_in_place else LONGEST[3:20])
+        said[third] = third.prompt.tolist()
+        list(group.prefill_many(model, [third]))
+        assert stepped(group, counting, [first, third], said) == 2
+        assert (third.batch, third.at) == (batch, at)
     cache.check()
 
 

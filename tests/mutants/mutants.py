@@ -964,6 +964,14 @@ ROWS = (
         ("tests/groups/test_rows_join.py",),
     ),
     Mutant(
+        "what-a-row-left-is-not-wiped",
+        "radixcache",
+        "            buffer[at : at + 1, :, : here - width] = 0\n",
+        "            pass\n",
+        "A row without numbers spoils the next one in its place.",
+        ("tests/groups/test_rows_join.py",),
+    ),
+    Mutant(
         "a-longer-row-joins-in-place",
         "radixcache",
         "if len(free) < len(rows) or max(row.batch.columns.lengths[row.at] for row in rows) > columns.end:",
