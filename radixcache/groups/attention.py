@@ -39,7 +39,12 @@ def exp(array: mx.array) -> mx.array:
 
 def has_slow_exp() -> bool:
     """Whether MLX's exponential is slower here than a power."""
-    return IS_X86 and bool(mx.default_device() == mx.cpu)
+    return IS_X86 and is_on_cpu()
+
+
+def is_on_cpu() -> bool:
+    """Whether MLX evaluates on its CPU backend."""
+    return bool(mx.default_device() == mx.cpu)
 
 
 #: Keys (1, H, S, D) and values (1, H, S, Dv) of a segment.
@@ -167,12 +172,14 @@ def cascade(
         sinks: (Hq,), a score of each head that takes weight and has no value; None: there is none.
     """
     tokens, columns = queries.shape[2], keys.shape[2]
+    if tokens == 1:
+        return _cascade(queries, (keys, values), plan, segments, scale, mask, sinks)
     blocks = []
     for start in range(0, tokens, BLOCK_TOKENS):
         block = slice(start, min(start + BLOCK_TOKENS, tokens))
         seen = slice(columns - tokens + block.stop)
         own = keys[..., seen, :], values[..., seen, :]
-        its = mask if mask is None or tokens == 1 else mask[..., block, seen]
+        its = None if mask is None else mask[..., block, seen]
         blocks.append(_cascade(queries[:, :, block], own, plan, segments, scale, its, sinks))
     return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
 

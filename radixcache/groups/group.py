@@ -24,6 +24,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -243,9 +244,9 @@ class Group:
             if row.prompt_left == 0:
                 raise ValueError(f"row {row.id}: all {len(row.prompt)} tokens of its prompt are evaluated; use step().")
         wanted = None if tokens is None else require_count("tokens", tokens, "tokens")
+        self._start(model, rows)
         ends = {}
         for row in rows:
-            self._start(model, row)
             ends[row] = row.position + min(row.prompt_left, wanted or row.prompt_left)
             is_long = len(rows) * (ends[row] - row.position) > LOGITS_TOKENS
             ends[row] -= leaves_last and is_long and ends[row] - row.position == row.prompt_left
@@ -277,13 +278,11 @@ class Group:
             raise ValueError("no rows to step; wanted at least one.")
         for row in rows:
             self._require_row(row)
-        self._core.settings.require_model(model)
         array = one_each(tokens, len(rows), self._core.settings.vocab_size)
         self._require_prompts(rows, array)
         if len(set(rows)) < len(rows):
             raise ValueError(f"rows {[row.id for row in rows]}: one of them is there twice.")
-        for row in rows:
-            self._start(model, row)
+        self._start(model, rows)
         self._room.require_tokens(len(rows))
         side_by_side = self._way(model).way is not Way.SINGLE
         logits: mx.array = self._run(lambda: self._passes.step(model, rows, array, side_by_side=side_by_side))
@@ -311,7 +310,7 @@ class Group:
             raise ValueError(f"row {row.id} has tokens [0, {row.position}); [{begin}, {end}) is not in there.")
         if begin == end:
             return
-        self._start(model, row)
+        self._start(model, [row])
         with self._lock:
             self._run(lambda: Removal(self._room, self._layout, row, begin, end).run(model))
             row.cut(begin, end)
@@ -412,16 +411,17 @@ class Group:
             self._tried = tried, way_of(tried, self._layout.fresh)
         return self._tried[1]
 
-    def _start(self, model: Any, row: Row) -> None:
+    def _start(self, model: Any, rows: Sequence[Row]) -> None:
         """Before the first forward pass of a row: it takes up what others have of its prompt by now."""
         self._core.settings.require_model(model)
-        if row.is_fresh:
-            way = self._way(model).way
-            with self._lock:
-                self._run(lambda: self._admission.share_more(row))
-                self._run(lambda: self._admission.place(row, in_segments=way is Way.SEGMENTS))
-                row.is_fresh = False
-                self._room.book()
+        for row in rows:
+            if row.is_fresh:
+                in_segments = self._way(model).way is Way.SEGMENTS
+                with self._lock:
+                    self._run(partial(self._admission.share_more, row))
+                    self._run(partial(self._admission.place, row, in_segments=in_segments))
+                    row.is_fresh = False
+                    self._room.book()
 
     def _is_intact(self, rows: Sequence[Row]) -> bool:
         """Whether there is anything to store: rows, and state in which what is pending was evaluated."""

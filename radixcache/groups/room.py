@@ -36,7 +36,8 @@ class Room:
     def used_tokens(self, *more: Row) -> int:
         """Tokens that the rows, and some more, hold, one that several share counted once; takes no lock."""
         rows = [*self.rows.values(), *more]
-        nodes = {id(node): node for row in rows if row.node is not None for node in row.node.path()}
+        ends = {id(row.node): row.node for row in rows if row.node is not None}
+        nodes = {id(node): node for end in ends.values() for node in end.path()}
         return sum(node.end - node.start for node in nodes.values()) + sum(row.position - row.path_end for row in rows)
 
     def require_tokens(self, wanted: int) -> None:

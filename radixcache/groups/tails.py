@@ -11,6 +11,9 @@ model sees. A pass that breaks off has changed nothing: columns count once it is
 A pass evaluates as many tokens of each row. Where they have segments, few tokens attend to them in place, and many, of
 a row alone, get keys and values side by side in a buffer that is gone when the layer is through: the model's own
 attention on those is worth the copy. Where MLX's exponential is slow it is not, and ours the faster one throughout.
+
+MLX's CPU backend waits while more than some ten tasks lie ahead of it, so that what Python does between two evaluations
+is not done meanwhile. There a pass is dispatched layer by layer, and runs while it is still being built.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from mlx_lm.models.cache import _BaseCache
 
 from radixcache.adapters.owned import owned_span
 from radixcache.adapters.snapshots import Spans
-from radixcache.groups.attention import Pair, Plan, cascade, handed, has_slow_exp
+from radixcache.groups.attention import Pair, Plan, cascade, handed, has_slow_exp, is_on_cpu
 
 #: Tails grow by so many columns, for the room that is spare is taken in every row.
 GROWTH_COLUMNS = 64
@@ -49,6 +52,7 @@ class Pass:
         self.tokens = tokens
         self.parts = parts
         self.is_cascade = ours and (has_slow_exp() or (bool(parts) and tokens <= CASCADE_TOKENS))
+        self.is_dispatched_early = is_on_cpu()
         self.masks: list[mx.array] = []
         #: By leaf: what its layer returned, once it is written.
         self.fetched: dict[int, Pair] = {}
@@ -206,10 +210,11 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
         """Write the pass's keys and values, (R, H, T, D), and return all that its tokens read, or stand-ins for it."""
         current, columns = self._running, self.columns
         end, stop = columns.end, columns.end + keys.shape[2]
-        self.keys, self.values = (
-            _with_room(buffer, new, columns, stop) for buffer, new in ((self.keys, keys), (self.values, values))
-        )
         rows, first = len(columns.lengths), end - columns.width
+        self.keys, self.values = (
+            _with_room(self.keys, keys, columns, stop),
+            _with_room(self.values, values, columns, stop),
+        )
         self.keys[:rows, :, end:stop] = keys
         self.values[:rows, :, end:stop] = values
         found = self.keys[:rows, :, first:stop], self.values[:rows, :, first:stop]
@@ -219,6 +224,8 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
             both = zip(*self._segments(current), found, strict=True)
             found_keys, found_values = (mx.concatenate(list(arrays), axis=2) for arrays in both)
             found = found_keys, found_values
+        elif current.is_dispatched_early:
+            mx.async_eval(self.keys, self.values)
         current.fetched[self.leaf] = found
         return found
 
@@ -237,7 +244,10 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
             raise PassError("attention with values or a mask of the model's own.")
         current.attended(keys)
         plan, segments = current.plan, self._segments(current)
-        return cascade(queries, keys, own, plan, segments, scale=scale, mask=current.seen, sinks=sinks)
+        output = cascade(queries, keys, own, plan, segments, scale=scale, mask=current.seen, sinks=sinks)
+        if current.is_dispatched_early:
+            mx.async_eval(output)
+        return output
 
     @property
     def state(self) -> tuple[mx.array, ...]:
