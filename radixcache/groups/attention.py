@@ -93,6 +93,7 @@ class Plan:
             in_order = order == list(range(rows))
             places = None if in_order else mx.array(sorted(range(rows), key=order.__getitem__))
             self.levels.append(Level(numbers, rows - len(known), places))
+        self._is_whole = all(takes is None for takes in self._takes)
 
     def of_rows(self, array: mx.array, segment: int) -> mx.array:
         """What of an array (R, ...) is of the rows of a segment."""
@@ -101,6 +102,8 @@ class Plan:
 
     def laid_out(self, parts: Sequence[mx.array], blank: float) -> list[mx.array]:
         """For each level what all rows have (R, ...), from what the rows of each segment have (n, ...)."""
+        if self._is_whole:
+            return [*parts]
         found = []
         for level in self.levels:
             columns = [parts[number] for number in level.segments]

@@ -2,6 +2,7 @@
 
     admit      who there is room for gets a row
     prefill    one chunk is evaluated, of one prompt or of several; the last token of a long one goes with the next step
+    first      where first tokens come of that they are read and handed out; what follows is the next round's
     step       the next forward pass of all replies that go on is dispatched, on tokens that nobody has read
     read       the tokens of the step before are read and handed out; where a chunk was evaluated, those of this one
 
@@ -70,14 +71,23 @@ class Engine:
         self._step_size = step_size
         self._turns = ChunkTurns()
         self._steps = 0
+        #: Whether a chunk was evaluated, and no step since.
+        self._owes_step = False
         self._failure: Exception | None = None
 
     def round(self) -> None:
-        """Do what there is to do once."""
+        """Do what there is to do once; where first tokens come of a chunk they are handed out before the step."""
         self._end_cancelled()
-        self._admit()
-        self._end_cancelled()  # a callback may have asked for it just now
-        has_prefilled = self._prefill()
+        has_prefilled, self._owes_step = self._owes_step, False
+        if not has_prefilled:
+            self._admit()
+            self._end_cancelled()  # a callback may have asked for it just now
+            has_prefilled = self._prefill()
+            first = [request for request in self._admission.stepping if request.unread and not request.reply.tokens]
+            if first and not self.group.is_lost:
+                self._read(first)
+                self._owes_step = True
+                return
         stepping = self._admission.stepping
         # First those that end: a row that is still there and takes no part would have to be taken out of the batch.
         self._read([request for request in stepping if request.reply.left == len(request.unread)])

@@ -7,13 +7,15 @@
             print(ticket.number, piece.text)
 
 A round admits what there is room for, evaluates one chunk of prompts, dispatches a decode step for all replies that
-go on, and reads the tokens of the step before. So between two tokens of a running reply lie one step and at most one
-chunk: `step_size` bounds its pauses, and what prefill takes from those who are being served.
+go on, and reads the tokens of the step before. First tokens are handed out between chunk and step. So between two
+tokens of a running reply lie one step and at most one chunk: `step_size` bounds its pauses, and what prefill takes from
+those who are being served.
 
 Invariants, each with a test:
 
   PG1  Each reply is what it would be alone: no other joining, leaving, failing or being cancelled changes it.
   PG2  The next step is dispatched before the tokens of the last one are read, but for replies that `max_tokens` ends.
+       First tokens that a chunk of prefill brings are handed out before it.
   PG3  Cells and bytes for prompt and reply are there before a request comes in. Where they are not after all, the one
       that came last goes back to waiting, with its text, and goes on later from what the tree kept of it.
   PG4  What was evaluated and is right is stored when a request ends, whatever ends it; nothing behind a shift is.

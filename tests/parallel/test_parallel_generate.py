@@ -248,13 +248,21 @@ def test_the_next_step_is_dispatched_before_a_token_is_handed_out_and_none_after
 
     with new_generator(llama, new_cache(llama)) as generator:
         tickets = [
-            submit(generator, PROMPTS[0], 3, sampler=counting(0, [40, 41, 42])),
-            submit(generator, PROMPTS[3], 4, sampler=counting(1, [50, 51, 52, 53])),
+            submit(generator, PROMPTS[0], 4, sampler=counting(0, [40, 41, 42, 43])),
+            submit(generator, PROMPTS[3], 6, sampler=counting(1, [50, 51, 52, 53, 54, 55])),
         ]
         seen = [(ticket.number, piece.token, asked[ticket.number]) for ticket, piece in generator]
-    assert [each for each in seen if each[0] == 0] == [(0, 40, 2), (0, 41, 3), (0, 42, 3)]
-    assert [each for each in seen if each[0] == 1] == [(1, 50, 2), (1, 51, 3), (1, 52, 4), (1, 53, 4)]
-    assert [tokens_of(ticket) for ticket in tickets] == [(40, 41, 42), (50, 51, 52, 53)]
+    # The first one comes of a chunk, and waits for no step; where a chunk may come next tokens are read at once.
+    assert [each for each in seen if each[0] == 0] == [(0, 40, 1), (0, 41, 2), (0, 42, 3), (0, 43, 4)]
+    assert [each for each in seen if each[0] == 1] == [
+        (1, 50, 1),
+        (1, 51, 2),
+        (1, 52, 4),
+        (1, 53, 5),
+        (1, 54, 6),
+        (1, 55, 6),
+    ]
+    assert [tokens_of(ticket) for ticket in tickets] == [(40, 41, 42, 43), (50, 51, 52, 53, 54, 55)]
 
 
 def test_each_row_has_its_own_sampler_stop_tokens_and_text(llama: LoadedModel) -> None:

@@ -208,11 +208,14 @@ def test_a_round_evaluates_a_chunk_of_one_prompt_or_of_several(tiny: LoadedModel
             generator.submit(
                 prompt, max_tokens=9, stop_tokens=(), on_progress=lambda done, _, at=number: told.update({at: done})
             )
-        rounds = [told.copy() for _ in range(3) if generator.round() is not None]
-    assert [[each[number] for number in range(4)] for each in rounds] == [
-        [30, 24, 0, 10],
-        [30, 30, 58, 10],
-        [30, 30, 100, 10],
+        rounds = [(len(generator.round()), *told.values()) for _ in range(6)]
+    assert rounds == [
+        (1, 29, 24, 0, 10),  # a first token, handed out before the step
+        (2, 30, 24, 0, 10),
+        (1, 30, 30, 58, 10),
+        (3, 30, 30, 58, 10),
+        (4, 30, 30, 100, 10),  # where none comes of the chunk, both
+        (0, 30, 30, 100, 10),
     ]
 
 

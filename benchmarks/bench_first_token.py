@@ -1,0 +1,128 @@
+"""Time to the first token of a row whose prompt begins with what is in the tree.
+
+What cannot be had sooner is the forward pass of the tokens that are not there: mlx-lm's own caches hold the beginning,
+and a greedy token is taken from the last logits. Beside it a row of a group, from the moment the request is handed in
+to its first piece: look-up, admission, the same forward pass, sampling and text. Nobody else is being served.
+
+    first token ms      of the row
+    forward ms          of its uncached tokens alone
+    by forward          one by the other: the median of as many pairs, least and most
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+
+import runner  # noqa: F401  loads OpenBLAS before MLX
+from benchmarks.bench_decode import model_of
+from benchmarks.harness.record import Spread, arguments, publish, say
+from radixcache import PrefixCache
+from runner.parallel import ParallelGenerator
+
+BUDGET_BYTES = 8 << 30
+CHUNK_TOKENS = 512
+REPEATS = 15
+#: The first token comes no later than this many times the forward pass.
+AIM = 1.05
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompts of a model that begin with `cached` tokens and go on with so many of their own."""
+
+    model: str
+    cached: int
+    uncached: tuple[int, ...]
+
+
+FULL = (Load("tiny", 2000, (32, 100, 512)), Load("shape", 300, (32, 100, 512)))
+QUICK = (Load("tiny", 300, (32,)),)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(__doc__, given)
+    rows = [row for load in (QUICK if options.quick else FULL) for row in measure(load)]
+    title = "First token of a row whose prompt begins with what is in the tree"
+    publish("first-token", title, rows, folder=options.results, repeats=REPEATS, conclusion=conclusion(rows))
+
+
+def conclusion(rows: Sequence[dict[str, Any]]) -> str:
+    """Say which rows are at the aim, from the figures."""
+    met = sum(row["by forward"] <= AIM for row in rows)
+    worst = max(rows, key=lambda row: float(row["by forward"]))
+    return (
+        f"{met} of {len(rows)} within {AIM} of the forward pass; most {worst['by forward']:.3f} "
+        f"({worst['model']}, {worst['uncached']} tokens behind {worst['cached']})."
+    )
+
+
+def measure(load: Load) -> Iterator[dict[str, Any]]:
+    """A row for each number of uncached tokens."""
+    model, tokenizer = model_of(load.model)
+    random = np.random.default_rng(0)
+    beginning = random.integers(16, 250, load.cached).tolist()
+    caches = make_prompt_cache(model)
+    _forward(model, caches, beginning)
+    for uncached in load.uncached:
+        say(f"{load.model}, {uncached} tokens behind {load.cached}")
+        cache = PrefixCache(model, budget_bytes=BUDGET_BYTES)
+        capacity = load.cached + (REPEATS + 2) * (uncached + 2)
+        with ParallelGenerator(cache, model, tokenizer, capacity=capacity, step_size=CHUNK_TOKENS) as generator:
+            _first_token(generator, [*beginning, 15])
+            pairs = []
+            for turn in range(REPEATS + 1):
+                own = random.integers(16, 250, uncached).tolist()
+                seconds = _first_token(generator, beginning + own), _timed_forward(model, caches, own)
+                if turn:  # the first warms up
+                    pairs.append(seconds)
+        cache.close()
+        ratio = Spread.of(ours / forward for ours, forward in pairs)
+        yield {
+            "model": load.model,
+            "cached": load.cached,
+            "uncached": uncached,
+            "first token ms": statistics.median(ours for ours, _ in pairs) * 1e3,
+            "forward ms": statistics.median(forward for _, forward in pairs) * 1e3,
+            "by forward": ratio.median,
+            "least to most": ratio.range,
+        }
+
+
+def _first_token(generator: ParallelGenerator, prompt: list[int]) -> float:
+    """Seconds until a request has its first piece; it goes on for another one."""
+    began_s = time.perf_counter()
+    generator.submit(prompt, max_tokens=2, stop_tokens=())
+    pieces = iter(generator)
+    next(pieces)
+    seconds = time.perf_counter() - began_s
+    for _ in pieces:
+        pass
+    return seconds
+
+
+def _timed_forward(model: Any, caches: list[Any], tokens: list[int]) -> float:
+    """Seconds of a forward pass of these tokens behind what the caches hold, which they hold again afterwards."""
+    began_s = time.perf_counter()
+    _forward(model, caches, tokens)
+    seconds = time.perf_counter() - began_s
+    trim_prompt_cache(caches, len(tokens))
+    return seconds
+
+
+def _forward(model: Any, caches: list[Any], tokens: list[int]) -> None:
+    """Evaluate tokens in chunks, and the likeliest one behind them."""
+    for start in range(0, len(tokens), CHUNK_TOKENS):
+        logits = model(mx.array([tokens[start : start + CHUNK_TOKENS]]), cache=caches)
+        mx.eval(mx.argmax(logits[:, -1], axis=-1))
+
+
+if __name__ == "__main__":
+    main()
