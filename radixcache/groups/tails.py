@@ -13,14 +13,14 @@ a row alone, get keys and values side by side in a buffer that is gone when the 
 attention on those is worth the copy. Where MLX's exponential is slow it is not, and ours the faster one throughout.
 
 MLX's CPU backend waits while more than some ten tasks lie ahead of it, so that what Python does between two evaluations
-is not done meanwhile. There a pass is dispatched layer by layer, and runs while it is still being built.
+is not done meanwhile. There a step is dispatched layer by layer, and runs while it is still being built; the passes of
+prompts, in which building is next to nothing, take a fifth longer so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -45,53 +45,38 @@ class PassError(RuntimeError):
 
 
 class Pass:
-    """One forward pass: how many tokens per row, where they stand, and what they read in place."""
+    """One forward pass: how many tokens per row, where they stand, and what they read in place.
+
+    Attributes:
+        before: tokens in front of each row's: an int for one row, an int32 array (R,) for several.
+        padding: what of the tails is a row's own, bool (R, 1, 1, C), tokens to come included; None: all of them.
+        seen: what of the tails each token sees, bool (T, C) or (R, 1, T, C); None: all of them. In a cascade alone.
+        plan: who reads which segment, piece by piece. In a cascade alone.
+        fetched: by leaf what its layer returned, once it is written.
+    """
 
     def __init__(self, columns: Columns, tokens: int, parts: Sequence[Part], ours: bool) -> None:
-        self.columns = columns
         self.tokens = tokens
         self.parts = parts
         self.is_cascade = ours and (has_slow_exp() or (bool(parts) and tokens <= CASCADE_TOKENS))
-        self.is_dispatched_early = is_on_cpu()
+        self.is_dispatched_early = tokens == 1 and is_on_cpu()
         self.masks: list[mx.array] = []
-        #: By leaf: what its layer returned, once it is written.
         self.fetched: dict[int, Pair] = {}
         self._handed: set[int] = set()
         self._attended: set[int] = set()
+        rows, positions, width = len(columns.lengths), columns.positions, columns.width
+        self.before: Any = positions[0] if rows == 1 else mx.array(positions, dtype=mx.int32)
+        starts = [width - length for length in columns.lengths]
+        is_ragged = any(starts)
+        self.padding = mx.arange(width + tokens) >= mx.array(starts)[:, None, None, None] if is_ragged else None
+        if self.is_cascade:
+            self.seen = self.padding if tokens == 1 else _under(create_causal_mask(tokens, width), self.padding)
+            self.plan = Plan(rows, [its for its, spans in parts for _ in range(spans.pieces)])
 
-    @cached_property
-    def before(self) -> Any:
-        """Tokens in front of each row's: an int for one row, an int32 array (R,) for several."""
-        positions = self.columns.positions
-        return positions[0] if len(positions) == 1 else mx.array(positions, dtype=mx.int32)
-
-    @cached_property
+    @property
     def after(self) -> Any:
         """Tokens up to and with each row's, like `before`."""
         return self.before + self.tokens
-
-    @cached_property
-    def padding(self) -> mx.array | None:
-        """What of the tails each row's token sees, bool (R, 1, 1, C); None: all of them."""
-        columns = self.columns
-        starts = [columns.width - length for length in columns.lengths]
-        if not any(starts):
-            return None
-        return mx.arange(columns.width + self.tokens) >= mx.array(starts)[:, None, None, None]
-
-    @cached_property
-    def seen(self) -> mx.array | None:
-        """What of the tails each token sees, bool (T, C) or (R, 1, T, C); None: all of them."""
-        if self.tokens == 1:
-            return self.padding
-        causal: mx.array = create_causal_mask(self.tokens, self.columns.width)
-        return causal if self.padding is None else causal & self.padding
-
-    @cached_property
-    def plan(self) -> Plan:
-        """Who reads which segment, piece by piece."""
-        pieces = [rows for rows, spans in self.parts for _ in range(spans.pieces)]
-        return Plan(len(self.columns.lengths), pieces)
 
     def hand_out(self, layer: TailLayer, keys: mx.array) -> None:
         """From now on attention to these keys is the layer's."""
@@ -202,7 +187,7 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
         else:
             # One row's segments are in front of its tail.
             mask = create_causal_mask(N, positions[0] if len(positions) == 1 else width, window_size)
-            mask = mask if padding is None else mask & padding
+            mask = _under(mask, padding)
         current.masks.append(mask)
         return mask
 
@@ -301,6 +286,10 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
         if current is None:
             raise ValueError("tails are read and written by Group.prefill and step; no forward pass is running.")
         return current
+
+
+def _under(mask: mx.array, padding: mx.array | None) -> mx.array:
+    return mask if padding is None else mask & padding
 
 
 def filled(columns: Columns, leaf: int, pieces: Sequence[Pair]) -> TailLayer:

@@ -2,10 +2,14 @@
 
 The signal is kept and delivered when the stretch ends, so bookkeeping is either done or not begun. Other threads never
 receive signals in Python and need nothing.
+
+There are such stretches in every step of a decode. `signal` would make enumerations of all numbers and handlers, which
+takes several times as long as the rest; the module beneath it does not.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Callable
@@ -33,10 +37,10 @@ class uninterrupted:  # noqa: N801  used like a function
             return  # a block around this one keeps them already, or they cannot come
         try:
             for number in STOPS:
-                previous = signal.getsignal(number)
+                previous = _signal.getsignal(number)
                 if callable(previous):  # else nobody listens in Python
                     self._previous[number], _is_inside = previous, True
-                    signal.signal(number, lambda *caught: self._caught.append(caught))
+                    _signal.signal(number, lambda *caught: self._caught.append(caught))
         except BaseException:  # one that is not kept yet
             self.__exit__()
             raise
@@ -54,7 +58,7 @@ class uninterrupted:  # noqa: N801  used like a function
     def _restore(self) -> None:
         try:
             while self._previous:
-                signal.signal(*self._previous.popitem())
+                _signal.signal(*self._previous.popitem())
         finally:
             if self._previous:  # one came that is listened to again
                 self._restore()

@@ -12,7 +12,7 @@ Invariants, each with a test:
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
@@ -55,8 +55,7 @@ class Completion:
         return len(self.tokens)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One token of the reply, with the text it completes; the last piece carries the completion.
 
     `logprobs` has shape (V,), float32. Text that is held back until a character is whole comes with a later piece. A

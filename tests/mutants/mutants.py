@@ -910,8 +910,8 @@ ROWS = (
     Mutant(
         "rows-of-a-prompt-see-their-padding",
         "radixcache",
-        "return causal if self.padding is None else causal & self.padding",
-        "return causal",
+        "return mask if padding is None else mask & padding",
+        "return mask",
         "Of prompts that are prefilled together the shorter ones attend to what is in front of their tails.",
         ("tests/groups/test_prefill_many.py",),
     ),
@@ -1089,8 +1089,8 @@ TOGETHER = (
     Mutant(
         "padding-is-seen",
         "radixcache",
-        "        if not any(starts):\n            return None\n",
-        "        return None\n",
+        "is_ragged = any(starts)",
+        "is_ragged = False",
         "Rows with shorter tails attend to columns that are not theirs.",
         ("tests/groups/test_begin_many.py", "tests/groups/test_ways.py"),
     ),

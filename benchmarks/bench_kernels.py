@@ -1,0 +1,86 @@
+"""Kernels of cascade attention, in each layer of a decode step: what a GPU would have to launch.
+
+Nothing is timed. The operations of one layer's attention are counted in MLX's graph, without views, which launch
+nothing, and without the copies that MLX makes of some of them. mlx-lm's attention is one kernel on Metal and CUDA, and
+on a CPU as many as its row says.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+import runner  # noqa: F401  loads OpenBLAS before MLX
+from benchmarks.harness.record import arguments, publish
+from radixcache.groups.attention import Plan, cascade
+
+ROWS, HEADS, KEY_HEADS, WIDTH, OWN, SEGMENT = 16, 9, 3, 64, 100, 300
+VIEWS = frozenset(
+    ["Transpose", "Reshape", "Broadcast", "Slice", "ExpandDims", "Squeeze", "Flatten", "Unflatten", "AsType"]
+)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(__doc__, given)
+    rows = [
+        {"way": "mlx-lm's attention on a CPU", "kernels": _kernels(_stock())},
+        *({"way": way, "kernels": _kernels(_cascade(readers))} for way, readers in _ways().items()),
+    ]
+    title = "Kernels of one layer's attention in a decode step of 16 rows"
+    publish("kernels", title, rows, folder=options.results, repeats=1, conclusion=conclusion(rows))
+
+
+def conclusion(rows: Sequence[dict[str, Any]]) -> str:
+    """Say how many there are, from the figures."""
+    return "; ".join(f"{row['way']}: {row['kernels']}" for row in rows) + "."
+
+
+def _ways() -> dict[str, list[tuple[int, ...] | None]]:
+    """Who reads each segment; None: all."""
+    quarters: list[tuple[int, ...] | None] = [tuple(range(first, first + 4)) for first in range(0, ROWS, 4)]
+    return {
+        "nothing shared": [],
+        "one level": [None],
+        "two levels": [None, None],
+        "four groups": quarters,
+        "one level and four groups": [None, *quarters],
+    }
+
+
+def _cascade(readers: list[tuple[int, ...] | None]) -> mx.array:
+    queries, keys, values = _arrays(ROWS, OWN)
+    segments = [_arrays(1, SEGMENT)[1:] for _ in readers]
+    plan = Plan(ROWS, readers)
+    mx.eval([level.places for level in plan.levels if level.places is not None])
+    return cascade(queries, keys, values, plan, segments, scale=WIDTH**-0.5)
+
+
+def _stock() -> mx.array:
+    queries, keys, values = _arrays(ROWS, SEGMENT + OWN)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=WIDTH**-0.5)
+
+
+def _arrays(rows: int, columns: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries of one token, keys and values, evaluated."""
+    shapes = (HEADS, 1), (KEY_HEADS, columns), (KEY_HEADS, columns)
+    made = [mx.zeros((rows, heads, tokens, WIDTH)) for heads, tokens in shapes]
+    mx.eval(made)
+    return made[0], made[1], made[2]
+
+
+def _kernels(output: mx.array) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "graph.dot"
+        mx.export_to_dot(str(file), output)
+        operations = Counter(re.findall(r'label ?= ?"(\w+)"', file.read_text(encoding="utf-8")))
+    return sum(count for name, count in operations.items() if name not in VIEWS)
+
+
+if __name__ == "__main__":
+    main()
