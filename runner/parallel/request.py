@@ -1,11 +1,12 @@
 """A request among others: the ticket its owner holds, and where it stands."""
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -70,8 +71,9 @@ class Predictions:
 
         Waits for them, once for all rows.
         """
-        tokens, own, totals = map(np.asarray, (self.tokens, self._own, self._totals))
-        return tokens.tolist(), own[:, 0].tolist(), (~np.isfinite(totals[:, 0])).tolist()
+        lists: list[Any] = [array.tolist() for array in (self.tokens, self._own, self._totals)]
+        tokens, own, totals = lists
+        return tokens, [each for (each,) in own], [not math.isfinite(total) for (total,) in totals]
 
 
 class Sampled(NamedTuple):
@@ -243,7 +245,7 @@ def sample_each(requests: Sequence[ParallelRequest], logits: mx.array) -> None:
     last = logits[:, -1].astype(mx.float32)
     processing = {row: request for row, request in enumerate(requests) if request.processors}
     last = _with_own(last, processing, lambda row, request: request.processed(last[row : row + 1]))
-    logprobs, totals = log_probabilities(last[:, None])
+    logprobs, totals = log_probabilities(last)
     sampling = {row: each for row, each in enumerate(requests) if each.sampler is not None and each.failure is None}
     tokens = _with_own(
         greedy(logprobs), sampling, lambda row, request: sample(request.sampler, logprobs[row : row + 1])

@@ -164,7 +164,7 @@ def _generate(
         return
 
     def choose(_: Any, logits: mx.array) -> tuple[mx.array, mx.array]:
-        logprobs, _ = log_probabilities(logits)
+        logprobs, _ = log_probabilities(logits[:, -1])
         return sample(sampler, logprobs), logprobs
 
     for token, logprobs in decode(run, model, mx.array(remaining[-1:]), choose, max_tokens=reply.max_tokens):

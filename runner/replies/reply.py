@@ -166,13 +166,13 @@ class Reply:
 
 
 def log_probabilities(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Of the last token's logits (N, T, V): log-probabilities (N, V), float32, and what they sum up to (N, 1).
+    """Of logits (N, V): log-probabilities (N, V), float32, and what they sum up to (N, 1).
 
     Both are pending. One logit that is no number, or infinite, is enough for a sum that is none.
     """
-    last = logits[:, -1, :].astype(mx.float32)
-    total = mx.logsumexp(last, axis=-1, keepdims=True)
-    return last - total, total
+    logits = logits.astype(mx.float32)
+    total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    return logits - total, total
 
 
 def greedy(logprobs: mx.array) -> mx.array:
