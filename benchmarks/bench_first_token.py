@@ -23,7 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
 from benchmarks.bench_decode import model_of
-from benchmarks.harness.record import Spread, arguments, publish, say
+from benchmarks.harness.record import Spread, arguments, in_turns, publish, say
 from radixcache import PrefixCache
 from runner.parallel import ParallelGenerator
 
@@ -68,7 +68,12 @@ def measure(load: Load) -> Iterator[dict[str, Any]]:
     """A row for each number of uncached tokens."""
     model, tokenizer = model_of(load.model)
     random = np.random.default_rng(0)
-    beginning = random.integers(16, 250, load.cached).tolist()
+
+    def own(count: int) -> list[int]:
+        found: list[int] = random.integers(16, 250, count).tolist()
+        return found
+
+    beginning = own(load.cached)
     caches = make_prompt_cache(model)
     _forward(model, caches, beginning)
     for uncached in load.uncached:
@@ -77,12 +82,11 @@ def measure(load: Load) -> Iterator[dict[str, Any]]:
         capacity = load.cached + (REPEATS + 2) * (uncached + 2)
         with ParallelGenerator(cache, model, tokenizer, capacity=capacity, step_size=CHUNK_TOKENS) as generator:
             _first_token(generator, [*beginning, 15])
-            pairs = []
-            for turn in range(REPEATS + 1):
-                own = random.integers(16, 250, uncached).tolist()
-                seconds = _first_token(generator, beginning + own), _timed_forward(model, caches, own)
-                if turn:  # the first warms up
-                    pairs.append(seconds)
+            pairs = in_turns(
+                lambda its=generator, count=uncached: _first_token(its, beginning + own(count)),  # type: ignore[misc]
+                lambda count=uncached: _timed_forward(model, caches, own(count)),  # type: ignore[misc]
+                REPEATS,
+            )
         cache.close()
         ratio = Spread.of(ours / forward for ours, forward in pairs)
         yield {

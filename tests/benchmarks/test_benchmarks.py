@@ -12,7 +12,9 @@ import pytest
 from benchmarks import (
     bench_decode,
     bench_explain,
+    bench_first_token,
     bench_growth,
+    bench_kernels,
     bench_memory,
     bench_paging,
     bench_parallel,
@@ -222,3 +224,23 @@ def test_decoding_together_is_measured_on_both_sides_and_says_which_aims_are_met
         (0.9, "not so"),
     ):
         assert said in bench_decode.conclusion([row | {"decode": decode}])
+
+
+def test_a_first_token_is_held_beside_the_forward_pass_of_what_is_not_in_the_tree(tmp_path: Path) -> None:
+    found = _run(bench_first_token.main, tmp_path)
+
+    (row,) = found.pop("first-token")["rows"]
+    assert not found
+    assert (row["model"], row["cached"], row["uncached"]) == ("tiny", 300, 32)
+    assert row["first token ms"] > 0 < row["forward ms"]
+    for ratio, said in ((1.04, "1 of 1 within 1.05"), (1.06, "0 of 1 within 1.05")):
+        assert said in bench_first_token.conclusion([row | {"by forward": ratio}])
+
+
+def test_each_segment_takes_kernels_and_views_take_none(tmp_path: Path) -> None:
+    rows = _run(bench_kernels.main, tmp_path)["kernels"]["rows"]
+
+    kernels = {row["way"]: row["kernels"] for row in rows}
+    # Two products, a maximum, a difference, an exponential and a sum are a segment's; the rest brings parts together.
+    assert kernels["two levels"] - kernels["one level"] == kernels["one level"] - kernels["nothing shared"] == 9
+    assert kernels["four groups"] > kernels["two levels"]

@@ -988,6 +988,22 @@ ROWS = (
         ("tests/groups/test_prefill_many.py",),
     ),
     Mutant(
+        "first-tokens-wait-for-a-step",
+        "runner",
+        "if first and not self.group.is_lost:",
+        "if False:",
+        "The first token of a reply comes behind a decode step of all that run.",
+        ("tests/parallel/test_parallel_generate.py",),
+    ),
+    Mutant(
+        "a-chunk-follows-a-chunk-whose-first-tokens-were-handed-out",
+        "runner",
+        "                self._owes_step = True\n",
+        "                self._owes_step = False\n",
+        "Where prompts end one after the other, nobody gets another token before all are through.",
+        ("tests/parallel/test_parallel_logits.py",),
+    ),
+    Mutant(
         "tokens-wait-for-the-next-chunk-of-prefill",
         "runner",
         "soon = continuing if has_prefilled else first",
