@@ -203,7 +203,7 @@ def test_when_a_replica_is_killed_nobody_hangs_and_the_others_go_on(keyed: Serve
         os.kill(next(each.pid for each in children if each.name().startswith("ray::ServeRepli")), signal.SIGKILL)
         said = [each.result(GUARD_S) for each in endings]
     failed = [each for each in said if each not in ("length", "stop")]
-    assert set(failed) <= {"the replica that answered has ended; ask again."}
+    assert all(each.endswith("the replica that answered has ended; ask again.") for each in failed), failed
     assert len(failed) < len(said)
     assert asked(client(keyed.url, BOB), [user(70, 0)]).choices[0].finish_reason
     # Another one comes in its place, and of the dead one nothing is left.
