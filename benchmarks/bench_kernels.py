@@ -30,9 +30,10 @@ def main(given: Sequence[str] | None = None) -> None:
     options = arguments(__doc__, given)
     rows = [
         {"way": "mlx-lm's attention on a CPU", "kernels": _kernels(_stock())},
+        {"way": "one row alone, one level", "kernels": _kernels(_cascade([None], rows=1))},
         *({"way": way, "kernels": _kernels(_cascade(readers))} for way, readers in _ways().items()),
     ]
-    title = "Kernels of one layer's attention in a decode step of 16 rows"
+    title = "Kernels of one layer's attention in a decode step, of 16 rows where nothing else is said"
     publish("kernels", title, rows, folder=options.results, repeats=1, conclusion=conclusion(rows))
 
 
@@ -53,10 +54,10 @@ def _ways() -> dict[str, list[tuple[int, ...] | None]]:
     }
 
 
-def _cascade(readers: list[tuple[int, ...] | None]) -> mx.array:
-    queries, keys, values = _arrays(ROWS, OWN)
+def _cascade(readers: list[tuple[int, ...] | None], rows: int = ROWS) -> mx.array:
+    queries, keys, values = _arrays(rows, OWN)
     segments = [_arrays(1, SEGMENT)[1:] for _ in readers]
-    plan = Plan(ROWS, readers)
+    plan = Plan(rows, readers)
     mx.eval([level.places for level in plan.levels if level.places is not None])
     return cascade(queries, keys, values, plan, segments, scale=WIDTH**-0.5)
 

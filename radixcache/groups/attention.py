@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial, reduce, wraps
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -29,6 +30,8 @@ NAME = "scaled_dot_product_attention"
 BLOCK_TOKENS = 64
 #: From so many rows on those that read a segment lie one below the other for it, which takes copies.
 FEWEST_STACKED = 3
+#: From so many scores on several kernels with a fast exponential beat one with a slow one.
+FEWEST_POWERS = 4096
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
@@ -201,11 +204,11 @@ def _cascade(
     heads = keys.shape[1]
     # (R, H, G * T, D): the queries of a head's group one below the other.
     grouped = (queries * scale).reshape(rows, heads, query_heads // heads * tokens, -1)
-    own = _masked((grouped @ keys.swapaxes(-1, -2)).astype(mx.float32), mask, tokens)
-    shared = [
-        (_stacked(plan.of_rows(grouped, number)) @ segment[0].swapaxes(-1, -2)).astype(mx.float32)
-        for number, segment in enumerate(segments)
-    ]
+    own = _masked(_scores(grouped, keys), mask, tokens)
+    if rows == tokens == 1:
+        output = _side_by_side([*(_scores(grouped, each) for each, _ in segments), own], [*segments, tails], sinks)
+        return output.astype(queries.dtype).reshape(rows, query_heads, tokens, -1)
+    shared = [_scores(_stacked(plan.of_rows(grouped, number)), segment[0]) for number, segment in enumerate(segments)]
     maxima = [mx.max(own, axis=-1, keepdims=True)]
     maxima += plan.laid_out([_unstacked(mx.max(each, axis=-1, keepdims=True), grouped) for each in shared], -mx.inf)
     if sinks is not None:
@@ -222,6 +225,30 @@ def _cascade(
     found += plan.laid_out([_unstacked(each, grouped) for each in products], 0)
     output = reduce(mx.add, found) / reduce(mx.add, totals)
     return output.astype(queries.dtype).reshape(rows, query_heads, tokens, -1)
+
+
+def _side_by_side(scores: list[mx.array], parts: Sequence[Pair], sinks: mx.array | None) -> mx.array:
+    """Attention (1, H, G, Dv) of one token: side by side the scores of all parts, (1, H, G, S), take fewer kernels."""
+    ends = [*accumulate(each.shape[-1] for each in scores)]
+    if sinks is not None:
+        scores = [*scores, sinks.astype(mx.float32).reshape(*scores[0].shape[:-1], 1)]
+    weights = _softmax(scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1))
+    spans = zip(pairwise([0, *ends]), parts, strict=True)
+    return reduce(mx.add, [_product(weights[..., start:stop], values) for (start, stop), (_, values) in spans])
+
+
+def _softmax(scores: mx.array) -> mx.array:
+    if scores.size < FEWEST_POWERS or not has_slow_exp():
+        return mx.softmax(scores, axis=-1)
+    weights = exponential()(scores - mx.max(scores, axis=-1, keepdims=True))
+    return weights / mx.sum(weights, axis=-1, keepdims=True)
+
+
+def _scores(queries: mx.array, keys: mx.array) -> mx.array:
+    """(..., M, S) in float32, by (..., M, D) and (..., S, D); OpenBLAS is the faster one with many rows on the left."""
+    if queries.shape[-2] == 1:
+        return (keys @ queries.swapaxes(-1, -2)).swapaxes(-1, -2).astype(mx.float32)
+    return (queries @ keys.swapaxes(-1, -2)).astype(mx.float32)
 
 
 def _taking(rows: Sequence[int]) -> slice | mx.array:

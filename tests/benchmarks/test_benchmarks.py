@@ -244,3 +244,4 @@ def test_each_segment_takes_kernels_and_views_take_none(tmp_path: Path) -> None:
     # Two products, a maximum, a difference, an exponential and a sum are a segment's; the rest brings parts together.
     assert kernels["two levels"] - kernels["one level"] == kernels["one level"] - kernels["nothing shared"] == 9
     assert kernels["four groups"] > kernels["two levels"]
+    assert kernels["one row alone, one level"] < kernels["one level"]

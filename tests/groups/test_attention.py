@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radixcache.groups import attention
 from radixcache.groups.attention import BLOCK_TOKENS, Plan, cascade
 
 #: Who reads each segment, of 5 rows; None: all.
@@ -88,6 +89,31 @@ def test_rows_get_what_one_softmax_over_all_that_they_see_gives(
     if readers and readers != [None]:
         others = everything(queries, tails, segments, [(0,)] * len(readers), padding, sinks)
         assert np.abs(np.array(found) - others).max() > 1e-2
+
+
+@pytest.mark.parametrize("fewest_powers", [0, 4096])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(("heads", "group"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize("segments_read", [0, 1, 3])
+def test_one_row_alone_gets_what_one_softmax_over_all_parts_gives(
+    segments_read: int, heads: int, group: int, with_sinks: bool, fewest_powers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "FEWEST_POWERS", fewest_powers)
+    queries, tails, segments = arrays(8, 1, 1, heads, group, 3.0, segments_read)
+    seen = np.arange(7)[None, None] >= 2
+    sinks = np.linspace(-1, 2, heads * group).astype(np.float32) if with_sinks else None
+    found = cascade(
+        mx.array(queries),
+        *map(mx.array, tails),
+        Plan(1, [None] * segments_read),
+        [(mx.array(keys), mx.array(values)) for keys, values in segments],
+        scale=0.25,
+        mask=mx.array(seen)[:, None],
+        sinks=None if sinks is None else mx.array(sinks),
+    )
+    wanted = everything(queries, tails, segments, [None] * segments_read, seen, sinks)
+    assert found.shape == wanted.shape
+    assert np.abs(np.array(found) - wanted).max() < 1e-5
 
 
 def test_several_tokens_of_a_row_see_all_segments_and_the_tail_in_front_of_them() -> None:

@@ -1095,6 +1095,14 @@ TOGETHER = (
         ("tests/groups/test_attention.py",),
     ),
     Mutant(
+        "sinks-take-no-weight-of-a-row-alone",
+        "radixcache",
+        "    if sinks is not None:\n        scores = [",
+        "    if False:\n        scores = [",
+        "One user of a model with attention sinks gets wrong answers, and several right ones.",
+        ("tests/groups/test_attention.py",),
+    ),
+    Mutant(
         "blocks-end-a-token-early",
         "radixcache",
         "        seen = slice(columns - tokens + block.stop)\n",
