@@ -37,6 +37,7 @@ from radixcache.cells.plans import DefragPlan, Move, Shift
 from radixcache.cells.row_states import Held, RowStates
 from radixcache.cells.table import CellTable
 from radixcache.errors import CacheFullError, ShiftError
+from radixcache.layers.next_tokens import one_each
 from radixcache.locking.interrupts import uninterrupted
 from radixcache.tokens.ids import token_ids, vocabulary_size
 
@@ -315,13 +316,3 @@ class CausalCache:
         for layer, keys in rotated:
             layer.rotate(shifts, keys)
         mx.eval([layer.state for layer in self._cells])
-
-
-def one_each(tokens: Any, row_count: int, vocab_size: int | None) -> mx.array:
-    """The next tokens of so many rows, given as `CausalCache.step` takes them, in shape (N, 1); ValueError as there."""
-    ids = tokens if isinstance(tokens, mx.array) else mx.array(token_ids(tokens, vocab_size))
-    if not mx.issubdtype(ids.dtype, mx.integer):
-        raise ValueError(f"tokens are of dtype {ids.dtype}; wanted integers.")
-    if row_count == 0 or ids.shape not in ((row_count,), (row_count, 1)):
-        raise ValueError(f"tokens of shape {ids.shape} for {row_count} rows; wanted one each, and at least one.")
-    return ids.reshape(row_count, 1)

@@ -2,7 +2,7 @@
 
 layers            its caches say which: those of keys and values become cells, the others stay beside them
 takes_rows        whether one forward pass takes rows at different positions: a trial says, see trial.py
-rotations         how keys in cells get to other positions: measured, see shift.py
+rotations         how keys in cells get to other positions: measured, see layers/shift.py
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from radixcache.cells.layers import CellLayer
-from radixcache.cells.shift import Rotation, rotations
 from radixcache.cells.trial import Sequences, kinds_of, steps_together, verdict
 from radixcache.errors import UnsupportedCacheError
-
-#: Modules of mlx-lm whose attention goes by where in the buffer a token stands, which in cells says nothing.
-BY_SLOT = {"minimax_m3_vl": "its attention keeps blocks of neighbouring slots of the cache"}
+from radixcache.layers.shift import Rotation, rotations
+from radixcache.layers.trials import by_slot
 
 
 class ModelFit:
@@ -78,16 +76,10 @@ class ModelFit:
         return self.takes_rows
 
     def rotations(self, model: Any) -> list[Rotation | None]:
-        """How the keys of each layer are rotated; None: not at all. ShiftError: unknown; see shift.py."""
+        """How the keys of each layer are rotated; None: not at all. ShiftError: unknown; see layers/shift.py."""
         if self._rotations is None:
             self._rotations = rotations(model, self.fresh())
         return self._rotations
-
-
-def by_slot(model: Any) -> str:
-    """Why a model's attention depends on where in a buffer a token stands; empty: as far as is known it does not."""
-    modules = {type(each).__module__.rpartition(".")[2] for each in (model, *getattr(model, "layers", ()))}
-    return "; ".join(f"{name}: {BY_SLOT[name]}" for name in sorted(modules & set(BY_SLOT)))
 
 
 def _layer(cache: Any, capacity: int) -> Any:

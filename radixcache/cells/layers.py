@@ -27,8 +27,8 @@ from mlx_lm.models.cache import _BaseCache
 from radixcache.adapters.owned import owned
 from radixcache.cells.batch import Batch
 from radixcache.cells.plans import Move, Shift
-from radixcache.cells.shift import Rotation
 from radixcache.cells.table import CellTable
+from radixcache.layers.shift import Rotation
 
 Mask = mx.array | str | None
 

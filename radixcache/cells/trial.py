@@ -2,26 +2,21 @@
 
 Most models of mlx-lm rotate each row by its own offset. Some reckon with the offset as a number, and would put every
 row where the first one is, or fail; they run a row at a time. Some take the place of a key in what the cache returns
-for its position; they cannot run on cells at all. A short trial against the model's own caches tells, also with random
-weights; what it found is kept as long as the model lives.
-
-What counts as rounding is measured: how far the same logits move when the model's own caches are filled in other
-chunks. A fixed tolerance wide enough for a deep bfloat16 model would let wrong positions in a short trial pass.
+for its position; they cannot run on cells at all. A short trial against the model's own caches tells; see
+layers/trials.py.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from radixcache.adapters.cache_list import leaves
 from radixcache.errors import UnsupportedCacheError
-from radixcache.layers.tolerances import TOLERANCES
+from radixcache.layers.trials import allowed_error, error_of, once_per_model
 
 #: Class and window of each of a model's caches.
 Kinds = tuple[tuple[type, int | None], ...]
@@ -35,11 +30,6 @@ RECHUNKED: Prefills = ((0, (5, 3, 7, 2, 6, 1, 4)), (1, (2, 4)), (1, (3,)))
 STEPS = ((1, 6), (3, 5))
 ROWS = (0, 1)
 CELLS = 16
-#: Rounding is up to so many times what was measured, and at least this part of the tolerance of the dtype.
-MARGIN = 5
-LEAST_PART = 1 / 8
-
-
 #: By the id of a model, which is no key itself: what was found for its caches.
 _found: dict[int, dict[Kinds, bool]] = {}
 
@@ -61,12 +51,7 @@ def kinds_of(caches: Sequence[Any]) -> Kinds:
 
 def verdict(model: Any, kinds: Kinds, trial: Callable[[], bool]) -> bool:
     """What a trial found for this model before, or finds now."""
-    if not isinstance(model, nn.Module):
-        return trial()  # a callable: nobody knows what is behind it
-    if id(model) not in _found:
-        _found[id(model)] = {}
-        weakref.finalize(model, _found.pop, id(model), None)
-    known = _found[id(model)]
+    known: dict[Kinds, bool] = once_per_model(_found, model, dict)
     if kinds not in known:
         known[kinds] = trial()
     return known[kinds]
@@ -80,7 +65,7 @@ def steps_together(model: Any, own: Callable[[], Sequence[Any]], cells: Callable
     UnsupportedCacheError: they do not get them a row at a time either.
     """
     wanted = _alone(model, own, PREFILLS)
-    rounding = MARGIN * error_of(_alone(model, own, RECHUNKED), wanted)
+    rounding = error_of(_alone(model, own, RECHUNKED), wanted)
     # Whatever a model raises that was not made for this.
     with suppress(Exception):
         if _is_right(model, cells(CELLS), [ROWS], wanted, rounding):
@@ -111,17 +96,4 @@ def _is_right(model: Any, causal: Sequences, groups: list[tuple[int, ...]], want
         causal.prefill(model, row, tokens)
     steps = [[causal.step(model, group, [step[row] for row in group]) for group in groups] for step in STEPS]
     error = error_of(mx.concatenate([mx.concatenate(rows) for rows in steps], axis=1), wanted)
-    tolerance = tolerance_of(wanted.dtype, *(array.dtype for array in causal.state))
-    return error <= min(max(rounding, LEAST_PART * tolerance), tolerance)
-
-
-def tolerance_of(*dtypes: mx.Dtype) -> float:
-    """How far apart logits may be that were computed in these."""
-    known = {*dtypes, mx.float16} if mx.cuda.is_available() else {*dtypes}  # TF32's mantissa there is as short
-    return max((TOLERANCES[dtype] for dtype in known if dtype in TOLERANCES), default=TOLERANCES[mx.float32])
-
-
-def error_of(found: mx.array, wanted: mx.array) -> float:
-    """The largest difference, relative to the largest value."""
-    found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
-    return float(mx.max(mx.abs(found - wanted)) / mx.maximum(mx.max(mx.abs(wanted)), 1e-9))
+    return error <= allowed_error(rounding, wanted.dtype, *(array.dtype for array in causal.state))

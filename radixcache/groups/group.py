@@ -33,7 +33,6 @@ import mlx.nn as nn
 import numpy as np
 
 from radixcache.adapters.owned import owned
-from radixcache.cells.causal import one_each
 from radixcache.errors import BudgetFullError, SessionClosedError, refuse_copy
 from radixcache.groups.admission import Admission
 from radixcache.groups.batch import Batch
@@ -47,6 +46,7 @@ from radixcache.groups.tails import CASCADE_TOKENS
 from radixcache.groups.ways import Finding, Way, way_of
 from radixcache.layers.arrays import ArrayLayout
 from radixcache.layers.evaluation import is_evaluation_failure
+from radixcache.layers.next_tokens import one_each
 from radixcache.paging.core import Core
 from radixcache.paging.own_state import OwnState
 from radixcache.paging.request import Request

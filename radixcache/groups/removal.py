@@ -17,7 +17,6 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from radixcache.adapters.registry import adapter_for
-from radixcache.cells.shift import Rotation, rotations
 from radixcache.errors import ShiftError
 from radixcache.groups.attention import Pair
 from radixcache.groups.batch import Batch
@@ -25,6 +24,7 @@ from radixcache.groups.room import Room
 from radixcache.groups.row import Row
 from radixcache.groups.tails import Columns, TailLayer
 from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.shift import Rotation, rotations
 
 #: Keys and values of the tokens [start, start + T).
 Piece = tuple[int, Pair]

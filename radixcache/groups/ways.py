@@ -6,12 +6,11 @@
 
 Attention of some models does more with keys and values than their module's function does, goes by where in a buffer a
 token stands, or takes every row to be where the first one is. A short trial beside the model's own caches tells, also
-with random weights. What counts as rounding is measured, as in `cells.trial`.
+with random weights; see layers/trials.py.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -20,12 +19,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from radixcache.adapters.snapshots import Spans
-from radixcache.cells.fit import by_slot
-from radixcache.cells.trial import LEAST_PART, MARGIN, error_of, tolerance_of
 from radixcache.errors import UnsupportedCacheError
 from radixcache.groups.attention import serve
 from radixcache.groups.batch import Batch
 from radixcache.groups.tails import Columns, Part
+from radixcache.layers.trials import allowed_error, by_slot, error_of, once_per_model
 
 #: Two rows that share SHARED and MORE is the first one's alone, as two segments; OWN in chunks as they are prefilled.
 SHARED, MORE, OWN = (5, 3, 7, 2), (6, 1), ((4, 2, 6), (3,))
@@ -49,7 +47,6 @@ class Finding(NamedTuple):
     is_wide: bool
 
 
-#: By the id of a model, which is no key itself: what was found.
 _found: dict[int, Finding] = {}
 
 
@@ -62,28 +59,21 @@ def way_of(model: Any, fresh: Callable[[], Sequence[Any]]) -> Finding:
     Raises:
         UnsupportedCacheError: not even a row by itself gets the logits that it gets in mlx-lm's caches.
     """
-    if not isinstance(model, nn.Module):
-        return _tried(model, fresh)  # a callable: nobody knows what is behind it
-    if id(model) not in _found:
-        _found[id(model)] = _tried(model, fresh)
-        weakref.finalize(model, _found.pop, id(model), None)
-    return _found[id(model)]
+    return once_per_model(_found, model, lambda: _tried(model, fresh))
 
 
 def _tried(model: Any, fresh: Callable[[], Sequence[Any]]) -> Finding:
     rows = [(*SHARED, *MORE, *OWN[0]), (*SHARED, *OWN[1])]
     wanted = mx.concatenate([_alone(model, fresh(), row, index, 1) for index, row in enumerate(rows)])
     again = mx.concatenate([_alone(model, fresh(), row, index, 3) for index, row in enumerate(rows)])
-    rounding = MARGIN * error_of(again, wanted)
+    allowed = allowed_error(error_of(again, wanted), wanted.dtype)
     reason, candidates = by_slot(model), [*Way]
     if reason:
-        candidates = [Way.SINGLE]  # in a few tokens it would not show
+        candidates = [Way.SINGLE]
     elif isinstance(model, nn.Module):
         serve(model)
     for way in candidates:
         try:
-            tolerance = tolerance_of(wanted.dtype)
-            allowed = min(max(rounding, LEAST_PART * tolerance), tolerance)
             error = error_of(_rows(model, fresh, way), wanted)
             if error <= allowed:
                 return Finding(way, reason, way is not Way.SINGLE and _is_wide(model, fresh, way, wanted, allowed))

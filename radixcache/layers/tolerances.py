@@ -29,9 +29,14 @@ GRID_STEPS = 2
 def tolerance_of(layout: ArrayLayout, caches: Sequence[Any], logits: mx.Dtype) -> float:
     """The tolerance for a model whose forward pass wrote `caches` and gave logits of that dtype."""
     dtypes = {logits, *(array.dtype for array in layout.arrays(caches))}
-    if mx.float32 in dtypes and mx.cuda.is_available():
-        dtypes.add(mx.float16)  # MLX multiplies in TF32 there, whose mantissa is as short
-    found = max((TOLERANCES[dtype] for dtype in dtypes if dtype in TOLERANCES), default=TOLERANCES[mx.float32])
     bits = [cache.bits for cache, _ in layout.leaves(caches) if isinstance(cache, QuantizedKVCache)]
     # A group of 2**bits codes goes from -1 to 1 times the largest magnitude at most.
-    return found + max((GRID_STEPS * 2 / (2**each - 1) for each in bits), default=0.0)
+    return of_dtypes(*dtypes) + max((GRID_STEPS * 2 / (2**each - 1) for each in bits), default=0.0)
+
+
+def of_dtypes(*dtypes: mx.Dtype) -> float:
+    """How far apart values may be that were computed in these."""
+    known = {*dtypes}
+    if mx.float32 in known and mx.cuda.is_available():
+        known.add(mx.float16)  # MLX multiplies in TF32 there, whose mantissa is as short
+    return max((TOLERANCES[dtype] for dtype in known if dtype in TOLERANCES), default=TOLERANCES[mx.float32])

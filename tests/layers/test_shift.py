@@ -16,10 +16,10 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from benchmarks.architectures.catalogue import cache_classes, distinct_models
 from radixcache import ShiftError
-from radixcache.cells import shift
 from radixcache.cells.plans import RemovalPlan
-from radixcache.cells.shift import Rotation, rotation_of
 from radixcache.cells.table import CellTable
+from radixcache.layers import shift
+from radixcache.layers.shift import Rotation, rotation_of
 from runner.models.exceptions import TinyKind, kind_of
 from runner.models.weights import build
 
