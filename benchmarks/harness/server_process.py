@@ -22,11 +22,11 @@ import runner
 import http.server, sys
 import mlx_lm.server
 {change}
-bind = http.server.HTTPServer.server_bind
+activate = http.server.HTTPServer.server_activate
 def announced(server):
-    bind(server)
+    activate(server)
     print(f"http://127.0.0.1:{{server.server_port}}", flush=True)
-http.server.HTTPServer.server_bind = announced
+http.server.HTTPServer.server_activate = announced
 sys.argv = ["mlx_lm.server", "--port", "0", *sys.argv[1:]]
 mlx_lm.server.main()
 """
