@@ -38,10 +38,12 @@ class Settings:
     clock: Callable[[], int] | None = None
     trim_tokens: int | None = None
     merges: bool = True
+    #: Chat templates rewrite the end of a prompt; a checkpoint this many tokens before it survives that.
+    tail_tokens: int = 16
     model: Any = None
 
     def __post_init__(self) -> None:
-        units = {"checkpoint_interval": "tokens", "step_size": "tokens", "live_slots": "slots"}
+        units = dict.fromkeys(("checkpoint_interval", "tail_tokens", "step_size"), "tokens") | {"live_slots": "slots"}
         optional = {"checkpoint_budget_bytes": "bytes", "trim_tokens": "tokens"}
         for name, unit in {**units, **optional}.items():
             value = getattr(self, name)

@@ -36,10 +36,10 @@ def sized_cache(
         clock: where ticks come from, such as a trace's milliseconds; by default they count requests. A tick is later
             than the one before in any case.
         disk: a SizedStore, and the clock by which it is decided what is read.
-        settings: checkpoint_interval, checkpoint_budget_bytes, live_slots, exact, step_size; and `trim_tokens`, the
-            step in which a leaf of a pure span model loses its tail, and `merges`: join a node with its only child
-            where nothing keeps them apart. Without it keys of different history stay apart, as policies are defined
-            on blocks.
+        settings: checkpoint_interval, checkpoint_budget_bytes, live_slots, exact, step_size; `tail_tokens`, how far in
+            front of a prompt's end a checkpoint is taken; `trim_tokens`, the step in which a leaf of a pure span model
+            loses its tail; and `merges`: join a node with its only child where nothing keeps them apart. Without it
+            keys of different history stay apart, as policies are defined on blocks.
 
     Raises:
         ValueError: an argument out of its range.

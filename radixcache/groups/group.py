@@ -396,11 +396,12 @@ class Group:
         row = Row(self._next_id, request, core.settings.vocab_size, weakref.WeakMethod(self.close_rows))
         row.own = OwnState(self._layout, self._room.booking)
         self._run(lambda: self._admission.restore(row))
+        row.own.start = row.position
         self._next_id += 1
         if self._layout.has_points:
-            interval, length = core.settings.checkpoint_interval, len(request.prompt)
-            stops = checkpoint_stops(length, request.marks, row.matched_tokens, row.position, interval, request.limit)
-            row.stops = {at: kind for at, kind in sorted(stops.items()) if row.position < at <= request.limit}
+            length, limit = len(request.prompt), request.limit
+            stops = checkpoint_stops(core.settings, length, request.marks, row.matched_tokens, row.position, limit)
+            row.stops = {at: kind for at, kind in sorted(stops.items()) if row.position < at <= limit}
         return row
 
     def _way(self, model: Any) -> Finding:

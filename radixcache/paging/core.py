@@ -284,7 +284,7 @@ class Core:
         self.keep_budget()
         return target
 
-    def measured(self, live: LivePath, caches: Sequence[Any], request: Request, wait: bool) -> None:
+    def measured(self, live: LivePath, caches: Sequence[Any], request: Request, own: OwnState, wait: bool) -> None:
         """A forward pass may have changed the live buffers: learn from them, book them, keep the budget."""
         if not live.is_open:
             raise SessionClosedError("the cache was closed during the forward pass.")
@@ -293,7 +293,7 @@ class Core:
         replaced = [cache for cache in caches if id(cache) not in ours]
         self.pager.fit_capacity(live, len(request.prompt), request.reserve, wait)
         live.measure(replaced)
-        self.evictor.make_room()
+        self.thin(own)
 
     def keep_windows(self, own: OwnState, caches: Sequence[Any], start: int, end: int, *, is_last: bool) -> None:
         """Keep what windows have of the tokens [start, end) that were just evaluated, if there is room to spare.
@@ -342,11 +342,11 @@ class Core:
             own.add_windows(found)
 
     def thin(self, own: OwnState) -> None:
-        """A request took a checkpoint: for cap and budget what nothing needs goes, and its interval ones.
+        """A request has grown, or took a checkpoint: for cap and budget what nothing needs goes, and its interval ones.
 
-        With windows these are dear, and mostly in vain: they go before anything that others have stored.
+        Those that take more than they are worth go before anything that others have stored.
         """
-        while self.layout.windows and self.evictor.over_bytes() and own.give_up():
+        while self.evictor.over_bytes() and own.give_up(only_dear=True):
             pass
         self.evictor.thin_checkpoints()
         fits = self.evictor.make_room()

@@ -3,7 +3,7 @@
     1  snapshots of LIVE nodes         duplicates: the buffers hold the same; not where a row reads them in place
     2  spare capacity of live buffers  room for tokens that did not come
     3  tokens of windows               those that no checkpoint needs, before each of the next steps; then checkpoints
-                                       that were taken for the distance alone, where windows make them dear
+                                       that were taken for the distance alone and take more than they are worth
     4  the policy's victims            leaves by their tail, 256 tokens at a time; checkpoints of single-child nodes
     5  an idle slot among several      the common prefix that it holds once more; its own nodes become PAGED
     6  the tail of an idle live path   its nodes are cut, its buffers shrink
@@ -117,7 +117,7 @@ class Evictor:
         """Take the next step towards less; False when there is none."""
         if self._states.windows.drop_unneeded(over):
             return True
-        if self._layout.windows and (node := self._states.thinnable("interval")) is not None:
+        if (node := self._states.thinning.dear(self._layout.token_bytes)) is not None:
             self._drop_checkpoint(node)
             return True
         stale = self._stale_path()
@@ -168,7 +168,7 @@ class Evictor:
         while self._over_cap():
             if self._states.windows.drop_unneeded(self._over_cap):
                 continue
-            node = self._states.thinnable()
+            node = self._states.thinning.first()
             if node is None:
                 return
             self._drop_checkpoint(node)

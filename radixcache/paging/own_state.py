@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from radixcache.adapters.snapshots import Checkpoint, Range, Spans, Window, missing, tokens_in, union
 from radixcache.layers.layout import Layout
 from radixcache.paging.booking import Booking
+from radixcache.tree.thinning import is_dear
 
 
 class OwnState:
     """Checkpoints, and tokens of windows, in order of their offsets; booked as long as they are here.
 
     Attributes:
+        start: where it begins: what is in front of it the tree has.
         pending: from which token on too few have come by to be kept; None: none are waiting.
     """
 
@@ -27,6 +29,7 @@ class OwnState:
         self._booked_bytes = 0
         # Whether there may be tokens that no checkpoint needs.
         self._has_spare = False
+        self.start = 0
         self.checkpoints: list[Checkpoint] = []
         self.windows: list[Spans] = []
         self.pending: int | None = None
@@ -66,12 +69,17 @@ class OwnState:
         self._keep({window: [(start, end)] for window in self._layout.windows})
         self.drop(lambda each: each.offset > end)
 
-    def give_up(self) -> bool:
-        """Give up what is missed least: tokens that no checkpoint needs, then an interval checkpoint; False: none."""
-        victim = None
+    def give_up(self, *, only_dear: bool = False) -> bool:
+        """Give up what is missed least: tokens that no checkpoint needs, then an interval checkpoint; False: none.
+
+        Args:
+            only_dear: no checkpoint that is worth its bytes.
+        """
         if not self._has_spare:
-            victim = _least_covering(self.checkpoints)
+            gap, victim = _least_covering(self.start, self.checkpoints)
             if victim is None:
+                return False
+            if only_dear and not is_dear(gap * self._layout.token_bytes, self.bytes_at(victim.offset)):
                 return False
             self.drop(lambda each: each is victim)
         self.trim()
@@ -105,8 +113,9 @@ class OwnState:
         self._booked_bytes = nbytes
 
 
-def _least_covering(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """The interval checkpoint whose neighbours are closest together; the newest is never chosen."""
-    offsets = [0, *(c.offset for c in checkpoints)]
+def _least_covering(start: int, checkpoints: list[Checkpoint]) -> tuple[int, Checkpoint | None]:
+    """The interval checkpoint whose neighbours are closest together, and how close; the newest is never chosen."""
+    offsets = [start, *(c.offset for c in checkpoints)]
     gaps = [(offsets[i + 2] - offsets[i], i) for i, c in enumerate(checkpoints[:-1]) if c.kind == "interval"]
-    return checkpoints[min(gaps)[1]] if gaps else None
+    gap, index = min(gaps, default=(0, -1))
+    return gap, checkpoints[index] if gaps else None

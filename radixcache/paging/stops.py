@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-#: Chat templates rewrite the end of a prompt; a checkpoint this many tokens before it survives that.
-TAIL_TOKENS = 16
+from radixcache.settings import Settings
 
 
 def checkpoint_stops(
-    prompt_tokens: int, marks: Iterable[int], matched: int, resumed: int, interval: int, last: int
+    settings: Settings, prompt_tokens: int, marks: Iterable[int], matched: int, resumed: int, last: int
 ) -> dict[int, str]:
     """Offsets at which point state is worth keeping, with the reason: of several the most lasting one.
 
     Args:
         marks: offsets that the caller named.
         matched: tokens that the tree held; beyond `resumed`, where others may branch off as well.
-        interval: tokens between checkpoints anywhere.
         last: no offset beyond this one is reached.
     """
     stops = dict.fromkeys(marks, "mark")
-    tail = prompt_tokens - TAIL_TOKENS
+    interval, tail = settings.checkpoint_interval, prompt_tokens - settings.tail_tokens
     if not any(tail <= mark < prompt_tokens for mark in stops):  # what a template rewrites is behind the last message
         stops[tail] = "tail"
     if matched > resumed:

@@ -56,7 +56,7 @@ class Progress:
     def stand_at(self, offset: int) -> None:
         """The live path was moved to an offset."""
         self.caches: list[Any] = list(self._live.caches)
-        self.position = self.grid_end = offset
+        self.position = self.grid_end = self.own.start = offset
         # Whether layers may hold what their first forward pass gave them.
         self._was_empty = offset == 0
         self._span_capacity = 0
@@ -196,7 +196,7 @@ class Progress:
     def _measure(self, wait: bool) -> None:
         """Book the bytes of the live buffers, which may have changed, and keep the budget; `wait`: may evaluate."""
         with self._core.lock:
-            self._core.measured(self._live, self.caches, self._request, wait)
+            self._core.measured(self._live, self.caches, self._request, self.own, wait)
         self._span_capacity = self._layout.span_capacity(self.caches)
         self._recheck_at = self._layout.capacity(self.caches)
         self._blind.note(self.caches)

@@ -313,9 +313,8 @@ class Session:
         if not self._core.layout.has_points:
             return {}
         settings, length, position = self._core.settings, len(self.prompt), self.position
-        stops = checkpoint_stops(
-            length, self._request.marks, self.matched_tokens, self.cached_tokens, settings.checkpoint_interval, last
-        )
+        marks = self._request.marks
+        stops = checkpoint_stops(settings, length, marks, self.matched_tokens, self.cached_tokens, last)
         if settings.exact:
             return stops_on_grid(stops, settings.step_size, position, last)
         return {offset: kind for offset, kind in sorted(stops.items()) if position < offset <= last}

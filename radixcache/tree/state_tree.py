@@ -31,8 +31,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sortedcontainers import SortedList
-
 from policies import CostModel, Entry, EvictionPolicy
 from policies.entry import EntryState
 from radixcache.adapters.snapshots import SEGMENT_TOKENS, Checkpoint, Spans
@@ -43,10 +41,8 @@ from radixcache.tokens.keys import Keys
 from radixcache.tree.events import Events
 from radixcache.tree.node_state import NodeState, StateNode
 from radixcache.tree.radix_tree import RadixTree, below
+from radixcache.tree.thinning import Thinning
 from radixcache.tree.windows import Windows
-
-#: Kinds of interior checkpoints that the cap on checkpoints takes first, and in which order.
-THINNED_FIRST = {"interval": 0, "tail": 1, "end": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +91,8 @@ class StateTree:
         self._next_entry_id = 0
         #: Called with a node that is about to lose state by which a request might have resumed, while it is all there.
         self.on_loss: Callable[[StateNode], object] | None = None
-        self._thin_order: Any = SortedList()
-        self._thin_keys: dict[int, tuple[int, int, int, int]] = {}
+        #: Checkpoints that go before the policy is asked.
+        self.thinning = Thinning()
         self._merges = merges
         #: The policy's own, where the keys of an edge are worth the same.
         self._pass_over = getattr(policy, "pass_over", None) if cost.per_pair == 0 else None
@@ -112,16 +108,6 @@ class StateTree:
         """The last key on the edge that an entry stands for; None when the entry is gone."""
         node = self._node_of.get(entry.entry_id)
         return None if node is None else int(node.edge[entry.end - node.start - 1])
-
-    def thinnable(self, kind: str = "") -> StateNode | None:
-        """The node whose checkpoint the cap takes first; None when only branch points, marks and leaves are left.
-
-        Args:
-            kind: of this kind alone.
-        """
-        if not self._thin_order or (kind and self._thin_order[0][0] != THINNED_FIRST[kind]):
-            return None
-        return self._node_of[self._thin_order[0][-1]]
 
     def is_useless(self, node: StateNode) -> bool:
         """Whether this is a leaf that nothing can resume on, and nobody is on."""
@@ -446,7 +432,8 @@ class StateTree:
             entry.children, entry.has_checkpoint = len(node.children), True
             free = len(node.children) == 1 and not state.is_kept
             self._set_evictable(entry, free)
-            self._file_thinnable(entry, state.checkpoint.kind, free)
+            if free:
+                self.thinning.file(entry, node, state.checkpoint.kind)
 
     # Checking and showing
 
@@ -632,17 +619,8 @@ class StateTree:
         if evictable != (entry.entry_id in self._evictable):
             (self._evictable.add if evictable else self._evictable.discard)(entry.entry_id)
             self.policy.evictable_changed(entry, evictable)
-        if not evictable and entry.entry_id in self._thin_keys:
-            self._file_thinnable(entry, "", False)
-
-    def _file_thinnable(self, entry: Entry, kind: str, free: bool) -> None:
-        old = self._thin_keys.pop(entry.entry_id, None)
-        if old is not None:
-            self._thin_order.remove(old)
-        if free and kind in THINNED_FIRST:
-            key = (THINNED_FIRST[kind], entry.last_used, entry.end, entry.entry_id)
-            self._thin_keys[entry.entry_id] = key
-            self._thin_order.add(key)
+        if not evictable:
+            self.thinning.remove(entry)
 
     def _check_entries(self, node: StateNode, state: NodeState) -> None:
         parent = node.parent

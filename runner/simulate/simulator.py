@@ -119,6 +119,7 @@ class Simulation:
             policy=chosen,
             clock=lambda: self._now_ms,
             checkpoint_interval=max(1, 2048 // trace.block_tokens),
+            tail_tokens=max(1, 16 // trace.block_tokens),
             trim_tokens=1,
             merges=False,
             disk=None if self.machine is None else self.machine.disk,

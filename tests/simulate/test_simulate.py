@@ -202,11 +202,17 @@ def test_a_partly_filled_last_block_counts_its_tokens() -> None:
 
 
 def test_a_model_with_recurrent_layers_resumes_at_checkpoints_alone() -> None:
-    trace = made([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6]])
+    trace = made([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7], [1, 2, 3, 8, 9]])
     spans = simulate(trace, "lru", 1 << 30, BlockSizes(span_bytes=100, is_counting=False))
     points = simulate(trace, "lru", 1 << 30, BlockSizes(span_bytes=100, checkpoint_bytes=50, is_counting=False))
     assert (spans.block_hits, points.block_hits) == (6, 3)  # the second request makes the branch's checkpoint
     assert (spans.has_checkpoints, points.has_checkpoints) == (False, True)
+
+
+def test_a_model_with_recurrent_layers_resumes_in_front_of_a_block_that_was_rewritten() -> None:
+    trace = made([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]])
+    row = simulate(trace, "lru", 1 << 30, BlockSizes(span_bytes=100, checkpoint_bytes=50, is_counting=False))
+    assert row.block_hits == 4  # 16 tokens in front of a prompt's end are a block in front of it
 
 
 def test_a_grid_gives_the_same_rows_in_one_process_and_in_several() -> None:
