@@ -33,6 +33,11 @@ class Booking:
         self._is_over = False
 
     @property
+    def budget_bytes(self) -> int:
+        """What all that is held may take."""
+        return self._states.account.ledger.budget_bytes
+
+    @property
     def amounts(self) -> tuple[int, int, int]:
         """Bytes of buffers, checkpoints and second state."""
         return self.live_bytes, self.checkpoint_bytes, self.second_bytes

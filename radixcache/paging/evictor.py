@@ -4,10 +4,11 @@
     2  spare capacity of live buffers  room for tokens that did not come
     3  tokens of windows               those that no checkpoint needs, before each of the next steps; then checkpoints
                                        that were taken for the distance alone and take more than they are worth
-    4  the policy's victims            leaves by their tail, 256 tokens at a time; checkpoints of single-child nodes
-    5  an idle slot among several      the common prefix that it holds once more; its own nodes become PAGED
-    6  the tail of an idle live path   its nodes are cut, its buffers shrink
-    7  other caches on the same ledger
+    4  the end of too long a path      back to a checkpoint, where an idle live path is over the budget by itself
+    5  the policy's victims            leaves by their tail, 256 tokens at a time; checkpoints of single-child nodes
+    6  an idle slot among several      the common prefix that it holds once more; its own nodes become PAGED
+    7  the tail of an idle live path   its nodes are cut, its buffers shrink
+    8  other caches on the same ledger
 
 An idle slot that was used less recently than the policy's victim is given up before that victim, so that slots do not
 shield from the policy what nobody has asked for in a long time.
@@ -123,6 +124,8 @@ class Evictor:
         stale = self._stale_path()
         if stale is not None:
             self.empty_slot(stale, over)
+            return True
+        if self._cut_too_long(over()):
             return True
         if self.evict_one(over()):
             return True
@@ -245,6 +248,15 @@ class Evictor:
                 return
             if self._layout.spare_nbytes(path.caches) > self._layout.token_bytes or path.tip is None:
                 path.shrink(path.offset)
+
+    def _cut_too_long(self, want_bytes: int) -> bool:
+        """Cut an idle live path back to a checkpoint where it is over the budget by itself: nothing else would do."""
+        for path in self._idle() if self._layout.has_points else ():
+            # Twice what is no span: a checkpoint holds it, too.
+            nbytes = 2 * path.booking.live_bytes - path.offset * self._layout.token_bytes
+            if nbytes > self._account.ledger.budget_bytes and self._cut_tail(path, want_bytes):
+                return True
+        return False
 
     def _cut_idle_tail(self, want_bytes: int) -> bool:
         """Cut one node, or its tail, off an idle live path; False when none can be cut."""

@@ -20,6 +20,7 @@ class OwnState:
 
     Attributes:
         start: where it begins: what is in front of it the tree has.
+        prompt_tokens: where the request's prompt ends.
         pending: from which token on too few have come by to be kept; None: none are waiting.
     """
 
@@ -29,7 +30,7 @@ class OwnState:
         self._booked_bytes = 0
         # Whether there may be tokens that no checkpoint needs.
         self._has_spare = False
-        self.start = 0
+        self.start = self.prompt_tokens = 0
         self.checkpoints: list[Checkpoint] = []
         self.windows: list[Spans] = []
         self.pending: int | None = None
@@ -76,7 +77,7 @@ class OwnState:
             only_dear: no checkpoint that is worth its bytes.
         """
         if not self._has_spare:
-            gap, victim = _least_covering(self.start, self.checkpoints)
+            gap, victim = _least_covering(self.start, self.checkpoints, self._last_to_fit())
             if victim is None:
                 return False
             if only_dear and not is_dear(gap * self._layout.token_bytes, self.bytes_at(victim.offset)):
@@ -100,6 +101,17 @@ class OwnState:
         self.checkpoints, self.windows, self.pending = [], [], None
         self._book()
 
+    def _last_to_fit(self) -> Checkpoint | None:
+        """Where a path is to be cut that the budget has no room for: the last checkpoint up to which it has room."""
+
+        def fits(offset: int, checkpoint: Checkpoint) -> bool:
+            point_bytes = self.bytes_at(checkpoint.offset)
+            return offset * self._layout.token_bytes + 2 * point_bytes <= self._booking.budget_bytes  # it is live, too
+
+        if not self.checkpoints or fits(self.prompt_tokens, self.checkpoints[-1]):
+            return None
+        return next((each for each in reversed(self.checkpoints) if fits(each.offset, each)), None)
+
     def _keep(self, kept: Mapping[Window, Sequence[Range]]) -> None:
         for index, spans in enumerate(self.windows):
             if any(missing(self._layout.stored(spans, window), its) for window, its in kept.items()):
@@ -113,9 +125,12 @@ class OwnState:
         self._booked_bytes = nbytes
 
 
-def _least_covering(start: int, checkpoints: list[Checkpoint]) -> tuple[int, Checkpoint | None]:
-    """The interval checkpoint whose neighbours are closest together, and how close; the newest is never chosen."""
+def _least_covering(
+    start: int, checkpoints: list[Checkpoint], spared: Checkpoint | None
+) -> tuple[int, Checkpoint | None]:
+    """The interval checkpoint whose neighbours are closest together, and how close; never the newest or `spared`."""
     offsets = [start, *(c.offset for c in checkpoints)]
-    gaps = [(offsets[i + 2] - offsets[i], i) for i, c in enumerate(checkpoints[:-1]) if c.kind == "interval"]
+    given = ((i, c) for i, c in enumerate(checkpoints[:-1]) if c.kind == "interval" and c is not spared)
+    gaps = [(offsets[i + 2] - offsets[i], i) for i, _ in given]
     gap, index = min(gaps, default=(0, -1))
     return gap, checkpoints[index] if gaps else None

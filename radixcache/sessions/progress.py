@@ -49,6 +49,7 @@ class Progress:
         self._is_exact = core.settings.exact
         self._step_size = core.settings.step_size
         self.own = OwnState(core.layout, live.booking)
+        self.own.prompt_tokens = len(request.prompt)
         self.is_lost = False
         self.raised: BaseException | None = None
         self.stand_at(offset)

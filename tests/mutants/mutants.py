@@ -209,6 +209,22 @@ STATE = (
         ("tests/tree/test_thinning.py",),
     ),
     Mutant(
+        "nothing-is-spared-of-too-long-a-prompt",
+        "radixcache",
+        'if c.kind == "interval" and c is not spared)',
+        'if c.kind == "interval")',
+        "A conversation that has outgrown the budget is prefilled from its beginning at each turn.",
+        ("tests/paging/test_too_long.py",),
+    ),
+    Mutant(
+        "too-long-a-path-keeps-its-end",
+        "radixcache",
+        "nbytes = 2 * path.booking.live_bytes - path.offset * self._layout.token_bytes",
+        "nbytes = 0",
+        "Of a prompt over the budget its checkpoints go first, and then all of it.",
+        ("tests/paging/test_too_long.py",),
+    ),
+    Mutant(
         "thinning-counts-from-the-prompts-beginning",
         "radixcache",
         "offsets = [start, *(c.offset for c in checkpoints)]",
