@@ -17,7 +17,8 @@ Invariants, asserted by `check`:
   S4  A span entry is evictable iff the node is a leaf, neither live nor kept; a checkpoint entry iff the node has
       exactly one child and is not kept. Kept: guarded by an open session, read by a row, or pinned.
   S5  Entries mirror their nodes: start, end, parent, child count, checkpoint, weight.
-  S6  A node's `nearest` is the first checkpoint at its end or below it. State of windows lies inside the node's edge,
+  S6  Filed for thinning are the checkpoint entries of its kinds that are evictable, as they were used last.
+  S7  A node's `nearest` is the first checkpoint at its end or below it. State of windows lies inside the node's edge,
       and what a checkpoint needs of it is all there, on the path.
 
 Every operation is O(length of the edge) for keys, at most one grid segment of arrays, and O(log n) in the policy.
@@ -41,7 +42,7 @@ from radixcache.tokens.keys import Keys
 from radixcache.tree.events import Events
 from radixcache.tree.node_state import NodeState, StateNode
 from radixcache.tree.radix_tree import RadixTree, below
-from radixcache.tree.thinning import Thinning
+from radixcache.tree.thinning import THINNED_FIRST, Thinning
 from radixcache.tree.windows import Windows
 
 
@@ -308,6 +309,7 @@ class StateTree:
             entry = state.checkpoint_entry
             assert entry is not None, node
             self._set_evictable(entry, False)
+            self.thinning.remove(entry)
             self.policy.evicted(entry)
             del self._node_of[entry.entry_id]
             state.checkpoint_entry = None
@@ -432,16 +434,16 @@ class StateTree:
             entry.children, entry.has_checkpoint = len(node.children), True
             free = len(node.children) == 1 and not state.is_kept
             self._set_evictable(entry, free)
-            if free:
-                self.thinning.file(entry, node, state.checkpoint.kind)
+            self.thinning.file(entry, node, state.checkpoint.kind if free else "")
 
     # Checking and showing
 
     def check(self) -> None:
-        """Assert S1 to S6."""
+        """Assert S1 to S7."""
         self.tree.check()
         spans = checkpoints = leaving = duplicates = 0
         seen: set[int] = set()
+        thinned = []
         for node in self.tree.nodes():
             state = node.payload
             seen.add(state.entry.entry_id)
@@ -458,6 +460,8 @@ class StateTree:
                 assert state.checkpoint_entry is not None, node
                 seen.add(state.checkpoint_entry.entry_id)
                 checkpoints += state.checkpoint.nbytes
+                if state.checkpoint.kind in THINNED_FIRST and state.checkpoint_entry.entry_id in self._evictable:
+                    thinned.append(node)
             checkpoints += 0 if state.windows is None else state.windows.nbytes
             self.windows.check(node)
             self._check_entries(node, state)
@@ -467,6 +471,7 @@ class StateTree:
         total = checkpoints + self.booked_checkpoint_bytes
         assert total == self.account.checkpoint_bytes, (total, self.account.checkpoint_bytes)
         assert (leaving, duplicates) == (self.leaving_bytes, self.duplicate_bytes), (leaving, duplicates)
+        self.thinning.check(thinned)
 
     # Private
 
@@ -619,8 +624,6 @@ class StateTree:
         if evictable != (entry.entry_id in self._evictable):
             (self._evictable.add if evictable else self._evictable.discard)(entry.entry_id)
             self.policy.evictable_changed(entry, evictable)
-        if not evictable:
-            self.thinning.remove(entry)
 
     def _check_entries(self, node: StateNode, state: NodeState) -> None:
         parent = node.parent

@@ -14,6 +14,7 @@ What was found to be worth its bytes is not looked at again before its node is r
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from sortedcontainers import SortedList
@@ -44,13 +45,13 @@ class Thinning:
         self._filed: dict[int, tuple[Key, StateNode]] = {}
 
     def file(self, entry: Entry, node: StateNode, kind: str) -> None:
-        """A node's checkpoint may go now."""
+        """A node's checkpoint has changed, or been used; "" for its kind: it may not go now."""
         self.remove(entry)
         if kind in THINNED_FIRST:
             self._add((THINNED_FIRST[kind], False, entry.last_used, entry.end, entry.entry_id), node)
 
     def remove(self, entry: Entry) -> None:
-        """A checkpoint may not go any more."""
+        """A checkpoint is gone, or may not go."""
         if entry.entry_id in self._filed:
             self._order.remove(self._filed.pop(entry.entry_id)[0])
 
@@ -77,6 +78,16 @@ class Thinning:
                 self._order.remove(key)
                 self._add((key[0], True, *key[2:]), self._filed[key[-1]][1])
         return None
+
+    def check(self, thinned: Collection[StateNode]) -> None:
+        """Assert that these are the nodes whose checkpoints may go, each filed under its entry as it is now."""
+        assert len(self._order) == len(self._filed) == len(thinned), (len(self._order), len(thinned))
+        for node in thinned:
+            checkpoint, entry = node.payload.checkpoint, node.payload.checkpoint_entry
+            assert checkpoint is not None and entry is not None, node
+            key, filed = self._filed[entry.entry_id]
+            assert filed is node and key[0] == THINNED_FIRST[checkpoint.kind], (node, key)
+            assert key[2:] == (entry.last_used, entry.end, entry.entry_id), (node, key)
 
     def _add(self, key: Key, node: StateNode) -> None:
         self._filed[key[-1]] = key, node
