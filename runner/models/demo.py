@@ -197,9 +197,10 @@ def _is_running(process: subprocess.Popen[bytes]) -> bool:
 def _bytes_below(folder: Path) -> int:
     """Add up the files below `folder`, which another process is writing, renaming and deleting."""
     total_bytes = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total_bytes += path.stat().st_size
+    for path, _, names in os.walk(folder):  # a folder that vanishes meanwhile is passed over
+        for name in names:
+            with contextlib.suppress(OSError):
+                total_bytes += os.stat(os.path.join(path, name)).st_size
     return total_bytes
 
 
