@@ -48,7 +48,13 @@ CONTINUATIONS = ((1,), (5,), (2, 1, 7, 1), (1, 40, 1, 1, 3), tuple([1] * 20))
 
 def token_ids(count: int, seed: int = 0) -> list[int]:
     """`count` token ids; the same seed gives the same beginning for every count."""
-    return [int(i) for i in np.random.default_rng(seed).integers(0, 50_000, 4096)[:count]]
+    return _drawn_ids(seed)[:count]
+
+
+@functools.cache
+def _drawn_ids(seed: int) -> list[int]:
+    drawn: list[int] = np.random.default_rng(seed).integers(0, 50_000, 4096).tolist()
+    return drawn
 
 
 # Attention layers
@@ -69,7 +75,9 @@ def attention_rows(ids: Sequence[int], start: int, dtype: mx.Dtype) -> tuple[mx.
 
 def spelled_rows(keys: mx.array, values: mx.array) -> NDArray[np.int64]:
     """Position and id of each row, (T, 2); all heads must tell the same."""
-    key_bits, value_bits = (np.array(a[0].astype(mx.float32)) > 0.5 for a in (keys, values))
+    rows = [a.astype(mx.float32) for a in (keys, values)]
+    mx.eval(rows)
+    key_bits, value_bits = (np.array(a)[0] > 0.5 for a in rows)
     assert np.array_equal(value_bits[..., :BITS], ~value_bits[..., BITS:]), "the halves of a value differ"
     numbers = [_numbers(bits[..., :BITS]) for bits in (value_bits, key_bits)]
     for head in range(HEADS):

@@ -1,6 +1,7 @@
 """The tiny models tell a right state from a wrong one, in every layer; tests that compare logits rest on this."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import mlx.core as mx
@@ -25,29 +26,43 @@ def model(request: pytest.FixtureRequest) -> Any:
     return tiny_model(request.param)
 
 
-def test_prefill_in_chunks_gives_the_logits_of_one_pass(model: Any) -> None:
-    one_pass = _next_logits(model, _prefilled(model, PROMPT))
+@pytest.fixture(scope="module")
+def prefilled(model: Any) -> tuple[list[Any], list[Any]]:
+    """Caches that hold either prompt, to be copied before anything is fed to them."""
+    return _prefilled(model, PROMPT), _prefilled(model, OTHER_PROMPT)
+
+
+@pytest.fixture(scope="module")
+def right(model: Any, prefilled: tuple[list[Any], list[Any]]) -> NDArray[Any]:
+    """The logits behind the prompt, which went through the model in one pass."""
+    return _next_logits(model, deepcopy(prefilled[0]))
+
+
+def test_prefill_in_chunks_gives_the_logits_of_one_pass(model: Any, right: NDArray[Any]) -> None:
     for lengths in ((32, 20), (7, 7, 7, 7, 7, *[1] * 17)):
         in_chunks = _next_logits(model, _prefilled(model, PROMPT, lengths))
-        assert largest_difference(in_chunks, one_pass) < ROUNDING, lengths
+        assert largest_difference(in_chunks, right) < ROUNDING, lengths
 
 
-def test_a_token_fed_alone_gives_the_logits_of_one_fed_with_its_prompt(model: Any) -> None:
+def test_a_token_fed_alone_gives_the_logits_of_one_fed_with_its_prompt(model: Any, right: NDArray[Any]) -> None:
     tokens = mx.array([[*PROMPT.tolist(), NEXT_TOKEN]])
     together = np.array(model(tokens, cache=make_prompt_cache(model))[0, -1])
-    assert largest_difference(_next_logits(model, _prefilled(model, PROMPT)), together) < ROUNDING
+    assert largest_difference(right, together) < ROUNDING
 
 
-def test_the_state_of_another_prompt_in_any_one_place_changes_the_next_logits(model: Any) -> None:
-    right = _next_logits(model, _prefilled(model, PROMPT))
+def test_the_state_of_another_prompt_in_any_one_place_changes_the_next_logits(
+    model: Any, right: NDArray[Any], prefilled: tuple[list[Any], list[Any]]
+) -> None:
     for place in places(make_prompt_cache(model)):
-        caches, others = _prefilled(model, PROMPT), _prefilled(model, OTHER_PROMPT)
+        caches, others = deepcopy(prefilled)
         stand_in(caches, others, place)
         assert largest_difference(_next_logits(model, caches), right) > WRONG_STATE, place
 
 
-def test_the_prompt_is_long_enough_to_leave_windows_and_chunks_behind(model: Any) -> None:
-    caches = _prefilled(model, PROMPT)
+def test_the_prompt_is_long_enough_to_leave_windows_and_chunks_behind(
+    model: Any, prefilled: tuple[list[Any], list[Any]]
+) -> None:
+    caches = deepcopy(prefilled[0])
     _next_logits(model, caches)
     for leaf in (leaf_at(caches, place) for place in places(caches)):
         if isinstance(leaf, RotatingKVCache):

@@ -91,7 +91,12 @@ def test_paging_copies_the_bytes_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_buffers_that_were_told_the_length_of_the_reply_never_grow(tmp_path: Path) -> None:
+def test_buffers_that_were_told_the_length_of_the_reply_never_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Three layers, each of which counts the same growths as thirty would.
+    monkeypatch.setattr(bench_growth, "TOKEN_BYTES", bench_growth.TOKEN_BYTES // bench_growth.LAYERS * 3)
+    monkeypatch.setattr(bench_growth, "LAYERS", 3)
     found = _run(bench_growth.main, tmp_path)
 
     decode = {row["buffers"]: row for row in found.pop("growth")["rows"] if row["what"] == "decode"}
@@ -169,8 +174,10 @@ def test_the_conclusion_of_keeping_counts_who_is_under_the_aim_of_each_of_the_tw
 
 @pytest.mark.slow
 def test_every_resumed_request_of_the_checked_side_is_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bench_verify, "SYSTEM_TOKENS", 60)
+    monkeypatch.setattr(bench_verify, "MESSAGE_TOKENS", 20)
     found = _run(bench_verify.main, tmp_path)
 
     rows = found.pop("verify")["rows"]

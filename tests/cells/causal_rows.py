@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -13,9 +14,16 @@ from benchmarks.architectures.right_state import ROUNDING, WRONG_STATE
 from benchmarks.architectures.temporal import largest_difference
 from radixcache.cells.causal import CausalCache
 from runner.models.configuration import VOCABULARY_LENGTH
+from runner.models.tiny import tiny_model
 from tests import inside
 
-__all__ = ["ROUNDING", "WRONG_STATE", "Rows", "alone", "words"]
+__all__ = ["ROUNDING", "WRONG_STATE", "Rows", "alone", "shared_model", "words"]
+
+
+@cache
+def shared_model(kind: str) -> Any:
+    """The tiny model of a kind, for tests that do not change it."""
+    return tiny_model(kind)
 
 
 def words(seed: int, length: int) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +20,7 @@ from runner.models.exceptions import kind_of
 from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
 from runner.models.weights import build
 from tests import inside
-from tests.cells.causal_rows import ROUNDING, WRONG_STATE, Rows, words
+from tests.cells.causal_rows import ROUNDING, WRONG_STATE, Rows, shared_model, words
 
 #: What cannot run on cells, and the word of the error that says why.
 REFUSED = {
@@ -42,7 +44,7 @@ HYBRIDS = ("falcon_h1", "kimi_linear", "lfm2", "mamba", "recurrent_gemma", "rwkv
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parallel_sequences_get_the_logits_of_each_alone(kind: str) -> None:
-    rows = Rows(tiny_model(kind), capacity=TIMELINE_CELLS)
+    rows = Rows(shared_model(kind), capacity=TIMELINE_CELLS)
 
     moved = timeline(rows)
 
@@ -76,7 +78,7 @@ def test_all_other_architectures_get_the_logits_of_each_alone() -> None:
 def test_another_sequences_state_made_visible_moves_the_logits_a_hundred_times_more(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = Rows(tiny_model(kind), capacity=96)
+    rows = Rows(shared_model(kind), capacity=96)
     for sequence in range(3):
         rows.join(sequence, words(sequence, 14 + 5 * sequence))
     rows.step({0: 3, 1: 4, 2: 5})
@@ -125,7 +127,7 @@ def test_the_trial_tells_wrong_positions_in_every_dtype(kind: str, dtype: mx.Dty
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "llama_sliding", "ministral3", "recurrent_gemma"])
 def test_windows_are_shorter_than_the_sequences_and_their_chunks(kind: str) -> None:
-    rows = Rows(tiny_model(kind), capacity=8 * WINDOW_LENGTH)
+    rows = Rows(shared_model(kind), capacity=8 * WINDOW_LENGTH)
     rows.join(1, words(1, WINDOW_LENGTH // 2))
     rows.join(2, words(2, 5))
     rows.prefill(1, words(3, 2 * WINDOW_LENGTH + 3))  # a chunk longer than the window, in cells out of order
@@ -154,7 +156,7 @@ def test_one_sequence_with_cells_out_of_order_runs_the_trial_before_it_is_wrong(
 
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_recurrent_state_follows_those_who_leave_join_and_share_between_steps(kind: str) -> None:
-    rows = Rows(tiny_model(kind), capacity=160)
+    rows = Rows(shared_model(kind), capacity=160)
     for sequence in range(3):
         rows.join(sequence, words(sequence, 6 + sequence))
     rows.step({0: 1, 1: 2, 2: 3})
@@ -172,7 +174,7 @@ def test_recurrent_state_follows_those_who_leave_join_and_share_between_steps(ki
 
 
 def test_rows_of_states_that_cannot_be_joined_run_one_by_one() -> None:
-    rows = Rows(tiny_model("longcat_flash_ngram"), capacity=64)
+    rows = Rows(shared_model("longcat_flash_ngram"), capacity=64)
     rows.join(1, [5])
     rows.join(2, [5, 3, 7, 2])
     for token in range(4):
@@ -184,7 +186,7 @@ def test_rows_of_states_that_cannot_be_joined_run_one_by_one() -> None:
 
 @pytest.mark.parametrize("kind", ["gpt_bigcode", "llama"])
 def test_copies_of_a_prefix_take_no_cell_and_outlive_its_owner(kind: str) -> None:
-    rows = Rows(tiny_model(kind), capacity=44)
+    rows = Rows(shared_model(kind), capacity=44)
     rows.join(1, words(1, 40))
     rows.share(1, 2, 40)
     rows.share(1, 3, 40)
@@ -197,7 +199,7 @@ def test_copies_of_a_prefix_take_no_cell_and_outlive_its_owner(kind: str) -> Non
 
 
 def test_a_sequence_is_tainted_from_its_first_gap_on_and_so_is_who_shares_cells_behind_it() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     causal = CausalCache(model, capacity=64)
     causal.add(1)
     causal.prefill(model, 1, words(1, 20))
@@ -212,7 +214,7 @@ def test_a_sequence_is_tainted_from_its_first_gap_on_and_so_is_who_shares_cells_
 
 
 def test_logits_of_tokens_that_no_one_has_read_yet_are_right_several_steps_deep() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     rows = Rows(model, capacity=128)
     for sequence in range(3):
         rows.join(sequence, words(sequence, 10 + sequence))
@@ -233,16 +235,19 @@ def test_logits_of_tokens_that_no_one_has_read_yet_are_right_several_steps_deep(
 
 @pytest.mark.parametrize("kind", FEW_KINDS)
 def test_an_overflow_in_one_sequence_stays_its_own(kind: str) -> None:
-    model = tiny_model(kind)
-    overflow_at(model, 200)
-    rows = Rows(model, capacity=64)
+    model = shared_model(kind)
+    with overflow_at(model, 200):
+        overflow_beside_others(Rows(model, capacity=64))
+
+
+def overflow_beside_others(rows: Rows) -> None:
     clean = [token % 200 for token in words(1, 9)]
     rows.join(1, clean)
     rows.causal.add(2)
-    lost = rows.causal.prefill(model, 2, [5, 200, 7])
+    lost = rows.causal.prefill(rows.model, 2, [5, 200, 7])
     assert not np.isfinite(np.array(lost[0, -1])).any()
     for token in range(4):
-        logits = rows.causal.step(model, [2, 1], [token, token])
+        logits = rows.causal.step(rows.model, [2, 1], [token, token])
         assert not np.isfinite(np.array(logits[0])).any()  # as it would be alone
         rows.note(1, [token], logits[1])
     rows.causal.free(2)
@@ -295,16 +300,22 @@ def plant_membership(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
             cache.cache = [None if array is None else array[::-1] for array in cache.cache]
 
 
-def overflow_at(model: Any, token: int) -> None:
+@contextmanager
+def overflow_at(model: Any, token: int) -> Iterator[None]:
     """Give one token an embedding that is not finite; a head that is tied to the embeddings keeps its weights."""
 
     class Overflowing(nn.Embedding):
         def __call__(self, ids: mx.array) -> mx.array:
             return mx.where((ids == token)[..., None], float("inf"), super().__call__(ids))
 
-    for module in model.modules():
-        if type(module) is nn.Embedding and len(module.weight) == VOCABULARY_LENGTH:
-            module.__class__ = Overflowing
+    layers = [each for each in model.modules() if type(each) is nn.Embedding and len(each.weight) == VOCABULARY_LENGTH]
+    for layer in layers:
+        layer.__class__ = Overflowing
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = nn.Embedding
 
 
 def test_a_model_is_tried_once_for_all_caches_that_are_made_for_it() -> None:

@@ -17,14 +17,14 @@ from runner.models.exceptions import kind_of
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model
 from runner.models.weights import build
 from tests import inside
-from tests.cells.causal_rows import ROUNDING, Rows, words
+from tests.cells.causal_rows import ROUNDING, Rows, shared_model, words
 
 CAPACITY = 40
 
 
-def busy(kind: str = "llama") -> Rows:
+def busy(model: Any) -> Rows:
     """Sequences 1 and 2 with tokens, in cells out of order, and 3 without."""
-    rows = Rows(tiny_model(kind), CAPACITY)
+    rows = Rows(model, CAPACITY)
     rows.join(1, words(1, 5))
     rows.join(2, words(2, 7))
     rows.prefill(1, words(3, 4))
@@ -89,7 +89,7 @@ SPANS = {
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_bigcode", "lfm2"])
 def test_nonsense_is_refused_and_changes_nothing(kind: str) -> None:
-    rows = busy(kind)
+    rows = busy(shared_model(kind))
     before = inside.table_fields(rows.causal.table)
 
     for name, (call, message) in (NONSENSE if rows.has_states else NONSENSE | SPANS).items():
@@ -102,7 +102,7 @@ def test_nonsense_is_refused_and_changes_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_bigcode", "lfm2"])
 def test_what_does_not_fit_is_refused_with_the_numbers_until_someone_leaves(kind: str) -> None:
-    rows = Rows(tiny_model(kind), capacity=20)
+    rows = Rows(shared_model(kind), capacity=20)
     for sequence in range(3):
         rows.join(sequence, words(sequence, 6))
     for call in (
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers_until_someone_leaves(kind
 
 
 def test_more_rows_than_capacity_are_a_mistake_and_not_a_full_cache() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     causal = CausalCache(model, capacity=4)
     causal.add(0)
     causal.prefill(model, 0, [1])
@@ -166,9 +166,10 @@ class Fuse:
     ids=lambda each: each if isinstance(each, str) else type(each).__name__,
 )
 def test_a_pass_that_fails_in_any_layer_leaves_no_trace(kind: str, error: BaseException) -> None:
-    for layer in range(len(tiny_model(kind).layers)):
-        rows = busy(kind)
-        failing = Fuse(rows.model.layers[layer])
+    model = tiny_model(kind)
+    for layer in model.layers:
+        rows = busy(model)
+        failing = Fuse(layer)
         before = inside.table_fields(rows.causal.table)
         for call in (
             lambda rows=rows: rows.causal.step(rows.model, [2, 1], [3, 4]),
@@ -237,7 +238,7 @@ def test_a_failure_in_the_trial_itself_is_passed_on_and_the_next_call_works() ->
 
 @pytest.mark.parametrize("other", ["llama", "qwen3", "gemma3_text"])
 def test_another_model_is_refused_while_there_is_state(other: str) -> None:
-    rows, stranger = busy(), tiny_model(other, seed=5)
+    rows, stranger = busy(shared_model("llama")), tiny_model(other, seed=5)
     for call in (
         lambda: rows.causal.step(stranger, [1, 2], [1, 2]),
         lambda: rows.causal.step(stranger, [1], [1]),
@@ -287,7 +288,7 @@ def test_a_model_that_is_refused_leaves_the_buffers_and_what_was_found_to_the_on
 
 
 def test_keys_of_other_heads_never_reach_the_cells() -> None:
-    rows = busy()
+    rows = busy(shared_model("llama"))
     layer = inside.cell_layers(rows.causal)[0]
     assert layer.keys is not None
     before = np.array(layer.keys)
@@ -299,7 +300,7 @@ def test_keys_of_other_heads_never_reach_the_cells() -> None:
 
 
 def test_cells_out_of_a_pass_are_not_read_and_a_pass_of_another_shape_is_refused() -> None:
-    rows = busy()
+    rows = busy(shared_model("llama"))
     layer = inside.cell_layers(rows.causal)[0]
     for call in (
         lambda: layer.offset,
@@ -330,7 +331,7 @@ def test_half_precision_rows_are_those_of_each_alone_but_for_rounding(kind: str,
 
 
 def test_a_row_that_is_cancelled_between_two_lazy_steps_takes_nothing_from_the_others() -> None:
-    rows = Rows(tiny_model("llama"), CAPACITY)
+    rows = Rows(shared_model("llama"), CAPACITY)
     for sequence in range(3):
         rows.join(sequence, words(sequence, 5 + sequence))
     first = rows.causal.step(rows.model, [0, 1, 2], mx.array([3, 4, 5]))
@@ -351,7 +352,7 @@ def test_a_row_that_is_cancelled_between_two_lazy_steps_takes_nothing_from_the_o
 
 
 def test_a_callable_around_the_model_passes_for_it_before_and_after() -> None:
-    rows = busy()
+    rows = busy(shared_model("llama"))
     plain = rows.model
     before = rows.causal.steps_together(plain)
     logits = rows.causal.step(lambda ids, cache: plain(ids, cache=cache), [1], [3])
@@ -363,7 +364,7 @@ def test_a_callable_around_the_model_passes_for_it_before_and_after() -> None:
 
 
 def test_a_callable_may_come_first_and_the_model_after_it() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     causal = CausalCache(caches=lambda: make_prompt_cache(model), capacity=CAPACITY)
     causal.add(1)
     causal.prefill(lambda ids, cache: model(ids, cache=cache), 1, [1, 2, 3])

@@ -18,8 +18,8 @@ from tests import inside
 from tests.cells.causal_rows import words
 
 USERS = 16
-COMMON = 1_200
-OWN = 60
+COMMON = 900
+OWN = 44
 TOKENS = COMMON + USERS * OWN
 
 
@@ -42,8 +42,8 @@ def common_prompt(model: Any, capacity: int) -> CausalCache:
     causal = CausalCache(model, capacity=capacity)
     for user in range(USERS):
         causal.add(user)
-    for start in range(0, COMMON, 400):
-        causal.prefill(model, 0, words(start, 400))
+    for start in range(0, COMMON, 300):
+        causal.prefill(model, 0, words(start, 300))
         mx.eval(causal.state)
     for user in range(1, USERS):
         causal.copy_prefix(0, user, COMMON)
@@ -105,7 +105,7 @@ def test_a_step_writes_its_tokens_in_place_and_fetches_views(kind: str) -> None:
     causal = CausalCache(model, capacity=4_000)
     for row in range(2):
         causal.add(row)
-        for start in range(0, 1_000, 250):
+        for start in range(0, 500, 250):
             mx.eval(causal.prefill(model, row, words(start, 250)))
         mx.eval(causal.state)
     tokens = mx.array([1, 2])
@@ -128,7 +128,7 @@ def test_lazy_steps_several_deep_hold_no_second_buffer() -> None:
     causal = CausalCache(model, capacity=4_000)
     for row in range(2):
         causal.add(row)
-        mx.eval(causal.prefill(model, row, words(row, 1_000)), causal.state)
+        mx.eval(causal.prefill(model, row, words(row, 500)), causal.state)
     tokens = mx.array([1, 2])
     mx.eval(causal.step(model, [0, 1], tokens), causal.state)
     before = mx.get_active_memory()
@@ -145,9 +145,9 @@ def test_recurrent_state_after_a_prefill_keeps_no_activations(kind: str) -> None
     model = build(kind_of(kind))
 
     def prefilled() -> CausalCache:
-        causal = CausalCache(model, capacity=600)
+        causal = CausalCache(model, capacity=300)
         causal.add(1)
-        mx.eval(causal.prefill(model, 1, words(1, 512)))
+        mx.eval(causal.prefill(model, 1, words(1, 256)))
         mx.eval(causal.state)
         return causal
 
@@ -162,8 +162,8 @@ def test_recurrent_state_after_a_chunk_of_one_token_is_no_view_either() -> None:
     CausalCache(model, capacity=64).steps_together(model)
 
     def prefilled() -> CausalCache:
-        causal = CausalCache(model, capacity=64 * 7)
-        for sequence in range(64):
+        causal = CausalCache(model, capacity=32 * 7)
+        for sequence in range(32):
             causal.add(sequence)
             for chunk in (words(sequence, 6), [5]):
                 mx.eval(causal.prefill(model, sequence, chunk), causal.state)
@@ -219,7 +219,7 @@ def test_buffers_grow_by_a_twentieth_so_that_each_cell_is_copied_twenty_times_at
     causal = CausalCache(model, capacity=10_000)
     causal.add(1)
     copied = held = 0
-    for start in range(0, 3_000, 40):
+    for start in range(0, 2_000, 40):
         causal.prefill(model, 1, words(start, 40))
         cells = inside.cell_layers(causal)[0].keys.shape[2]  # type: ignore[union-attr]
         copied += held if cells != held else 0

@@ -9,14 +9,13 @@ import mlx.core as mx
 import pytest
 
 from radixcache.cells.causal import CausalCache
-from runner.models.tiny import tiny_model
 from tests import inside
-from tests.cells.causal_rows import Rows, words
+from tests.cells.causal_rows import Rows, shared_model, words
 
 
 def busy(kind: str) -> Rows:
     """Sequences 1 and 2, which have made a step together, and 3, which has not."""
-    rows = Rows(tiny_model(kind), capacity=40)
+    rows = Rows(shared_model(kind), capacity=40)
     rows.join(1, words(1, 5))
     rows.join(2, words(2, 7))
     rows.join(3, words(3, 4))

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache
 
 from radixcache import (
     BudgetFullError,
@@ -35,8 +35,8 @@ from radixcache import (
 from radixcache.errors import ShiftError
 from radixcache.layers.sizes import SizedLayout
 from radixcache.sized_cache import sized_cache
-from runner.models.tiny import tiny_model
 from tests import inside
+from tests.groups.cold import ROUNDING, WRONG, cold, cold_last, error, shared_model
 from tests.whole.test_exact import tokens
 
 #: Full attention, latent attention, windows in some layers and in all, sinks, shared layers, recurrent layers alone and
@@ -47,20 +47,8 @@ KINDS = (
 )  # fmt: skip
 POINT_KINDS = ("gemma3_text", "llama_sliding", "mamba2", "jamba", "recurrent_gemma")
 
-#: Relative error of logits: rounding, and what no rounding explains.
-ROUNDING, WRONG = 1e-4, 1e-2
-
 SYSTEM = tokens(1, 70)
 PROMPTS = [[*SYSTEM, *tokens(2, 30)], [*SYSTEM, *tokens(3, 41)], tokens(4, 25)]
-
-
-def cold(model: Any, prompt: Sequence[int]) -> mx.array:
-    """Logits (V,) of the prompt's last token."""
-    return model(mx.array(prompt)[None], cache=make_prompt_cache(model))[0, -1]
-
-
-def error(found: mx.array, wanted: mx.array) -> float:
-    return float(mx.max(mx.abs(found - wanted)) / mx.max(mx.abs(wanted)))
 
 
 def stored(cache: PrefixCache, model: Any, prompt: Sequence[int], marks: Sequence[int] = ()) -> None:
@@ -87,18 +75,21 @@ def prefilled(group: Group, model: Any, row: Row, chunk: int | None = None) -> m
 
 
 def decoded(group: Group, model: Any, rows: list[Row], logits: list[mx.array], steps: int) -> list[list[int]]:
-    """Greedy tokens of each row, every step's logits compared with a cold run's."""
+    """Greedy tokens of each row, every step's logits compared with those of a cold run of all of them."""
     said: list[list[int]] = [[] for _ in rows]
+    answers: list[list[mx.array]] = [[] for _ in rows]
     token = mx.argmax(mx.stack(logits), axis=-1)
     for _ in range(steps):
         found = group.step(model, rows, token)
         assert found.shape[:2] == (len(rows), 1)
-        for row, replies, last, each in zip(rows, said, token.tolist(), found, strict=True):
+        for row, replies, answered, last, each in zip(rows, said, answers, token.tolist(), found, strict=True):
             replies.append(last)
-            known = inside.known_tokens(row)
-            assert known[-len(replies) :] == replies
-            assert error(each[0], cold(model, known)) < ROUNDING
+            answered.append(each[0])
+            assert inside.known_tokens(row)[-len(replies) :] == replies
         token = mx.argmax(found[:, -1], axis=-1)
+    for row, answered in zip(rows, answers, strict=True):
+        wanted = cold_last(model, inside.known_tokens(row), steps)
+        assert all(error(*each) < ROUNDING for each in zip(answered, wanted, strict=True))
     return said
 
 
@@ -107,7 +98,7 @@ def decoded(group: Group, model: Any, rows: list[Row], logits: list[mx.array], s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_answer_as_cold_runs_do_and_what_they_leave_is_resumed_at_its_end(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model)
     stored(cache, model, PROMPTS[0], marks=[70])
     prompts = [[*PROMPTS[0], 1], *PROMPTS[1:]]
@@ -134,7 +125,7 @@ def test_rows_answer_as_cold_runs_do_and_what_they_leave_is_resumed_at_its_end(k
 
 @pytest.mark.parametrize("kind", ["llama", "llama_sliding", "gemma4_text", "mamba2", "falcon_h1"])
 def test_chunks_marks_and_other_rows_between_them_change_nothing(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model)
     first, second = [*SYSTEM, *tokens(5, 23)], [*tokens(6, 40), *tokens(7, 30)]
     with cache.begin_many(capacity=512) as group:
@@ -166,7 +157,7 @@ def test_chunks_marks_and_other_rows_between_them_change_nothing(kind: str) -> N
 
 
 def test_the_ids_of_a_prompt_stand_for_its_keys_where_it_has_keys() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     prompt = tokens(1, 40)
     image = np.array(prompt, dtype=np.int64)
@@ -182,7 +173,7 @@ def test_the_ids_of_a_prompt_stand_for_its_keys_where_it_has_keys() -> None:
 
 
 def test_the_readmes_example_runs_and_stores_both_rows() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     (code,) = (
@@ -201,7 +192,7 @@ def test_the_readmes_example_runs_and_stores_both_rows() -> None:
 
 
 def test_every_distinct_edge_is_restored_once_and_shared_by_all_rows() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     told: list[Event] = []
     cache = PrefixCache(model, on_event=told.append)
     turn = [*SYSTEM, *tokens(9, 20)]
@@ -229,7 +220,7 @@ def test_every_distinct_edge_is_restored_once_and_shared_by_all_rows() -> None:
 
 
 def test_a_row_shares_what_a_running_row_has_generated_and_at_most_all_but_its_last_token() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     with cache.begin_many([PROMPTS[2]], capacity=128) as group:
         (first,) = group.rows
@@ -248,7 +239,7 @@ def test_a_row_shares_what_a_running_row_has_generated_and_at_most_all_but_its_l
 
 @pytest.mark.parametrize("kind", ["mamba2", "jamba", "recurrent_gemma"])
 def test_recurrent_state_is_shared_only_where_it_is_known(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model, checkpoint_interval=4096)
     prompt = tokens(1, 60)
     with cache.begin_many([prompt], capacity=512) as group:
@@ -274,7 +265,7 @@ def test_recurrent_state_is_shared_only_where_it_is_known(kind: str) -> None:
 
 def test_windows_are_shared_wherever_the_tree_has_them_also_where_a_row_holds_none_of_them() -> None:
     """A row restored at 140 has no window in front of 124; one that parts from it at 60 takes it from the tree."""
-    model = tiny_model("gemma3_text")
+    model = shared_model("gemma3_text")
     cache = PrefixCache(model, checkpoint_interval=4096)
     prompt = tokens(1, 140)
     stored(cache, model, prompt, marks=[100])
@@ -299,7 +290,7 @@ def test_windows_are_shared_wherever_the_tree_has_them_also_where_a_row_holds_no
 
 
 def test_other_namespaces_share_nothing() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     stored(cache, model, PROMPTS[0])
     with cache.begin_many(PROMPTS[:1], capacity=256, namespace="b") as other:
@@ -318,7 +309,7 @@ def test_other_namespaces_share_nothing() -> None:
 
 
 def test_rows_count_as_requests_in_stats_history_events_pins_and_traces(tmp_path: Path) -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     told: list[Event] = []
     path = tmp_path / "trace.jsonl"
     cache = PrefixCache(model, on_event=told.append, trace=path)
@@ -346,7 +337,7 @@ def test_rows_count_as_requests_in_stats_history_events_pins_and_traces(tmp_path
 
 
 def test_what_is_quarantined_is_neither_restored_nor_stored() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     stored(cache, model, PROMPTS[0])
     keys = np.array(PROMPTS[0], dtype=np.int64)
@@ -374,7 +365,7 @@ def test_what_is_quarantined_is_neither_restored_nor_stored() -> None:
 
 
 def test_the_tainted_part_of_a_row_is_never_found_in_the_tree() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     with cache.begin_many([PROMPTS[0], PROMPTS[1]], capacity=512) as group:
         one, two = group.rows
@@ -396,7 +387,7 @@ def test_the_tainted_part_of_a_row_is_never_found_in_the_tree() -> None:
 
 @pytest.mark.parametrize("kind", ["llama_sliding", "gemma3_text", "jamba", "mamba2"])
 def test_a_tainted_row_with_point_layers_is_stored_up_to_where_their_state_is_known(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model, checkpoint_interval=4096)
     prompt = tokens(1, 100)
     with cache.begin_many(capacity=512) as group:
@@ -412,7 +403,7 @@ def test_a_tainted_row_with_point_layers_is_stored_up_to_where_their_state_is_kn
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_a_shifted_row_goes_on_stores_what_is_in_front_of_the_shift_and_leaves_other_rows_alone(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model, checkpoint_interval=16)
     with cache.begin_many(capacity=512) as group:
         one = group.admit(PROMPTS[0])
@@ -436,7 +427,7 @@ def test_a_shifted_row_goes_on_stores_what_is_in_front_of_the_shift_and_leaves_o
 
 
 def test_a_rewind_is_no_taint_and_what_was_rewound_is_not_stored() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     with cache.begin_many([PROMPTS[0]], capacity=256) as group:
         (row,) = group.rows
@@ -453,7 +444,7 @@ def test_a_rewind_is_no_taint_and_what_was_rewound_is_not_stored() -> None:
 
 
 def test_a_window_that_has_gone_round_is_not_rewound() -> None:
-    model = tiny_model("gemma3_text")
+    model = shared_model("gemma3_text")
     cache = PrefixCache(model)
     stored(cache, model, PROMPTS[0])
     with cache.begin_many([[*PROMPTS[0], 1, 2, 3]], capacity=256) as group:
@@ -479,18 +470,18 @@ def active_bytes() -> int:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
 def test_the_ledger_says_what_is_held_while_a_group_is_open_and_after(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     inside.try_ways(model)  # what a model keeps of its first passes
     base = active_bytes()
     cache = PrefixCache(model)
-    stored(cache, model, [*SYSTEM, *tokens(5, 2000)], marks=[70])
+    stored(cache, model, [*SYSTEM, *tokens(5, 700)], marks=[70])
 
     def agrees() -> None:
         stats = cache.stats
         assert active_bytes() - base == pytest.approx(stats.live_bytes + stats.paged_bytes, rel=0.01, abs=4096)
 
     agrees()
-    with cache.begin_many([PROMPTS[0], [*SYSTEM, *tokens(5, 600)]], capacity=4096) as group:
+    with cache.begin_many([PROMPTS[0], [*SYSTEM, *tokens(5, 300)]], capacity=2048) as group:
         agrees()
         for row in group.rows:
             prefilled(group, model, row, 64)
@@ -508,7 +499,7 @@ def test_the_ledger_says_what_is_held_while_a_group_is_open_and_after(kind: str)
 
 @pytest.mark.parametrize("kind", ["mamba2", "rwkv7", "nemotron_h"])
 def test_recurrent_state_does_not_keep_the_activations_of_its_chunk(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     mx.eval(model.parameters())
     cache = PrefixCache(model)
     base = active_bytes()
@@ -519,7 +510,7 @@ def test_recurrent_state_does_not_keep_the_activations_of_its_chunk(kind: str) -
 
 
 def test_the_logits_of_a_prompt_hold_the_bytes_of_one_token_and_no_buffer() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     with cache.begin_many([tokens(1, 30)], capacity=256) as group:
         logits = group.prefill(model, group.rows[0])
@@ -537,7 +528,7 @@ def test_the_logits_of_a_prompt_hold_the_bytes_of_one_token_and_no_buffer() -> N
 
 
 def test_tails_that_do_not_fit_evict_what_they_may_and_are_refused_with_the_numbers() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     stored(cache, model, PROMPTS[0])
     token_bytes = inside.token_bytes(cache)
@@ -580,7 +571,7 @@ def test_tails_that_do_not_fit_evict_what_they_may_and_are_refused_with_the_numb
 
 
 def test_a_prefix_that_would_not_fit_beside_a_copy_of_it_is_read_where_it_is() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     stored(cache := PrefixCache(model), model, PROMPTS[2])
     token_bytes = inside.token_bytes(cache)
     cache = PrefixCache(model, budget_bytes=1000 * token_bytes)
@@ -597,7 +588,7 @@ def test_a_prefix_that_would_not_fit_beside_a_copy_of_it_is_read_where_it_is() -
 
 
 def test_tokens_run_out_with_the_numbers_and_nothing_is_lost() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     stored(cache, model, PROMPTS[0])
     with cache.begin_many([PROMPTS[2]], capacity=60) as group:
@@ -624,7 +615,7 @@ def test_tokens_run_out_with_the_numbers_and_nothing_is_lost() -> None:
 
 
 def test_one_ledger_for_two_caches_counts_what_rows_hold() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     ledger = Ledger(1 << 30)
     cache, other = (PrefixCache(model, budget_bytes=ledger) for _ in range(2))
     stored(other, model, PROMPTS[0])
@@ -642,7 +633,7 @@ def test_one_ledger_for_two_caches_counts_what_rows_hold() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "falcon_h1"])
 def test_a_dozen_rows_join_and_leave(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model)
     told: list[list[int]] = []
     with cache.begin_many(capacity=600) as group:
@@ -693,7 +684,7 @@ class Failing:
 def test_what_was_evaluated_before_an_exception_becomes_a_stored_prefix(
     kind: str, error_class: type[BaseException]
 ) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model)
     failing = Failing(model, 4, error_class)
     prompt = tokens(1, 90)
@@ -717,7 +708,7 @@ def test_what_was_evaluated_before_an_exception_becomes_a_stored_prefix(
 
 
 def test_a_model_that_raises_leaves_rows_as_they_were_and_the_group_goes_on() -> None:
-    model = tiny_model("jamba")
+    model = shared_model("jamba")
     cache = PrefixCache(model)
     with cache.begin_many(PROMPTS, capacity=512) as group:
         logits = [prefilled(group, model, row) for row in group.rows]
@@ -729,7 +720,7 @@ def test_a_model_that_raises_leaves_rows_as_they_were_and_the_group_goes_on() ->
 
 
 def test_a_failed_evaluation_loses_the_rows_and_nothing_of_them_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     stored(cache, model, PROMPTS[0])
     group = cache.begin_many([PROMPTS[2], PROMPTS[1]], capacity=512)
@@ -763,7 +754,7 @@ def raise_natively() -> None:
 def test_a_copy_out_of_the_tails_is_tried_again_once_and_one_that_fails_leaks_nothing(
     monkeypatch: pytest.MonkeyPatch, failures: int, close: str
 ) -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     group = cache.begin_many(PROMPTS[:2], capacity=512)
     for row in group.rows:
@@ -796,7 +787,7 @@ def test_a_copy_out_of_the_tails_is_tried_again_once_and_one_that_fails_leaks_no
 
 
 def test_a_group_that_nobody_closed_is_stored_and_its_bytes_are_given_back() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     group = cache.begin_many([PROMPTS[0]], capacity=256)
     row = group.rows[0]
@@ -824,7 +815,7 @@ def test_a_group_that_nobody_closed_is_stored_and_its_bytes_are_given_back() -> 
 def test_a_group_whose_finalizer_was_interrupted_is_taken_back_by_the_next_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     monkeypatch.setattr(Group, "__del__", lambda self: None)
     other = cache.begin_many(capacity=64)
@@ -850,7 +841,7 @@ def test_a_group_whose_finalizer_was_interrupted_is_taken_back_by_the_next_reque
 
 
 def test_sessions_and_groups_are_open_at_the_same_time_and_take_up_each_others_state() -> None:
-    model = tiny_model("jamba")
+    model = shared_model("jamba")
     cache = PrefixCache(model, live_slots=2)
     with cache.begin(PROMPTS[0], marks=[70]) as session, cache.begin_many(capacity=512) as group:
         session.prefill(model)
@@ -873,7 +864,7 @@ def test_sessions_and_groups_are_open_at_the_same_time_and_take_up_each_others_s
 
 
 def test_what_another_threads_session_alone_holds_is_not_read_unless_a_row_stands_on_it() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     sessions: list[Session] = []
 
@@ -903,7 +894,7 @@ def test_what_another_threads_session_alone_holds_is_not_read_unless_a_row_stand
 
 
 def test_caches_whose_state_cannot_be_among_others_are_refused() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     refused: list[tuple[PrefixCache, str]] = [
         (PrefixCache(model, exact=True), "exact"),
         (PrefixCache(model, kv_bits=8), "quantized"),
@@ -914,14 +905,14 @@ def test_caches_whose_state_cannot_be_among_others_are_refused() -> None:
             cache.begin_many(capacity=64)
     for kind in ("llama4", "deepseek_v41"):
         with pytest.raises(UnsupportedCacheError):
-            PrefixCache(tiny_model(kind)).begin_many(capacity=64)
+            PrefixCache(shared_model(kind)).begin_many(capacity=64)
     kept = PrefixCache(model, caches=lambda: [RotatingKVCache(max_size=16, keep=4) for _ in model.layers])
     with pytest.raises(UnsupportedCacheError, match="keeps its first 4"):
         kept.begin_many(capacity=64)
 
 
 def test_arguments_out_of_their_range_are_named_and_change_nothing() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     for wrong in (0, -1, 1.5, True, None):
         with pytest.raises(ValueError, match="capacity is"):
@@ -971,7 +962,7 @@ def test_arguments_out_of_their_range_are_named_and_change_nothing() -> None:
 @pytest.mark.parametrize(("kind", "last"), [("llama", 1), ("gemma3_text", 1), ("qwen3_next", 10)])
 def test_the_last_token_goes_by_itself_only_behind_many(kind: str, last: int) -> None:
     """No model makes logits for many tokens that nobody reads, and none a pass for one token behind a few."""
-    model = tiny_model(kind)
+    model = shared_model(kind)
     lengths: list[int] = []
 
     def seen(ids: mx.array, cache: Any) -> Any:

@@ -9,8 +9,8 @@ import pytest
 
 from radixcache import BudgetFullError, CacheFullError, Group, PrefixCache
 from radixcache.groups.group import FIRST_TOKENS
-from runner.models.tiny import tiny_model
 from tests import inside
+from tests.groups.cold import shared_model
 from tests.prompts import tokens
 
 
@@ -47,7 +47,7 @@ def open_rows(cache: PrefixCache, group: Group, model: Any, length: int, most: i
 
 @pytest.mark.parametrize("kind", ["mamba", "qwen3_next", "falcon_h1"])
 def test_rows_with_a_state_of_their_own_are_refused_before_they_are_over_the_budget(kind: str) -> None:
-    model: Any = tiny_model(kind)
+    model: Any = shared_model(kind)
     each = row_bytes(model, 8)
     cache = known(model, 5 * each)
     with cache.begin_many([], capacity=400) as group:
@@ -66,7 +66,7 @@ def test_rows_with_a_state_of_their_own_are_refused_before_they_are_over_the_bud
 
 
 def test_a_restored_or_shared_state_is_asked_for_as_well() -> None:
-    model: Any = tiny_model("mamba")
+    model: Any = shared_model("mamba")
     each = row_bytes(model, 8)
     cache = known(model, 7 * each // 2)
     with cache.begin_many([tokens(1, 40)], capacity=400) as group:
@@ -82,7 +82,7 @@ def test_a_restored_or_shared_state_is_asked_for_as_well() -> None:
 
 
 def test_a_row_gives_up_its_checkpoints_rather_than_its_next_token() -> None:
-    model: Any = tiny_model("mamba")
+    model: Any = shared_model("mamba")
     each = row_bytes(model, 8)
     cache = known(model, 5 * each // 2)
     with cache.begin_many([], capacity=400) as group:
@@ -100,7 +100,7 @@ def test_a_row_gives_up_its_checkpoints_rather_than_its_next_token() -> None:
 
 
 def test_what_cannot_fit_anyway_costs_no_checkpoint() -> None:
-    model: Any = tiny_model("qwen3_next")
+    model: Any = shared_model("qwen3_next")
     cache = known(model, 2 * row_bytes(model, 100))
     with cache.begin_many([], capacity=4000) as group:
         row = group.admit(tokens(1, 60), marks=[20])
@@ -115,7 +115,7 @@ def test_what_cannot_fit_anyway_costs_no_checkpoint() -> None:
 
 
 def test_the_state_of_a_row_that_takes_up_what_another_evaluated_meanwhile_is_asked_for() -> None:
-    model: Any = tiny_model("mamba")
+    model: Any = shared_model("mamba")
     each = row_bytes(model, 8)
     prompt = tokens(1, 40)
     cache = known(model, 5 * each // 2)
@@ -138,7 +138,7 @@ def test_the_state_of_a_row_that_takes_up_what_another_evaluated_meanwhile_is_as
 
 
 def test_the_first_forward_pass_of_a_cache_takes_few_tokens_and_then_the_budget_is_asked() -> None:
-    model: Any = tiny_model("llama")
+    model: Any = shared_model("llama")
     token_bytes = inside.token_bytes(known(model))
     cache = PrefixCache(model, budget_bytes=200 * token_bytes)
     with cache.begin_many([tokens(1, 3000)], capacity=100_000) as group:
@@ -152,7 +152,7 @@ def test_the_first_forward_pass_of_a_cache_takes_few_tokens_and_then_the_budget_
 
 
 def test_a_first_pass_in_two_gives_the_logits_of_one() -> None:
-    model: Any = tiny_model("llama")
+    model: Any = shared_model("llama")
     prompt = tokens(1, 150)
     with PrefixCache(model).begin_many([prompt], capacity=200) as group:
         found = group.prefill(model, group.rows[0])
@@ -162,7 +162,7 @@ def test_a_first_pass_in_two_gives_the_logits_of_one() -> None:
 
 
 def test_what_would_not_fit_even_alone_is_known_from_the_first_pass_on() -> None:
-    model: Any = tiny_model("qwen3_next")
+    model: Any = shared_model("qwen3_next")
     cache = PrefixCache(model, budget_bytes=1 << 20)
     with cache.begin_many([tokens(1, 20)], capacity=10_000) as group:
         assert group.refusal_of(5_000) is None
@@ -187,7 +187,7 @@ def test_what_would_not_fit_even_alone_is_known_from_the_first_pass_on() -> None
     ],
 )
 def test_arguments_of_the_wrong_type_are_refused_in_one_line(call: Any, found: str) -> None:
-    model: Any = tiny_model("llama")
+    model: Any = shared_model("llama")
     cache = PrefixCache(model)
     with cache.begin_many([tokens(1, 9)], capacity=40) as group:
         with pytest.raises(ValueError, match=found):
@@ -200,7 +200,7 @@ def test_arguments_of_the_wrong_type_are_refused_in_one_line(call: Any, found: s
 
 
 def test_more_tokens_than_the_capacity_are_a_full_cache_also_where_bytes_abound() -> None:
-    model: Any = tiny_model("mamba")
+    model: Any = shared_model("mamba")
     with known(model).begin_many([tokens(1, 30)], capacity=20) as group:
         with pytest.raises(CacheFullError):
             group.prefill(model, group.rows[0])

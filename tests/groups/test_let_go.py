@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from radixcache import PrefixCache
-from runner.models.tiny import tiny_model
+from tests.groups.cold import shared_model
 from tests.prompts import tokens
 
 
@@ -25,7 +25,7 @@ def uncollected() -> Iterator[None]:
 @pytest.mark.usefixtures("exact_allocations", "uncollected")
 @pytest.mark.parametrize("kind", ["llama", "falcon_h1", "baichuan_m1"])
 def test_what_rows_held_is_free_once_the_cache_is_empty(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model)
 
     def serve() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from radixcache import Group, PrefixCache, Row
-from runner.models.tiny import tiny_model
 from tests import inside
+from tests.groups.cold import shared_model
 from tests.prompts import tokens
 
 PROMPT = tokens(1, 60)
@@ -20,7 +20,7 @@ KINDS = ("llama", "gemma3_text", "mamba2", "qwen3_next")
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request: Any) -> Any:
-    return tiny_model(request.param)
+    return shared_model(request.param)
 
 
 def prefilled(group: Group, model: Any, namespace: str, prompt: list[int] = PROMPT) -> tuple[Row, mx.array]:
@@ -74,7 +74,7 @@ def test_rows_of_two_namespaces_step_together_and_say_what_each_says_alone(model
 
 
 def test_what_was_found_wrong_in_one_namespace_stays_trusted_in_another() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model, budget_bytes=64 << 20)
     for namespace in ("ann", "ben"):
         cache.warm(model, PROMPT, namespace)
@@ -90,7 +90,7 @@ def test_what_was_found_wrong_in_one_namespace_stays_trusted_in_another() -> Non
 
 @pytest.mark.parametrize("namespace", [3, "\ud800"])
 def test_a_namespace_that_is_none_is_refused_and_no_row_is_left(namespace: Any) -> None:
-    cache = PrefixCache(tiny_model("llama"), budget_bytes=64 << 20)
+    cache = PrefixCache(shared_model("llama"), budget_bytes=64 << 20)
     with cache.begin_many(capacity=1000) as group:
         with pytest.raises(ValueError, match="namespace is"):
             group.admit(PROMPT, namespace=namespace)

@@ -11,9 +11,9 @@ import pytest
 from radixcache import Group, PrefixCache
 from radixcache.groups.row import Row
 from radixcache.groups.ways import Way
-from runner.models.tiny import tiny_model
 from tests import inside
-from tests.groups.test_begin_many import ROUNDING, cold, decoded, error, stored
+from tests.groups.cold import ROUNDING, cold, error, shared_model
+from tests.groups.test_begin_many import decoded, stored
 from tests.groups.test_ways import WAYS
 from tests.whole.test_exact import tokens
 
@@ -48,7 +48,7 @@ def through(group: Group, model: Any, rows: list[Row], chunk: int | None = None)
     ("kind", "chunk"), [*((kind, None) for kind in WAYS), ("llama", 16), ("gemma3_text", 16), ("qwen3_next", 16)]
 )
 def test_rows_that_are_prefilled_together_get_what_each_gets_alone(kind: str, chunk: int | None) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     counting = Counting(model)
     cache = PrefixCache(model)
     stored(cache, model, SYSTEM)
@@ -71,7 +71,7 @@ def test_rows_that_are_prefilled_together_get_what_each_gets_alone(kind: str, ch
 @pytest.mark.parametrize("position", [20, 29])
 @pytest.mark.parametrize("kind", ["llama", "llama_sliding", "gemma3_text", "mamba2", "qwen3_next"])
 def test_a_pass_that_raises_leaves_every_row_of_it_as_it_was(kind: str, position: int) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model)
     prompts = [tokens(index, 30) for index in (2, 3, 4)]
     prompts[1][29] = bad = max(set(range(256)) - {token for prompt in prompts for token in prompt})
@@ -92,7 +92,7 @@ def test_a_pass_that_raises_leaves_every_row_of_it_as_it_was(kind: str, position
 
 
 def test_a_row_that_does_not_fit_beside_others_is_prefilled_alone() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model, budget_bytes=450 * 3072)
     prompts = [tokens(2, 300), *(tokens(index, 20) for index in (3, 4))]
     stored(cache, model, tokens(9, 5))
@@ -109,7 +109,7 @@ def test_a_row_that_does_not_fit_beside_others_is_prefilled_alone() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba2", "qwen3_next"])
 def test_last_tokens_are_left_to_the_step_that_others_take(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     counting = Counting(model)
     prompts = [tokens(index, 60) for index in (2, 3)]
     cache = PrefixCache(model)

@@ -11,7 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from radixcache import PrefixCache, Row
 from runner.models.tiny import tiny_model
 from tests import inside
-from tests.groups.test_begin_many import ROUNDING, Failing, checked, cold, decoded, error, prefilled, stored
+from tests.groups.cold import ROUNDING, cold, error, shared_model
+from tests.groups.test_begin_many import Failing, checked, decoded, prefilled, stored
 from tests.whole.test_exact import tokens
 
 SYSTEM, QUARTERS = tokens(1, 60), [tokens(20 + number, 40) for number in range(3)]
@@ -27,10 +28,10 @@ def three_levels() -> list[list[int]]:
     return [*prompts, tokens(70, 33)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss", "qwen3_next"])
 @pytest.mark.parametrize("segment_bytes", [0, None])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss", "qwen3_next"])
 def test_rows_that_share_at_several_levels_answer_as_cold_runs_do(kind: str, segment_bytes: int | None) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model)
     with cache.begin_many(capacity=2000, segment_bytes=segment_bytes) as group:
         running: list[tuple[Row, mx.array]] = []
@@ -57,37 +58,37 @@ def test_rows_that_share_at_several_levels_answer_as_cold_runs_do(kind: str, seg
 
 
 def test_what_sixteen_users_share_is_held_once() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
-    system, users, own = tokens(1, 2000), 16, 100
-    with cache.begin_many(capacity=10_000) as group:
+    system, users, own = tokens(1, 600), 16, 30
+    with cache.begin_many(capacity=3000) as group:
         rows = [group.admit([*system, *tokens(10 + user, own)]) for user in range(users)]
-        logits = [prefilled(group, model, row, 512) for row in rows]
+        logits = [prefilled(group, model, row, 256) for row in rows]
         group.step(model, rows, mx.argmax(mx.stack(logits), axis=-1))
         token_bytes = inside.token_bytes(cache)
         held = cache.stats.live_bytes + cache.stats.paged_bytes
         room = users * inside.growth_columns() * token_bytes
-        assert held - room <= 1.05 * (2000 + users * own) * token_bytes
-        assert [in_place(row) for row in rows] == [2000] * users
+        assert held - room <= 1.05 * (600 + users * own) * token_bytes
+        assert [in_place(row) for row in rows] == [600] * users
         # Here and there two go on with the same token.
-        assert 0 <= 2000 + users * (own + 1) - group.used_tokens < users
-        assert 0 <= cache.stats.hit_tokens - (users - 1) * 2000 < users
+        assert 0 <= 600 + users * (own + 1) - group.used_tokens < users
+        assert 0 <= cache.stats.hit_tokens - (users - 1) * 600 < users
         # It is in the tree while all of them are there.
-        assert cache.explain([*system, 1]).resumable_tokens == 2000
+        assert cache.explain([*system, 1]).resumable_tokens == 600
         checked(cache, group)
     cache.check()
 
 
 def test_restoring_copies_nothing_that_is_long() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
-    prompt = tokens(1, 2000)
+    prompt = tokens(1, 600)
     stored(cache, model, prompt)
-    cache.begin_many([[*prompt, 1]], capacity=4000).close()  # what was live is in the tree from now on
+    cache.begin_many([[*prompt, 1]], capacity=1200).close()  # what was live is in the tree from now on
     before = cache.stats
-    with cache.begin_many([[*prompt, 1], [*prompt, 2, 3]], capacity=4000) as group:
+    with cache.begin_many([[*prompt, 1], [*prompt, 2, 3]], capacity=1200) as group:
         for row in group.rows:
-            assert row.cached_tokens == 2000
+            assert row.cached_tokens == 600
             assert error(prefilled(group, model, row), cold(model, row.prompt.tolist())) < ROUNDING
         assert cache.stats.paged_in_bytes == before.paged_in_bytes
         assert cache.stats.paged_bytes == before.paged_bytes
@@ -97,7 +98,7 @@ def test_restoring_copies_nothing_that_is_long() -> None:
 
 def test_nothing_takes_away_what_rows_read() -> None:
     """Neither the budget, nor a session that has the same live, nor one that parts in the middle of it."""
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     prompt = tokens(1, 90)
     stored(cache, model, prompt)
@@ -125,7 +126,7 @@ def test_nothing_takes_away_what_rows_read() -> None:
 
 
 def test_the_row_that_evaluated_a_beginning_reads_it_in_place_once_others_share_it() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     with cache.begin_many(capacity=400, segment_bytes=0) as group:
         first = group.admit([*SYSTEM, *tokens(2, 20)])
@@ -143,7 +144,7 @@ def test_the_row_that_evaluated_a_beginning_reads_it_in_place_once_others_share_
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
 def test_a_row_goes_on_when_what_it_reads_is_found_wrong_and_gives_none_of_it_away(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model)
     prompt = tokens(1, 80)
     stored(cache, model, prompt, marks=[50])
@@ -169,7 +170,7 @@ def test_a_row_goes_on_when_what_it_reads_is_found_wrong_and_gives_none_of_it_aw
 @pytest.mark.parametrize("kind", ["llama", "llama_sliding", "gemma3_text"])
 def test_a_shift_out_of_a_segment_is_a_rotation_and_others_do_not_notice(kind: str, segment_bytes: int | None) -> None:
     """Keys behind the gap are those that the same tokens would have had at their new places, but for what they saw."""
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model)
     prompt = tokens(1, 100)
     stored(cache, model, prompt[:80], marks=[60])
@@ -196,7 +197,7 @@ def test_a_shift_out_of_a_segment_is_a_rotation_and_others_do_not_notice(kind: s
 
 @pytest.mark.parametrize(("kind", "at"), [("gpt_bigcode", 2), ("gpt_bigcode", 3), ("deepseek_v3", 1), ("jamba", 1)])
 def test_a_pass_that_raises_for_any_row_has_happened_for_none(kind: str, at: int) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model)
     prompts = [tokens(1, 20), tokens(2, 13), tokens(3, 9)]
     with cache.begin_many(prompts, capacity=200) as group:
@@ -214,7 +215,7 @@ def test_a_pass_that_raises_for_any_row_has_happened_for_none(kind: str, at: int
 
 
 def test_rows_whose_windows_a_failed_pass_has_written_are_lost_alone_and_stored_as_far_as_is_known() -> None:
-    model = tiny_model("gemma3_text")
+    model = shared_model("gemma3_text")
     cache = PrefixCache(model)
     with cache.begin_many(capacity=400) as group:
         rows = [group.admit(tokens(number, 40), marks=[30]) for number in (1, 2, 3)]
@@ -243,7 +244,7 @@ def test_rows_whose_windows_a_failed_pass_has_written_are_lost_alone_and_stored_
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_in_half_precision_rows_are_as_near_as_in_mlx_lms_batches(dtype: mx.Dtype) -> None:
-    whole, half = tiny_model("llama"), tiny_model("llama")
+    whole, half = shared_model("llama"), tiny_model("llama")
     half.set_dtype(dtype)
     prompts = [[*SYSTEM, *tokens(number, 8)] for number in range(2, 6)]
     cache = PrefixCache(half)

@@ -12,8 +12,8 @@ import pytest
 from radixcache import PrefixCache
 from radixcache.layers.arrays import ArrayLayout
 from radixcache.layers.evaluation import LiveStateError
-from runner.models.tiny import tiny_model
-from tests.groups.test_begin_many import ROUNDING, checked, cold, decoded, error, prefilled, stored
+from tests.groups.cold import ROUNDING, cold, error, shared_model
+from tests.groups.test_begin_many import checked, decoded, prefilled, stored
 from tests.whole.test_exact import tokens
 
 SYSTEM = tokens(1, 60)
@@ -24,7 +24,7 @@ KINDS = ("llama", "deepseek_v3", "gemma3_text", "gpt_oss")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_begun_together_hold_their_common_beginning_once(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model)
     with cache.begin_many(PROMPTS, capacity=256) as group:
         assert [row.cached_tokens for row in group.rows] == [0, 0, 0, 0]
@@ -46,7 +46,7 @@ def test_prompts_begun_together_hold_their_common_beginning_once(kind: str) -> N
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "mamba", "falcon_h1"])
 def test_recurrent_rows_share_at_a_mark_that_another_row_has_passed(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model)
     with cache.begin_many(capacity=256) as group:
         rows = [group.admit(prompt, marks=[60]) for prompt in PROMPTS]
@@ -61,7 +61,7 @@ def test_recurrent_rows_share_at_a_mark_that_another_row_has_passed(kind: str) -
 
 
 def test_a_row_that_was_restored_shares_what_another_evaluates_behind_that() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     stored(cache, model, SYSTEM[:30])
     with cache.begin_many(PROMPTS[:2], capacity=256) as group:
@@ -74,7 +74,7 @@ def test_a_row_that_was_restored_shares_what_another_evaluates_behind_that() -> 
 
 
 def test_what_a_row_has_evaluated_itself_is_not_exchanged() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
     with cache.begin_many(PROMPTS[:2], capacity=256) as group:
         first, second = group.rows
@@ -87,7 +87,7 @@ def test_what_a_row_has_evaluated_itself_is_not_exchanged() -> None:
 
 
 def test_a_model_that_raises_in_a_first_chunk_leaves_the_row_where_it_shared() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model)
 
     def failing(ids: mx.array, cache: object) -> mx.array:
@@ -104,7 +104,7 @@ def test_a_model_that_raises_in_a_first_chunk_leaves_the_row_where_it_shared() -
 
 
 def test_of_a_recurrent_row_so_much_can_be_shared_later_as_its_chunks_end_at() -> None:
-    model = tiny_model("mamba")
+    model = shared_model("mamba")
     cache = PrefixCache(model)
     with cache.begin_many([PROMPTS[0]], capacity=256) as group:
         (row,) = group.rows
@@ -115,7 +115,7 @@ def test_of_a_recurrent_row_so_much_can_be_shared_later_as_its_chunks_end_at() -
 
 
 def test_a_row_that_cannot_take_up_more_after_all_stands_where_it_stood(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("mamba")
+    model = shared_model("mamba")
     cache = PrefixCache(model)
     with cache.begin_many(capacity=256) as group:
         first, second = (group.admit(prompt, marks=[60]) for prompt in PROMPTS[:2])

@@ -20,7 +20,8 @@ from radixcache.groups.tails import PassError
 from radixcache.groups.ways import Way, way_of
 from runner.models.tiny import tiny_model
 from tests import inside
-from tests.groups.test_begin_many import ROUNDING, cold, decoded, error, prefilled, stored
+from tests.groups.cold import ROUNDING, cold, error, shared_model
+from tests.groups.test_begin_many import decoded, prefilled, stored
 from tests.whole.test_exact import tokens
 
 WAYS = {
@@ -45,7 +46,7 @@ def found(model: Any) -> ways.Finding:
 
 @pytest.mark.parametrize(("kind", "way"), WAYS.items())
 def test_every_model_decodes_the_best_way_that_gives_what_it_gives_alone(kind: str, way: Way) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     assert found(model).way is way
     # The reason is there where a faster way is not.
     assert bool(found(model).reason) == (way is not Way.SEGMENTS)
@@ -82,13 +83,13 @@ def test_a_model_that_is_wrong_every_way_is_refused_by_name_with_the_reasons() -
             self.calls = getattr(self, "calls", 0) + 1
             return super().__call__(inputs, cache=cache) + self.calls
 
-    model = Drifting(tiny_model("llama").args)
+    model = Drifting(shared_model("llama").args)
     with pytest.raises(UnsupportedCacheError, match="cannot be one row among others: segments: logits are off by"):
         found(model)
 
 
 def test_attention_is_replaced_once_and_passes_on_what_is_not_ours() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     serve(model)
     first = getattr(llama, NAME)
     serve(model)
@@ -103,7 +104,7 @@ def test_attention_is_replaced_once_and_passes_on_what_is_not_ours() -> None:
 
 def test_keys_that_are_read_in_place_and_attended_elsewhere_are_an_error() -> None:
     """What a layer with an attention of its own would compute of stand-ins nobody knows."""
-    caches = Batch.of_one(make_prompt_cache(tiny_model("llama")), None)
+    caches = Batch.of_one(make_prompt_cache(shared_model("llama")), None)
     spans = Spans(0, 0, [None] * len(caches.leaves), 0)
 
     def fetching(ids: mx.array, cache: Any) -> mx.array:
@@ -114,7 +115,7 @@ def test_keys_that_are_read_in_place_and_attended_elsewhere_are_an_error() -> No
         keys, values = cache[0].update_and_fetch(mx.zeros((1, 2, 1, 32)), mx.zeros((1, 2, 1, 32)))
         return getattr(llama, NAME)(keys, keys, values, cache=None, scale=1.0, mask=mx.array([[True]]))
 
-    serve(tiny_model("llama"))
+    serve(shared_model("llama"))
     for model, found in ((fetching, "not attended"), (masking, "mask of the model's own")):
         with pytest.raises(PassError, match=found):
             caches.forward(model, mx.array([[1]]), [(None, spans)], ours=True)

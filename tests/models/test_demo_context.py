@@ -17,19 +17,21 @@ from runner.replies.reply import Completion
 pytestmark = pytest.mark.slow
 
 CONTEXT = 128
+SHORT_CONTEXT = 96
 SYSTEM = (
     "You are the guide of the lighthouse museum. The lighthouse keeper's name is Oskar. The museum opens at nine. "
     "Answer in one short sentence."
 )
 QUESTIONS = (
-    "What is a lighthouse?", "Why do ships need light?", "What is a harbour?", "What do gulls eat?",
-    "Where do waves come from?", "What is fog?", "What is a rope made of?", "How deep is the sea?",
-    "What colour is a lifeboat?",
-)  # fmt: skip
+    "We came by boat this morning with the children, and they would like to know why ships need a light at night.",
+    "On the way we saw many gulls on the rocks below the cliff. What do gulls eat, and where do they sleep?",
+    "The harbour was full of nets and ropes. What is a rope made of, and who makes the long ones for the boats?",
+    "In the afternoon it may rain, they said on the radio. Where do the high waves come from, and what is fog?",
+)
 LAST_QUESTION = "What is the name of the lighthouse keeper?"
 SAID = (
-    "Gladly. The museum stands on the cliff above the town. Visitors climb the stairs and look at the old lamp. Below "
-    "it there are boats, nets, and a bell. In the garden grow roses and thyme. The lighthouse keeper's name is"
+    "Gladly. The museum stands on the cliff above the town. Visitors climb the stairs and look at the old lamp. "
+    "The lighthouse keeper's name is"
 )
 
 
@@ -47,7 +49,7 @@ def test_a_conversation_of_two_contexts_still_knows_its_system_prompt(demo: Load
             is_long = bool(completions) and completions[-1].prompt_tokens > 2 * CONTEXT
             messages.append({"role": "user", "content": LAST_QUESTION if is_long else QUESTIONS[turn % len(QUESTIONS)]})
             tokens, marks = render_chat(demo.tokenizer, messages)
-            ticket = generator.submit(tokens, marks=marks, max_tokens=12)
+            ticket = generator.submit(tokens, marks=marks, max_tokens=12 if is_long else 4)
             text = "".join(piece.text for _, piece in generator)
             completions.append(done(ticket))
             messages.append({"role": "assistant", "content": text})
@@ -81,19 +83,21 @@ def then_greedy(tokens: list[int]) -> Callable[[mx.array], mx.array]:
 def test_a_reply_during_which_the_context_was_shifted_still_knows_the_system_prompt(demo: LoadedModel) -> None:
     cache = PrefixCache(demo.model, budget_bytes=1 << 30, verify=1.0)
     messages = [{"role": "system", "content": SYSTEM}]
-    for question in QUESTIONS[:3]:
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": "That is a good question."})
+    messages.append({"role": "user", "content": QUESTIONS[0]})
+    messages.append({"role": "assistant", "content": "That is a good question."})
     messages.append({"role": "user", "content": "Tell me about the museum."})
     tokens, marks = render_chat(demo.tokenizer, messages)
     said = demo.tokenizer.encode(SAID, add_special_tokens=False)
-    with ParallelGenerator(cache, demo.model, demo.tokenizer, capacity=CONTEXT, context=CONTEXT) as generator:
+    with ParallelGenerator(
+        cache, demo.model, demo.tokenizer, capacity=SHORT_CONTEXT, context=SHORT_CONTEXT
+    ) as generator:
         ticket = generator.submit(tokens, marks=marks, max_tokens=len(said) + 4, sampler=then_greedy(said))
         text = "".join(piece.text for _, piece in generator)
     completion = done(ticket)
+    assert completion.omitted_tokens > 0
     assert completion.shifted_tokens > 0
     assert completion.note is None
-    assert len(tokens) - completion.omitted_tokens + len(completion.tokens) > CONTEXT
+    assert len(tokens) - completion.omitted_tokens + len(completion.tokens) > SHORT_CONTEXT
     assert text.startswith(SAID)
     assert text.removeprefix(SAID).startswith(" Oskar")
     gone = completion.omitted_tokens + completion.shifted_tokens

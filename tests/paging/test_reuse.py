@@ -184,7 +184,7 @@ def test_a_reason_is_given_exactly_when_less_than_the_match_is_resumed(model: An
     random = np.random.default_rng(5)
     served: list[list[int]] = [[]]
     short: dict[str, int] = {}
-    for request in range(30):
+    for request in range(20):
         base = served[random.integers(len(served))]
         prompt = base[: random.integers(len(base) + 1)] + tokens(request, int(random.integers(1, 30)))
         session = serve(cache, model, prompt, tokens(request, 3))

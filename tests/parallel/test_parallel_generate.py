@@ -40,7 +40,7 @@ KINDS = ("llama", "llama_sliding", "step3p5", "jamba", "mamba2")
 FEW_KINDS = ("llama", "llama_sliding", "jamba")
 
 _loaded: dict[str, LoadedModel] = {}
-_alone: dict[tuple[str, bytes, int], tuple[int, ...]] = {}
+_alone: dict[tuple[str, bytes], tuple[int, ...]] = {}
 
 
 def load(kind: str) -> LoadedModel:
@@ -70,12 +70,13 @@ def new_generator(loaded: LoadedModel, cache: PrefixCache, **more: Any) -> Paral
 
 def alone(loaded: LoadedModel, prompt: Any, max_tokens: int = MAX_TOKENS) -> tuple[int, ...]:
     """The greedy reply to a prompt, by the pipeline of one request at a time on an empty cache."""
-    key = loaded.name, np.asarray(prompt, np.int64).tobytes(), max_tokens
-    if key not in _alone:
+    key = loaded.name, np.asarray(prompt, np.int64).tobytes()
+    if len(_alone.get(key, ())) < max_tokens:
         with new_cache(loaded).begin(prompt) as session:
-            *_, last = generate(session, loaded.model, loaded.tokenizer, max_tokens=max_tokens, stop_tokens=())
+            length = max(max_tokens, MAX_TOKENS)
+            *_, last = generate(session, loaded.model, loaded.tokenizer, max_tokens=length, stop_tokens=())
         _alone[key] = done(last).tokens
-    return _alone[key]
+    return _alone[key][:max_tokens]
 
 
 def submit(generator: ParallelGenerator, prompt: Any, max_tokens: int = MAX_TOKENS, **more: Any) -> Ticket:
@@ -425,7 +426,7 @@ def test_a_reply_that_is_cancelled_leaves_the_others_as_they_are(loaded: LoadedM
 
 
 def test_a_reply_may_be_cancelled_at_any_point(llama: LoadedModel) -> None:
-    for at in range(1, 3 * MAX_TOKENS, 3):
+    for at in range(1, 3 * MAX_TOKENS, 5):
         cancelled_at(llama, at)
 
 
@@ -1009,7 +1010,7 @@ def test_a_lone_reply_is_not_refused_for_its_own_checkpoints(marks: tuple[int, .
 # Whatever happens
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_any_mixture_of_joining_cancelling_and_short_room_leaves_every_reply_as_it_is(data: st.DataObject) -> None:
     loaded = load(data.draw(st.sampled_from(FEW_KINDS)))

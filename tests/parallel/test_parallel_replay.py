@@ -2,13 +2,13 @@
 
 import pytest
 
-from runner.models.load import load_model
 from runner.parallel.replay import ParallelReplay, Parting
 from runner.parallel.report import TIE, ParallelReport
 from runner.replay.replay import ReplayOptions, replay
 from runner.script.conversations.conversation import Conversation
 from runner.script.schedule import schedule
 from runner.script.script import Script
+from tests.parallel.test_parallel_generate import load
 from tests.replay.test_replay import CONVERSATIONS, Silence
 
 BUDGET_BYTES = 64 << 20
@@ -32,25 +32,35 @@ def options(**more):
     return ReplayOptions(**{"budget_bytes": BUDGET_BYTES, "max_tokens": 6, "step_size": 64, **more})
 
 
-def together(model, users, *, conversations=CONVERSATIONS, seed=1, observer=None, **more):
-    loaded = load_model(model)
-    run = ParallelReplay(loaded, new_script(loaded, conversations, seed), options(**more), users, observer or Silence())
+def together(kind, users, *, conversations=CONVERSATIONS):
+    loaded = load(kind)
+    run = ParallelReplay(loaded, new_script(loaded, conversations, 1), options(), users, Silence())
     run.run()
     assert not [each for each in run.partings() if each.gap >= TIE]
     (found,) = run.result()
     return found
 
 
-def alone(model, *, conversations=CONVERSATIONS, seed=1):
-    loaded = load_model(model)
-    (run,) = replay(loaded, new_script(loaded, conversations, seed), ["radix"], options(), Silence())
+@pytest.fixture(scope="module")
+def watched():
+    """A finished run of two users at a time, and who watched it."""
+    loaded, observer = load("llama"), Silence()
+    run = ParallelReplay(loaded, new_script(loaded, CONVERSATIONS, 1), options(), 2, observer)
+    run.run()
+    assert not run.partings()
+    return run, observer
+
+
+def alone(kind, *, conversations=CONVERSATIONS):
+    loaded = load(kind)
+    (run,) = replay(loaded, new_script(loaded, conversations, 1), ["radix"], options(), Silence())
     return run
 
 
 @pytest.mark.parametrize(("users", "kind"), [(1, "llama"), (2, "llama_sliding"), (3, "jamba")])
 def test_replies_and_prompts_are_those_of_one_request_at_a_time(kind, users):
-    expected = alone(f"tiny:{kind}")
-    found = together(f"tiny:{kind}", users)
+    expected = alone(kind)
+    found = together(kind, users)
     for name in ("user", "conversation_id", "turn", "prompt_tokens", "output_hash", "output_tokens", "done_reason"):
         assert [getattr(row, name) for row in found.rows] == [getattr(row, name) for row in expected.rows], name
     assert found.users_at_a_time == min(users, 2)  # Ann and Bob
@@ -59,8 +69,8 @@ def test_replies_and_prompts_are_those_of_one_request_at_a_time(kind, users):
 
 
 def test_replies_that_are_generated_are_in_the_next_prompts():
-    expected = alone("tiny:llama", conversations=UNRECORDED)
-    found = together("tiny:llama", 3, conversations=UNRECORDED)
+    expected = alone("llama", conversations=UNRECORDED)
+    found = together("llama", 3, conversations=UNRECORDED)
     assert len(found.rows) == 9
     assert [row.output_hash for row in found.rows] == [row.output_hash for row in expected.rows]
     assert [row.prompt_tokens for row in found.rows] == [row.prompt_tokens for row in expected.rows]
@@ -68,24 +78,25 @@ def test_replies_that_are_generated_are_in_the_next_prompts():
 
 def test_long_replies_that_are_no_text_of_their_own_still_fit_the_next_prompts():
     # Random weights generate halves of characters, each of which comes back as the three bytes of a replacement.
-    loaded = load_model("tiny:llama")
-    script = new_script(loaded, UNRECORDED[:1], 1, max_tokens=200)
-    run = ParallelReplay(loaded, script, options(max_tokens=200), 1, Silence())
+    loaded = load("llama")
+    script = new_script(loaded, UNRECORDED[:1], 1, max_tokens=60)
+    run = ParallelReplay(loaded, script, options(max_tokens=60), 1, Silence())
     run.run()
     rows = run.result()[0].rows
     assert len(rows) == 3
-    assert rows[2].prompt_tokens > rows[0].prompt_tokens + 400 + 50
+    # Two replies of 60 tokens, and what the user said, are less.
+    assert rows[2].prompt_tokens > rows[0].prompt_tokens + 120 + 60
 
 
 def test_no_more_tokens_are_asked_for_than_all_users_together_can_fill():
-    few, many = (together("tiny:llama", users, conversations=UNRECORDED) for users in (2, 10**9))
+    few, many = (together("llama", users, conversations=UNRECORDED) for users in (2, 10**9))
     assert (many.users_at_a_time, many.capacity_tokens) == (3, few.capacity_tokens // 2 * 3)
     assert [row.output_hash for row in many.rows] == [row.output_hash for row in few.rows]
 
 
-def test_the_observer_hears_of_every_request_and_peaks_are_within_bounds():
-    observer = Silence()
-    found = together("tiny:llama", 2, observer=observer)
+def test_the_observer_hears_of_every_request_and_peaks_are_within_bounds(watched):
+    run, observer = watched
+    (found,) = run.result()
     assert observer.runs == [("radix together", 7), ("radix", 7), ("none", 7)]
     assert sorted(tokens for run, tokens in observer.done if run == "radix together") == sorted(
         row.prompt_tokens for row in found.rows
@@ -98,7 +109,7 @@ def test_the_observer_hears_of_every_request_and_peaks_are_within_bounds():
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_mlx_lms_batches_serve_the_same_requests_and_find_less_of_them(kind):
-    loaded = load_model(f"tiny:{kind}")
+    loaded = load(kind)
     run = ParallelReplay(loaded, new_script(loaded, CONVERSATIONS, 1), options(), 2, Silence(), ["radix", "mlx-lm"])
     run.run()
     ours, theirs = run.result()
@@ -112,13 +123,12 @@ def test_mlx_lms_batches_serve_the_same_requests_and_find_less_of_them(kind):
     assert [each["cache"] for each in report.document()["runs"]] == ["radix", "mlx-lm", "radix", "none"]
 
 
-def test_an_answer_that_parts_is_said_by_how_near_the_two_tokens_were():
-    loaded = load_model("tiny:llama")
-    run = ParallelReplay(loaded, new_script(loaded, CONVERSATIONS, 1), options(), 2, Silence())
-    run.run()
+def test_an_answer_that_parts_is_said_by_how_near_the_two_tokens_were(watched, monkeypatch):
+    run, _ = watched
     kept = run.result(), run.alone()
-    assert not run.partings()
-    run._runs[0].replies[3][2] += 1
+    replies = run._runs[0].replies
+    first, second, third, *rest = replies[3]
+    monkeypatch.setitem(replies, 3, [first, second, third + 1, *rest])
     (found,) = run.partings()
     assert (found.cache, found.index) == ("radix", 3)
     assert found.gap > TIE

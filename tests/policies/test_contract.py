@@ -59,7 +59,7 @@ def test_victims_are_evictable_after_each_of_2500_random_hooks(name: str) -> Non
 @all_policies
 def test_what_may_go_goes_to_the_last_entry_and_nothing_twice(name: str) -> None:
     traffic = Traffic(make_policy(name), seed=7)
-    while traffic.witness.hooks < 2000:
+    while traffic.witness.hooks < 1200:
         traffic.step()
     traffic.release()
     gone = []
@@ -75,7 +75,7 @@ def test_what_may_go_goes_to_the_last_entry_and_nothing_twice(name: str) -> None
 def test_a_policy_remembers_no_entry_that_is_gone(name: str) -> None:
     policy = make_policy(name)
     traffic = Traffic(policy, seed=3)
-    while traffic.witness.hooks < 2000:
+    while traffic.witness.hooks < 1200:
         traffic.step()
     assert _entries_in(policy) <= set(traffic.witness.known)
     traffic.release()
@@ -89,7 +89,7 @@ def test_the_same_traffic_gives_the_same_victims(name: str) -> None:
     def victims() -> list[tuple[int, int, int]]:
         traffic = Traffic(make_policy(name), seed=11)
         found = []
-        while traffic.witness.hooks < 1000:
+        while traffic.witness.hooks < 700:
             traffic.step()
             victim = traffic.witness.victim()
             found.append((victim.entry_id, victim.start, victim.end) if victim else (0, 0, 0))
@@ -225,7 +225,7 @@ def test_each_policy_has_a_structure_that_is_looked_into() -> None:
 def test_the_same_blocks_go_whether_an_edge_stands_for_many_or_a_node_for_each(
     name: str, adds_first: bool, seed: int
 ) -> None:
-    requests = conversations(seed, 120)
+    requests = conversations(seed, 90)
     outcomes = []
     for is_chain in (False, True):
         future = Future(requests)
@@ -252,7 +252,7 @@ def test_ticks_that_begin_far_from_zero_give_the_same_victims(name: str) -> None
     outcomes = []
     for start in (0, 1_700_000_000_000):
         cache = BlockCache(make_policy(name), 40)
-        found = [cache.request(keys, start + 7 * number) for number, keys in enumerate(conversations(3, 150), 1)]
+        found = [cache.request(keys, start + 7 * number) for number, keys in enumerate(conversations(3, 100), 1)]
         outcomes.append((found, cache.gone))
     assert outcomes[0] == outcomes[1]
 
@@ -260,7 +260,7 @@ def test_ticks_that_begin_far_from_zero_give_the_same_victims(name: str) -> None
 @all_policies
 def test_a_policy_keeps_less_or_as_much_as_it_may_and_all_of_the_request_served(name: str) -> None:
     cache = BlockCache(make_policy(name), 20)
-    for request in conversations(1, 200):
+    for request in conversations(1, 120):
         cache.request(request)
         assert cache.states.tree.key_count <= 20
         assert cache.request(request) == min(len(request), 20)
@@ -269,7 +269,7 @@ def test_a_policy_keeps_less_or_as_much_as_it_may_and_all_of_the_request_served(
 def _steps(policy: EvictionPolicy) -> Iterator[Witness]:
     """Random traffic on a policy, step by step."""
     traffic = Traffic(policy, seed=2)
-    while traffic.witness.hooks < 2000:
+    while traffic.witness.hooks < 1200:
         traffic.step()
         yield traffic.witness
 

@@ -30,7 +30,7 @@ def test_every_route_answers_what_it_documents_and_never_fails(monkeypatch: pyte
 
 def require_documented(operation: Any) -> None:
     @settings(
-        max_examples=20,
+        max_examples=10,
         derandomize=True,
         database=None,
         deadline=None,

@@ -14,10 +14,8 @@ import pytest
 from hypothesis import given, settings
 from rich.console import Console
 
-from runner.models.footprint import ModelBytes
 from runner.routing.routers import ROUTERS
 from runner.simulate.disk import DiskPlan
-from runner.simulate.grid import Job, ReplicaJob, run_locally, run_on_ray, shortened
 from runner.simulate.replica_row import ReplicaRow
 from runner.simulate.replica_table import FULL_NOTE, replica_footnotes, replicas_table
 from runner.simulate.replicas import Replicas, Setup, Speeds, simulate_replicas
@@ -192,35 +190,6 @@ def test_a_shared_tier_that_is_slower_than_prefill_is_tried_by_each_replica_and_
     fast_tokens, slow_tokens = (each.hit_tokens for each in read if each is not None)
     assert fast_tokens > 60 * BLOCK_TOKENS
     assert slow_tokens <= 3 * 2 * BLOCK_TOKENS
-
-
-def jobs_for(trace: int = 0) -> list[ReplicaJob]:
-    model = ModelBytes("given", 4096, 0, (), "given")
-    return [
-        ReplicaJob(Job(trace, "lru", 6, None, model, shared), router, count, SPEEDS, seed=3)
-        for shared in (None, SHARED)
-        for router in ROUTERS
-        for count in (1, 3)
-    ]
-
-
-def traces_for() -> list[Trace]:
-    return [made([([index % 3, index % 5, index % 2], 700 * (index % 7), index % 4) for index in range(40)])]
-
-
-def test_a_grid_of_replicas_gives_the_same_rows_in_one_process_and_in_several() -> None:
-    alone = [shortened(row) for row in run_locally(traces_for(), jobs_for())]
-    served: list[int] = []
-    assert [shortened(row) for row in run_locally(traces_for(), jobs_for(), 2, served.append)] == alone
-    assert sum(served) == sum(row.requests for row in alone)
-    assert len({row.token_hit_ratio for row in alone}) > 3
-
-
-@pytest.mark.slow
-def test_a_grid_of_replicas_gives_the_same_rows_on_a_ray_cluster() -> None:
-    pytest.importorskip("ray", reason="the extra [ray] is not installed")
-    alone = [shortened(row) for row in run_locally(traces_for(), jobs_for())]
-    assert [shortened(row) for row in run_on_ray(traces_for(), jobs_for(), "auto")] == alone
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def conversations(count: int) -> list[tuple[list[int], list[int]]]:
             history = history[: int(random.integers(40, len(history)))]
         if len(history) > 500:
             history = [*systems[user % 2], *tokens(20)]
-        prompt, reply = [*history, *tokens(int(random.integers(5, 40)))], tokens(int(random.integers(1, 6)))
+        prompt, reply = [*history, *tokens(int(random.integers(5, 40)))], tokens(int(random.integers(1, 4)))
         users[user] = [*prompt, *reply]
         requests.append((prompt, reply))
     return requests
@@ -118,9 +118,9 @@ def run(cache: PrefixCache, model: Any, requests: list[tuple[list[int], list[int
 )
 def test_the_simulator_evicts_what_the_live_cache_evicts(kind: str, policy: str) -> None:
     model: Any = tiny_model(kind)
-    requests = conversations(48)
+    requests = conversations(32)
     token_bytes, checkpoint_bytes = measured(model)
-    budget_bytes = 900 * token_bytes + 9 * checkpoint_bytes
+    budget_bytes = 600 * token_bytes + 6 * checkpoint_bytes
     live_record, sized_record = Recorder(make_policy(policy)), Recorder(make_policy(policy))
     with inside.settings(trim_tokens=32):
         live = PrefixCache(
@@ -152,7 +152,7 @@ def test_the_simulator_evicts_what_the_live_cache_evicts(kind: str, policy: str)
 )
 def test_the_simulator_finds_on_its_disk_what_the_live_cache_does(opened: Open, kind: str, write_on: WriteOn) -> None:
     model: Any = tiny_model(kind)
-    requests = conversations(24)
+    requests = conversations(16)
     token_bytes, checkpoint_bytes = measured(model)
     settings: dict[str, Any] = {"budget_bytes": 1 << 30, "cost": CostModel(), "checkpoint_interval": 64}
     with inside.settings(trim_tokens=32):

@@ -7,6 +7,7 @@ the fault matters.
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import warnings
@@ -61,8 +62,21 @@ def serve(cache: PrefixCache, model: Any, prompt: list[int], **more: Any) -> lis
     return found
 
 
-def cold(model: Any, prompt: list[int], **more: Any) -> list[NDArray[Any]]:
-    return serve(PrefixCache(model, **more), model, prompt)
+@functools.cache
+def shared_model(kind: str, seed: int = 0) -> Any:
+    """A tiny model, which no test changes."""
+    return tiny_model(kind, seed)
+
+
+#: By the id of a shared model, and tokens.
+_cold: dict[tuple[int, tuple[int, ...]], list[NDArray[Any]]] = {}
+
+
+def cold(model: Any, prompt: list[int]) -> list[NDArray[Any]]:
+    key = id(model), tuple(prompt)
+    if key not in _cold:
+        _cold[key] = serve(PrefixCache(model), model, prompt)
+    return _cold[key]
 
 
 def same_bits(left: list[NDArray[Any]], right: list[NDArray[Any]]) -> bool:
@@ -192,7 +206,7 @@ SIMILAR = {name for name in FAULTS if name.endswith("in a hybrid model")} - {
 @pytest.fixture(params=[pytest.param(n, marks=[pytest.mark.slow] * (n in SIMILAR)) for n in FAULTS])
 def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     kind, plant, patch, parts = FAULTS[request.param]
-    model = tiny_model(kind)
+    model = shared_model(kind)
     expected = cold(model, [*PROMPT_A, 0, 1, 2, *TURN])
 
     def make(**more: Any) -> PrefixCache:
@@ -296,7 +310,7 @@ def spoil_live(cache: PrefixCache, slot: int, row: int, layer: int = -1) -> None
 
 
 def test_other_paths_that_hold_the_wrong_state_step_back_and_the_session_on_one_of_them_closes_soundly() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0, live_slots=3)
     serve(cache, model, PROMPT_A)
     spoil_live(cache, 0, 20)
@@ -324,7 +338,7 @@ def test_other_paths_that_hold_the_wrong_state_step_back_and_the_session_on_one_
 
 
 def test_a_session_that_stands_on_wrong_state_stores_none_of_it_also_where_that_is_not_quarantined_any_more() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0, live_slots=2)
     serve(cache, model, PROMPT_A)
     spoil_live(cache, 0, 20)
@@ -341,7 +355,7 @@ def test_a_session_that_stands_on_wrong_state_stores_none_of_it_also_where_that_
 
 
 def test_what_is_wrong_is_quarantined_from_the_first_row_that_is_in_any_layer() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0)
     serve(cache, model, PROMPT_A)
     spoil_live(cache, 0, 30, layer=0)
@@ -353,7 +367,7 @@ def test_what_is_wrong_is_quarantined_from_the_first_row_that_is_in_any_layer() 
 
 
 def test_pins_on_the_wrong_path_are_void_and_those_in_front_of_it_stay() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0)
     serve(cache, model, PROMPT_A)
     cache.pin(PROMPT_A[:10])
@@ -373,7 +387,7 @@ def test_pins_on_the_wrong_path_are_void_and_those_in_front_of_it_stay() -> None
 
 
 def test_what_shares_only_the_beginning_stays_and_is_resumed() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0)
     serve(cache, model, PROMPT_A)
     serve(cache, model, PROMPT_B)
@@ -424,7 +438,7 @@ def steps(session: Session, model: Any) -> list[NDArray[Any]]:
 @pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
 @pytest.mark.parametrize("takes", ["prefill", "steps"])
 def test_where_only_the_logits_differ_the_whole_path_is_quarantined(kind: str, takes: str) -> None:
-    model = Hidden(tiny_model(kind))
+    model = Hidden(shared_model(kind))
     cache = PrefixCache(model.model, verify=1.0)
     serve(cache, model, PROMPT_A)
     serve(cache, model, PROMPT_B)
@@ -459,7 +473,7 @@ def test_where_only_the_logits_differ_the_whole_path_is_quarantined(kind: str, t
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("fault", ["state", "logits"])
 def test_where_warnings_are_errors_the_request_can_go_on_after_it(fault: str) -> None:
-    model = Hidden(tiny_model("llama"))
+    model = Hidden(shared_model("llama"))
     cache = PrefixCache(model.model, verify=1.0)
     serve(cache, model, PROMPT_A)
     if fault == "state":
@@ -477,9 +491,9 @@ def test_where_warnings_are_errors_the_request_can_go_on_after_it(fault: str) ->
 
 
 def test_a_check_leaves_no_handle_on_the_live_buffers_behind() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0)
-    (prompt,) = long_prompts(1_500)
+    (prompt,) = long_prompts(600)
     with cache.begin(prompt, reserve=64) as session:
         session.prefill(model)
     with cache.begin(prompt, reserve=64) as session:
@@ -494,7 +508,7 @@ def test_a_check_leaves_no_handle_on_the_live_buffers_behind() -> None:
 
 
 def test_without_verify_nothing_is_evaluated_twice_and_with_it_everything_once_more() -> None:
-    model = Hidden(tiny_model("llama"))
+    model = Hidden(shared_model("llama"))
     prompt = [*PROMPT_A, 0, 1, 2, *TURN]
     counts = {}
     for share in (0.0, 1.0):
@@ -510,7 +524,7 @@ def test_without_verify_nothing_is_evaluated_twice_and_with_it_everything_once_m
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_what_fetch_and_begin_many_restore_is_drawn_as_well_and_counted_as_skipped(share: float) -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     drawn = random.Random(7)
     cache = PrefixCache(model, verify=share, verify_seed=7)
     prompt = list(range(40))
@@ -538,7 +552,7 @@ def test_what_fetch_and_begin_many_restore_is_drawn_as_well_and_counted_as_skipp
 
 @pytest.mark.parametrize("kind", ["llama", "llama_sliding", "mamba", "nemotron_h", "llama4"])
 def test_answers_are_the_same_bits_with_and_without_verification(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     plain, verified = PrefixCache(model), PrefixCache(model, verify=1.0)
     for prompt in (PROMPT_A, [*PROMPT_A, *TURN], PROMPT_B, [*PROMPT_B, 0, 1, *TURN], PROMPT_A):
         assert same_bits(serve(plain, model, prompt), serve(verified, model, prompt))
@@ -552,7 +566,7 @@ def test_answers_are_the_same_bits_with_and_without_verification(kind: str) -> N
 
 
 def test_the_same_seed_draws_the_same_requests_and_about_the_share_that_was_asked_for() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
 
     def drawn(seed: int) -> list[int]:
         cache = PrefixCache(model, verify=0.3, verify_seed=seed)
@@ -572,7 +586,7 @@ def test_the_same_seed_draws_the_same_requests_and_about_the_share_that_was_aske
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), True, "1", None])
 def test_a_share_that_is_none_is_refused(share: Any) -> None:
     with pytest.raises(ValueError, match="wanted a share from 0 to 1"):
-        PrefixCache(tiny_model("llama"), verify=share)
+        PrefixCache(shared_model("llama"), verify=share)
     with pytest.raises(ValueError, match="a layout that holds sizes has none"):
         sized_cache(SizedLayout(8), budget_bytes=100, verify=0.5)
 
@@ -582,7 +596,7 @@ def test_a_share_that_is_none_is_refused(share: Any) -> None:
 
 @pytest.mark.parametrize(("budget_tokens", "fits"), [(1_100, False), (1_700, True)])
 def test_a_second_state_makes_room_for_itself_or_is_skipped_and_evicts_nothing(budget_tokens: int, fits: bool) -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     probe = PrefixCache(model)
     serve(probe, model, SYSTEM)
     token_bytes = inside.token_bytes(probe)
@@ -615,7 +629,7 @@ def test_a_second_state_makes_room_for_itself_or_is_skipped_and_evicts_nothing(b
 
 
 def test_requests_of_which_the_tokens_do_not_say_everything_are_skipped() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0)
     keys = np.array(PROMPT_A) + 1000
     for _ in range(2):
@@ -625,7 +639,7 @@ def test_requests_of_which_the_tokens_do_not_say_everything_are_skipped() -> Non
 
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
 def test_a_loop_that_called_the_model_before_prefill_is_skipped(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model, verify=1.0)
     serve(cache, model, PROMPT_A)
     with cache.begin([*PROMPT_A, 0, 1, 2, *TURN]) as session:
@@ -637,7 +651,7 @@ def test_a_loop_that_called_the_model_before_prefill_is_skipped(kind: str) -> No
 
 
 def test_of_a_loop_that_takes_over_after_prefill_the_state_is_compared() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0)
     serve(cache, model, PROMPT_A)
     spoil_live(cache, 0, 20)
@@ -654,7 +668,7 @@ def test_of_a_loop_that_takes_over_after_prefill_the_state_is_compared() -> None
 
 
 def test_a_window_that_keeps_its_first_tokens_is_compared_until_it_wraps() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     layers = len(model.layers)
     cache = PrefixCache(model, caches=lambda: [RotatingKVCache(max_size=60, keep=4) for _ in range(layers)], verify=1.0)
     for prompt in (SYSTEM, [*SYSTEM, 0, 1, 2, 5], PROMPT_A, [*PROMPT_A, 0, 1, 2, 5]):
@@ -663,7 +677,7 @@ def test_a_window_that_keeps_its_first_tokens_is_compared_until_it_wraps() -> No
 
 
 def test_layers_that_the_given_model_does_not_write_are_left_out() -> None:
-    model, draft = tiny_model("llama"), tiny_model("llama", seed=1)
+    model, draft = shared_model("llama"), shared_model("llama", seed=1)
     layers = len(model.layers)
 
     def target_alone(tokens: mx.array, cache: Any) -> mx.array:
@@ -682,7 +696,7 @@ def test_layers_that_the_given_model_does_not_write_are_left_out() -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
 def test_a_check_that_breaks_off_leaves_the_session_as_it_was(kind: str, error: type[BaseException]) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     prompt = [*PROMPT_A, 0, 1, 2, *TURN]
     expected = cold(model, prompt)
     for at in (1, 5, 7):
@@ -719,7 +733,7 @@ def test_a_check_that_breaks_off_leaves_the_session_as_it_was(kind: str, error: 
 def test_a_check_that_breaks_off_by_a_mistake_is_warned_of_once_and_counted(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0)
     serve(cache, model, PROMPT_A)
     passes = 0
@@ -749,7 +763,7 @@ def test_a_check_that_breaks_off_by_a_mistake_is_warned_of_once_and_counted(
 
 
 def test_a_session_that_breaks_off_in_its_check_stores_what_was_restored() -> None:
-    model = tiny_model("nemotron_h")
+    model = shared_model("nemotron_h")
     cache = PrefixCache(model, verify=1.0)
     serve(cache, model, PROMPT_A)
 
@@ -768,7 +782,7 @@ def test_a_session_that_breaks_off_in_its_check_stores_what_was_restored() -> No
 
 
 def test_a_session_that_vanishes_in_its_check_gives_the_second_state_back() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0)
     serve(cache, model, PROMPT_A)
     session = cache.begin([*PROMPT_A, 1])
@@ -782,7 +796,7 @@ def test_a_session_that_vanishes_in_its_check_gives_the_second_state_back() -> N
 
 
 def test_a_verified_request_gives_back_all_the_memory_of_its_second_state() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0)
     for _ in range(3):
         serve(cache, model, PROMPT_A)
@@ -800,7 +814,7 @@ def test_a_verified_request_gives_back_all_the_memory_of_its_second_state() -> N
 def test_after_ctrl_c_at_any_line_of_a_check_that_finds_a_fault_the_next_answer_is_right(
     kind: str, moments: int
 ) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     prompt = [*PROMPT_A, 0, 1, 2, *TURN]
     expected = cold(model, prompt)
 
@@ -838,7 +852,7 @@ def tokenizer() -> Any:
 
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
 def test_stream_generate_says_what_mlx_lm_says_after_a_fault(kind: str, tokenizer: Any) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model, verify=1.0)
     first = [r.token for r in stream_generate(model, tokenizer, PROMPT_A, max_tokens=4, cache=cache)]
     prompt = [*PROMPT_A, *first[:3], *TURN]
@@ -861,7 +875,7 @@ def test_stream_generate_says_what_mlx_lm_says_after_a_fault(kind: str, tokenize
 
 
 def test_speculative_decoding_is_verified_up_to_its_prefill(tokenizer: Any) -> None:
-    model, draft = tiny_model("llama"), tiny_model("llama", seed=1)
+    model, draft = shared_model("llama"), shared_model("llama", seed=1)
     cache = PrefixCache(caches=lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)], verify=1.0)
     prompt = PROMPT_A
     for turn in range(3):

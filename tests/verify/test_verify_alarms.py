@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -13,8 +14,8 @@ from radixcache import PrefixCache
 from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, tiny_model
 
 #: Requests in all, over all kinds and variants of caches.
-REQUESTS = 1_300
-FEW_REQUESTS = 150
+REQUESTS = 1_050
+FEW_REQUESTS = 120
 #: What rounding comes to here; the tolerance in float32 is 1e-3.
 ROUNDING = 1e-4
 
@@ -36,6 +37,7 @@ NAMES = [*sorted(TINY_KINDS), *VARIANTS, *CAST]
 FEW = ["llama", "llama4", "nemotron_h", "deepseek_v41", "a window"]
 
 
+@functools.cache
 def subject(name: str) -> tuple[Any, dict[str, Any]]:
     """A model, and how its PrefixCache is made."""
     if name in CAST:
@@ -101,7 +103,7 @@ def following(draw: random.Random, stored: list[list[int]]) -> list[int]:
         return tokens(draw, draw.randint(10, 40))
     base = draw.choice(stored[-6:])
     at = len(base) if draw.random() < 0.6 else draw.randint(0, len(base))
-    return [*base[: min(at, 60)], *tokens(draw, draw.randint(2, 24))]
+    return [*base[: min(at, 44)], *tokens(draw, draw.randint(2, 20))]
 
 
 def tokens(draw: random.Random, length: int) -> list[int]:
@@ -120,7 +122,7 @@ def hold(name: str, count: int, seed: int) -> int:
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("name", FEW)
-def test_hundreds_of_random_requests_raise_no_alarm(name: str) -> None:
+def test_random_requests_raise_no_alarm(name: str) -> None:
     assert hold(name, FEW_REQUESTS // len(FEW), seed=0) >= 5
 
 
@@ -128,7 +130,7 @@ def test_hundreds_of_random_requests_raise_no_alarm(name: str) -> None:
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_over_a_thousand_random_requests_raise_no_alarm(name: str) -> None:
-    rounds = 3
+    rounds = 2
     count = -(-REQUESTS // len(NAMES) // rounds)
     compared = sum(hold(name, count, seed) for seed in range(1, 1 + rounds))
     # Windows with `keep` are compared as long as they have not wrapped.

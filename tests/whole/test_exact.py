@@ -1,15 +1,15 @@
 """exact=True: what a warm request computes is bit for bit what a cold one computes, and what that costs is told.
 
 Every logit is compared without tolerance: those of each prefill chunk, of the prompt's last token and of the tokens
-decoded behind it. The cold run goes through an empty cache of the same settings; a plain loop over mlx-lm's own caches
-is held against it as well.
+decoded behind it. The cold run is a plain loop over mlx-lm's own caches; an empty cache of the same settings is held
+against it as well.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import mlx.core as mx
@@ -91,40 +91,64 @@ def differing(warm: Logits, cold: Logits) -> list[int]:
 SYSTEM = tokens(0, 40)
 
 
-def timeline() -> list[tuple[str, list[int], dict[str, Any]]]:
+class Request(NamedTuple):
+    """A prompt, how it is begun, and what is decoded behind it."""
+
+    name: str
+    prompt: list[int]
+    begin: dict[str, Any]
+    reply: Sequence[int] = REPLY[:1]
+
+
+def timeline() -> list[Request]:
     """Requests of two users who share a system prompt, grow, part inside a chunk, and come back; with options."""
     anna, ben = [*SYSTEM, *tokens(1, 37)], [*SYSTEM, *tokens(2, 30)]
     branch = [*anna[:55], *tokens(3, 41)]
-    requests: list[tuple[str, list[int], dict[str, Any]]] = [("anna", anna, {"marks": [40], "reserve": 0})]
-    requests.append(("ben", ben, {"marks": [40]}))
     grown = [*anna, *REPLY, *tokens(4, 30)]
-    requests += [("anna grown", grown, {"reserve": 300}), ("ben again", ben, {}), ("branch", branch, {"reserve": 3})]
-    requests += [("branch grown", [*branch, *REPLY, *tokens(5, 50)], {}), ("anna again", anna, {})]
-    # Their end lies on the grid, and one token behind it; a prompt shorter than a chunk.
-    requests += [("to the grid", [*grown[:96]], {}), ("one behind", [*grown[:97]], {}), ("short", SYSTEM[:9], {})]
-    requests += [("anna on", [*grown, *REPLY, *tokens(6, 45)], {}), ("ben on", [*ben, *tokens(7, 60)], {"marks": [67]})]
-    return requests
+    return [
+        Request("anna", anna, {"marks": [40], "reserve": 0}, REPLY),
+        Request("ben", ben, {"marks": [40]}),
+        Request("anna grown", grown, {"reserve": 300}, REPLY),
+        Request("ben again", ben, {}),
+        Request("branch", branch, {"reserve": 3}, REPLY),
+        Request("branch grown", [*branch, *REPLY, *tokens(5, 50)], {}),
+        Request("anna again", anna, {}),
+        # Their end lies on the grid, and one token behind it; a prompt shorter than a chunk.
+        Request("to the grid", grown[:96], {}),
+        Request("one behind", grown[:97], {}),
+        Request("short", SYSTEM[:9], {}),
+        Request("anna on", [*grown, *REPLY, *tokens(6, 45)], {}),
+        Request("ben on", [*ben, *tokens(7, 60)], {"marks": [67]}),
+    ]
 
 
 def other_answers(cache: PrefixCache, model: Any, cold: dict[str, Logits]) -> dict[str, list[int]]:
     """Run the timeline; the requests whose logits differ from the cold ones, and where."""
-    found = {name: differing(serve(cache, model, prompt, **more), cold[name]) for name, prompt, more in timeline()}
-    return {name: offsets for name, offsets in found.items() if offsets}
+    return parted(served(model, lambda: cache), cold)
+
+
+def parted(found: dict[str, Logits], wanted: dict[str, Logits]) -> dict[str, list[int]]:
+    differences = {name: differing(logits, wanted[name]) for name, logits in found.items()}
+    return {name: offsets for name, offsets in differences.items() if offsets}
+
+
+def plain_answers(model: Any) -> dict[str, Logits]:
+    return {each.name: plain(model, each.prompt, each.reply) for each in timeline()}
 
 
 @functools.cache
-def model_and_cold_answers(kind: str) -> tuple[Any, dict[str, Logits]]:
+def model_and_plain_answers(kind: str) -> tuple[Any, dict[str, Logits]]:
     model: Any = tiny_model(kind)
-    return model, cold_answers(model, lambda: exact_cache(model))
+    return model, plain_answers(model)
 
 
-def cold_answers(model: Any, make: Callable[[], PrefixCache]) -> dict[str, Logits]:
-    return {name: serve(make(), model, prompt, **more) for name, prompt, more in timeline()}
+def served(model: Any, make: Callable[[], PrefixCache]) -> dict[str, Logits]:
+    """The answers to the timeline by caches made for it: with a new one for each request, cold ones."""
+    return {each.name: serve(make(), model, each.prompt, each.reply, **each.begin) for each in timeline()}
 
 
 KINDS = [pytest.param(k, marks=[pytest.mark.slow] * (k not in FAST_KINDS)) for k in TINY_KINDS]
-#: One of each class of cache, and of each mix.
-SLOT_KINDS = ("llama", "llama_sliding", "llama4", "mamba2", "falcon_h1")
+SOME_KINDS = [pytest.param(k, marks=[pytest.mark.slow] * (k != "llama")) for k in WALKED_KINDS]
 
 
 def test_there_are_at_least_20_types() -> None:
@@ -132,10 +156,8 @@ def test_there_are_at_least_20_types() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_warm_answers_are_cold_ones_and_those_of_mlx_lm_to_the_bit(kind: str) -> None:
-    model, cold = model_and_cold_answers(kind)
-    found = {name: differing(plain(model, prompt), cold[name]) for name, prompt, _ in timeline()}
-    assert {name: offsets for name, offsets in found.items() if offsets} == {}
+def test_warm_answers_are_those_of_mlx_lm_to_the_bit(kind: str) -> None:
+    model, cold = model_and_plain_answers(kind)
     roomy = exact_cache(model)
     assert other_answers(roomy, model, cold) == {}
     assert roomy.stats.hit_tokens > 0
@@ -144,9 +166,15 @@ def test_warm_answers_are_cold_ones_and_those_of_mlx_lm_to_the_bit(kind: str) ->
     assert tight.stats.evictions > 0
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "llama")) for k in SLOT_KINDS])
+@pytest.mark.parametrize("kind", SOME_KINDS)
+def test_so_are_those_of_an_empty_cache(kind: str) -> None:
+    model, cold = model_and_plain_answers(kind)
+    assert parted(served(model, lambda: exact_cache(model)), cold) == {}
+
+
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_so_they_are_once_more_in_two_slots_and_after_memory_was_given_back(kind: str) -> None:
-    model, cold = model_and_cold_answers(kind)
+    model, cold = model_and_plain_answers(kind)
     cache = exact_cache(model)
     resumed = 0
     for _ in range(2):
@@ -176,7 +204,7 @@ def test_the_state_of_a_token_does_not_depend_on_what_follows_it_in_its_chunk(ki
 
 def test_without_exact_warm_answers_differ_in_their_last_bits() -> None:
     model: Any = tiny_model("falcon_h1")
-    cold = cold_answers(model, lambda: PrefixCache(model, step_size=STEP))
+    cold = served(model, lambda: PrefixCache(model, step_size=STEP))
     assert other_answers(PrefixCache(model, step_size=STEP), model, cold)
 
 
@@ -185,11 +213,10 @@ def test_without_exact_warm_answers_differ_in_their_last_bits() -> None:
 def test_in_half_precision_exact_answers_are_equal_where_others_are_far_apart(dtype: mx.Dtype) -> None:
     model: Any = tiny_model("falcon_h1")
     model.set_dtype(dtype)
-    cold = cold_answers(model, lambda: exact_cache(model))
-    assert other_answers(exact_cache(model), model, cold) == {}
+    assert other_answers(exact_cache(model), model, plain_answers(model)) == {}
     free = PrefixCache(model, step_size=STEP)
-    cold = cold_answers(model, lambda: PrefixCache(model, step_size=STEP))
-    warm = {name: serve(free, model, prompt, **more) for name, prompt, more in timeline()}
+    cold = served(model, lambda: PrefixCache(model, step_size=STEP))
+    warm = served(model, lambda: free)
     errors = [np.abs(row - cold[name][at]).max() for name, logits in warm.items() for at, row in logits.items()]
     assert max(errors) > 1e-3
 
@@ -238,7 +265,7 @@ def test_fetched_caches_stand_on_the_grid_and_give_cold_answers(kind: str) -> No
 
 def test_a_quantized_cache_gives_the_answers_of_a_cold_one() -> None:
     model: Any = tiny_model("llama")
-    cold = cold_answers(model, lambda: exact_cache(model, kv_bits=8))
+    cold = served(model, lambda: exact_cache(model, kv_bits=8))
     cache = exact_cache(model, kv_bits=8)
     assert other_answers(cache, model, cold) == {}
     assert cache.stats.hit_tokens > 0
@@ -251,7 +278,7 @@ def test_a_window_is_cut_back_to_the_grid_alone_before_it_wraps(max_size: int) -
     def make() -> PrefixCache:
         return exact_cache(model, caches=lambda: [RotatingKVCache(max_size=max_size) for _ in model.layers])
 
-    cold = cold_answers(model, make)
+    cold = served(model, make)
     cache = make()
     for _ in range(2):
         assert other_answers(cache, model, cold) == {}
@@ -273,7 +300,7 @@ class Walk:
         earlier = self.seen[base % len(self.seen)]
         prompt = [*earlier[: cut % (len(earlier) + 1)], *more]
         self.seen.append([*prompt, *reply])
-        cold = serve(exact_cache(self.model), self.model, prompt, reply)
+        cold = plain(self.model, prompt, reply)
         assert differing(serve(self.cache, self.model, prompt, reply, **begin), cold) == []
 
 

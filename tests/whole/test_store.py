@@ -40,6 +40,10 @@ STATES = ["llama", "llama_sliding", "lfm2"]
 
 @pytest.mark.parametrize(("kind", "kv_bits"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
 def test_a_restart_before_each_turn_costs_no_cached_token(opened: Open, kind: str, kv_bits: int | None) -> None:
+    restarts_cost_no_cached_token(opened, kind, kv_bits)
+
+
+def restarts_cost_no_cached_token(opened: Open, kind: str, kv_bits: int | None) -> None:
     model, more = tiny_model(kind), quantized(kv_bits)
     one = PrefixCache(model, **more)
     for prompt in conversation():

@@ -1,0 +1,92 @@
+"""Grids of simulations give the same rows in one process, in several and on a Ray cluster, whatever they simulate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from radixcache import PolicyError
+from runner.models.footprint import ModelBytes
+from runner.routing.routers import ROUTERS
+from runner.simulate.disk import DiskPlan
+from runner.simulate.grid import AnyJob, Job, ReplicaJob, in_order, run_locally, run_on_ray, shortened
+from runner.simulate.replicas import Speeds
+from runner.simulate.row import SimulationRow
+from runner.simulate.simulator import simulate
+from runner.simulate.table import footnotes
+from runner.traces.request import Trace, TraceRequest
+
+BLOCK_TOKENS = 256
+MODEL = ModelBytes("given", 4096, 0, (), "given")
+BLOCK_BYTES = BLOCK_TOKENS * MODEL.token_bytes
+#: Reads a block in a quarter of the time that its prefill takes.
+DISK = DiskPlan(1 << 40, BLOCK_BYTES, 64.0)
+SHARED = replace(DISK, write_on="close")
+
+
+def made(words: Sequence[Sequence[int]], name: str) -> Trace:
+    """A trace from words: a block's key stands for the whole word up to it."""
+    keys: dict[tuple[int, ...], int] = {}
+    requests = []
+    for index, word in enumerate(words):
+        ids = np.asarray([keys.setdefault(tuple(word[: end + 1]), len(keys)) for end in range(len(word))], np.int64)
+        requests.append(TraceRequest(ids, len(ids) * BLOCK_TOKENS, index % 4, 2_000 * index))
+    return Trace(name, BLOCK_TOKENS, requests, False, name)
+
+
+TRACES = [
+    made([[1, 2, 3], [1, 2, 4], [2, 2]] * 6, "one"),
+    made([[number, 9, 8] for number in (1, 2, 3) * 4], "two"),
+    made([[index % 3, index % 5, index % 2] for index in range(40)], "three"),
+]
+POLICY_JOBS = [
+    *(Job(trace, policy, None, 4 * BLOCK_BYTES, MODEL) for trace in (0, 1) for policy in ("lru", "belady", "random")),
+    *(Job(0, policy, blocks, None, None) for policy in ("lru", "gdsf") for blocks in (3, 5)),
+]
+DISK_JOBS = [Job(1, policy, 4, None, MODEL, DISK) for policy in ("lru", "belady", "gdsf")]
+REPLICA_JOBS = [
+    ReplicaJob(Job(2, "lru", 6, None, MODEL, shared), router, count, Speeds(64.0, 1.0), seed=3)
+    for shared in (None, SHARED)
+    for router in ROUTERS
+    for count in (1, 3)
+]
+JOBS: list[AnyJob] = [*POLICY_JOBS, *DISK_JOBS, *REPLICA_JOBS]
+
+
+def test_a_grid_gives_the_same_rows_in_one_process_and_in_several() -> None:
+    alone = [shortened(row) for row in run_locally(TRACES, JOBS)]
+    assert [row.trace for row in alone] == [TRACES[job.trace].name for job in JOBS]
+    served: list[int] = []
+    assert [shortened(row) for row in run_locally(TRACES, JOBS, 2, served.append)] == alone
+    assert sum(served) == sum(row.requests for row in alone)
+    assert len({row.token_hit_ratio for row in alone[-len(REPLICA_JOBS) :]}) > 3
+
+
+@pytest.mark.slow
+def test_a_grid_gives_the_same_rows_on_a_ray_cluster() -> None:
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
+    alone = [shortened(row) for row in run_locally(TRACES, JOBS)]
+    assert [shortened(row) for row in run_on_ray(TRACES, JOBS, "auto")] == alone
+
+
+def test_rows_of_a_disk_say_what_came_from_it() -> None:
+    rows = list(run_locally(TRACES, DISK_JOBS))
+    assert all(row.disk is not None and row.disk.hit_tokens for row in rows)
+    assert any("Beside memory there is a disk of 1,024.00 GiB." in note for note in footnotes(TRACES, rows))
+    assert any("with checkpoints or a disk it is a rule" in note for note in footnotes(TRACES, rows))
+
+
+def test_rows_that_finished_out_of_their_turn_come_before_the_failure() -> None:
+    row = simulate(TRACES[0], "lru", 10)
+    futures: list[Future[SimulationRow]] = [Future() for _ in range(4)]
+    futures[0].set_result(row)
+    futures[1].set_exception(PolicyError("Mine", "victim", "failed"))
+    futures[3].set_result(replace(row, policy="fifo"))
+    rows = in_order(futures)
+    assert [next(rows).policy for _ in range(2)] == ["lru", "fifo"]
+    with pytest.raises(PolicyError):
+        next(rows)
