@@ -175,8 +175,8 @@ class Bringing:
             if block is None:
                 return "damaged"
             about = (block.buffers, link.start, link.block_end)
-            if link.block_end > held:
-                rows.append(layout.spans_in(*about))
+            if link.end > held:
+                rows.append([its and its.split(link.end)[0] for its in layout.spans_in(*about)])
             leaves = layout.windows_in(*about)
             windows.append(Spans(link.start, link.block_end, leaves, sum(its.nbytes for its in leaves if its)))
             seconds[link.tier] += clock() - began

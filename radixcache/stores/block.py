@@ -87,6 +87,7 @@ class Head:
         start: offset of its first token.
         tokens: keys of its tokens, 1 to `BLOCK_TOKENS` of them, int64.
         grid: step size of the prefill that made it, where that was cut nowhere but at its multiples; 0: it was not.
+        cut: how many tokens of the block before it come before it; 0: all.
 
     Raises:
         ValueError: one of them is none of these.
@@ -99,12 +100,14 @@ class Head:
     start: int
     tokens: Keys
     grid: int = 0
+    cut: int = 0
 
     def __post_init__(self) -> None:
         require_namespace(self.namespace)
         if len(self.identity.digest) > MAX_DIGEST_BYTES or not isinstance(self.identity.model, str):
             raise ValueError(f"identity is {self.identity}; wanted at most {MAX_DIGEST_BYTES} bytes, and a str.")
         sound = self.kind in KINDS and len(self.parent) == KEY_BYTES and 1 <= len(self.tokens) <= BLOCK_TOKENS
+        sound = sound and 0 <= self.cut < BLOCK_TOKENS
         if not (sound and 0 <= self.start < 1 << 63 and 0 <= self.grid < 1 << 63):
             raise ValueError(
                 f"a {self.kind!r} of {len(self.tokens)} tokens at {self.start}, grid {self.grid}, behind a key of "
@@ -114,7 +117,7 @@ class Head:
     @cached_property
     def key(self) -> bytes:
         """The block's own key: a checkpoint has that of the block that it stands at the end of."""
-        return block_key(self.parent, self.tokens, self.grid)
+        return block_key(self.parent, self.tokens, self.grid, self.cut)
 
     @property
     def end(self) -> int:

@@ -106,6 +106,7 @@ def decoded_head(data: memoryview, file_bytes: int) -> tuple[Head, int]:
             start=int(about["start"]),
             tokens=np.frombuffer(data[first:end], "<i8").astype(np.int64),
             grid=int(about["grid"]),
+            cut=int(about.get("cut", 0)),
         )
         if head.key != bytes.fromhex(about["key"]):
             raise Damaged("its key is not that of its tokens")
@@ -165,6 +166,8 @@ def _opening(head: Head, shapes: Shapes) -> bytes:
         "grid": str(head.grid),
         "data_bytes": str(end),
     }
+    if head.cut:
+        about["cut"] = str(head.cut)
     text = json.dumps({"__metadata__": about, **tensors}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_JSON_BYTES:

@@ -47,6 +47,7 @@ class DiskStore(AbstractContextManager["DiskStore"]):
     """
 
     tiers = ("disk",)
+    takes_cuts = True
 
     def __init__(
         self,

@@ -1,10 +1,11 @@
 """Index: which blocks are on disk, what follows what, and which was used longest ago. Knows no files.
 
     root key ──► block [0, 512) ──► block [512, 1024) ──► block [1024, 1300)
+            │         └──► block [400, 512) ──► ...        behind 400 tokens of its parent: its `cut`
             └──► block [0, 300) ──► ...                                          siblings may begin alike
 
-A block is filed under its parent's key and its first token, with all of its tokens, so that a match is told by the
-token. That takes 2 KiB of memory a block, beside some MiB on disk.
+A block is filed under its parent's key, where inside of it it begins, and its first token, with all of its tokens, so
+that a match is told by the token. That takes 2 KiB of memory a block, beside some MiB on disk.
 
   D1  In the order of use a block stands before its parent: what was used longest ago has nothing behind it.
   D2  `nbytes` is the sum over all files.
@@ -17,6 +18,7 @@ O(blocks before it). Not thread-safe: DiskStore holds a lock.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,7 +35,7 @@ class Link(NamedTuple):
     Attributes:
         key: the block's.
         start, end: which of the tokens that were asked for it has.
-        block_end: where the block ends: beyond `end` in the last link alone, where the match ends inside of it.
+        block_end: where the block ends: beyond `end` where the match ends inside of it, or the next link begins there.
         block_bytes, checkpoint_bytes: of its files; 0: there is no checkpoint.
         tier: which of several stores it is read from, the first one is 0.
     """
@@ -47,9 +49,23 @@ class Link(NamedTuple):
     tier: int = 0
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the match comes to the end of the block."""
+        return self.end == self.block_end
+
+    @property
     def has_checkpoint(self) -> bool:
-        """Whether the match comes to the end of the block, and a checkpoint is stored there."""
-        return self.end == self.block_end and self.checkpoint_bytes > 0
+        """Whether it does, and a checkpoint is stored there."""
+        return self.is_whole and self.checkpoint_bytes > 0
+
+    def moved(self, by: int) -> Link:
+        """The same in a sequence that has so many tokens more in front."""
+        return self._replace(start=self.start + by, end=self.end + by, block_end=self.block_end + by)
+
+
+def chain_end(chain: Sequence[Link]) -> int:
+    """Where the last one's match ends; 0: there is none."""
+    return chain[-1].end if chain else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +76,7 @@ class Entry:
     parent: bytes
     tokens: NDArray[np.int32] | Keys
     grid: int
+    cut: int
     used_ns: int
     file_bytes: dict[Kind, int] = field(default_factory=dict)
 
@@ -71,7 +88,7 @@ class Index:
         self.nbytes = 0
         #: By key, in the order of use.
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._below: dict[tuple[bytes, int], dict[bytes, Entry]] = {}
+        self._below: dict[_Place, dict[bytes, Entry]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -91,7 +108,7 @@ class Index:
             small = np.iinfo(np.int32)
             is_narrow = bool(((head.tokens >= small.min) & (head.tokens <= small.max)).all())
             tokens = head.tokens.astype(np.int32) if is_narrow else head.tokens.copy()
-            entry = self._entries[head.key] = Entry(head.key, head.parent, tokens, head.grid, used_ns)
+            entry = self._entries[head.key] = Entry(head.key, head.parent, tokens, head.grid, head.cut, used_ns)
             self._below.setdefault(_place(entry), {})[head.key] = entry
         self.nbytes += nbytes - entry.file_bytes.get(head.kind, 0)
         entry.file_bytes[head.kind] = nbytes
@@ -143,26 +160,28 @@ class Index:
             last = entry.parent
         return key == last
 
-    def match(self, root: bytes, tokens: Keys, grid: int = 0, at_checkpoints: bool = False) -> list[Link]:
-        """The longest chain behind a root key that these tokens begin with.
+    def match(
+        self, parent: bytes, tokens: Keys, grid: int = 0, at_checkpoints: bool = False, *, cut: int = 0
+    ) -> list[Link]:
+        """The longest chain behind a key that these tokens begin with.
 
         Args:
             grid: blocks of this grid alone; 0: any.
             at_checkpoints: the longest up to a checkpoint, and no further.
+            cut: behind so many tokens of the block of that key; 0: all, or it is a root key.
         """
         found: tuple[int, _Chain | None] = (0, None)
-        waiting: list[tuple[bytes, int, _Chain | None]] = [(root, 0, None)]
+        waiting: list[tuple[bytes, int, int, _Chain | None]] = [(parent, cut, 0, None)]
         while waiting:
-            parent, start, before = waiting.pop()
-            siblings = self._below.get((parent, int(tokens[start]))) if start < len(tokens) else None
+            parent, cut, start, before = waiting.pop()
+            siblings = self._below.get((parent, cut, int(tokens[start]))) if start < len(tokens) else None
             for entry in siblings.values() if siblings else ():
                 if "block" not in entry.file_bytes or grid not in (0, entry.grid):
                     continue
                 end = start + common_length(entry.tokens, tokens[start : start + len(entry.tokens)])
                 chain = before, entry, start, end
                 is_whole = end == start + len(entry.tokens)
-                if is_whole:
-                    waiting.append((entry.key, end, chain))
+                waiting.append((entry.key, 0 if is_whole else end - start, end, chain))
                 if end > found[0] and (not at_checkpoints or (is_whole and "checkpoint" in entry.file_bytes)):
                     found = end, chain
         return _links(found[1])
@@ -191,5 +210,9 @@ def _links(chain: _Chain | None) -> list[Link]:
     return links[::-1]
 
 
-def _place(entry: Entry) -> tuple[bytes, int]:
-    return entry.parent, int(entry.tokens[0])
+#: Key of a parent, how many of its tokens come before what is filed there, and the first token of that.
+_Place = tuple[bytes, int, int]
+
+
+def _place(entry: Entry) -> _Place:
+    return entry.parent, entry.cut, int(entry.tokens[0])

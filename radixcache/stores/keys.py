@@ -1,6 +1,7 @@
 """Keys of stored blocks: a chain of 128-bit BLAKE2b digests from a model and a namespace down to a block's last token.
 
     root_key(identity, namespace) ── block_key ── block_key ── ...        each over the key before it and its tokens
+                                        └── block_key ── ...              and over where inside of it it begins
 
 Equal keys mean equal identity, namespace and whole prefix. So equal beginnings are stored once, and nothing that
 happens to a tree in memory changes what a stored block is called. A key tells whoever can guess the tokens that they
@@ -36,7 +37,11 @@ def root_key(identity: Identity, namespace: str) -> bytes:
     return blake2b(inner + namespace.encode(), digest_size=KEY_BYTES, person=b"rc root").digest()
 
 
-def block_key(parent: bytes, tokens: Keys, grid: int) -> bytes:
-    """The key of a block behind another one. Blocks that differ in `grid` (see `Head`) are kept side by side."""
+def block_key(parent: bytes, tokens: Keys, grid: int, cut: int) -> bytes:
+    """The key of a block behind another one. Blocks that differ in `grid` (see `Head`) are kept side by side.
+
+    Args:
+        cut: how many tokens of the other one come before it; 0: all.
+    """
     content = parent + grid.to_bytes(8, "little") + tokens.astype("<i8", copy=False).tobytes()
-    return blake2b(content, digest_size=KEY_BYTES, person=b"rc block").digest()
+    return blake2b(content, digest_size=KEY_BYTES, person=b"rc block" + cut.to_bytes(2, "little")).digest()

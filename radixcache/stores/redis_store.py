@@ -89,6 +89,7 @@ class RedisStore(AbstractContextManager["RedisStore"]):
                 "RedisStore; wanted more than 0, and a ttl_s of 1 or more seconds, or None."
             )
         self.write_on: WriteOn = write_on
+        self.takes_cuts = False  # a prompt is told of blocks by its own tokens, and of the rest of one it has none
         self._max_bytes, self._secret = int(max_value_mib * (1 << 20)), secret
         whole_s = None if ttl_s is None else int(ttl_s)
         self._tally = Tally()

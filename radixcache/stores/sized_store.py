@@ -35,6 +35,7 @@ class SizedStore:
     """
 
     tiers = ("disk",)
+    takes_cuts = True
 
     def __init__(self, *, budget_bytes: int, write_on: WriteOn, on_read: Callable[[int], object]) -> None:
         self.write_on: WriteOn = write_on

@@ -26,6 +26,7 @@ class Store(Protocol):
     Attributes:
         tiers: what it is called, such as "disk"; of several stores each, by `Link.tier`.
         write_on: when a cache writes; it is the cache that acts on it.
+        takes_cuts: whether a block may go on from inside of another one (`Head.cut`).
     """
 
     @property
@@ -33,6 +34,9 @@ class Store(Protocol):
 
     @property
     def write_on(self) -> WriteOn: ...
+
+    @property
+    def takes_cuts(self) -> bool: ...
 
     def match(
         self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False

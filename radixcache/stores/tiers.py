@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from radixcache.stores.block import Block, Kind
-from radixcache.stores.index import Link
+from radixcache.stores.index import Link, chain_end
 from radixcache.stores.keys import Identity
 from radixcache.stores.stats import StoreStats, total
 from radixcache.stores.store import Store, WriteOn
@@ -39,6 +39,7 @@ class Tiers:
     def __init__(self, stores: Sequence[Store]) -> None:
         self.stores = tuple(stores)
         self.write_on: WriteOn = self.stores[0].write_on
+        self.takes_cuts = False  # what one has in part another one may lack
         seen: Counter[str] = Counter()
         names = []
         for name in (name for store in self.stores for name in store.tiers):
@@ -53,8 +54,8 @@ class Tiers:
         longest: list[Link] = []
         for store in self.stores:
             chain = store.match(identity, namespace, tokens, grid=grid, at_checkpoints=at_checkpoints)
-            longest = max(longest, chain, key=_end)
-            if _end(longest) == len(tokens):
+            longest = max(longest, chain, key=chain_end)
+            if chain_end(longest) == len(tokens):
                 break
         return [link._replace(tier=self._source(link.key, _kinds(link))) for link in longest]
 
@@ -62,7 +63,7 @@ class Tiers:
         self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
     ) -> list[Link]:
         options = {"grid": grid, "at_checkpoints": at_checkpoints}
-        return max((store.known(identity, namespace, tokens, **options) for store in self.stores), key=_end)  # type: ignore[arg-type]
+        return max((store.known(identity, namespace, tokens, **options) for store in self.stores), key=chain_end)  # type: ignore[arg-type]
 
     def file_bytes(self, key: bytes, kind: Kind = "block") -> int:
         return next(filter(None, (store.file_bytes(key, kind) for store in self.stores)), 0)
@@ -133,10 +134,6 @@ def moments(store: Store) -> dict[WriteOn, Store]:
     for each in store.stores if isinstance(store, Tiers) else [store]:
         found.setdefault(each.write_on, []).append(each)
     return {moment: joined(its) for moment, its in found.items()}
-
-
-def _end(chain: Sequence[Link]) -> int:
-    return chain[-1].end if chain else 0
 
 
 def _kinds(link: Link) -> list[Kind]:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from radixcache.stores import codec
-from radixcache.stores.block import DTYPES, KINDS, Block, Buffer, Head, shape_bytes
+from radixcache.stores.block import BLOCK_TOKENS, DTYPES, KINDS, Block, Buffer, Head, shape_bytes
 from radixcache.stores.codec import Damaged, decoded, decoded_head, encoded
 from radixcache.stores.keys import Identity
 from tests.stores.made import MODEL, chain, content
@@ -50,6 +50,7 @@ HEADS = st.builds(
         lambda ids: np.array(ids, "i8")
     ),
     grid=st.integers(0, (1 << 63) - 1),
+    cut=st.integers(0, BLOCK_TOKENS - 1),
 )
 
 

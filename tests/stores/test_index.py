@@ -45,6 +45,31 @@ def test_a_short_end_is_found_and_continued_by_what_follows_it() -> None:
     assert _end(_matched(_index(longer), [1, 2, 3, 4, 5, 9])) == 5
 
 
+def test_a_chain_goes_on_from_inside_of_a_block_and_is_used_with_it() -> None:
+    whole = chain([1, 2, 3, 4], step=4)
+    branch = _following(whole[0], [8, 9], cut=3)
+    twig = _following(branch[0], [7], cut=1)
+    index = _index(whole, branch, twig, chain([5]))
+    index.check()
+    links = _matched(index, [1, 2, 3, 8, 9, 6])
+    assert [(link.start, link.end, link.block_end) for link in links] == [(0, 3, 4), (3, 5, 5)]
+    assert [(link.start, link.end) for link in _matched(index, [1, 2, 3, 8, 7])] == [(0, 3), (3, 4), (4, 5)]
+    assert _end(_matched(index, [1, 2, 8, 9])) == 2, "it is behind three of its tokens, not two"
+    assert _end(_matched(index, [1, 2, 3, 4, 8, 9])) == 4, "nor behind all four"
+    assert [link.key for link in index.match(whole[0].head.key, np.array([8, 9]), cut=3)] == [branch[0].head.key]
+    index.touch(twig[0].head.key, 50)
+    oldest = index.oldest()
+    assert oldest is not None
+    assert oldest.tokens.tolist() == [5]
+
+
+def test_keys_tell_where_a_block_begins_inside_of_another_one() -> None:
+    whole = chain([1, 2, 3, 4], step=4)[0]
+    keys = {each.head.key for cut in range(4) for each in _following(whole, [3, 4], cut)}
+    keys |= {each.head.key for cut in range(4) for each in _following(whole, [cut, 3, 4])}
+    assert len(keys) == 8
+
+
 def test_of_siblings_the_one_is_taken_that_leads_furthest() -> None:
     """One matches longer by itself, the other has more behind it."""
     broad = chain([1, 2, 3, 4, 5, 9], step=6)
@@ -112,12 +137,24 @@ def test_tokens_of_64_bits_are_told_apart() -> None:
 SEQUENCES = st.lists(st.integers(0, 1), min_size=1, max_size=7)
 
 
-@given(st.lists(st.tuples(SEQUENCES, st.integers(1, 3)), max_size=6), SEQUENCES, st.data())
+@given(
+    st.lists(st.tuples(SEQUENCES, st.integers(1, 3)), max_size=6),
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 2), SEQUENCES), max_size=4),
+    SEQUENCES,
+    st.data(),
+)
 @settings(max_examples=150)
 def test_a_match_is_as_long_as_any_stored_chain_agrees(
-    stored: list[tuple[list[int], int]], tokens: list[int], data: st.DataObject
+    stored: list[tuple[list[int], int]],
+    branches: list[tuple[int, int, list[int]]],
+    tokens: list[int],
+    data: st.DataObject,
 ) -> None:
     blocks = {block.head.key: block for ids, step in stored for block in chain(ids, step)}
+    for number, cut, ids in branches if blocks else ():
+        inside = list(blocks.values())[number % len(blocks)]
+        if cut < len(inside.head.tokens):
+            blocks |= {each.head.key: each for each in _following(inside, ids, cut)}
     index = Index()
     for number, block in enumerate(data.draw(st.permutations(list(blocks.values())))):
         index.add(block.head, 1, number)
@@ -136,20 +173,21 @@ def _longest(blocks: dict[bytes, Block], tokens: list[int]) -> int:
     """How far the tokens of any block, with those of all before it, agree; each chain is walked by itself."""
     longest = 0
     for block in blocks.values():
-        prefix, head = list[int](), block.head
+        prefix, head, cut = list[int](), block.head, 0
         while True:
-            prefix = [*head.tokens.tolist(), *prefix]
+            prefix = [*head.tokens.tolist()[: cut or None], *prefix]
             if head.parent == ROOT:
                 break
             if head.parent not in blocks:
                 prefix = []
                 break
-            head = blocks[head.parent].head
+            head, cut = blocks[head.parent].head, head.cut
         agreed = next((at for at, (a, b) in enumerate(zip(prefix, tokens, strict=False)) if a != b), None)
         longest = max(longest, min(len(prefix), len(tokens)) if agreed is None else agreed)
     return longest
 
 
-def _following(block: Block, tokens: list[int]) -> list[Block]:
+def _following(block: Block, tokens: list[int], cut: int = 0) -> list[Block]:
     head = block.head
-    return [stated(replace(head, parent=head.key, start=head.end, tokens=np.array(tokens, np.int64)))]
+    start = head.start + (cut or len(head.tokens))
+    return [stated(replace(head, parent=head.key, start=start, tokens=np.array(tokens, np.int64), cut=cut))]

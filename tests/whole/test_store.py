@@ -285,11 +285,45 @@ def test_a_system_prompt_is_not_written_for_each_conversation_behind_it(
             serve(cache, model, prompt, marks=[len(system)] if marked else [])
         assert cache.flush(60)
     written = sum(file.head.end - file.head.start for file in scan(tmp_path) if file.head.kind == "block")
-    # Without a mark it is only known to be shared once the second one has come.
+    # Without a mark it is only known to be shared once the second one has come; then a checkpoint there needs a block.
     once = len(system) + len(prompts) * (40 + len(REPLY))
-    assert written == once + (0 if marked else len(system))
+    assert written == once + (0 if marked or kind == "llama" else len(system))
     with opened() as store, PrefixCache(model, store=store) as cache:
         assert serve(cache, model, [*system, *tokens(9, 40)])[0] == len(system)
+
+
+@pytest.mark.parametrize("is_flushed", [True, False])
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_what_parts_inside_of_a_block_is_written_once_and_goes_on_from_there(
+    opened: Open, tmp_path: Path, kv_bits: int | None, is_flushed: bool
+) -> None:
+    model, more = tiny_model("llama"), quantized(kv_bits)
+    first = tokens(1, 600)
+    second = [*first[:400], *tokens(2, 300, first=first[400] + 1)]
+    third = [*second[:500], *tokens(3, 60, first=second[500] + 1)]
+    early = [*first[:200], *tokens(4, 60, first=first[200] + 1)]  # in the first half: reading that block costs too much
+    prompts = [first, second, third, early]
+    with opened() as store, PrefixCache(model, store=store, **more) as cache:
+        for prompt in prompts:
+            serve(cache, model, prompt)
+            if is_flushed:
+                assert cache.flush(60)
+    heads = [file.head for file in scan(tmp_path)]
+    assert sorted((head.start, head.end, head.cut) for head in heads if head.cut) == [(400, 512, 400), (500, 512, 100)]
+    distinct = len({tuple(each[: end + 1]) for each in map(_answered, prompts) for end in range(len(each))})
+    assert sum(len(head.tokens) for head in heads) == distinct + 200
+    again = tiny_model("llama")
+    for prompt in prompts:
+        with opened() as store, PrefixCache(again, store=store, **more) as cache:
+            turn = [*_answered(prompt), 9]
+            found, logits = serve(cache, again, turn)
+            assert found == len(turn) - 1
+            assert is_close(logits, cold(model, turn, kv_bits), kv_bits)
+            assert set(cache.stats.store_decisions) == {"brought"}
+
+
+def _answered(prompt: list[int]) -> list[int]:
+    return [*prompt, *REPLY]
 
 
 def test_what_is_used_once_is_not_written_on_second_use(opened: Open, tmp_path: Path) -> None:
