@@ -1578,10 +1578,34 @@ SHARED = (
     Mutant(
         "what-a-store-lacks-of-the-known-is-not-put",
         "radixcache",
-        "if key is None or not self._disk.store.holds(key):",
-        "if key is None:",
+        "if link is not None and self._disk.store.holds(link.key):",
+        "if link is not None:",
         "What came from Redis never comes to be on the disk.",
         ("tests/whole/test_redis.py",),
+    ),
+    Mutant(
+        "where-a-block-begins-inside-of-another-is-not-in-its-key",
+        "radixcache",
+        'person=b"rc block" + cut.to_bytes(2, "little")',
+        'person=b"rc block"',
+        "What follows a block and what goes on inside of it take each other's place.",
+        ("tests/stores/test_index.py",),
+    ),
+    Mutant(
+        "a-block-is-read-beyond-where-the-next-one-begins",
+        "radixcache",
+        "[its and its.split(link.end)[0] for its in layout.spans_in(*about)]",
+        "layout.spans_in(*about)",
+        "What goes on from inside of a block is not brought, or behind tokens of another prompt.",
+        ("tests/whole/test_store.py",),
+    ),
+    Mutant(
+        "a-block-with-a-checkpoint-inside-is-gone-on-from",
+        "radixcache",
+        "takes_cuts and not disk.grid and not layout.has_points",
+        "takes_cuts and not disk.grid",
+        "A checkpoint is not stored where no block ends, and a restart resumes before it.",
+        ("tests/paging/test_tier.py", "tests/whole/test_store.py"),
     ),
 )
 
