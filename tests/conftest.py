@@ -49,8 +49,13 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-#: What takes a minute or so by itself.
-LONGEST = ("test_soak", "test_all_other_architectures", "test_a_conversation_of_two_contexts_still_knows")
+#: What takes a minute or so by itself, or in one process: there a file's servers are started once.
+LONGEST = (
+    "test_soak",
+    "test_replicas_served",
+    "test_all_other_architectures",
+    "test_a_conversation_of_two_contexts_still_knows",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
