@@ -474,7 +474,7 @@ PAGING = (
         "keep = min(plan.common, plan.resume)",
         "keep = plan.common",
         "Live caches stay ahead of where the request resumes.",
-        ("tests/paging/test_reuse.py", "tests/whole/test_exact.py"),
+        ("tests/sessions/test_insert_fetch.py",),
     ),
     Mutant(
         "failed-copy-gives-nothing-back",
