@@ -249,10 +249,8 @@ def _connect(ray: Any, address: str) -> None:
     if ray.is_initialized():
         return
     try:
-        ray.init(address=address, log_to_driver=False)
-    except ConnectionError:
-        if address != "auto":
-            raise
-        ray.init(log_to_driver=False)
+        # To its own "auto" Ray answers with any cluster of this machine, also one that another process has for itself
+        # and that refuses all others, after 20 seconds. Without an address it joins what `ray start` has started.
+        ray.init(address=None if address == "auto" else address, log_to_driver=False)
     except (RuntimeError, ValueError) as error:
         raise ConnectionError(str(error)) from error
