@@ -2,7 +2,7 @@
 
 All users have their prompts behind them and decode, greedily, in turns of a few steps on either side:
 
-    tree      runner.parallel on a PrefixCache: what users share is read once per step
+    tree      runner.engine on a PrefixCache: what users share is read once per step
     mlx-lm    BatchGenerator: a batch of caches, each user's own, padded to the longest
 
 Either makes text of the tokens, by the same detokenizer, as a server has to.
@@ -40,8 +40,8 @@ from mlx_lm.models.cache import make_prompt_cache
 import runner  # noqa: F401  loads OpenBLAS before MLX
 from benchmarks.harness.record import Spread, arguments, publish, say
 from radixcache import PrefixCache
+from runner.engine.generator import ParallelGenerator
 from runner.models.load import load_model
-from runner.parallel import ParallelGenerator
 
 BUDGET_BYTES = 16 << 30
 CHUNK_TOKENS = 512

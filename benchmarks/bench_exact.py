@@ -19,8 +19,8 @@ from benchmarks.harness.hollow_model import HollowModel
 from benchmarks.harness.record import arguments, publish
 from runner.models.load import load_model
 from runner.replay.progress import ReplayProgress
-from runner.replay.replay import CacheRun, ReplayOptions, replay
-from runner.script.conversations.builtin import builtin_conversations
+from runner.replay.replayer import CacheRun, ReplayOptions, replay
+from runner.script.conversation_reader import builtin_conversations
 from runner.script.schedule import schedule
 from runner.script.script import Script
 

@@ -45,10 +45,10 @@ from benchmarks.harness.measured_requests import (
 )
 from benchmarks.harness.record import REPEATS, Spread, arguments, publish, rotated, say
 from radixcache import Event, PrefixCache
-from radixcache.budget.ledger import Ledger
 from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.ledger import Ledger
 from radixcache.sized_cache import sized_cache
-from radixcache.tokens.keys import Keys
+from radixcache.tokens import Keys
 from radixcache.tree.history import MAX_PIECES, MAX_PROMPTS, History
 from runner.models.tiny import tiny_tokenizer
 

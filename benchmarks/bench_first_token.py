@@ -25,7 +25,7 @@ import runner  # noqa: F401  loads OpenBLAS before MLX
 from benchmarks.bench_decode import model_of
 from benchmarks.harness.record import Spread, arguments, in_turns, publish, say
 from radixcache import PrefixCache
-from runner.parallel import ParallelGenerator
+from runner.engine.generator import ParallelGenerator
 
 BUDGET_BYTES = 8 << 30
 CHUNK_TOKENS = 512

@@ -37,7 +37,7 @@ from benchmarks.harness.random_models import VOCABULARY, random_model
 from benchmarks.harness.record import arguments, publish, say
 from radixcache import PrefixCache
 from runner.models.tiny import tiny_tokenizer
-from runner.replay.backends.mlx_lm import LRUPrompts
+from runner.replay.caches import LRUPrompts
 from runner.script.script import Prompt
 
 UNLIMITED_BYTES = 1 << 40

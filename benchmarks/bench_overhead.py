@@ -43,7 +43,7 @@ from benchmarks.harness.measured_requests import (
 )
 from benchmarks.harness.record import arguments, publish
 from radixcache import PrefixCache
-from radixcache.budget.ledger import Ledger
+from radixcache.ledger import Ledger
 from runner.models.tiny import tiny_model
 
 AIM_TOKEN_US = 50.0

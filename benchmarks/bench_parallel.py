@@ -2,7 +2,7 @@
 
 The same requests, which all come at once, are served three ways in one process, each with a cache of its own:
 
-    tree         runner.parallel on a PrefixCache: a common beginning is held, evaluated and read once
+    tree         runner.engine on a PrefixCache: a common beginning is held, evaluated and read once
     mlx-lm       BatchGenerator: a batch of caches, padded to the longest
     one by one   a PrefixCache and its one live path, each request after the one before
 
@@ -32,9 +32,9 @@ from mlx_lm.generate import BatchGenerator
 import runner  # noqa: F401  loads OpenBLAS before MLX
 from benchmarks.harness.record import Spread, arguments, publish, rotated, say
 from radixcache import PrefixCache
+from runner.engine.generator import ParallelGenerator
+from runner.engine.replies import generate
 from runner.models.load import load_model
-from runner.parallel import ParallelGenerator
-from runner.replies.pipeline import generate
 
 BUDGET_BYTES = 8 << 30
 CHUNK_TOKENS = 512

@@ -22,14 +22,13 @@ import numpy as np
 from benchmarks.harness.record import Spread, arguments, publish, say
 from benchmarks.harness.recorded_traces import add_traces, traces_in
 from policies import OFFLINE_POLICIES, POLICIES
-from runner.files.atomic import write_atomically
-from runner.simulate.grid import Job, run_locally
-from runner.simulate.mrc import lru_curve
-from runner.simulate.picture import picture
-from runner.simulate.row import SimulationRow
+from runner.files import write_atomically
+from runner.simulate.curve import lru_curve
+from runner.simulate.grid import SimulationJob, run_locally
+from runner.simulate.rows import SimulationRow
 from runner.simulate.simulator import BlockSizes, Simulation, infinite_ratio, simulate
-from runner.simulate.table import footnotes
-from runner.traces.request import Trace, TraceRequest
+from runner.simulate.tables import footnotes, picture
+from runner.traces.trace import Trace, TraceRequest
 
 CAPACITIES = (1_000, 3_000, 10_000, 30_000, 50_000, 100_000)
 SPEED_BLOCKS = 10_000
@@ -44,7 +43,10 @@ def main(given: Sequence[str] | None = None) -> None:
     names = ["lru", "belady"] if options.quick else [*sorted(POLICIES), *sorted(OFFLINE_POLICIES)]
     began = time.perf_counter()
     jobs = [
-        Job(index, name, blocks, None, None) for index in range(len(traces)) for name in names for blocks in capacities
+        SimulationJob(index, name, blocks, None, None)
+        for index in range(len(traces))
+        for name in names
+        for blocks in capacities
     ]
     rows = []
     for row in run_locally(traces, jobs, processes=1 if options.quick else min(2, os.cpu_count() or 1)):

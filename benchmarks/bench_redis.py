@@ -24,9 +24,8 @@ import runner  # noqa: F401  loads OpenBLAS before MLX
 from benchmarks.harness.record import REPEATS, Spread, arguments, elapsed_ms, in_turns, publish, say
 from benchmarks.harness.redis_process import Server
 from radixcache import RedisStore
-from radixcache.stores.block import BLOCK_TOKENS, Block, Buffer, Head
+from radixcache.stores.block import BLOCK_TOKENS, Block, Buffer, Head, Identity, root_key
 from radixcache.stores.codec import encoded
-from radixcache.stores.keys import Identity, root_key
 
 MIB = 1 << 20
 MODEL = Identity(b"bench")

@@ -35,16 +35,15 @@ from benchmarks.harness.hollow_model import HollowModel
 from benchmarks.harness.random_models import random_model
 from benchmarks.harness.record import REPEATS, Spread, arguments, publish
 from radixcache import RadixTree
-from runner.files.units import MIB
 from runner.models.load import LoadedModel, load_model
-from runner.replay.backends.plain_run import layers_bytes
+from runner.replay.caches import layers_bytes
 from runner.replay.progress import ReplayProgress
-from runner.replay.replay import CacheRun, ReplayOptions, replay
-from runner.script.conversations.builtin import builtin_conversations
-from runner.script.conversations.conversation import Conversation
-from runner.script.conversations.reader import read_conversations
+from runner.replay.replayer import CacheRun, ReplayOptions, replay
+from runner.script.conversation import Conversation
+from runner.script.conversation_reader import builtin_conversations, read_conversations
 from runner.script.schedule import schedule
 from runner.script.script import Script
+from runner.text import MIB
 
 AIRLINE = Path(__file__).parents[2] / "shared/data/tau-bench/historical_trajectories/gpt-4o-airline.json"
 SHARES = (10, 25, 50, 100)

@@ -25,16 +25,15 @@ from typing import Any
 
 from benchmarks.harness.record import arguments, publish, say
 from benchmarks.harness.recorded_traces import BESIDE, TRACES, add_traces, traces_in
-from runner.files.units import GIB
 from runner.models.footprint import ModelBytes
 from runner.routing.routers import ROUTERS, PrefixRouter
-from runner.simulate.disk import DiskPlan
-from runner.simulate.grid import Job, ReplicaJob, run_locally
-from runner.simulate.replica_row import ReplicaRow
+from runner.simulate.grid import ReplicaJob, SimulationJob, run_locally
 from runner.simulate.replicas import Setup, Speeds, simulate_replicas
+from runner.simulate.rows import DiskPlan, ReplicaRow
 from runner.simulate.simulator import BlockSizes
-from runner.traces.reader import read_trace
-from runner.traces.request import Trace
+from runner.text import GIB
+from runner.traces.trace import Trace
+from runner.traces.trace_reader import read_trace
 
 COUNTS = (1, 2, 4, 8, 16, 64)
 #: Where routers are compared beside what else differs.
@@ -109,7 +108,7 @@ def _fleet(trace: str) -> Fleet:
 
 def _routers(traces: Sequence[Trace], counts: Sequence[int], processes: int) -> Iterator[ReplicaRow]:
     jobs = [
-        ReplicaJob(Job(index, "lru", fleet.blocks, None, None), router, count, fleet.speeds)
+        ReplicaJob(SimulationJob(index, "lru", fleet.blocks, None, None), router, count, fleet.speeds)
         for index, fleet in enumerate(_fleet(trace.name) for trace in traces)
         for count in counts
         for router in ROUTERS
@@ -122,7 +121,7 @@ def _routers(traces: Sequence[Trace], counts: Sequence[int], processes: int) -> 
 def _pooled(traces: Sequence[Trace], counts: Sequence[int], processes: int) -> Mapping[tuple[str, int], float]:
     """Token hit ratios of one cache with the budgets of so many replicas, by trace and number."""
     jobs = [
-        Job(index, "lru", count * _fleet(trace.name).blocks, None, None)
+        SimulationJob(index, "lru", count * _fleet(trace.name).blocks, None, None)
         for index, trace in enumerate(traces)
         for count in counts
     ]

@@ -37,8 +37,7 @@ import numpy as np
 import runner  # noqa: F401  loads OpenBLAS before MLX
 from benchmarks.harness.record import REPEATS, arguments, publish
 from radixcache import RadixTree
-from radixcache.tokens.ids import token_ids
-from radixcache.tokens.keys import Keys
+from radixcache.tokens import Keys, token_ids
 from radixcache.tree.radix_tree import Node
 
 VOCABULARY = 50_000

@@ -22,10 +22,10 @@ from unittest.mock import patch
 
 from benchmarks.harness.record import arguments, publish, say
 from benchmarks.harness.recorded_traces import add_traces, traces_in
-from radixcache.tree import thinning
+from radixcache.tree import node_state
 from runner.models.footprint import ModelBytes
 from runner.simulate.simulator import BlockSizes, simulate
-from runner.traces.request import Trace
+from runner.traces.trace import Trace
 
 #: Bytes of a token over all layers of full attention, of the state of recurrent ones, and the windows, as (tokens,
 #: bytes of a token over all layers that have one).
@@ -66,7 +66,7 @@ def _measure(name: str, trace: Trace, gib: int) -> dict[str, Any]:
     def found(sizes: BlockSizes) -> float:
         return 100 * simulate(trace, "lru", gib << 30, sizes).token_hit_ratio
 
-    with patch.object(thinning, "WORTH", 0):
+    with patch.object(node_state, "WORTH", 0):
         every = found(whole)
     now, bound = found(sizes), found(BlockSizes(sizes.span_bytes, is_counting=False))
     say(f"{name}, {trace.name} at {gib} GiB: {every:.1f}, now {now:.1f} of {bound:.1f} %")

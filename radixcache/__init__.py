@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from policies import Entry as Entry
     from policies import EvictionPolicy as EvictionPolicy
     from radixcache.adapters.registry import register_adapter as register_adapter
-    from radixcache.budget.ledger import Ledger as Ledger
     from radixcache.cells.causal import CausalCache as CausalCache
-    from radixcache.chat.render import render_chat as render_chat
+    from radixcache.chat import render_chat as render_chat
     from radixcache.errors import BudgetFullError as BudgetFullError
     from radixcache.errors import CacheBusyError as CacheBusyError
     from radixcache.errors import CacheClosedError as CacheClosedError
@@ -33,31 +32,32 @@ if TYPE_CHECKING:
     from radixcache.generate import stream_generate as stream_generate
     from radixcache.groups.group import Group as Group
     from radixcache.groups.row import Row as Row
+    from radixcache.ledger import Ledger as Ledger
+    from radixcache.observe.explain import Explanation as Explanation
+    from radixcache.observe.explain import Gap as Gap
+    from radixcache.observe.explain import Hint as Hint
+    from radixcache.observe.explain import Reason as Reason
+    from radixcache.observe.stats import CacheStats as CacheStats
+    from radixcache.observe.stats import StatsSnapshot as StatsSnapshot
+    from radixcache.observe.trace import TraceWriter as TraceWriter
+    from radixcache.observe.tree_view import TreeView as TreeView
     from radixcache.paging.pins import NamedPin as NamedPin
     from radixcache.paging.resume import ShortReason as ShortReason
     from radixcache.prefix_cache import PrefixCache as PrefixCache
     from radixcache.sessions.session import Session as Session
     from radixcache.stores.disk_store import DiskStore as DiskStore
     from radixcache.stores.redis_store import RedisStore as RedisStore
-    from radixcache.tree.events import Event as Event
-    from radixcache.tree.events import EventKind as EventKind
+    from radixcache.tree.history import Event as Event
+    from radixcache.tree.history import EventKind as EventKind
     from radixcache.tree.radix_tree import RadixTree as RadixTree
-    from radixcache.verify.verifier import Mismatch as Mismatch
-    from radixcache.view.description import TreeView as TreeView
-    from radixcache.watch.explain import Explanation as Explanation
-    from radixcache.watch.explain import Gap as Gap
-    from radixcache.watch.explain import Hint as Hint
-    from radixcache.watch.explain import Reason as Reason
-    from radixcache.watch.metrics import StatsSnapshot as StatsSnapshot
-    from radixcache.watch.stats import CacheStats as CacheStats
-    from radixcache.watch.trace import TraceWriter as TraceWriter
+    from radixcache.verify import Mismatch as Mismatch
 
 _MODULES = {
     "policies": "POLICIES CostModel Entry EvictionPolicy",
     "radixcache.adapters.registry": "register_adapter",
-    "radixcache.budget.ledger": "Ledger",
+    "radixcache.ledger": "Ledger",
     "radixcache.cells.causal": "CausalCache",
-    "radixcache.chat.render": "render_chat",
+    "radixcache.chat": "render_chat",
     "radixcache.errors": "BudgetFullError CacheBusyError CacheClosedError CacheFullError PolicyError RadixCacheError"
     " SessionClosedError ShiftError SnapshotError StoreError UnsupportedCacheError",
     "radixcache.generate": "stream_generate",
@@ -69,14 +69,13 @@ _MODULES = {
     "radixcache.sessions.session": "Session",
     "radixcache.stores.disk_store": "DiskStore",
     "radixcache.stores.redis_store": "RedisStore",
-    "radixcache.tree.events": "Event EventKind",
+    "radixcache.tree.history": "Event EventKind",
     "radixcache.tree.radix_tree": "RadixTree",
-    "radixcache.verify.verifier": "Mismatch",
-    "radixcache.view.description": "TreeView",
-    "radixcache.watch.explain": "Explanation Gap Hint Reason",
-    "radixcache.watch.metrics": "StatsSnapshot",
-    "radixcache.watch.stats": "CacheStats",
-    "radixcache.watch.trace": "TraceWriter",
+    "radixcache.verify": "Mismatch",
+    "radixcache.observe.tree_view": "TreeView",
+    "radixcache.observe.explain": "Explanation Gap Hint Reason",
+    "radixcache.observe.stats": "CacheStats StatsSnapshot",
+    "radixcache.observe.trace": "TraceWriter",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -20,8 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
 from radixcache.prefix_cache import PrefixCache
-from radixcache.sessions.draft import both_models
-from radixcache.sessions.session import Session
+from radixcache.sessions.session import Session, both_models
 from radixcache.settings import is_whole
 
 #: Arguments of mlx_lm.stream_generate that contradict a PrefixCache, and what to do instead.

@@ -27,10 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies import Entry, OrderedPolicy
-from radixcache.adapters.cache_list import leaves
-from radixcache.adapters.registry import adapter_for
-from radixcache.budget.ledger import Ledger
-from radixcache.paging.core import Core
+from radixcache.adapters.registry import adapter_for, leaves
+from radixcache.core import Core
+from radixcache.ledger import Ledger
 from radixcache.prefix_cache import PrefixCache
 from radixcache.tree.node_state import StateNode
 

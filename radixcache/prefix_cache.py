@@ -3,6 +3,10 @@
 Caches on the same ledger share the lock; forward passes run outside of it. A session belongs to one thread at a time,
 and those on different slots may run in different ones. MLX does not promise that several threads may evaluate at once:
 let them take turns, forward passes, begin and close. Only with a store a clock is read, and only `verify` draws.
+
+make_core: the Core behind a cache, on layers that hold arrays or sizes, and what is told of it.
+
+What a model's size says: a byte budget, and a prefill cost, for those who did not name one.
 """
 
 from __future__ import annotations
@@ -11,39 +15,104 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import mlx.core as mx
+import psutil
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from policies import CostModel, EvictionPolicy
-from radixcache.budget.ledger import Ledger
+from policies import CostModel, EvictionPolicy, make_policy
+from radixcache.core import Core
 from radixcache.errors import CacheClosedError, refuse_copy
 from radixcache.groups.group import Group, open_group
-from radixcache.layers.arrays import ArrayLayout
 from radixcache.layers.identity import state_identity
-from radixcache.make_core import make_core
-from radixcache.paging.core import Core
-from radixcache.paging.disk import Disk
+from radixcache.layers.layout import ArrayLayout, Layout
+from radixcache.ledger import Ledger
+from radixcache.observe.explain import About, Explanation, explanation_of, in_a_line, snapshot_of, stats_of, view_of
+from radixcache.observe.hints import Edge, edges_of
+from radixcache.observe.page import render_view
+from radixcache.observe.stats import CacheStats, StatsSnapshot
+from radixcache.observe.trace import Clock, TraceFile, TraceWriter, opened_trace
+from radixcache.observe.tree_view import TreeView
 from radixcache.paging.pins import NamedPin
-from radixcache.paging.request import Request
-from radixcache.sessions.foreign import fetch, insert
-from radixcache.sessions.keeping import Warming, pin, unpin
-from radixcache.sessions.opening import open_session
-from radixcache.sessions.session import Session
+from radixcache.paging.resume import Request
+from radixcache.paging.tier import Disk
+from radixcache.sessions.session import Session, fetch, insert, open_session
+from radixcache.sessions.warming import Warming, pin, unpin
 from radixcache.settings import Settings, require_about, require_amount, require_caches, require_use
-from radixcache.stores.keys import Identity
+from radixcache.stores.block import Identity
 from radixcache.stores.store import Store
 from radixcache.stores.tiers import joined
-from radixcache.tokens.ids import TokenIds, checked_prompt, require_namespace, require_namespace_or_all, vocabulary_size
-from radixcache.tokens.keys import Keys
-from radixcache.tree.events import OnEvent
-from radixcache.verify.verifier import Mismatch
-from radixcache.view.description import TreeView
-from radixcache.view.formats import render_view
-from radixcache.watch.edges import Edge, edges_of
-from radixcache.watch.explain import Explanation
-from radixcache.watch.metrics import StatsSnapshot
-from radixcache.watch.reading import explanation_of, in_a_line, snapshot_of, stats_of, view_of
-from radixcache.watch.stats import CacheStats
-from radixcache.watch.trace import TraceFile
+from radixcache.tokens import (
+    Keys,
+    TokenIds,
+    checked_prompt,
+    require_namespace,
+    require_namespace_or_all,
+    vocabulary_size,
+)
+from radixcache.tree.history import OnEvent
+from radixcache.verify import Mismatch
+
+
+def parameter_bytes(model: Any) -> int:
+    """Bytes of a model's parameters; 0 for an object without any."""
+    parameters = getattr(model, "parameters", None)
+    if not callable(parameters):
+        return 0
+    leaves: list[tuple[str, mx.array]] = tree_flatten(parameters())  # type: ignore[assignment]
+    return sum(array.nbytes for _, array in leaves)
+
+
+def default_budget_bytes(model: Any) -> tuple[int, str]:
+    """A quarter of what the device can spare beside the model, in bytes, and a sentence on where that comes from.
+
+    Source: MLX's recommended working set where the device states one (Metal), else the memory that the system calls
+    available, which already lacks the model.
+    """
+    working_set = int(mx.device_info().get("max_recommended_working_set_size", 0))
+    if not working_set:
+        return max(1, int(psutil.virtual_memory().available) // 4), "a quarter of the available memory"
+    spare = working_set - parameter_bytes(model)
+    return max(1, spare // 4), "a quarter of MLX's recommended working set beside the model"
+
+
+def analytic_cost(model: Any) -> CostModel:
+    """FLOPs, when the model says how large it is; else tokens."""
+    args = getattr(model, "args", None)
+    layers, width = getattr(args, "num_hidden_layers", None), getattr(args, "hidden_size", None)
+    if not isinstance(layers, int) or not isinstance(width, int):
+        return CostModel()
+    # Float32 or not changes only the unit's scale, and policies compare costs within one cache.
+    return CostModel.analytic(parameters=max(1, parameter_bytes(model) // 4), layers=layers, hidden_size=width)
+
+
+def make_core(
+    layout: Layout,
+    budget_bytes: int | Ledger | None,
+    policy: str | EvictionPolicy,
+    cost: CostModel | None,
+    settings: Settings,
+    trace: TraceFile | None,
+    tokenizer: Any,
+    *,
+    clock: Clock = "requests",
+    disk: Disk | None = None,
+) -> tuple[Core, About]:
+    """Arguments as PrefixCache takes them. A trace that is given as a path is the core's own, and closed with it."""
+    source = "given"
+    if budget_bytes is None:
+        budget_bytes, source = default_budget_bytes(settings.model)
+    core = Core(
+        layout,
+        budget_bytes if isinstance(budget_bytes, Ledger) else Ledger(budget_bytes),
+        make_policy(policy),
+        cost or analytic_cost(settings.model),
+        settings,
+        opened_trace(trace, clock),
+        owns_trace=not isinstance(trace, TraceWriter),
+        disk=disk,
+    )
+    return core, About(policy if isinstance(policy, str) else type(policy).__name__, source, tokenizer)
 
 
 class PrefixCache:

@@ -1,7 +1,7 @@
 """Settings: what a cache was asked for. Every argument of the public calls is checked here, once, and first.
 
 Whole numbers may be NumPy's; what a check returns are Python's. What callers pass as tokens, keys, marks and namespaces
-is checked by tokens/ids.py.
+is checked by tokens.py.
 """
 
 from __future__ import annotations

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from policies import CostModel, Entry, EvictionPolicy
-from radixcache.budget.ledger import Ledger
 from radixcache.layers.sizes import SizedLayout
-from radixcache.make_core import make_core
-from radixcache.paging.disk import Disk
-from radixcache.prefix_cache import PrefixCache
+from radixcache.ledger import Ledger
+from radixcache.observe.trace import TraceFile
+from radixcache.paging.tier import Disk
+from radixcache.prefix_cache import PrefixCache, make_core
 from radixcache.settings import Settings, require_about
-from radixcache.tokens.keys import Keys
-from radixcache.tree.events import OnEvent
-from radixcache.watch.trace import TraceFile
+from radixcache.tokens import Keys
+from radixcache.tree.history import OnEvent
 
 
 def sized_cache(

@@ -21,16 +21,15 @@ from radixcache import __version__
 from radixcache.errors import PolicyError
 from runner.commands.advise import advise
 from runner.commands.explain import explain
-from runner.commands.formats import CONVERSATIONS, TRACES
+from runner.commands.inputs import CONVERSATIONS, TRACES
 from runner.commands.mrc import mrc
-from runner.commands.outputs import discard_stdout
+from runner.commands.outputs import EXIT_INTERRUPTED, EXIT_USAGE, UsageError, discard_stdout, say
 from runner.commands.replay import replay
 from runner.commands.serve import serve
 from runner.commands.simulate import simulate
 from runner.commands.store import store
 from runner.commands.synth import synth
 from runner.commands.tree import tree
-from runner.commands.usage import EXIT_INTERRUPTED, EXIT_USAGE, UsageError, say
 
 # What writing to stdout fails with: a full disk, a quota, a reader that went away.
 OUTPUT_ERRORS = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE)

@@ -19,18 +19,16 @@ from numpy.typing import NDArray
 
 from policies import Entry
 from radixcache import PrefixCache, Row, Session, prefix_cache
-from radixcache.adapters.cache_list import leaves
-from radixcache.adapters.registry import adapter_for
-from radixcache.cells import trial
+from radixcache.adapters.registry import adapter_for, leaves
+from radixcache.cells import causal
 from radixcache.cells.causal import CausalCache
-from radixcache.cells.plans import DefragPlan
-from radixcache.cells.table import CellTable
-from radixcache.groups import ways
+from radixcache.cells.table import CellTable, DefragPlan
+from radixcache.core import expel
+from radixcache.groups import passes
 from radixcache.groups.tails import GROWTH_COLUMNS, TailLayer
-from radixcache.paging.expulsion import expel
 from radixcache.paging.live_path import LivePath
 from radixcache.settings import Settings
-from radixcache.tokens.quarantine import Quarantine
+from radixcache.tokens import Quarantine
 from radixcache.tree.history import History
 from radixcache.tree.node_state import StateNode
 from runner.models import demo as demo_model
@@ -365,12 +363,12 @@ def read_in_place(row: Row) -> list[Any]:
 
 def found_ways() -> set[int]:
     """Ids of the models of which it is known how they decode several rows."""
-    return set(ways._found)
+    return set(passes._found)
 
 
 def try_ways(model: Any) -> None:
     """Find out how rows of a model decode, before anything counts its passes."""
-    ways.way_of(model, lambda: make_prompt_cache(model))
+    passes.way_of(model, lambda: make_prompt_cache(model))
 
 
 def taint_row(row: Row, offset: int) -> None:
@@ -408,7 +406,7 @@ def taint(causal: CausalCache, sequence: int, offset: int) -> None:
 
 def tries() -> dict[Any, Any]:
     """What was found out of each model by trying."""
-    return dict(trial._found)
+    return dict(causal._found)
 
 
 def table_fields(table: CellTable) -> dict[str, Any]:

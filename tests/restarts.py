@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from radixcache import DiskStore, PrefixCache
 from radixcache.layers.identity import weights_identity
-from radixcache.layers.tolerances import GRID_STEPS, TOLERANCES
-from radixcache.paging.rates import Rates
+from radixcache.layers.trials import GRID_STEPS, TOLERANCES
+from radixcache.paging.rates import StoreRates
 from tests.prompts import tokens
 
 REPLY = [5, 77, 130]
@@ -30,7 +30,7 @@ Open = Callable[..., DiskStore]
 @pytest.fixture(autouse=True)
 def reading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have reading always be worth it: how fast disk and model are is not known here."""
-    monkeypatch.setattr(Rates, "is_worth_reading", lambda *_: True)
+    monkeypatch.setattr(StoreRates, "is_worth_reading", lambda *_: True)
 
 
 @pytest.fixture

@@ -12,9 +12,7 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from benchmarks.architectures.right_state import STEP_SIZE, Subject
 from radixcache import PrefixCache
-from runner.models.configuration import architecture
-from runner.models.exceptions import kind_of
-from runner.models.weights import build
+from runner.models.tiny import architecture, build, kind_of
 
 #: A module whose layers are those of another, and whose caches are too: counted as the other.
 ALIASES = {

@@ -29,9 +29,9 @@ from benchmarks.architectures.right_state import (
     timeline,
 )
 from radixcache import UnsupportedCacheError
-from radixcache.adapters.snapshots import tokens_in
-from radixcache.groups.ways import way_of
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.adapters.contract import tokens_in
+from radixcache.groups.passes import way_of
+from radixcache.layers.layout import ArrayLayout
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 ATTEMPT_SECONDS = 300

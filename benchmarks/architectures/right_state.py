@@ -30,7 +30,7 @@ from benchmarks.architectures.temporal import (
     temporal_state,
 )
 from radixcache import PrefixCache, Session
-from runner.models.configuration import VOCABULARY_LENGTH
+from runner.models.tiny import VOCABULARY_LENGTH
 
 #: What the order of sums may cost in float32.
 ROUNDING = 1e-4

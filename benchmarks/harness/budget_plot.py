@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.files.atomic import write_atomically
-from runner.files.picture import new_figure, picture_bytes
-from runner.replay.plots import STYLES
+from runner.files import write_atomically
+from runner.picture import new_figure, picture_bytes
+from runner.replay.progress import STYLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

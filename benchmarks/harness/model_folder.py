@@ -9,9 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from runner.models.exceptions import TinyKind
-from runner.models.tiny import TINY_KINDS, tiny_tokenizer
-from runner.models.weights import build
+from runner.models.tiny import TINY_KINDS, TinyKind, build, tiny_tokenizer
 
 
 def write_model(folder: Path, kind: str | TinyKind = "llama", seed: int = 0, **config: Any) -> Path:

@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from runner.models.exceptions import TinyKind, kind_of
-from runner.models.weights import build
+from runner.models.tiny import TinyKind, build, kind_of
 
 WINDOW_TOKENS = 512
 VOCABULARY = 4096

@@ -22,8 +22,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from runner.files.json_file import write_json
-from runner.files.origin import machine, versions
+from runner.files import write_json
+from runner.origin import machine, versions
 
 A = TypeVar("A")
 B = TypeVar("B")

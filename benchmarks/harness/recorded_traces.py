@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from runner.traces.reader import read_trace
-from runner.traces.request import Trace
-from runner.traces.synth import Synth, synthesize
+from runner.traces.synthesis import Synth, synthesize
+from runner.traces.trace import Trace
+from runner.traces.trace_reader import read_trace
 
 BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"
 TRACES = {"mooncake": "mooncake/conversation_trace.jsonl", "coding agents": "claude-code-traces/traces"}

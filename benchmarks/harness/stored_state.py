@@ -16,11 +16,10 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from radixcache import DiskStore, PrefixCache
-from radixcache.stores.block import BLOCK_TOKENS, Block, Buffer, Head, Kind
+from radixcache.stores.block import BLOCK_TOKENS, Block, Buffer, Head, Identity, Kind, root_key
 from radixcache.stores.codec import encoded
-from radixcache.stores.folder import file_name
-from radixcache.stores.keys import Identity, root_key
-from radixcache.tokens.keys import Keys
+from radixcache.stores.files import file_name
+from radixcache.tokens import Keys
 
 #: What is known of the page cache when files are read: cold where the system can be told to forget them.
 PAGE_CACHE = "cold" if hasattr(os, "posix_fadvise") else "warm"

@@ -1,6 +1,24 @@
 """PointAdapter: what adapters of point state have in common: a snapshot is whole, and cannot be split or joined.
 
 The state of a cache is a nest of lists, tuples and dictionaries with arrays in it.
+
+Adapter of mlx_lm.models.cache.ArraysCache: a list of arrays, the state of recurrent and linear-attention layers.
+
+Source: mlx-lm 0.32.2. The class has no offset; models assign whole slots, and `advance` changes `lengths` and
+`left_padding` in place. After a batched forward a slot is often a view of the whole chunk's activations.
+
+Adapter of the LayerCache of mlx_lm.models.deepseek_v41: a sliding window beside compressed groups.
+
+Source: mlx-lm 0.32.2. `window`, `compress_kv`, `index_k`, `pending_kv` and `pending_gate` are arrays (1, T, D) or
+None, replaced and never written in place; `offset` counts tokens. Its `state` has no setter, so the fields are read
+and written by name; an object with other fields is refused.
+
+Adapter of last resort: a class nobody registered, kept as point state if it proves that this is safe.
+
+A class qualifies when it *itself* defines a `state` property with a setter (mlx-lm's base class gives every subclass
+an empty one: that does not count), and when its first state survives a round trip: taken out, copied, put into a
+fresh object made without `__init__`, everything that the object holds is there again. Anything else raises
+UnsupportedCacheError by name, before any state of it was stored.
 """
 
 from __future__ import annotations
@@ -11,8 +29,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from radixcache.adapters.owned import owned
+from radixcache.adapters.contract import NEVER
+from radixcache.adapters.span import owned
+from radixcache.errors import UnsupportedCacheError
 
 
 @dataclass(slots=True)
@@ -126,3 +147,147 @@ def copied(tree: Any, leaf: Any = owned) -> Any:
     if isinstance(tree, dict):
         return {key: copied(item, leaf) for key, item in tree.items()}
     return copy.copy(tree)
+
+
+class ArraysAdapter(PointAdapter):
+    """ArraysCache: point state, valid at exactly one offset that only the session knows.
+
+    The state is (slots, left_padding, lengths); None where one was never written.
+    """
+
+    def state(self, cache: Any) -> Any:
+        return cache.cache, cache.left_padding, cache.lengths
+
+    def put(self, cache: Any, state: Any, offset: int | None) -> None:
+        cache.cache, cache.left_padding, cache.lengths = state
+
+    def is_empty(self, cache: Any) -> bool:
+        return all(slot is None for slot in cache.cache)
+
+    def offset(self, cache: Any) -> int | None:
+        return None
+
+    def buffers(self, cache: Any) -> list[mx.array]:
+        return [a for a in (*cache.cache, cache.left_padding, cache.lengths) if a is not None]
+
+    def capacity(self, cache: Any) -> int:
+        return 0 if self.is_empty(cache) else NEVER
+
+    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
+        return tuple((*a.shape, a.dtype) for a in cache.cache if a is not None)
+
+    def free(self, cache: Any) -> None:
+        self.put(cache, ([None] * len(cache.cache), None, None), 0)
+
+    def hold(self, cache: Any, tokens: int) -> Any:
+        # mx.array(x) is a second handle on the same buffer: free, and not moved by an in-place change of the first.
+        # Spelled out: this runs for every such layer and decoded token.
+        slots = [None if slot is None else mx.array(slot) for slot in cache.cache]
+        padding, lengths = cache.left_padding, cache.lengths
+        handles = None if padding is None else mx.array(padding), None if lengths is None else mx.array(lengths)
+        return (slots, *handles), None
+
+
+FIELDS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
+
+
+class LayerAdapter(PointAdapter):
+    """deepseek_v41's LayerCache: point state; evicted window rows and closed groups cannot be brought back."""
+
+    def state(self, cache: Any) -> list[mx.array | None]:
+        unknown = set(vars(cache)) - {*FIELDS, "offset", "window_size"}
+        if unknown:
+            raise UnsupportedCacheError(f"LayerCache has unknown fields {sorted(unknown)}; known: {', '.join(FIELDS)}.")
+        return [getattr(cache, name) for name in FIELDS]
+
+    def put(self, cache: Any, state: Any, offset: int | None) -> None:
+        vars(cache).update(zip(FIELDS, state, strict=True), offset=offset)
+
+    def is_empty(self, cache: Any) -> bool:
+        return bool(cache.offset == 0)
+
+    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
+        return tuple(("none",) if a is None else (a.shape[0], *a.shape[2:], a.dtype) for a in self.state(cache))
+
+    def free(self, cache: Any) -> None:
+        self.put(cache, [None] * len(FIELDS), 0)
+
+
+class ProbedAdapter(PointAdapter):
+    """Any class with a `state` of its own: point state, valid at exactly one offset."""
+
+    def __init__(self) -> None:
+        self._proven: set[type] = set()
+
+    @staticmethod
+    def accepts(cache: Any) -> bool:
+        """Whether the object's own class defines a `state` property with a setter."""
+        state = vars(type(cache)).get("state")
+        return isinstance(state, property) and state.fset is not None
+
+    def state(self, cache: Any) -> Any:
+        self._prove(cache)
+        return cache.state
+
+    def put(self, cache: Any, state: Any, offset: int | None) -> None:
+        cache.state = state
+
+    def offset(self, cache: Any) -> int | None:
+        offset = getattr(cache, "offset", None)
+        return offset if isinstance(offset, int) and not isinstance(offset, bool) else None
+
+    def buffers(self, cache: Any) -> list[mx.array]:
+        found = arrays_in(vars(cache))
+        if found:
+            return found
+        try:
+            return arrays_in(cache.state)
+        except Exception:  # a class may well fail to state what it does not have yet
+            return []
+
+    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
+        return (("state", len(arrays_in(vars(cache)))),)
+
+    def free(self, cache: Any) -> None:
+        """Nothing is known of how to empty the class: the layout replaces the object by a fresh one."""
+        raise UnsupportedCacheError(f"{type(cache).__name__} cannot be emptied in place.")
+
+    def hold(self, cache: Any, tokens: int) -> Any:
+        if self.is_empty(cache):
+            return None
+        return {name: copied(value, mx.array) for name, value in vars(cache).items()}
+
+    def roll_back(self, cache: Any, held: Any) -> bool:
+        if held is None:
+            return self.is_empty(cache)
+        vars(cache).clear()
+        vars(cache).update(held)
+        return True
+
+    def _prove(self, cache: Any) -> None:
+        if type(cache) in self._proven:
+            return
+        name = type(cache).__name__
+        fresh = object.__new__(type(cache))
+        try:
+            fresh.state = copied(cache.state)
+        except Exception as error:
+            raise UnsupportedCacheError(f"{name}: its state cannot be put into a fresh object: {error}.") from error
+        if not _equal(vars(fresh), vars(cache)):
+            lost = [k for k, v in vars(cache).items() if not _equal(vars(fresh).get(k), v)]
+            raise UnsupportedCacheError(f"{name}: its state loses {', '.join(map(str, lost))} on a round trip.")
+        self._proven.add(type(cache))
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, mx.array) and isinstance(right, mx.array):
+        if left.shape != right.shape or left.dtype != right.dtype:
+            return False
+        return bool(mx.array_equal(left, right, equal_nan=mx.issubdtype(left.dtype, mx.inexact)).item())
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_equal(left[k], right[k]) for k in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return left.dtype == right.dtype and np.array_equal(left, right)
+    return type(left) is type(right) and bool(left == right)

@@ -1,11 +1,19 @@
-"""Adapters: one per mlx-lm cache class. The registry fails closed: a class without one is an error by name."""
+"""Adapters: one per mlx-lm cache class. The registry fails closed: a class without one is an error by name.
+
+Leaves of a list of mlx-lm caches: CacheList holds other caches, side by side, of any kind.
+
+Source: mlx_lm.models.cache.CacheList, mlx-lm 0.32.2. Its `from_state` makes a list of its tuple and loses what the
+classes keep outside `state`; so the leaves inside are restored in place, one by one, and the list itself never is.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mlx_lm.models.cache import (
     ArraysCache,
+    CacheList,
     ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
@@ -14,15 +22,10 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.deepseek_v41 import LayerCache
 
-from radixcache.adapters.arrays import ArraysAdapter
-from radixcache.adapters.chunked import ChunkedKVAdapter
-from radixcache.adapters.concatenate import ConcatenateKVAdapter
 from radixcache.adapters.contract import Adapter
-from radixcache.adapters.layer import LayerAdapter
-from radixcache.adapters.probed import ProbedAdapter
-from radixcache.adapters.quantized import QuantizedKVAdapter
-from radixcache.adapters.rotating import RotatingKVAdapter
-from radixcache.adapters.span import SpanAdapter
+from radixcache.adapters.point import ArraysAdapter, LayerAdapter, ProbedAdapter
+from radixcache.adapters.span import ConcatenateKVAdapter, QuantizedKVAdapter, SpanAdapter
+from radixcache.adapters.window import ChunkedKVAdapter, RotatingKVAdapter
 from radixcache.errors import UnsupportedCacheError
 
 ADAPTERS: dict[type, Adapter] = {
@@ -50,3 +53,25 @@ def adapter_for(cache: Any, layer: int = 0) -> Adapter:
     known = ", ".join(sorted([*(c.__name__ for c in ADAPTERS), "CacheList"]))
     found = f"no adapter for layer {layer} ({type(cache).__name__})"
     raise UnsupportedCacheError(f"{found}. Known: {known}. Register one with register_adapter().")
+
+
+def leaves(caches: Iterable[Any]) -> list[Any]:
+    """The cache objects that hold state, in order; layers without a cache (None) are left out."""
+    flat = [cache for cache in caches if cache is not None]
+    # Called several times per decoded token: nearly always there is nothing to unfold.
+    if not any(issubclass(each, CacheList) for each in set(map(type, flat))):
+        return flat
+    return [leaf for cache in flat for leaf in (leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]
+
+
+def with_leaves(caches: Iterable[Any], replaced: Callable[[Any], Any]) -> list[Any]:
+    """The same caches with every leaf replaced, in order.
+
+    Arrays that `replaced` knows are free again with it: a closure that calls itself would keep them, as a cycle, until
+    Python's collector comes by.
+    """
+    return [None if cache is None else _with_leaves(cache, replaced) for cache in caches]
+
+
+def _with_leaves(cache: Any, replaced: Callable[[Any], Any]) -> Any:
+    return CacheList(*with_leaves(cache.caches, replaced)) if isinstance(cache, CacheList) else replaced(cache)

@@ -11,10 +11,28 @@ dropping a tail touch one segment, not the whole edge:
 Where attention reads a snapshot in place, few long segments are faster than many short ones: `join` makes one of them.
 
 Page-in writes the segments into the live buffers in place; page-out copies them out.
+
+KeysAndValues: what adapters of classes with `keys`, `values` and `offset` share; buffers are (1, H, T, D).
+
+Adapter of mlx_lm.models.cache.QuantizedKVCache: three buffers each (packed, scales, biases) for keys and values.
+
+Source: mlx-lm 0.32.2. Packed values are uint32 (1, H, capacity, D * bits / 32), scales and biases
+(1, H, capacity, D / group_size). Quantization is per token, so the state can be cut at any token.
+
+Adapter of mlx_lm.models.cache.ConcatenateKVCache: keys and values exactly as long as the sequence.
+
+Source: mlx-lm 0.32.2. An update joins new keys to *all* of the old ones and takes the offset from the result, so a
+rewind has to cut the arrays; a smaller offset alone would bring the cut tokens back. Arrays are never written in place.
+
+owned: a copy of an array that shares its buffer with nothing.
+
+A slice keeps its whole parent alive, and `mx.contiguous` returns its input when the slice covers it, or nearly so.
+Joining two pieces always writes a fresh buffer of exactly the result's size, whatever the input looks like.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -22,10 +40,49 @@ from typing import Any
 
 import mlx.core as mx
 
-from radixcache.adapters.keys_values import KeysAndValues
-from radixcache.adapters.owned import owned_span
-from radixcache.adapters.snapshots import SEGMENT_TOKENS
+from radixcache.adapters.contract import NEVER, SEGMENT_TOKENS
 from radixcache.errors import SnapshotError
+
+
+class KeysAndValues:
+    """Base of such adapters, of spans and of windows."""
+
+    def is_empty(self, cache: Any) -> bool:
+        return cache.keys is None
+
+    def offset(self, cache: Any) -> int | None:
+        return int(cache.offset)
+
+    def buffers(self, cache: Any) -> list[mx.array]:
+        return [] if cache.keys is None else [cache.keys, cache.values]
+
+    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
+        return tuple((*b.shape[:2], b.shape[3], b.dtype) for b in self.buffers(cache))
+
+
+def owned_span(buffer: mx.array, start: int, end: int) -> mx.array:
+    """Return a copy of `buffer[..., start:end, :]` in a buffer of its own, unevaluated.
+
+    The rows of several heads do not lie together, so that `mx.contiguous` has to copy: two operations instead of four.
+    """
+    part = buffer[..., start:end, :]
+    if math.prod(buffer.shape[:-2]) > 1 and end - start < buffer.shape[-2]:
+        return mx.contiguous(part)
+    return owned(part)
+
+
+def owned(array: mx.array) -> mx.array:
+    """Return a copy of `array` (any shape and dtype) in a buffer of its own, unevaluated."""
+    if array.size == 0:
+        return mx.zeros(array.shape, dtype=array.dtype)
+    axes = [*range(array.ndim - 2, -1, -1), array.ndim - 1] if array.ndim > 1 else [*range(array.ndim)]
+    for axis in axes:
+        if array.shape[axis] > 1:
+            return mx.concatenate(list(mx.split(array, [array.shape[axis] // 2], axis=axis)), axis=axis)
+    # One element: a view of two is the smallest buffer that is not the parent's.
+    flat = array.reshape(1)
+    return mx.concatenate([flat, flat])[:1].reshape(array.shape)
+
 
 Segment = tuple[mx.array, ...]
 
@@ -215,3 +272,58 @@ def _zeros_like(array: mx.array, tokens: int) -> mx.array:
 
 def _without_time(array: mx.array) -> tuple[int, ...]:
     return (*array.shape[:2], array.shape[3])
+
+
+class QuantizedKVAdapter(SpanAdapter):
+    """QuantizedKVCache: six buffers instead of two."""
+
+    def buffers(self, cache: Any) -> list[mx.array]:
+        return [] if cache.keys is None else [*cache.keys, *cache.values]
+
+    def put(self, cache: Any, buffers: list[mx.array]) -> None:
+        half = len(buffers) // 2
+        cache.keys, cache.values = tuple(buffers[:half]), tuple(buffers[half:])
+
+
+class ConcatenateKVAdapter(SpanAdapter):
+    """ConcatenateKVCache: no spare room, nothing in place."""
+
+    def capacity(self, cache: Any) -> int:
+        return NEVER
+
+    def spare_nbytes(self, cache: Any) -> int:
+        return 0
+
+    def reserve(self, cache: Any, capacity_tokens: int, like: SpanSnapshot | None = None, wait: bool = True) -> None:
+        """Nothing to reserve: the class allocates at every update."""
+
+    def own(self, cache: Any) -> list[mx.array]:
+        self._cut(cache, cache.offset)
+        return self.buffers(cache)
+
+    def hold(self, cache: Any, tokens: int) -> Any:
+        return cache.keys, cache.values, cache.offset
+
+    def roll_back(self, cache: Any, held: Any) -> bool:
+        cache.keys, cache.values, cache.offset = held
+        return True
+
+    def _rewind(self, cache: Any, target: int) -> None:
+        if target == 0:
+            self.free(cache)
+        elif target < cache.offset:
+            self._cut(cache, target)
+            cache.offset = target
+
+    def _cut(self, cache: Any, target: int) -> None:
+        if cache.keys is not None:
+            self.put(cache, [owned(b[..., :target, :]) for b in self.buffers(cache)])
+
+    def _page_in(self, cache: Any, snapshot: SpanSnapshot, target: int) -> None:
+        buffers: list[list[mx.array]] = [[b[..., : cache.offset, :]] for b in self.buffers(cache)]
+        buffers = buffers or [[] for _ in snapshot.segments[0]]
+        for _, _, arrays in snapshot.parts(cache.offset, target):
+            for pieces, array in zip(buffers, arrays, strict=True):
+                pieces.append(array)
+        self.put(cache, [owned(mx.concatenate(pieces, axis=2)) for pieces in buffers])
+        cache.offset = target

@@ -7,6 +7,21 @@ full attention, taken out while the buffers have them, with gaps where nothing n
     live              [1500, 2012)               window of 512
 
 The state at an offset is [keys, values], each (1, H, T, D), of the tokens that `Window.needs` names, in that order.
+
+Adapter of mlx_lm.models.cache.RotatingKVCache: a window of the last `max_size` tokens plus the first `keep`.
+
+Source: mlx-lm 0.32.2. The buffer is in temporal order until single-token writes go round:
+
+    [ keep | oldest .. newest ]            `_idx` at the end: temporal order
+    [ keep | newer .. newest | oldest .. ] `_idx` inside: the ring has gone round
+
+After a batched write of T tokens it holds up to max_size + T - 1 of them; the next write cuts it back. Nothing was lost
+while `offset <= max_size`.
+
+Adapter of mlx_lm.models.cache.ChunkedKVCache: the last `chunk_size` tokens and what the present chunk added.
+
+Source: mlx-lm 0.32.2, used by llama4. The model cuts the front before an update; `start_position` is what is gone.
+`is_trimmable` stays True after that and `trim` clips silently, so neither is used.
 """
 
 from __future__ import annotations
@@ -17,11 +32,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from radixcache.adapters.keys_values import KeysAndValues
-from radixcache.adapters.owned import owned
+from radixcache.adapters.contract import NEVER, Range, Window, WindowSnapshot, common, tokens_in
 from radixcache.adapters.point import PointAdapter
-from radixcache.adapters.snapshots import Range, Window, WindowSnapshot, common, tokens_in
-from radixcache.adapters.span import SpanSnapshot, segment_bounds
+from radixcache.adapters.span import KeysAndValues, SpanSnapshot, owned, segment_bounds
 
 
 class WindowAdapter(KeysAndValues, PointAdapter):
@@ -160,3 +173,101 @@ def _joined(parts: list[mx.array]) -> mx.array:
 def _owned(parts: list[mx.array], axis: int = 2) -> mx.array:
     """All these as one array that shares no buffer."""
     return owned(parts[0]) if len(parts) == 1 else mx.concatenate(parts, axis=axis)
+
+
+class RotatingKVAdapter(WindowAdapter):
+    """RotatingKVCache: a window that can be rewound until it has wrapped."""
+
+    def window(self, cache: Any) -> Window:
+        return Window(cache.max_size, cache.keep)
+
+    def held(self, cache: Any) -> list[Range]:
+        if cache.keys is None:
+            return []
+        count = self._count(cache)
+        if count == cache.offset:
+            return [(0, count)]
+        keep = cache.keep
+        tail = (cache.offset - count + keep, cache.offset)
+        return [(0, keep), tail] if keep else [tail]
+
+    def places(self, cache: Any, start: int, end: int) -> list[Range]:
+        index, keep, held = cache._idx, cache.keep, cache.keys.shape[2]
+        if start >= keep:
+            # In temporal order the buffer begins with the kept tokens, and ends with the last.
+            first, last = (at - cache.offset + self._count(cache) for at in (start, end))
+        else:
+            first, last = start, end
+        if not self._has_gone_round(cache) or last <= keep:
+            return [(first, last)]
+        seam = keep + held - index
+        ranges = [(first, min(last, keep)), (max(first, keep), min(last, seam)), (max(first, seam), last)]
+        moves = (0, index - keep, keep - seam)
+        return [(low + by, high + by) for (low, high), by in zip(ranges, moves, strict=True) if low < high]
+
+    def is_whole(self, cache: Any) -> bool:
+        return bool(cache.offset <= cache.max_size)
+
+    def place(self, cache: Any, buffers: Any, offset: int, filled: int) -> None:
+        cache.keys, cache.values = buffers
+        cache.offset, cache._idx = offset, filled
+
+    def capacity(self, cache: Any) -> int:
+        if cache.keys is None:
+            return 0
+        held = int(cache.keys.shape[2])
+        if held == cache.max_size:
+            return NEVER
+        return held if held < cache.max_size else int(cache.offset)
+
+    def hold(self, cache: Any, tokens: int) -> Any:
+        if tokens > 1 or cache.keys is None or cache.keys.shape[2] > cache.max_size:
+            # The next write makes new arrays, so holding the old ones costs no copy.
+            return (cache.keys, cache.values), cache.offset, cache._idx
+        return (None, cache.offset, cache.offset) if cache.offset < cache.max_size else None
+
+    def _has_gone_round(self, cache: Any) -> bool:
+        return bool(cache._idx < cache.offset and cache._idx < cache.keys.shape[2])
+
+    def _count(self, cache: Any) -> int:
+        """Tokens that the buffers hold."""
+        held = int(cache.keys.shape[2])
+        return held if self._has_gone_round(cache) else min(int(cache._idx), held)
+
+
+class ChunkedKVAdapter(WindowAdapter):
+    """ChunkedKVCache: a window that can be rewound until its front was trimmed."""
+
+    def window(self, cache: Any) -> Window:
+        return Window(cache.chunk_size)
+
+    def held(self, cache: Any) -> list[Range]:
+        return [] if cache.keys is None else [(cache.start_position, cache.offset)]
+
+    def places(self, cache: Any, start: int, end: int) -> list[Range]:
+        return [(start - cache.start_position, end - cache.start_position)]
+
+    def is_whole(self, cache: Any) -> bool:
+        return bool(cache.start_position == 0)
+
+    def place(self, cache: Any, buffers: Any, offset: int, filled: int) -> None:
+        cache.keys, cache.values = buffers
+        cache.offset, cache.start_position = offset, offset - filled
+
+    def capacity(self, cache: Any) -> int:
+        if cache.keys is None:
+            return 0
+        # Beyond the chunk size the model cuts the front before every update, which makes new arrays.
+        return int(max(cache.offset, cache.start_position + min(cache.keys.shape[2], cache.chunk_size)))
+
+    def hold(self, cache: Any, tokens: int) -> Any:
+        # A single-token write goes into the buffer in place, and holding it would copy the whole chunk for each token;
+        # unless the front is about to be cut, which makes new arrays.
+        filled = cache.offset - cache.start_position
+        is_replaced = tokens > 1 or cache.keys is None or filled > cache.chunk_size
+        return (cache.keys, cache.values) if is_replaced else None, cache.offset, filled
+
+    def roll_back(self, cache: Any, held: Any) -> bool:
+        buffers, offset, filled = held
+        is_cut = buffers is None and cache.start_position != offset - filled
+        return not is_cut and super().roll_back(cache, held)

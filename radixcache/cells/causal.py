@@ -20,26 +20,195 @@ Invariants, asserted by `check`, besides those of CellTable:
 A call that raises leaves every sequence as it was, but for an evaluation that fails later: MLX evaluates lazily, and
 then all that is in the buffers is lost. A sequence whose keys or values overflow gets NaN from there on, as it would
 alone, and the others do not. Not thread-safe.
+
+ModelFit: which model a CausalCache holds the state of, and what that model can do on cells.
+
+layers            its caches say which: those of keys and values become cells, the others stay beside them
+takes_rows        whether one forward pass takes rows at different positions: a trial says, see trial.py
+rotations         how keys in cells get to other positions: measured, see layers/shift.py
+
+steps_together: whether a model takes rows at different positions in one forward pass, and cells in any order.
+
+Most models of mlx-lm rotate each row by its own offset. Some reckon with the offset as a number, and would put every
+row where the first one is, or fail; they run a row at a time. Some take the place of a key in what the cache returns
+for its position; they cannot run on cells at all. A short trial against the model's own caches tells; see
+layers/trials.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
-from radixcache.adapters.cache_list import leaves, with_leaves
-from radixcache.cells.fit import ModelFit
-from radixcache.cells.layers import CellLayer, CellPass
-from radixcache.cells.plans import DefragPlan, Move, Shift
-from radixcache.cells.row_states import Held, RowStates
-from radixcache.cells.table import CellTable
-from radixcache.errors import CacheFullError, ShiftError
-from radixcache.layers.next_tokens import one_each
-from radixcache.locking.interrupts import uninterrupted
-from radixcache.tokens.ids import token_ids, vocabulary_size
+from radixcache.adapters.registry import leaves, with_leaves
+from radixcache.cells.cell_layers import CellLayer, CellPass, Held, RowStates
+from radixcache.cells.table import CellTable, DefragPlan, Move, Shift
+from radixcache.errors import CacheFullError, ShiftError, UnsupportedCacheError
+from radixcache.layers.layout import one_each
+from radixcache.layers.shift import Rotation, rotations
+from radixcache.layers.trials import allowed_error, by_slot, error_of, once_per_model
+from radixcache.lock import uninterrupted
+from radixcache.tokens import token_ids, vocabulary_size
+
+#: Class and window of each of a model's caches.
+Kinds = tuple[tuple[type, int | None], ...]
+Prefills = tuple[tuple[int, tuple[int, ...]], ...]
+
+#: Prefills in order (row, tokens), so that the cells of the rows are mixed; ids that every vocabulary has.
+PREFILLS: Prefills = ((0, (5, 3, 7, 2)), (1, (2, 4, 3)), (0, (6, 1, 4)))
+#: The same rows in other chunks.
+RECHUNKED: Prefills = ((0, (5, 3, 7, 2, 6, 1, 4)), (1, (2, 4)), (1, (3,)))
+#: Then a token for each row, twice.
+STEPS = ((1, 6), (3, 5))
+ROWS = (0, 1)
+CELLS = 16
+#: By the id of a model, which is no key itself: what was found for its caches.
+_found: dict[int, dict[Kinds, bool]] = {}
+
+
+class Sequences(Protocol):
+    """What a trial needs of a CausalCache; its methods say what they do."""
+
+    @property
+    def state(self) -> list[mx.array]: ...
+    def add(self, sequence: int) -> None: ...
+    def prefill(self, model: Any, sequence: int, tokens: Any) -> mx.array: ...
+    def step(self, model: Any, sequences: Sequence[int], tokens: Any) -> mx.array: ...
+
+
+def kinds_of(caches: Sequence[Any]) -> Kinds:
+    """What tells the caches of one model from those of another."""
+    return tuple((type(leaf), getattr(leaf, "max_size", None)) for leaf in leaves(caches))
+
+
+def verdict(model: Any, kinds: Kinds, trial: Callable[[], bool]) -> bool:
+    """What a trial found for this model before, or finds now."""
+    known: dict[Kinds, bool] = once_per_model(_found, model, dict)
+    if kinds not in known:
+        known[kinds] = trial()
+    return known[kinds]
+
+
+def steps_together(model: Any, own: Callable[[], Sequence[Any]], cells: Callable[[int], Sequences]) -> bool:
+    """Whether two sequences of different lengths get, in one forward pass, the logits that each gets alone.
+
+    `own` makes fresh mlx-lm caches for the model, `cells` an empty CausalCache with a number of cells.
+
+    UnsupportedCacheError: they do not get them a row at a time either.
+    """
+    wanted = _alone(model, own, PREFILLS)
+    rounding = error_of(_alone(model, own, RECHUNKED), wanted)
+    # Whatever a model raises that was not made for this.
+    with suppress(Exception):
+        if _is_right(model, cells(CELLS), [ROWS], wanted, rounding):
+            return True
+    if not _is_right(model, cells(CELLS), [(row,) for row in ROWS], wanted, rounding):
+        name = type(model).__module__.rpartition(".")[2]
+        raise UnsupportedCacheError(f"{name} cannot run on cells: its logits depend on where in them a sequence is.")
+    return False
+
+
+def _alone(model: Any, own: Callable[[], Sequence[Any]], prefills: Prefills) -> mx.array:
+    """Logits of all steps, (rows, steps, V), each row in caches of its own."""
+    rows = []
+    for row in ROWS:
+        caches = own()
+        for each, tokens in prefills:
+            if each == row:
+                model(mx.array([tokens]), cache=caches)
+        rows.append(mx.concatenate([model(mx.array([[step[row]]]), cache=caches) for step in STEPS], axis=1))
+    return mx.concatenate(rows)
+
+
+def _is_right(model: Any, causal: Sequences, groups: list[tuple[int, ...]], wanted: mx.array, rounding: float) -> bool:
+    """Whether rows that step in these groups get the logits wanted, but for rounding."""
+    for row in ROWS:
+        causal.add(row)
+    for row, tokens in PREFILLS:
+        causal.prefill(model, row, tokens)
+    steps = [[causal.step(model, group, [step[row] for row in group]) for group in groups] for step in STEPS]
+    error = error_of(mx.concatenate([mx.concatenate(rows) for rows in steps], axis=1), wanted)
+    return error <= allowed_error(rounding, wanted.dtype, *(array.dtype for array in causal.state))
+
+
+class ModelFit:
+    """One model at a time, or none that was seen yet; its layers never change.
+
+    Attributes:
+        fresh: returns fresh mlx-lm caches of the model, which need not be seen for it.
+        model: the one that was accepted last: a model, or a callable, which passes for any; None: there was none.
+        takes_rows: whether it takes rows at different positions in one forward pass; None: not tried yet.
+    """
+
+    def __init__(self, fresh: Callable[[], Sequence[Any]]) -> None:
+        self.fresh = fresh
+        self.model: Any = None
+        self.takes_rows: bool | None = None
+        self._kinds = kinds_of(fresh())
+        self._rotations: list[Rotation | None] | None = None
+
+    def layers(self, capacity: int) -> list[Any]:
+        """What stands for each of the model's caches in a forward pass; an ArraysCache only marks the place.
+
+        UnsupportedCacheError: a layer's state can be in no cells and is not a sequence's own either.
+        """
+        return [_layer(cache, capacity) for cache in self.fresh()]
+
+    def is_known(self, model: Any) -> bool:
+        """Whether this is the model, or passes for it: a callable that is no model, or a model that has it inside."""
+        if model is self.model:
+            return True
+        if self.model is None:
+            return False
+        return not isinstance(model, nn.Module) or any(inner is self.model for inner in model.modules())
+
+    def accept(self, model: Any, used_cells: int) -> bool:
+        """Make this, which is not known, the model; returns whether it takes the place of another, buffers and all.
+
+        UnsupportedCacheError: its attention goes by slots.
+        ValueError: there is state of another model, or that one has other layers.
+        """
+        if reason := by_slot(model):
+            raise UnsupportedCacheError(f"a model cannot run on cells: {reason}.")
+        is_another = isinstance(self.model, nn.Module)
+        if is_another:
+            if used_cells:
+                raise ValueError(f"{used_cells} cells hold state of another model; free their sequences first.")
+            if kinds_of(make_prompt_cache(model)) != self._kinds:
+                raise ValueError("another model, with other layers than this cache was made for; make one for it.")
+            self.takes_rows, self._rotations = None, None
+        self.model = model
+        return is_another
+
+    def steps_together(self, model: Any, cells: Callable[[int], Sequences]) -> bool:
+        """`takes_rows`, which is tried first if need be; see trial.steps_together. The model is known."""
+        if self.takes_rows is None:
+            self.takes_rows = verdict(model, self._kinds, lambda: steps_together(model, self.fresh, cells))
+        return self.takes_rows
+
+    def rotations(self, model: Any) -> list[Rotation | None]:
+        """How the keys of each layer are rotated; None: not at all. ShiftError: unknown; see layers/shift.py."""
+        if self._rotations is None:
+            self._rotations = rotations(model, self.fresh())
+        return self._rotations
+
+
+def _layer(cache: Any, capacity: int) -> Any:
+    if cache is None or type(cache) is ArraysCache:
+        return cache
+    if type(cache) is CacheList:
+        return CacheList(*(_layer(each, capacity) for each in cache.caches))
+    if type(cache) is KVCache:
+        return CellLayer(capacity)
+    if type(cache) is RotatingKVCache and not cache.keep:
+        return CellLayer(capacity, cache.max_size)
+    kept = f" that keeps its first {cache.keep} tokens" if type(cache) is RotatingKVCache else ""
+    raise UnsupportedCacheError(f"a layer's {type(cache).__name__}{kept} cannot be put into cells.")
 
 
 class CausalCache:

@@ -23,21 +23,210 @@ Invariants, asserted by `CellTable.check`:
 
 A method that raises leaves the table as it was. Finding room and removal are O(capacity) in NumPy, defragmentation is
 O(capacity + cells of all sequences), the others are O(cells of the sequences named). Not thread-safe.
+
+Plans: what has to happen to the data in the cells before the cell table may say that it has happened.
+
+`CellTable` makes a plan, the layer above carries it out on the buffers and hands it to `CellTable.apply`. Until then
+the table is as it was; a plan made before the table's last change is refused.
+
+    copies, moves    cells [source, source + length)  ->  [target, target + length)
+    shifts           keys in cells [start, start + length), rotated by `delta` positions
+
+Invariants, for every plan:
+
+  CP1  All targets are cells that are free in the table the plan was made from.
+  CP2  So no cell is both source and target, nor target twice: source and target of a run never overlap, runs may be
+      carried out in any order, and one that fails has overwritten nothing that the table still names.
+  CP3  Shifts come after copies. Each cell they name belongs to the shifted sequence alone once the plan is applied.
+
+This file never imports MLX.
+
+Batch: the tokens of one forward pass over shared cells, and which cells each of them sees. Never imports MLX.
+
+rows        (1: positions 4, 5)  (2: position 3)          a row per sequence, its tokens in order
+cells       [10, 11]             [12]                     in a row, in the order of the rows
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.cells.batch import Batch, BatchRow, bounds, seen
-from radixcache.cells.plans import Cells, DefragPlan, RemovalPlan, Run, Shift, clear_window, cut, destinations, pack
 from radixcache.errors import CacheFullError
+
+Cells = NDArray[np.int32]
+
+
+class CellRun(NamedTuple):
+    """Consecutive cells [start, start + length) that hold consecutive positions, the first of which is `position`."""
+
+    start: int
+    length: int
+    position: int
+
+
+class Move(NamedTuple):
+    """Cells [source, source + length) whose keys and values go to [target, target + length)."""
+
+    source: int
+    target: int
+    length: int
+
+
+class Shift(NamedTuple):
+    """Cells [start, start + length) whose keys are rotated by `delta` positions; negative: towards the beginning."""
+
+    start: int
+    length: int
+    delta: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemovalPlan:
+    """Positions [begin, end) of a sequence go, and what follows moves down into the gap.
+
+    Attributes:
+        copies: carried out first; cells that other sequences hold too, copied so that they can be shifted.
+        shifts: carried out next, on keys only; values do not depend on the position.
+    """
+
+    sequence: int
+    begin: int
+    end: int
+    copies: tuple[Move, ...]
+    shifts: tuple[Shift, ...]
+    stamp: object = field(repr=False, compare=False)
+    shift: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DefragPlan:
+    """Moves, of as few cells as can be, after which the free cells asked for stand in a row; empty when they do."""
+
+    moves: tuple[Move, ...]
+    stamp: object = field(repr=False, compare=False)
+
+
+def cut(cells: Cells) -> tuple[Cells, Cells]:
+    """Cut cells, in the order given, where the next one is not the one after: starts and lengths of the runs."""
+    edges = np.flatnonzero(np.diff(cells, prepend=-2, append=-2) != 1).astype(np.int32)
+    return cells[edges[:-1]], np.diff(edges)
+
+
+def pack(sources: Cells, holes: Cells) -> tuple[Move, ...]:
+    """Move cells, in this order, into free ones, rising, run by run; there are enough of them, and none is in both.
+
+    The longest run goes first, to the smallest hole that takes it whole, of equal ones the first. Where none does,
+    it fills the largest hole and its rest waits its turn. So each move uses up a run or a hole. Not always the fewest
+    possible; in order of source.
+    """
+    waiting, room = _by_length(sources), _by_length(holes)
+    moves = []
+    while waiting:
+        length, source = waiting.pop()
+        assert room, (length, source)
+        space, target = room.pop(min(bisect_left(room, (length, -1)), len(room) - 1))
+        taken = min(length, space)
+        moves.append(Move(source, target, taken))
+        if taken < length:
+            insort(waiting, (length - taken, source + taken))
+        if taken < space:
+            insort(room, (space - taken, target + taken))
+    return tuple(sorted(moves))
+
+
+def clear_window(used: NDArray[np.bool_], room: int | None) -> tuple[int, int]:
+    """Which cells [start, stop) to clear for room in a row: with the fewest `used` ones among them, of these the last.
+
+    `used` is bool, shape (capacity,); room is at most as many as are free, None for all of them, at the end.
+    """
+    if room is None:
+        return int(np.count_nonzero(used)), len(used)
+    before = np.concatenate([[0], np.cumsum(used)])
+    used_inside = before[room:] - before[:-room]
+    start = len(used_inside) - 1 - int(np.argmin(used_inside[::-1]))
+    return start, start + room
+
+
+def destinations(capacity: int, moves: tuple[Move, ...]) -> Cells:
+    """Where the token of each of `capacity` cells is after some moves, int32, shape (capacity,)."""
+    to = np.arange(capacity, dtype=np.int32)
+    for source, target, length in moves:
+        to[source : source + length] += target - source
+    return to
+
+
+def _by_length(cells: Cells) -> list[tuple[int, int]]:
+    starts, lengths = cut(cells)
+    return sorted(zip(lengths.tolist(), starts.tolist(), strict=True))
+
+
+#: The position of a cell that a row's sequence does not hold: later than any token.
+_NEVER = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """Tokens of one sequence in a batch: positions [begin, begin + length)."""
+
+    sequence: int
+    begin: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class CellBatch:
+    """Tokens of one forward pass, row after row in cells [start, start + length)."""
+
+    start: int
+    rows: tuple[BatchRow, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens in all rows."""
+        return sum(row.length for row in self.rows)
+
+    @property
+    def positions(self) -> Cells:
+        """Position of each token, int32, shape (length,): what RoPE wants."""
+        return np.concatenate([np.arange(row.begin, row.begin + row.length, dtype=np.int32) for row in self.rows])
+
+
+def bounds(visible: list[Cells]) -> tuple[int, int]:
+    """The first of all these cells, and the one after the last."""
+    return min(int(cells.min()) for cells in visible), max(int(cells.max()) for cells in visible) + 1
+
+
+def seen(batch: CellBatch, visible: list[Cells], positions: list[Cells], window: int | None) -> NDArray[np.bool_]:
+    """Which cells each token sees: those at its own position or before, and less than `window` (>= 1, or None) before.
+
+    `visible` are for each row the cells that any of its tokens sees, in order of position, `positions` theirs. Shape
+    (batch.length, stop - start), with (start, stop) the bounds of `visible`.
+    """
+    start, stop = bounds(visible)
+    mask = np.zeros((batch.length, stop - start), dtype=np.bool_)
+    at = 0
+    for row, cells, held in zip(batch.rows, visible, positions, strict=True):
+        if row.length == 1:  # it sees them all
+            mask[at, cells - start] = True
+        else:
+            keys = np.full(stop - start, _NEVER, dtype=np.int32)
+            keys[cells - start] = held
+            queries = np.arange(row.begin, row.begin + row.length, dtype=np.int32)[:, None]
+            part = mask[at : at + row.length]
+            np.less_equal(keys, queries, out=part)
+            if window is not None:
+                part &= keys > queries - np.int32(min(window, _NEVER))
+        at += row.length
+    return mask
+
 
 _FREE = -1
 _MAX = np.iinfo(np.int32).max
@@ -97,7 +286,7 @@ class CellTable:
         """The sequence's cells in order of position, int32, a copy. ValueError: no such sequence."""
         return self._known(sequence).cells.copy()
 
-    def ranges(self, sequence: int, begin: int = 0, end: int | None = None) -> tuple[Run, ...]:
+    def ranges(self, sequence: int, begin: int = 0, end: int | None = None) -> tuple[CellRun, ...]:
         """Runs of cells that hold positions [begin, end) (None: all) of a sequence, in order of position.
 
         ValueError: no such sequence, or it does not hold every position of the range.
@@ -134,7 +323,7 @@ class CellTable:
         lower.cells, lower.end = cells, int(length)
         self._changed()
 
-    def append(self, rows: Iterable[tuple[int, int]]) -> Batch:
+    def append(self, rows: Iterable[tuple[int, int]]) -> CellBatch:
         """Take cells in a row for the next tokens of some sequences, before the forward pass that fills them.
 
         A forward pass that fails is undone by `remove(row.sequence, row.begin, row.begin + row.length)` for each row.
@@ -165,7 +354,7 @@ class CellTable:
         if total > self.capacity:
             raise ValueError(f"a batch of {total} tokens in {len(wanted)} rows never fits {self.capacity} cells.")
         start = self.find(total)
-        batch = Batch(start, tuple(BatchRow(name, self._sequences[name].end, tokens) for name, tokens in wanted))
+        batch = CellBatch(start, tuple(BatchRow(name, self._sequences[name].end, tokens) for name, tokens in wanted))
         self._positions[start : start + total] = batch.positions
         for row in batch.rows:
             each = self._sequences[row.sequence]
@@ -268,11 +457,11 @@ class CellTable:
 
     # What a batch sees
 
-    def span(self, batch: Batch, *, window: int | None = None) -> tuple[int, int]:
+    def span(self, batch: CellBatch, *, window: int | None = None) -> tuple[int, int]:
         """The cells [start, stop) from the first to the last that any token of a batch sees; otherwise as `mask`."""
         return bounds(self._visible(batch, window))
 
-    def mask(self, batch: Batch, *, window: int | None = None) -> NDArray[np.bool_]:
+    def mask(self, batch: CellBatch, *, window: int | None = None) -> NDArray[np.bool_]:
         """Which cells each token of a batch sees: those of its own sequence at its own position or before.
 
         Shape (batch.length, stop - start) with (start, stop) = `span(batch, window=window)`; True: seen.
@@ -330,14 +519,14 @@ class CellTable:
     def _free_cells(self) -> Cells:
         return np.flatnonzero(self._positions == _FREE).astype(np.int32)
 
-    def _runs(self, cells: Cells) -> tuple[Run, ...]:
+    def _runs(self, cells: Cells) -> tuple[CellRun, ...]:
         """Cut cells where the next cell or the next position is not the one after."""
         if len(cells) == 0:
             return ()
         positions = self._positions[cells]
         cuts = np.flatnonzero((np.diff(cells) != 1) | (np.diff(positions) != 1)) + 1
         edges = pairwise([0, *cuts.tolist(), len(cells)])
-        return tuple(Run(int(cells[first]), last - first, int(positions[first])) for first, last in edges)
+        return tuple(CellRun(int(cells[first]), last - first, int(positions[first])) for first, last in edges)
 
     def _index(self, each: _Sequence, position: int) -> int:
         """How many of the sequence's cells hold positions below `position`."""
@@ -394,7 +583,7 @@ class CellTable:
         if plan.shift or plan.end == each.end:
             each.end -= length
 
-    def _visible(self, batch: Batch, window: int | None) -> list[Cells]:
+    def _visible(self, batch: CellBatch, window: int | None) -> list[Cells]:
         """For each row the cells that any of its tokens sees, in order of position."""
         if window is not None and window < 1:
             raise ValueError(f"a window of {window} tokens; wanted at least 1, the token itself.")

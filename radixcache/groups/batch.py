@@ -16,10 +16,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
-from radixcache.adapters.cache_list import leaves, with_leaves
-from radixcache.adapters.owned import owned
-from radixcache.adapters.registry import adapter_for
-from radixcache.adapters.span import SpanSnapshot
+from radixcache.adapters.registry import adapter_for, leaves, with_leaves
+from radixcache.adapters.span import SpanSnapshot, owned
 from radixcache.errors import UnsupportedCacheError
 from radixcache.groups.attention import Pair
 from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part, TailLayer, filled, joined

@@ -32,28 +32,21 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from radixcache.adapters.owned import owned
+from radixcache.adapters.span import owned
+from radixcache.core import Core
 from radixcache.errors import BudgetFullError, SessionClosedError, refuse_copy
-from radixcache.groups.admission import Admission
+from radixcache.groups.admission import Admission, RowStoring, segment_bytes
 from radixcache.groups.batch import Batch
-from radixcache.groups.passes import Passes
+from radixcache.groups.passes import Passes, Way, WayTrial, way_of
 from radixcache.groups.removal import Removal
 from radixcache.groups.room import Room
 from radixcache.groups.row import Row
-from radixcache.groups.segment_bytes import segment_bytes
-from radixcache.groups.storing import Storing
 from radixcache.groups.tails import CASCADE_TOKENS
-from radixcache.groups.ways import Finding, Way, way_of
-from radixcache.layers.arrays import ArrayLayout
-from radixcache.layers.evaluation import is_evaluation_failure
-from radixcache.layers.next_tokens import one_each
-from radixcache.paging.core import Core
+from radixcache.layers.layout import ArrayLayout, is_evaluation_failure, one_each
 from radixcache.paging.own_state import OwnState
-from radixcache.paging.request import Request
-from radixcache.paging.stops import checkpoint_stops
+from radixcache.paging.resume import Request, checkpoint_stops
 from radixcache.settings import require_count, require_group
-from radixcache.tokens.ids import checked_prompt, require_namespace
-from radixcache.tokens.keys import Keys, common_length
+from radixcache.tokens import Keys, checked_prompt, common_length, require_namespace
 
 #: A pass's logits are (R, T, V), all of them at once: beyond so many tokens the last goes by itself for its own.
 LOGITS_TOKENS = 32
@@ -86,11 +79,11 @@ class Group:
             core.take_back()
             self._room = Room(core, layout, capacity)
             core.bookings.append((self._room.booking, weakref.ref(self)))
-        self._storing = Storing(self._room)
+        self._storing = RowStoring(self._room)
         self._admission = Admission(self._room, self._storing, segment_bytes() if least_bytes is None else least_bytes)
         self._passes = Passes(self._room)
         self._next_id = 0
-        self._tried: tuple[Any, Finding] | None = None
+        self._tried: tuple[Any, WayTrial] | None = None
         self.is_closed = False
 
     def __repr__(self) -> str:
@@ -404,7 +397,7 @@ class Group:
             row.stops = {at: kind for at, kind in sorted(stops.items()) if row.position < at <= limit}
         return row
 
-    def _way(self, model: Any) -> Finding:
+    def _way(self, model: Any) -> WayTrial:
         own = self._core.settings.model
         # A callable that is no model passes for the cache's own.
         tried = model if own is None or isinstance(model, nn.Module) else own

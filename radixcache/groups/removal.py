@@ -23,7 +23,7 @@ from radixcache.groups.batch import Batch
 from radixcache.groups.room import Room
 from radixcache.groups.row import Row
 from radixcache.groups.tails import Columns, TailLayer
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.layout import ArrayLayout
 from radixcache.layers.shift import Rotation, rotations
 
 #: Keys and values of the tokens [start, start + T).

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from radixcache.core import Core
 from radixcache.errors import BudgetFullError, CacheFullError
 from radixcache.groups.batch import Batch
 from radixcache.groups.row import Row
-from radixcache.layers.arrays import ArrayLayout
-from radixcache.paging.booking import Booking
-from radixcache.paging.core import Core
+from radixcache.layers.layout import ArrayLayout
+from radixcache.paging.own_state import Booking
 
 
 class Room:

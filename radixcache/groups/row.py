@@ -13,15 +13,12 @@ from weakref import WeakMethod
 
 import mlx.core as mx
 
-from radixcache.adapters.snapshots import Spans
+from radixcache.adapters.contract import Spans
 from radixcache.errors import refuse_copy
 from radixcache.groups.batch import Batch
 from radixcache.paging.own_state import OwnState
-from radixcache.paging.request import Request
-from radixcache.paging.resume import ResumePlan, ShortReason
-from radixcache.tokens.ids import TokenIds
-from radixcache.tokens.keys import Keys, common_length
-from radixcache.tokens.known import KnownTokens
+from radixcache.paging.resume import Request, ResumePlan, ShortReason
+from radixcache.tokens import Keys, KnownTokens, TokenIds, common_length
 from radixcache.tree.node_state import StateNode
 
 

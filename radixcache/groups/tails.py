@@ -27,8 +27,8 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache
 
-from radixcache.adapters.owned import owned_span
-from radixcache.adapters.snapshots import Spans
+from radixcache.adapters.contract import Spans
+from radixcache.adapters.span import owned_span
 from radixcache.groups.attention import Pair, Plan, cascade, handed, has_slow_exp, is_on_cpu
 
 #: Tails grow by so many columns, for the room that is spare is taken in every row.

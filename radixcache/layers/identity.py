@@ -16,8 +16,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from radixcache.layers.arrays import ArrayLayout
-from radixcache.stores.keys import Identity
+from radixcache.layers.layout import ArrayLayout
+from radixcache.stores.block import Identity
 
 #: Of what is in a block, and how: another number, and nothing that was stored before is found.
 STATE_VERSION = 1

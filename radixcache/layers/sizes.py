@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from radixcache.adapters.contract import NEVER
-from radixcache.adapters.snapshots import Checkpoint, Range, Spans, Window, WindowSnapshot, common, tokens_in
+from radixcache.adapters.contract import NEVER, Checkpoint, Range, Spans, Window, WindowSnapshot, common, tokens_in
 
 
 @dataclass(slots=True, eq=False)

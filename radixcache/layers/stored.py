@@ -18,8 +18,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from radixcache.adapters.contract import Checkpoint, Spans, WindowSnapshot
 from radixcache.adapters.point import PointSnapshot
-from radixcache.adapters.snapshots import Checkpoint, Spans, WindowSnapshot
 from radixcache.adapters.span import SpanSnapshot
 from radixcache.stores.block import DTYPES, Buffer
 

@@ -24,10 +24,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from radixcache.adapters.snapshots import Checkpoint
-from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError
-from radixcache.paging.live_path import LivePath
-from radixcache.paging.slots import Slots
+from radixcache.adapters.contract import Checkpoint
+from radixcache.layers.layout import NATIVE_ERRORS, LiveStateError
+from radixcache.paging.live_path import LivePath, Slots
 from radixcache.tree.node_state import StateNode
 from radixcache.tree.state_tree import StateTree
 

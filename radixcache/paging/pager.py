@@ -16,13 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from radixcache.adapters.snapshots import Spans
-from radixcache.layers.evaluation import NATIVE_ERRORS, LiveStateError
-from radixcache.layers.layout import Layout
+from radixcache.adapters.contract import Spans
+from radixcache.layers.layout import NATIVE_ERRORS, Layout, LiveStateError
 from radixcache.paging.evictor import Evictor
-from radixcache.paging.live_path import LivePath
+from radixcache.paging.live_path import LivePath, Slots
 from radixcache.paging.resume import ResumePlan
-from radixcache.paging.slots import Slots
 from radixcache.tree.node_state import StateNode
 from radixcache.tree.state_tree import StateTree, Use
 

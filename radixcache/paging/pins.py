@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from radixcache.adapters.snapshots import Checkpoint
+from radixcache.adapters.contract import Checkpoint
 from radixcache.layers.layout import Layout
-from radixcache.tokens.keys import Keys
+from radixcache.tokens import Keys
 from radixcache.tree.node_state import StateNode
 from radixcache.tree.state_tree import StateTree, Use
 

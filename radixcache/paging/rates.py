@@ -48,7 +48,7 @@ class Rate:
         return self.seconds / self.amount * amount if self.amount else 0.0
 
 
-class Reading:
+class TimedRead:
     """How fast one store is, and what prefill took, or was expected to, since it was read last."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Reading:
         self.refused_seconds = 0.0
 
 
-class Rates:
+class StoreRates:
     """The rates of one cache and its stores. Not thread-safe: a measurement that is lost costs nothing.
 
     Stores are told apart by `Link.tier`; bytes are given for each of those that are read.
@@ -65,7 +65,7 @@ class Rates:
     def __init__(self, cost: CostModel, clock: Callable[[], float] = time.perf_counter) -> None:
         self._cost = cost
         self.clock = clock
-        self._reading: defaultdict[int, Reading] = defaultdict(Reading)
+        self._reading: defaultdict[int, TimedRead] = defaultdict(TimedRead)
         self._last_bytes: dict[int, int] = {}
         self._prefill: dict[int, Rate] = {}
         self._longest = 0.0
@@ -99,7 +99,7 @@ class Rates:
         self._last_bytes = dict(nbytes)
         for tier in nbytes:
             if self._reading[tier].refused_seconds:
-                self._reading[tier] = Reading()
+                self._reading[tier] = TimedRead()
             self._reading[tier].rate.add(nbytes[tier], seconds.get(tier, 0.0))
 
     def tokens_to_prefill(self) -> int:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from radixcache.adapters.snapshots import Checkpoint, Spans
+from radixcache.adapters.contract import Checkpoint, Spans
 from radixcache.errors import SnapshotError
 from radixcache.layers.layout import Layout
 from radixcache.paging.evictor import Evictor
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.own_state import OwnState
 from radixcache.paging.pager import Pager
-from radixcache.tokens.keys import Keys
+from radixcache.tokens import Keys
 from radixcache.tree.node_state import StateNode
 from radixcache.tree.state_tree import StateTree, Use
 

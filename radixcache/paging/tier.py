@@ -9,28 +9,421 @@ Several stores are asked as one (`stores/tiers.py`), and each is written at its 
 
 Nothing here raises for what a disk or a file does, or for state of a kind that cannot be stored: the answer is the cold
 one. The lock is held. What waits to be written is in memory beside the budget, up to the store's own limit.
+
+Disk: a store, or several, and what a cache's state is called there.
+
+Bringing: state out of a store, into the tree, for a request that is about to be planned.
+
+    memory    |------------| match
+    store     |-----------------------------| chain of blocks, and what point layers need at its end
+    read                  |-----------------|     and of windows what they read there
+
+It ends where a request can resume. Of several stores each part is weighed by itself: what one has is not read for what
+another one saves. The lock is held; arrays are made on the calling thread, files are read by others.
+
+Keeping: state of the tree, into a store: a block up to each multiple of 512 tokens, each checkpoint, and the end.
+
+    stored      |--------|--------|--|              as it was cut before
+    path        |------------------------------| end
+    put                              |-----|---|    behind it: each token is written once
+
+Of several stores that are written at the same moment one may lack what another one has: that is put too.
+
+Where the system prompt ends, and where the tree parts, a block ends too: it is not written again for each that goes on
+from there. What parts in the second half of a block that is stored goes on from inside of it. Layers that resume at
+checkpoints alone need a block that ends at each, so theirs is written again; no more than up to the last one is.
+
+The lock is held. Bytes are taken on the calling thread, without a copy where the tree has them in one piece; out of
+live buffers they are copied, a block at a time, and only if the store takes it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable
-from typing import TypeVar
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
+from itertools import pairwise, takewhile
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
+from radixcache.adapters.contract import Checkpoint, Spans
+from radixcache.adapters.span import segment_bounds
 from radixcache.layers.layout import Layout
-from radixcache.paging.bringing import Bringing, Foreseen
-from radixcache.paging.disk import Disk
+from radixcache.layers.stored import Buffers
 from radixcache.paging.evictor import Evictor
-from radixcache.paging.keeping import Keeping
-from radixcache.paging.rates import Rates
+from radixcache.paging.live_path import Slots
+from radixcache.paging.rates import StoreRates
 from radixcache.paging.recorder import Recorder
-from radixcache.paging.request import Request
-from radixcache.paging.slots import Slots
+from radixcache.paging.resume import Request, deepest_whole, floor, plan_resume
+from radixcache.stores.block import Block, Head, Identity, Kind, root_key
+from radixcache.stores.index import Index, Link, chain_end
+from radixcache.stores.store import Store
 from radixcache.stores.tiers import moments
-from radixcache.tokens.keys import Keys
-from radixcache.tree.node_state import StateNode
+from radixcache.tokens import Keys
+from radixcache.tree.node_state import NodeState, StateNode
+from radixcache.tree.radix_tree import Match
 from radixcache.tree.state_tree import StateTree, Use
+
+
+class Disk(NamedTuple):
+    """Where a cache's state goes.
+
+    Attributes:
+        grid: an exact cache's step size, by which its blocks are marked, and others never taken; 0: any are.
+        clock: seconds, by which prefill and reading are timed.
+        block_tokens: of a block at most; None: as many as a segment of the tree has.
+    """
+
+    store: Store
+    identity: Identity
+    grid: int = 0
+    clock: Callable[[], float] = time.perf_counter
+    block_tokens: int | None = None
+
+    def match(self, keys: Keys, namespace: str, *, at_checkpoints: bool = False) -> list[Link]:
+        """As `Store.match`, of this cache's state."""
+        return self.store.match(self.identity, namespace, keys, grid=self.grid, at_checkpoints=at_checkpoints)
+
+    def known(self, keys: Keys, namespace: str) -> list[Link]:
+        """As `Store.known`, of this cache's state."""
+        return self.store.known(self.identity, namespace, keys, grid=self.grid)
+
+
+class Foreseen(NamedTuple):
+    """What would be brought of a prompt.
+
+    Attributes:
+        tokens: how many of it are stored, if more than memory has.
+        read_tokens: up to where they would be read; 0: none would, reading is expected to be slower than prefill.
+        tiers: up to where each store has it, in the order in which they would be read.
+    """
+
+    tokens: int = 0
+    read_tokens: int = 0
+    tiers: tuple[tuple[str, int], ...] = ()
+
+
+class Bringing:
+    """Reading for one cache.
+
+    Attributes:
+        brought_tokens: that requests could resume on besides.
+        read_bytes: of what was read, by the store.
+    """
+
+    def __init__(
+        self, disk: Disk, layout: Layout, states: StateTree, evictor: Evictor, recorder: Recorder, rates: StoreRates
+    ) -> None:
+        self._disk, self._layout, self._states = disk, layout, states
+        self._evictor, self._recorder, self._rates = evictor, recorder, rates
+        self._grid = states.grid_tokens
+        self.brought_tokens = 0
+        self.read_bytes: Counter[str] = Counter()
+
+    def bring(self, keys: Keys, namespace: str, use: Use) -> str:
+        """Put into the tree what the store has of a prompt beyond memory; what became of it, in a few words.
+
+        "damaged": what was found is not known any more; ask again. It raises what a store or its content may raise.
+        """
+        match, resume, links = self._sought(keys, namespace)
+        if not links:
+            return "not stored"
+        links, refused = self._chosen(resume, links)
+        if refused:
+            start = links[-1].end if links else resume
+            self._rates.was_refused({each.tier for each in refused}, start, refused[-1].end)
+        if not links:
+            return "slower than prefill"
+        links = self._less_what_tells(resume, links)
+        with self._states.guarded(match.node):
+            try:
+                return self._read(match, resume, links, keys, namespace, use)
+            finally:
+                self._evictor.tidy(match.node)
+
+    def foresee(self, keys: Keys, namespace: str) -> Foreseen:
+        """What `bring` would do."""
+        _, resume, links = self._sought(keys, namespace)
+        if not links:
+            return Foreseen()
+        chosen, _ = self._chosen(resume, links)
+        names = self._disk.store.tiers
+        ends = {names[each.tier]: each.end for each in links}
+        return Foreseen(links[-1].end, chosen[-1].end if chosen else 0, tuple(ends.items()))
+
+    def remove(self, keys: Keys, start: int, namespace: str) -> None:
+        """Have the store give up what it has of these keys from offset `start` on, and what it is about to write."""
+        self._disk.store.flush()
+        self._disk.store.remove(each.key for each in self._disk.match(keys, namespace) if each.end > start)
+
+    def _sought(self, keys: Keys, namespace: str) -> tuple[Match[NodeState], int, list[Link]]:
+        """What memory has, where a request would resume on that, and the blocks that would take it further."""
+        match = self._states.match(keys, namespace)
+        resume = plan_resume(self._layout, match, len(keys), None, grid_tokens=self._grid).resume
+        chain = self._disk.match(keys, namespace, at_checkpoints=self._layout.has_states)
+        end = chain[-1].end if chain else 0
+        if floor(end, self._grid) <= resume:
+            return match, resume, []
+        ranges = [(match.offset, end), *(needed for window in self._layout.windows for needed in window.needs(end))]
+        needed = [link for link in chain if any(link.start < b and link.end > a for a, b in ranges)]
+        return match, resume, needed or chain[-1:]  # memory has all of it but the checkpoint
+
+    def _least(self, links: Sequence[Link]) -> list[Link]:
+        """The first of these that can be read for themselves."""
+        ends = (count for count, link in enumerate(links, 1) if link.has_checkpoint or not self._layout.has_states)
+        return list(links[: next(ends)])
+
+    def _chosen(self, resume: int, links: Sequence[Link]) -> tuple[list[Link], list[Link]]:
+        """As many of these as are worth reading, store by store; and those behind them that were found not to be."""
+        chosen: list[Link] = []
+        for run in self._runs(links):
+            start = chosen[-1].end if chosen else resume
+            if not self._is_worth_reading(start, run):
+                run, refused = self._least(run), run
+                is_tried = self._is_worth_reading(start, run)
+                return ([*chosen, *run], []) if is_tried else (chosen, refused)
+            chosen += run
+        return chosen, []
+
+    def _runs(self, links: Sequence[Link]) -> Iterator[list[Link]]:
+        """These, cut where another store goes on and a request could resume."""
+        run: list[Link] = []
+        for link, after in zip(links, [*links[1:], None], strict=True):
+            run.append(link)
+            can_resume = link.has_checkpoint or not self._layout.has_states
+            if after is None or (after.tier != link.tier and can_resume):
+                yield run
+                run = []
+
+    def _less_what_tells(self, resume: int, links: list[Link]) -> list[Link]:
+        """These, without the end that is prefilled to learn what prefill takes, where that is due."""
+        tokens = self._rates.tokens_to_prefill()
+        last = links[-1].end - tokens
+        ends = [
+            count
+            for count, link in enumerate(links, 1)
+            if resume < link.end <= last and (link.has_checkpoint or not self._layout.has_states)
+        ]
+        if not tokens or not ends:
+            return links
+        self._rates.was_left()
+        return links[: ends[-1]]
+
+    def _is_worth_reading(self, start: int, links: Sequence[Link]) -> bool:
+        return self._rates.is_worth_reading(self._tier_bytes(links), start, links[-1].end)
+
+    def _read(
+        self,
+        match: Match[NodeState],
+        resume: int,
+        links: list[Link],
+        keys: Keys,
+        namespace: str,
+        use: Use,
+    ) -> str:
+        layout, held = self._layout, match.offset
+        links = self._affordable(links)
+        if not links:
+            return "no room"
+        seconds: defaultdict[int, float] = defaultdict(float)
+        clock, began = self._rates.clock, self._rates.clock()
+        files = self._disk.store.read(self._wanted(links))
+        rows, windows = [], []
+        for link, block in zip(links, files, strict=False):
+            if block is None:
+                return "damaged"
+            about = (block.buffers, link.start, link.block_end)
+            if link.end > held:
+                rows.append([its and its.split(link.end)[0] for its in layout.spans_in(*about)])
+            leaves = layout.windows_in(*about)
+            windows.append(Spans(link.start, link.block_end, leaves, sum(its.nbytes for its in leaves if its)))
+            seconds[link.tier] += clock() - began
+            began = clock()
+        end, checkpoints = floor(links[-1].end, self._grid), []
+        leaves = [None] * layout.leaf_count
+        if layout.has_states:
+            if (block := next(files)) is None:
+                return "damaged"
+            if not self._states.windows.lacking(match.path, end, windows):
+                leaves = layout.points_in(block.buffers, end)
+            else:
+                end = 0
+        elif layout.windows:
+            end = deepest_whole(layout, windows, end, grid=self._grid)
+        seconds[links[-1].tier] += clock() - began
+        self._rates.was_read(nbytes := self._tier_bytes(links), seconds)
+        self.read_bytes.update({self._disk.store.tiers[tier]: its for tier, its in nbytes.items()})
+        if end <= resume:
+            return "windows are not whole"
+        checkpoints = [layout.checkpoint_of(leaves, end, "end")] if layout.has_points else []
+        spans = self._joined(rows, held, end) if end > held else None
+        self._recorder.put(keys[:end], namespace, spans, None, use, windows, checkpoints)
+        self.brought_tokens += end - resume
+        return "brought"
+
+    def _wanted(self, links: Sequence[Link]) -> list[tuple[bytes, Kind]]:
+        """What is read of these: their blocks, and the last one's checkpoint for layers that resume nowhere else."""
+        blocks: list[tuple[bytes, Kind]] = [(each.key, "block") for each in links]
+        return [*blocks, (links[-1].key, "checkpoint")] if self._layout.has_states else blocks
+
+    def _joined(self, rows: Sequence[list[Any]], start: int, end: int) -> Spans:
+        """The snapshots of several blocks, one behind the other, as those of the tokens [start, end)."""
+        leaves = []
+        for its in zip(*rows, strict=True):
+            whole = None if its[0] is None else reduce(lambda upper, lower: upper.merged(lower), its)
+            leaves.append(None if whole is None else whole.split(start)[1].split(end)[0])
+        spans = self._layout.spans_of(leaves, start, end)
+        if spans.nbytes != (end - start) * self._layout.token_bytes:
+            raise ValueError(f"{spans.nbytes} bytes are stored of {end - start} tokens.")
+        return spans
+
+    def _affordable(self, links: Sequence[Link]) -> list[Link]:
+        """As many of these, from the first on, as there is room for, which is made; a checkpoint has to be last."""
+        room = self._states.account.ledger.budget_bytes - self._evictor.fixed_bytes()
+        fitting = list(links)
+        while fitting and (self._bytes(fitting) > room or (self._layout.has_states and not fitting[-1].has_checkpoint)):
+            fitting.pop()
+        return fitting if self._evictor.find_room(self._bytes(fitting)) else []
+
+    def _bytes(self, links: Sequence[Link]) -> int:
+        """Bytes that reading these takes, in stores and in memory, but for a few KiB."""
+        return sum(self._tier_bytes(links).values())
+
+    def _tier_bytes(self, links: Sequence[Link]) -> Counter[int]:
+        """The same, by the store."""
+        found: Counter[int] = Counter()
+        for each in links:
+            found[each.tier] += each.block_bytes
+        if links and self._layout.has_states:
+            found[links[-1].tier] += links[-1].checkpoint_bytes
+        return found
+
+
+class Keeping:
+    """Writing for one cache.
+
+    Attributes:
+        kept_blocks: blocks and checkpoints that were given to the store.
+    """
+
+    def __init__(self, disk: Disk, layout: Layout, states: StateTree, slots: Slots) -> None:
+        self._disk, self._layout, self._states, self._slots = disk, layout, states, slots
+        # An exact cache's blocks begin where its prefill does, and those of others have to end at each checkpoint.
+        self._cuts = disk.store.takes_cuts and not disk.grid and not layout.has_points
+        # What was put and may not be written yet.
+        self._put = Index()
+        self.kept_blocks = 0
+
+    def keep(self, tip: StateNode, end: int, mark: int = 0, *, wait: bool = False) -> None:
+        """Put what the store lacks of the path to a node, up to offset `end`; it stops where no more is taken.
+
+        Args:
+            mark: where many are likely to part from it.
+        """
+        path = tip.path()
+        points: dict[int, Checkpoint] = {}
+        if self._layout.has_states:
+            found = ((node.end, node.payload.checkpoint) for node in path)
+            points = {at: each for at, each in found if each is not None and at <= end}
+            end = max(points, default=0)
+        if end == 0:
+            return
+        keys = np.concatenate([node.edge for node in path])[:end]
+        parent = root_key(self._disk.identity, tip.namespace)
+        cuts = {mark, *points, *(node.end for node in path if len(node.children) > 1)}
+        cut = 0
+        for low, high, link in self._bounds(keys, tip.namespace, parent, cuts):
+            if link is not None and not link.is_whole:
+                parent, cut = link.key, high - low
+                continue
+            about = (self._disk.identity, tip.namespace, parent, low, keys[low:high], self._disk.grid, cut)
+            if link is not None and self._disk.store.holds(link.key):
+                parent = link.key
+            else:
+                head = Head("block", *about)
+                if not self._offer(head, lambda low=low, high=high: self._state(path, low, high), wait):  # type: ignore[misc]
+                    return
+                parent = head.key
+            point = points.get(high)
+            if point is not None:
+                self._offer(Head("checkpoint", *about), lambda its=point: self._layout.point_buffers(its), wait)  # type: ignore[misc]
+            cut = 0
+
+    def _bounds(
+        self, keys: Keys, namespace: str, root: bytes, wanted: Iterable[int]
+    ) -> list[tuple[int, int, Link | None]]:
+        """How these keys are cut into blocks: as they are stored already, then by segments and where it is wanted."""
+        found = self._chain(keys, namespace, root)
+        start = chain_end(found)
+        cuts = [start, *sorted(at for at in wanted if start < at < len(keys))]
+        cuts += [len(keys)] if start < len(keys) else []
+        new = [bounds for low, high in pairwise(cuts) for bounds in segment_bounds(low, high, self._disk.block_tokens)]
+        return [*((each.start, each.end, each) for each in found), *((low, high, None) for low, high in new)]
+
+    def _chain(self, keys: Keys, namespace: str, root: bytes) -> list[Link]:
+        """The longest chain of blocks that these keys follow, stored or put: whole ones, where the store takes nothing
+        else, and a last one in part if it is at least half."""
+        if self._disk.store.flush(0):
+            self._put = Index()
+        stored = self._disk.known(keys, namespace)
+        if not self._cuts:
+            stored = list(takewhile(lambda link: link.is_whole, stored))
+        # A stored block that these leave inside may have an unwritten sibling that they follow longer.
+        found = max((self._with_put(chain, keys, root) for chain in (stored, stored[:-1])), key=chain_end)
+        if found and not found[-1].is_whole:
+            last = found[-1]
+            if not self._cuts or 2 * (last.end - last.start) < last.block_end - last.start:
+                found.pop()
+        return found
+
+    def _with_put(self, chain: Sequence[Link], keys: Keys, root: bytes) -> list[Link]:
+        """A chain, and what was put that goes on from there."""
+        parent, cut, at = root, 0, chain_end(chain)
+        if chain:
+            parent, cut = chain[-1].key, 0 if chain[-1].is_whole else at - chain[-1].start
+        behind = self._put.match(parent, keys[at:], self._disk.grid, cut=cut)
+        return [*chain, *(each.moved(at) for each in behind)]
+
+    def _offer(self, head: Head, state: Callable[[], Buffers | None], wait: bool) -> bool:
+        """Put a block or a checkpoint, unless it is there; False: it is neither there nor taken."""
+        if self._disk.store.holds(head.key, head.kind):
+            return True
+        windows = sum(map(self._layout.window_bytes, self._layout.windows))
+        nbytes = len(head.tokens) * (self._layout.token_bytes + windows) if head.kind == "block" else 0
+        if wait and not self._disk.store.accepts(nbytes):
+            self._disk.store.flush()
+        buffers = state() if self._disk.store.accepts(nbytes) else None
+        if buffers is None or not self._disk.store.put(Block(head, buffers)):
+            return False
+        self.kept_blocks += 1
+        if head.kind == "block":
+            self._put.add(head, 1, 0)
+        return True
+
+    def _state(self, path: Sequence[StateNode], start: int, end: int) -> Buffers | None:
+        """The state of the tokens [start, end) of a path; None: some of it cannot be read now."""
+        nodes = [node for node in path if node.start < end and node.end > start]
+        parts = [self._spans_at(node, max(start, node.start), min(end, node.end)) for node in nodes]
+        whole = [each for each in parts if each is not None]
+        if len(whole) < len(parts):
+            return None
+        return self._layout.block_buffers(whole, self._states.windows.stored(nodes), start, end)
+
+    def _spans_at(self, node: StateNode, start: int, end: int) -> Spans | None:
+        """A node's snapshot, or a copy of [start, end) out of buffers that have it and may be read."""
+        state = node.payload
+        if state.spans is not None:
+            return state.spans
+        caches = state.leaving_from
+        if caches is None and state.live and self._slots.hidden([node], None) is None and self._layout.token_bytes:
+            caches = self._slots.source(node).caches
+        if caches is None:
+            return None if self._layout.token_bytes else Spans(start, end, [None] * self._layout.leaf_count, 0)
+        return self._layout.page_out(caches, start, end)
+
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +446,7 @@ class Tier:
         self, disk: Disk, layout: Layout, states: StateTree, evictor: Evictor, slots: Slots, recorder: Recorder
     ) -> None:
         self.store = disk.store
-        self.rates = Rates(states.cost, disk.clock)
+        self.rates = StoreRates(states.cost, disk.clock)
         self.decisions: Counter[str] = Counter()
         self.bringing = Bringing(disk, layout, states, evictor, recorder, self.rates)
         self._keeping = {

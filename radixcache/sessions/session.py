@@ -6,6 +6,19 @@
     close          settle what was evaluated -> new nodes and checkpoints in the tree, LIVE -> keep the budget
 
 It holds what is known of the request; how far the layers are is in its Progress.
+
+open_session: how a request becomes a Session. Nothing else makes one.
+
+take back      what vanished without closing
+bring          what a store has of the prompt beyond memory
+look up        what the tree holds of the prompt, the free slot that goes along with it furthest, where to resume
+guard          the path, so that nothing takes it away meanwhile
+move           leave the old path (page out) -> make room -> page in
+count          the request, its reason where less than the match was resumed, its events
+
+fetch and insert: state for caches that are somebody else's, and out of them.
+
+both_models: a model and its draft model as one, over the caches of both.
 """
 
 from __future__ import annotations
@@ -13,7 +26,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -22,24 +35,18 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from radixcache.adapters.snapshots import Checkpoint
+from radixcache.adapters.contract import Checkpoint
+from radixcache.core import Core, expel
 from radixcache.errors import SessionClosedError, refuse_copy
-from radixcache.layers.evaluation import is_evaluation_failure
-from radixcache.paging.core import Core
-from radixcache.paging.expulsion import expel
-from radixcache.paging.grid import stops_on_grid
+from radixcache.layers.layout import ArrayLayout, is_evaluation_failure
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.own_state import OwnState
-from radixcache.paging.request import Request
-from radixcache.paging.resume import ResumePlan, ShortReason
-from radixcache.paging.stops import checkpoint_stops
+from radixcache.paging.resume import Request, ResumePlan, ShortReason, checkpoint_stops, stops_on_grid
 from radixcache.sessions.progress import Progress
 from radixcache.settings import require_count
-from radixcache.tokens.ids import TokenIds, token_ids
-from radixcache.tokens.keys import Keys
-from radixcache.tokens.known import KnownTokens
+from radixcache.tokens import Keys, KnownTokens, TokenIds, token_ids
 from radixcache.tree.state_tree import Use
-from radixcache.verify.verifier import Check, Finding, Mismatch
+from radixcache.verify import Check, Finding, Mismatch
 
 
 class Session:
@@ -384,3 +391,115 @@ class Session:
         if self._owed:
             self._evaluate_prompt(model, self._owed)
             self._owed = 0
+
+
+def fetch(core: Core, request: Request) -> tuple[list[Any], TokenIds]:
+    """Restore the longest usable prefix into fresh caches; returns them and the ids left. The lock is held."""
+    core.bring(request)
+    found = core.lookup(request.keys, request.namespace, request.limit)
+    plan, node = found.plan, found.match.node
+    nodes = [each for each in plan.path if each.start < plan.resume]
+    stored = core.states.windows.stored(nodes)
+    with core.states.guarded(node):
+        caches = core.pager.allocating(lambda: core.pager.restored(nodes, plan, stored))
+    core.states.touch(nodes, plan.source, request.use)
+    core.evictor.tidy(node)
+    core.counted(request, plan, "fetch")
+    core.keep(request.keys[: plan.resume], request, plan.resume)
+    core.tidy_unpinned()
+    core.write_trace(request)
+    return caches, request.prompt[plan.resume :].copy()
+
+
+def insert(core: Core, request: Request, caches: Sequence[Any]) -> int:
+    """Store what the tree lacks of foreign caches; returns how many tokens it has then. The lock is held.
+
+    Raises:
+        SnapshotError, ValueError: the caches do not fit, or the cache is exact; nothing was changed.
+    """
+    if core.settings.exact:
+        raise ValueError(
+            "insert() into an exact cache: nobody knows whether these caches were prefilled in whole chunks of "
+            f"{core.settings.step_size} tokens from offset 0. Use begin() and session.prefill(), or exact=False."
+        )
+    allowed = core.allowed(request.keys, request.namespace)
+    if len(allowed) < len(request.keys) and core.layout.has_points:
+        core.layout.compare(caches)  # point state cannot be cut back to where the quarantine begins
+        end = len(allowed)
+    else:
+        end = core.recorder.record_foreign(caches, allowed, request.namespace, request.use)
+    core.keep(request.keys[:end], request, 0)
+    core.keep_budget()
+    return core.states.match(request.keys[:end], request.namespace).offset
+
+
+def both_models(model: Any, draft_model: Any, cache_count: int) -> Callable[..., Any]:
+    """A callable that runs both models over a list of the model's caches and then the draft model's.
+
+    Raises:
+        ValueError: that list would not have `cache_count` caches.
+    """
+    layers = len(model.layers)
+    wanted = layers + len(draft_model.layers)
+    if cache_count != wanted:
+        raise ValueError(
+            f"the PrefixCache has {cache_count} layer caches; draft_model needs both models' {wanted}, in order."
+        )
+
+    def both(tokens: Any, cache: list[Any]) -> Any:
+        draft_model(tokens, cache=cache[layers:])
+        return model(tokens, cache=cache[:layers])
+
+    return both
+
+
+def open_session(core: Core, request_of: Callable[[Use], Request], namespace: str, use: Sequence[Any]) -> Session:
+    """Restore the longest usable prefix into the live caches, and open a session on them.
+
+    Args:
+        request_of: makes the request, once it is known when it comes.
+        use: priority, turn and kind.
+
+    Raises:
+        CacheBusyError: every live slot is taken.
+    """
+    session = None
+    try:
+        with core.lock:
+            core.take_back()
+            core.slots.require_free(namespace)
+            session = _opened(core, request_of(core.next_use(*use)))
+    except BaseException:
+        if session is not None:
+            session.close()
+        raise
+    return session
+
+
+def _opened(core: Core, request: Request) -> Session:
+    use, length = request.use, len(request.prompt)
+    moving = core.bring(request)
+    found = core.lookup(request.keys, request.namespace, request.limit, core.slots.choose)
+    live, plan = found.live, found.plan
+    assert live is not None, found
+    live.open(found.match.node, use.tick)
+    try:
+        core.pager.keep_point_state(live, use)
+        with moving:
+            core.pager.move(live, plan, length + request.reserve, length)
+        # Where the session comes back to, and others may branch off as it does.
+        core.pager.keep_point_state(live, use, "branch")
+    except BaseException:
+        core.slots.lose(live)
+        core.release(live)
+        raise
+    guarded = [] if live.guarded is None else live.guarded.path()
+    core.states.touch(guarded, live.tip if plan.source is None else plan.source, use)
+    core.counted(request, plan, "begin")
+    session = Session(core, live, plan, request)
+    if core.verifier.is_drawn(plan.resume) and isinstance(core.layout, ArrayLayout):
+        session.verify_with(Check(core.verifier, core.layout, request.prompt, live.caches, plan.resume))
+    live.seat(session)
+    core.tidy_unpinned()
+    core.evictor.make_room()
+    return session

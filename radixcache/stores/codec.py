@@ -25,8 +25,7 @@ from zlib import crc32
 
 import numpy as np
 
-from radixcache.stores.block import BLOCK_TOKENS, DTYPES, Block, Buffer, Head, Shapes, shape_bytes
-from radixcache.stores.keys import Identity
+from radixcache.stores.block import BLOCK_TOKENS, DTYPES, Block, Buffer, Head, Identity, Shapes, shape_bytes
 
 FORMAT, VERSION = "radixcache-block", "1"
 CHECKSUM_BYTES = 16

@@ -5,22 +5,37 @@
   C3  The lock is held for look-ups in memory alone.
 
 What other processes evict is noticed when it is read or to be evicted, what they add before a match or a write.
+
+Storing: what becomes of a block that is to be written. Only the writing thread runs it.
+
+W1  A block is written only if it is not there, and only behind a block that is: all that is stored can be reached.
+W2  Nothing is evicted for a block that is then not written, unless the disk fails.
+W3  After an error of the disk nothing is written any more; that is logged once, and `stopped` says why.
+
+DailyWrites: how much may still be written today, so that a store does not wear a disk out.
+
+Every process that writes into the folder appends what it is about to write to one file a day (UTC), a number a line,
+and reads what the others appended. So the budget is the folder's, and a process that is killed cannot spend it twice.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
-from radixcache.stores.block import KINDS, Block, Head, Kind
-from radixcache.stores.codec import Damaged
-from radixcache.stores.folder import Folder, file_name, place_of
+from radixcache.stores.block import KINDS, Block, Head, Kind, root_key
+from radixcache.stores.codec import Damaged, encoded
+from radixcache.stores.files import Folder, file_name, place_of
 from radixcache.stores.index import Index, Link
-from radixcache.stores.stats import Tally
-from radixcache.tokens.keys import Keys
+from radixcache.stores.store import StoreTally
+from radixcache.tokens import Keys
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +43,7 @@ logger = logging.getLogger(__name__)
 class Contents:
     """The files of blocks in a folder. Methods may be called from any thread."""
 
-    def __init__(self, folder: Folder, tally: Tally, secret: bytes | None) -> None:
+    def __init__(self, folder: Folder, tally: StoreTally, secret: bytes | None) -> None:
         self._folder, self._tally, self._secret = folder, tally, secret
         self._lock = threading.Lock()
         self._index = Index()
@@ -152,3 +167,143 @@ class Contents:
             logger.warning("%s: %s. It is set aside, and its tokens are prefilled.", self._folder.path / name, wrong)
         with suppress(OSError):  # then it stays where it is, and is not known
             self._folder.set_aside(name)
+
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class DailyWrites:
+    """The bytes a day of one folder; without a limit nothing is read or written."""
+
+    def __init__(self, folder: Path, limit_bytes: int | None) -> None:
+        self._folder, self._limit_bytes = folder, limit_bytes
+        self._day = self._read_to = self._spent_bytes = 0
+
+    def look(self) -> None:
+        """See what has been written today. OSError: that cannot be read."""
+        if self._limit_bytes is None:
+            return
+        if _today() != self._day:
+            self._day, self._read_to, self._spent_bytes = _today(), 0, 0
+            self._forget_other_days()
+        with self._opened() as handle:
+            while b"\n" in (lines := os.pread(handle, 1 << 16, self._read_to)):
+                whole = lines[: lines.rindex(b"\n") + 1]
+                self._read_to += len(whole)
+                self._spent_bytes += sum(int(line) for line in whole.split() if line.isdigit() and len(line) < 20)
+
+    def left_bytes(self) -> int:
+        """What may still be written today, as far as is known."""
+        if self._limit_bytes is None:
+            return 1 << 63
+        return self._limit_bytes - (self._spent_bytes if self._day == _today() else 0)
+
+    def spend(self, nbytes: int) -> None:
+        """So much is about to be written; it counts whatever becomes of it, from the next look on."""
+        if self._limit_bytes is not None:
+            with self._opened() as handle:
+                os.write(handle, b"%d\n" % nbytes)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        handle = os.open(self._folder / f"written-{self._day}", _FLAGS, 0o600)
+        try:
+            yield handle
+        finally:
+            os.close(handle)
+
+    def _forget_other_days(self) -> None:
+        with os.scandir(self._folder) as entries:
+            names = [entry.name for entry in entries if entry.name.startswith("written-")]
+        for name in names:
+            if name != f"written-{self._day}":
+                with suppress(OSError):
+                    os.unlink(self._folder / name)
+
+
+def _today() -> int:
+    return int(time.time() // 86400)
+
+
+logger = logging.getLogger(__name__)
+
+#: Why blocks are dropped after an error of the disk.
+STOPPED = "writing has stopped"
+#: What is wrong with a name and not with the disk: something else has it.
+_TAKEN = {errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY}
+
+
+class FileStoring:
+    """Writes blocks into a folder, within what budgets allow.
+
+    Attributes:
+        stopped: the error after which nothing is written; empty: there was none.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        contents: Contents,
+        daily: DailyWrites,
+        tally: StoreTally,
+        *,
+        budget_bytes: int,
+        min_free_bytes: int,
+        secret: bytes | None,
+    ) -> None:
+        self._folder, self._contents, self._daily, self._tally = folder, contents, daily, tally
+        self._budget_bytes, self._min_free_bytes, self._secret = budget_bytes, min_free_bytes, secret
+        self.stopped = ""
+
+    def keep_budget(self) -> None:
+        """Evict what a folder has beyond the budget."""
+        try:
+            self._contents.make_room(0, self._budget_bytes, b"")
+        except OSError as error:
+            self._stop(error)
+
+    def store(self, block: Block) -> None:
+        """Write a block, or count why not."""
+        try:
+            why_not = STOPPED if self.stopped else self._written_or_why_not(block)
+        except OSError as error:
+            why_not = "something else has its place" if error.errno in _TAKEN else self._stop(error)
+        if why_not:
+            self._tally.drop(why_not)
+
+    def _written_or_why_not(self, block: Block) -> str:
+        try:
+            parts = encoded(block, self._secret)
+        except ValueError:
+            return "its head is too long"
+        return self.place(block.head, parts, sum(memoryview(part).nbytes for part in parts))
+
+    def place(self, head: Head, parts: Sequence[Any], nbytes: int) -> str:
+        """Make a file of so many bytes of these parts, if it is to be and there is room; else say why not."""
+        contents = self._contents
+        contents.refresh()
+        if contents.file_bytes(head.key, head.kind):
+            return "it is there"
+        before = head.parent if head.kind == "block" else head.key
+        if before != root_key(head.identity, head.namespace) and not contents.file_bytes(before, "block"):
+            return "what comes before it is not stored"
+        if self._folder.free_bytes() < self._min_free_bytes + nbytes:
+            return "the disk is nearly full"
+        self._daily.look()
+        if self._daily.left_bytes() < nbytes:
+            return "the budget of the day is spent"
+        if nbytes > self._budget_bytes:
+            return "it is larger than the budget"
+        contents.touch([before])
+        if not contents.make_room(nbytes, self._budget_bytes, before):
+            return "the budget is full of what comes before it"
+        self._daily.spend(nbytes)
+        self._folder.write(file_name(head.key, head.kind), parts)
+        contents.add(head, nbytes)
+        self._tally.add(written_files=1, written_bytes=nbytes)
+        return ""
+
+    def _stop(self, error: OSError) -> str:
+        self.stopped = str(error)
+        logger.warning("%s: %s. Nothing more is written; what is stored is used.", self._folder.path, error)
+        return STOPPED

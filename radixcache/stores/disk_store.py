@@ -21,18 +21,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 from radixcache.errors import refuse_copy
-from radixcache.stores.block import Block, Kind
-from radixcache.stores.contents import Contents
-from radixcache.stores.daily_writes import DailyWrites
-from radixcache.stores.folder import Folder
+from radixcache.stores.block import Block, Identity, Kind, root_key
+from radixcache.stores.contents import STOPPED, Contents, DailyWrites, FileStoring
+from radixcache.stores.files import Folder
 from radixcache.stores.index import Link
-from radixcache.stores.keys import Identity, root_key
-from radixcache.stores.stats import StoreStats, Tally
+from radixcache.stores.store import StoreStats, StoreTally, require_store_options
 from radixcache.stores.store import WriteOn as WriteOn
-from radixcache.stores.store import require_store_options
-from radixcache.stores.storing import STOPPED, Storing
 from radixcache.stores.writer import Writer
-from radixcache.tokens.keys import Keys
+from radixcache.tokens import Keys
 
 #: Files that are read at a time, and so many ahead of the one that is asked for.
 READERS = 2
@@ -80,11 +76,11 @@ class DiskStore(AbstractContextManager["DiskStore"]):
         require_store_options(write_on, secret)
         self.write_on: WriteOn = write_on
         self.budget_bytes = budget_bytes
-        self._tally = Tally()
+        self._tally = StoreTally()
         folder = Folder(path, secret, make=True)
         self._contents = Contents(folder, self._tally, secret)
         self._daily = DailyWrites(folder.path, write_budget_bytes_per_day)
-        self._storing = Storing(
+        self._storing = FileStoring(
             folder,
             self._contents,
             self._daily,

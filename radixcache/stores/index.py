@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache.stores.block import Head, Kind
-from radixcache.tokens.keys import Keys, common_length
+from radixcache.tokens import Keys, common_length
 
 
 class Link(NamedTuple):
@@ -69,7 +69,7 @@ def chain_end(chain: Sequence[Link]) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class IndexEntry:
     """A block. `file_bytes` by kind: a file that is not there is not in it."""
 
     key: bytes
@@ -87,8 +87,8 @@ class Index:
     def __init__(self) -> None:
         self.nbytes = 0
         #: By key, in the order of use.
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._below: dict[_Place, dict[bytes, Entry]] = {}
+        self._entries: OrderedDict[bytes, IndexEntry] = OrderedDict()
+        self._below: dict[_Place, dict[bytes, IndexEntry]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -108,7 +108,7 @@ class Index:
             small = np.iinfo(np.int32)
             is_narrow = bool(((head.tokens >= small.min) & (head.tokens <= small.max)).all())
             tokens = head.tokens.astype(np.int32) if is_narrow else head.tokens.copy()
-            entry = self._entries[head.key] = Entry(head.key, head.parent, tokens, head.grid, head.cut, used_ns)
+            entry = self._entries[head.key] = IndexEntry(head.key, head.parent, tokens, head.grid, head.cut, used_ns)
             self._below.setdefault(_place(entry), {})[head.key] = entry
         self.nbytes += nbytes - entry.file_bytes.get(head.kind, 0)
         entry.file_bytes[head.kind] = nbytes
@@ -142,7 +142,7 @@ class Index:
         entry = self._entries.get(key)
         return 0 if entry is None else entry.used_ns
 
-    def path(self, key: bytes) -> list[Entry]:
+    def path(self, key: bytes) -> list[IndexEntry]:
         """The block and all before it, the first one first, as far as they are known."""
         path = []
         while (entry := self._entries.get(key)) is not None:
@@ -150,7 +150,7 @@ class Index:
             key = entry.parent
         return path[::-1]
 
-    def oldest(self) -> Entry | None:
+    def oldest(self) -> IndexEntry | None:
         """The block that was used longest ago."""
         return next(iter(self._entries.values()), None)
 
@@ -197,7 +197,7 @@ class Index:
 
 
 #: The chain before, its next block, and which tokens match it.
-_Chain = tuple["_Chain | None", Entry, int, int]
+_Chain = tuple["_Chain | None", IndexEntry, int, int]
 
 
 def _links(chain: _Chain | None) -> list[Link]:
@@ -214,5 +214,5 @@ def _links(chain: _Chain | None) -> list[Link]:
 _Place = tuple[bytes, int, int]
 
 
-def _place(entry: Entry) -> _Place:
+def _place(entry: IndexEntry) -> _Place:
     return entry.parent, entry.cut, int(entry.tokens[0])

@@ -22,18 +22,14 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from radixcache.errors import refuse_copy
-from radixcache.stores.block import KINDS, Block, Kind
+from radixcache.stores.block import KINDS, Block, Identity, Kind, root_key
 from radixcache.stores.codec import Damaged, decoded
 from radixcache.stores.index import Link
-from radixcache.stores.keys import Identity, root_key
 from radixcache.stores.redis_calls import Call, Calls, Replies
-from radixcache.stores.redis_contents import Prompt, RedisContents
-from radixcache.stores.redis_names import Names
-from radixcache.stores.redis_storing import UNANSWERED, RedisStoring
-from radixcache.stores.stats import StoreStats, Tally
-from radixcache.stores.store import WriteOn, require_store_options
+from radixcache.stores.redis_contents import UNANSWERED, Names, RedisContents, RedisStoring, StoredPrompt
+from radixcache.stores.store import StoreStats, StoreTally, WriteOn, require_store_options
 from radixcache.stores.writer import Writer
-from radixcache.tokens.keys import Keys
+from radixcache.tokens import Keys
 
 #: Read in one round trip, or a single value that is larger; and how many of those are on their way.
 BATCH_BYTES = 8 << 20
@@ -92,7 +88,7 @@ class RedisStore(AbstractContextManager["RedisStore"]):
         self.takes_cuts = False  # a prompt is told of blocks by its own tokens, and of the rest of one it has none
         self._max_bytes, self._secret = int(max_value_mib * (1 << 20)), secret
         whole_s = None if ttl_s is None else int(ttl_s)
-        self._tally = Tally()
+        self._tally = StoreTally()
         self._calls = Calls(url, timeout_s, clock, self._tally)
         self._names = Names(secret)
         self._contents = RedisContents(self._calls, self._names, self._tally, whole_s, self._max_bytes)
@@ -112,7 +108,7 @@ class RedisStore(AbstractContextManager["RedisStore"]):
         Where several blocks part within the same 64 tokens, it is the one that was written last that is found.
         """
         is_asked = len(tokens) > 0 and self._calls.is_up()
-        if not is_asked or not self._contents.look_up(Prompt(identity, namespace, tokens, grid)):
+        if not is_asked or not self._contents.look_up(StoredPrompt(identity, namespace, tokens, grid)):
             return []
         return self.known(identity, namespace, tokens, grid=grid, at_checkpoints=at_checkpoints)
 

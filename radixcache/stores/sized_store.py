@@ -12,16 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from radixcache.stores.block import BLOCK_TOKENS, Block, Kind
-from radixcache.stores.contents import Contents
-from radixcache.stores.daily_writes import DailyWrites
-from radixcache.stores.folder import Folder, file_name
+from radixcache.stores.block import BLOCK_TOKENS, Block, Identity, Kind, root_key
+from radixcache.stores.contents import Contents, DailyWrites, FileStoring
+from radixcache.stores.files import Folder, file_name
 from radixcache.stores.index import Link
-from radixcache.stores.keys import Identity, root_key
-from radixcache.stores.stats import StoreStats, Tally
-from radixcache.stores.store import WriteOn
-from radixcache.stores.storing import Storing
-from radixcache.tokens.keys import Keys
+from radixcache.stores.store import StoreStats, StoreTally, WriteOn
+from radixcache.tokens import Keys
 
 #: Of a file beside its state, about: its tokens, 8 bytes each.
 HEAD_BYTES = 8 * BLOCK_TOKENS
@@ -41,10 +37,10 @@ class SizedStore:
         self.write_on: WriteOn = write_on
         self.budget_bytes = budget_bytes
         self._on_read = on_read
-        self._tally = Tally()
+        self._tally = StoreTally()
         self._folder = _NoFolder()
         self._contents = Contents(self._folder, self._tally, None)
-        self._storing = Storing(
+        self._storing = FileStoring(
             self._folder,
             self._contents,
             DailyWrites(self._folder.path, None),

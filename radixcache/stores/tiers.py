@@ -19,12 +19,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 
-from radixcache.stores.block import Block, Kind
+from radixcache.stores.block import Block, Identity, Kind
 from radixcache.stores.index import Link, chain_end
-from radixcache.stores.keys import Identity
-from radixcache.stores.stats import StoreStats, total
-from radixcache.stores.store import Store, WriteOn
-from radixcache.tokens.keys import Keys
+from radixcache.stores.store import Store, StoreStats, WriteOn, total
+from radixcache.tokens import Keys
 
 
 class Tiers:

@@ -33,7 +33,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from radixcache.tokens.keys import Keys, common_length
+from radixcache.tokens import Keys, common_length
 
 P = TypeVar("P")
 

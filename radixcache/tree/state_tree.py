@@ -34,15 +34,13 @@ from typing import Any
 
 from policies import CostModel, Entry, EvictionPolicy
 from policies.entry import EntryState
-from radixcache.adapters.snapshots import SEGMENT_TOKENS, Checkpoint, Spans
-from radixcache.budget.ledger import Account
-from radixcache.layers.evaluation import NATIVE_ERRORS
-from radixcache.layers.layout import Layout
-from radixcache.tokens.keys import Keys
-from radixcache.tree.events import Events
-from radixcache.tree.node_state import NodeState, StateNode
+from radixcache.adapters.contract import SEGMENT_TOKENS, Checkpoint, Spans
+from radixcache.layers.layout import NATIVE_ERRORS, Layout
+from radixcache.ledger import Account
+from radixcache.tokens import Keys
+from radixcache.tree.history import Events
+from radixcache.tree.node_state import THINNED_FIRST, NodeState, StateNode, Thinning
 from radixcache.tree.radix_tree import RadixTree, below
-from radixcache.tree.thinning import THINNED_FIRST, Thinning
 from radixcache.tree.windows import Windows
 
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from radixcache.adapters.contract import NEVER
-from radixcache.adapters.snapshots import Range, Spans, Window, common, missing, tokens_in, widened
+from radixcache.adapters.contract import NEVER, Range, Spans, Window, common, missing, tokens_in, widened
 from radixcache.layers.layout import Layout
 from radixcache.tree.node_state import StateNode
 

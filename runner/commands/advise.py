@@ -7,29 +7,27 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from runner.commands.outputs import Outputs
+from runner.commands.inputs import TraceOptions, with_trace_options
+from runner.commands.outputs import Outputs, UsageError, about, require, say
 from runner.commands.simulate import (
     DISK_MIB_PER_S,
     MOST_CAPACITY,
     PREFILL_TOKENS_PER_S,
     DiskMibPerS,
     disk_plan,
+    run_grid,
 )
-from runner.commands.simulating import run_grid
-from runner.commands.trace_options import TraceOptions, with_trace_options
-from runner.commands.usage import UsageError, about, require, say
-from runner.files.json_file import read_json
-from runner.files.units import GIB
+from runner.files import read_json
+from runner.text import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from runner.models.footprint import ModelBytes
-    from runner.simulate.disk import DiskPlan
-    from runner.simulate.disk_advice import DiskAdvice
-    from runner.simulate.mrc import Curve
-    from runner.simulate.sampling import Estimate
-    from runner.traces.request import Trace
+    from runner.simulate.advice import DiskAdvice, Estimate
+    from runner.simulate.curve import Curve
+    from runner.simulate.rows import DiskPlan
+    from runner.traces.trace import Trace
 
 #: Processes for a long trace, unless --jobs says otherwise.
 MOST_JOBS = 4
@@ -112,10 +110,9 @@ def advise(
     disk = disk_plan(disk_gib, disk_mib_per_s, speed, sizes)
     rows = None if simulation is None else _rows(simulation)
 
-    from runner.files.json_file import json_bytes
-    from runner.simulate.advise import advice_document, advice_html, advice_of, best_policy, lru_text, policy_text
-    from runner.simulate.curve_report import curve_picture
-    from runner.simulate.mrc import lru_curve
+    from runner.files import json_bytes
+    from runner.simulate.advice import advice_document, advice_html, advice_of, best_policy, lru_text, policy_text
+    from runner.simulate.curve import curve_picture, lru_curve
 
     read = options.read()
     try:
@@ -180,10 +177,18 @@ def _compared(
     seed: int,
 ) -> Comparison:
     from policies import POLICIES
-    from runner.simulate.advise import LEVEL, sample_note
-    from runner.simulate.disk_advice import DiskAdvice
-    from runner.simulate.grid import Job
-    from runner.simulate.sampling import WHOLE_REFS, apart, best_two, estimates_of, parts_of, samples_of
+    from runner.simulate.advice import (
+        LEVEL,
+        WHOLE_REFS,
+        DiskAdvice,
+        apart,
+        best_two,
+        estimates_of,
+        parts_of,
+        sample_note,
+        samples_of,
+    )
+    from runner.simulate.grid import SimulationJob
 
     has_checkpoints = sizes is not None and sizes.checkpoint_bytes > 0
     # The curve says LRU's share to the block, where there are no checkpoints.
@@ -201,7 +206,7 @@ def _compared(
         parts = parts_of(trace, capacity_blocks)
         samples = samples_of(trace, parts, seed=seed)
         blocks = capacity_blocks // parts
-        grid = [Job(index, name, blocks, None, sizes) for name in names for index in range(len(samples))]
+        grid = [SimulationJob(index, name, blocks, None, sizes) for name in names for index in range(len(samples))]
         requests = sum(len(each.requests) for each in samples)
         found, stop = run_grid(samples, grid, jobs if requests > SOON_REQUESTS else 1)
         if stop is not None:
@@ -214,14 +219,14 @@ def _compared(
             names.append("lru")
     elif not has_checkpoints:
         names.insert(0, "belady")
-    grid = [Job(0, name, capacity_blocks, None, sizes) for name in names]
+    grid = [SimulationJob(0, name, capacity_blocks, None, sizes) for name in names]
     with_disk = None
     if disk is not None and sizes is not None and is_long and not full and not has_checkpoints:
         with_disk = DiskAdvice.estimated(
             curve, disk, capacity_blocks, trace.block_tokens, sizes.token_bytes * trace.block_tokens
         )
     elif disk is not None:
-        grid.append(Job(0, "lru", capacity_blocks, None, sizes, disk))
+        grid.append(SimulationJob(0, "lru", capacity_blocks, None, sizes, disk))
     found, stop = run_grid([trace], grid, jobs)
     if stop is not None:
         # What finished says nothing about what did not.

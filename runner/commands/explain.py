@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from runner.commands.inputs import load_outline, read_chosen, scheduled_requests
-from runner.commands.outputs import Outputs
-from runner.commands.usage import UNLIMITED_BYTES, UsageError, about, bytes_of, require, require_policy, say
-from runner.files.progress_lines import ProgressLines
-from runner.files.units import plural
+from runner.commands.outputs import UNLIMITED_BYTES, Outputs, UsageError, about, bytes_of, require, require_policy, say
+from runner.text import ProgressLines, plural
 
 if TYPE_CHECKING:
     from radixcache.layers.sizes import SizedLayout
     from runner.models.load import ModelOutline
-    from runner.script.conversations.conversation import Conversation
+    from runner.script.conversation import Conversation
 
 
 def explain(
@@ -51,9 +49,8 @@ def explain(
     conversations = _read(file, skip_bad)
     outline = load_outline(model)
 
-    from runner.breaks.prefix_breaks import find_breaks
-    from runner.breaks.report import breaks_document, breaks_text
-    from runner.files.json_file import json_bytes
+    from runner.breaks import breaks_document, breaks_text, find_breaks
+    from runner.files import json_bytes
     from runner.script.script import ScriptError
 
     lines = ProgressLines()
@@ -88,7 +85,7 @@ def explain(
 
 
 def _read(files: list[Path], skip_bad: bool) -> "list[Conversation]":
-    from runner.breaks.prefix_breaks import with_replies
+    from runner.breaks import with_replies
 
     read = read_chosen(files, skip_bad)
     unanswered = sum(not each.replies_recorded for each in read)

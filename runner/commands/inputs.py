@@ -1,20 +1,31 @@
-"""What commands are given: conversations and models. Whatever is wrong with them is one line."""
+"""What commands are given: conversations and models. Whatever is wrong with them is one line.
+
+What commands read, as their help shows it. The marker of click's keeps the lines as they are.
+
+Options that every command over traces has, and what comes of them: a trace, and a model's bytes.
+"""
+
+from __future__ import annotations
 
 import atexit
 import shutil
 import sys
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from runner.commands.usage import UsageError, say
-from runner.files.units import plural
+import typer
+
+from runner.commands.outputs import UsageError, require, say
+from runner.text import plural
 
 if TYPE_CHECKING:
     from runner.models.load import LoadedModel, ModelOutline
-    from runner.script.conversations.conversation import Conversation
+    from runner.script.conversation import Conversation
     from runner.script.schedule import ScheduledRequest
 
 
@@ -33,11 +44,10 @@ def _from_stdin() -> Path:
     return path
 
 
-def read_chosen(paths: Sequence[Path] | None, skip_bad: bool) -> "Sequence[Conversation]":
+def read_chosen(paths: Sequence[Path] | None, skip_bad: bool) -> Sequence[Conversation]:
     """Read the files, and say on stderr what of them was left out; without any the built-in conversations."""
-    from runner.script.conversations.builtin import builtin_conversations
-    from runner.script.conversations.conversation import ConversationError
-    from runner.script.conversations.reader import read_conversations
+    from runner.script.conversation import ConversationError
+    from runner.script.conversation_reader import builtin_conversations, read_conversations
 
     if not paths:
         return builtin_conversations()
@@ -51,8 +61,8 @@ def read_chosen(paths: Sequence[Path] | None, skip_bad: bool) -> "Sequence[Conve
 
 
 def scheduled_requests(
-    conversations: "Sequence[Conversation]", *, users: int | None, seed: int, max_requests: int | None
-) -> "list[ScheduledRequest]":
+    conversations: Sequence[Conversation], *, users: int | None, seed: int, max_requests: int | None
+) -> list[ScheduledRequest]:
     """The requests of conversations, as `schedule` interleaves them."""
     from runner.script.schedule import schedule
 
@@ -62,7 +72,7 @@ def scheduled_requests(
         raise UsageError(str(error)) from error
 
 
-def load_model(spec: str) -> "LoadedModel":
+def load_model(spec: str) -> LoadedModel:
     """The model that a --model names."""
     from runner.models.load import ModelError, load_model
 
@@ -72,7 +82,7 @@ def load_model(spec: str) -> "LoadedModel":
         raise UsageError(str(error)) from error
 
 
-def load_outline(spec: str) -> "ModelOutline":
+def load_outline(spec: str) -> ModelOutline:
     """What there is without weights of the model that a --model names."""
     from runner.models.load import ModelError, load_outline
 
@@ -80,3 +90,165 @@ def load_outline(spec: str) -> "ModelOutline":
         return load_outline(spec)
     except ModelError as error:
         raise UsageError(str(error)) from error
+
+
+CONVERSATIONS = """
+\b
+Conversations are JSON, or JSONL with one per line; id and tools may stand beside the messages:
+{"user": "ann", "messages": [{"role": "user", "content": "Hello"}]}
+{"user": "ben", "messages": [{"role": "user", "content": "Hi"}]}
+
+Also ShareGPT, tau-bench, mt-bench, SGD, SWE-agent's .traj and InterCode's logs, and folders with all below them; - is
+stdin.
+"""
+
+TRACES = """
+\b
+Traces are JSONL, a request per line, equal ids for equal prefixes:
+{"timestamp": 0, "input_length": 900, "output_length": 80, "hash_ids": [1, 2]}
+{"timestamp": 3000, "input_length": 950, "output_length": 95, "hash_ids": [1, 3]}
+
+Also a coding agent's sessions, what PrefixCache(trace=FILE) recorded, what radixcache synth makes, conversations with
+--model, and folders with all below them; - is stdin.
+"""
+
+
+if TYPE_CHECKING:
+    from runner.models.footprint import ModelBytes
+    from runner.traces.trace import Trace
+
+
+ModelConfig = Annotated[Path | None, typer.Option(help="A model's config.json (or its folder), for sizes in bytes.")]
+BytesPerToken = Annotated[float | None, typer.Option(help="Bytes of cache per token, instead of --model-config.")]
+BytesPerCheckpoint = Annotated[
+    float | None, typer.Option(help="With --bytes-per-token: bytes of windows and recurrent state per checkpoint.")
+]
+KvBits = Annotated[int | None, typer.Option(help="Bits per element of quantized keys and values of the model.")]
+KvGroupSize = Annotated[int, typer.Option(help="With --kv-bits: elements per group.")]
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """What was given; a field is an option of its name."""
+
+    trace: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Trace files or folders: Mooncake JSONL, coding-agent sessions, conversations (with --model), or"
+            " recorded traces. Several make one trace.",
+            show_default=False,
+        ),
+    ]
+    model_config: ModelConfig = None
+    bytes_per_token: BytesPerToken = None
+    bytes_per_checkpoint: BytesPerCheckpoint = None
+    kv_bits: KvBits = None
+    kv_group_size: KvGroupSize = 64
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read.")] = False
+    seed: Annotated[int, typer.Option(help="Seed of whatever is drawn: arrivals that are not recorded, samples.")] = 0
+    sessions_per_hour: Annotated[
+        float, typer.Option(help="Rate at which sessions begin, for data that does not record it (synthetic arrivals).")
+    ] = 30.0
+    model: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer reads conversations: demo, tiny, a folder, or a hub id.")
+    ] = None
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens per block, for conversations and for other Mooncake hashes than by 512."),
+    ] = None
+
+    @property
+    def inputs(self) -> list[Path]:
+        """What is read, and not to be overwritten."""
+        given = [*self.trace, self.model_config, None if self.model is None else Path(self.model)]
+        return [path for path in given if path is not None]
+
+    def read(self, *paths: Path) -> Trace:
+        """Read these paths, or all, as one trace, and say on stderr what of it was left out or made up."""
+        from runner.traces.trace import Pace
+        from runner.traces.trace_reader import read_trace
+
+        require(
+            self.block_tokens is None or self.block_tokens >= 1,
+            f"--block-tokens is {self.block_tokens}; wanted at least 1.",
+        )
+        try:
+            trace = read_trace(
+                *given_files(paths or self.trace),
+                skip_bad=self.skip_bad,
+                seed=self.seed,
+                pace=Pace(sessions_per_hour=self.sessions_per_hour),
+                tokenizer=self._tokenizer,
+                block_tokens=self.block_tokens,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        if trace.skipped:
+            say(f"note: {plural(len(trace.skipped), 'line')} skipped, the first: {trace.skipped[0]}")
+        if trace.is_timing_synthetic:
+            say("note: arrival times are synthetic, at least in part.")
+        return trace
+
+    @cached_property
+    def model_bytes(self) -> ModelBytes | None:
+        """The sizes that were asked for, or None for none."""
+        require(self.kv_bits is None or self.model_config is not None, "--kv-bits needs --model-config.")
+        return load_model_bytes(
+            self.model_config, self.bytes_per_token, self.bytes_per_checkpoint, self.kv_bits, self.kv_group_size
+        )
+
+    @cached_property
+    def _tokenizer(self) -> object:
+        if self.model is None:
+            return None
+        return load_outline(self.model).tokenizer
+
+
+def load_model_bytes(
+    model_config: Path | None,
+    bytes_per_token: float | None,
+    bytes_per_checkpoint: float | None,
+    kv_bits: int | None,
+    kv_group_size: int,
+) -> ModelBytes | None:
+    """The sizes that these options name, or None where there is neither a configuration nor bytes per token."""
+    from runner.models.footprint import ModelBytes, ModelConfigError
+
+    for option, value in (("--bytes-per-token", bytes_per_token), ("--bytes-per-checkpoint", bytes_per_checkpoint)):
+        require(value is None or 0 <= value < float("inf"), f"{option} is {value}; wanted 0 or more.")
+    require(
+        model_config is None or bytes_per_token is None,
+        "give --model-config or --bytes-per-token; wanted only one.",
+    )
+    require(
+        bytes_per_checkpoint is None or bytes_per_token is not None, "--bytes-per-checkpoint needs --bytes-per-token."
+    )
+    if bytes_per_token is not None:
+        sizes = ModelBytes("the model", round(bytes_per_token), round(bytes_per_checkpoint or 0), (), "its dtype")
+        require(sizes.token_bytes + sizes.state_bytes > 0, f"{sizes}; wanted more than 0.")
+        return sizes
+    if model_config is None:
+        return None
+    # Imported here: sizes that the user gives need no MLX.
+    from runner.models.sizes import read_model_bytes
+
+    try:
+        return read_model_bytes(model_config, kv_bits=kv_bits, kv_group_size=kv_group_size)
+    except ModelConfigError as error:
+        raise UsageError(str(error)) from error
+
+
+def with_trace_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn `command(context, options, ...)` into a command that has an option for each field of `TraceOptions`."""
+    context, _, *own = signature(command, eval_str=True).parameters.values()
+    trace, *shared = signature(TraceOptions, eval_str=True).parameters.values()
+
+    @wraps(command)
+    def run(context: typer.Context, **given: Any) -> None:
+        options = TraceOptions(**{each.name: given.pop(each.name) for each in (trace, *shared)})
+        command(context, options, **given)
+
+    # typer reads what to offer off the signature.
+    named = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in (trace, *own, *shared)]
+    run.__signature__ = Signature([context, *named])  # type: ignore[attr-defined]
+    return run

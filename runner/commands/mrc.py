@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from runner.commands.outputs import Outputs
-from runner.commands.trace_options import TraceOptions, with_trace_options
-from runner.commands.usage import UsageError, about, require, say
-from runner.files.units import plural
+from runner.commands.inputs import TraceOptions, with_trace_options
+from runner.commands.outputs import Outputs, UsageError, about, require, say
+from runner.text import plural
 
 
 @with_trace_options
@@ -32,10 +31,9 @@ def mrc(
     require(
         sizes is None or sizes.token_bytes > 0, f"{sizes}: blocks have no size of their own; use radixcache simulate."
     )
-    from runner.files.json_file import json_bytes
-    from runner.files.picture import picture_format
-    from runner.simulate.curve_report import COUNTS, curve_document, curve_picture, curve_table
-    from runner.simulate.mrc import lru_curve
+    from runner.files import json_bytes
+    from runner.picture import picture_format
+    from runner.simulate.curve import COUNTS, curve_document, curve_picture, curve_table, lru_curve
 
     read = options.read()
     try:

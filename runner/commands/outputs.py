@@ -1,23 +1,88 @@
 """Outputs: where results go. All are checked before a command runs; each is written whatever becomes of the others.
 
 `-` is stdout: what is shown to people goes to stderr then.
+
+What commands say when something is not as it should be: one line on stderr, and an exit code.
+
+Light on purpose: nothing here imports MLX, numpy or matplotlib.
+
+Files that a tree is shown in: their ending says as what.
 """
+
+from __future__ import annotations
 
 import io
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from runner.commands.usage import EXIT_USAGE, UsageError, require, say
-from runner.files.atomic import require_writable, write_atomically
+from runner.files import require_writable, write_atomically
+from runner.origin import machine, versions
+
+EXIT_CHECK_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+#: Of a cache that keeps everything.
+UNLIMITED_BYTES = 1 << 62
+
+
+class UsageError(Exception):
+    """Something the user can put right; the message is one line."""
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise UsageError unless the condition holds."""
+    if not holds:
+        raise UsageError(message)
+
+
+def require_policy(policy: str) -> None:
+    """Find out before a long run that there is no such policy."""
+    from policies import make_policy
+
+    try:
+        make_policy(policy)
+    except ValueError as error:
+        raise UsageError(f"--policy: {error}") from error
+
+
+def bytes_of(budget_mib: float) -> int:
+    """The bytes of a --budget-mib."""
+    require(0 < budget_mib < float("inf"), f"--budget-mib is {budget_mib:g}; wanted more than 0.")
+    return max(1, int(budget_mib * (1 << 20)))
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option was typed, and is not its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def command_line(context: typer.Context) -> str:
+    """What was typed, for the JSON of a result."""
+    return shlex.join(["radixcache", *context.obj])
+
+
+def about(context: typer.Context) -> dict[str, Any]:
+    """What made a result, for its JSON."""
+    return {"command": command_line(context), "machine": machine(), "versions": versions()}
+
+
+def say(message: str) -> None:
+    """One line on stderr, whatever the message holds, if there still is one."""
+    with suppress(OSError):
+        print(" ".join(message.split()), file=sys.stderr, flush=True)
+
 
 STDOUT = Path("-")
 MOST_COLUMNS = 10_000
@@ -153,3 +218,26 @@ def _as_lines(table: Table) -> str:
         for index, name in enumerate(names)
     ]
     return "\n".join(lines)
+
+
+if TYPE_CHECKING:
+    from radixcache import TreeView
+
+#: Formats of `PrefixCache.render` by the ending of the file.
+VIEW_ENDINGS = {".txt": "text", ".svg": "svg", ".html": "html", ".json": "json"}
+
+
+def require_view_file(path: Path) -> str:
+    """The format that a file's ending asks for."""
+    wanted = ", ".join(VIEW_ENDINGS)
+    require(
+        path.suffix.lower() in VIEW_ENDINGS, f"{path}: ends in {path.suffix or 'nothing'!r}; wanted one of {wanted}."
+    )
+    return VIEW_ENDINGS[path.suffix.lower()]
+
+
+def view_bytes(view: TreeView, format_name: str, max_nodes: int | None = None) -> bytes:
+    """A tree in one of these formats, for a file."""
+    from radixcache.observe.page import render_view
+
+    return (render_view(view, format_name, max_nodes).rstrip("\n") + "\n").encode("utf-8", "backslashreplace")

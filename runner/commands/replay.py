@@ -11,28 +11,29 @@ from rich.console import Console
 
 import runner
 from runner.commands.inputs import load_model, read_chosen, scheduled_requests
-from runner.commands.outputs import STDOUT, Outputs
-from runner.commands.usage import (
+from runner.commands.outputs import (
     EXIT_CHECK_FAILED,
     EXIT_INTERRUPTED,
+    STDOUT,
+    Outputs,
     UsageError,
     bytes_of,
     command_line,
     is_given,
     require,
     require_policy,
+    require_view_file,
     say,
+    view_bytes,
 )
-from runner.commands.view_files import require_view_file, view_bytes
-from runner.files.units import GIB, MIB, plural
-from runner.replay.backends.catalogue import CACHE_NAMES
+from runner.replay import CACHE_NAMES
+from runner.text import GIB, MIB, plural
 
 if TYPE_CHECKING:
     from runner.models.load import LoadedModel
-    from runner.parallel.report import ParallelReport
-    from runner.replay.replay import ReplayOptions
-    from runner.replay.report import Report
-    from runner.script.conversations.conversation import Conversation
+    from runner.replay.replayer import ReplayOptions
+    from runner.replay.report import ParallelReport, Report
+    from runner.script.conversation import Conversation
     from runner.script.script import Script
 
 # How many differing answers are named one by one.
@@ -122,7 +123,7 @@ def replay(
         chosen = read_chosen(conversations, skip_bad)
         loaded = load_model(model)
 
-        from runner.replay.replay import ReplayOptions
+        from runner.replay.replayer import ReplayOptions
 
         options = ReplayOptions(
             budget_bytes,
@@ -189,7 +190,7 @@ def _require_parallel(
     """Refuse what does not go with --parallel; returns the step size, which has another default with it."""
 
     require(parallel >= 1, f"--parallel is {parallel}; wanted at least 1.")
-    from runner.parallel.replay import TOGETHER
+    from runner.replay.together import TOGETHER
 
     require(
         set(caches) <= set(TOGETHER),
@@ -200,7 +201,7 @@ def _require_parallel(
         not exact,
         "--exact compares bits, which differ with the number of users in a forward pass. Leave it or --parallel out.",
     )
-    from runner.parallel.turn_taking import PARALLEL_STEP_SIZE
+    from runner.engine.admission import PARALLEL_STEP_SIZE
 
     # A serial replay has nobody to hold up.
     return step_size if is_given(context, "step_size") else PARALLEL_STEP_SIZE
@@ -237,11 +238,10 @@ def _run(
 ) -> "tuple[Report | ParallelReport, Exception | None]":
     """Serve the script; returns what finished, and what broke the run off before the rest."""
     from radixcache import BudgetFullError, PolicyError, StoreError, UnsupportedCacheError
-    from runner.parallel.replay import ParallelReplay
-    from runner.parallel.report import ParallelReport
     from runner.replay.progress import ReplayProgress
-    from runner.replay.replay import Replay
-    from runner.replay.report import Report
+    from runner.replay.replayer import Replay
+    from runner.replay.report import ParallelReport, Report
+    from runner.replay.together import ParallelReplay
     from runner.script.script import ScriptError
 
     progress = ReplayProgress(Console(stderr=True, highlight=False))
@@ -298,9 +298,9 @@ def _name_differences(report: "Report | ParallelReport") -> int:
 def _write_files(
     report: "Report | ParallelReport", outputs: Outputs, plot_file: Path | None, about: dict[str, Any]
 ) -> None:
-    from runner.files.json_file import json_bytes
-    from runner.files.picture import picture_format
-    from runner.replay.plots import replay_picture
+    from runner.files import json_bytes
+    from runner.picture import picture_format
+    from runner.replay.progress import replay_picture
 
     if not report.runs:
         return

@@ -15,7 +15,7 @@ import typer
 
 import runner
 from radixcache.errors import RadixCacheError
-from runner.commands.usage import UsageError, require, require_policy, say
+from runner.commands.outputs import UsageError, require, require_policy, say
 from runner.serve.options import ServeOptions, require_compatible
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _budget_bytes(budget_gib: float | None, prompt_cache_bytes: str | None) -> i
     if prompt_cache_bytes is None:
         budget_bytes = None if budget_gib is None else int(budget_gib * (1 << 30))
     else:
-        from runner.serve.border import parse_size
+        from runner.serve.mlx_lm_border import parse_size
 
         try:
             budget_bytes = parse_size(prompt_cache_bytes)
@@ -174,8 +174,8 @@ def _extra() -> Iterator[None]:
 def _one_process(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Callable[[float], object]]":
     """The application on a generation thread of this process, and what ends it; `stack` does so at the latest."""
     from runner.serve.app import make_app
-    from runner.serve.running import Running
-    from runner.serve.watch import Watch
+    from runner.serve.metrics import Watch
+    from runner.serve.scheduler import Running
 
     watch = Watch()
     running = Running(options, watch.on_record, watch.on_event)
@@ -189,8 +189,7 @@ def _replicas(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Callab
     """The same on replicas."""
     require_compatible(options)
     try:
-        from runner.serve.replicas.app import make_replicas_app
-        from runner.serve.replicas.fleet import Fleet
+        from runner.serve.replicas.fleet import Fleet, make_replicas_app
     except ImportError as error:
         raise UsageError(f"--replicas needs Ray Serve: pip install 'radixcache[ray,serve]' ({error}).") from error
     fleet = Fleet(options)

@@ -1,34 +1,236 @@
-"""`radixcache simulate`: traces through eviction policies at several capacities, or through routers and replicas."""
+"""`radixcache simulate`: traces through eviction policies at several capacities, or through routers and replicas.
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+A grid of simulations as a command runs it: under a bar, and with what goes wrong said in a line.
+
+What `radixcache simulate --replicas` takes beyond `radixcache simulate`: routers, speeds, a tier behind all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
+from rich.console import Console
 
-from runner.commands.outputs import Outputs
-from runner.commands.replicas import (
-    DECODE_TOKENS_PER_S,
-    ROUTERS,
-    SHARED_GBIT_PER_S,
-    ReplicaPlan,
-    replica_document,
-    replica_plan,
-    require_routable,
-)
-from runner.commands.simulating import run_or_raise
-from runner.commands.trace_options import TraceOptions, with_trace_options
-from runner.commands.usage import about, is_given, require, require_policy
-from runner.files.units import GIB, MIB
+from runner.commands.inputs import TraceOptions, with_trace_options
+from runner.commands.outputs import EXIT_INTERRUPTED, Outputs, UsageError, about, is_given, require, require_policy, say
+from runner.text import GIB, MIB, ProgressLines
+
+if TYPE_CHECKING:
+    from runner.simulate.grid import AnyJob, GridRow
+    from runner.simulate.simulator import OnProgress
+    from runner.traces.trace import Trace
+
+R = TypeVar("R", bound="GridRow")
+
+
+def run_or_raise(
+    traces: Sequence[Trace], grid: Sequence[AnyJob[R]], jobs: int, ray: str | None
+) -> tuple[list[R], Exception | None]:
+    """What finished of a grid, and what to raise if that is not all; raised at once where nothing has.
+
+    Raises:
+        UsageError: nothing could be simulated.
+    """
+    rows, stop = run_grid(traces, grid, jobs, ray)
+    if isinstance(stop, UsageError) and not rows:
+        raise stop
+    if stop is not None:
+        say(f"interrupted: {len(rows)} of {len(grid)} simulations had finished.")
+    return rows, stop
+
+
+def run_grid(
+    traces: Sequence[Trace], grid: Sequence[AnyJob[R]], jobs: int, ray: str | None = None
+) -> tuple[list[R], Exception | None]:
+    """Run a grid under a bar; returns what finished, and if that is not all, what to raise once it has been shown."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    if not grid:
+        return [], None
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,}/{task.total:,} requests"))
+    total = sum(len(traces[job.trace].requests) for job in grid)
+    rows: list[R] = []
+    lines = ProgressLines()
+    try:
+        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+            task = progress.add_task("simulating", total=total)
+
+            def advance(requests: int) -> None:
+                progress.advance(task, requests)
+                done = progress.tasks[0].completed
+                lines.tell(lambda: f"simulating: {done:,.0f} of {total:,} requests")
+
+            for row in _rows(traces, grid, jobs, ray, advance):
+                rows.append(row)
+    except KeyboardInterrupt:
+        return rows, typer.Exit(EXIT_INTERRUPTED)
+    except UsageError as error:
+        return rows, error
+    return rows, None
+
+
+def _rows(
+    traces: Sequence[Trace], grid: Sequence[AnyJob[R]], jobs: int, ray: str | None, on_progress: OnProgress
+) -> Iterator[R]:
+    from radixcache.errors import PolicyError
+    from runner.simulate.grid import run_locally, run_on_ray
+
+    try:
+        if ray is None:
+            yield from run_locally(traces, grid, jobs, on_progress)
+        else:
+            yield from run_on_ray(traces, grid, ray, on_progress)
+    except PolicyError as error:
+        # Ray's own exceptions tell a story around the first cause.
+        cause = getattr(error, "cause", error)
+        raise UsageError(f"--policy: policy {cause.policy}: {cause.hook}() {cause.reason}.") from error
+    except BrokenProcessPool as error:
+        raise UsageError("a process of --jobs was killed, perhaps for its memory; take fewer of them.") from error
+    except ConnectionError as error:
+        raise UsageError(f"--ray {ray}: no cluster answers ({error}).") from error
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from runner.commands.inputs import TraceOptions
+    from runner.simulate.grid import ReplicaJob, SimulationJob
+    from runner.simulate.replicas import Speeds
+    from runner.simulate.rows import DiskPlan, ReplicaRow
+    from runner.traces.trace import Trace
+
+ROUTERS = "random,round-robin,hash,prefix"
+#: A common network within a building; a model of 8 billion parameters on a laptop.
+SHARED_GBIT_PER_S, DECODE_TOKENS_PER_S = 10.0, 40.0
+MOST_REPLICAS = 1024
+#: Options that say something of replicas, and of nothing else.
+ALONE = {
+    "router": "--router",
+    "shared_gib": "--shared-gib",
+    "shared_gbit_per_s": "--shared-gbit-per-s",
+    "decode_tokens_per_s": "--decode-tokens-per-s",
+}
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """What the options describe.
+
+    Attributes:
+        shared: the tier behind all replicas; None: there is none.
+    """
+
+    counts: list[int]
+    routers: list[str]
+    speeds: Speeds
+    shared: DiskPlan | None
+    seed: int
+
+    def grid(self, jobs: Sequence[SimulationJob]) -> list[ReplicaJob]:
+        """A job for each router before each number of replicas, for each of these."""
+        from runner.simulate.grid import ReplicaJob
+
+        return [
+            ReplicaJob(each, router, count, self.speeds, self.seed)
+            for each in jobs
+            for count in self.counts
+            for router in self.routers
+        ]
+
+    def shown(self, traces: Sequence[Trace], rows: Sequence[ReplicaRow]) -> list[Table | str]:
+        """A table, and what has to be said beside it."""
+        from runner.simulate.tables import replica_footnotes, replicas_table
+
+        return [*([replicas_table(rows)] if rows else []), *replica_footnotes(traces, rows, self.speeds)]
+
+
+def replica_plan(
+    context: typer.Context,
+    options: TraceOptions,
+    replicas: str | None,
+    router: str,
+    shared_gib: float | None,
+    shared_gbit_per_s: float,
+    prefill_tokens_per_s: float,
+    decode_tokens_per_s: float,
+) -> ReplicaPlan | None:
+    """The replicas that these options describe; None: none."""
+    if replicas is None:
+        for name, option in ALONE.items():
+            require(not is_given(context, name), f"{option} is for replicas; say how many with --replicas.")
+        return None
+    for name, option in (("disk_gib", "--disk-gib"), ("plot_file", "--plot")):
+        require(not is_given(context, name), f"{option} is for one cache; wanted it without --replicas.")
+    from runner.simulate.replicas import Speeds
+    from runner.simulate.rows import DiskPlan
+
+    for option, value in (
+        ("--shared-gib", shared_gib),
+        ("--shared-gbit-per-s", shared_gbit_per_s),
+        ("--prefill-tokens-per-s", prefill_tokens_per_s),
+        ("--decode-tokens-per-s", decode_tokens_per_s),
+    ):
+        require(value is None or 0 < value <= 1e15, f"{option} is {value}; wanted more than 0.")
+    shared = None
+    if shared_gib is not None:
+        require(options.model_bytes is not None, "--shared-gib needs --model-config or --bytes-per-token.")
+        read_bytes_per_s = shared_gbit_per_s * 1e9 / 8
+        shared = DiskPlan(max(1, int(shared_gib * GIB)), read_bytes_per_s, prefill_tokens_per_s, "close")
+    speeds = Speeds(prefill_tokens_per_s, decode_tokens_per_s)
+    return ReplicaPlan(_counts(replicas), _routers(router), speeds, shared, options.seed)
+
+
+def require_routable(policies: Sequence[str]) -> None:
+    """Refuse policies that no server could have."""
+    from policies import OFFLINE_POLICIES
+
+    for name in policies:
+        require(name not in OFFLINE_POLICIES, f"--policy: {name} knows the future of one cache; not with --replicas.")
+
+
+def replica_document(traces: Sequence[Trace], rows: Sequence[ReplicaRow]) -> dict[str, Any]:
+    """The same figures for programs."""
+    from runner.simulate.tables import REPLICA_COUNTS
+
+    return {
+        "rows": [{**asdict(row), "share_of_infinite": row.share_of_infinite} for row in rows],
+        "sources": [trace.source for trace in traces],
+        "skipped": [len(trace.skipped) for trace in traces],
+        "counts": REPLICA_COUNTS,
+    }
+
+
+def _counts(listed: str) -> list[int]:
+    words = [word.strip() for word in listed.split(",")]
+    for word in words:
+        is_count = word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_REPLICAS
+        require(is_count, f"--replicas has {word!r}; wanted whole numbers from 1 to {MOST_REPLICAS:,}.")
+    return list(dict.fromkeys(map(int, words)))
+
+
+def _routers(listed: str) -> list[str]:
+    from runner.routing.routers import ROUTERS
+
+    names = list(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
+    require(bool(names), "--router names no router.")
+    for name in names:
+        require(name in ROUTERS, f"--router: no router {name!r}; known: {', '.join(ROUTERS)}.")
+    return names
+
 
 if TYPE_CHECKING:
     from runner.models.footprint import ModelBytes
-    from runner.simulate.disk import DiskPlan
-    from runner.simulate.grid import Job
-    from runner.simulate.row import SimulationRow
-    from runner.traces.request import Trace
+    from runner.simulate.grid import SimulationJob
+    from runner.simulate.rows import DiskPlan, SimulationRow
+    from runner.traces.trace import Trace
 
 #: Of blocks or GiB; beyond it floats are no longer whole numbers.
 MOST_CAPACITY = 1e15
@@ -113,11 +315,11 @@ def simulate(
     if many is not None:
         require_routable(policies)
     capacities = _capacities(capacity_blocks, budget_gib, options.model_bytes)
-    from runner.simulate.grid import Job
+    from runner.simulate.grid import SimulationJob
 
     traces = _separate(options) if separate else [options.read()]
     grid = [
-        Job(index, name, blocks, nbytes, options.model_bytes, disk)
+        SimulationJob(index, name, blocks, nbytes, options.model_bytes, disk)
         for index in range(len(traces))
         for name in policies
         for blocks, nbytes in capacities
@@ -133,8 +335,8 @@ def simulate(
 
 def _simulate_policies(
     context: typer.Context,
-    traces: "Sequence[Trace]",
-    grid: "Sequence[Job]",
+    traces: Sequence[Trace],
+    grid: Sequence[SimulationJob],
     jobs: int,
     ray: str | None,
     outputs: Outputs,
@@ -142,7 +344,7 @@ def _simulate_policies(
 ) -> Exception | None:
     """Run, show and write; returns what to raise if not all has finished."""
     rows, stop = run_or_raise(traces, grid, jobs, ray)
-    from runner.simulate.table import footnotes, rows_table
+    from runner.simulate.tables import footnotes, rows_table
 
     outputs.show(*([rows_table(rows)] if rows else []), *footnotes(traces, rows))
     if rows:
@@ -152,9 +354,9 @@ def _simulate_policies(
 
 def _simulate_replicas(
     context: typer.Context,
-    traces: "Sequence[Trace]",
+    traces: Sequence[Trace],
     many: ReplicaPlan,
-    grid: "Sequence[Job]",
+    grid: Sequence[SimulationJob],
     jobs: int,
     ray: str | None,
     outputs: Outputs,
@@ -167,7 +369,7 @@ def _simulate_replicas(
     return stop
 
 
-def _separate(options: TraceOptions) -> "list[Trace]":
+def _separate(options: TraceOptions) -> list[Trace]:
     """Each path as a trace, under a name of its own."""
     paths = options.trace
     require(len(set(paths)) == len(paths), "--separate: a path was given twice; wanted each once.")
@@ -183,11 +385,11 @@ def disk_plan(
     disk_gib: float | None,
     disk_mib_per_s: float,
     prefill_tokens_per_s: float,
-    sizes: "ModelBytes | None",
+    sizes: ModelBytes | None,
     write_on: Literal["eviction", "second_use", "close"] = "eviction",
-) -> "DiskPlan | None":
+) -> DiskPlan | None:
     """The disk that these options describe; None: none."""
-    from runner.simulate.disk import DiskPlan
+    from runner.simulate.rows import DiskPlan
 
     for option, value in (
         ("--disk-gib", disk_gib),
@@ -201,7 +403,7 @@ def disk_plan(
     return DiskPlan(max(1, int(disk_gib * GIB)), disk_mib_per_s * MIB, prefill_tokens_per_s, write_on)
 
 
-def _policies(listed: str, sizes: "ModelBytes | None", disk: "DiskPlan | None") -> list[str]:
+def _policies(listed: str, sizes: ModelBytes | None, disk: DiskPlan | None) -> list[str]:
     from policies import OFFLINE_POLICIES, POLICIES
 
     names = [name.strip() for name in listed.split(",") if name.strip()]
@@ -226,7 +428,7 @@ def _policies(listed: str, sizes: "ModelBytes | None", disk: "DiskPlan | None") 
 
 
 def _capacities(
-    capacity_blocks: str | None, budget_gib: str | None, sizes: "ModelBytes | None"
+    capacity_blocks: str | None, budget_gib: str | None, sizes: ModelBytes | None
 ) -> list[tuple[int | None, int | None]]:
     """Pairs of blocks and bytes, one of them None."""
     require(capacity_blocks is not None or budget_gib is not None, "give --capacity-blocks or --budget-gib.")
@@ -259,17 +461,16 @@ def _number(text: str, option: str) -> float:
 
 def _write(
     context: typer.Context,
-    traces: "Sequence[Trace]",
-    rows: "Sequence[SimulationRow]",
+    traces: Sequence[Trace],
+    rows: Sequence[SimulationRow],
     outputs: Outputs,
     plot_file: Path | None,
     *,
     interrupted: bool,
 ) -> None:
-    from runner.files.picture import picture_format
-    from runner.simulate.picture import picture
+    from runner.picture import picture_format
     from runner.simulate.simulator import infinite_ratio
-    from runner.simulate.table import COUNTS
+    from runner.simulate.tables import COUNTS, picture
 
     infinite = {trace.name: infinite_ratio(trace) for trace in traces}
     document = {
@@ -286,6 +487,6 @@ def _write(
 
 
 def _write_json(context: typer.Context, outputs: Outputs, document: dict[str, Any], *, interrupted: bool) -> None:
-    from runner.files.json_file import json_bytes
+    from runner.files import json_bytes
 
     outputs.write("--json", lambda: json_bytes({**document, "interrupted": interrupted, **about(context)}))

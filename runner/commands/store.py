@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from runner.commands.outputs import Outputs
-from runner.commands.usage import EXIT_CHECK_FAILED, UsageError, say
-from runner.files.units import MIB, plural
+from runner.commands.outputs import EXIT_CHECK_FAILED, Outputs, UsageError, say
+from runner.text import MIB, plural
 
 if TYPE_CHECKING:
-    from radixcache.stores.survey import StoredFile
+    from radixcache.stores.files import StoredFile
 
 store = typer.Typer(name="store", help="List, check and tidy prefixes that are kept on disk.")
 
@@ -25,7 +24,7 @@ DAY_S = 24 * 60 * 60
 @store.command("ls")
 def list_all(path: Folder) -> None:
     """List what is there, by model and namespace. One model has several lines where weights or settings differ."""
-    from runner.files.tables import table_of_figures
+    from runner.text import table_of_figures
 
     groups: dict[tuple[str, str, str], list[StoredFile]] = defaultdict(list)
     for file in _scanned(path):
@@ -51,13 +50,13 @@ def verify(
     from rich.console import Console
     from rich.progress import track
 
-    from radixcache.stores import survey
+    from radixcache.stores import files
 
     damaged = count = 0
     with _usable():
         secret = None if secret_file is None else secret_file.read_bytes()
-        total = sum(1 for _ in survey.scan(path))
-        checked = survey.verify(path, secret)
+        total = sum(1 for _ in files.scan(path))
+        checked = files.verify(path, secret)
         console = Console(stderr=True)
         for name, _, wrong in track(checked, "checking", total, console=console, transient=True):
             count += 1
@@ -76,7 +75,7 @@ def gc(
     unused_days: Annotated[float | None, typer.Option(help="Remove what was not used for so many days.", min=0)] = None,
 ) -> None:
     """Remove what nothing leads to any more, and what the options say, with all that follows it."""
-    from radixcache.stores.survey import remove
+    from radixcache.stores.files import remove
 
     files = sorted(_scanned(path), key=lambda file: (file.head.start, file.head.kind))
     oldest_s = None if unused_days is None else time.time() - unused_days * DAY_S
@@ -88,7 +87,7 @@ def gc(
 
 def _unwanted(files: "list[StoredFile]", model: str | None, oldest_s: float | None) -> "list[StoredFile]":
     """Those that are asked for, and those that only they lead to; files come in the order of their offsets."""
-    from radixcache.stores.keys import root_key
+    from radixcache.stores.block import root_key
 
     reached: set[bytes] = set()
     gone = []
@@ -105,7 +104,7 @@ def _unwanted(files: "list[StoredFile]", model: str | None, oldest_s: float | No
 
 
 def _scanned(path: Path) -> "list[StoredFile]":
-    from radixcache.stores.survey import scan
+    from radixcache.stores.files import scan
 
     with _usable():
         return list(scan(path))

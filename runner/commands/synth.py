@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from runner.commands.outputs import Outputs
-from runner.commands.usage import UsageError, require, say
+from runner.commands.outputs import Outputs, UsageError, require, say
 
 
 class Format(StrEnum):
@@ -50,10 +49,10 @@ def synth(
     require(force or not file.is_file(), f"{file}: is there already; --force writes over it.")
     from dataclasses import replace
 
-    from runner.traces.arrivals import Pace
     from runner.traces.compact import compact_bytes
-    from runner.traces.mooncake import mooncake_bytes
-    from runner.traces.synth import Synth, synthesize
+    from runner.traces.synthesis import Synth, synthesize
+    from runner.traces.trace import Pace
+    from runner.traces.trace_formats import mooncake_bytes
 
     default = Synth()
     try:

@@ -7,34 +7,40 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from runner.commands.inputs import given_files, load_outline, read_chosen, scheduled_requests
-from runner.commands.outputs import STDOUT, Outputs
-from runner.commands.trace_options import (
+from runner.commands.inputs import (
     BytesPerCheckpoint,
     BytesPerToken,
     KvBits,
     KvGroupSize,
     ModelConfig,
+    given_files,
     load_model_bytes,
+    load_outline,
+    read_chosen,
+    scheduled_requests,
 )
-from runner.commands.usage import (
+from runner.commands.outputs import (
+    STDOUT,
     UNLIMITED_BYTES,
+    VIEW_ENDINGS,
+    Outputs,
     UsageError,
     bytes_of,
     is_given,
     require,
     require_policy,
+    require_view_file,
     say,
+    view_bytes,
 )
-from runner.commands.view_files import ENDINGS, require_view_file, view_bytes
-from runner.files.units import plural
+from runner.text import plural
 
 if TYPE_CHECKING:
     from radixcache import TreeView
     from runner.models.footprint import ModelBytes
     from runner.models.load import ModelOutline
     from runner.script.schedule import ScheduledRequest
-    from runner.simulate.grown_tree import GrownTree
+    from runner.simulate.simulator import GrownTree
 
 #: How a saved tree begins.
 SAVED = re.compile(rb'\s*\{\s*"format":\s*"radixcache-tree"')
@@ -54,7 +60,7 @@ def tree(
         Path | None, typer.Option("--out", help="Write it to this .html, .svg, .txt or .json instead of printing it.")
     ] = None,
     format_name: Annotated[
-        str, typer.Option("--format", help=f"What is printed: {', '.join(ENDINGS.values())}.")
+        str, typer.Option("--format", help=f"What is printed: {', '.join(VIEW_ENDINGS.values())}.")
     ] = "text",
     max_nodes: Annotated[
         int | None, typer.Option(help="Nodes to show; the rest is counted.  [default: 200, on a page 50,000]")
@@ -83,7 +89,9 @@ def tree(
     No model runs. Their requests are interleaved, rendered and served as replay does with --recorded, by the same
     cache; only the layers' state is replaced by its size.
     """
-    require(format_name in ENDINGS.values(), f"--format is {format_name!r}; wanted {', '.join(ENDINGS.values())}.")
+    require(
+        format_name in VIEW_ENDINGS.values(), f"--format is {format_name!r}; wanted {', '.join(VIEW_ENDINGS.values())}."
+    )
     for option, value in (("--max-nodes", max_nodes), ("--requests", requests), ("--users", users)):
         require(value is None or value >= 1, f"{option} is {value}; wanted at least 1.")
     budget_bytes = UNLIMITED_BYTES if budget_mib is None else bytes_of(budget_mib)
@@ -106,7 +114,7 @@ def tree(
         grown = _grown(scheduled, outline, sizes, budget_bytes, policy, skip_bad)
         view, told = grown.view, _told(grown, budget_mib, policy)
     if out is None or out == STDOUT:
-        from radixcache.view.formats import render_view
+        from radixcache.observe.page import render_view
 
         outputs.print(render_view(view, format_name, max_nodes))
     else:
@@ -129,7 +137,7 @@ def _saved(paths: Sequence[Path]) -> "TreeView | None":
     """The tree that was saved in the one file given; None when it is something else."""
     if len(paths) != 1:
         return None
-    from radixcache.view.description import ViewError, read_view
+    from radixcache.observe.tree_view import ViewError, read_view
 
     try:
         content = given_files(paths)[0].read_bytes()
@@ -162,7 +170,7 @@ def _grown(
     skip_bad: bool,
 ) -> "GrownTree":
     from runner.script.script import ScriptError
-    from runner.simulate.grown_tree import grow_tree
+    from runner.simulate.simulator import grow_tree
 
     try:
         grown = grow_tree(

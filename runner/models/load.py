@@ -26,9 +26,9 @@ from mlx_lm.processors import load_processor
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from runner.files.progress_lines import ProgressLines
 from runner.models.demo import FetchError, ModelError, OnProgress, demo_model_folder
 from runner.models.tiny import TINY_KINDS, tiny_model, tiny_tokenizer
+from runner.text import ProgressLines
 
 __all__ = ["DEMO", "FetchError", "LoadedModel", "ModelError", "ModelOutline", "load_model", "load_outline"]
 

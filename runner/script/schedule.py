@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.script.conversations.conversation import Conversation
+from runner.script.conversation import Conversation
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache import render_chat
-from radixcache.tokens.keys import common_length
+from radixcache.tokens import common_length
 from runner.models.load import LoadedModel, ModelOutline
 from runner.script.schedule import GeneratedReplies, ScheduledRequest
 

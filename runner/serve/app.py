@@ -1,8 +1,8 @@
 """The application: the routes of every API, and what is around them.
 
-Frame       CORS, errors, a count          runner.serve.frame
-Access      names, keys, the admin         runner.serve.access
-BodyLimit   whole and small bodies         runner.serve.limits
+Frame       CORS, errors, a count          runner.serve.middleware
+Access      names, keys, the admin         runner.serve.middleware
+BodyLimit   whole and small bodies         runner.serve.middleware
 routes      OpenAI's, Anthropic's, the cache's
 """
 
@@ -16,21 +16,17 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from radixcache import __version__
-from runner.serve.access import Access
-from runner.serve.anthropic_api import anthropic_routes
-from runner.serve.asked import Asked
-from runner.serve.cache_api import cache_routes
-from runner.serve.errors import ApiError
-from runner.serve.frame import Frame, error_response
-from runner.serve.keys import Keyring
-from runner.serve.limits import BodyLimit
-from runner.serve.openai_api import openai_routes
+from runner.serve.admin import cache_routes
+from runner.serve.anthropic import anthropic_routes
+from runner.serve.asked import ApiError, Asked
+from runner.serve.metrics import Watch
+from runner.serve.middleware import Access, BodyLimit, Frame, Keyring, error_response
+from runner.serve.openai import openai_routes
 from runner.serve.options import ServeOptions
 from runner.serve.service import Runs, Service
-from runner.serve.watch import Watch
 
 if TYPE_CHECKING:
-    from runner.serve.running import Running
+    from runner.serve.scheduler import Running
 
 
 def make_app(options: ServeOptions, running: Running, watch: Watch) -> FastAPI:

@@ -1,7 +1,7 @@
 """HTTP/1.1 on uvicorn and h11, with a limit to what a client may keep waiting, and an end that lets replies finish.
 
 A client owes the head of a request, then its body, then to read what it is sent. Where it takes too long it is told so
-and its connection is closed; until a request is whole (`runner.serve.limits`) that is all it ever held.
+and its connection is closed; until a request is whole (`runner.serve.middleware`) that is all it ever held.
 
 A signal to end: no further connections, `stop` in a thread of its own while replies go on, then the rest of what
 they have is sent. A second signal ends the process at once.
@@ -27,7 +27,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from runner.serve.errors import ApiError
+from runner.serve.asked import ApiError
 
 #: How long a client may take, in seconds, for what it owes.
 PATIENCE_S = {"head": 20.0, "body": 60.0, "reading": 60.0, "leaving": 5.0}
@@ -78,7 +78,7 @@ class HttpServer(uvicorn.Server):
             lifespan="off",
             log_config=None,
             access_log=False,
-            # A header of a client's is no proof of where it is; see runner.serve.access.
+            # A header of a client's is no proof of where it is; see runner.serve.middleware.
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=IDLE_S,

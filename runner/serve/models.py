@@ -5,35 +5,115 @@
 
 Coming back to a model therefore finds its prefixes, as far as the budget has left them. Where its files have changed
 since, what was stored is of another model, and goes.
+
+What is prefilled and pinned at start: a file of system prompts and conversations.
+
+    "You are a helpful assistant."                                             a system prompt
+    {"name": "support", "system": "You answer customers ...", "tools": [...]}
+    {"name": "onboarding", "messages": [{"role": "system", "content": "..."}, {"role": "user", "content": "..."}]}
+
+A .jsonl file has one of these a line; any other is JSON, one of them or a list. `name` is that of the pin (by default
+"warm-1" and so on), `namespace` the one whose requests find it: a key's name with --namespace-by key.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from numpy.typing import NDArray
 
 from radixcache import DiskStore, Ledger, PrefixCache, RedisStore, UnsupportedCacheError
-from radixcache.budget.memory import analytic_cost, default_budget_bytes
+from radixcache.chat import message_ends
 from radixcache.layers.identity import weights_identity
-from radixcache.stores.stats import StoreStats
-from radixcache.tree.events import OnEvent
-from radixcache.watch.trace import TraceWriter
+from radixcache.observe.trace import TraceWriter
+from radixcache.prefix_cache import analytic_cost, default_budget_bytes
+from radixcache.stores.store import StoreStats
+from radixcache.tree.history import OnEvent
+from runner.files import read_json
 from runner.models.load import LoadedModel, ModelError, load_model, load_outline, model_folder
-from runner.serve import border
-from runner.serve.asked import DEFAULT, Asked, ModelNames
-from runner.serve.errors import ApiError
+from runner.script.conversation import checked_messages, checked_tools
+from runner.serve import mlx_lm_border
+from runner.serve.asked import DEFAULT, ApiError, Asked, ModelNames
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import prompt_of
 from runner.serve.served_model import ServedModel
-from runner.serve.warming import read_warm_file
+
+WANTED = "system prompts or conversations: text, or objects with system or messages"
+
+
+class WarmFileError(ValueError):
+    """A file of what to warm cannot be used: where, and what was wanted."""
+
+
+@dataclass(frozen=True)
+class WarmEntry:
+    """One prefix to be kept; `where` it was read from."""
+
+    name: str
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] | None
+    namespace: str
+    where: str
+
+    def tokens(self, tokenizer: Any, options: ServeOptions) -> NDArray[Any]:
+        """What every conversation that begins like this begins with.
+
+        Raises:
+            WarmFileError: the model's chat template does not take it, or makes of it nothing that lasts.
+        """
+        is_open = self.messages[-1]["role"] in ("system", "developer")  # templates want something behind it
+        messages = [*self.messages, *([{"role": "user", "content": "Hello"}] if is_open else [])]
+        try:
+            tokens, opening, ends = message_ends(tokenizer, messages, self.tools, **options.chat_template_args)
+        except (ValueError, RecursionError) as error:
+            raise WarmFileError(f"{self.where}: {error}") from error
+        end = max(opening, *ends[: len(self.messages)])
+        if end == 0:
+            raise WarmFileError(f"{self.where}: the model's chat template makes of it nothing that others begin with.")
+        return tokens[:end]
+
+
+def read_warm_file(path: Path) -> list[WarmEntry]:
+    """Read the file.
+
+    Raises:
+        ValueError: it cannot be read, or is not as the head of this file says.
+    """
+    if path.suffix == ".jsonl":
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            values = [json.loads(line) for line in lines if line.strip()]
+        except (OSError, ValueError, RecursionError) as error:
+            raise WarmFileError(f"{path}: cannot be read ({error}); wanted a line for each of {WANTED}.") from error
+    else:
+        found = read_json(path, WANTED, WarmFileError)
+        values = found if isinstance(found, list) else [found]
+    return [_entry(value, number, f"{path}: entry {number}") for number, value in enumerate(values, start=1)]
+
+
+def _entry(value: Any, number: int, where: str) -> WarmEntry:
+    if isinstance(value, str):
+        value = {"system": value}
+    if not isinstance(value, dict) or ("system" in value) == ("messages" in value):
+        raise WarmFileError(f"{where} is {value!r:.80}; wanted {WANTED}.")
+    name, namespace = value.get("name", f"warm-{number}"), value.get("namespace", "")
+    if not isinstance(name, str) or not name or not isinstance(namespace, str):
+        raise WarmFileError(f"{where}: name {name!r:.80}, namespace {namespace!r:.80}; wanted text.")
+    system = [{"role": "system", "content": value.get("system")}]
+    messages = checked_messages(value.get("messages", system), where)
+    if not messages:
+        raise WarmFileError(f"{where} has no messages; wanted at least one.")
+    return WarmEntry(name, messages, checked_tools(value.get("tools"), where), namespace, where)
+
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 
@@ -194,12 +274,12 @@ class Models:
     def _new_cache(self, key: ModelNames, loaded: LoadedModel, draft: Any, fingerprint: Fingerprint) -> _Kept:
         """A cache that holds on to no weights: it goes by copies of empty mlx-lm caches."""
         options = self._options
-        empty = border.make_prompt_cache(loaded.model)
+        empty = mlx_lm_border.make_prompt_cache(loaded.model)
         if draft is not None:
-            empty += border.make_prompt_cache(draft)
+            empty += mlx_lm_border.make_prompt_cache(draft)
             # A window can take tokens back only until it is full.
-            windows = [each for each in empty if isinstance(each, border.RotatingKVCache)]
-            if windows or not border.can_trim_prompt_cache(empty):
+            windows = [each for each in empty if isinstance(each, mlx_lm_border.RotatingKVCache)]
+            if windows or not mlx_lm_border.can_trim_prompt_cache(empty):
                 raise ModelError(
                     f"model {key.model} with draft model {key.draft}: layers that cannot take back what was drafted."
                 )

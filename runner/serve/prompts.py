@@ -1,19 +1,69 @@
-"""What is asked, in tokens: exactly those that mlx_lm.server makes, by its own code, and offsets worth a checkpoint."""
+"""What is asked, in tokens: exactly those that mlx_lm.server makes, by its own code, and offsets worth a checkpoint.
+
+Images of a prompt: which are taken, and how a model is given them. What they are in tokens, mlx-lm's server says.
+
+An image is some tokens, the same for all images of its size; in the tree a key of its own stands for each of them.
+"""
 
 from __future__ import annotations
 
+import base64
 import copy
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from radixcache.chat.render import message_ends
-from radixcache.chat.template import common_rendering
-from runner.serve import border
-from runner.serve.asked import Asked
-from runner.serve.errors import ApiError
-from runner.serve.images import require_images
+import mlx.core as mx
+from PIL import Image, UnidentifiedImageError
+
+from radixcache.chat import common_rendering, message_ends
+from runner.serve import mlx_lm_border
+from runner.serve.asked import ApiError, Asked
+
+FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
+#: Of a prompt's images together: 3 bytes each while they are decoded. A file of a few KB can have as many.
+MAX_PIXELS = 1 << 27
+
+
+def require_images(messages: Iterable[dict[str, Any]], processor: Any) -> None:
+    """Raise ValueError, or what Pillow raises, where an image of these messages is not taken."""
+    pixels = 0
+    for part in mlx_lm_border.image_parts(messages):
+        url = mlx_lm_border.image_url(part)
+        if processor is None:
+            raise ValueError("there is an image, and no image processor is loaded for this model.")
+        if not isinstance(url, str) or not url.startswith("data:"):
+            # Fetched from here, an address would reach what whoever asks cannot.
+            raise ValueError("an image has to be a data URL (data:image/png;base64,...); addresses are not fetched.")
+        data = io.BytesIO(base64.b64decode(url.partition(",")[2]))
+        try:
+            with Image.open(data, formats=FORMATS) as image:
+                pixels += image.width * image.height  # as its header has it
+        except UnidentifiedImageError as error:
+            raise ValueError(f"an image is none of {', '.join(FORMATS)}.") from error
+        if pixels > MAX_PIXELS:
+            raise ValueError(f"the images have more than {MAX_PIXELS} pixels together.")
+
+
+def embedder(model: Any, tokens: list[int], vision: Any) -> Callable[[int], mx.array]:
+    """How the prompt's embeddings from an offset on are made, (T, D); an image that was resumed inside of, anew.
+
+    Args:
+        vision: mlx-lm's Vision, of all images of the prompt.
+    """
+
+    def embed(offset: int) -> mx.array:
+        start = offset
+        while vision.cache_key[start] < 0 and start not in vision.starts:
+            start -= 1
+        images = vision.pixel_values[sum(first < start for first in vision.starts) :]
+        embeddings: mx.array = model.embed_inputs(mx.array(tokens[start:]), pixel_values=images or None)
+        return embeddings[offset - start :]
+
+    return embed
+
 
 # Messages whose ends are marked: as many of the last ones, and as many spread over those before. Each is a rendering.
 MARKED_MESSAGES = 16
@@ -22,7 +72,7 @@ MARKED_TEXTS = 4
 
 
 @dataclass(frozen=True)
-class Prompt:
+class RenderedPrompt:
     """A prompt in tokens.
 
     Attributes:
@@ -49,7 +99,7 @@ def prompt_of(
     *,
     processor: Any = None,
     with_messages: bool = False,
-) -> Prompt:
+) -> RenderedPrompt:
     """Return the tokens of what is asked.
 
     Args:
@@ -69,11 +119,11 @@ def prompt_of(
     args = SimpleNamespace(chat_template_kwargs=asked.template_args)
     try:
         messages = copy.deepcopy(list(asked.messages))  # they are changed on the way
-        request = border.CompletionRequest(
+        request = mlx_lm_border.CompletionRequest(
             "chat" if is_chat else "text", asked.prompt or "", messages, tools, asked.role_mapping
         )
         require_images(messages, processor)
-        tokens, segments, _, initial_state, vision = border.tokenize(
+        tokens, segments, _, initial_state, vision = mlx_lm_border.tokenize(
             SimpleNamespace(model_provider=provider), tokenizer, request, args
         )
     except Exception as error:  # templates and tokenizers are foreign code, and may raise anything
@@ -85,7 +135,7 @@ def prompt_of(
         kwargs = {**template_args, **(asked.template_args or {})}
         marks |= _message_marks(tokens, tokenizer, messages, tools, kwargs)
         marks |= _text_marks(tokens, asked.marked_texts[-MARKED_TEXTS:], tokenizer, messages, tools, kwargs)
-    return Prompt(tokens, tuple(sorted(marks)), initial_state, vision)
+    return RenderedPrompt(tokens, tuple(sorted(marks)), initial_state, vision)
 
 
 def _message_marks(

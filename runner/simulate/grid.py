@@ -20,18 +20,16 @@ from multiprocessing import connection, get_context, parent_process
 from typing import Any, Protocol, TypeVar
 
 from runner.models.footprint import ModelBytes
-from runner.simulate.disk import DiskPlan
-from runner.simulate.replica_row import ReplicaRow
 from runner.simulate.replicas import Setup, Speeds, simulate_replicas
-from runner.simulate.row import SimulationRow
+from runner.simulate.rows import DiskPlan, ReplicaRow, SimulationRow
 from runner.simulate.simulator import BlockSizes, OnProgress, simulate
-from runner.traces.request import Trace
+from runner.traces.trace import Trace
 
 #: How often progress in other processes is asked for.
 POLL_S = 0.1
 
 
-class Row(Protocol):
+class GridRow(Protocol):
     """What a simulation came to."""
 
     @property
@@ -41,8 +39,8 @@ class Row(Protocol):
 
 
 AnyRow = TypeVar("AnyRow", SimulationRow, ReplicaRow)
-R = TypeVar("R", bound=Row)
-R_co = TypeVar("R_co", bound=Row, covariant=True)
+R = TypeVar("R", bound=GridRow)
+R_co = TypeVar("R_co", bound=GridRow, covariant=True)
 
 
 class AnyJob(Protocol[R_co]):
@@ -61,7 +59,7 @@ class AnyJob(Protocol[R_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SimulationJob:
     """A policy at a capacity.
 
     Attributes:
@@ -99,7 +97,7 @@ class ReplicaJob:
         each: what each of them is, beside the router; its disk is theirs together.
     """
 
-    each: Job
+    each: SimulationJob
     router: str
     replicas: int
     speeds: Speeds

@@ -27,13 +27,17 @@ import numpy as np
 from radixcache.sized_cache import stored_keys
 from runner.routing.digests import BLOCK_TOKENS
 from runner.routing.dispatcher import Dispatcher
-from runner.routing.rates import FIRST, Coefficients, Rates
-from runner.routing.routers import Ask, Router, make_router
-from runner.simulate.disk import DiskPlan
-from runner.simulate.machine import Machine
-from runner.simulate.replica_row import ReplicaRow, SharedUse
-from runner.simulate.simulator import PROGRESS_REQUESTS, BlockSizes, OnProgress, Simulation, infinite_token_ratio
-from runner.traces.request import Trace, TraceRequest
+from runner.routing.routers import FIRST, Ask, Coefficients, Router, RoutingRates, make_router
+from runner.simulate.rows import DiskPlan, ReplicaRow, SharedUse
+from runner.simulate.simulator import (
+    PROGRESS_REQUESTS,
+    BlockSizes,
+    Machine,
+    OnProgress,
+    Simulation,
+    infinite_token_ratio,
+)
+from runner.traces.trace import Trace, TraceRequest
 
 
 class Speeds(NamedTuple):
@@ -75,7 +79,7 @@ class Setup:
         """What decides; it knows the speeds, and nothing yet of how long replies are."""
         first = Coefficients(1 / self.speeds.prefill_tokens_per_s, 1 / self.speeds.decode_tokens_per_s, FIRST[-1])
         router = router or make_router(self.router, self.seed)
-        return Dispatcher(router, names, rates=Rates(first), block_tokens=block_tokens)
+        return Dispatcher(router, names, rates=RoutingRates(first), block_tokens=block_tokens)
 
 
 @dataclass(slots=True)
@@ -95,7 +99,7 @@ class Served:
 
 
 @dataclass(slots=True)
-class Replica:
+class SimulatedReplica:
     """A cache, and the requests that it has, by their numbers; the first one is being served.
 
     Attributes:
@@ -134,7 +138,9 @@ class Replicas:
     def __init__(self, trace: Trace, setup: Setup, router: Router | None = None) -> None:
         self.trace, self._speeds = trace, setup.speeds
         self.machine = None if setup.shared is None else Machine(setup.shared, trace.block_tokens)
-        self.replicas = [Replica(f"{index:04}", setup.cache(trace, self.machine)) for index in range(setup.replicas)]
+        self.replicas = [
+            SimulatedReplica(f"{index:04}", setup.cache(trace, self.machine)) for index in range(setup.replicas)
+        ]
         self._by_name = {replica.name: replica for replica in self.replicas}
         # Blocks of the trace to a digest: as long as the deployed ones, or a block where that is longer.
         self._stride = max(1, BLOCK_TOKENS // trace.block_tokens)
@@ -174,7 +180,7 @@ class Replicas:
         if len(replica.queue) == 1:
             self._begin(replica, now_s)
 
-    def _tell(self, replica: Replica, request: TraceRequest, ask: Ask) -> None:
+    def _tell(self, replica: SimulatedReplica, request: TraceRequest, ask: Ask) -> None:
         """Have a replica tell what it has lost of the prefixes of this request, but for what is on its way there."""
         thought = self.dispatcher.directory.matched_blocks(replica.name, ask.digests)
         if thought:
@@ -194,7 +200,7 @@ class Replicas:
             if replica.queue:
                 self._begin(replica, end_s)
 
-    def _begin(self, replica: Replica, now_s: float) -> None:
+    def _begin(self, replica: SimulatedReplica, now_s: float) -> None:
         index, simulation = replica.queue[0], replica.simulation
         request = self.trace.requests[index]
         replica.comes(self.ask(request))

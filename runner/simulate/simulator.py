@@ -8,28 +8,177 @@ milliseconds, pushed on by one where requests arrive together.
     models with points  checkpoints are taken as a session takes them; what lies behind the last one is prefilled again
 
 Beside a disk it is the deployed tier that asks, reads and writes, and a store of sizes that answers.
+
+Future: when each key of a trace is used next. What the offline policies know, and no server does.
+
+Machine: a model and a disk of given speeds, in sizes, and the clock that both of them move on.
+
+    prefill    tokens / (tokens/s) ──►  clock  ◄── bytes / (bytes/s)    reading
+
+By that clock the deployed `Rates` measure the two, and the deployed cache decides what is read. Writing takes no time.
+
+grow_tree: the tree that conversations make under a budget, by the cache that would serve them, without a model.
+
+Requests come in the order of a replay and their recorded replies are fed behind them; a reply that was not recorded is
+left out of the prompts that follow. Only state is replaced by its size, so what is shared, kept and evicted is what a
+live cache of that budget shares, keeps and evicts.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from policies import OFFLINE_POLICIES, Entry, EvictionPolicy, make_policy
-from radixcache.layers.sizes import SizedLayout, SizedModel
-from radixcache.locking.interrupts import uninterrupted
+from radixcache import PrefixCache, TreeView, render_chat
+from radixcache.layers.sizes import SizedCache, SizedLayout, SizedModel
+from radixcache.lock import uninterrupted
+from radixcache.paging.tier import Disk
 from radixcache.sessions.session import Session
 from radixcache.sized_cache import last_key, sized_cache
+from radixcache.stores.block import BLOCK_TOKENS, Identity
+from radixcache.stores.sized_store import SizedStore
 from runner.models.footprint import ModelBytes
-from runner.simulate.disk import DiskPlan, DiskUse
-from runner.simulate.future import Future
-from runner.simulate.machine import Machine
-from runner.simulate.row import SimulationRow
-from runner.traces.request import Trace, TraceRequest
+from runner.script.schedule import ScheduledRequest
+from runner.script.script import ScriptError, recorded_reply
+from runner.simulate.rows import DiskPlan, DiskUse, SimulationRow
+from runner.traces.trace import Trace, TraceRequest
+
+Keys = NDArray[np.int64]
+
+
+class Future:
+    """The next use of every key, kept up as the requests go by.
+
+    Args:
+        requests: the whole trace.
+        last_key_of: the last key on the edge that an entry stands for; None when there is none any more.
+    """
+
+    def __init__(self, requests: Sequence[TraceRequest], last_key_of: Callable[[Entry], int | None]) -> None:
+        self._requests = requests
+        self._last_key_of = last_key_of
+        self._following = _following(requests)
+        self._next: dict[int, float] = {}
+
+    def arrive(self, index: int) -> None:
+        """Request `index` is about to be served: from now on its keys wait for the next request that uses them."""
+        self._next.update(zip(self._requests[index].keys.tolist(), self._following[index], strict=True))
+
+    def next_use(self, entry: Entry) -> float:
+        """Index of the request that uses the end of the entry's edge next; infinity for never."""
+        key = self._last_key_of(entry)
+        return math.inf if key is None else self._next.get(key, math.inf)
+
+
+def _following(requests: Sequence[TraceRequest]) -> list[list[float]]:
+    """For each key of each request the index of the next request that uses it; infinity for none."""
+    last: dict[int, float] = {}
+    following: list[list[float]] = []
+    for index in range(len(requests) - 1, -1, -1):
+        keys = requests[index].keys.tolist()
+        following.append([last.get(key, math.inf) for key in keys])
+        last.update(dict.fromkeys(keys, float(index)))
+    following.reverse()
+    return following
+
+
+class Machine(SizedModel):
+    """The model is called as any other.
+
+    Args:
+        block_tokens: tokens that a key stands for.
+
+    Attributes:
+        plan: as given.
+        store: what is on the disk.
+        disk: what a cache takes; several may, one at a time.
+        now_s: the clock.
+        read_s: how much of that was reading.
+    """
+
+    def __init__(self, plan: DiskPlan, block_tokens: int) -> None:
+        self.plan = plan
+        self._block_tokens = block_tokens
+        self.now_s = self.read_s = 0.0
+        self.store = SizedStore(budget_bytes=plan.budget_bytes, write_on=plan.write_on, on_read=self._read)
+        self.disk = Disk(
+            self.store,
+            Identity(b"simulated"),
+            clock=lambda: self.now_s,
+            block_tokens=max(1, BLOCK_TOKENS // block_tokens),
+        )
+
+    def __call__(self, keys: Any, cache: Sequence[SizedCache]) -> None:
+        super().__call__(keys, cache)
+        self.now_s += int(keys.shape[-1]) * self._block_tokens / self.plan.prefill_tokens_per_s
+
+    def _read(self, nbytes: int) -> None:
+        seconds = nbytes / self.plan.read_bytes_per_s
+        self.now_s += seconds
+        self.read_s += seconds
+
+
+#: Step in which mlx-lm's KVCache grows, in tokens.
+GROW_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class GrownTree:
+    """The tree, how many requests made it and what it lost, and a line for each request that was left out."""
+
+    view: TreeView
+    requests: int
+    evictions: int
+    skipped: tuple[str, ...]
+
+
+def grow_tree(
+    requests: Sequence[ScheduledRequest],
+    tokenizer: Any,
+    sizes: ModelBytes,
+    *,
+    budget_bytes: int,
+    policy: str = "lru",
+    skip_bad: bool = False,
+) -> GrownTree:
+    """Serve requests and describe the tree at the end.
+
+    Raises:
+        ScriptError: the template refuses a conversation and `skip_bad` is off.
+    """
+    layout = SizedLayout(sizes.token_bytes, sizes.state_bytes, sizes.windows, GROW_TOKENS)
+    cache = sized_cache(layout, budget_bytes=budget_bytes, policy=policy)
+    model, skipped = SizedModel(), []
+    for request in requests:
+        try:
+            _serve(cache, model, tokenizer, request)
+        except ScriptError as error:
+            if not skip_bad:
+                raise
+            skipped.append(str(error))
+    stats = cache.stats
+    return GrownTree(cache.view(tokenizer=tokenizer), stats.requests, stats.evictions, tuple(skipped))
+
+
+def _serve(cache: PrefixCache, model: SizedModel, tokenizer: Any, request: ScheduledRequest) -> None:
+    try:
+        tokens, marks = render_chat(tokenizer, request.messages, request.tools)
+        reply = recorded_reply(tokenizer, request, tokens)
+    except ValueError as error:
+        raise ScriptError(f"{request.where}: {error}") from error
+    with cache.begin(tokens, marks=marks, reserve=max(len(reply), 1)) as session:
+        session.prefill(model)
+        session.step(model, tokens[-1:])
+        if len(reply):
+            session.step(model, reply)
+
 
 UNLIMITED_BYTES = 1 << 62
 #: How many requests go by between two calls of a progress callback.

@@ -1,4 +1,4 @@
-"""Our own compact traces, as a live cache records them; the format is described in radixcache/watch/trace.py.
+"""Our own compact traces, as a live cache records them; the format is described in radixcache/observe/trace.py.
 
 A file may have several parts, each behind a header: the cache was restarted, or a write failed. Times of a part count
 on from the end of the part before it. Requests are written when they end; here they come by the time they arrived.
@@ -13,11 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from radixcache.watch.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
-from runner.files.excerpt import shown
-from runner.traces.keys import KeyTable
-from runner.traces.lines import MOST_BLOCK_TOKENS, BadLines, Line, read_lines, whole_number
-from runner.traces.request import Trace, TraceError, TraceRequest
+from radixcache.observe.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
+from runner.text import shown
+from runner.traces.trace import (
+    MOST_BLOCK_TOKENS,
+    BadLines,
+    KeyTable,
+    Trace,
+    TraceError,
+    TraceLine,
+    TraceRequest,
+    read_lines,
+    whole_number,
+)
 
 
 def is_header(record: dict[str, Any]) -> bool:
@@ -32,7 +40,7 @@ def read_compact(path: Path, *, skip_bad: bool = False) -> Trace:
         TraceError: the file cannot be read, has no header, or a line is bad and `skip_bad` is off.
     """
     reader = _Reader(path, BadLines(skip_bad))
-    before: Line | None = None
+    before: TraceLine | None = None
     for line in read_lines(path):
         if before is not None:
             reader.take(before, is_last_of_part=line.error is None and is_header(line.value))
@@ -78,7 +86,7 @@ class _Reader:
         self._part_start = 0
         self._digests: dict[int, list[bytes]] = {}
 
-    def take(self, line: Line, *, is_last_of_part: bool) -> None:
+    def take(self, line: TraceLine, *, is_last_of_part: bool) -> None:
         """Read a line."""
         if is_last_of_part and line.error is not None:
             self._bad.skipped.append(f"{line.where}: torn, as the writer was stopped here; left out.")

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from radixcache.adapters.owned import owned
 from radixcache.adapters.registry import adapter_for
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.adapters.span import owned
+from radixcache.layers.layout import ArrayLayout
 from tests.adapters.cases import (
     ARRAYS,
     CHUNKED,

@@ -10,9 +10,9 @@ import pytest
 from mlx_lm.models.cache import KVCache, _BaseCache
 
 from radixcache import UnsupportedCacheError
-from radixcache.adapters.probed import ProbedAdapter
+from radixcache.adapters.point import ProbedAdapter
 from radixcache.adapters.registry import PROBED, adapter_for
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.layout import ArrayLayout
 from tests.adapters.cases import DIGEST, DigestCache, picture, token_ids
 
 

@@ -21,9 +21,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
-from radixcache.adapters.contract import Windowed, is_windowed
+from radixcache.adapters.contract import (
+    Range,
+    Window,
+    Windowed,
+    WindowSnapshot,
+    common,
+    is_windowed,
+    missing,
+    tokens_in,
+)
 from radixcache.adapters.registry import adapter_for
-from radixcache.adapters.snapshots import Range, Window, WindowSnapshot, common, missing, tokens_in
 from radixcache.adapters.span import SpanSnapshot, segment_bounds
 from tests.adapters.cases import KINDS, Kind, chunked_positions, picture, rotating_positions, temporal_buffers
 

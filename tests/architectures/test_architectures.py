@@ -48,8 +48,7 @@ from benchmarks.architectures.right_state import (
     timeline,
 )
 from benchmarks.architectures.temporal import largest_difference
-from runner.models.configuration import WINDOW_LENGTH, tiny_config
-from runner.models.tiny import TINY_KINDS
+from runner.models.tiny import TINY_KINDS, WINDOW_LENGTH, tiny_config
 
 # What no tiny kind has: caches that are never written, a CacheList of one, layers run twice with caches of their own,
 # three classes in one model, layers without any cache.

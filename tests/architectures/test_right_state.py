@@ -30,9 +30,7 @@ from benchmarks.architectures.right_state import (
 )
 from benchmarks.architectures.temporal import largest_error, places, stand_in, temporal_state
 from radixcache import PrefixCache
-from runner.models.exceptions import kind_of
-from runner.models.tiny import TINY_KINDS
-from runner.models.weights import build
+from runner.models.tiny import TINY_KINDS, build, kind_of
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from benchmarks.harness import record
 from benchmarks.harness.hollow_model import KINDS, HollowModel
 from benchmarks.harness.recorded_traces import TRACES, traces_in
 from radixcache import RadixTree
-from radixcache.tokens.keys import common_length
-from runner.script.conversations.conversation import Conversation
+from radixcache.tokens import common_length
+from runner.script.conversation import Conversation
 
 #: Of four users under one system prompt, three turns each.
 SHORT_CONVERSATIONS = [

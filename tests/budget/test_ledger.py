@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from radixcache import Ledger
-from radixcache.budget.ledger import Account
+from radixcache.ledger import Account
 
 
 def no_reclaim(amount_bytes: int) -> int:

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from benchmarks.architectures.right_state import ROUNDING, WRONG_STATE
 from benchmarks.architectures.temporal import largest_difference
 from radixcache.cells.causal import CausalCache
-from runner.models.configuration import VOCABULARY_LENGTH
-from runner.models.tiny import tiny_model
+from runner.models.tiny import VOCABULARY_LENGTH, tiny_model
 from tests import inside
 
 __all__ = ["ROUNDING", "WRONG_STATE", "Rows", "alone", "shared_model", "words"]

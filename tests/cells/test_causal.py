@@ -16,9 +16,7 @@ from benchmarks.architectures.catalogue import CUT_SENSITIVE, distinct_models
 from radixcache.cells.causal import CausalCache
 from radixcache.cells.table import CellTable
 from radixcache.errors import UnsupportedCacheError
-from runner.models.exceptions import kind_of
-from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
-from runner.models.weights import build
+from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, WINDOW_LENGTH, build, kind_of, tiny_model
 from tests import inside
 from tests.cells.causal_rows import ROUNDING, WRONG_STATE, Rows, shared_model, words
 

@@ -13,9 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache.cells.causal import CausalCache
 from radixcache.errors import CacheFullError, UnsupportedCacheError
-from runner.models.exceptions import kind_of
-from runner.models.tiny import VOCABULARY_LENGTH, tiny_model
-from runner.models.weights import build
+from runner.models.tiny import VOCABULARY_LENGTH, build, kind_of, tiny_model
 from tests import inside
 from tests.cells.causal_rows import ROUNDING, Rows, shared_model, words
 

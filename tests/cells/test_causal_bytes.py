@@ -12,8 +12,7 @@ import pytest
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from radixcache.cells.causal import CausalCache
-from runner.models.exceptions import kind_of
-from runner.models.weights import build
+from runner.models.tiny import build, kind_of
 from tests import inside
 from tests.cells.causal_rows import words
 

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from radixcache.errors import CacheFullError
-from runner.models.exceptions import kind_of
-from runner.models.tiny import VOCABULARY_LENGTH
-from runner.models.weights import build
+from runner.models.tiny import VOCABULARY_LENGTH, build, kind_of
 from tests.cells.causal_rows import ROUNDING, Rows
 
 CAPACITY = 56

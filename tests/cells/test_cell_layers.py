@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from numpy.typing import NDArray
 
-from radixcache.cells.layers import CellLayer, CellPass, without_overflow
+from radixcache.cells.cell_layers import CellLayer, CellPass, without_overflow
 from radixcache.cells.table import CellTable
 from tests import inside
 

@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixcache import CacheFullError
-from radixcache.cells.batch import Batch
-from radixcache.cells.plans import Move, Shift
-from radixcache.cells.table import CellTable
+from radixcache.cells.table import CellBatch, CellTable, Move, Shift
 from tests import inside
 
 #: Few ids, so that sequences come back after they were freed.
@@ -289,7 +287,7 @@ class CellMachine(RuleBasedStateMachine):
         assert batch.length == total
         self.compare_mask(batch, window)
 
-    def append_or_nothing(self, rows: list[tuple[int, int]], total: int) -> Batch:
+    def append_or_nothing(self, rows: list[tuple[int, int]], total: int) -> CellBatch:
         before, longest, used = inside.table_fields(self.table), self.table.largest_free_run, self.used()
         try:
             batch = self.table.append(rows)
@@ -302,7 +300,7 @@ class CellMachine(RuleBasedStateMachine):
         assert total <= longest
         return batch
 
-    def compare_mask(self, batch: Batch, window: int | None) -> None:
+    def compare_mask(self, batch: CellBatch, window: int | None) -> None:
         start, stop = self.table.span(batch, window=window)
         mask = self.table.mask(batch, window=window)
         assert mask.shape == (batch.length, stop - start)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from radixcache import CacheFullError
-from radixcache.cells.plans import DefragPlan, cut, pack
-from radixcache.cells.table import CellTable
+from radixcache.cells.table import CellTable, DefragPlan, cut, pack
 from tests import inside
 
 CAPACITY = 8

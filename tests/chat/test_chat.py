@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from radixcache.chat.render import chat_tokens, message_ends, render_chat
+from radixcache.chat import chat_tokens, message_ends, render_chat
 
 CHATML = (
     "{%- if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
@@ -459,7 +459,7 @@ def test_argument_that_would_change_what_is_returned_is_refused() -> None:
 
 
 def test_chat_does_not_import_mlx() -> None:
-    code = "import sys; sys.modules['mlx'] = None; sys.modules['mlx.core'] = None; import radixcache.chat.render"
+    code = "import sys; sys.modules['mlx'] = None; sys.modules['mlx.core'] = None; import radixcache.chat"
     assert run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
 
 

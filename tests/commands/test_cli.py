@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.replay import progress
-from runner.replay.backends import single
+from runner.replay import caches, progress
 
 TALK = [
     {"role": "system", "content": "You answer in one word."},
@@ -220,8 +219,8 @@ def test_caches_run_in_the_order_given_and_once(command, talks, tmp_path):
 
 
 def test_differing_answers_are_named_and_exit_code_1(command, talks, monkeypatch):
-    right = single.common_length
-    monkeypatch.setattr(single, "common_length", lambda *pair: min(right(*pair) + 9, min(map(len, pair))))
+    right = caches.common_length
+    monkeypatch.setattr(caches, "common_length", lambda *pair: min(right(*pair) + 9, min(map(len, pair))))
     code, stdout, stderr = command(*replay(talks, "--cache", "none,single"))
     assert code == 1
     assert "Answers DIFFER from those without a cache" in stdout

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from runner.breaks.prefix_breaks import BreakReport, find_breaks, with_replies
-from runner.breaks.report import breaks_text
+from runner.breaks import BreakReport, breaks_text, find_breaks, with_replies
 from runner.models.load import ModelError, load_outline
-from runner.script.conversations.conversation import Conversation
+from runner.script.conversation import Conversation
 from runner.script.schedule import schedule
 from tests.watch.test_hints import SYSTEM
 

@@ -359,10 +359,10 @@ def test_an_interrupted_comparison_is_marked_so(
 def test_a_long_trace_is_compared_on_samples_and_in_full_when_asked(
     command: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from runner.simulate import sampling
+    from runner.simulate import advice
 
-    monkeypatch.setattr(sampling, "WHOLE_REFS", 1_000)
-    monkeypatch.setattr(sampling, "SAMPLE_REFS", 500)
+    monkeypatch.setattr(advice, "WHOLE_REFS", 1_000)
+    monkeypatch.setattr(advice, "SAMPLE_REFS", 500)
     out_file = tmp_path / "a.json"
     code, out, _ = command("advise", trace, "--capacity-blocks", 300, "--jobs", 1, "--json", out_file)
     assert code == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from radixcache.stores.disk_store import DiskStore
-from radixcache.stores.survey import scan
+from radixcache.stores.files import scan
 from tests.stores.made import MODEL, chain, checkpoint
 
 Command = Callable[..., tuple[int, str, str]]

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from radixcache.view.description import TreeView, read_view
+from radixcache.observe.tree_view import TreeView, read_view
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from runner.files import progress_lines
-from runner.files.progress_lines import FIRST_AFTER_S, INTERVAL_S, ProgressLines
+from runner import text
+from runner.text import FIRST_AFTER_S, INTERVAL_S, ProgressLines
 
 
 def test_a_line_comes_seldom_and_on_a_terminal_never(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now_s = [100.0]
-    monkeypatch.setattr(progress_lines.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(text.time, "monotonic", lambda: now_s[0])
     lines = ProgressLines()
     for passed_s in (0, FIRST_AFTER_S / 2, FIRST_AFTER_S, FIRST_AFTER_S + 1, FIRST_AFTER_S + INTERVAL_S):
         now_s[0] = 100.0 + passed_s

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from radixcache import Group, PrefixCache
+from radixcache.groups.passes import Way
 from radixcache.groups.row import Row
-from radixcache.groups.ways import Way
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, shared_model
 from tests.groups.test_begin_many import decoded, stored

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from radixcache import PrefixCache
-from radixcache.layers.arrays import ArrayLayout
-from radixcache.layers.evaluation import LiveStateError
+from radixcache.layers.layout import ArrayLayout, LiveStateError
 from tests.groups.cold import ROUNDING, cold, error, shared_model
 from tests.groups.test_begin_many import checked, decoded, prefilled, stored
 from tests.whole.test_exact import tokens

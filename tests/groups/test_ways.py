@@ -12,12 +12,12 @@ from mlx_lm.models import base, llama
 from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache, make_prompt_cache
 
 from radixcache import PrefixCache, UnsupportedCacheError
-from radixcache.adapters.snapshots import Spans
-from radixcache.groups import ways
+from radixcache.adapters.contract import Spans
+from radixcache.groups import passes
 from radixcache.groups.attention import NAME, handed, serve
 from radixcache.groups.batch import Batch
+from radixcache.groups.passes import Way, way_of
 from radixcache.groups.tails import PassError
-from radixcache.groups.ways import Way, way_of
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, shared_model
@@ -40,7 +40,7 @@ WAYS = {
 }
 
 
-def found(model: Any) -> ways.Finding:
+def found(model: Any) -> passes.WayTrial:
     return way_of(model, lambda: make_prompt_cache(model))
 
 

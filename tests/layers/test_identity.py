@@ -11,9 +11,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache.layers import identity
-from radixcache.layers.arrays import ArrayLayout
 from radixcache.layers.identity import state_identity, weights_identity
-from radixcache.stores.keys import Identity
+from radixcache.layers.layout import ArrayLayout
+from radixcache.stores.block import Identity
 from runner.models.tiny import tiny_model
 
 

@@ -21,8 +21,7 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 
 from radixcache import SnapshotError, UnsupportedCacheError
 from radixcache.adapters.contract import NEVER
-from radixcache.layers.arrays import ArrayLayout
-from radixcache.layers.evaluation import LiveStateError
+from radixcache.layers.layout import ArrayLayout, LiveStateError
 from tests.adapters.cases import (
     ARRAYS,
     CHUNK_LENGTH,

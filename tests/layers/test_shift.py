@@ -16,12 +16,10 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from benchmarks.architectures.catalogue import cache_classes, distinct_models
 from radixcache import ShiftError
-from radixcache.cells.plans import RemovalPlan
-from radixcache.cells.table import CellTable
+from radixcache.cells.table import CellTable, RemovalPlan
 from radixcache.layers import shift
 from radixcache.layers.shift import Rotation, rotation_of
-from runner.models.exceptions import TinyKind, kind_of
-from runner.models.weights import build
+from runner.models.tiny import TinyKind, build, kind_of
 
 HEADS, TOKENS, HEAD_WIDTH = 2, 12, 32
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 512}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.layout import ArrayLayout
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 

@@ -9,9 +9,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
+from radixcache.adapters.contract import Spans, Window
 from radixcache.adapters.registry import adapter_for
-from radixcache.adapters.snapshots import Spans, Window
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.layout import ArrayLayout
 
 #: Heads of each layer.
 HEADS = (2, 1, 2, 3, 2, 2)

@@ -8,11 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from radixcache.adapters.contract import Checkpoint, Spans, WindowSnapshot
 from radixcache.adapters.point import PointSnapshot
-from radixcache.adapters.snapshots import Checkpoint, Spans, WindowSnapshot
 from radixcache.adapters.span import SpanSnapshot
 from radixcache.layers import stored
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.layout import ArrayLayout
 from radixcache.stores.block import DTYPES, Buffer
 from runner.models.tiny import TINY_KINDS, tiny_model
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from radixcache.locking.interrupts import uninterrupted
+from radixcache.lock import uninterrupted
 
 
 @pytest.fixture(autouse=True)

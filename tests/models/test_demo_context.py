@@ -9,10 +9,10 @@ import mlx.core as mx
 import pytest
 
 from radixcache import PrefixCache, render_chat
+from runner.engine.generator import ParallelGenerator
+from runner.engine.replies import Completion
+from runner.engine.sequence import Ticket
 from runner.models.load import LoadedModel
-from runner.parallel import ParallelGenerator
-from runner.parallel.request import Ticket
-from runner.replies.reply import Completion
 
 pytestmark = pytest.mark.slow
 

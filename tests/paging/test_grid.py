@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import radixcache.paging.grid
-from radixcache.paging.grid import Tails, floor, stops_on_grid
-from radixcache.tokens.keys import Keys, common_length
+import radixcache.paging.resume
+from radixcache.paging.resume import Tails, floor, stops_on_grid
+from radixcache.tokens import Keys, common_length
 from radixcache.tree.radix_tree import Match, Node
 
 
@@ -55,8 +55,8 @@ def test_a_match_that_ends_inside_an_edge_has_no_tail() -> None:
 
 
 def test_a_tail_that_another_one_covers_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(radixcache.paging.grid, "MAX_TAIL_KEYS", 8)
-    monkeypatch.setattr(radixcache.paging.grid, "NODE_KEYS", 0)
+    monkeypatch.setattr(radixcache.paging.resume, "MAX_TAIL_KEYS", 8)
+    monkeypatch.setattr(radixcache.paging.resume, "NODE_KEYS", 0)
     tails = Tails()
     for tail in (keys(1, 2), keys(1, 2, 3, 4, 5), keys(1, 2, 3)):
         tails.add(root("a"), tail)
@@ -66,8 +66,8 @@ def test_a_tail_that_another_one_covers_takes_no_room(monkeypatch: pytest.Monkey
 
 
 def test_the_tail_that_was_added_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(radixcache.paging.grid, "MAX_TAIL_KEYS", 8)
-    monkeypatch.setattr(radixcache.paging.grid, "NODE_KEYS", 0)
+    monkeypatch.setattr(radixcache.paging.resume, "MAX_TAIL_KEYS", 8)
+    monkeypatch.setattr(radixcache.paging.resume, "NODE_KEYS", 0)
     tails = Tails()
     for name in ("a", "b", "c"):
         tails.add(root(name), keys(1, 2, 3))
@@ -76,7 +76,7 @@ def test_the_tail_that_was_added_longest_ago_goes_first(monkeypatch: pytest.Monk
 
 
 def test_a_node_keeps_as_many_tails_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(radixcache.paging.grid, "MAX_TAIL_KEYS", 660)
+    monkeypatch.setattr(radixcache.paging.resume, "MAX_TAIL_KEYS", 660)
     tails, node = Tails(), root()
     for value in range(11):
         tails.add(node, keys(value, value))
@@ -86,8 +86,8 @@ def test_a_node_keeps_as_many_tails_as_there_is_room_for(monkeypatch: pytest.Mon
 
 
 def test_a_tail_that_is_added_again_is_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(radixcache.paging.grid, "MAX_TAIL_KEYS", 8)
-    monkeypatch.setattr(radixcache.paging.grid, "NODE_KEYS", 0)
+    monkeypatch.setattr(radixcache.paging.resume, "MAX_TAIL_KEYS", 8)
+    monkeypatch.setattr(radixcache.paging.resume, "NODE_KEYS", 0)
     tails, node = Tails(), root()
     for tail in (keys(1, 1, 1), keys(2, 2, 2), keys(1, 1), keys(3, 3, 3)):
         tails.add(node, tail)
@@ -109,8 +109,8 @@ def test_within_bounds_tails_are_all_prefixes_of_what_was_added(drawn: list[tupl
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 2), max_size=6)), max_size=30))
 def test_beyond_bounds_the_tail_added_last_is_still_there(drawn: list[tuple[str, list[int]]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(radixcache.paging.grid, "MAX_TAIL_KEYS", 7)
-        patch.setattr(radixcache.paging.grid, "NODE_KEYS", 1)
+        patch.setattr(radixcache.paging.resume, "MAX_TAIL_KEYS", 7)
+        patch.setattr(radixcache.paging.resume, "NODE_KEYS", 1)
         tails = Tails()
         for name, tail in drawn:
             tails.add(root(name), keys(*tail))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from policies import CostModel
-from radixcache.paging.rates import Rates
+from radixcache.paging.rates import StoreRates
 
 
 class Clock:
@@ -14,10 +14,10 @@ class Clock:
         return self.now_s
 
 
-def rates_of(cost: CostModel, chunks: dict[tuple[int, int], float]) -> Rates:
+def rates_of(cost: CostModel, chunks: dict[tuple[int, int], float]) -> StoreRates:
     """Rates that saw these chunks of prefill take so many seconds."""
     clock = Clock()
-    rates = Rates(cost, clock)
+    rates = StoreRates(cost, clock)
     for (start, end), seconds in chunks.items():
         with rates.timing_prefill(start, end):
             clock.now_s += seconds
@@ -25,9 +25,9 @@ def rates_of(cost: CostModel, chunks: dict[tuple[int, int], float]) -> Rates:
 
 
 def test_before_either_was_measured_it_is_read() -> None:
-    assert Rates(CostModel()).is_worth_reading({0: 1 << 40}, 0, 1)
+    assert StoreRates(CostModel()).is_worth_reading({0: 1 << 40}, 0, 1)
     assert rates_of(CostModel(), {(0, 100): 1.0}).is_worth_reading({0: 1 << 40}, 0, 1)
-    unprefilled = Rates(CostModel())
+    unprefilled = StoreRates(CostModel())
     unprefilled.was_read({0: 1}, {0: 1e9})
     assert unprefilled.is_worth_reading({0: 1 << 40}, 0, 1)
 
@@ -90,7 +90,7 @@ def test_a_pass_over_few_tokens_counts_where_no_longer_one_came_for_long() -> No
 
 def test_reading_takes_as_long_as_it_takes_to_get_into_live_caches() -> None:
     clock = Clock()
-    rates = Rates(CostModel(), clock)
+    rates = StoreRates(CostModel(), clock)
     with rates.timing_prefill(0, 100):
         clock.now_s += 1.0
     rates.was_read({0: 1000}, {0: 0.7})
@@ -101,7 +101,7 @@ def test_reading_takes_as_long_as_it_takes_to_get_into_live_caches() -> None:
 
 
 def test_a_chunk_that_broke_off_is_not_measured() -> None:
-    rates = Rates(CostModel())
+    rates = StoreRates(CostModel())
     try:
         with rates.timing_prefill(0, 10):
             raise KeyboardInterrupt
@@ -127,7 +127,7 @@ def test_each_store_is_weighed_by_what_it_took_itself() -> None:
 
 def test_the_way_into_live_caches_is_shared_out_among_the_stores_by_their_bytes() -> None:
     clock = Clock()
-    rates = Rates(CostModel(), clock)
+    rates = StoreRates(CostModel(), clock)
     with rates.timing_prefill(0, 100):
         clock.now_s += 1.0
     rates.was_read({0: 1000, 1: 3000}, {0: 0.5, 1: 0.5})

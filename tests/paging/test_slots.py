@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import radixcache.paging.pager
 from radixcache import CacheBusyError, PrefixCache, Session, ShortReason
-from radixcache.layers.evaluation import LiveStateError
+from radixcache.layers.layout import LiveStateError
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.prompts import tokens

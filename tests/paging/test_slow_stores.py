@@ -11,7 +11,7 @@ import pytest
 
 from radixcache import DiskStore, PrefixCache
 from radixcache.paging import tier
-from radixcache.paging.rates import TELLING_TOKENS, Rates
+from radixcache.paging.rates import TELLING_TOKENS, StoreRates
 from radixcache.stores.block import Block, Kind
 from runner.models.tiny import tiny_model
 from tests.paging.test_rates import Clock
@@ -55,7 +55,7 @@ def test_what_prefill_takes_is_learnt_by_the_end_of_one_prompt_and_then_nothing_
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(tier, "Rates", lambda cost, _: Rates(cost, clock))
+    monkeypatch.setattr(tier, "StoreRates", lambda cost, _: StoreRates(cost, clock))
     model = tiny_model(kind)
     prompts = [[*tokens(number, LENGTH, first=number), 1] for number in range(3)]
     with Slow(tmp_path, clock) as store, PrefixCache(model, store=store) as cache:

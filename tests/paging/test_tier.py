@@ -13,9 +13,9 @@ import pytest
 
 from radixcache import PrefixCache
 from radixcache.layers import stored
-from radixcache.paging.rates import Rates
-from radixcache.paging.slots import Slots
-from radixcache.stores.survey import scan
+from radixcache.paging.live_path import Slots
+from radixcache.paging.rates import StoreRates
+from radixcache.stores.files import scan
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.prompts import tokens
@@ -98,14 +98,14 @@ def test_a_trial_of_a_slow_disk_reads_no_more_than_it_has_to(
     model, prompt = tiny_model(kind), tokens(1, 1300)
     with opened() as store, PrefixCache(model, store=store) as cache:
         _, answer = serve(cache, model, prompt, marks=[700])
-    monkeypatch.setattr(Rates, "is_worth_reading", lambda _, __, start, end: end <= 700)
+    monkeypatch.setattr(StoreRates, "is_worth_reading", lambda _, __, start, end: end <= 700)
     with opened() as store, PrefixCache(model, store=store) as cache:
         cached, logits = serve(cache, model, prompt)
         assert cached == least
         assert is_close(logits, answer)
         # What is behind that is too slow once more.
         cache.clear()
-        monkeypatch.setattr(Rates, "is_worth_reading", lambda *_: False)
+        monkeypatch.setattr(StoreRates, "is_worth_reading", lambda *_: False)
         assert serve(cache, model, prompt)[0] == 0
         assert cache.stats.store_decisions == {"brought": 1, "slower than prefill": 1}
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.parallel.context_window import OPENING_TOKENS, SINK_TOKENS, ContextError, ContextWindow, Outline
+from runner.engine.sequence import OPENING_TOKENS, SINK_TOKENS, ContextError, ContextWindow, Outline
 
 WINDOW = ContextWindow(100)
 # A system prompt of 20 tokens, then messages that end at these offsets, the last of them the question.

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from radixcache import PrefixCache, UnsupportedCacheError
+from runner.engine.generator import ParallelGenerator
+from runner.engine.replies import Reply
+from runner.engine.sequence import Outline, ParallelRequest, Ticket
 from runner.models.load import load_model
-from runner.parallel import ParallelGenerator
-from runner.parallel.context_window import Outline
-from runner.parallel.request import ParallelRequest, Ticket
-from runner.replies.reply import Reply
 from tests.replay.test_pipeline import Uncompiled, is_compiling
 
 PROMPT = np.arange(30, 130)

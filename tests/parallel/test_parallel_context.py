@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from radixcache import PrefixCache
 from radixcache.groups.removal import Removal
+from runner.engine.generator import ParallelGenerator
+from runner.engine.replies import generate
+from runner.engine.sequence import OPENING_TOKENS, Ticket
 from runner.models.load import LoadedModel
-from runner.parallel import ParallelGenerator
-from runner.parallel.context_window import OPENING_TOKENS
-from runner.parallel.request import Ticket
-from runner.replies.pipeline import generate
 from tests import inside
 from tests.parallel.test_parallel_generate import alone, done, drain, load, new_cache, new_generator, tokens_of
 

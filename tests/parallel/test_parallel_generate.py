@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 
 from radixcache import BudgetFullError, PrefixCache, render_chat
 from radixcache.cells.causal import CausalCache
+from runner.engine.generator import ParallelGenerator
+from runner.engine.replies import Completion, Piece, generate
+from runner.engine.sequence import Ticket
 from runner.models.load import LoadedModel, load_model
-from runner.parallel import ParallelGenerator
-from runner.parallel.request import Ticket
-from runner.replies.pipeline import generate
-from runner.replies.reply import Completion, Piece
 from tests import inside
 from tests.sessions.test_failures import Fuse, failed_decomposition, fused, raising, refused_product, spoiling
 

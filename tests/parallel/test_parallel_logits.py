@@ -12,10 +12,10 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from radixcache import PrefixCache
+from runner.engine.generator import ParallelGenerator
+from runner.engine.sequence import Ticket
 from runner.models.load import LoadedModel, load_model
-from runner.parallel import ParallelGenerator
-from runner.parallel.request import Ticket
-from runner.serve.sampling import SeededSampler
+from runner.serve.served_model import SeededSampler
 from tests.prompts import tokens
 
 SYSTEM = tokens(1, 40)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from runner.parallel.replay import ParallelReplay, Parting
-from runner.parallel.report import TIE, ParallelReport
-from runner.replay.replay import ReplayOptions, replay
-from runner.script.conversations.conversation import Conversation
+from runner.replay.replayer import ReplayOptions, replay
+from runner.replay.report import TIE, ParallelReport
+from runner.replay.together import AnswerDifference, ParallelReplay
+from runner.script.conversation import Conversation
 from runner.script.schedule import schedule
 from runner.script.script import Script
 from tests.parallel.test_parallel_generate import load
@@ -132,6 +132,6 @@ def test_an_answer_that_parts_is_said_by_how_near_the_two_tokens_were(watched, m
     (found,) = run.partings()
     assert (found.cache, found.index) == ("radix", 3)
     assert found.gap > TIE
-    report = ParallelReport(*kept, [found, Parting("radix", 4, TIE / 2)])
+    report = ParallelReport(*kept, [found, AnswerDifference("radix", 4, TIE / 2)])
     assert [(cache, index) for cache, index, _ in report.differences()] == [("radix", 3)]
     assert "1 answer parted where two tokens were as good as one another. 1 answer differ" in report.sentence()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.parallel.turn_taking import ChunkTurns, admissible
+from runner.engine.admission import ChunkTurns, admissible
 
 
 @dataclass

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from policies import CostModel, Entry, EvictionPolicy
-from radixcache.budget.ledger import Ledger
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.layout import ArrayLayout
+from radixcache.ledger import Ledger
 from radixcache.tree.node_state import StateNode
 from radixcache.tree.state_tree import StateTree, Use
 

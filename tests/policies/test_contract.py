@@ -23,8 +23,8 @@ from policies import (
     make_policy,
 )
 from policies.runs import RunPolicy
-from radixcache.budget.ledger import Ledger
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.layout import ArrayLayout
+from radixcache.ledger import Ledger
 from radixcache.tree.node_state import StateNode
 from radixcache.tree.state_tree import StateTree, Use
 from tests.policies.blocks import BlockCache, Future, conversations, replay

@@ -26,9 +26,9 @@ from policies import POLICIES, CostModel, Entry, EvictionPolicy, Marconi, Turn, 
 from policies.conversations import FIRST_TURNS
 from policies.reuse import _Learnt
 from policies.turn import MAX_KINDS, PRIOR
-from radixcache.adapters.snapshots import Checkpoint
-from radixcache.budget.ledger import Ledger
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.adapters.contract import Checkpoint
+from radixcache.layers.layout import ArrayLayout
+from radixcache.ledger import Ledger
 from radixcache.tree.node_state import StateNode
 from radixcache.tree.state_tree import StateTree, Use
 

@@ -16,8 +16,8 @@ from policies.lru import LRU
 from policies.protocol import EvictionPolicy
 from policies.reuse import BIN_COUNT, WARM_UP_INTERVALS, ReuseModel
 from policies.turn import MAX_BRANCHING, MAX_KINDS, OTHER_KINDS, PRIOR, REBUILD_USES, Turn
-from radixcache.budget.ledger import Ledger
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.layers.layout import ArrayLayout
+from radixcache.ledger import Ledger
 from radixcache.tree.state_tree import StateTree, Use
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from policies import CostModel, Entry, EvictionPolicy
-from radixcache.adapters.snapshots import Checkpoint
-from radixcache.budget.ledger import Ledger
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.adapters.contract import Checkpoint
+from radixcache.layers.layout import ArrayLayout
+from radixcache.ledger import Ledger
 from radixcache.tree.node_state import StateNode
 from radixcache.tree.state_tree import StateTree, Use
 

@@ -14,10 +14,9 @@ from functools import partial
 from typing import Any
 
 from radixcache import PrefixCache
-from radixcache.paging.rates import Rates
+from radixcache.paging.rates import StoreRates
 from runner import cli
-from runner.replay import progress
-from runner.replay.backends import radix
+from runner.replay import caches, progress
 
 
 def quantized(kv_bits: int) -> Any:
@@ -25,7 +24,7 @@ def quantized(kv_bits: int) -> Any:
     return partial(PrefixCache, kv_bits=kv_bits, kv_group_size=32) if kv_bits else PrefixCache
 
 
-class Unhurried(radix.RadixPrefixes):
+class Unhurried(caches.RadixPrefixes):
     """Requests come no faster than the disk takes what the ones before them left."""
 
     def begin(self, prompt: Any) -> Any:
@@ -46,8 +45,8 @@ def dying_at(requests: float) -> type[progress.ReplayProgress]:
 
 if __name__ == "__main__":
     dies_at, kv_bits, *arguments = sys.argv[1:]
-    Rates.is_worth_reading = lambda *_: True  # type: ignore[method-assign]  # a tiny model is faster than any disk
-    radix.PrefixCache = quantized(int(kv_bits))  # type: ignore[misc]
-    radix.RadixPrefixes = Unhurried  # type: ignore[misc]
+    StoreRates.is_worth_reading = lambda *_: True  # type: ignore[method-assign]  # a tiny model is faster than any disk
+    caches.PrefixCache = quantized(int(kv_bits))  # type: ignore[misc]
+    caches.RadixPrefixes = Unhurried  # type: ignore[misc]
     progress.ReplayProgress = dying_at(float(dies_at))  # type: ignore[misc]
     cli.main(arguments)

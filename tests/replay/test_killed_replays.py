@@ -13,8 +13,8 @@ import pytest
 
 from runner.commands.inputs import read_chosen, scheduled_requests
 from runner.models.load import load_model
-from runner.replay.backends import radix
-from runner.replay.replay import ReplayOptions, RequestRow, replay
+from runner.replay import caches
+from runner.replay.replayer import ReplayOptions, RequestRow, replay
 from runner.script.script import Script
 from tests.replay.killed import quantized
 from tests.replay.test_replay import Silence
@@ -91,5 +91,5 @@ def test_what_a_replay_knew_when_it_was_killed_the_next_one_knows(conversation: 
 def test_replays_of_any_layers_may_be_killed_in_the_middle_and_at_the_end(
     conversation: Path, kind: str, kv_bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(radix, "PrefixCache", quantized(kv_bits))
+    monkeypatch.setattr(caches, "PrefixCache", quantized(kv_bits))
     loses_little(conversation, kind, kv_bits, 1.5, 3)

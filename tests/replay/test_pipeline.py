@@ -8,10 +8,9 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
+from runner.engine.replies import Completion, compile_mode, feed, generate
 from runner.models.load import load_model
-from runner.replay.backends.plain_run import PlainRun
-from runner.replies.pipeline import compile_mode, feed, generate
-from runner.replies.reply import Completion
+from runner.replay.caches import PlainRun
 
 PROMPT = np.arange(30, 130, dtype=np.int32)
 # Small enough for the allocator to keep, large enough to be seen among what decoding leaves.

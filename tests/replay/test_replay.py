@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from mlx_lm.server import ResponseGenerator
 
+from runner.engine.replies import generate
 from runner.models.load import load_model
-from runner.replay.backends import mlx_lm, single
-from runner.replay.backends.catalogue import CACHE_NAMES, open_backend
-from runner.replay.backends.plain_run import layers_bytes
-from runner.replay.replay import Replay, ReplayOptions, replay
-from runner.replies.pipeline import generate
-from runner.script.conversations.conversation import Conversation
+from runner.replay import CACHE_NAMES, caches
+from runner.replay.caches import layers_bytes, open_backend
+from runner.replay.replayer import Replay, ReplayOptions, replay
+from runner.script.conversation import Conversation
 from runner.script.schedule import schedule
 from runner.script.script import Prompt, Script, ScriptError
 from tests import inside
@@ -108,8 +107,8 @@ def test_every_cache_gives_the_answers_of_no_cache(kind, recorded):
 
 def test_a_wrong_restore_changes_answers(monkeypatch):
     # The control of the test above: claim one token too many wherever a prompt parts from the last one.
-    right = single.common_length
-    monkeypatch.setattr(single, "common_length", lambda *pair: min(right(*pair) + 5, min(map(len, pair))))
+    right = caches.common_length
+    monkeypatch.setattr(caches, "common_length", lambda *pair: min(right(*pair) + 5, min(map(len, pair))))
     runs = run("tiny:llama", ["none", "single"])
     assert [row.output_hash for row in runs["none"].rows] != [row.output_hash for row in runs["single"].rows]
 
@@ -138,13 +137,13 @@ def test_the_observer_hears_of_every_run_and_every_prompt_token():
     loaded = load_model("tiny:llama")
     script = Script(loaded, schedule(CONVERSATIONS, seed=1), max_tokens=4)
     observer = Silence()
-    none, single = replay(loaded, script, ["none", "single"], options(), observer)
+    none, caches = replay(loaded, script, ["none", "single"], options(), observer)
     assert observer.runs == [("none", 7), ("single", 7)]
     rounds = [[("none", one.prompt_tokens), ("single", one.prompt_tokens)] for one in none.rows]
     # Who begins rotates.
     assert observer.done == [each for index, pair in enumerate(rounds) for each in (pair, pair[::-1])[index % 2]]
     assert [(cache, done) for cache, done, total in observer.advances if done == total] == observer.done
-    assert [row.prompt_tokens for row in single.rows] == [row.prompt_tokens for row in none.rows]
+    assert [row.prompt_tokens for row in caches.rows] == [row.prompt_tokens for row in none.rows]
 
 
 def test_a_replay_that_is_broken_off_keeps_the_rounds_that_ended():
@@ -301,7 +300,7 @@ def test_what_mlx_lm_stores_holds_no_spare_capacity():
     backend = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
     with backend.begin(prompt_of(range(20, 120))) as session:
         list(generate(session, loaded.model, loaded.tokenizer, max_tokens=4, stop_tokens=()))
-        copies = [mlx_lm.stored_copy(cache) for cache in session.caches]
+        copies = [caches.stored_copy(cache) for cache in session.caches]
         assert {cache.keys.shape[2] for cache in session.caches} == {256}
         assert {copy.keys.shape[2] for copy in copies} == {103}
 

@@ -12,11 +12,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from runner.files.atomic import require_writable, write_atomically
-from runner.files.json_file import write_json
-from runner.files.origin import machine, versions
-from runner.replay.plots import replay_picture
-from runner.replay.replay import CacheRun, RequestRow, output_hash
+from runner.files import require_writable, write_atomically, write_json
+from runner.origin import machine, versions
+from runner.replay.progress import replay_picture
+from runner.replay.replayer import CacheRun, RequestRow, output_hash
 from runner.replay.report import Report, paired_ratio
 
 
@@ -272,7 +271,7 @@ def test_a_fifo_is_written_to_and_stays_one(tmp_path, through_link):
 
 def test_an_error_names_the_file_that_was_asked_for(tmp_path):
     code = (
-        "import resource, sys\nfrom pathlib import Path\nfrom runner.files.atomic import write_atomically\n"
+        "import resource, sys\nfrom pathlib import Path\nfrom runner.files import write_atomically\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "try:\n    write_atomically(Path(sys.argv[1]), bytes(1000))\n"
         "except OSError as error:\n    print(error.filename, error.strerror)\n"

@@ -7,10 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from runner.routing.backlog import HALF_LIFE_S
-from runner.routing.dispatcher import Choice, Dispatcher
-from runner.routing.rates import Coefficients, Rates
-from runner.routing.routers import ROUTERS, UNEVEN, Ask, View, make_router, weighed_s
+from runner.routing.dispatcher import HALF_LIFE_S, Choice, Dispatcher
+from runner.routing.routers import ROUTERS, UNEVEN, Ask, Coefficients, RoutingRates, View, make_router, weighed_s
 
 #: A token takes a second to prefill, and nothing to decode.
 PLAIN = Coefficients(prefill_s=1.0, decode_s=0.0, output_tokens=1.0)
@@ -18,7 +16,7 @@ REPLICAS = ("a", "b", "c")
 
 
 def dispatcher(name: str = "prefix", **more: int) -> Dispatcher:
-    return Dispatcher(make_router(name), REPLICAS, rates=Rates(PLAIN), block_tokens=10, **more)
+    return Dispatcher(make_router(name), REPLICAS, rates=RoutingRates(PLAIN), block_tokens=10, **more)
 
 
 def sent(to: Dispatcher, request: int, ask: Ask, now_s: float) -> Choice:
@@ -149,7 +147,7 @@ def test_an_unknown_router_is_refused_with_the_names_of_all() -> None:
 
 
 def test_rates_forget_what_was_measured_long_ago() -> None:
-    rates = Rates()
+    rates = RoutingRates()
     rates.prefilled(1_000, 1.0)
     assert rates.now.prefill_s == 1e-3
     for _ in range(400):

@@ -5,8 +5,8 @@ from collections import Counter
 from itertools import combinations
 from typing import Any
 
-from runner.script.conversations.builtin import builtin_conversations
-from runner.script.conversations.conversation import Conversation
+from runner.script.conversation import Conversation
+from runner.script.conversation_reader import builtin_conversations
 from runner.script.schedule import schedule
 
 # Measured once with the tokenizer and template of SmolLM2-135M-Instruct, as 11,382 tokens.

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from runner.script.conversations import records
-from runner.script.conversations.conversation import Conversation, ConversationError
-from runner.script.conversations.reader import read_conversations
+from runner.script import conversation_reader
+from runner.script.conversation import Conversation, ConversationError
+from runner.script.conversation_reader import read_conversations
 
 SHARED_DATA = Path(__file__).parents[3] / "shared" / "data"
 HELLO = {"role": "user", "content": "Hello"}
@@ -284,7 +284,7 @@ def test_bare_list_with_a_bad_message_is_one_bad_conversation(tmp_path: Path) ->
 
 
 def test_line_that_is_too_long_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_RECORD_CHARS", 200)
+    monkeypatch.setattr(conversation_reader, "MAX_RECORD_CHARS", 200)
     path = write(tmp_path / "chat.jsonl", [HELLO], [{"role": "user", "content": "a" * 300}], [HELLO])
     assert error_of(path) == "chat.jsonl:2: the line has 333 characters; wanted at most 200."
     assert len(read_conversations(path, skip_bad=True).conversations) == 2

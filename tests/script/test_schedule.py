@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from runner.script.conversations.conversation import Conversation
+from runner.script.conversation import Conversation
 from runner.script.schedule import GeneratedReplies, ScheduledRequest, schedule
 
 

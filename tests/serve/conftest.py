@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runner.models.load import LoadedModel, load_model
-from runner.serve.running import Running
+from runner.serve.scheduler import Running
 from tests.serve.jobs import running
 
 

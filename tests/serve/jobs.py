@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from mlx_lm import stream_generate
 
 from runner.models.load import LoadedModel
-from runner.serve.asked import Answer, Asked, Ended, Failed, Job, ModelNames, Record, Step
+from runner.serve.asked import Answer, Asked, Ended, Failed, Job, ModelNames, RequestRecord, Step
 from runner.serve.options import ServeOptions
-from runner.serve.running import Running
+from runner.serve.scheduler import Running
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "
 
 
 @contextmanager
-def running(records: list[Record] | None = None, **options: Any) -> Iterator[Running]:
+def running(records: list[RequestRecord] | None = None, **options: Any) -> Iterator[Running]:
     """A generation thread on the tiny model, or as the options say."""
     defaults = {"model": "tiny", "budget_bytes": 64 << 20}
     thread = Running(ServeOptions(**{**defaults, **options}), [].append if records is None else records.append)
@@ -62,7 +62,7 @@ class Waiting:
             assert not isinstance(answer, (Ended, Failed)), answer
 
     @property
-    def record(self) -> Record:
+    def record(self) -> RequestRecord:
         """How it ended; waits for that."""
         self.end()
         last = self.answers[-1]

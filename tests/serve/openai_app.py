@@ -6,11 +6,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from fastapi.testclient import TestClient
 
-from runner.serve.errors import ApiError
-from runner.serve.openai_api import openai_routes
+from runner.serve.asked import ApiError
+from runner.serve.openai import openai_routes
 from runner.serve.options import ServeOptions
-from runner.serve.service import Runs, Service
-from runner.serve.streaming import to_json
+from runner.serve.service import Runs, Service, to_json
 
 USER = {"role": "user", "content": "?"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -6,8 +6,18 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from runner.serve.asked import Answer, Ended, Failed, FinishReason, Job, Progress, Record, Started, Step
-from runner.serve.errors import ApiError
+from runner.serve.asked import (
+    Answer,
+    ApiError,
+    Ended,
+    Failed,
+    FinishReason,
+    Job,
+    PrefillProgress,
+    RequestRecord,
+    Started,
+    Step,
+)
 from runner.serve.service import Delta
 
 PROMPT_TOKENS, CACHED_TOKENS = 20, 12
@@ -27,13 +37,13 @@ def said(
     return Delta(text, reasoning, tool_calls, (Step(text, 7, -0.5, (), finish, stop_word),))
 
 
-def record(job: Job, **changes: Any) -> Record:
+def record(job: Job, **changes: Any) -> RequestRecord:
     """How a scripted request ended."""
     values: dict[str, Any] = {
         "prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS, "matched_tokens": CACHED_TOKENS, "reason": None,
         "completion_tokens": 3, "queue_ms": 1.0, "ttft_ms": 2.0, "gaps_ms": (1.0, 1.0), "outcome": "stop",
     }  # fmt: skip
-    return Record(job.id, job.asked.names, job.asked.namespace, **{**values, **changes})
+    return RequestRecord(job.id, job.asked.names, job.asked.namespace, **{**values, **changes})
 
 
 class ScriptedReading:
@@ -65,7 +75,7 @@ class ScriptedRuns:
 
     def __init__(
         self,
-        *script: Progress | Delta | Failed,
+        *script: PrefillProgress | Delta | Failed,
         flushed: Delta | None = None,
         refusal: ApiError | None = None,
         is_endless: bool = False,

@@ -12,10 +12,10 @@ from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 
 from runner.serve.app import guard, make_app
-from runner.serve.keys import KeyFileError, Keyring
+from runner.serve.metrics import Watch
+from runner.serve.middleware import KeyFileError, Keyring
 from runner.serve.options import ServeOptions
-from runner.serve.running import Running
-from runner.serve.watch import Watch
+from runner.serve.scheduler import Running
 
 ANN, BOB, ROOT = "key-of-ann", "key-of-bob", "key-of-root"
 ADMINS = ["/metrics", "/cache", "/cache/tree"]

@@ -12,11 +12,9 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 
-from runner.serve.anthropic_api import anthropic_routes
-from runner.serve.anthropic_bodies import MessagesBody, PromptBody
-from runner.serve.asked import Asked, Ended, Failed, Progress
-from runner.serve.errors import ApiError
-from runner.serve.frame import Frame
+from runner.serve.anthropic import AnthropicPromptBody, MessagesBody, anthropic_routes
+from runner.serve.asked import ApiError, Asked, Ended, Failed, PrefillProgress
+from runner.serve.middleware import Frame
 from runner.serve.options import ServeOptions
 from runner.serve.service import Service
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, record, said
@@ -29,8 +27,9 @@ TOOL = {"name": "weather", "description": "of a place", "input_schema": {"type":
 HELLO = (said("Hel"), said("lo"), said(finish="stop"))
 #: A reply of every kind of block, with the white space that models put between them.
 FULL = (
-    Progress(16, 20), said(reasoning="It "), said(reasoning="asks."), said("\n\n"), said("Let me "), said("look."),
-    said("\n", calls=[("weather", '{"place": "Ulm"}')]), said(" \n"), said(calls=[("time", "{}")], finish="stop"),
+    PrefillProgress(16, 20), said(reasoning="It "), said(reasoning="asks."), said("\n\n"), said("Let me "),
+    said("look."), said("\n", calls=[("weather", '{"place": "Ulm"}')]), said(" \n"),
+    said(calls=[("time", "{}")], finish="stop"),
 )  # fmt: skip
 FULL_CONTENT = [
     {"type": "thinking", "thinking": "It asks.", "signature": ""},
@@ -150,7 +149,7 @@ def test_a_tools_input_is_always_an_object_of_json(arguments: str, wanted: dict[
 
 
 def test_a_stream_has_anthropics_events_in_their_order() -> None:
-    start, *events = events_of(ScriptedRuns(Progress(8, 20), *HELLO))
+    start, *events = events_of(ScriptedRuns(PrefillProgress(8, 20), *HELLO))
     usage = start["message"].pop("usage")
     assert (usage["input_tokens"], usage["output_tokens"]) == (PROMPT_TOKENS, 0)
     assert (start["type"], start["message"]["content"], start["message"]["stop_reason"]) == ("message_start", [], None)
@@ -279,7 +278,7 @@ def test_a_client_that_goes_away_ends_its_reply(is_streamed: bool) -> None:
 
 def test_the_openapi_document_says_what_bodies_are() -> None:
     document = app_of(ScriptedRuns()).openapi()
-    for path, kind in (("/v1/messages", MessagesBody), ("/v1/messages/count_tokens", PromptBody)):
+    for path, kind in (("/v1/messages", MessagesBody), ("/v1/messages/count_tokens", AnthropicPromptBody)):
         schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert set(schema["properties"]) == set(kind.model_fields)
         reference = schema["properties"]["tools"]["items"]["$ref"]

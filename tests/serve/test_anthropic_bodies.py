@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from runner.models.tiny import tiny_tokenizer
-from runner.serve.anthropic_bodies import MessagesBody
-from runner.serve.asked import DEFAULT, Asked
-from runner.serve.errors import ApiError
+from runner.serve.anthropic import MessagesBody
+from runner.serve.asked import DEFAULT, ApiError, Asked
 from runner.serve.options import ServeOptions
-from runner.serve.prompts import Prompt, prompt_of
+from runner.serve.prompts import RenderedPrompt, prompt_of
 
 USER = {"role": "user", "content": "Hi"}
 BODY: dict[str, Any] = {"model": "claude-sonnet", "max_tokens": 16, "messages": [USER]}
@@ -118,7 +117,7 @@ def test_a_prompt_is_marked_where_a_marked_text_ends_and_others_with_that_beginn
     tokenizer = tiny_tokenizer()
     marked = {"type": "text", "text": "You are brief.", "cache_control": MARK}
 
-    def prompt(today: str) -> Prompt:
+    def prompt(today: str) -> RenderedPrompt:
         system = [marked, {"type": "text", "text": today}]
         return prompt_of(asked(system=system, tools=[TOOL]), tokenizer, {}, with_messages=True)
 

@@ -13,9 +13,8 @@ import mlx.core as mx
 import pytest
 
 from runner.models.load import LoadedModel, load_model
-from runner.serve import border
-from runner.serve.asked import Asked, ModelNames, Penalties, Sampling
-from runner.serve.errors import ApiError
+from runner.serve import mlx_lm_border
+from runner.serve.asked import ApiError, Asked, ModelNames, Penalties, Sampling
 from runner.serve.prompts import prompt_of
 
 MESSAGES = [
@@ -56,19 +55,19 @@ def fields(of: Any) -> list[str]:
     ],
 )
 def test_a_name_has_the_parameters_that_the_server_gives(name: str, parameters: list[str]) -> None:
-    assert fields(getattr(border, name)) == parameters
+    assert fields(getattr(mlx_lm_border, name)) == parameters
 
 
 def test_the_border_lists_what_it_has() -> None:
-    assert sorted(border.__all__) == border.__all__
-    assert all(hasattr(border, name) for name in border.__all__)
+    assert sorted(mlx_lm_border.__all__) == mlx_lm_border.__all__
+    assert all(hasattr(mlx_lm_border, name) for name in mlx_lm_border.__all__)
 
 
 def test_importing_it_leaves_logging_random_numbers_and_the_device_alone() -> None:
     script = (
         "import runner, logging, mlx.core as mx; mx.random.seed(5)\n"
         "before = logging.getLogger().handlers, mx.default_device(), mx.random.state[0].tolist()\n"
-        "import runner.serve.border\n"
+        "import runner.serve.mlx_lm_border\n"
         "assert before == (logging.getLogger().handlers, mx.default_device(), mx.random.state[0].tolist())\n"
         "import threading; assert threading.active_count() == 1"
     )
@@ -82,21 +81,21 @@ def test_importing_it_leaves_logging_random_numbers_and_the_device_alone() -> No
 def test_samplers_and_processors_are_made_of_a_requests_own_fields(tiny: LoadedModel) -> None:
     likeliest = mx.log(mx.array([[0.1, 0.2, 0.7]]))
     for sampling in (Sampling(), Sampling(temperature=1.0, top_k=1)):
-        sampler = border.make_sampler(SimpleNamespace(sampling=sampling), tiny.tokenizer)
+        sampler = mlx_lm_border.make_sampler(SimpleNamespace(sampling=sampling), tiny.tokenizer)
         assert sampler(likeliest).tolist() == [2]
     penalties = Penalties(logit_bias={3: 5.0}, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5)
-    made = border.make_logits_processors(SimpleNamespace(logits=penalties))
+    made = mlx_lm_border.make_logits_processors(SimpleNamespace(logits=penalties))
     assert len(made) == 4
     logits = mx.ones((1, 4))
     for processor in made:
         logits = processor(mx.array([1, 1, 2]), logits)
     assert logits.tolist() == [[1.0, 0.5 - 1.0 - 1.0, 0.5 - 1.0 - 0.5, 6.0]]
-    assert border.make_logits_processors(SimpleNamespace(logits=Penalties())) == []
+    assert mlx_lm_border.make_logits_processors(SimpleNamespace(logits=Penalties())) == []
 
 
 def test_xtc_never_takes_away_line_ends_and_ends_of_turn(tiny: LoadedModel) -> None:
     sampling = Sampling(temperature=1.0, xtc_probability=1.0, xtc_threshold=0.1)
-    sampler = border.make_sampler(SimpleNamespace(sampling=sampling), tiny.tokenizer)
+    sampler = mlx_lm_border.make_sampler(SimpleNamespace(sampling=sampling), tiny.tokenizer)
     (special,) = tiny.tokenizer.eos_token_ids
     logprobs = mx.full((1, 256), -1e9)
     for token, share in ((special, 0.6), (40, 0.25), (41, 0.15)):
@@ -107,8 +106,8 @@ def test_xtc_never_takes_away_line_ends_and_ends_of_turn(tiny: LoadedModel) -> N
 def test_top_log_probabilities_are_plain_numbers(tiny: LoadedModel) -> None:
     logprobs = mx.full((256,), -9.0)
     logprobs[70] = -0.5
-    assert border.top_logprobs(logprobs, 0, tiny.tokenizer) == ()
-    assert border.top_logprobs(logprobs, 1, tiny.tokenizer) == (
+    assert mlx_lm_border.top_logprobs(logprobs, 0, tiny.tokenizer) == ()
+    assert mlx_lm_border.top_logprobs(logprobs, 1, tiny.tokenizer) == (
         {"id": 70, "token": tiny.tokenizer.convert_ids_to_tokens([70])[0], "logprob": -0.5},
     )
 
@@ -117,20 +116,20 @@ def test_top_log_probabilities_are_plain_numbers(tiny: LoadedModel) -> None:
 
 
 def test_stop_sequences_end_with_their_last_token_and_with_an_end_of_turn(tiny: LoadedModel) -> None:
-    matcher = border.make_stop_sequences(tiny.tokenizer, ["ab"]).matcher()
+    matcher = mlx_lm_border.make_stop_sequences(tiny.tokenizer, ["ab"]).matcher()
     (eos,) = tiny.tokenizer.eos_token_ids
     found = [matcher.advance(token) for token in tiny.tokenizer.encode("aab", add_special_tokens=False)]
     assert found == [False, False, True]
-    assert border.make_stop_sequences(tiny.tokenizer).matcher().advance(eos)
+    assert mlx_lm_border.make_stop_sequences(tiny.tokenizer).matcher().advance(eos)
 
 
 def test_the_text_machine_strips_stop_words_and_tells_states_apart(tiny: LoadedModel) -> None:
-    machine = border.make_text_state_machine(tiny.tokenizer, ["STOP"])
-    state, segments = border.TextStateMachine.split(machine.make_state("normal"), "go on STOP here ST")
+    machine = mlx_lm_border.make_text_state_machine(tiny.tokenizer, ["STOP"])
+    state, segments = mlx_lm_border.TextStateMachine.split(machine.make_state("normal"), "go on STOP here ST")
     assert "".join(text for _, text in segments) == "go on  here "
     assert {name for name, _ in segments} == {"normal"}
-    assert border.TextStateMachine.flush(state)[1] == "ST"
-    assert border.TextStateMachine.discard(state)[1] == "normal"
+    assert mlx_lm_border.TextStateMachine.flush(state)[1] == "ST"
+    assert mlx_lm_border.TextStateMachine.discard(state)[1] == "normal"
 
 
 def test_tool_calls_are_formatted_and_bad_ones_left_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -140,7 +139,7 @@ def test_tool_calls_are_formatted_and_bad_ones_left_out(caplog: pytest.LogCaptur
         return {"name": text, "arguments": {"a": tools}}
 
     with caplog.at_level(logging.WARNING):
-        (call,) = border.ToolCallFormatter(parse, [1])(["bad", "good"])
+        (call,) = mlx_lm_border.ToolCallFormatter(parse, [1])(["bad", "good"])
     assert call["function"] == {"name": "good", "arguments": '{"a": [1]}'}
     assert call["type"] == "function"
     assert isinstance(call["id"], str)

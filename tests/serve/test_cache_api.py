@@ -10,11 +10,11 @@ import pytest
 from fastapi.testclient import TestClient
 from httpx2 import Response
 
-from radixcache.view.description import read_view
+from radixcache.observe.tree_view import read_view
 from runner.serve.app import make_app
+from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
-from runner.serve.running import Running
-from runner.serve.watch import Watch
+from runner.serve.scheduler import Running
 
 SYSTEM = {"role": "system", "content": "You are a marmalade sommelier."}
 #: What must not be in any response: of the prompts, of what they become, of a reply.

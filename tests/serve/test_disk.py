@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from radixcache.stores.survey import scan
+from radixcache.stores.files import scan
 from tests.commands.conftest import command  # noqa: F401
 from tests.serve.serving import GUARD_S, serving
 

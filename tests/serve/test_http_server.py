@@ -21,9 +21,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runner.serve import http_server
-from runner.serve.frame import Frame
 from runner.serve.http_server import HttpServer, listen, url_of
-from runner.serve.limits import BodyLimit
+from runner.serve.middleware import BodyLimit, Frame
 
 LONG_S = 300.0
 PATIENT = dict.fromkeys(http_server.PATIENCE_S, LONG_S)

@@ -19,15 +19,14 @@ from mlx_lm.processors import load_processor
 from mlx_lm.server import _make_vision
 from PIL import Image
 
-from runner.models.exceptions import kind_of
 from runner.models.load import LoadedModel, load_model
-from runner.models.weights import build
-from runner.serve import images
+from runner.models.tiny import build, kind_of
+from runner.serve import prompts
 from runner.serve.app import make_app
-from runner.serve.asked import Answer, Job, ModelNames, Progress, Step
+from runner.serve.asked import Answer, Job, ModelNames, PrefillProgress, Step
+from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
-from runner.serve.running import Running
-from runner.serve.watch import Watch
+from runner.serve.scheduler import Running
 from tests.serve.jobs import Waiting, running
 from tests.serve.seeing_model import PATCH, open_eyes, picture, shown, write_seeing_model
 
@@ -124,7 +123,7 @@ def test_an_image_that_was_evaluated_in_part_is_looked_at_again(
     for count, offset in enumerate(inside):
 
         def cancel(job: Job, answer: Answer, at: int = offset) -> None:
-            if isinstance(answer, Progress) and answer.done_tokens >= at:
+            if isinstance(answer, PrefillProgress) and answer.done_tokens >= at:
                 job.cancel()
 
         asked: dict[str, Any] = {"messages": messages, "namespace": f"parts-{count}"}
@@ -253,7 +252,7 @@ def test_images_beyond_the_models_context_are_refused_also_where_text_would_be_s
     assert (failure.status, "the model's context length is 32768 tokens." in failure.message) == (400, True)
 
 
-@pytest.mark.parametrize("file_format", images.FORMATS)
+@pytest.mark.parametrize("file_format", prompts.FORMATS)
 def test_images_of_every_known_format_are_taken(loaded: LoadedModel, shared: Running, file_format: str) -> None:
     file = picture(4, file_format=file_format)
     assert Waiting(shared, messages=asking(file)).tokens == expected(loaded, asking(file), file)
@@ -285,7 +284,7 @@ def test_from_any_offset_on_embeddings_are_those_of_the_whole_prompt() -> None:
     found = _make_vision(tokens, urls=["a", "b"], pixel_values=list(pixel_values), token_id=PATCH)
     whole = model.embed_inputs(mx.array(tokens), pixel_values=list(pixel_values))
     assert float(mx.abs(whole[2 : 2 + counts[0]] - whole[5 + counts[0] : -2]).max()) > 0.1
-    embed = images.embedder(model, tokens, found)
+    embed = prompts.embedder(model, tokens, found)
     for offset in range(len(tokens)):
         assert embed(offset).shape == whole[offset:].shape
         assert float(mx.abs(embed(offset) - whole[offset:]).max()) < 1e-4

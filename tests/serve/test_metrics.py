@@ -10,10 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from radixcache import PrefixCache
-from radixcache.stores.stats import StoreStats
-from radixcache.tree.events import Event, EventKind
+from radixcache.stores.store import StoreStats
+from radixcache.tree.history import Event, EventKind
 from runner.serve.asked import ModelNames
-from runner.serve.watch import LISTED_REQUESTS, LONGEST_TEXT, Watch, in_a_line
+from runner.serve.metrics import LISTED_REQUESTS, LONGEST_TEXT, Watch, in_a_line
 from tests.serve.watched import Watched, record
 
 STORE = "radixcache_store_"
@@ -163,7 +163,7 @@ def test_the_registry_is_the_servers_own() -> None:
 
 
 def test_the_end_of_a_request_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "runner.serve.watch"):
+    with caplog.at_level(logging.INFO, "runner.serve.metrics"):
         Watch().on_record(record(namespace="ann"))
     (line,) = caplog.messages
     assert line == (

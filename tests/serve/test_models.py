@@ -15,13 +15,11 @@ import pytest
 
 from benchmarks.harness.model_folder import write_model
 from radixcache import CacheClosedError
-from radixcache.watch.trace import FORMAT
+from radixcache.observe.trace import FORMAT
 from runner.models.load import ModelError, load_model
-from runner.serve.asked import Answer, Asked, Ended, Job, ModelNames, Penalties
-from runner.serve.errors import ApiError
-from runner.serve.models import Models
+from runner.serve.asked import Answer, ApiError, Asked, Ended, Job, ModelNames, Penalties
+from runner.serve.models import Models, WarmFileError, read_warm_file
 from runner.serve.options import ServeOptions
-from runner.serve.warming import WarmFileError, read_warm_file
 from tests.serve.jobs import Waiting, alone, running
 
 SYSTEM = "You are a careful assistant, and you answer in rhyme. "

@@ -11,9 +11,8 @@ import httpx2 as httpx
 import pytest
 from huggingface_hub.errors import CacheNotFound
 
-from runner.serve import model_list
-from runner.serve.asked import Failed, Progress
-from runner.serve.errors import ApiError
+from runner.serve import openai
+from runner.serve.asked import ApiError, Failed, PrefillProgress
 from runner.serve.options import ServeOptions
 from tests.serve.openai_app import CHAT, USER, openai_app, openai_client
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
@@ -57,7 +56,7 @@ def test_a_reply_that_is_ended_from_outside_ends_well_formed():
 
 
 def test_a_stream_tells_the_progress_of_its_prompt_in_comments_and_its_usage_if_asked():
-    runs = ScriptedRuns(Progress(8, PROMPT_TOKENS), Progress(20, PROMPT_TOKENS), said("x", finish="stop"))
+    runs = ScriptedRuns(PrefillProgress(8, PROMPT_TOKENS), PrefillProgress(20, PROMPT_TOKENS), said("x", finish="stop"))
     body = {"messages": [USER], "stream": True, "stream_options": {"include_usage": True}}
     with openai_client(runs) as client:
         answer = client.post(CHAT, json=body)
@@ -127,7 +126,9 @@ async def leave(app: Any, runs: ScriptedRuns, body: dict[str, Any], *, is_asked:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("script", [(), (Progress(1, 20),), (said("x"),)], ids=["waiting", "prefill", "decoding"])
+@pytest.mark.parametrize(
+    "script", [(), (PrefillProgress(1, 20),), (said("x"),)], ids=["waiting", "prefill", "decoding"]
+)
 def test_a_client_that_goes_away_ends_its_request(stream, script):
     runs = ScriptedRuns(*script, is_endless=True)
     asyncio.run(leave(openai_app(runs), runs, {"messages": [USER], "stream": stream}))
@@ -173,7 +174,7 @@ class Repository:
                 self.file_path = Path(name)
 
         class Revision:
-            files = tuple(File(name) for name in model_list.FILES - {less})
+            files = tuple(File(name) for name in openai.FILES - {less})
 
         self.repo_id, self.repo_type, self.refs = repo_id, repo_type, dict.fromkeys(refs, Revision)
 
@@ -197,7 +198,7 @@ def listed(path: str, served: str | None) -> list[str]:
 
 
 def test_models_are_those_of_the_hubs_cache_that_mlx_lm_could_load_and_the_served_one(monkeypatch, tmp_path):
-    monkeypatch.setattr(model_list, "scan_cache_dir", Cache)
+    monkeypatch.setattr(openai, "scan_cache_dir", Cache)
     assert listed("/v1/models", None) == ["a/model", "b/model"]
     assert listed("/v1/models", "tiny") == ["a/model", "b/model", "tiny"]
     assert listed("/v1/models", "a/model") == ["a/model", "b/model"]
@@ -210,7 +211,7 @@ def test_models_without_a_cache_of_the_hub_are_the_served_one_alone(monkeypatch)
     def absent() -> None:
         raise CacheNotFound("no folder", cache_dir=Path("x"))
 
-    monkeypatch.setattr(model_list, "scan_cache_dir", absent)
+    monkeypatch.setattr(openai, "scan_cache_dir", absent)
     assert listed("/v1/models", "tiny") == ["tiny"]
     assert listed("/v1/models", None) == []
 

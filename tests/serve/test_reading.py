@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.serve.asked import Ended, Job, Started, Step, TopToken
-from runner.serve.border import TextStateMachine, ToolCallFormatter
-from runner.serve.reading import Reading
+from runner.serve.mlx_lm_border import TextStateMachine, ToolCallFormatter
+from runner.serve.reply_reader import ReplyReader
 from tests.serve.openai_app import CHAT, TEXT, USER, openai_client
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, record
 from tests.serve.stock_server import stock_answer
@@ -46,7 +46,7 @@ class SpokenRuns(ScriptedRuns):
 
     def ask(self, job: Job) -> None:
         formatter = ToolCallFormatter(self.parser, None)
-        job.put(Started(PROMPT_TOKENS, Reading(TextStateMachine(TRANSITIONS), self.initial_state, formatter)))
+        job.put(Started(PROMPT_TOKENS, ReplyReader(TextStateMachine(TRANSITIONS), self.initial_state, formatter)))
         for step in self.steps:
             job.put(step)
         outcome = self.steps[-1].finish_reason or "cancelled"
@@ -118,8 +118,8 @@ def test_bodies_and_chunks_are_those_of_mlx_lm_server_whatever_the_tokens(
     assert contents(answer.text, is_stream=more["stream"]) == contents(wanted, is_stream=more["stream"])
 
 
-def reading(parser: Any = parse_tool_call) -> Reading:
-    return Reading(TextStateMachine(TRANSITIONS), "normal", ToolCallFormatter(parser, None))
+def reading(parser: Any = parse_tool_call) -> ReplyReader:
+    return ReplyReader(TextStateMachine(TRANSITIONS), "normal", ToolCallFormatter(parser, None))
 
 
 @pytest.mark.parametrize("parsed", [ValueError("x"), KeyError("x"), 5, {"name": "f"}, {"arguments": {}}, ["x"]])

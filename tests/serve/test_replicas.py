@@ -14,11 +14,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from radixcache.watch.edges import Edge
+from radixcache.observe.hints import Edge
 from runner.routing.digests import BLOCK_TOKENS, chain_digests, root_digest
 from runner.routing.routers import Ask
-from runner.serve.asked import Answer, Asked, Ended, Failed, Job, ModelNames, Progress, Started, Step
-from runner.serve.errors import ApiError
+from runner.serve.asked import Answer, ApiError, Asked, Ended, Failed, Job, ModelNames, PrefillProgress, Started, Step
 from runner.serve.options import ServeOptions
 from tests.commands.conftest import command  # noqa: F401
 from tests.serve.serving import GUARD_S, ROOT
@@ -28,14 +27,10 @@ pytest.importorskip("ray.serve", reason="Ray has no build for this Python")
 
 from ray.exceptions import ActorDiedError
 
-from runner.serve.replicas.calls import AdminReply, AdminRequest, called
-from runner.serve.replicas.fleet import replica_options
-from runner.serve.replicas.pages import replica_routes
-from runner.serve.replicas.prompts import RoutedPrompts
-from runner.serve.replicas.relay import RETRIES, Relay
-from runner.serve.replicas.scrape import Scrape
-from runner.serve.replicas.switchboard import Routed, Switchboard
-from runner.serve.replicas.told import Telling, Told
+from runner.serve.replicas.fleet import RoutedPrompts, replica_options
+from runner.serve.replicas.pages import Scrape, replica_routes
+from runner.serve.replicas.ray_border import RETRIES, Relay
+from runner.serve.replicas.switchboard import AdminReply, AdminRequest, Routed, Switchboard, Telling, Told, called
 
 SECRET = b"a secret"
 
@@ -236,7 +231,7 @@ def test_a_reply_comes_through_as_it_is_and_ends_once(board: Switchboard) -> Non
     assert relayed(board, Stream([STARTED], [STEP, STEP], [ENDED])) == [STARTED, STEP, STEP, ENDED]
 
 
-@pytest.mark.parametrize("heard", [(), ([STARTED],), ([STARTED, Progress(1, 7)],)])
+@pytest.mark.parametrize("heard", [(), ([STARTED],), ([STARTED, PrefillProgress(1, 7)],)])
 def test_a_request_is_asked_again_where_no_token_was_handed_on(
     board: Switchboard, heard: tuple[list[Answer], ...]
 ) -> None:

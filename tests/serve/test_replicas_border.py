@@ -1,4 +1,4 @@
-"""What `runner.serve.replicas.border` uses of Ray, whose request router is alpha: each name is there, as it is used."""
+"""What ray_border.py uses of Ray, whose request router is alpha: each name is there, as it is used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentRes
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica  # noqa: E402
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview, ServeStatus  # noqa: E402
 
-from runner.serve.replicas import border  # noqa: E402
+from runner.serve.replicas import ray_border  # noqa: E402
 from runner.serve.replicas.switchboard import Switchboard, put_up  # noqa: E402
 
 
@@ -58,16 +58,19 @@ def test_handles_stream_wait_and_cancel_as_they_are_used() -> None:
     assert "timeout_s" in parameters(DeploymentResponse.result)
     for name in ("__aiter__", "__anext__", "__iter__", "cancel"):
         assert hasattr(DeploymentResponseGenerator, name)
-    assert issubclass(RequestCancelledError, border.GONE)
-    assert issubclass(RayServeException, border.GONE)
-    assert issubclass(ray.exceptions.ActorDiedError, border.GONE)
-    assert issubclass(ray.exceptions.ActorUnavailableError, border.GONE)
+    assert issubclass(RequestCancelledError, ray_border.GONE)
+    assert issubclass(RayServeException, ray_border.GONE)
+    assert issubclass(ray.exceptions.ActorDiedError, ray_border.GONE)
+    assert issubclass(ray.exceptions.ActorUnavailableError, ray_border.GONE)
 
 
 def test_a_router_that_was_pickled_by_value_asks_the_switchboard_of_this_process() -> None:
     board = Switchboard("prefix", lambda names: None)
     put_up("an application", board)
-    about: Any = {"request_router_class": border.Placing, "request_router_kwargs": {"switchboard": "an application"}}
+    about: Any = {
+        "request_router_class": ray_border.Placing,
+        "request_router_kwargs": {"switchboard": "an application"},
+    }
     config = RequestRouterConfig(**about)
     kind = cloudpickle.loads(config.get_serialized_request_router_cls())
     router = kind.__new__(kind)

@@ -19,14 +19,14 @@ from runner.serve.asked import (
     Job,
     ModelNames,
     Penalties,
-    Progress,
-    Record,
+    PrefillProgress,
+    RequestRecord,
     Sampling,
     Started,
     Step,
 )
 from runner.serve.models import Models
-from runner.serve.running import Running
+from runner.serve.scheduler import Running
 from tests.serve.jobs import LONG, MESSAGES, PROMPTS, SYSTEM, Waiting, alone, running
 
 
@@ -51,13 +51,13 @@ def test_eight_at_once_say_what_mlx_lm_says_to_each_alone(kind: str) -> None:
 
 
 def test_answers_come_in_order_and_the_last_one_ends(tiny: LoadedModel) -> None:
-    records: list[Record] = []
+    records: list[RequestRecord] = []
     with running(records) as thread:
         waiting = Waiting(thread, messages=MESSAGES, max_tokens=3)
         record = waiting.record
     kinds = [type(answer) for answer in waiting.answers]
     assert kinds[0] is Started
-    assert kinds[1:] == sorted(kinds[1:], key=[Progress, Step, Ended].index)
+    assert kinds[1:] == sorted(kinds[1:], key=[PrefillProgress, Step, Ended].index)
     assert kinds.count(Step) == 3
     assert records == [record]
     length = len(rendered(tiny, MESSAGES))
@@ -67,7 +67,7 @@ def test_answers_come_in_order_and_the_last_one_ends(tiny: LoadedModel) -> None:
     assert record.ttft_ms is not None
     assert 0 <= record.queue_ms <= record.ttft_ms
     assert len(record.gaps_ms) == 2
-    done = [answer.done_tokens for answer in waiting.answers if isinstance(answer, Progress)]
+    done = [answer.done_tokens for answer in waiting.answers if isinstance(answer, PrefillProgress)]
     assert done == sorted(done)
     assert done[-1] == length
 

@@ -10,23 +10,23 @@ import mlx.core as mx
 import pytest
 
 from radixcache import Event
+from runner.engine.generator import ParallelGenerator
 from runner.models.load import LoadedModel, ModelError
-from runner.parallel import ParallelGenerator
 from runner.serve import served_model
 from runner.serve.asked import (
     Answer,
+    ApiError,
     Ended,
     Failed,
     Job,
     ModelNames,
     Penalties,
-    Progress,
+    PrefillProgress,
     Sampling,
     Step,
 )
-from runner.serve.errors import ApiError
 from runner.serve.options import ServeOptions
-from runner.serve.running import Running
+from runner.serve.scheduler import Running
 from runner.serve.served_model import ServedModel
 from tests.serve.jobs import GUARD_S, LONG, MESSAGES, PROMPTS, Waiting, alone, running
 
@@ -48,9 +48,9 @@ def cancel_at(kind: type[Answer], count: int) -> Callable[[Job, Answer], None]:
 
 
 def test_who_leaves_during_prefill_ends_within_a_chunk_and_leaves_what_was_computed(either: Running) -> None:
-    left = Waiting(either, prompt=LONG, namespace="left", on_answer=cancel_at(Progress, 4))
+    left = Waiting(either, prompt=LONG, namespace="left", on_answer=cancel_at(PrefillProgress, 4))
     assert (left.record.outcome, left.record.completion_tokens) == ("cancelled", 0)
-    done = [answer.done_tokens for answer in left.answers if isinstance(answer, Progress)]
+    done = [answer.done_tokens for answer in left.answers if isinstance(answer, PrefillProgress)]
     assert len(done) in (4, 5)
     again = Waiting(either, prompt=LONG, namespace="left")
     assert 0 < done[3] - 64 <= again.record.cached_tokens <= done[-1]
@@ -207,7 +207,7 @@ def test_what_is_raised_for_one_ends_that_one(
             raise RuntimeError("so many?")
         return ()
 
-    monkeypatch.setattr(served_model.border, "top_logprobs", top_logprobs)
+    monkeypatch.setattr(served_model.mlx_lm_border, "top_logprobs", top_logprobs)
     good, bad = Waiting(either, prompt=PROMPTS[0]), Waiting(either, top_logprobs=5)
     assert bad.failure == Failed(500, "RuntimeError: so many?", bad.failure.record)
     assert good.tokens == alone(tiny, PROMPTS[0])[0]

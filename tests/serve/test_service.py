@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runner.serve.asked import Asked, Job, ModelNames
-from runner.serve.service import Delta, Reply, Service
+from runner.serve.service import Delta, ServedReply, Service
 from tests.serve.scripted import ScriptedRuns, said
 
 
@@ -25,7 +25,7 @@ class BurstRuns(ScriptedRuns):
 def test_the_loop_is_woken_once_for_what_comes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     wakes = []
 
-    async def texts(reply: Reply) -> str:
+    async def texts(reply: ServedReply) -> str:
         return "".join([part.text async for part in reply if isinstance(part, Delta)])
 
     async def both() -> list[str]:

@@ -18,13 +18,13 @@ import pytest
 from fastapi.testclient import TestClient
 
 from benchmarks.harness.model_folder import write_model
-from runner.serve import openai_api
-from runner.serve.access import is_admins
+from runner.serve import openai
 from runner.serve.app import make_app
-from runner.serve.asked import Record
+from runner.serve.asked import RequestRecord
+from runner.serve.metrics import Watch
+from runner.serve.middleware import is_admins
 from runner.serve.options import ServeOptions
-from runner.serve.running import Running
-from runner.serve.watch import Watch
+from runner.serve.scheduler import Running
 from tests.serve.jobs import Waiting
 
 ANN, BOB, ROOT = "key-of-ann", "key-of-bob", "key-of-root"
@@ -86,7 +86,7 @@ REFUSED = [
 class Server:
     """An application with its generation thread."""
 
-    def __init__(self, client: TestClient, running: Running, records: list[Record]) -> None:
+    def __init__(self, client: TestClient, running: Running, records: list[RequestRecord]) -> None:
         self.client, self.running, self.records = client, running, records
 
     def send(self, route: Route, key: str) -> Iterator[tuple[int, dict[str, str], str]]:
@@ -105,7 +105,7 @@ def serving(folder: Path, **options: Any) -> Iterator[Server]:
         (folder / name).chmod(0o600)
     given = {"model": "tiny", "budget_bytes": 64 << 20, **options}
     keys: Any = {"api_keys": folder / "keys", "admin_key_file": folder / "admin", "namespace_by": "key"}
-    chosen, records, watch = ServeOptions(**given, **keys), list[Record](), Watch()
+    chosen, records, watch = ServeOptions(**given, **keys), list[RequestRecord](), Watch()
     running = Running(chosen, lambda record: (records.append(record), watch.on_record(record)), watch.on_event)
     client = TestClient(make_app(chosen, running, watch), base_url="http://127.0.0.1", client=("127.0.0.1", 1))
     running.start()
@@ -129,7 +129,7 @@ def test_what_a_tenant_sees_is_the_same_whatever_another_one_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     downloaded: list[str] = []
-    monkeypatch.setattr(openai_api, "downloaded_models", downloaded.copy)
+    monkeypatch.setattr(openai, "downloaded_models", downloaded.copy)
     with ExitStack() as stack:
         alone, among = (stack.enter_context(serving(tmp_path)) for _ in range(2))
         downloaded.append("bobs/secret")
@@ -151,7 +151,7 @@ def test_what_a_tenant_sees_is_the_same_whatever_another_one_asks(
         assert sum(record["cached_tokens"] for record in records[0]) > 100
 
 
-def seen_in(record: Record) -> dict[str, Any]:
+def seen_in(record: RequestRecord) -> dict[str, Any]:
     """What the record of a request says, less its id and times."""
     names = ("names", "prompt_tokens", "cached_tokens", "matched_tokens", "reason", "completion_tokens", "outcome")
     return {"short": record.short_tokens, "note": record.note, **{name: getattr(record, name) for name in names}}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from radixcache import PrefixCache
-from radixcache.stores.stats import StoreStats
-from runner.serve.asked import ModelNames, Record
+from radixcache.stores.store import StoreStats
+from runner.serve.asked import ModelNames, RequestRecord
 
 
-def record(**changes: Any) -> Record:
+def record(**changes: Any) -> RequestRecord:
     """A request that ended."""
     values: dict[str, Any] = {
         "id": "3f9a1c2e-0000", "names": ModelNames("small", None, None), "namespace": "", "prompt_tokens": 100,
@@ -17,7 +17,7 @@ def record(**changes: Any) -> Record:
         "ttft_ms": 40.0, "gaps_ms": (20.0, 30.0), "outcome": "stop",
         "shortfalls": ((60, 70, "no_checkpoint"), (70, 100, "diverged")),
     }  # fmt: skip
-    return Record(**{**values, **changes})
+    return RequestRecord(**{**values, **changes})
 
 
 class Watched:

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 import radixcache
 from radixcache import PrefixCache, Session, SessionClosedError, stream_generate
-from radixcache.adapters.snapshots import Spans
-from radixcache.layers.arrays import ArrayLayout
+from radixcache.adapters.contract import Spans
+from radixcache.layers.layout import ArrayLayout
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer

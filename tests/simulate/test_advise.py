@@ -6,22 +6,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from runner.simulate import sampling
-from runner.simulate.advise import (
+from runner.simulate import advice
+from runner.simulate.advice import (
     Advice,
     advice_document,
     advice_html,
     advice_of,
+    apart,
     best_policy,
+    best_two,
+    estimates_of,
     lru_text,
+    parts_of,
     paste_line,
     policy_text,
+    samples_of,
 )
-from runner.simulate.curve_report import capacities_of, curve_document, curve_picture, points_of
-from runner.simulate.mrc import lru_curve
-from runner.simulate.sampling import apart, best_two, estimates_of, parts_of, samples_of
+from runner.simulate.curve import capacities_of, curve_document, curve_picture, lru_curve, points_of
 from runner.simulate.simulator import simulate
-from runner.traces.request import Trace, TraceRequest
+from runner.traces.trace import Trace, TraceRequest
 
 GIB = 1 << 30
 
@@ -32,7 +35,7 @@ def circle(length: int = 10, rounds: int = 20) -> Trace:
     return Trace("circle <1>", 64, requests, False, "circle.jsonl")
 
 
-def advice(**more) -> Advice:
+def advised(**more) -> Advice:
     trace = circle()
     return advice_of(trace, lru_curve(trace), **more)
 
@@ -42,7 +45,7 @@ def row(policy: str, capacity_blocks: int, ratio: float | None, trace: str = "t"
 
 
 def test_budgets_are_where_the_curve_says() -> None:
-    found = advice(token_bytes=1024, prefill_tokens_per_s=100.0, budget_bytes=9 * 64 * 1024)
+    found = advised(token_bytes=1024, prefill_tokens_per_s=100.0, budget_bytes=9 * 64 * 1024)
     assert [budget.capacity_blocks for budget in found.budgets] == [10] * 4
     assert found.budgets[0].capacity_bytes == 10 * 64 * 1024
     # 190 of 200 requests hit; 12,800 tokens at 100 tokens/s.
@@ -55,7 +58,7 @@ def test_budgets_are_where_the_curve_says() -> None:
 
 
 def test_what_is_not_known_is_neither_counted_nor_printed() -> None:
-    found = advice(budget_blocks=10)
+    found = advised(budget_blocks=10)
     assert found.budgets[0].capacity_bytes is found.budgets[0].saved_s is found.budgets[0].saved_s_per_gib is None
     text = lru_text(found)
     header = next(line for line in text.splitlines() if line.startswith("LRU with room for"))
@@ -64,12 +67,12 @@ def test_what_is_not_known_is_neither_counted_nor_printed() -> None:
     assert "--model-config or --bytes-per-token turns them into GiB" in policy_text(found)
     assert "At most 95.0% of prefill can be saved" in text
     with pytest.raises(ValueError, match="needs the bytes of a token"):
-        advice(budget_bytes=GIB)
+        advised(budget_bytes=GIB)
 
 
 def test_checkpoints_that_are_not_counted_are_mentioned() -> None:
-    assert "checkpoints of 5,000 bytes" in policy_text(advice(token_bytes=8, checkpoint_bytes=5000))
-    assert "checkpoints" not in policy_text(advice(token_bytes=8))
+    assert "checkpoints of 5,000 bytes" in policy_text(advised(token_bytes=8, checkpoint_bytes=5000))
+    assert "checkpoints" not in policy_text(advised(token_bytes=8))
 
 
 def test_best_policy_is_online_and_at_the_largest_capacity_within_the_budget() -> None:
@@ -90,15 +93,15 @@ def test_best_policy_is_online_and_at_the_largest_capacity_within_the_budget() -
 
 def test_sentence_says_how_far_ahead_and_how_far_from_the_optimum() -> None:
     best = best_policy([row("lru", 100, 0.2), row("turn", 100, 0.25), row("belady", 100, 0.4)])
-    text = policy_text(advice(), best)
+    text = policy_text(advised(), best)
     assert "Best policy at 100 blocks: turn, 25.0% of prefill saved, 5.0 points more than lru" in text
     assert "belady, which knows the future, reaches 40.0%" in text
     close = best_policy([row("lru", 100, 0.2), row("turn", 100, 0.2001)])
-    assert "level with lru" in policy_text(advice(), close)
+    assert "level with lru" in policy_text(advised(), close)
 
 
 def test_document_holds_the_same_figures() -> None:
-    found = advice(token_bytes=1024, prefill_tokens_per_s=100.0, budget_blocks=10)
+    found = advised(token_bytes=1024, prefill_tokens_per_s=100.0, budget_blocks=10)
     document = advice_document(found)
     assert document["savable_token_ratio"] == pytest.approx(0.95)
     assert [each["name"] for each in document["budgets"]][-1] == "the given budget"
@@ -123,7 +126,7 @@ class PageReader(html.parser.HTMLParser):
 
 
 def test_page_fetches_nothing_and_escapes_names() -> None:
-    found = advice(token_bytes=1024)
+    found = advised(token_bytes=1024)
     picture = curve_picture(found.curve, found.trace, found.block_bytes, marks={"knee": 10}, file_format="svg")
     page = advice_html(found, picture, more=[b"\x89PNG"])
     reader = PageReader()
@@ -136,13 +139,13 @@ def test_page_fetches_nothing_and_escapes_names() -> None:
 
 
 def test_same_curve_gives_the_same_picture() -> None:
-    found = advice()
+    found = advised()
     pictures = {curve_picture(found.curve, found.trace, None, marks={"knee": 10}, file_format="svg") for _ in range(2)}
     assert len(pictures) == 1
 
 
 def test_round_capacities_reach_the_whole_trace() -> None:
-    found = advice()
+    found = advised()
     assert capacities_of(found.curve) == [1, 2, 5, 10]
     assert points_of(found.curve) == [1, 2, 5, 10]
     document = curve_document(found.curve, found.trace, 64)
@@ -172,7 +175,7 @@ def test_a_sample_takes_conversations_whole_and_parts_do_not_overlap(monkeypatch
     assert 0.15 < sum(map(len, talks)) / 3 / 300 < 0.35
     assert [request.time_ms for request in first.requests] == sorted(request.time_ms for request in first.requests)
     # Of one part alone samples are taken one behind the other.
-    monkeypatch.setattr(sampling, "SAMPLE_REFS", 3_000)
+    monkeypatch.setattr(advice, "SAMPLE_REFS", 3_000)
     windows = samples_of(trace, 1)
     assert len(windows) == 3
     assert all(2_900 < each.block_refs <= 3_020 for each in windows)
@@ -180,7 +183,7 @@ def test_a_sample_takes_conversations_whole_and_parts_do_not_overlap(monkeypatch
 
 
 def test_parts_are_as_many_as_leave_room_for_some_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "SAMPLE_REFS", 1_000)
+    monkeypatch.setattr(advice, "SAMPLE_REFS", 1_000)
     trace = sampled()  # 10.5 blocks a prompt, 18,900 in all
     assert [parts_of(trace, blocks) for blocks in (10, 84, 168, 10_000)] == [1, 1, 2, 18]
 
@@ -205,17 +208,17 @@ def test_an_estimate_is_of_the_difference_to_lru_on_the_same_sample() -> None:
 
 def test_the_line_to_paste_names_budget_and_policy() -> None:
     best = best_policy([{"trace": "t", "policy": "gdsf", "capacity_blocks": 9, "token_hit_ratio": 0.5}])
-    assert paste_line(advice(budget_blocks=9), best) == (
+    assert paste_line(advised(budget_blocks=9), best) == (
         'PrefixCache(model, budget_bytes=576 * bytes_per_token, policy="gdsf")'
     )
-    assert paste_line(advice(budget_blocks=9, token_bytes=1000)) == (
+    assert paste_line(advised(budget_blocks=9, token_bytes=1000)) == (
         'PrefixCache(model, budget_bytes=576_000, policy="lru")'
     )
-    assert paste_line(advice(token_bytes=1000)).startswith("PrefixCache(model, budget_bytes=")
+    assert paste_line(advised(token_bytes=1000)).startswith("PrefixCache(model, budget_bytes=")
 
 
 def test_an_assumed_rate_of_arrivals_is_said_with_its_option() -> None:
-    found = advice()
+    found = advised()
     assert "an hour is assumed" not in lru_text(found)
     guessed = replace(found, trace=replace(found.trace, sessions_per_hour=30.0))
     assert "30 an hour is assumed" in lru_text(guessed)

@@ -12,13 +12,12 @@ import pytest
 from radixcache import PolicyError
 from runner.models.footprint import ModelBytes
 from runner.routing.routers import ROUTERS
-from runner.simulate.disk import DiskPlan
-from runner.simulate.grid import AnyJob, Job, ReplicaJob, in_order, run_locally, run_on_ray, shortened
+from runner.simulate.grid import AnyJob, ReplicaJob, SimulationJob, in_order, run_locally, run_on_ray, shortened
 from runner.simulate.replicas import Speeds
-from runner.simulate.row import SimulationRow
+from runner.simulate.rows import DiskPlan, SimulationRow
 from runner.simulate.simulator import simulate
-from runner.simulate.table import footnotes
-from runner.traces.request import Trace, TraceRequest
+from runner.simulate.tables import footnotes
+from runner.traces.trace import Trace, TraceRequest
 
 BLOCK_TOKENS = 256
 MODEL = ModelBytes("given", 4096, 0, (), "given")
@@ -44,12 +43,16 @@ TRACES = [
     made([[index % 3, index % 5, index % 2] for index in range(40)], "three"),
 ]
 POLICY_JOBS = [
-    *(Job(trace, policy, None, 4 * BLOCK_BYTES, MODEL) for trace in (0, 1) for policy in ("lru", "belady", "random")),
-    *(Job(0, policy, blocks, None, None) for policy in ("lru", "gdsf") for blocks in (3, 5)),
+    *(
+        SimulationJob(trace, policy, None, 4 * BLOCK_BYTES, MODEL)
+        for trace in (0, 1)
+        for policy in ("lru", "belady", "random")
+    ),
+    *(SimulationJob(0, policy, blocks, None, None) for policy in ("lru", "gdsf") for blocks in (3, 5)),
 ]
-DISK_JOBS = [Job(1, policy, 4, None, MODEL, DISK) for policy in ("lru", "belady", "gdsf")]
+DISK_JOBS = [SimulationJob(1, policy, 4, None, MODEL, DISK) for policy in ("lru", "belady", "gdsf")]
 REPLICA_JOBS = [
-    ReplicaJob(Job(2, "lru", 6, None, MODEL, shared), router, count, Speeds(64.0, 1.0), seed=3)
+    ReplicaJob(SimulationJob(2, "lru", 6, None, MODEL, shared), router, count, Speeds(64.0, 1.0), seed=3)
     for shared in (None, SHARED)
     for router in ROUTERS
     for count in (1, 3)

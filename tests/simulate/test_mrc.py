@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.simulate.mrc import lru_curve, needed_blocks, references_of
+from runner.simulate.curve import lru_curve, needed_blocks, references_of
 from runner.simulate.simulator import simulate
-from runner.traces.reader import read_trace
-from runner.traces.request import Trace, TraceRequest
-from runner.traces.synth import Synth, synthesize
+from runner.traces.synthesis import Synth, synthesize
+from runner.traces.trace import Trace, TraceRequest
+from runner.traces.trace_reader import read_trace
 
 BLOCK_TOKENS = 4
 REFERENCE_LRU = {1_000: 0.0445, 3_000: 0.0653, 10_000: 0.2116, 30_000: 0.3257, 50_000: 0.3546, 100_000: 0.3637}

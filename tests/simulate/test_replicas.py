@@ -15,14 +15,13 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from runner.routing.routers import ROUTERS
-from runner.simulate.disk import DiskPlan
-from runner.simulate.replica_row import ReplicaRow
-from runner.simulate.replica_table import FULL_NOTE, replica_footnotes, replicas_table
 from runner.simulate.replicas import Replicas, Setup, Speeds, simulate_replicas
+from runner.simulate.rows import DiskPlan, ReplicaRow
 from runner.simulate.simulator import BlockSizes, infinite_ratio, infinite_token_ratio, simulate
-from runner.traces.reader import read_trace
-from runner.traces.request import Trace, TraceRequest
-from runner.traces.synth import Synth, synthesize
+from runner.simulate.tables import FULL_NOTE, replica_footnotes, replicas_table
+from runner.traces.synthesis import Synth, synthesize
+from runner.traces.trace import Trace, TraceRequest
+from runner.traces.trace_reader import read_trace
 
 #: A block takes 4 s to prefill, and a generated token 1 s.
 BLOCK_TOKENS, SPEEDS = 256, Speeds(64.0, 1.0)

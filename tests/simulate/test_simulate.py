@@ -23,11 +23,10 @@ from hypothesis import given, settings
 from policies import OFFLINE_POLICIES, POLICIES, Entry, make_policy
 from runner.cli import main
 from runner.models.footprint import ModelBytes
-from runner.simulate.picture import line_styles, picture
 from runner.simulate.simulator import BlockSizes, Simulation, infinite_ratio, infinite_token_ratio, simulate
-from runner.simulate.table import FIFO_NOTE, footnotes
-from runner.traces.request import Trace, TraceRequest
-from runner.traces.synth import Synth, synthesize
+from runner.simulate.tables import FIFO_NOTE, footnotes, line_styles, picture
+from runner.traces.synthesis import Synth, synthesize
+from runner.traces.trace import Trace, TraceRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 16
@@ -129,7 +128,7 @@ def test_no_policy_finds_more_than_the_optimum(paths: list[list[int]], capacity:
 
 @pytest.mark.slow
 def test_the_mooncake_trace_gives_the_reference_figures_to_four_digits(shared_data: Path) -> None:
-    from runner.traces.reader import read_trace
+    from runner.traces.trace_reader import read_trace
 
     trace = read_trace(shared_data / "mooncake" / "conversation_trace.jsonl")
     for policy, (capacity, block_hit_ratio) in REFERENCE.items():

@@ -16,15 +16,13 @@ from hypothesis import given, settings
 from policies import POLICIES
 from radixcache.stores.sized_store import HEAD_BYTES
 from runner.cli import main
-from runner.simulate import sampling
-from runner.simulate.advise import advice_of
-from runner.simulate.disk import DiskPlan, DiskUse
-from runner.simulate.disk_advice import DiskAdvice
+from runner.simulate import advice
+from runner.simulate.advice import DiskAdvice, advice_of
+from runner.simulate.curve import lru_curve
 from runner.simulate.grid import shortened
-from runner.simulate.mrc import lru_curve
-from runner.simulate.row import SimulationRow
+from runner.simulate.rows import DiskPlan, DiskUse, SimulationRow
 from runner.simulate.simulator import BlockSizes, Simulation, infinite_ratio, simulate
-from runner.traces.request import Trace, TraceRequest
+from runner.traces.trace import Trace, TraceRequest
 
 #: Of a block of the trace, which is one of the store.
 BLOCK_TOKENS, BLOCK_BYTES = 512, 1 << 20
@@ -239,7 +237,7 @@ def test_advise_says_what_a_disk_would_bring(trace_file: Path, capsys: Any) -> N
 def test_of_a_long_trace_the_curve_says_what_a_disk_would_bring(
     trace_file: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling, "WHOLE_REFS", 1)
+    monkeypatch.setattr(advice, "WHOLE_REFS", 1)
     json_file = trace_file.with_name("advice.json")
     assert called("advise", trace_file, *SIZES, "--disk-gib", "2", "--json", str(json_file)) == 0
     # All that is there to be saved: the simulation finds less, since the heads of files take room in memory.

@@ -17,9 +17,9 @@ import pytest
 from policies import POLICIES, CostModel, Entry, make_policy
 from radixcache import PrefixCache
 from radixcache.layers.sizes import SizedLayout, SizedModel
-from radixcache.paging.disk import Disk
+from radixcache.paging.tier import Disk
 from radixcache.sized_cache import sized_cache
-from radixcache.stores.keys import Identity
+from radixcache.stores.block import Identity
 from radixcache.stores.sized_store import SizedStore
 from radixcache.stores.store import WRITE_ON, WriteOn
 from runner.models.tiny import VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model

@@ -19,7 +19,7 @@ from typing import Any
 
 from radixcache.stores.block import Block
 from radixcache.stores.disk_store import DiskStore
-from radixcache.stores.survey import verify
+from radixcache.stores.files import verify
 from tests.stores.made import CALLERS, chain, checkpoint, put_all, resumed
 
 #: Three or four sequences of each of four beginnings.

@@ -9,17 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from radixcache.stores import daily_writes, files, folder
-from radixcache.stores.block import Block, Buffer, Head, shape_bytes
+from radixcache.stores import contents, files
+from radixcache.stores.block import Block, Buffer, Head, Identity, root_key, shape_bytes
 from radixcache.stores.disk_store import DiskStore
-from radixcache.stores.folder import file_name
+from radixcache.stores.files import file_name
 from radixcache.stores.index import Link
-from radixcache.stores.keys import Identity, root_key
 
 MODEL = Identity(b"digest of a model", "tiny")
 GIB = 1 << 30
 #: The modules that call the system.
-CALLERS = (files, folder, daily_writes)
+CALLERS = (files, files, contents)
 
 
 def stated(head: Head) -> Block:

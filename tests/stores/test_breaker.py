@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from radixcache.stores.breaker import MAX_PAUSE_S, Breaker
+from radixcache.stores.redis_calls import MAX_PAUSE_S, Breaker
 from tests.stores.redis_server import Clock
 
 

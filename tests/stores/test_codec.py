@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 
 from radixcache.stores import codec
-from radixcache.stores.block import BLOCK_TOKENS, DTYPES, KINDS, Block, Buffer, Head, shape_bytes
+from radixcache.stores.block import BLOCK_TOKENS, DTYPES, KINDS, Block, Buffer, Head, Identity, shape_bytes
 from radixcache.stores.codec import Damaged, decoded, decoded_head, encoded
-from radixcache.stores.keys import Identity
 from tests.stores.made import MODEL, chain, content
 
 SECRET = b"0123456789abcdef"

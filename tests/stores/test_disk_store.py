@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from radixcache import DiskStore, StoreError
-from radixcache.stores import daily_writes, folder
+from radixcache.stores import contents, files
 from radixcache.stores.block import Block, Buffer
-from radixcache.stores.survey import remove, scan, verify
+from radixcache.stores.files import remove, scan, verify
 from tests.stores.made import GIB, chain, checkpoint, file_of, is_right, matched, opened, put_all, resumed, stored
 
 SECRET = b"0123456789abcdef"
@@ -115,7 +115,7 @@ def test_the_budget_of_a_day_is_the_folders_and_ends_with_the_day(path: Path, mo
     blocks = chain(range(12))
     stored(path, blocks[0])
     day_bytes = int(2.5 * file_of(path, blocks[0]).stat().st_size)
-    monkeypatch.setattr(daily_writes, "_today", lambda: 7)
+    monkeypatch.setattr(contents, "_today", lambda: 7)
     with opened(path, write_budget_bytes_per_day=day_bytes) as one:
         with opened(path, write_budget_bytes_per_day=day_bytes) as other:
             put_all(one, [blocks[1]])
@@ -123,7 +123,7 @@ def test_the_budget_of_a_day_is_the_folders_and_ends_with_the_day(path: Path, mo
         put_all(one, chain([99] * 4))
         assert one.stats.dropped == {"the budget of the day is spent": 1}
         assert not one.accepts(day_bytes)
-        monkeypatch.setattr(daily_writes, "_today", lambda: 8)
+        monkeypatch.setattr(contents, "_today", lambda: 8)
         assert one.accepts(day_bytes)
         put_all(one, chain([99] * 4))
         assert one.stats.written_files == 2
@@ -179,7 +179,7 @@ def test_a_folder_is_looked_at_again_where_it_may_have_changed(path: Path, monke
     store = opened(path)
     stored(path, blocks[1])
     _aged(path, 2 * 10**18 - 1)
-    monkeypatch.setattr(folder, "RECENT_NS", 10**19)
+    monkeypatch.setattr(files, "RECENT_NS", 10**19)
     assert resumed(store, range(12)) == 8
     stored(path, blocks[2])
     _aged(path, 2 * 10**18 - 1)  # within the same tick of the file system's clock
@@ -195,7 +195,7 @@ def test_a_folder_that_could_not_be_listed_is_listed_the_next_time(path: Path, m
     def scandir(_: object) -> object:
         raise PermissionError
 
-    monkeypatch.setattr("radixcache.stores.folder.os.scandir", scandir)
+    monkeypatch.setattr("radixcache.stores.files.os.scandir", scandir)
     assert resumed(store, range(8)) == 0
     monkeypatch.undo()
     assert resumed(store, range(8)) == 8

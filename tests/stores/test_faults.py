@@ -13,7 +13,7 @@ import pytest
 
 from radixcache import DiskStore, StoreError
 from radixcache.stores.codec import encoded
-from radixcache.stores.survey import verify
+from radixcache.stores.files import verify
 from tests.stores.made import CALLERS, chain, checkpoint, put_all, resumed
 
 READING = {"open", "preadv", "pread", "scandir", "stat", "lstat", "fstat", "statvfs"}

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 
 from radixcache import StoreError
-from radixcache.stores import files, folder
+from radixcache.stores import files
 from radixcache.stores.codec import Damaged
-from radixcache.stores.folder import Folder, file_name
-from radixcache.stores.survey import scan
+from radixcache.stores.files import Folder, file_name, scan
 from tests.stores.made import chain, content, file_of, opened, put_all, resumed, stored
 
 
@@ -133,7 +132,7 @@ def test_a_shard_that_is_a_symlink_is_left_alone(path: Path, tmp_path: Path) -> 
 
 
 def test_the_quarantine_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "QUARANTINE_FILES", 3)
+    monkeypatch.setattr(files, "QUARANTINE_FILES", 3)
     stored(path, *chain(range(4)))
     shard = next(each for each in path.iterdir() if len(each.name) == 2)
     for number in range(9):
@@ -142,7 +141,7 @@ def test_the_quarantine_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert store.stats.damaged_files == 9
         assert resumed(store, range(4)) == 4
     assert len(list((path / "quarantine").iterdir())) == 3
-    monkeypatch.setattr(folder, "QUARANTINE_BYTES", 10)
+    monkeypatch.setattr(files, "QUARANTINE_BYTES", 10)
     (shard / "large").write_bytes(bytes(99))
     opened(path)
     assert list((path / "quarantine").iterdir()) == []

@@ -9,9 +9,8 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from radixcache.stores.block import Block
+from radixcache.stores.block import Block, root_key
 from radixcache.stores.index import Index, Link
-from radixcache.stores.keys import root_key
 from tests.stores.made import MODEL, chain, checkpoint, stated
 
 ROOT = root_key(MODEL, "")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from radixcache import DiskStore
-from radixcache.stores.survey import scan, verify
+from radixcache.stores.files import scan, verify
 from tests.stores.apart import BUDGET_BYTES, SEQUENCES
 from tests.stores.made import resumed
 

@@ -16,11 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixcache import RedisStore, StoreError
-from radixcache.stores import redis_contents, redis_names, redis_store
+from radixcache.stores import redis_contents, redis_store
+from radixcache.stores.block import Identity
 from radixcache.stores.codec import encoded
-from radixcache.stores.keys import Identity
-from radixcache.stores.redis_names import Names
-from radixcache.stores.redis_storing import RedisStoring
+from radixcache.stores.redis_contents import Names, RedisStoring
 from tests.stores.made import MODEL, chain, checkpoint, is_right, matched, put_all, resumed
 from tests.stores.redis_server import Server, server, shared_server, store_at  # noqa: F401
 
@@ -30,7 +29,7 @@ SECRET = b"0123456789abcdef"
 @pytest.fixture(autouse=True)
 def small_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A landmark in front of each token: the sequences of these tests are short."""
-    monkeypatch.setattr(redis_names, "MARK_TOKENS", 1)
+    monkeypatch.setattr(redis_contents, "MARK_TOKENS", 1)
 
 
 def stored(server: Server, *blocks: Any, **options: Any) -> None:
@@ -201,7 +200,7 @@ def test_what_a_process_knows_is_bounded_and_the_rest_is_asked_for(
 def test_a_long_prompt_takes_three_round_trips_and_one_once_it_is_known(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_names, "MARK_TOKENS", 64)
+    monkeypatch.setattr(redis_contents, "MARK_TOKENS", 64)
     # Turns of a conversation: many short blocks, none of which ends where a prompt could guess it.
     prompt = list(range(3000))
     stored(server, *chain(prompt, step=37))
@@ -329,7 +328,7 @@ def test_keys_of_somebody_else_are_left_alone(server: Server) -> None:
 def test_what_the_server_has_no_room_for_is_dropped_and_what_it_evicts_is_a_miss(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_names, "MARK_TOKENS", 64)
+    monkeypatch.setattr(redis_contents, "MARK_TOKENS", 64)
     blocks = [chain(range(first, first + 500), step=500)[0] for first in range(0, 100_000, 1000)]
     nbytes = sum(block.nbytes for block in blocks)
     usual = server.client.config_get("maxmemory*")

@@ -8,15 +8,15 @@ import pytest
 
 from radixcache import render_chat
 from radixcache.layers.sizes import SizedLayout, SizedModel
-from radixcache.paging.disk import Disk
+from radixcache.paging.tier import Disk
 from radixcache.sized_cache import sized_cache
-from radixcache.stores.keys import Identity
+from radixcache.stores.block import Identity
 from radixcache.stores.sized_store import SizedStore
 from radixcache.stores.store import WriteOn
-from radixcache.tokens.ids import TokenIds
+from radixcache.tokens import TokenIds
 from runner.commands.inputs import scheduled_requests
 from runner.models.load import load_model
-from runner.script.conversations.builtin import builtin_conversations
+from runner.script.conversation_reader import builtin_conversations
 from runner.script.script import recorded_reply
 
 #: What SmolLM2 takes of a token, in float32.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from radixcache.tokens.known import KnownTokens
+from radixcache.tokens import KnownTokens
 
 
 class Pending:

@@ -6,8 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from radixcache.tokens.keys import Keys
-from radixcache.tokens.quarantine import Quarantine
+from radixcache.tokens import Keys, Quarantine
 from tests import inside
 
 sequences = st.lists(st.integers(0, 2), min_size=1, max_size=6)

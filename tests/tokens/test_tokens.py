@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from radixcache.tokens.ids import edge_keys, token_ids, vocabulary_size
+from radixcache.tokens import edge_keys, token_ids, vocabulary_size
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from runner.traces.arrivals import Pace
-from runner.traces.request import Trace
-from runner.traces.synth import Lengths, Synth, synthesize
+from runner.traces.synthesis import Lengths, Synth, synthesize
+from runner.traces.trace import Pace, Trace
 
 SMALL = Synth(requests=2000)
 

@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.traces.arrivals import Pace
 from runner.traces.compact import compact_bytes
-from runner.traces.joined import join_traces
-from runner.traces.mooncake import mooncake_bytes
-from runner.traces.reader import read_trace
-from runner.traces.request import Trace, TraceError, TraceRequest
+from runner.traces.trace import Pace, Trace, TraceError, TraceRequest, join_traces
+from runner.traces.trace_formats import mooncake_bytes
+from runner.traces.trace_reader import read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from radixcache.locking.lock import Lock
-from radixcache.tree.events import MAX_WAITING, Event, EventKind, Events
+from radixcache.lock import Lock
+from radixcache.tree.history import MAX_WAITING, Event, EventKind, Events
 
 
 def offsets(events: list[Event]) -> list[int]:
@@ -247,7 +247,7 @@ def test_threads_lose_no_event_and_each_keeps_its_order() -> None:
 
 
 def test_without_a_listener_no_event_is_made(monkeypatch: Any) -> None:
-    monkeypatch.setattr("radixcache.tree.events.Event", None)
+    monkeypatch.setattr("radixcache.tree.history.Event", None)
     events = Events()
     events.emit(EventKind.STORED, "", 0, 1, 0, {})
     assert not events.is_on

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixcache.tokens.keys import Keys, common_length
+from radixcache.tokens import Keys, common_length
 from radixcache.tree import radix_tree as tree_module
 from radixcache.tree.radix_tree import Match, Node, RadixTree, below
 

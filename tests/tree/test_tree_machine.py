@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from radixcache.tokens.keys import Keys
+from radixcache.tokens import Keys
 from radixcache.tree.radix_tree import Node, RadixTree
 
 Sequence = tuple[int, ...]

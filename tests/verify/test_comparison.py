@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-import radixcache.verify.comparison
+import radixcache.verify
 from benchmarks.architectures.temporal import places, stand_in
-from radixcache.layers.arrays import ArrayLayout
-from radixcache.layers.tolerances import TOLERANCES, tolerance_of
-from radixcache.verify.comparison import Difference, Part, compare_logits, compare_states
+from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.trials import TOLERANCES, tolerance_of
+from radixcache.verify import Difference, Part, compare_logits, compare_states
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model
 
 LENGTH = 60
@@ -66,7 +66,7 @@ def test_the_state_of_another_prompt_in_any_one_place_is_far_off(kind: str) -> N
 
 
 def test_rows_are_compared_some_at_a_time_and_the_first_wrong_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(radixcache.verify.comparison, "ROWS", 16)
+    monkeypatch.setattr(radixcache.verify, "ROWS", 16)
     layout = ArrayLayout(lambda: [KVCache()], None, 64)
     rows = mx.random.normal((1, 2, 50, 8), key=mx.random.key(1))
     wrong = mx.array(rows)

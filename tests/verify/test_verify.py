@@ -24,12 +24,12 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from numpy.typing import NDArray
 
 from radixcache import Event, EventKind, PrefixCache, Reason, Session, stream_generate
-from radixcache.adapters.rotating import RotatingKVAdapter
 from radixcache.adapters.span import SpanAdapter, SpanSnapshot
+from radixcache.adapters.window import RotatingKVAdapter
 from radixcache.layers.sizes import SizedLayout
 from radixcache.sized_cache import sized_cache
 from radixcache.tree.node_state import StateNode
-from radixcache.verify.comparison import Part
+from radixcache.verify import Part
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
 from tests import inside
 from tests.sessions.test_failures import LineInterrupt, interruptible
@@ -746,7 +746,7 @@ def test_a_check_that_breaks_off_by_a_mistake_is_warned_of_once_and_counted(
         return model(tokens, *args, **kwargs)
 
     if where == "the comparison":
-        monkeypatch.setattr("radixcache.verify.verifier.compare_states", mistaken)
+        monkeypatch.setattr("radixcache.verify.compare_states", mistaken)
     prompt = PROMPT_A
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -10,9 +10,9 @@ import pytest
 
 from radixcache import PrefixCache
 from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.observe.page import render_view
+from radixcache.observe.tree_view import NodeView, TreeView
 from radixcache.sized_cache import sized_cache
-from radixcache.view.description import NodeView, TreeView
-from radixcache.view.formats import render_view
 from runner.models.tiny import tiny_model, tiny_tokenizer
 from tests.view.browser import Page, find_browser
 

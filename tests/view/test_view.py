@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixcache.view.choice import choose
-from radixcache.view.description import NodeView, TreeView, ViewError, read_view
-from radixcache.view.formats import FORMATS, render_view
-from radixcache.view.picture import tick_step
-from radixcache.view.words import bytes_words, fit, tokens_words, visible
+from radixcache.observe.page import FORMATS, render_view
+from radixcache.observe.picture import tick_step
+from radixcache.observe.tree_view import NodeView, TreeView, ViewError, read_view
+from radixcache.observe.words import bytes_words, choose, fit, tokens_words, visible
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -308,7 +307,7 @@ def test_a_damaged_description_is_refused_with_what_is_wrong(content: str, found
 
 
 def test_views_are_made_without_mlx() -> None:
-    script = "import sys, radixcache.view, radixcache.watch.metrics; sys.exit('mlx.core' in sys.modules)"
+    script = "import sys, radixcache.observe.page, radixcache.observe.stats; sys.exit('mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=120, check=False).returncode == 0
 
 

@@ -12,11 +12,11 @@ import hypothesis.strategies as st
 import pytest
 
 import radixcache.adapters.span
-import radixcache.layers.arrays
+import radixcache.layers.layout
 import radixcache.paging.pager
 import radixcache.settings
 import radixcache.tree.state_tree
-import radixcache.verify.comparison
+import radixcache.verify
 from radixcache import Event, PrefixCache
 from tests import inside
 
@@ -31,7 +31,7 @@ def small_steps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (radixcache.adapters.span, radixcache.tree.state_tree):
             patch.setattr(module, "SEGMENT_TOKENS", 8)
-        patch.setattr(radixcache.verify.comparison, "ROWS", 4)
+        patch.setattr(radixcache.verify, "ROWS", 4)
         patch.setattr(radixcache.settings, "TRIM_TOKENS", 4)
         patch.setattr(radixcache.paging.pager, "CUT_TOKENS", 8)
         yield

@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixcache import PrefixCache
-from radixcache.adapters.cache_list import leaves
+from radixcache.adapters.registry import leaves
 from tests import inside
 from tests.walks.common import NAMESPACES, quietly, short
 from tests.walks.common import small_steps as small_steps

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from radixcache import render_chat
-from radixcache.watch.hints import MAX_SPAN, Parting, parting, variations
+from radixcache.observe.hints import MAX_SPAN, Parting, parting, variations
 from runner.models.tiny import tiny_tokenizer
 
 SYSTEM = (

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from radixcache import PrefixCache
-from radixcache.watch.trace import TraceWriter
+from radixcache.observe.trace import TraceWriter
 from runner.simulate.simulator import simulate
-from runner.traces.reader import read_trace
+from runner.traces.trace_reader import read_trace
 from tests.prompts import tokens
 
 BLOCK_TOKENS = 8

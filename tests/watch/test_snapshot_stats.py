@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from radixcache import CacheStats, Ledger, PrefixCache, StatsSnapshot
-from radixcache.view.description import NodeView
+from radixcache.observe.tree_view import NodeView
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.prompts import tokens

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixcache.watch.trace import TraceWriter
-from runner.files.atomic import write_atomically
+from radixcache.observe.trace import TraceWriter
+from runner.files import write_atomically
 from runner.traces.compact import compact_bytes
-from runner.traces.reader import read_trace
-from runner.traces.request import Trace, TraceError, TraceRequest
+from runner.traces.trace import Trace, TraceError, TraceRequest
+from runner.traces.trace_reader import read_trace
 
 PROMPTS = st.lists(
     st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=12), st.sampled_from(["", "tenant"])),

@@ -12,14 +12,14 @@ import json
 import sys
 
 from radixcache import PrefixCache, RedisStore
-from radixcache.paging.rates import Rates
+from radixcache.paging.rates import StoreRates
 from runner.models.tiny import tiny_model
 from tests.restarts import serve
 
 if __name__ == "__main__":
     url, reads, *prompts = sys.argv[1:]
     if reads == "always":
-        Rates.is_worth_reading = lambda *_: True  # type: ignore[method-assign]  # a tiny model is faster than any server
+        StoreRates.is_worth_reading = lambda *_: True  # type: ignore[method-assign]  # a tiny model is faster than any server
     model = tiny_model("llama")
     with RedisStore(url, timeout_s=60) as store, PrefixCache(model, store=store) as cache:
         for prompt in map(json.loads, prompts):

@@ -14,7 +14,7 @@ PACKAGES = ("policies", "radixcache", "runner", "benchmarks")
 #: A path in a page is told from one of these folders.
 FOLDERS = (ROOT, ROOT / "radixcache")
 #: Every room may import these.
-FREE = {"errors", "settings", "locking", "tokens"}
+FREE = {"errors", "settings", "lock", "tokens"}
 ANY = "any room"
 
 

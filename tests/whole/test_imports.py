@@ -31,12 +31,12 @@ def _loaded_by(statement: str) -> set[str]:
 @pytest.mark.parametrize(
     "statement",
     [
-        "import policies, radixcache.tree.radix_tree, radixcache.budget.ledger",
+        "import policies, radixcache.tree.radix_tree, radixcache.ledger",
         "import radixcache",
         "import radixcache.cells.table; from radixcache import CacheFullError",
         "from radixcache import POLICIES, CostModel, Entry, EvictionPolicy, Ledger, RadixTree, RadixCacheError",
-        "import radixcache.stores.survey; from radixcache import DiskStore, StoreError",
-        "import radixcache.adapters.snapshots, radixcache.errors, radixcache.locking.interrupts, radixcache.tokens.ids",
+        "import radixcache.stores.files; from radixcache import DiskStore, StoreError",
+        "import radixcache.errors, radixcache.lock, radixcache.tokens",
     ],
 )
 def test_the_parts_that_need_no_mlx_do_not_import_it(statement: str) -> None:
@@ -55,12 +55,11 @@ def test_all_of_radixcache_imports_mlx_and_nothing_of_runner() -> None:
 
 def test_reading_a_trace_and_its_curve_imports_no_mlx() -> None:
     modules = (
-        "traces.synth",
-        "traces.reader",
-        "simulate.mrc",
-        "simulate.advise",
-        "simulate.curve_report",
+        "traces.synthesis",
+        "traces.trace_reader",
+        "simulate.curve",
+        "simulate.advice",
         "models.footprint",
     )
-    loaded = _loaded_by(f"import radixcache.watch.trace, {', '.join(f'runner.{name}' for name in modules)}")
+    loaded = _loaded_by(f"import radixcache.observe.trace, {', '.join(f'runner.{name}' for name in modules)}")
     assert loaded.isdisjoint({"mlx", "mlx_lm", "transformers", "matplotlib"})

@@ -18,9 +18,7 @@ import psutil
 import pytest
 
 from radixcache import PrefixCache
-from runner.models.exceptions import kind_of
-from runner.models.tiny import VOCABULARY_LENGTH
-from runner.models.weights import build
+from runner.models.tiny import VOCABULARY_LENGTH, build, kind_of
 
 REQUESTS = 6_000
 SAMPLES = 10

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from radixcache import PrefixCache
-from radixcache.paging.rates import Rates
-from radixcache.stores.storing import Storing
-from radixcache.stores.survey import scan
+from radixcache.paging.rates import StoreRates
+from radixcache.stores.contents import FileStoring
+from radixcache.stores.files import scan
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.prompts import tokens
@@ -258,8 +258,8 @@ def test_a_store_whose_calls_fail_changes_no_answer_for_long(
 def test_each_token_is_written_once_though_what_came_before_is_not_written_yet(
     opened: Open, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, go_on, store_block = tiny_model(kind), threading.Event(), Storing.store
-    monkeypatch.setattr(Storing, "store", lambda *its: go_on.wait(60) and store_block(*its))
+    model, go_on, store_block = tiny_model(kind), threading.Event(), FileStoring.store
+    monkeypatch.setattr(FileStoring, "store", lambda *its: go_on.wait(60) and store_block(*its))
     prompts = conversation()[:3]
     with opened() as store, PrefixCache(model, store=store) as cache:
         for prompt in prompts:
@@ -403,7 +403,7 @@ def test_reading_that_is_slower_than_prefill_is_left_alone(
         serve(cache, llama, tokens(1, 90))
     with opened() as store, PrefixCache(llama, store=store) as cache:
         assert "stored on disk up to 89: begin() reads what is missing" in str(cache.explain(tokens(1, 90)))
-        monkeypatch.setattr(Rates, "is_worth_reading", lambda *_: False)
+        monkeypatch.setattr(StoreRates, "is_worth_reading", lambda *_: False)
         explained = cache.explain(tokens(1, 90))
         assert (explained.disk_tokens, explained.is_read) == (89, False)
         assert "stored on disk up to 89: slower to read than to prefill" in str(explained)

@@ -4,6 +4,13 @@
     one thread each  ◀── Replica.tell, of which the switchboard learns
 
 `ask` runs on the event loop, the rest in any thread.
+
+The application where there are replicas: the same routes, and another Running behind them.
+
+RoutedPrompts: prompts in digests, before it is known who will answer them. A tokenizer and no weights.
+
+What a replica makes of the same request, it makes by the same code; it makes it anew, and says itself what is wrong
+with it. So nothing here refuses a request: what has no digests goes where there is least to do.
 """
 
 from __future__ import annotations
@@ -13,23 +20,93 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from radixcache.budget.memory import default_budget_bytes
-from runner.serve.asked import Asked, Job
-from runner.serve.errors import ApiError
+import numpy as np
+from fastapi import FastAPI
+
+from radixcache.prefix_cache import default_budget_bytes
+from runner.models.load import ModelError
+from runner.routing.digests import chain_digests, root_digest
+from runner.routing.routers import Ask
+from runner.serve.app import assembled
+from runner.serve.asked import ApiError, Asked, Job, ModelNames
+from runner.serve.metrics import in_a_line
+from runner.serve.models import Models, read_warm_file
 from runner.serve.options import ServeOptions
-from runner.serve.replicas import border
-from runner.serve.replicas.calls import AdminReply, AdminRequest
-from runner.serve.replicas.prompts import RoutedPrompts
-from runner.serve.replicas.relay import Relay
+from runner.serve.prompts import prompt_of
+from runner.serve.replicas import ray_border
+from runner.serve.replicas.pages import Scrape, replica_routes
+from runner.serve.replicas.ray_border import Relay
 from runner.serve.replicas.replica import Replica
-from runner.serve.replicas.switchboard import Switchboard, put_up
-from runner.serve.replicas.told import Told
-from runner.serve.watch import in_a_line
+from runner.serve.replicas.switchboard import AdminReply, AdminRequest, Switchboard, Told, put_up
+
+T = TypeVar("T")
+
+NOTHING = Ask((), 0)
+
+
+class RoutedPrompts:
+    """Works on a thread of its own, one prompt after the other.
+
+    Args:
+        secret: what digests are made with.
+
+    Raises:
+        ModelError: there is no such model.
+        WarmFileError: what is to be warm cannot be.
+    """
+
+    def __init__(self, options: ServeOptions, secret: bytes) -> None:
+        assert options.model is not None
+        self._options, self._secret, self._model = options, secret, options.model
+        # Of it only what needs no weights is used, and its files are the replicas'.
+        self._models = Models(replace(options, disk=None, redis=None, trace=None, warm=None))
+        self._tokenizer = self._models.outlined(options.model)
+        for entry in read_warm_file(options.warm) if options.warm else ():
+            entry.tokens(self._tokenizer, options)  # before several processes find out that it cannot be warmed
+        self._thread = ThreadPoolExecutor(1, "tokens")
+
+    async def ask_of(self, asked: Asked) -> Ask:
+        """What the decision goes by."""
+        return await self._on_thread(self._ask_of, asked)
+
+    async def count_tokens(self, asked: Asked) -> int:
+        """How many tokens a prompt has. ApiError: it cannot be made, or there is no such model."""
+        return await self._on_thread(self._count, asked)
+
+    def close(self) -> None:
+        """Take nothing in any more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _on_thread(self, function: Callable[[Asked], T], asked: Asked) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, asked)
+
+    def _ask_of(self, asked: Asked) -> Ask:
+        if not self._is_default(asked):
+            return NOTHING
+        try:
+            tokens = prompt_of(asked, self._tokenizer, self._options.chat_template_args).tokens
+        except ApiError:
+            return NOTHING
+        root = root_digest(self._model, asked.namespace, self._secret)
+        return Ask(chain_digests(np.asarray(tokens), root), len(tokens))
+
+    def _count(self, asked: Asked) -> int:
+        try:
+            if not self._is_default(asked):
+                return self._models.count_tokens(asked)
+        except ModelError as error:
+            raise ApiError(404, str(error), param="model") from error
+        return len(prompt_of(asked, self._tokenizer, self._options.chat_template_args).tokens)
+
+    def _is_default(self, asked: Asked) -> bool:
+        return self._models.key_of(asked.names) == self._models.key_of(ModelNames())
+
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +156,8 @@ class Fleet:
         """
         options, count = self._options, self._options.replicas or 1
         share = max(1, cpus // count) if options.ray is None else 1
-        border.connect(options.ray, share * count)
-        self._handle = border.deploy(
+        ray_border.connect(options.ray, share * count)
+        self._handle = ray_border.deploy(
             Replica,
             (replica_options(options), self._secret),
             name=self._name,
@@ -125,7 +202,7 @@ class Fleet:
         try:
             reply: AdminReply = self._handle.admin.remote(request, to=name).result(timeout_s=ADMIN_S)
             return reply
-        except (*border.GONE, TimeoutError) as error:
+        except (*ray_border.GONE, TimeoutError) as error:
             raise ApiError(503, f"replica {name} does not answer: {type(error).__name__}.") from error
 
     def stop(self, drain_s: float) -> None:
@@ -143,12 +220,12 @@ class Fleet:
             while (self._open or any(map(threading.Thread.is_alive, self._hearing))) and time.monotonic() < deadline_s:
                 time.sleep(0.01)
         self._prompts.close()
-        border.disconnect(self._name, is_local=self._options.ray is None)
+        ray_border.disconnect(self._name, is_local=self._options.ray is None)
 
     def _stop(self, drain_s: float, name: str) -> None:
         try:
             self._handle.stop.remote(drain_s, to=name).result(timeout_s=drain_s + END_S)
-        except (*border.GONE, TimeoutError) as error:
+        except (*ray_border.GONE, TimeoutError) as error:
             logger.warning("replica %s did not end by itself: %s", name, type(error).__name__)
 
     # What replicas tell
@@ -167,7 +244,7 @@ class Fleet:
             try:
                 for told in self._streams.tell.remote(to=name):
                     self._learn(name, told)
-            except border.GONE as error:
+            except ray_border.GONE as error:
                 logger.warning("replica %s tells no more: %s", name, type(error).__name__)
                 time.sleep(PAUSE_S)
 
@@ -186,3 +263,15 @@ def replica_options(options: ServeOptions) -> ServeOptions:
         budget_bytes = max(1, budget_bytes // count)
     mine: dict[str, Any] = {"api_keys": None, "admin_key_file": None, "namespace_by": "none"}
     return replace(options, **mine, budget_bytes=budget_bytes, host="127.0.0.1", replicas=None, router=None, ray=None)
+
+
+def make_replicas_app(options: ServeOptions, fleet: Fleet) -> FastAPI:
+    """Return the application. `fleet` need not have started.
+
+    Raises:
+        KeyFileError: a file of keys cannot be used.
+    """
+    scrape = Scrape(fleet.switchboard.lines)
+    # Replicas end replies in time; this ends those of a replica that does not.
+    patient = replace(options, request_timeout_s=options.request_timeout_s + END_S)
+    return assembled(patient, fleet, fleet.count_tokens, replica_routes(fleet, scrape), scrape.on_http)

@@ -17,17 +17,14 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from radixcache.errors import CacheClosedError
-from radixcache.tree.events import Event
-from radixcache.watch.edges import Edge
+from radixcache.observe.hints import Edge
+from radixcache.tree.history import Event
 from runner.serve.app import make_app
-from runner.serve.asked import Answer, Asked, Ended, Failed, Job, Record
-from runner.serve.errors import ApiError
+from runner.serve.asked import Answer, ApiError, Asked, Ended, Failed, Job, RequestRecord
+from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
-from runner.serve.replicas.calls import AdminReply, AdminRequest, called
-from runner.serve.replicas.switchboard import Routed
-from runner.serve.replicas.told import Telling, Told
-from runner.serve.running import Running
-from runner.serve.watch import Watch
+from runner.serve.replicas.switchboard import AdminReply, AdminRequest, Routed, Telling, Told, called
+from runner.serve.scheduler import Running
 
 #: Between two looks for news, in seconds, and what share of the time finding out may take.
 PAUSE_S, SHARE = 0.1, 0.05
@@ -50,7 +47,7 @@ class Replica:
         logging.basicConfig(level=logging.WARNING)
         self._options, self._secret = options, secret
         self._watch = Watch()
-        self._records: deque[Record] = deque(maxlen=MAX_RECORDS)
+        self._records: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
         self._changes = 0
         self._running = Running(options, self._on_record, self._on_event)
         self._app = make_app(options, self._running, self._watch)
@@ -118,12 +115,12 @@ class Replica:
                     break
         return []
 
-    def _new_records(self) -> list[Record]:
+    def _new_records(self) -> list[RequestRecord]:
         return [self._records.popleft() for _ in range(len(self._records))]
 
     # By the generation thread
 
-    def _on_record(self, record: Record) -> None:
+    def _on_record(self, record: RequestRecord) -> None:
         self._watch.on_record(record)
         self._records.append(record)
         self._changes += 1

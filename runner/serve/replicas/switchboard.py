@@ -4,20 +4,122 @@
     Fleet           ── end, learn ──────▶ ┘ Dispatcher: the decision, which simulations run too
 
 Any thread may call it.
+
+What a replica tells: how requests ended, and which prefixes it stores, by digests at block borders, changes alone.
+
+    edges of the tree ──▶ digests, the shorter prefix before the longer ──▶ added, removed since the last time
+
+At most MAX_DIGESTS are told of, parents before children; who listens anew is told all of them. Never imports MLX.
+
+An HTTP request as plain data, and an application called with it. Never imports MLX.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
-from runner.routing.dispatcher import Dispatcher
+import numpy as np
+from starlette.types import ASGIApp, Message, Scope
+
+from radixcache.observe.hints import Edge
+from runner.routing.digests import BLOCK_TOKENS, chain_digests, root_digest
+from runner.routing.dispatcher import MAX_DIGESTS, Dispatcher
 from runner.routing.routers import Ask, make_router
-from runner.serve.asked import Record
-from runner.serve.replicas.told import Told
+from runner.serve.asked import RequestRecord
+
+
+@dataclass(frozen=True)
+class Told:
+    """Since the last time. `added` has shorter prefixes before longer ones."""
+
+    added: Sequence[int] = ()
+    removed: Sequence[int] = ()
+    records: Sequence[RequestRecord] = ()
+
+
+@dataclass
+class Telling:
+    """What one listener was told so far.
+
+    Attributes:
+        model: the name that digests are made with; `secret` too.
+    """
+
+    model: str
+    secret: bytes
+    max_digests: int = MAX_DIGESTS
+    _told: dict[int, None] = field(default_factory=dict)
+
+    def changes(self, edges: Iterable[Edge]) -> tuple[list[int], list[int]]:
+        """What was added and removed, given all that is stored now."""
+        found = dict.fromkeys(islice(self._digests(edges), self.max_digests))
+        added = [digest for digest in found if digest not in self._told]
+        removed = [digest for digest in self._told if digest not in found]
+        self._told = found
+        return added, removed
+
+    def _digests(self, edges: Iterable[Edge]) -> Iterable[int]:
+        # Of each edge: the digest at its last border, and the keys behind that.
+        ends: list[tuple[int, np.ndarray]] = []
+        for edge in edges:
+            if edge.parent < 0:
+                digest, keys = root_digest(self.model, edge.namespace, self.secret), edge.keys
+            else:
+                digest, before = ends[edge.parent]
+                keys = np.concatenate([before, edge.keys])
+            digests = chain_digests(keys, digest)
+            yield from digests
+            rest = keys[len(digests) * BLOCK_TOKENS :]
+            ends.append((digests[-1] if digests else digest, rest))
+
+
+class AdminRequest(NamedTuple):
+    """What the admin asked, once it was let in; the body is JSON."""
+
+    method: str
+    path: str
+    query: str = ""
+    body: bytes = b""
+
+
+class AdminReply(NamedTuple):
+    """What came of it."""
+
+    status: int
+    media_type: str
+    body: bytes
+
+
+async def called(app: ASGIApp, request: AdminRequest) -> AdminReply:
+    """Have an application answer, as one that asks from this machine."""
+    headers = {"host": "127.0.0.1", "content-type": "application/json", "content-length": str(len(request.body))}
+    scope: Scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": "http",
+        "path": request.path,
+        "query_string": request.query.encode(),
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": ("127.0.0.1", 0),
+        "server": ("127.0.0.1", 0),
+    }
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": request.body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    media_type = dict(sent[0]["headers"]).get(b"content-type", b"").decode()
+    return AdminReply(sent[0]["status"], media_type, b"".join(message.get("body", b"") for message in sent[1:]))
 
 
 @dataclass(frozen=True)
@@ -28,7 +130,7 @@ class Routed:
     ask: Ask
 
 
-class Line(NamedTuple):
+class ReplicaLine(NamedTuple):
     """What went to one replica, and what is known of it."""
 
     requests: int
@@ -94,7 +196,7 @@ class Switchboard:
             self._open[to.id] = choice.replica
             return choice.replica
 
-    def end(self, request: str, record: Record | None = None) -> None:
+    def end(self, request: str, record: RequestRecord | None = None) -> None:
         """A request is over, and this is what it came to; one that is not open is passed over."""
         with self._lock:
             work_s = None
@@ -112,13 +214,13 @@ class Switchboard:
             for record in told.records:
                 self._measure(record, together)
 
-    def lines(self) -> dict[str, Line]:
+    def lines(self) -> dict[str, ReplicaLine]:
         """What is known of each replica that is there."""
         with self._lock:
             where = list(self._open.values())
             count = self._dispatcher.directory.count
             return {
-                name: Line(*self._sent.get(name, (0, 0)), count(name), where.count(name))
+                name: ReplicaLine(*self._sent.get(name, (0, 0)), count(name), where.count(name))
                 for name in sorted(self._names)
             }
 
@@ -126,7 +228,7 @@ class Switchboard:
         self._open.pop(request, None)
         self._dispatcher.end(request, now_s, work_s)
 
-    def _measure(self, record: Record, together: int) -> None:
+    def _measure(self, record: RequestRecord, together: int) -> None:
         """Learn what tokens cost; of those that are decoded together each has its share of a step."""
         if record.ttft_ms is not None and record.queue_ms is not None:
             tokens = record.prompt_tokens - record.cached_tokens

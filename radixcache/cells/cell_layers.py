@@ -1,0 +1,390 @@
+"""CellLayer: what an attention layer of an mlx-lm model sees of the cells during one forward pass.
+
+A forward pass is either one row of any length or several rows of one token:
+
+    one row         keys (1, H, T, D) are written behind each other; the fetch is a view (1, H, C, D), mask (T, C)
+    several rows    keys (N, H, 1, D) are written side by side; the fetch is the same view for every row, by broadcast
+                    (N, H, C, D), and the mask (N, 1, 1, C) says which cells belong to whom
+
+C are the cells between the first and the last that any row sees. Nothing is gathered and no cell is copied.
+
+What a row may not see is multiplied by 0 in MLX's attention, where it is not skipped; so no cell may hold a value that
+is not finite. A token that has some (an overflow in float16, say) is written with zeros and a mark of NaN that only
+those who see the token run into, as they would have alone: see `without_overflow`.
+
+RowStates: the layers beside the cells whose state belongs to one sequence: recurrent and linear attention.
+
+Each sequence has an ArraysCache per such layer. A step of several sequences runs on one that holds a row for each. It
+is kept while the same sequences step in the same order, and taken apart when others do.
+
+An array is handed out once: `mx.array(x)` costs nothing and keeps what a model writes into one from reaching another.
+
+Invariants, asserted by `check`:
+
+  CS1  Those that are joined are sequences, none of them twice, and each array of the joined caches has a row for each.
+  CS2  What is joined is held once: in their own caches such sequences have None in every slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import ArraysCache, _BaseCache
+
+from radixcache.adapters.point import copied
+from radixcache.adapters.span import owned
+from radixcache.cells.table import CellBatch, CellTable, Move, Shift
+from radixcache.layers.shift import Rotation
+
+Mask = mx.array | str | None
+
+#: Buffers grow by a twentieth, so that no more than that is spare, and by so many cells at least.
+GROWTH_CELLS = 64
+GROWTH_PART = 20
+
+
+class CellPass:
+    """One forward pass over the cells: where its tokens go, and what each of them sees."""
+
+    def __init__(self, table: CellTable, batch: CellBatch) -> None:
+        self._table = table
+        self.batch = batch
+        self.row_count = len(batch.rows)
+        self.tokens_per_row = batch.rows[0].length
+        self._spans: dict[int | None, tuple[int, int]] = {}
+        self._masks: dict[tuple[int | None, int | None, bool], Mask] = {}
+
+    @cached_property
+    def before(self) -> Any:
+        """Tokens in front of each row's: an int for one row, an int32 array (N,) for several."""
+        begins = [row.begin for row in self.batch.rows]
+        return begins[0] if self.row_count == 1 else mx.array(begins, dtype=mx.int32)
+
+    @cached_property
+    def after(self) -> Any:
+        """Tokens up to and with each row's, like `before`."""
+        return self.before + self.tokens_per_row
+
+    def span(self, window: int | None) -> tuple[int, int]:
+        """The cells [start, stop) that a layer with this window fetches."""
+        if window not in self._spans:
+            self._spans[window] = self._table.span(self.batch, window=window)
+        return self._spans[window]
+
+    def mask(self, span_window: int | None, window: int | None, as_array: bool) -> Mask:
+        """What each token sees of `span(span_window)`, with a window that is no wider: as mlx-lm's caches say it.
+
+        None: all of it. "causal": all in front of it, and itself. Else bool, (T, C) for T > 1, or (N, 1, 1, C) as in
+        mlx-lm's own batches: some models gather from a mask of one token.
+        """
+        key = span_window, window, as_array
+        if key not in self._masks:
+            in_order = self._is_in_order(span_window)
+            self._masks[key] = self._in_order(*key) if in_order else self._any_order(span_window, window)
+        return self._masks[key]
+
+    def _is_in_order(self, window: int | None) -> bool:
+        """Whether there is one row, and what it sees stands in the order of its positions, and nothing in between."""
+        row = self.batch.rows[0]
+        first = 0 if window is None else max(row.begin - window + 1, 0)
+        return self.row_count == 1 and len(self._table.ranges(row.sequence, first)) == 1
+
+    def _in_order(self, span_window: int | None, window: int | None, as_array: bool) -> Mask:
+        start, stop = self.span(span_window)
+        cells, tokens = stop - start, self.tokens_per_row
+        is_cut = window is not None and cells > window
+        if not is_cut and (tokens == 1 or not as_array):
+            return None if tokens == 1 else "causal"
+        mask: mx.array = create_causal_mask(tokens, cells - tokens, window_size=window if is_cut else None)
+        return mask
+
+    def _any_order(self, span_window: int | None, window: int | None) -> Mask:
+        start, stop = self.span(span_window)
+        first, last = self.span(window)
+        mask = mx.array(self._table.mask(self.batch, window=window))
+        if (first, last) != (start, stop):
+            mask = mx.pad(mask, [(0, 0), (first - start, stop - last)])
+        return mask if self.tokens_per_row > 1 else mask[:, None, None, :]
+
+
+class CellLayer(_BaseCache):  # type: ignore[misc]
+    """Keys and values of one layer for all cells: buffers (1, H, cells, Dk) and (1, H, cells, Dv), made when written.
+
+    There are `capacity` cells at most; a token sees `window` tokens at most, itself included, or (None) all.
+    """
+
+    def __init__(self, capacity: int, window: int | None = None) -> None:
+        self.capacity = capacity
+        self.window = window
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self._pass: CellPass | None = None
+        self._is_written = False
+
+    def enter(self, current: CellPass | None) -> None:
+        """A forward pass begins; None: it is over."""
+        self._pass = current
+        self._is_written = False
+
+    # What a model asks
+
+    @property
+    def offset(self) -> Any:
+        """Tokens in front of each row's, and with them once they are written: an int, or an int32 array (N,)."""
+        return self._running.after if self._is_written else self._running.before
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        """What each of the pass's N tokens per row sees of what `update_and_fetch` returns."""
+        given = [each for each in (window_size, self.window) if each is not None]
+        return self._running.mask(self.window, min(given, default=None), return_array)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the pass's keys and values, shape (N, H, T, D), and return views of all cells that it sees."""
+        current = self._running
+        if keys.shape[0] != current.row_count or keys.shape[2] != current.tokens_per_row:
+            wanted = f"{current.row_count} rows with {current.tokens_per_row} tokens each"
+            raise ValueError(f"keys of shape {keys.shape} in a pass of {wanted}.")
+        if current.row_count > 1:
+            keys, values = keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3)
+        self.write(current.batch.start, keys, values)
+        self._is_written = True
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Views of all cells that the pass sees: for layers that read what another one wrote."""
+        return self._view(self.keys), self._view(self.values)
+
+    @property
+    def state(self) -> tuple[mx.array, ...]:
+        """The buffers, for mx.eval."""
+        return () if self.keys is None or self.values is None else (self.keys, self.values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self.state)
+
+    def empty(self) -> bool:
+        """Whether there are no buffers."""
+        return self.keys is None
+
+    # What the cache asks
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a cell takes; 0 without buffers."""
+        return sum(buffer.nbytes // buffer.shape[2] for buffer in self.state)
+
+    def clear(self) -> None:
+        """Let go of the buffers."""
+        self.keys = self.values = None
+
+    def write(self, start: int, keys: mx.array, values: mx.array) -> None:
+        """Put keys and values (1, H, T, D) into the cells [start, start + T).
+
+        ValueError: the buffers are for other heads or head sizes: another model's.
+        """
+        for buffer, new in ((self.keys, keys), (self.values, values)):
+            if buffer is not None and (buffer.shape[1], buffer.shape[3]) != (new.shape[1], new.shape[3]):
+                raise ValueError(f"keys or values of shape {new.shape} for cells of {buffer.shape}: of another model?")
+        keys, values = without_overflow(keys, values)
+        stop = start + keys.shape[2]
+        self.keys = _with_room(self.keys, keys, stop, self.capacity)
+        self.values = _with_room(self.values, values, stop, self.capacity)
+        if stop - start == self.keys.shape[2]:
+            # MLX would take what is written for the buffer, and with it all that this is a part of.
+            keys, values = owned(keys), owned(values)
+        self.keys[..., start:stop, :] = keys
+        self.values[..., start:stop, :] = values
+
+    def read(self, cells: mx.array) -> tuple[mx.array, mx.array]:
+        """Copies of the keys and values in some cells, int32, shape (T,): (1, H, T, D) each."""
+        assert self.keys is not None and self.values is not None
+        return mx.take(self.keys, cells, axis=2), mx.take(self.values, cells, axis=2)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy cells to others, which are free: read all, evaluate, then write. See CP1 and CP2 of plans.py."""
+        if not moves or self.empty():
+            return
+        sources = np.concatenate([np.arange(each.source, each.source + each.length) for each in moves])
+        keys, values = self.read(mx.array(sources.astype(np.int32)))
+        mx.eval(keys, values)
+        at = 0
+        for move in moves:
+            self.write(move.target, keys[..., at : at + move.length, :], values[..., at : at + move.length, :])
+            at += move.length
+        mx.eval(self.state)
+
+    def rotated(self, rotation: Rotation, shifts: Sequence[Shift]) -> list[mx.array]:
+        """For each shift its cells' keys (1, H, T, Dk), rotated, not evaluated; the buffer stays as it is."""
+        assert self.keys is not None
+        return [rotation.shift(self.keys[..., start : start + length, :], by) for start, length, by in shifts]
+
+    def rotate(self, shifts: Sequence[Shift], keys: Sequence[mx.array]) -> None:
+        """Put what `rotated` gave for these shifts, evaluated by now, in the place of the keys that it came from."""
+        assert self.keys is not None
+        for shift, rotated in zip(shifts, keys, strict=True):
+            self.keys[..., shift.start : shift.start + shift.length, :] = rotated
+
+    @property
+    def _running(self) -> CellPass:
+        if self._pass is None:
+            raise ValueError("cells are read and written by CausalCache.prefill and step; no forward pass is running.")
+        return self._pass
+
+    def _view(self, buffer: mx.array | None) -> mx.array:
+        assert buffer is not None
+        start, stop = self._running.span(self.window)
+        view = buffer[..., start:stop, :]
+        count = self._running.row_count
+        return view if count == 1 else mx.broadcast_to(view, (count, *view.shape[1:]))
+
+
+def without_overflow(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    """Keys and values (1, H, T, D) with zeros for what is not finite, and NaN where that harms its own row alone.
+
+    Scores of cells that a row does not see are replaced before they count, whatever they are. So the mark goes into
+    what makes scores alone: the keys; or, in latent attention, the second array, as its first one is keys and values.
+    """
+    is_latent = keys.shape[1] == 1 and keys.shape[3] != values.shape[3] > 0
+    content, scored = (keys, values) if is_latent else (values, keys)
+    is_finite = mx.isfinite(content)
+    scored = mx.where(mx.all(is_finite, axis=-1, keepdims=True), scored, mx.array(float("nan"), scored.dtype))
+    content = mx.where(is_finite, content, mx.array(0, content.dtype))
+    return (content, scored) if is_latent else (scored, content)
+
+
+def _with_room(buffer: mx.array | None, like: mx.array, cells: int, capacity: int) -> mx.array:
+    """A buffer of at least so many cells, with what is in it."""
+    held = 0 if buffer is None else buffer.shape[2]
+    if buffer is not None and cells <= held:
+        return buffer
+    # So many that growing copies O(n) in all.
+    wanted = min(capacity, max(cells, held + max(GROWTH_CELLS, held // GROWTH_PART)))
+    if buffer is None:
+        return mx.zeros((*like.shape[:2], wanted, like.shape[3]), dtype=like.dtype)
+    return _extended(buffer, wanted)
+
+
+def _extended(buffer: mx.array, cells: int) -> mx.array:
+    more = mx.zeros((*buffer.shape[:2], cells - buffer.shape[2], buffer.shape[3]), dtype=buffer.dtype)
+    return mx.concatenate([buffer, more], axis=2)
+
+
+Held = list[tuple[Any, list[mx.array | None]]]
+
+
+class RowStates:
+    """State of all sequences in the layers that have no cells.
+
+    Args:
+        slots: number of arrays of each such layer, in the order of the layers; empty: there are none.
+    """
+
+    def __init__(self, slots: list[int]) -> None:
+        self._slots = slots
+        self._own: dict[int, list[Any]] = {}
+        self._joined: tuple[int, ...] = ()
+        self._batch: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Ids, in order of `add`."""
+        return tuple(self._own)
+
+    def add(self, sequence: int) -> None:
+        """Make a sequence, which has no state yet."""
+        self._own[sequence] = [ArraysCache(size) for size in self._slots]
+
+    def free(self, sequence: int) -> None:
+        """Take a sequence out, with its state."""
+        self._settle()
+        del self._own[sequence]
+
+    def copy(self, source: int, target: int) -> None:
+        """Give `target` the state of `source`."""
+        self._settle()
+        for theirs, mine in zip(self._own[source], self._own[target], strict=True):
+            mine.cache = copied(theirs.cache, mx.array)
+
+    def of(self, sequence: int) -> list[Any]:
+        """A sequence's caches, an ArraysCache per layer; what is put into them is its state."""
+        self._settle()
+        return self._own[sequence]
+
+    def take(self, sequences: tuple[int, ...]) -> list[Any]:
+        """Caches for a forward pass of these sequences, a row for each: an ArraysCache per layer."""
+        if len(sequences) == 1:
+            return self.of(sequences[0])
+        if sequences != self._joined:
+            self._settle()
+            owners = [self._own[each] for each in sequences]
+            self._batch = [_join(column) for column in zip(*owners, strict=True)]
+            self._joined = sequences
+            for cache in (cache for own in owners for cache in own):
+                cache.cache = [None] * len(cache.cache)  # what is in the batch now is not kept twice
+        return self._batch
+
+    def can_join(self, sequences: tuple[int, ...]) -> bool:
+        """Whether their arrays have the same shapes; those that remember their last tokens are shorter at first."""
+        if len(sequences) == 1 or sequences == self._joined:
+            return True
+        self._settle()
+        return all(_shapes(self._own[each]) == _shapes(self._own[sequences[0]]) for each in sequences)
+
+    def compact(self, sequence: int) -> None:
+        """Replace a sequence's arrays by copies of their own: after a pass most are views of what it computed."""
+        for cache in self.of(sequence):
+            cache.cache = copied(cache.cache)
+
+    def hold(self, sequences: tuple[int, ...]) -> Held:
+        """What `roll_back` needs to undo a forward pass of these sequences that has not started yet."""
+        return [(cache, copied(cache.cache, mx.array)) for cache in self.take(sequences)]
+
+    def roll_back(self, held: Held) -> None:
+        """Give the caches that a forward pass ran on what `hold` found in them."""
+        for cache, arrays in held:
+            cache.cache = arrays
+
+    def arrays(self) -> list[mx.array]:
+        """All that is held, for mx.eval and for counting."""
+        joined = set(self._joined)
+        caches = [cache for name, own in self._own.items() if name not in joined for cache in own]
+        return [array for cache in (*caches, *self._batch) for array in cache.cache if array is not None]
+
+    def check(self) -> None:
+        """Assert CS1 and CS2."""
+        assert len(set(self._joined)) == len(self._joined), self._joined
+        assert set(self._joined) <= set(self._own), (self._joined, self.sequences)
+        for joined in self._batch:
+            shapes = [array.shape for array in joined.cache if array is not None]
+            assert all(shape[0] == len(self._joined) for shape in shapes), (self._joined, shapes)
+        for sequence in self._joined:
+            assert all(array is None for own in self._own[sequence] for array in own.cache), sequence
+
+    def _settle(self) -> None:
+        """Give each sequence of the joined caches its own again."""
+        for row, sequence in enumerate(self._joined):
+            for joined, own in zip(self._batch, self._own[sequence], strict=True):
+                own.cache = copied(joined.cache, lambda array, row=row: mx.contiguous(array[row : row + 1]))
+        self._joined, self._batch = (), []
+
+
+def _shapes(caches: list[Any]) -> list[list[tuple[int, ...] | None]]:
+    return [[None if array is None else array.shape for array in cache.cache] for cache in caches]
+
+
+def _join(caches: tuple[Any, ...]) -> Any:
+    joined = ArraysCache(len(caches[0].cache))
+    for slot, arrays in enumerate(zip(*(cache.cache for cache in caches), strict=True)):
+        if arrays[0] is not None:
+            joined.cache[slot] = mx.concatenate(list(arrays))
+    return joined

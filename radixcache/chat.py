@@ -1,0 +1,469 @@
+"""Chat messages to tokens, and to the offsets ("marks") where other conversations may part from this one.
+
+A template is foreign code: it may refuse part of a conversation, insert a default system prompt, merge the system
+prompt into the first user message, or rewrite earlier turns. So a message's end is never computed from the message: it
+is read off by rendering the conversation cut after the message, or, where the template refuses or rewrites that, by
+rendering conversations that differ only in what follows. A mark is a promise, kept by these rules:
+
+  M1  tokens are what the tokenizer's own `apply_chat_template` gives for the whole conversation.
+  M2  tokens[:mark] begins the tokens of every conversation that shares the messages up to that mark and goes on after
+      them: with the generation prompt, or with a message of another role.
+  M3  0 < mark <= len(tokens); marks ascend and none comes twice. Messages that end at one offset share a mark; a
+      message of which nothing is certain to come back has none.
+
+M2 holds for text first, then for tokens: tokens that reach over the border are left out, and where no control token
+closes the border, so are those that other text behind it could merge with. (Where a tokenizer does not cut text into
+words, M2 holds for merges with the beginnings of text that TokenSpans tries.)
+
+Cost: one tokenization of the whole text, and one rendering per message; with tokenizers without offsets, or that render
+in their own way, one tokenization per message. Never imports MLX.
+
+ChatTemplate: a tokenizer's chat template as foreign code that may refuse part of a conversation. Never imports MLX.
+
+Templates differ in the form they want messages in: the arguments of tool calls as text or as objects, an empty content
+or none. The first form that a template takes is the one it gets.
+
+TokenSpans: the tokens of a rendered text, and up to which of them another text behind a border changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Message = Mapping[str, Any]
+Rendering = str | list[int]
+
+# Arguments of `apply_chat_template` that would change what it returns; everything else belongs to the template.
+_RESERVED_ARGUMENTS = (
+    *("continue_final_message", "max_length", "padding", "return_assistant_tokens_mask", "return_dict"),
+    *("return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
+)
+
+
+class ChatTemplate:
+    """A tokenizer's chat template with the arguments of one call."""
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None, template_kwargs: dict[str, Any]):
+        for name in filter(template_kwargs.__contains__, _RESERVED_ARGUMENTS):
+            raise ValueError(
+                f"{name} is not an argument of the chat template; render_chat sets it itself. Leave it out."
+            )
+        _require_template(tokenizer, template_kwargs)
+        self._tokenizer = tokenizer
+        # mlx-lm's wrapper forwards attributes, but a call needs the tokenizer inside.
+        self._inner = tokenizer if callable(tokenizer) else getattr(tokenizer, "_tokenizer", tokenizer)
+        self._kwargs: dict[str, Any] = {"tools": [dict(tool) for tool in tools] if tools else None, **template_kwargs}
+        self.as_text = self._renders_text_that_it_tokenizes()
+        if not self.as_text and not self._has_python_template():
+            self._kwargs["return_dict"] = False
+
+    def render(self, messages: Sequence[Message], generation_prompt: bool) -> Rendering:
+        """Render as text, or as tokens where text does not tell them; raises whatever the template raises."""
+        rendered = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=generation_prompt,
+            tokenize=not self.as_text,
+            **self._kwargs,
+        )
+        return str(rendered) if self.as_text else [int(token) for token in rendered]
+
+    def attempt(self, messages: Sequence[Message], generation_prompt: bool = False) -> Rendering | None:
+        """Render, or None where the template refuses these messages."""
+        try:
+            return self.render(messages, generation_prompt)
+        except Exception:  # a template may raise anything: each of them is a refusal, and the caller has another way
+            return None
+
+    def encode(self, texts: Sequence[str]) -> Any:
+        """Tokenize rendered texts, with the character span of each token."""
+        return self._inner(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+
+    def control_tokens(self) -> dict[int, str]:
+        """Ids and texts of the tokens that no text beside them can change; more white space changes white space."""
+        added = self._inner.added_tokens_decoder.items()
+        return {int(token_id): token.content for token_id, token in added if token.content.strip()}
+
+    def _has_python_template(self) -> bool:
+        """Whether mlx-lm brings a function in place of the tokenizer's Jinja template."""
+        return self._inner is not self._tokenizer and getattr(self._tokenizer, "_chat_template", None) is not None
+
+    def _renders_text_that_it_tokenizes(self) -> bool:
+        if not getattr(self._inner, "is_fast", False) or self._kwargs.get("sanitize_control_tokens"):
+            return False
+        return self._has_python_template() or _has_stock_renderer(self._inner)
+
+
+def _has_stock_renderer(tokenizer: Any) -> bool:
+    """Whether `apply_chat_template` is the one of transformers, which tokenizes the text that it renders."""
+    method = getattr(type(tokenizer), "apply_chat_template", None)
+    return getattr(method, "__module__", None) == "transformers.tokenization_utils_base"
+
+
+def _require_template(tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
+    has_template = callable(getattr(tokenizer, "apply_chat_template", None))
+    if has_template and _has_stock_renderer(tokenizer):
+        has_template = getattr(tokenizer, "chat_template", None) is not None
+    if has_template:
+        has_template = bool(getattr(tokenizer, "has_chat_template", True))
+    if not has_template and template_kwargs.get("chat_template") is None:
+        raise ValueError(
+            f"the tokenizer ({type(tokenizer).__name__}) has no chat template; wanted an instruct model's tokenizer."
+            " Load one, or pass chat_template=."
+        )
+
+
+def choose_form(
+    template: ChatTemplate, messages: Sequence[Message], add_generation_prompt: bool
+) -> tuple[list[dict[str, Any]], Rendering]:
+    """Find the form of the messages that the template takes, and what it makes of it.
+
+    Most templates want the arguments of a tool call as an object and would write text quoted twice; a few need text.
+    Most do without the content of a message that only calls tools; a few need it to be a string.
+    """
+    generation_prompt = add_generation_prompt and messages[-1]["role"] != "assistant"
+    accepted: list[tuple[list[dict[str, Any]], Rendering]] = []
+    refusals: list[Exception] = []
+    for form in _forms(messages):
+        try:
+            accepted.append((form, template.render(form, generation_prompt)))
+        except Exception as error:  # a template may raise anything: another form may still do
+            refusals.append(error)
+            continue
+        if not _shows_python_objects(accepted[-1][1], form):
+            return accepted[-1]
+    if accepted:
+        return accepted[0]
+    refusal = refusals[0]
+    roles = ", ".join(message["role"] for message in messages[:8]) + (", ..." if len(messages) > 8 else "")
+    reason = " ".join(str(refusal).split()) or type(refusal).__name__
+    raise ValueError(f"the chat template refused {len(messages)} message(s) ({roles}): {reason}") from refusal
+
+
+def _forms(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
+    """The same messages, with tool arguments as objects or as text, and missing content as missing or as ''."""
+    parsed = [_plain(message, parse_arguments=True) for message in messages]
+    written = [_plain(message, parse_arguments=False) for message in messages]
+    for form in [parsed, written] if parsed != written else [parsed]:
+        yield form
+        if any("content" not in message for message in form):
+            yield [{"content": "", **message} for message in form]
+
+
+def _plain(message: Message, parse_arguments: bool) -> dict[str, Any]:
+    """A copy without the keys whose value is None (templates write them as text), with text parts joined."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.get("content")
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        plain["content"] = "".join(str(part.get("text", "")) for part in content)
+    calls = plain.get("tool_calls")
+    if isinstance(calls, Sequence) and not isinstance(calls, str):
+        plain["tool_calls"] = [_plain_call(call, parse_arguments) for call in calls]
+    return plain
+
+
+def _plain_call(call: Any, parse_arguments: bool) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        return call
+    arguments = function["arguments"]
+    if parse_arguments and isinstance(arguments, str):
+        arguments = _parse_object(arguments)
+    elif not parse_arguments and isinstance(arguments, Mapping):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _parse_object(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _shows_python_objects(rendering: Rendering, form: Sequence[dict[str, Any]]) -> bool:
+    """Whether the template wrote an arguments object with Python's quotes: it expects them as text then."""
+    calls = [call for message in form for call in message.get("tool_calls", ())]
+    functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
+    arguments = [function.get("arguments") for function in functions if isinstance(function, Mapping)]
+    objects = [each for each in arguments if isinstance(each, dict) and each]
+    return isinstance(rendering, str) and any(str(each) in rendering for each in objects)
+
+
+def common_rendering(left: Rendering, right: Rendering) -> int:
+    """Length of the longest common beginning, by comparing whole slices."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# Beginnings of text that a tokenizer may merge with what stands before them, one per character class.
+_FOLLOWERS = ("a", "s", "B", " a", " ", "  ", "\n", "\na", "\t", "1", ".", "'", "<", "_", "é", "中")
+# Merges reach back over a word, not over a page: so many characters before a border are looked at.
+_WINDOW_CHARS = 256
+
+
+class TokenSpans:
+    """Tokens of a text, and the characters that each stands for."""
+
+    def __init__(self, template: ChatTemplate, text: str) -> None:
+        encoding = template.encode([text])
+        spans = np.asarray(encoding["offset_mapping"][0], dtype=np.int64).reshape(-1, 2)
+        self._template = template
+        self._text = text
+        self.tokens = np.asarray(encoding["input_ids"][0], dtype=np.int32)
+        # Several tokens may stand for one character, and some leave out the spaces they hold: make both columns ascend.
+        self._starts = np.maximum.accumulate(spans[:, 0])
+        self._ends = np.maximum.accumulate(spans[:, 1])
+        control = template.control_tokens()
+        self.control_texts = tuple(control.values())
+        self._control_indices = np.flatnonzero(np.isin(self.tokens, np.fromiter(control, dtype=np.int32)))
+
+    def offset(self, end: int, closed: bool) -> int:
+        """How many tokens lie before the character at `end`, whatever text follows there."""
+        if not closed and end not in self._ends[self._control_indices]:
+            end = self._settled_end(end)
+        return int(np.searchsorted(self._ends, end, "right"))
+
+    def _settled_end(self, end: int) -> int:
+        """Go back from a border to where no text behind it can change the tokens before.
+
+        The last word before the border (in the pre-tokenizer's sense) may grow, so it is left out; tokenizing the same
+        text with a follower of each kind shows what else changes.
+        """
+        before = self._control_indices[self._ends[self._control_indices] <= end]
+        control_start = int(self._starts[before[-1]]) if len(before) else -1
+        start = max(control_start, end - _WINDOW_CHARS, 0)
+        window = self._text[start:end]
+        encoding = self._template.encode([window, *(window + follower for follower in _FOLLOWERS)])
+        settled = min(_common_end(encoding, other, len(window)) for other in range(1, len(_FOLLOWERS) + 1))
+        return start + min(settled, _last_word_start(encoding, len(window), skip=start == control_start))
+
+
+def _common_end(encoding: Any, other: int, length: int) -> int:
+    """Where the tokens of text 0 and those of another text of the batch part, as a character offset in text 0."""
+    spans, tokens = encoding["offset_mapping"][0], encoding["input_ids"][0]
+    shared = common_rendering(tokens, encoding["input_ids"][other])
+    return length if shared == len(tokens) else max((int(end) for _, end in spans[:shared]), default=0)
+
+
+def _last_word_start(encoding: Any, length: int, skip: bool) -> int:
+    """Where the last word of text 0 starts, or its length where it is one word, so that words tell nothing.
+
+    Args:
+        skip: the text starts with a control token, which is no word.
+    """
+    words = encoding.word_ids(0)
+    first = len(words)
+    while first > 0 and words[first - 1] == words[-1]:
+        first -= 1
+    return int(encoding["offset_mapping"][0][first][0]) if first > int(skip) else length
+
+
+# What may follow a border: contents that differ from the first character on.
+_PROBE_CONTENTS = ("alpha", "Zulu")
+# What templates write before the user's first words at least; where it is more, it is a system prompt or a tool list.
+_HEADER_CHARS = 64
+_HEADER_TOKENS = 8
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    add_generation_prompt: bool = True,
+    **template_kwargs: Any,
+) -> tuple[NDArray[np.int32], tuple[int, ...]]:
+    """Render messages with the model's own chat template.
+
+    Args:
+        tokenizer: a transformers tokenizer or mlx-lm's TokenizerWrapper.
+        messages: OpenAI chat messages, left as they are. Arguments of tool calls may be JSON text or objects; the
+            template gets what it can take.
+        tools: function definitions in OpenAI form, or None.
+        add_generation_prompt: end with the opening of the assistant's reply; ignored when the last message is a reply.
+        template_kwargs: passed on to the template (`enable_thinking`, `documents`, ...).
+
+    Returns:
+        Tokens (int32) and marks: the offsets where the system prompt and each message end, as far as other
+        conversations with the same messages have the same tokens there (M1 to M3).
+
+    Raises:
+        ValueError: no chat template, no messages, a message without role, or a conversation that the template refuses.
+    """
+    tokens, opening, ends = message_ends(
+        tokenizer, messages, tools, add_generation_prompt=add_generation_prompt, **template_kwargs
+    )
+    return tokens, tuple(sorted({end for end in (opening, *ends) if end > 0}))
+
+
+def chat_tokens(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    add_generation_prompt: bool = True,
+    **template_kwargs: Any,
+) -> NDArray[np.int32]:
+    """The tokens that `render_chat` gives, int32, without marks: the template runs once. Raises as there."""
+    _validate(messages)
+    template = ChatTemplate(tokenizer, tools, template_kwargs)
+    _, rendering = choose_form(template, messages, add_generation_prompt)
+    return TokenSpans(template, rendering).tokens if isinstance(rendering, str) else np.asarray(rendering, np.int32)
+
+
+def message_ends(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    add_generation_prompt: bool = True,
+    counts: Container[int] | None = None,
+    **template_kwargs: Any,
+) -> tuple[NDArray[np.int32], int, list[int]]:
+    """Tokens as `render_chat` gives them, and what each mark belongs to.
+
+    Args:
+        counts: numbers of messages after which an end is looked for, 1 among them; None: after each.
+
+    Returns:
+        Tokens; the opening's end, shared by all conversations with the same system prompt (or none) that begin with a
+        user message, where the template adds to it (a default system prompt, a tool list); and one end per message,
+        not sorted, where `ends[k]` belongs to `messages[: k + 1]`. 0 stands for an end that is not certain, or that
+        nobody looked for.
+    """
+    _validate(messages)
+    template = ChatTemplate(tokenizer, tools, template_kwargs)
+    chosen = choose_form(template, messages, add_generation_prompt)
+    borders = _Borders(template, *chosen)
+    text_ends = [
+        borders.message_end(count) if counts is None or count in counts else 0 for count in range(1, len(messages) + 1)
+    ]
+    tokens, (opening, *ends) = borders.to_tokens([borders.opening_end(text_ends[0]), *text_ends])
+    return tokens, opening, ends
+
+
+def _validate(messages: Sequence[Message]) -> None:
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise ValueError(f"messages is a {type(messages).__name__}; wanted a list of messages with role and content.")
+    if not messages:
+        raise ValueError("messages is empty; wanted at least one message with role and content.")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            found = type(message).__name__
+            raise ValueError(f"messages[{index}] is a {found}; wanted an object with role and content.")
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise ValueError(f"messages[{index}] has no role (keys: {', '.join(map(str, message)) or 'none'}).")
+
+
+class _Borders:
+    """Where the messages of one rendered conversation end."""
+
+    def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], full: Rendering) -> None:
+        self._template = template
+        self._messages = messages
+        self._full = full
+        self._later = self._render_with_a_later_turn()
+        # Up to here the rendering stays as it is when another user turn follows.
+        self._lasting = common_rendering(full, self._later) if self._later is not None else len(full)
+        # Ends after which the template, not a message's content, goes on.
+        self._complete: set[int] = set()
+
+    def message_end(self, count: int) -> int:
+        """Where `messages[:count]` end in the full rendering; 0: not certain."""
+        beginning = self._messages[:count]
+        alone = self._template.attempt(beginning)
+        if not alone or self._full[: len(alone)] != alone:
+            # Refused, or written otherwise once more follows: compare conversations that go on from here.
+            end = self._parting(beginning, _next_roles(beginning[-1]))
+            if end is None:
+                end = common_rendering(self._full, alone) if alone else 0
+        elif count == 1 and _is_held_back(beginning[0], alone):
+            end = 0
+        else:
+            end = len(alone)
+            self._complete.add(end)
+        return min(end, self._lasting)
+
+    def opening_end(self, first_end: int) -> int:
+        """Where all before the user's first words ends, if more than the system prompt. `first_end`: of message 0."""
+        system = self._messages[:1] if _is_system(self._messages[0]) else []
+        system_end = first_end if system else 0
+        end = min(self._parting(system, ("user",)) or 0, self._lasting)
+        header_length = _HEADER_CHARS if isinstance(self._full, str) else _HEADER_TOKENS
+        is_lost = bool(system) and not system_end
+        return end if is_lost or end - system_end > header_length else 0
+
+    def to_tokens(self, text_ends: list[int]) -> tuple[NDArray[np.int32], list[int]]:
+        """Tokens of the whole conversation, and the ends as token offsets."""
+        if not isinstance(self._full, str):
+            return np.asarray(self._full, dtype=np.int32), text_ends
+        spans = TokenSpans(self._template, self._full)
+        return spans.tokens, [spans.offset(end, self._is_closed(end, spans)) if end else 0 for end in text_ends]
+
+    def _is_closed(self, end: int, spans: TokenSpans) -> bool:
+        """Whether the template goes on with a control token there, so that nothing merges over the border."""
+        text = self._full if end < len(self._full) else self._later
+        return end in self._complete and isinstance(text, str) and text.startswith(spans.control_texts, end)
+
+    def _parting(self, beginning: Sequence[dict[str, Any]], roles: Sequence[str]) -> int | None:
+        """How much of the full rendering conversations share that go on from this beginning with one of these roles.
+
+        None where the template refuses every probe, or all but one.
+        """
+        probes = [[*beginning, _probe(role, content, beginning)] for role in roles for content in _PROBE_CONTENTS]
+        others = [other for other in map(self._template.attempt, probes) if other is not None]
+        # One alone could go on just as this conversation does.
+        return min(common_rendering(self._full, other) for other in others) if len(others) > 1 else None
+
+    def _render_with_a_later_turn(self) -> Rendering | None:
+        for roles in (("user",), ("assistant", "user"), ("tool", "assistant", "user")):
+            longer = list(self._messages)
+            for role in roles:
+                longer.append(_probe(role, _PROBE_CONTENTS[0], longer))
+            later = self._template.attempt(longer)
+            if later is not None:
+                return later
+        return None
+
+
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return message["role"] in ("system", "developer")
+
+
+def _is_held_back(system: Mapping[str, Any], alone: Rendering) -> bool:
+    """Whether the template writes nothing of a system prompt before the message behind it."""
+    content = system.get("content")
+    return _is_system(system) and isinstance(alone, str) and isinstance(content, str) and content.strip() not in alone
+
+
+def _next_roles(message: Mapping[str, Any]) -> tuple[str, ...]:
+    """Roles of the messages that may follow one."""
+    if _is_system(message):
+        return ("user", "assistant")
+    if message["role"] != "assistant":
+        return ("assistant", "user")
+    return ("tool", "user") if message.get("tool_calls") else ("user",)
+
+
+def _probe(role: str, content: str, beginning: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A message to put behind a beginning; as a tool's result it answers the call before it."""
+    if role != "tool":
+        return {"role": role, "content": content}
+    calls = beginning[-1].get("tool_calls") if beginning else None
+    call = calls[0] if calls and isinstance(calls[0], Mapping) else {}
+    function = call.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    answer = {"role": role, "content": content, "tool_call_id": call.get("id"), "name": name}
+    return {key: value for key, value in answer.items() if value is not None}

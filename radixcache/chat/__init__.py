@@ -1,1 +1,0 @@
-"""Messages to tokens and marks, by the tokenizer's own chat template."""

@@ -1,0 +1,121 @@
+"""Ledger: how many bytes are held, and for what. The only code that changes a total. Never imports MLX.
+
+Each PrefixCache keeps an Account here; several may share one Ledger and so one budget. An account splits its bytes
+by purpose:
+
+    live         buffers of the live caches and of groups' rows, spare capacity included
+    spans        snapshot arrays of span layers (paged)
+    checkpoints  snapshot arrays of point layers (paged)
+    second       the state of a cold run that verifies a request, while it lasts
+
+Invariants, asserted by `check`:
+
+  L1  No amount is negative.
+  L2  total_bytes is the sum over the accounts of live + spans + checkpoints + second.
+
+The ledger also owns the lock that every PrefixCache sharing it takes: a byte freed for one may come out of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from radixcache.lock import Lock
+from radixcache.settings import require_count
+
+Reclaim = Callable[[int], int]
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """The bytes of one PrefixCache. `reclaim(bytes)` asks its owner for that many; it says how many it gave."""
+
+    ledger: Ledger = field(repr=False)
+    reclaim: Reclaim = field(repr=False)
+    live_bytes: int = 0
+    span_bytes: int = 0
+    checkpoint_bytes: int = 0
+    #: What the owner's pins keep, when they last changed; part of the above.
+    pinned_bytes: int = field(default=0, repr=False)
+    second_bytes: int = 0
+
+    @property
+    def paged_bytes(self) -> int:
+        return self.span_bytes + self.checkpoint_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.live_bytes + self.paged_bytes + self.second_bytes
+
+    # Each purpose changes by a signed amount
+
+    def add_live(self, amount_bytes: int) -> None:
+        self.live_bytes += amount_bytes
+        self.ledger.changed(amount_bytes)
+
+    def add_spans(self, amount_bytes: int) -> None:
+        self.span_bytes += amount_bytes
+        self.ledger.changed(amount_bytes)
+
+    def add_checkpoints(self, amount_bytes: int) -> None:
+        self.checkpoint_bytes += amount_bytes
+        self.ledger.changed(amount_bytes)
+
+    def add_second(self, amount_bytes: int) -> None:
+        self.second_bytes += amount_bytes
+        self.ledger.changed(amount_bytes)
+
+
+class Ledger:
+    """A byte budget and the accounts that share it."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = require_count("budget_bytes", budget_bytes, "bytes")
+        self.total_bytes = self.peak_bytes = 0
+        self.lock = Lock()
+        self._accounts: list[Account] = []
+
+    def open_account(self, reclaim: Reclaim) -> Account:
+        """Add an account; the owners of the others may be asked for bytes when its owner has none to give."""
+        account = Account(self, reclaim)
+        self._accounts.append(account)
+        return account
+
+    def close_account(self, account: Account) -> None:
+        """Take an account that holds nothing any more out."""
+        assert account.total_bytes == 0, account
+        self._accounts.remove(account)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """What the pins of all accounts keep."""
+        return sum(account.pinned_bytes for account in self._accounts)
+
+    def changed(self, change_bytes: int) -> None:
+        """Book a signed change made by an account."""
+        self.total_bytes += change_bytes
+        self.peak_bytes = max(self.peak_bytes, self.total_bytes)
+
+    def over_bytes(self, need_bytes: int = 0) -> int:
+        """Bytes that must go before `need_bytes` more fit the budget; 0 when they fit."""
+        return max(0, self.total_bytes + need_bytes - self.budget_bytes)
+
+    def reclaim_elsewhere(self, account: Account, amount_bytes: int) -> None:
+        """Ask the other accounts, in the order they were opened, until `amount_bytes` came back."""
+        for other in self._accounts:
+            if amount_bytes <= 0:
+                return
+            if other is not account:
+                amount_bytes -= other.reclaim(amount_bytes)
+
+    def is_sole(self, account: Account) -> bool:
+        """Whether nobody else shares the budget."""
+        return self._accounts == [account]
+
+    def check(self) -> None:
+        """Assert L1 and L2."""
+        for account in self._accounts:
+            amounts = (account.live_bytes, account.span_bytes, account.checkpoint_bytes, account.second_bytes)
+            assert min(amounts) >= 0, account
+        assert self.total_bytes == sum(a.total_bytes for a in self._accounts), self.total_bytes

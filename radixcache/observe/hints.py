@@ -1,0 +1,156 @@
+"""Hints: a short span that differs in prompt after prompt while what follows is the same. Never imports MLX.
+
+A date or a request id in a header parts two prompts, and everything behind it is evaluated anew although it is equal:
+
+    mine     You are ... Today is [ 21 Nov ]. Answer in ...      start, end: of the span in mine
+    other    You are ... Today is [ 1 Dec  ]. Answer in ...      behind: equal tokens behind it
+
+Two prompts are set side by side again at the first run of ANCHOR equal tokens. It is a hint where several prompts part,
+each with a value of its own, and much more follows than the span is long: questions that differ have only the
+template's few tokens in common behind them, or, where they got the same reply, there are prompts that end with them.
+
+Edges: which prefixes a cache has stored, as the keys of its tree. Never imports MLX.
+
+An edge's keys are the array that the tree has, which is replaced and never written: to be read, not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixcache.tokens import Keys, common_length
+from radixcache.tree.radix_tree import RadixTree, below
+
+#: The longest span that counts as short, in tokens; a UUID takes 36 even with a tokenizer of bytes.
+MAX_SPAN = 48
+#: Equal tokens in a row by which two prompts are found to go on together.
+ANCHOR = 32
+#: Equal tokens behind the span, beyond which it is worth a word; and how many times the span at least.
+MIN_BEHIND = 40
+MIN_BEHIND_SPANS = 4
+#: Different values of the span that make a hint, one of them the prompt's own.
+MIN_VALUES = 3
+
+# Powers of an odd number and of its inverse: all arithmetic is modulo 2**64.
+_ODD = 0x9E37_79B9_7F4A_7C15
+_POWERS = np.array([pow(_ODD, i, 1 << 64) for i in range(MAX_SPAN + ANCHOR)], np.uint64)
+_INVERSES = np.array([pow(_ODD, -i, 1 << 64) for i in range(MAX_SPAN + 1)], np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where two prompts part for a short while: mine[start:end] against other[start:other_end], then `behind` equal."""
+
+    start: int
+    end: int
+    other_end: int
+    behind: int
+
+
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """A short span of a prompt that varies.
+
+    Attributes:
+        start, end: the span in this prompt, in tokens.
+        values: different values of it, this prompt's among them.
+        requests: prompts that agree with this one in front of it, this one among them.
+        behind: tokens behind it that another prompt has just so: the most of any.
+        other: keys that another prompt has in the span's place.
+    """
+
+    start: int
+    end: int
+    values: int
+    requests: int
+    behind: int
+    other: Keys
+
+
+def variations(mine: Keys, prompts: Iterable[Keys]) -> list[Variation]:
+    """The spans of a prompt that differ in one recent prompt after the other, in order; newest prompts first."""
+    others = [(keys, common_length(mine, keys)) for keys in prompts]
+    others = [(keys, common) for keys, common in others if not common == len(keys) == len(mine)]
+    found = [(each, keys) for keys, common in others if (each := parting(mine, keys, common)) is not None]
+    result = []
+    for group in _overlapping(found):
+        start, end = min(each.start for each, _ in group), max(each.end for each, _ in group)
+        values = [keys[start : each.other_end + end - each.end] for each, keys in group]
+        count = len({mine[start:end].tobytes(), *(value.tobytes() for value in values)})
+        requests = 1 + len(group) + sum(common >= end for _, common in others if common > start)
+        behind = max(each.behind - (end - each.end) for each, _ in group)
+        is_short = end - start <= MAX_SPAN and behind >= max(MIN_BEHIND, MIN_BEHIND_SPANS * (end - start))
+        is_question = any(common >= start - ANCHOR and len(keys) < end + MIN_BEHIND for keys, common in others)
+        if count >= MIN_VALUES and 2 * count >= requests and is_short and not is_question:
+            result.append(Variation(start, end, count, requests, behind, values[0]))
+    return result
+
+
+def parting(mine: Keys, other: Keys, start: int | None = None) -> Parting | None:
+    """The span of at most MAX_SPAN tokens by which two prompts differ first; None when they do not, or for good.
+
+    `start`: how many tokens they have in common, where that is known.
+    """
+    start = common_length(mine, other) if start is None else start
+    width = MAX_SPAN + ANCHOR
+    left, right = mine[start : start + width], other[start : start + width]
+    if min(len(left), len(right)) < ANCHOR:
+        return None
+    rows, columns = (_anchors(left)[:, None] == _anchors(right)).nonzero()
+    if not len(rows):
+        return None
+    nearest = int((rows + columns).argmin())
+    end, other_end = start + int(rows[nearest]), start + int(columns[nearest])
+    behind = common_length(mine[end:], other[other_end:])
+    return Parting(start, end, other_end, behind) if behind >= ANCHOR else None
+
+
+def _anchors(keys: Keys) -> NDArray[np.uint64]:
+    """A hash of each ANCHOR keys in a row: of keys[i : i + ANCHOR], the sum of key * _ODD**place."""
+    sums = np.zeros(len(keys) + 1, np.uint64)
+    np.cumsum(keys.astype(np.uint64) * _POWERS[: len(keys)], out=sums[1:])
+    hashes: NDArray[np.uint64] = (sums[ANCHOR:] - sums[:-ANCHOR]) * _INVERSES[: len(keys) - ANCHOR + 1]
+    return hashes
+
+
+def _overlapping(found: Sequence[tuple[Parting, Keys]]) -> list[list[tuple[Parting, Keys]]]:
+    """Groups of partings whose spans overlap or touch, in order of where they begin; each as ordered as `found`."""
+    reach = -1
+    members: list[list[int]] = []
+    for start, end, index in sorted((each.start, each.end, index) for index, (each, _) in enumerate(found)):
+        if start > reach:
+            members.append([])
+        members[-1].append(index)
+        reach = max(reach, end)
+    return [[found[index] for index in sorted(group)] for group in members]
+
+
+class Edge(NamedTuple):
+    """A run of keys behind another edge.
+
+    Attributes:
+        parent: index of the edge before it, which comes earlier; -1: it begins a sequence of `namespace`.
+        keys: (T,) int64, one for each token.
+    """
+
+    namespace: str
+    parent: int
+    keys: Keys
+
+
+def edges_of(lock: AbstractContextManager[Any], tree: RadixTree[Any]) -> list[Edge]:
+    """The edges of all namespaces, parents before children. Takes the lock for O(edges), and copies no keys."""
+    edges: list[Edge] = []
+    with lock:
+        for root in tree.roots():
+            places = {id(root): -1}
+            for node in below(root):
+                places[id(node)] = len(edges)
+                edges.append(Edge(root.namespace, places[id(node.parent)], node.edge))
+    return edges

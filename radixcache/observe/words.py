@@ -1,0 +1,236 @@
+"""Numbers and text as people read them. Text of prompts is hostile: nothing of it may act on what shows it.
+
+choose: which nodes of a large tree are shown, and what the others come to.
+
+text: a description as lines, one a node, an only child straight under its parent.
+"""
+
+from __future__ import annotations
+
+import heapq
+import unicodedata
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from radixcache.observe.tree_view import NodeView, TreeView
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_SHORT = {"\n": "\u21b5", "\t": "\u21e5"}
+#: Categories of characters that do something instead of showing: control, format (bidi marks among them), surrogates,
+#: private use, unassigned, line and paragraph separators.
+_UNSHOWN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
+
+
+def bytes_words(nbytes: int) -> str:
+    """1,536 as "1.5 KiB"."""
+    if nbytes < 1024:
+        return f"{nbytes:,} {'byte' if nbytes == 1 else 'bytes'}"
+    value, unit = float(nbytes), 0
+    while value >= 1023.95 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:,.1f} {_UNITS[unit]}"
+
+
+def tokens_words(tokens: int) -> str:
+    """12,345 as it is, 1,234,567 as "1.23 M"."""
+    return "1 token" if tokens == 1 else f"{tokens:,} tokens" if tokens < 1e6 else f"{tokens / 1e6:,.2f} M tokens"
+
+
+def _held(what: str, nodes: int, tokens: int, nbytes: int) -> str:
+    return f"{nodes:,} {what}{'' if nodes == 1 else 's'}, {tokens_words(tokens)}, {bytes_words(nbytes)}"
+
+
+def more_words(nodes: Sequence[NodeView]) -> str:
+    """What is left out below a node: "312 more nodes, 1.2 M tokens, 3.4 GiB"."""
+    tokens = sum(node.tokens + node.below_tokens for node in nodes)
+    return _held("more node", sum(1 + n.below for n in nodes), tokens, sum(n.nbytes + n.below_bytes for n in nodes))
+
+
+def total_words(view: TreeView) -> str:
+    """Nodes, tokens and bytes of all, the bytes by where they are."""
+    if not view.nodes:
+        return "The tree is empty."
+    by_place = {"live": 0, "live and paged": 0, "paged": 0}
+    for node in view.nodes:
+        by_place["live and paged" if node.residency == "both" else node.residency] += node.span_bytes
+    by_place["windows"] = sum(node.window_bytes for node in view.nodes)
+    by_place["checkpoints"] = sum(node.checkpoint_bytes for node in view.nodes)
+    places = ", ".join(f"{bytes_words(nbytes)} {place}" for place, nbytes in by_place.items() if nbytes)
+    held = _held("node", len(view.nodes), view.tokens, view.nbytes)
+    return f"{held} ({places})" if places else held
+
+
+def about_words(view: TreeView) -> str:
+    return ", ".join(f"{name} {visible(value)}" for name, value in view.about)
+
+
+def node_words(node: NodeView, slot_count: int) -> list[str]:
+    """A node's span, tokens, bytes and place, then what marks it: checkpoint, pins and sessions."""
+    words = [f"[{node.start:,}, {node.end:,})", tokens_words(node.tokens), bytes_words(node.span_bytes)]
+    words.append(place_words(node, slot_count))
+    if node.checkpoint:
+        words.append(f"checkpoint ({visible(node.checkpoint)}, {bytes_words(node.checkpoint_bytes)})")
+    if node.pin_names:
+        words.append("pinned as " + ", ".join(visible(name) for name in node.pin_names))
+    elif node.is_pinned:
+        words.append("pinned")
+    if node.is_open:
+        words.append("in use")
+    return words
+
+
+def place_words(node: NodeView, slot_count: int) -> str:
+    """live, paged or live and paged; of several slots, in which. And of which tokens windows are stored."""
+    live = "live" if slot_count == 1 or not node.slots else f"live in {', '.join(map(str, node.slots))}"
+    place = {"live": live, "paged": "paged", "both": f"{live} and paged"}[node.residency]
+    ranges = ", ".join(f"[{start:,}, {end:,})" for start, end in node.windows)
+    return f"{place}, windows of {ranges} ({bytes_words(node.window_bytes)})" if ranges else place
+
+
+def text_words(node: NodeView, columns: int) -> str:
+    """The node's text in one line of at most so many columns; "" without any."""
+    return "" if node.text is None else fit(whole_text(node), columns)
+
+
+def whole_text(node: NodeView) -> str:
+    """All that is known of the node's text, made visible."""
+    text = node.text or ""
+    return visible(text if node.text_end is None else f"{text} \u2026 {node.text_end}")
+
+
+def fit(text: str, columns: int) -> str:
+    """Cut a text to so many columns, of which some characters take two."""
+    left = columns
+    for index, character in enumerate(text):
+        left -= 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        if left < 1 and (left < 0 or index + 1 < len(text)):
+            return text[:index].rstrip() + "\u2026"
+    return text
+
+
+def visible(text: str) -> str:
+    """Text without anything that acts: line ends and tabs as signs, other control and format characters by number."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_SHORT.get(c) or (_number(c) if unicodedata.category(c) in _UNSHOWN else c) for c in text)
+
+
+def _number(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLine:
+    """A line of a drawing: a node, or what is left out below one.
+
+    Attributes:
+        node: the node; None for what is left out.
+        left_out: the topmost nodes of what is left out here; empty for a node.
+        parent: row of the parent, -1 at the top.
+        heading: name of the namespace that begins here, made visible; None: none begins, or there is one without name.
+        depth: branchings above: an only child stands under its parent.
+        start: offset at which it begins.
+        is_last: no sibling comes after it.
+    """
+
+    node: NodeView | None
+    left_out: tuple[NodeView, ...]
+    parent: int
+    heading: str | None
+    depth: int
+    start: int
+    is_last: bool
+
+
+def choose(view: TreeView, max_nodes: int) -> list[NodeLine]:
+    """Rows for so many nodes, parents before children, each with what is left out below it as its last child.
+
+    A node is shown only below its parent. Pinned ones and those in use come first, then those with the most tokens. A
+    single leaf that would be left out is shown all the same, in the row that would say so.
+    """
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for index, node in enumerate(view.nodes):
+        children[node.parent].append(index)
+    chosen = _chosen(view.nodes, children, max_nodes)
+    rows: list[NodeLine] = []
+    stack: list[tuple[int, NodeLine]] = []
+
+    def push(above: int, depth: int, siblings: list[int], heading: str | None) -> None:
+        shown = [index for index in siblings if index in chosen]
+        rest = [index for index in siblings if index not in chosen]
+        if len(rest) == 1 and not view.nodes[rest[0]].below:
+            shown, rest = shown + rest, []  # it takes the line that would say that it is left out
+        found = [(index, view.nodes[index], ()) for index in shown]
+        lines = [*found, *([(-1, None, tuple(view.nodes[index] for index in rest))] if rest else [])]
+        start, row = (view.nodes[above].end, len(rows) - 1) if above >= 0 else (0, -1)
+        depth += above >= 0 and len(lines) > 1
+        for place, (index, node, left_out) in reversed(list(enumerate(lines))):
+            name = None if place else heading
+            stack.append((index, NodeLine(node, left_out, row, name, depth, start, place == len(lines) - 1)))
+
+    has_names = len(view.namespaces) > 1 or any(view.namespaces)
+    tops: defaultdict[int, list[int]] = defaultdict(list)
+    for index in children[-1]:
+        tops[view.nodes[index].namespace].append(index)
+    for namespace in reversed(tops):
+        push(-1, 0, tops[namespace], visible(view.namespaces[namespace]) if has_names else None)
+    while stack:
+        index, line = stack.pop()
+        rows.append(line)
+        if index >= 0:
+            push(index, line.depth, children[index], None)
+    return rows
+
+
+def _chosen(nodes: Sequence[NodeView], children: defaultdict[int, list[int]], max_nodes: int) -> set[int]:
+    if len(nodes) <= max_nodes:
+        return set(range(len(nodes)))
+    wanted: set[int] = set()
+    for index, node in enumerate(nodes):
+        if node.is_pinned or node.is_open:
+            while index >= 0 and index not in wanted:
+                wanted.add(index)
+                index = nodes[index].parent
+
+    def rank(index: int) -> tuple[bool, int, int]:
+        return index not in wanted, -(nodes[index].tokens + nodes[index].below_tokens), index
+
+    heap = [rank(index) for index in children[-1]]
+    heapq.heapify(heap)
+    chosen: set[int] = set()
+    while heap and len(chosen) < max_nodes:
+        *_, index = heapq.heappop(heap)
+        chosen.add(index)
+        for child in children[index]:
+            heapq.heappush(heap, rank(child))
+    return chosen
+
+
+#: Characters of a node's text.
+TEXT_CHARACTERS = 60
+
+
+def text(view: TreeView, max_nodes: int) -> str:
+    """The tree as lines that end without a newline."""
+    rows = choose(view, max_nodes)
+    lines = [total_words(view), *([about_words(view)] if view.about else [])]
+    before: dict[int, str] = {}  # what stands before the children of a row
+    for number, row in enumerate(rows):
+        if row.heading is not None:
+            lines.append(f"namespace {row.heading!r}")
+        indent = before.get(row.parent, "")
+        branch = after = ""
+        if row.parent >= 0 and row.depth > rows[row.parent].depth:
+            branch, after = ("\u2514\u2500 ", "   ") if row.is_last else ("\u251c\u2500 ", "\u2502  ")
+        before[number] = indent + after
+        lines.append(indent + branch + _line(row, view.slot_count))
+    return "\n".join(lines)
+
+
+def _line(row: NodeLine, slot_count: int) -> str:
+    if row.node is None:
+        return f"\u2026 {more_words(row.left_out)}"
+    shown = text_words(row.node, TEXT_CHARACTERS)
+    return "  ".join([*node_words(row.node, slot_count), *([f'"{shown}"'] if shown else [])])

@@ -1,0 +1,313 @@
+"""Checks of what callers pass as tokens, keys and namespaces, before anything is touched.
+
+Keys: what the tree goes by, one for each token. Never imports MLX.
+
+token_text: keys of the tree as text, for people. Never imports MLX.
+
+KnownTokens: what is known of a request's tokens: its prompt, and what was reported since, evaluated or not.
+
+    prompt | read            | pending
+             ids and keys      arrays that need not be evaluated yet
+
+What is reported is read only when somebody asks, in order, up to the first that is not a token id: from there on
+nothing is ever known. It counts all the same.
+
+Quarantine: prefixes whose stored state was found wrong, and from where on they are not stored or resumed.
+
+An entry stands for all sequences that begin with `keys`: of them nothing is kept or taken up beyond offset `start`. It
+holds a digest of the keys and not the keys, so it tells nothing about them, and costs the same whatever their length.
+
+Invariants, asserted by `check`:
+
+  Q1  At most `capacity` entries; the one added longest ago goes first.
+  Q2  0 <= start < length of an entry's keys.
+
+`limit` is O(1) for a namespace without entries, else O(length of the longest entry). Never imports MLX. Not
+thread-safe: PrefixCache holds the lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds = NDArray[np.int32]
+
+
+def checked_prompt(
+    tokens: Any, keys: Any = None, marks: Sequence[int] = (), vocab_size: int | None = None
+) -> tuple[TokenIds, NDArray[np.int64]]:
+    """Return the ids of a prompt and the keys they go by in the tree, which are the ids where none are given.
+
+    ValueError: ids or keys as `token_ids` and `edge_keys` say; a mark that is no offset in the prompt.
+    """
+    ids = token_ids(tokens, vocab_size)
+    own_keys = ids.astype(np.int64) if keys is None else edge_keys(keys, len(ids))
+    if not isinstance(marks, Iterable):
+        raise ValueError(f"marks is a {type(marks).__name__}; wanted offsets in the prompt.")
+    for mark in marks:
+        if isinstance(mark, bool) or not isinstance(mark, Integral):
+            raise ValueError(f"mark {mark!r} is a {type(mark).__name__}; wanted an int.")
+        if not 0 <= mark <= len(ids):
+            raise ValueError(f"mark {mark} is outside the prompt of {len(ids)} tokens.")
+    return ids, own_keys
+
+
+def token_ids(tokens: Any, vocab_size: int | None = None, name: str = "tokens") -> TokenIds:
+    """Return `tokens` (list, tuple, np.ndarray or mx.array of integers, one-dimensional) as int32.
+
+    ValueError: empty, not one-dimensional, not integers, or an id outside [0, vocab_size).
+    """
+    array = _integers(tokens, name)
+    ceiling = min(vocab_size or 1 << 31, 1 << 31)
+    wrong = (array < 0) | (array >= ceiling)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise ValueError(f"{name}[{index}] is {int(array[index])}; wanted a token id in [0, {ceiling}).")
+    return array.astype(np.int32)
+
+
+def edge_keys(keys: Any, length: int) -> NDArray[np.int64]:
+    """Return `keys` as int64. ValueError: not one-dimensional integers that fit 64 bits, one for each token."""
+    array = _integers(keys, "keys")
+    if len(array) != length:
+        raise ValueError(f"keys has {len(array)} entries; wanted {length}, one for each token.")
+    return array.astype(np.int64)
+
+
+def require_namespace(namespace: Any) -> None:
+    """Raise ValueError unless this is a str, and one that UTF-8 can spell: digests and files are made of it."""
+    if not isinstance(namespace, str):
+        raise ValueError(f"namespace is a {type(namespace).__name__}; wanted a str.")
+    try:
+        namespace.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"namespace is {namespace!r}; wanted one that UTF-8 can spell, without surrogates.") from error
+
+
+def require_namespace_or_all(namespace: Any) -> None:
+    """Raise ValueError unless this is a namespace, or None for all of them."""
+    require_namespace("" if namespace is None else namespace)
+
+
+def vocabulary_size(model: Any) -> int | None:
+    """Number of token ids the model's own arguments state; None when they do not."""
+    args = getattr(model, "args", None)
+    size = getattr(args, "vocab_size", None)
+    if size is None:
+        text = getattr(args, "text_config", None)
+        size = text.get("vocab_size") if isinstance(text, dict) else getattr(text, "vocab_size", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _integers(values: Any, name: str) -> NDArray[Any]:
+    if isinstance(values, (str, bytes)):
+        raise ValueError(f"{name} is a {type(values).__name__}; wanted token ids: encode the text first.")
+    kinds = set(map(type, values)) if isinstance(values, (list, tuple)) else set()
+    try:
+        # NumPy would read a truth value as 0 or 1, and a mix of signed and unsigned integers as floating point.
+        is_mixed = len(kinds) > 1 and all(issubclass(kind, (int, np.integer)) for kind in kinds)
+        array = np.asarray(values, dtype=object if bool in kinds else np.int64 if is_mixed else None)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} is not a sequence of integers: {error}.") from error
+    if array.ndim != 1:
+        raise ValueError(f"{name} has {array.ndim} dimensions; wanted 1.")
+    if len(array) == 0:
+        raise ValueError(f"{name} is empty; wanted at least 1.")
+    if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and int(array.max()) >= 1 << 63):
+        given = list(values) if isinstance(values, (list, tuple)) else array.tolist()
+        odd = next((i for i, value in enumerate(given) if not _is_int64(value)), 0)
+        raise ValueError(f"{name}[{odd}] is {given[odd]!r}; wanted an integer of at most 64 bits.")
+    return array
+
+
+def _is_int64(value: Any) -> bool:
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return whole and -(1 << 63) <= int(value) < 1 << 63
+
+
+Keys = NDArray[np.int64]
+
+
+def common_length(left: NDArray[np.integer], right: NDArray[np.integer]) -> int:
+    """Length of the common prefix of two arrays of keys, or of token ids."""
+    length = min(len(left), len(right))
+    first = (left[:length] != right[:length]).tobytes().find(1)
+    return length if first < 0 else first
+
+
+#: Keys above are digests of something else than text.
+LARGEST_ID = (1 << 31) - 1
+
+
+def token_text(keys: Iterable[int], tokenizer: Any) -> str:
+    """The text of a run of keys, also where the tokenizer does not know them.
+
+    A key that stands for something else than a token, an image say, is named by its first digits; ids of the caller's
+    own making, of which the tokenizer knows nothing, by their numbers.
+    """
+    parts: list[str] = []
+    for is_id, group in groupby(map(int, keys), lambda key: 0 <= key <= LARGEST_ID):
+        run = list(group)
+        parts += [_decoded(run, tokenizer)] if is_id else [f"[key {key & (1 << 64) - 1:016x}]" for key in run]
+    return "".join(parts)
+
+
+def _decoded(ids: list[int], tokenizer: Any) -> str:
+    try:
+        return str(tokenizer.decode(ids))
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError):
+        return f"[ids {' '.join(map(str, ids))}]"
+
+
+class KnownTokens:
+    """The tokens of one request, made with those of its prompt. Ids are below `vocab_size`; None: below 2^31.
+
+    Attributes:
+        count: tokens of the prompt and all reported ones, less those removed.
+        read_ids, read_keys: of the prompt, and of reported tokens that were read already; nothing is waited for.
+    """
+
+    def __init__(self, ids: TokenIds, keys: Keys, vocab_size: int | None) -> None:
+        self.read_ids = ids
+        self.read_keys = keys
+        self.count = len(ids)
+        self._ceiling = vocab_size or 1 << 31
+        self._pending: list[tuple[Any, int, int]] = []
+        self._is_cut_short = False
+
+    def report(self, tokens: Any, start: int, end: int) -> None:
+        """The tokens [start, end) of a flattened array, which need not be evaluated, follow what is known."""
+        self._pending.append((tokens, start, end))
+        self.count += end - start
+
+    def ids(self) -> TokenIds:
+        """Ids of all that is known; waits for what was reported."""
+        self._read()
+        return self.read_ids
+
+    def keys(self) -> Keys:
+        """Keys of all that is known; a reported token's is its id. Waits for what was reported."""
+        self._read()
+        return self.read_keys
+
+    def common(self, keys: Keys, limit: int) -> int:
+        """How far these keys go along with the first `limit` known ones; waits only where those that were read do."""
+        length = common_length(self.read_keys[:limit], keys)
+        if length == len(self.read_keys) < min(limit, len(keys)):
+            return common_length(self.keys()[:limit], keys)
+        return length
+
+    def remove(self, start: int, end: int) -> None:
+        """The tokens [start, end) are gone, and those behind them move up. Waits for what was reported."""
+        length = len(self.ids())
+        self.read_ids = np.delete(self.read_ids, np.s_[start:end])
+        self.read_keys = np.delete(self.read_keys, np.s_[start:end])
+        self.count -= length - len(self.read_ids)
+
+    def forget_pending(self) -> None:
+        """Let go of what was reported and not read."""
+        self._pending.clear()
+        self._is_cut_short = True
+
+    def _read(self) -> None:
+        found: list[TokenIds] = []
+        for tokens, start, end in () if self._is_cut_short else self._pending:
+            try:
+                ids = np.asarray(tokens).reshape(-1)[start:end]
+            except Exception:  # a sampled token that cannot be evaluated is not known, nor is any after it
+                self._is_cut_short = True
+                break
+            wrong = (ids < 0) | (ids >= self._ceiling)
+            if wrong.any():
+                ids, self._is_cut_short = ids[: int(wrong.argmax())], True
+            found.append(ids.astype(np.int32))
+            if self._is_cut_short:
+                break
+        self._pending.clear()
+        if found:
+            self.read_ids = np.concatenate([self.read_ids, *found])
+            self.read_keys = np.concatenate([self.read_keys, *(ids.astype(np.int64) for ids in found)])
+
+
+#: Entries that are kept, over all namespaces: about 300 bytes each.
+CAPACITY = 4096
+
+
+class Quarantine:
+    """The quarantined prefixes of one cache."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        # By namespace, length and digest of the keys: the offset from which on they are quarantined.
+        self._entries: dict[tuple[str, int, bytes], int] = {}
+        self._lengths: dict[str, Counter[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, keys: Keys, start: int, namespace: str) -> None:
+        """Quarantine what begins with `keys` (at least one), from offset `start` < len(keys) on."""
+        assert 0 <= start < len(keys), (start, len(keys))
+        name = (namespace, len(keys), _digest(keys))
+        if name in self._entries:
+            self._entries[name] = min(start, self._entries[name])
+            return
+        self._entries[name] = start
+        self._lengths.setdefault(namespace, Counter())[len(keys)] += 1
+        if len(self._entries) > self._capacity:
+            self._remove(next(iter(self._entries)))
+
+    def offset(self, keys: Keys, namespace: str) -> int | None:
+        """The offset from which on these keys are quarantined; None when they are not."""
+        found = None
+        blake, done = hashlib.blake2b(digest_size=16), 0
+        for length in sorted(self._lengths.get(namespace, ())):
+            if length > len(keys):
+                break
+            blake.update(keys[done:length].tobytes())
+            done = length
+            start = self._entries.get((namespace, length, blake.digest()))
+            if start is not None:
+                found = start if found is None else min(start, found)
+        return found
+
+    def limit(self, keys: Keys, namespace: str) -> int:
+        """How many of these keys may be stored or resumed: all, or as far as they are not quarantined."""
+        offset = self.offset(keys, namespace)
+        return len(keys) if offset is None else offset
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget the entries of a namespace; None: all."""
+        for name in [name for name in self._entries if namespace in (None, name[0])]:
+            self._remove(name)
+
+    def check(self) -> None:
+        """Assert Q1 and Q2, and that the lengths are those of the entries."""
+        assert len(self._entries) <= self._capacity, (len(self._entries), self._capacity)
+        counts: dict[str, Counter[int]] = {}
+        for (namespace, length, _), start in self._entries.items():
+            assert 0 <= start < length, (start, length)
+            counts.setdefault(namespace, Counter())[length] += 1
+        assert counts == self._lengths, (counts, self._lengths)
+
+    def _remove(self, name: tuple[str, int, bytes]) -> None:
+        del self._entries[name]
+        namespace, length, _ = name
+        counts = self._lengths[namespace]
+        counts[length] -= 1
+        if not counts[length]:
+            del counts[length]
+        if not counts:
+            del self._lengths[namespace]
+
+
+def _digest(keys: Keys) -> bytes:
+    return hashlib.blake2b(keys.tobytes(), digest_size=16).digest()

@@ -1,0 +1,468 @@
+"""Verifier: a seeded share of the resumed requests is prefilled cold beside the restored state, and both are compared.
+
+    begin            the request is drawn, or not
+    first pass       cold:  [0, resume) | compare every layer | [resume, prompt's end) -> logits, then it is let go
+                     live:  stands at resume all the while, and is only read
+    last token       the live logits of the prompt's last token are compared with the cold ones
+
+What follows from a mismatch is the session's: the path is quarantined, the live caches are emptied, and the session
+begins again at offset 0, so that its answers are bit by bit those of a session that found nothing. The second state
+counts against the budget while it exists; where it does not fit, the check is skipped.
+
+Skipped are also what fetch() restores, which is the caller's before any model has run; rows of begin_many(), whose
+state lies among that of others; requests whose `keys` are not their token ids; windows with `keep` that have
+wrapped (what they hold depends on how mlx-lm was fed); and sessions whose own loop called the model before prefill() or
+step(). Of a loop that takes over after prefill() the state is compared, and the logits are not.
+
+compare_states: how far restored state is from the state that a cold prefill gives, layer by layer.
+
+Span layers are compared row by row over [0, end), windows over what they read, in the order of time, since two ways to
+the same offset may have laid them out differently; other point layers as a whole. An error is relative: the largest
+difference over the largest magnitude in the same array of the cold state. Offsets and shapes have to be equal, else the
+error is infinite.
+
+Restored and cold state come from forward passes of other lengths and differ by rounding. What may differ beyond that is
+not compared: integer arrays of classes that are not known here, and leaves that the given model does not write.
+
+Everything is reduced on the device, some rows at a time; no handle on a live buffer is kept.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import ArraysCache, QuantizedKVCache
+
+from radixcache.adapters.contract import Adapter
+from radixcache.adapters.window import WindowAdapter
+from radixcache.errors import described
+from radixcache.layers.layout import NATIVE_ERRORS, TOGETHER_BYTES, ArrayLayout
+from radixcache.layers.trials import tolerance_of
+from radixcache.lock import Lock
+from radixcache.tokens import Keys, TokenIds
+from radixcache.tree.history import QUARANTINED, Events
+
+#: Rows of a span layer that are compared at a time.
+ROWS = 1024
+#: Below this share of the largest magnitude in its leaf an array counts as that large: it may be nothing but rounding.
+LEAST_SHARE = 1e-4
+
+
+class Part(StrEnum):
+    """What of a state was compared."""
+
+    OFFSET = "offset"
+    SHAPE = "shape"
+    ROWS = "rows"
+    WINDOW = "window"
+    POINT = "point"
+    LOGITS = "logits"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far one array, or a leaf's offset, is from what it should be.
+
+    Attributes:
+        part: what was compared.
+        layer, cache_class: index and class of the leaf, layers without a cache not counted; -1 for the logits.
+        array: index of the array in the leaf; -1 for an offset or a shape.
+        error: largest difference over the largest magnitude of the cold array.
+        row_errors: the same for each row of a span layer or a window.
+    """
+
+    part: Part
+    layer: int
+    cache_class: str
+    array: int = -1
+    error: float = float("inf")
+    row_errors: np.ndarray[Any, np.dtype[np.float64]] | None = None
+
+    def first_wrong_row(self, tolerance: float) -> int | None:
+        """The first row whose error is beyond the tolerance."""
+        wrong = np.zeros(0) if self.row_errors is None else self.row_errors > tolerance
+        return int(wrong.argmax()) if wrong.any() else None
+
+
+def compare_states(
+    layout: ArrayLayout, restored: Sequence[Any], cold: Sequence[Any], end: int, offsets: Sequence[int | None]
+) -> list[Difference]:
+    """Compare all leaves of a restored live cache with those of a cold one; both stand at offset `end`.
+
+    `offsets`: where the restored leaves stood when they were restored, in order.
+    """
+    differences: list[Difference] = []
+    pairs = zip(layout.leaves(restored), layout.leaves(cold), offsets, strict=True)
+    for index, ((ours, adapter), (theirs, _), offset) in enumerate(pairs):
+        name = type(ours).__name__
+        if adapter.is_empty(theirs) or (adapter.is_empty(ours) and not layout.is_in_use(index)):
+            continue  # the model given does not use this one, or did not when the state was made
+        if adapter.is_empty(ours):
+            differences.append(Difference(Part.SHAPE, index, name))
+        elif offset != adapter.offset(theirs):
+            differences.append(Difference(Part.OFFSET, index, name))
+        elif isinstance(adapter, WindowAdapter):
+            differences += _window(index, name, ours, theirs, adapter, end)
+        elif adapter.is_point:
+            differences += _points(index, name, _point_arrays(ours, adapter, end), _point_arrays(theirs, adapter, end))
+        else:
+            differences += _spans(index, name, ours, theirs, adapter, end)
+    return differences
+
+
+def compare_logits(restored: mx.array, cold: mx.array) -> Difference:
+    """Compare the logits (V,) that follow from a restored state with those that follow from the cold one."""
+    if restored.shape != cold.shape:
+        return Difference(Part.LOGITS, -1, "", 0)
+    errors, magnitude = _reduced(restored[None, None], cold[None, None], axes=(0, 1, 2))
+    return Difference(Part.LOGITS, -1, "", 0, _number(errors) / _scale(_number(magnitude), 0.0))
+
+
+def _spans(index: int, name: str, ours: Any, theirs: Any, adapter: Adapter, end: int) -> Iterable[Difference]:
+    parts: list[list[tuple[mx.array, mx.array]]] = []
+    pending_bytes, done = 0, 0
+    for start in range(0, end, ROWS):
+        stop = min(end, start + ROWS)
+        left, right = (_rows(cache, adapter, start, stop) for cache in (ours, theirs))
+        if [a.shape for a in left] != [a.shape for a in right]:
+            return [Difference(Part.SHAPE, index, name)]
+        parts.append([_reduced(a, b, axes=(0, 1, 3)) for a, b in zip(left, right, strict=True)])
+        pending_bytes += sum(a.size for a in left) * 4
+        if pending_bytes > TOGETHER_BYTES or stop == end:
+            mx.eval(parts[done:])
+            pending_bytes, done = 0, len(parts)
+    return _row_differences(index, name, parts)
+
+
+def _window(index: int, name: str, ours: Any, theirs: Any, adapter: WindowAdapter, end: int) -> Iterable[Difference]:
+    """Rows are those of the sequence; what the window does not read any more counts as equal."""
+    left, right = adapter.state(ours), adapter.state(theirs)
+    if [a.shape for a in left] != [a.shape for a in right]:
+        return [Difference(Part.SHAPE, index, name)]
+    part = [_reduced(a, b, axes=(0, 1, 3)) for a, b in zip(left, right, strict=True)]
+    mx.eval(part)
+    rows = [row for low, high in adapter.window(ours).needs(end) for row in range(low, high)]
+    differences = []
+    for each in _row_differences(index, name, [part]):
+        row_errors = np.zeros(end)
+        row_errors[rows] = each.row_errors
+        differences.append(replace(each, part=Part.WINDOW, row_errors=row_errors))
+    return differences
+
+
+def _row_differences(index: int, name: str, parts: Sequence[list[tuple[mx.array, mx.array]]]) -> list[Difference]:
+    """For each array the errors by row, from what was reduced of some rows at a time."""
+    magnitudes = [max(_number(part[i][1]) for part in parts) for i in range(len(parts[0]))]
+    differences = []
+    for i, magnitude in enumerate(magnitudes):
+        errors = np.concatenate([np.asarray(part[i][0], np.float64) for part in parts])
+        scale = _scale(magnitude, max(magnitudes))
+        differences.append(Difference(Part.ROWS, index, name, i, float(errors.max()) / scale, errors / scale))
+    return differences
+
+
+def _points(index: int, name: str, ours: list[mx.array], theirs: list[mx.array]) -> Iterable[Difference]:
+    if [a.shape for a in ours] != [a.shape for a in theirs]:
+        return [Difference(Part.SHAPE, index, name)]
+    reduced = [_reduced(a, b) for a, b in zip(ours, theirs, strict=True)]
+    mx.eval(reduced)
+    largest = max((_number(magnitude) for _, magnitude in reduced), default=0.0)
+    return [
+        Difference(Part.POINT, index, name, i, _number(errors) / _scale(_number(magnitude), largest))
+        for i, (errors, magnitude) in enumerate(reduced)
+    ]
+
+
+def _rows(cache: Any, adapter: Adapter, start: int, end: int) -> list[mx.array]:
+    """The tokens [start, end) of a span leaf as numbers: arrays (1, H, T, D)."""
+    rows = [buffer[..., start:end, :] for buffer in adapter.buffers(cache)]
+    if isinstance(cache, QuantizedKVCache):
+        keys, values = rows[:3], rows[3:]
+        grid = {"group_size": cache.group_size, "bits": cache.bits}
+        return [mx.dequantize(packed, scales, biases, **grid) for packed, scales, biases in (keys, values)]
+    return [array for array in rows if mx.issubdtype(array.dtype, mx.floating)]
+
+
+def _point_arrays(cache: Any, adapter: Adapter, end: int) -> list[mx.array]:
+    """The state of a point leaf."""
+    snapshot = adapter.snapshot(cache, 0, end)
+    arrays: list[mx.array] = [] if snapshot is None else snapshot.arrays()
+    return [a for a in arrays if isinstance(cache, ArraysCache) or mx.issubdtype(a.dtype, mx.floating)]
+
+
+def _reduced(ours: mx.array, theirs: mx.array, axes: tuple[int, ...] | None = None) -> tuple[mx.array, mx.array]:
+    """Largest difference over `axes` (None: all), infinite where one is NaN, and the largest finite magnitude."""
+    if ours.size == 0:
+        return mx.array(0.0), mx.array(0.0)
+    if not mx.issubdtype(ours.dtype, mx.floating):
+        return mx.where(mx.array_equal(ours, theirs), 0.0, mx.inf), mx.array(1.0)
+    left, right = ours.astype(mx.float32), theirs.astype(mx.float32)
+    same = mx.logical_or(left == right, mx.logical_and(mx.isnan(left), mx.isnan(right)))
+    difference = mx.where(same, 0.0, mx.abs(left - right))
+    difference = mx.where(mx.isnan(difference), mx.inf, difference)
+    magnitude = mx.abs(mx.where(mx.isfinite(right), right, 0.0))
+    return difference.max(axis=axes), magnitude.max()
+
+
+def _scale(magnitude: float, largest: float) -> float:
+    return max(magnitude, largest * LEAST_SHARE, 1e-30)
+
+
+def _number(array: mx.array) -> float:
+    return float(array.item())  # type: ignore[arg-type]
+
+
+#: Mismatches that are kept with all that is needed to reproduce them.
+KEPT_MISMATCHES = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mismatch:
+    """Restored state that is not what a cold prefill gives, and what is needed to reproduce it.
+
+    Attributes:
+        namespace, tick: of the request.
+        tokens: int32 token ids of its prompt.
+        resume_offset: offset at which it resumed.
+        step_size: tokens per forward pass of its prefill, and of the cold one.
+        part: what differed: "offset", "shape", "rows" (span layers), "point" or "logits".
+        layer, cache_class: index and class of the first cache object that differed, layers without one not counted and
+            lists of them unfolded; -1 for the logits.
+        array: index of the array in it; -1 for an offset.
+        row: the first token whose state differed in any span layer; None when no span layer's did.
+        error, tolerance: largest difference over the largest magnitude in the same array of the cold state; what would
+            have been accepted.
+        quarantined_from: the offset from which on the path was quarantined.
+        seed: verify_seed of the cache.
+    """
+
+    namespace: str
+    tick: int
+    tokens: TokenIds
+    resume_offset: int
+    step_size: int
+    part: Part
+    layer: int
+    cache_class: str
+    array: int
+    row: int | None
+    error: float
+    tolerance: float
+    quarantined_from: int
+    seed: int
+
+    def __str__(self) -> str:
+        where = "the logits" if self.part is Part.LOGITS else f"layer {self.layer} ({self.cache_class}, {self.part})"
+        row = "" if self.row is None else f", from token {self.row} on"
+        return (
+            f"state restored up to token {self.resume_offset} of {len(self.tokens)} is not what a cold prefill gives: "
+            f"{where}{row}, relative error {self.error:.1e}, tolerance {self.tolerance:.1e}"
+        )
+
+
+class Finding(NamedTuple):
+    """What is wrong: all that begins with the first `length` tokens of the prompt, from `start` on.
+
+    None: from where the node begins on which these tokens end. With `is_branch`: from where their branch begins. The
+    session says whose request it was, and from where on it came to be quarantined.
+    """
+
+    mismatch: Mismatch
+    length: int
+    start: int | None
+    is_branch: bool = False
+
+
+#: Books what the cold run holds, in all; False: it does not fit.
+Book = Callable[[int], bool]
+
+
+class Verifier:
+    """Draws requests, counts checks and keeps mismatches, for one cache.
+
+    Attributes:
+        verified: requests whose restored state was compared.
+        skipped: requests that were drawn and could not be compared.
+        mismatch_count: requests whose restored state, or the logits after it, were wrong.
+        largest_error: the largest relative error of all comparisons.
+    """
+
+    def __init__(self, share: float, seed: int, lock: Lock, events: Events) -> None:
+        self.seed = seed
+        self.verified = self.skipped = self.mismatch_count = 0
+        self.largest_error = 0.0
+        self.mismatches: deque[Mismatch] = deque(maxlen=KEPT_MISMATCHES)
+        self._lock, self._events = lock, events
+        self._share, self._random = share, random.Random(seed)
+        self._has_warned = self._has_warned_of_failure = False
+
+    def is_drawn(self, cached_tokens: int) -> bool:
+        """Decide about a request that was just restored."""
+        return bool(self._share and cached_tokens) and self._random.random() < self._share
+
+    def pass_over(self, cached_tokens: int) -> None:
+        """A request that cannot be compared was restored: it is drawn as any other, and counts as skipped then."""
+        self.skipped += self.is_drawn(cached_tokens)
+
+    def compared(self, differences: Sequence[Difference], is_state: bool) -> None:
+        """Take note of a comparison, of a restored state or of the logits behind it."""
+        with self._lock:
+            self.verified += is_state
+            self.largest_error = max((self.largest_error, *(d.error for d in differences)))
+
+    def keep(self, mismatch: Mismatch) -> None:
+        """Count a mismatch, and keep it for who asks; the lock is held."""
+        self.mismatch_count += 1
+        self.mismatches.append(mismatch)
+        start, end = mismatch.quarantined_from, mismatch.resume_offset
+        self._events.emit(QUARANTINED, mismatch.namespace, start, end, 0, {"mismatch": mismatch})
+
+    def warn(self, mismatch: Mismatch) -> None:
+        """Warn of the first mismatch; the others are counted."""
+        if not self._has_warned:
+            self._has_warned = True
+            text = f"{mismatch}. The request is served cold and the path is quarantined; see PrefixCache.mismatches."
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+    def warn_of_failure(self, error: Exception) -> None:
+        """Warn of the first check that broke off for another reason than want of memory."""
+        if not self._has_warned_of_failure:
+            self._has_warned_of_failure = True
+            what = "The request is served as it was restored, and not verified."
+            text = f"verification broke off with {described(error)}. {what}"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+class Check:
+    """The verification of one request whose `caches` were restored to the offset `resume`."""
+
+    def __init__(
+        self, verifier: Verifier, layout: ArrayLayout, prompt: TokenIds, caches: Sequence[Any], resume: int
+    ) -> None:
+        self._verifier, self._layout, self._prompt, self._resume = verifier, layout, prompt, resume
+        self._offsets = self._leaf_offsets(caches)
+        self._step_size, self._tolerance = 0, 0.0
+        self._was_made = False
+        self._cold_logits: mx.array | None = None
+        #: Whether nothing was compared or tried yet.
+        self.is_pending = True
+
+    def run(
+        self, model: Any, keys: Keys, caches: Sequence[Any], step_size: int, book: Book, is_untouched: bool
+    ) -> Finding | None:
+        """Compare the restored state with a cold run; None: nothing is wrong, or there is nothing to compare with.
+
+        A failure of the cold run counts as skipped; the first that is no evaluation's or allocation's is warned of.
+
+        Args:
+            keys: of the prompt.
+            caches: the restored state, to look at.
+            is_untouched: no forward pass has gone through them since.
+        """
+        self.is_pending = False
+        self._step_size = step_size
+        if (keys != self._prompt).any() or not is_untouched or not self._is_comparable(caches):
+            return None
+        differences: list[Difference] = []
+        try:
+            if book(self._second_nbytes(caches)):
+                differences = self._run_cold(model, caches, book)
+        except Exception as error:
+            self._cold_logits = None
+            if not isinstance(error, NATIVE_ERRORS):
+                self._verifier.warn_of_failure(error)
+        finally:
+            book(0)
+            self._layout.release()
+        return self._finding([each for each in differences if each.error > self._tolerance])
+
+    def compare_last(self, logits: mx.array, start: int) -> Finding | None:
+        """Compare logits (1, T, V) of the tokens from `start` on with those of the cold run at the prompt's last token.
+
+        Waits for them. None when they agree, do not reach that token, or were compared before.
+        """
+        index = len(self._prompt) - 1 - start
+        if self._cold_logits is None or not 0 <= index < logits.shape[1]:
+            return None
+        cold, self._cold_logits = self._cold_logits, None
+        difference = compare_logits(logits[0, index], cold)
+        self._verifier.compared([difference], is_state=False)
+        return None if difference.error <= self._tolerance else self._finding([difference])
+
+    def close(self) -> None:
+        """The session ends: a check that was not made counts as skipped."""
+        if not self._was_made:
+            self._verifier.skipped += 1
+        self.is_pending, self._was_made, self._cold_logits = False, True, None
+
+    def _run_cold(self, model: Any, restored: Sequence[Any], book: Book) -> list[Difference]:
+        """Prefill the prompt from nothing; returns how the restored state differs, or keeps the last logits."""
+        prompt, caches, position = self._prompt, self._layout.fresh(), 0
+        differences: list[Difference] = []
+        try:
+            while position < len(prompt):
+                end = self._next_stop(position)
+                logits = model(mx.array(prompt[position:end])[None], cache=caches)
+                self._layout.own(caches)
+                if position == 0:
+                    self._layout.reserve(caches, len(prompt) + 1)
+                position = end
+                if not book(self._layout.live_nbytes(caches)):
+                    return []
+                if position == self._resume:
+                    self._tolerance = tolerance_of(self._layout, caches, logits.dtype)
+                    differences = compare_states(self._layout, restored, caches, position, self._offsets)
+                    self._was_made = True
+                    self._verifier.compared(differences, is_state=True)
+                    if any(each.error > self._tolerance for each in differences):
+                        return differences
+                self._layout.release()
+            self._cold_logits = mx.contiguous(logits[0, -1])
+            mx.eval(self._cold_logits)
+        finally:
+            caches.clear()
+        return differences
+
+    def _next_stop(self, position: int) -> int:
+        length = len(self._prompt)
+        grid = (position // self._step_size + 1) * self._step_size
+        return min(stop for stop in (grid, self._resume, length - 1, length) if stop > position)
+
+    def _is_comparable(self, caches: Sequence[Any]) -> bool:
+        length, leaves = len(self._prompt), self._layout.leaves(caches)
+        has_wrapped = any(getattr(cache, "keep", 0) and length > cache.max_size for cache, _ in leaves)
+        return not has_wrapped and self._leaf_offsets(caches) == self._offsets
+
+    def _second_nbytes(self, caches: Sequence[Any]) -> int:
+        """What the cold state will take at its end."""
+        points = [adapter.buffers(cache) for cache, adapter in self._layout.leaves(caches) if adapter.is_point]
+        span_nbytes = self._layout.token_bytes * (len(self._prompt) + 1)
+        return span_nbytes + sum(buffer.nbytes for buffers in points for buffer in buffers)
+
+    def _leaf_offsets(self, caches: Sequence[Any]) -> list[int | None]:
+        return [adapter.offset(cache) for cache, adapter in self._layout.leaves(caches)]
+
+    def _finding(self, wrong: Sequence[Difference]) -> Finding | None:
+        if not wrong:
+            return None
+        rows = [row for each in wrong if (row := each.first_wrong_row(self._tolerance)) is not None]
+        row, first = min(rows, default=None), wrong[0]
+        length, start, is_branch = self._resume, None if first.part is not Part.LOGITS else 0, False
+        if row is not None and all(each.part in (Part.ROWS, Part.WINDOW) for each in wrong):
+            length, start = row + 1, row
+            # In front of a window nothing was compared, and what is wrong may begin there.
+            is_branch = any(each.part is Part.WINDOW for each in wrong)
+        request = ("", 0, self._prompt.copy(), self._resume, self._step_size)
+        where = (first.part, first.layer, first.cache_class, first.array, row)
+        error = max(each.error for each in wrong)
+        return Finding(
+            Mismatch(*request, *where, error, self._tolerance, 0, self._verifier.seed), length, start, is_branch
+        )

@@ -1,1 +1,0 @@
-"""Restored state held against a cold run."""

@@ -1,0 +1,359 @@
+"""What breaks the prefix in recorded conversations: the requests run through a cache of sizes, each is explained first.
+
+No forward pass is run: which tokens a request would resume depends on the tokens, the layers' kinds and the budget.
+
+A token is *lost* when it has to be evaluated although an earlier request had it at the same place behind the same
+messages, or behind a short span that differs (a date, an id). The rest of what is evaluated is new. Lost tokens are put
+down to the reason that `explain` gives for them, and to the message in which the prefix breaks:
+
+    message     the message itself differs from the stored one: a date in the system prompt, an edited question
+    template    the messages are the same and the template writes them otherwise: reasoning left out of an earlier reply
+    memory      stored once: the checkpoint or the tokens are not there (any more)
+
+The report of `radixcache explain`, as text for people and as a document for programs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from radixcache import Explanation, Gap, Hint, PrefixCache, Reason
+from radixcache.chat import message_ends
+from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.observe.hints import ANCHOR, MIN_BEHIND, MIN_BEHIND_SPANS, parting
+from radixcache.sized_cache import sized_cache
+from runner.models.load import ModelOutline
+from runner.script.conversation import Conversation
+from runner.script.schedule import ScheduledRequest, beginnings
+from runner.script.script import AWAITED_REPLY, RenderedRequest, Script
+from runner.text import plural, shortened
+
+#: Prompts with which each one is compared for short spans that differ.
+COMPARED_PROMPTS = 16
+#: Role of what stands behind the last message: the opening of the reply.
+OPENING = "opening of the reply"
+MEMORY = frozenset((Reason.EVICTED, Reason.NO_CHECKPOINT, Reason.QUARANTINED, Reason.LIVE_ELSEWHERE, Reason.OFF_GRID))
+
+
+@dataclass(eq=False)
+class Break:
+    """One kind of break, over all requests.
+
+    Attributes:
+        reason: as `explain` gives it.
+        piece: "message", "template" or "memory", see above.
+        role: whose message it is.
+        lost_tokens, cost: what had to be evaluated again, in tokens and in the cost's unit.
+        requests: how many requests it happened to.
+        messages: indices of the messages, with how many requests broke there first.
+        example: the gap that lost most, and the conversation and turn it was in.
+    """
+
+    reason: Reason
+    piece: str
+    role: str
+    lost_tokens: int = 0
+    cost: float = 0.0
+    requests: int = 0
+    messages: dict[int, int] = field(default_factory=dict)
+    example: Gap | None = None
+    conversation_id: str = ""
+    turn: int = 0
+    example_lost_tokens: int = 0
+
+
+@dataclass
+class VaryingSpan:
+    """A hint as it stood when most requests bore it out, and what it cost over all requests."""
+
+    hint: Hint
+    requests: int = 0
+    lost_tokens: int = 0
+
+
+@dataclass
+class BreakReport:
+    """What became of all prompt tokens, and why; `breaks` with the dearest first."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    resumed_tokens: int = 0
+    lost_tokens: int = 0
+    cost_unit: str = "tokens"
+    breaks: list[Break] = field(default_factory=list)
+    hints: list[VaryingSpan] = field(default_factory=list)
+
+    @property
+    def new_tokens(self) -> int:
+        """Evaluated, and not lost."""
+        return self.prompt_tokens - self.resumed_tokens - self.lost_tokens
+
+
+def with_replies(conversations: Iterable[Conversation]) -> list[Conversation]:
+    """The conversations; where only the user's turns are recorded, with a short reply after each.
+
+    A reply has to stand there: without one the prompts of later turns would break where it belongs.
+    """
+    return [each if each.replies_recorded else _replied(each) for each in conversations]
+
+
+def find_breaks(
+    outline: ModelOutline,
+    layout: SizedLayout,
+    requests: Sequence[ScheduledRequest],
+    *,
+    budget_bytes: int,
+    policy: str = "lru",
+    skip_bad: bool = False,
+    on_progress: Callable[[int], None] | None = None,
+) -> tuple[BreakReport, int]:
+    """Run the requests in their order; returns the report and how many requests were left out (with `skip_bad`).
+
+    Raises:
+        ScriptError: a request cannot be rendered, and `skip_bad` is off.
+    """
+    script = Script(outline, requests, max_tokens=1, recorded=True, skip_bad=skip_bad)
+    cache = sized_cache(layout, budget_bytes=budget_bytes, policy=policy, tokenizer=outline.tokenizer)
+    search = _Search(outline.tokenizer, cache)
+    for index, request in enumerate(script.requests):
+        search.add(request, script[index])
+        if on_progress is not None:
+            on_progress(index + 1)
+    return search.result(), script.skipped_requests
+
+
+class _Search:
+    """The requests so far, and what broke in them."""
+
+    def __init__(self, tokenizer: Any, cache: PrefixCache) -> None:
+        self._tokenizer = tokenizer
+        self._cache = cache
+        self._model = SizedModel()
+        self._report = BreakReport()
+        self._breaks: dict[tuple[Reason, str, str], Break] = {}
+        self._seen: set[bytes] = set()
+        self._prompts: deque[Any] = deque(maxlen=COMPARED_PROMPTS)
+
+    def add(self, request: ScheduledRequest, rendered: RenderedRequest) -> None:
+        """Explain a request, then serve it."""
+        tokens = rendered.prompt.tokens
+        found = self._cache.explain(tokens)
+        self._judge(request, tokens, found)
+        with self._cache.begin(tokens, marks=rendered.prompt.marks, reserve=0) as session:
+            session.prefill(self._model)
+            session.step(self._model, tokens[-1:])
+            if len(rendered.reply):
+                session.step(self._model, rendered.reply)
+        reply = () if request.recorded_reply is None else (request.recorded_reply,)
+        self._seen.update(_known_by(request.tools, (*request.messages, *reply)))
+        self._prompts.append(tokens.astype(np.int64))
+
+    def result(self) -> BreakReport:
+        self._report.breaks = sorted(self._breaks.values(), key=lambda each: -each.lost_tokens)
+        self._report.hints.sort(key=lambda each: -each.lost_tokens)
+        return self._report
+
+    def _judge(self, request: ScheduledRequest, tokens: Any, found: Explanation) -> None:
+        report = self._report
+        report.requests += 1
+        report.prompt_tokens += found.prompt_tokens
+        report.resumed_tokens += found.resumable_tokens
+        report.cost_unit = found.cost_unit
+        _, opening, ends = message_ends(self._tokenizer, request.messages, request.tools)
+        known = self._known_messages(request)
+        known_end = max((end for end in ends[:known]), default=0)
+        borders = [0 if request.messages[0]["role"] == "system" else opening, *ends]
+        ranges = [(0, known_end), self._realigned(tokens.astype(np.int64), borders)]
+        broken: set[Break] = set()
+        for gap in found.gaps:
+            # What is or was stored has been evaluated before, whatever message it is in.
+            lost = gap.tokens if gap.reason in MEMORY else _covered(gap.start, gap.end, ranges)
+            if gap.reason == Reason.LAST_TOKEN or lost == 0:
+                continue
+            index = next((k for k, end in enumerate(ends) if end > gap.start), len(ends))
+            role = request.messages[index]["role"] if index < len(ends) else OPENING
+            is_same = gap.start < known_end or (gap.start < opening and request.messages[0]["role"] != "system")
+            piece = "memory" if gap.reason in MEMORY else "template" if is_same else "message"
+            each = self._note(request, gap, lost, role, piece)
+            if each not in broken:
+                broken.add(each)
+                each.requests += 1
+                each.messages[index] = each.messages.get(index, 0) + 1
+        self._note_hints(found, borders)
+
+    def _known_messages(self, request: ScheduledRequest) -> int:
+        """How many messages from the first on an earlier request had, reply included."""
+        count = 0
+        for digest in _known_by(request.tools, request.messages):
+            if digest not in self._seen:
+                break
+            count += 1
+        return count
+
+    def _realigned(self, keys: Any, borders: Sequence[int]) -> tuple[int, int]:
+        """The longest range behind a short span by which this prompt differs from an earlier one."""
+        found = [each for prompt in self._prompts if (each := parting(keys, prompt)) is not None]
+        worth = [
+            each
+            for each in found
+            if each.behind >= max(MIN_BEHIND, MIN_BEHIND_SPANS * (each.end - each.start))
+            and _goes_on(each.start, each.end, borders)
+        ]
+        best = max(worth, key=lambda each: each.behind, default=None)
+        return (0, 0) if best is None else (best.end, best.end + best.behind)
+
+    def _note(self, request: ScheduledRequest, gap: Gap, lost: int, role: str, piece: str) -> Break:
+        key = (gap.reason, piece, role)
+        each = self._breaks.setdefault(key, Break(*key))
+        each.lost_tokens += lost
+        each.cost += gap.cost * lost / gap.tokens
+        self._report.lost_tokens += lost
+        if lost > each.example_lost_tokens:
+            each.example, each.example_lost_tokens = gap, lost
+            each.conversation_id, each.turn = request.conversation_id, request.turn
+        return each
+
+    def _note_hints(self, found: Explanation, borders: Sequence[int]) -> None:
+        for hint in found.hints:
+            if not _goes_on(hint.start, hint.end, borders):
+                continue
+            lost = _covered(hint.end, hint.end + hint.tokens, [(found.resumable_tokens, found.prompt_tokens)])
+            same = (each for each in self._report.hints if _overlap(each.hint, hint))
+            known = next(same, None)
+            if known is None:
+                known = VaryingSpan(hint)
+                self._report.hints.append(known)
+            elif hint.values >= known.hint.values:
+                known.hint = hint
+            known.requests += 1
+            known.lost_tokens += lost
+
+
+def _replied(conversation: Conversation) -> Conversation:
+    messages: list[dict[str, Any]] = []
+    for message in conversation.messages:
+        messages.append(message)
+        if message["role"] == "user":
+            messages.append({"role": "assistant", "content": AWAITED_REPLY})
+    return replace(conversation, messages=tuple(messages[:-1]), replies_recorded=True)
+
+
+def _known_by(tools: Any, messages: Sequence[dict[str, Any]]) -> Iterator[bytes]:
+    """Digests of `messages[:1]`, `messages[:2]`, ... together with the tools."""
+    return islice(beginnings(messages, json.dumps(tools, sort_keys=True).encode()), 1, None)
+
+
+def _goes_on(start: int, end: int, borders: Sequence[int]) -> bool:
+    """Whether the message in which a span begins goes on behind it for a while.
+
+    A question that differs ends with the span; that the replies to it are the same is nobody's to change.
+    """
+    return next((border for border in borders if border > start), 0) - end >= ANCHOR
+
+
+def _covered(start: int, end: int, ranges: Sequence[tuple[int, int]]) -> int:
+    """How many of [start, end) lie in at least one range."""
+    count, reached = 0, start
+    for low, high in sorted(ranges):
+        low, high = max(low, reached), min(high, end)
+        if high > low:
+            count += high - low
+            reached = high
+    return count
+
+
+def _overlap(one: Hint, two: Hint) -> bool:
+    return one.start <= two.end and two.start <= one.end
+
+
+#: Characters of text shown in front of a divergence, and behind it on either side.
+BEFORE_CHARS = 48
+AFTER_CHARS = 60
+#: Messages named by their index, and varying spans shown.
+NAMED_MESSAGES = 4
+SHOWN_HINTS = 3
+
+REASONS = {
+    Reason.NEVER_STORED: "not stored as the prompt has it",
+    Reason.EVICTED: "evicted before it was asked for again",
+    Reason.NO_CHECKPOINT: "stored, but the model's layers have no checkpoint there",
+    Reason.QUARANTINED: "quarantined",
+    Reason.LIVE_ELSEWHERE: "stored, but only in the live buffers of another session",
+    Reason.OFF_GRID: "stored, but not made on the prefill grid",
+}
+
+
+def breaks_text(report: BreakReport, *, top: int = 10) -> str:
+    """What was resumed and what was lost; then each break with where, how often, why and the text around it."""
+    total = max(1, report.prompt_tokens)
+    lines = [
+        f"{plural(report.requests, 'request')}, {report.prompt_tokens:,} prompt tokens: "
+        f"{report.resumed_tokens / total:.1%} resumed, {report.new_tokens / total:.1%} new, "
+        f"{report.lost_tokens / total:.1%} lost ({report.lost_tokens:,} tokens)."
+    ]
+    if not report.breaks:
+        lines.append("Nothing was lost: what could be reused was.")
+    else:
+        lines += ["", f"{'tokens lost':>11}  {'of prompts':>10}  {'requests':>8}  where, and why"]
+        for each in report.breaks[:top]:
+            lines += _break_lines(each, total)
+        if len(report.breaks) > top:
+            rest = sum(each.lost_tokens for each in report.breaks[top:])
+            lines.append(f"{rest:>11,}  {rest / total:>10.1%}  {'':>8}  {len(report.breaks) - top} more; see --top")
+    for span in report.hints[:SHOWN_HINTS]:
+        lines += ["", _hint_line(span)]
+    return "\n".join(lines)
+
+
+def breaks_document(report: BreakReport) -> dict[str, Any]:
+    """Everything, for JSON."""
+    return {**asdict(report), "new_tokens": report.new_tokens}
+
+
+def _break_lines(each: Break, total: int) -> list[str]:
+    head = f"{each.lost_tokens:>11,}  {each.lost_tokens / total:>10.1%}  {each.requests:>8,}"
+    lines = [f"{head}  {_where(each)}: {_why(each)}"]
+    gap, margin = each.example, " " * 35
+    if gap is None:
+        return lines
+    lines.append(f"{margin}most in conversation {each.conversation_id}, turn {each.turn}, token {gap.start:,}:")
+    if gap.reason == Reason.DIVERGED and gap.before_text is not None:
+        before = gap.before_text[-BEFORE_CHARS:]
+        lines += [
+            f"{margin}  behind  {before!r}",
+            f"{margin}  stored  {(gap.stored_text or '')[:AFTER_CHARS]!r}",
+            f"{margin}  asked   {(gap.asked_text or '')[:AFTER_CHARS]!r}",
+        ]
+    else:
+        lines.append(f"{margin}  {shortened(str(gap), 100)}")
+    return lines
+
+
+def _where(each: Break) -> str:
+    if each.role == OPENING:
+        return OPENING
+    often = sorted(each.messages.items(), key=lambda item: (-item[1], item[0]))
+    named = ", ".join(str(index) for index, _ in often[:NAMED_MESSAGES])
+    more = f" and {len(often) - NAMED_MESSAGES} more" if len(often) > NAMED_MESSAGES else ""
+    plural = "s" if len(often) > 1 else ""
+    beyond = " and on" if each.piece == "memory" else ""
+    return f"{each.role} message{plural} {named}{more}{beyond}"
+
+
+def _why(each: Break) -> str:
+    if each.reason != Reason.DIVERGED:
+        return REASONS[each.reason]
+    if each.piece == "template":
+        return "the messages are the same, the template writes them otherwise"
+    return "it differs from the stored one, and what follows is the same"
+
+
+def _hint_line(span: VaryingSpan) -> str:
+    return f"hint, in {plural(span.requests, 'request')}, {span.lost_tokens:,} tokens lost: {span.hint}"

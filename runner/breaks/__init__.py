@@ -1,1 +1,0 @@
-"""Which messages or template pieces of recorded conversations break the prefix."""

@@ -1,1 +1,0 @@
-"""What every room writes and reads files with: whole files or none, JSON, pictures, and how values are shown."""

@@ -1,1 +1,0 @@
-"""The caches that a replay compares, a file each."""

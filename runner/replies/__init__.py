@@ -1,1 +1,0 @@
-"""One reply: what drives the model token by token, and what becomes of the tokens."""

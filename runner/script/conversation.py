@@ -1,0 +1,166 @@
+"""A recorded conversation in OpenAI chat form, and the check that data is one.
+
+Invariants of a `Conversation` that a reader returns:
+
+  CV1  At least one message has the role user; every role is one of `ROLES`.
+  CV2  `content` is text, or is missing where a reply calls tools; all text can be encoded as UTF-8.
+  CV3  A tool call has a function with a name, and arguments that are JSON text or an object.
+  CV4  `first_turn` is the number of a user turn that exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runner.text import shown
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# The other keys that messages come with (refusal, annotations, audio ...) mean nothing to a chat template.
+_MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+
+
+class ConversationError(ValueError):
+    """A file or a record that is not a conversation: where, what was found, what was wanted, on one line."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation as it was recorded.
+
+    Attributes:
+        conversation_id: distinct within what was read.
+        user: whose conversation it is; a user may have several.
+        messages: OpenAI chat messages (role, content, tool_calls, tool_call_id, name).
+        tools: function definitions in OpenAI form, or None.
+        first_turn: the first user turn (0-based) that is asked. A regenerated or edited conversation repeats the
+            messages of an earlier one and asks only from there on.
+        source: file and line it was read from.
+        replies_recorded: False where only the user's turns are known, so that each of them is due a reply.
+    """
+
+    conversation_id: str
+    user: str
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+    first_turn: int = 0
+    source: str = ""
+    replies_recorded: bool = True
+
+    @property
+    def turn_count(self) -> int:
+        """How many messages the user wrote."""
+        return sum(message["role"] == "user" for message in self.messages)
+
+
+def checked_conversation(conversation: Conversation, where: str) -> Conversation:
+    """Return the conversation if it has a turn to ask, and raise otherwise.
+
+    Raises:
+        ConversationError: no message, no user turn, or a first turn that does not exist.
+    """
+    turns = conversation.turn_count
+    if not conversation.messages:
+        raise ConversationError(f"{where}: the conversation is empty; wanted at least one message of role user.")
+    if turns == 0:
+        roles = ", ".join(sorted({message["role"] for message in conversation.messages}))
+        raise ConversationError(f"{where}: no user turn among {len(conversation.messages)} messages (roles: {roles}).")
+    if not 0 <= conversation.first_turn < turns:
+        raise ConversationError(
+            f"{where}: first_turn is {conversation.first_turn}; wanted 0 to {turns - 1} (there are {turns} user turns)."
+        )
+    return conversation
+
+
+def checked_messages(values: Any, where: str) -> tuple[dict[str, Any], ...]:
+    """Return messages with the keys that templates know, or raise ConversationError for the first bad one."""
+    if not isinstance(values, list):
+        raise ConversationError(f"{where}: messages is {shown(values)}; wanted a list of messages.")
+    return tuple(_checked_message(value, f"{where}: message {index}") for index, value in enumerate(values))
+
+
+def checked_tools(values: Any, where: str) -> tuple[dict[str, Any], ...] | None:
+    """Return function definitions, or None for none."""
+    if values is None:
+        return None
+    if not isinstance(values, list):
+        raise ConversationError(f"{where}: tools is {shown(values)}; wanted a list of function definitions.")
+    for index, tool in enumerate(values):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ConversationError(f"{where}: tool {index} is {shown(tool)}; wanted a function with a name.")
+        require_unicode(tool, f"{where}: tool {index}")
+    return tuple(values) or None
+
+
+def require_unicode(value: Any, where: str) -> None:
+    """Raise ConversationError where any text inside a value could not be written as UTF-8."""
+    for text in _texts(value):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            code = ord(text[error.start])
+            # This is how a reader that goes on after bad bytes lets them through, up to here.
+            is_byte = 0xDC80 <= code <= 0xDCFF
+            found = f"the byte 0x{code - 0xDC00:02x}" if is_byte else f"the lone surrogate U+{code:04X}"
+            raise ConversationError(
+                f"{where} holds {found} at character {error.start} of a text; wanted valid UTF-8."
+            ) from None
+
+
+def _checked_message(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConversationError(f"{where} is {shown(value)}; wanted an object with role and content.")
+    role = value.get("role")
+    if role not in ROLES:
+        raise ConversationError(f"{where} has role {shown(role)}; wanted one of {', '.join(ROLES)}.")
+    message = {key: value[key] for key in _MESSAGE_KEYS if value.get(key) is not None}
+    if isinstance(message.get("content"), list):
+        message["content"] = _joined_parts(message["content"], where)
+    calls = message.get("tool_calls")
+    if calls == []:
+        del message["tool_calls"]
+    elif calls is not None:
+        _check_tool_calls(calls, where)
+    for key in ("content", "reasoning_content", "tool_call_id", "name"):
+        if not isinstance(message.get(key, ""), str):
+            raise ConversationError(f"{where} has {key} {shown(message[key])}; wanted text.")
+    if "content" not in message and not (role == "assistant" and "tool_calls" in message):
+        raise ConversationError(f"{where} (role {role}) has no content; wanted text.")
+    require_unicode(message, where)
+    return message
+
+
+def _joined_parts(parts: list[Any], where: str) -> str:
+    texts = []
+    for index, part in enumerate(parts):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ConversationError(f"{where}: content part {index} is {shown(part)}; wanted a part of type text.")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _check_tool_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list):
+        raise ConversationError(f"{where} has tool_calls {shown(calls)}; wanted a list of calls.")
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ConversationError(f"{where}: tool call {index} is {shown(call)}; wanted a function with a name.")
+        if not isinstance(function.get("arguments", ""), (str, dict)):
+            raise ConversationError(
+                f"{where}: tool call {index} has arguments {shown(function['arguments'])};"
+                " wanted JSON text or an object."
+            )
+
+
+def _texts(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (str(key), *_texts(item))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)

@@ -1,0 +1,295 @@
+"""From a JSON record to a conversation: OpenAI messages, ShareGPT, and what benchmarks and agents record.
+
+Those are tau-bench's trajectories, mt-bench's questions, dialogues of SGD, SWE-agent's .traj and InterCode's logs.
+
+A format is known by the key that holds its turns. Adding one: a function here and a line in `_FORMATS`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from radixcache.observe.trace import FORMAT
+from runner.files import read_json
+from runner.script.conversation import (
+    Conversation,
+    ConversationError,
+    checked_conversation,
+    checked_messages,
+    checked_tools,
+    require_unicode,
+)
+from runner.text import printable, shortened, shown
+
+# ShareGPT's speakers, as its many converters name them.
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+#: Tool lists that lie beside trajectories.
+TOOL_FILES = ("airline_tools.json", "retail_tools.json")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a record comes from."""
+
+    path: Path
+    line: int
+    default_id: str
+
+    @property
+    def where(self) -> str:
+        """The place as errors name it."""
+        return f"{self.path}:{self.line}"
+
+    @property
+    def source(self) -> str:
+        """The place as results name it."""
+        return f"{printable(self.path.name)}:{self.line}"
+
+
+def is_message(value: Any) -> bool:
+    """Whether a value looks like a chat message rather than like a conversation."""
+    return isinstance(value, dict) and "role" in value
+
+
+def parse_record(value: Any, origin: Origin) -> Conversation:
+    """Turn one record of any known format into a conversation.
+
+    Raises:
+        ConversationError: the format is not known, or something in it is not as it should be.
+    """
+    if isinstance(value, list):
+        value = {"messages": value}
+    if not isinstance(value, dict):
+        raise ConversationError(f"{origin.where}: found {shown(value)}; wanted a conversation: {_wanted()}.")
+    for key, parse in _FORMATS.items():
+        if key in value:
+            return checked_conversation(parse(value, origin), origin.where)
+    if value.get("format") == FORMAT or "hash_ids" in value or {"block_size", "requests"} <= value.keys():
+        raise ConversationError(
+            f"{origin.where}: is a trace of block hashes, not of conversations; radixcache simulate, mrc and advise "
+            "read those."
+        )
+    keys = shortened(", ".join(value), 80) or "none"
+    raise ConversationError(f"{origin.where}: no known kind of conversation (keys: {keys}); wanted {_wanted()}.")
+
+
+def _parse_swe_agent(record: dict[str, Any], origin: Origin) -> Conversation:
+    history = record["history"]
+    if not isinstance(history, list):
+        raise ConversationError(f"{origin.where}: history is {shown(history)}; wanted a list of messages.")
+    # A thought stands beside the content where the model wrote it apart; what else there is concerns the agent alone.
+    return _conversation({"id": printable(origin.path.stem)}, origin, checked_messages(history, origin.where))
+
+
+def _parse_sgd(record: dict[str, Any], origin: Origin) -> Conversation:
+    roles = {"USER": "user", "SYSTEM": "assistant"}
+    messages = []
+    for index, turn in enumerate(record["turns"]):
+        speaker, utterance = (turn.get("speaker"), turn.get("utterance")) if isinstance(turn, dict) else (None, None)
+        if speaker not in roles or not isinstance(utterance, str):
+            raise ConversationError(
+                f"{origin.where}: turn {index} is {shown(turn)}; wanted a speaker, USER or SYSTEM, and an utterance."
+            )
+        messages.append({"role": roles[speaker], "content": utterance})
+    named = {"id": record["dialogue_id"]} if "dialogue_id" in record else {}
+    return _conversation({**named, **record}, origin, checked_messages(messages, origin.where))
+
+
+def _parse_intercode(record: dict[str, Any], origin: Origin) -> Conversation:
+    history = _nested(record, "turn_history")
+    actions, observations = history.get("actions"), history.get("observations")
+    if not isinstance(actions, list) or not isinstance(observations, list) or len(observations) > len(actions):
+        raise ConversationError(
+            f"{origin.where}: turn_history is {shown(history)}; wanted lists of actions and observations."
+        )
+    messages = [{"role": "user", "content": record.get("query")}]
+    for index, action in enumerate(actions):
+        messages.append({"role": "assistant", "content": _as_text(action)})
+        # What follows the last action was never answered.
+        if index < min(len(observations), len(actions) - 1):
+            messages.append({"role": "user", "content": _as_text(observations[index])})
+    task_id = record.get("task_id")
+    named = {} if task_id is None else {"id": f"{printable(origin.path.stem)}/{task_id}"}
+    return _conversation(named, origin, checked_messages(messages, origin.where))
+
+
+def _as_text(value: Any) -> str:
+    """What an environment said, which may be rows of a table."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def expanded(value: Any) -> list[Any]:
+    """The conversations in one JSON value: InterCode files them by number in one object."""
+    if isinstance(value, dict) and value and all(isinstance(v, dict) and "turn_history" in v for v in value.values()):
+        return list(value.values())
+    return [value]
+
+
+def _parse_openai(record: dict[str, Any], origin: Origin) -> Conversation:
+    return _conversation(record, origin, checked_messages(record["messages"], origin.where))
+
+
+def _parse_sharegpt(record: dict[str, Any], origin: Origin) -> Conversation:
+    turns = record["conversations"]
+    if not isinstance(turns, list):
+        raise ConversationError(f"{origin.where}: conversations is {shown(turns)}; wanted a list of turns.")
+    messages = [_sharegpt_message(turn, f"{origin.where}: turn {index}") for index, turn in enumerate(turns)]
+    if isinstance(record.get("system"), str) and record["system"] and (not turns or messages[0]["role"] != "system"):
+        messages.insert(0, {"role": "system", "content": record["system"]})
+    return _conversation(record, origin, checked_messages(messages, origin.where))
+
+
+def _sharegpt_message(turn: Any, where: str) -> dict[str, Any]:
+    if is_message(turn):
+        return dict(turn)
+    if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
+        raise ConversationError(f"{where} is {shown(turn)}; wanted an object with from and value.")
+    speaker, value = turn["from"], turn["value"]
+    if not isinstance(speaker, str) or speaker not in _SHAREGPT_ROLES:
+        raise ConversationError(f"{where} is from {shown(speaker)}; wanted one of {', '.join(_SHAREGPT_ROLES)}.")
+    if not isinstance(value, str):
+        raise ConversationError(f"{where} has value {shown(value)}; wanted text.")
+    call = _sharegpt_call(value) if speaker == "function_call" else None
+    return {"role": "assistant", "tool_calls": [call]} if call else {"role": _SHAREGPT_ROLES[speaker], "content": value}
+
+
+def _sharegpt_call(value: str) -> dict[str, Any] | None:
+    """A tool call from its JSON text; None where it is written in another way and stays text."""
+    try:
+        call = json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", {})
+    return {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
+
+
+def _parse_tau_bench(record: dict[str, Any], origin: Origin) -> Conversation:
+    messages = checked_messages(record["traj"], origin.where)
+    task = _nested(record, "info", "task")
+    task_id, trial = record.get("task_id"), record.get("trial", 0)
+    tau_id = origin.default_id if task_id is None else f"{origin.path.stem}/{task_id}.{trial}"
+    user = task.get("user_id")
+    return Conversation(
+        conversation_id=tau_id,
+        user=user if isinstance(user, str) and user else tau_id,
+        messages=messages,
+        tools=_tau_tools(messages, origin.path),
+        source=origin.source,
+    )
+
+
+def _nested(record: dict[str, Any], *keys: str) -> dict[str, Any]:
+    value: Any = record
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def _tau_tools(messages: tuple[dict[str, Any], ...], path: Path) -> tuple[dict[str, Any], ...] | None:
+    """The tool list that lies beside the trajectories, or one folder up: by the file's name, else by the calls made."""
+    found = [
+        folder / name
+        for folder in (path.parent, path.parent.parent)
+        for name in TOOL_FILES
+        if (folder / name).is_file()
+    ]
+    named = [tools for tools in found if tools.name.split("_")[0] in path.name]
+    called = {call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
+    for candidate in named or found:
+        tools = _read_tools(candidate, candidate.stat().st_mtime_ns)
+        if named or called <= {tool.get("function", tool)["name"] for tool in tools or ()}:
+            return tools
+    return None
+
+
+@lru_cache(maxsize=len(TOOL_FILES))
+def _read_tools(path: Path, modified_ns: int) -> tuple[dict[str, Any], ...] | None:
+    """A tool list; kept, as every trajectory of a file asks for it again."""
+    return checked_tools(read_json(path, "a list of tools", ConversationError), str(path))
+
+
+def _parse_mt_bench(record: dict[str, Any], origin: Origin) -> Conversation:
+    turns = record["turns"]
+    if isinstance(turns, list) and any(isinstance(turn, dict) and "speaker" in turn for turn in turns):
+        return _parse_sgd(record, origin)
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        raise ConversationError(f"{origin.where}: turns is {shown(turns)}; wanted a list of the user's texts.")
+    messages = checked_messages([{"role": "user", "content": turn} for turn in turns], origin.where)
+    question_id = {"id": record["question_id"]} if "question_id" in record else {}
+    return _conversation({**question_id, **record}, origin, messages, replies_recorded=False)
+
+
+def _conversation(
+    record: dict[str, Any], origin: Origin, messages: tuple[dict[str, Any], ...], replies_recorded: bool = True
+) -> Conversation:
+    """A conversation with the fields that may stand beside the messages: id, user, tools, first_turn."""
+    conversation_id = _name(record, "id", origin) or origin.default_id
+    first_turn = record.get("first_turn", 0)
+    if not isinstance(first_turn, int) or isinstance(first_turn, bool):
+        raise ConversationError(f"{origin.where}: first_turn is {shown(first_turn)}; wanted a whole number.")
+    return Conversation(
+        conversation_id=conversation_id,
+        user=_name(record, "user", origin) or conversation_id,
+        messages=messages,
+        tools=checked_tools(_tools_value(record, origin), origin.where),
+        first_turn=first_turn,
+        source=origin.source,
+        replies_recorded=replies_recorded,
+    )
+
+
+def _name(record: dict[str, Any], key: str, origin: Origin) -> str:
+    """An id or a user: text, or a number written as text; '' where there is none."""
+    value = record.get(key)
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
+        raise ConversationError(f"{origin.where}: {key} is {shown(value)}; wanted text that is not empty.")
+    require_unicode(str(value), f"{origin.where}: {key}")
+    return str(value)
+
+
+def _tools_value(record: dict[str, Any], origin: Origin) -> Any:
+    """The tool list, which ShareGPT files hold as JSON text."""
+    value = record.get("tools")
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise ConversationError(f"{origin.where}: tools is not JSON ({error}); wanted a list of tools.") from error
+
+
+def _wanted() -> str:
+    return "a list of messages or an object with " + ", ".join(_FORMATS)
+
+
+_FORMATS: dict[str, Callable[[dict[str, Any], Origin], Conversation]] = {
+    "messages": _parse_openai,
+    "conversations": _parse_sharegpt,
+    "traj": _parse_tau_bench,
+    "turns": _parse_mt_bench,
+    "history": _parse_swe_agent,
+    "turn_history": _parse_intercode,
+}

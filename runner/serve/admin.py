@@ -1,0 +1,323 @@
+"""Routes of the cache: metrics, the page and its state, the tree, and what an admin may have done to it.
+
+What only reads counters and trees runs on a thread of its own, beside generation. What evaluates, evicts or takes a
+prompt apart runs on the generation thread, between two rounds. Who may ask is `runner.serve.middleware`'s to say.
+
+The page at /cache, and what it asks for again and again. Never imports MLX.
+
+The page itself holds nothing, so that a browser may load it without a key; its script asks for the rest with the key in
+a header. radixcache.observe draws the tree. No style, script or request but its own gets past the page's policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import mlx.core as mx
+from fastapi import APIRouter, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from radixcache import CacheStats, PrefixCache
+from radixcache.errors import CacheClosedError, RadixCacheError
+from radixcache.observe.page import content_policy, document, page_file, tree_data, tree_markup
+from radixcache.observe.words import about_words, bytes_words, tokens_words, total_words
+from radixcache.stores.store import StoreStats
+from radixcache.tokens import checked_prompt, vocabulary_size
+from runner.serve import mlx_lm_border
+from runner.serve.asked import DEFAULT, ApiError, Asked, ModelNames
+from runner.serve.metrics import CONTENT_TYPE, Seen, Watch, Watched, cut, read_caches
+from runner.serve.models import WarmEntry
+from runner.serve.openai import ChatBody, CompletionBody
+from runner.serve.options import ServeOptions
+from runner.serve.prompts import RenderedPrompt
+from runner.serve.service import to_json
+from runner.text import plural
+
+#: Nodes that the page shows of a tree; the rest is counted where it hangs.
+SHOWN_NODES = 2000
+
+
+@functools.cache
+def cache_page() -> tuple[str, dict[str, str]]:
+    """The page, and the headers that it goes out with."""
+    style, script = (page_file(f"page.{kind}") + page_file(f"page.{kind}", __package__) for kind in ("css", "js"))
+    connect = "; connect-src 'self'"
+    body = page_file("page.html", __package__) + tree_markup()
+    policy = f"{content_policy(style, script)}{connect}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    headers = {"Content-Security-Policy": policy, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+    return document("radixcache", body, style, script, connect), {**headers, "Referrer-Policy": "no-referrer"}
+
+
+def page_state(
+    watched: Watched, watch: Watch, model: str, seen: str, *, show_text: bool, show_tree: bool = True
+) -> dict[str, Any]:
+    """What the page shows, as values that JSON has.
+
+    Args:
+        model: whose tree is wanted, as in `models`; without such a cache, the present model's.
+        seen: the version of the tree that the page shows: as long as it is the same, `tree` is None.
+        show_text: show errors too, which may quote a prompt.
+        show_tree: False: `tree` is None.
+    """
+    held = read_caches(watched, lambda opened: (opened, opened.stats))
+    models = [title(names) for names, _ in held]
+    brought_tokens = sum(stats.brought_tokens for _, (_, stats) in held)
+    index = models.index(model) if model in models else len(models) - 1
+    return {
+        "models": models,
+        "model": models[index] if models else "",
+        "stats": {name: _finite(asdict(stats)) for name, (_, (_, stats)) in zip(models, held, strict=True)},
+        "running": watched.running,
+        "waiting": watched.waiting,
+        "disk": stores_words(watched.store_stats(), brought_tokens),
+        "points": [point._asdict() for point in watch.points()],
+        "requests": [_row(each, show_text) for each in watch.seen()],
+        "tree": _tree(models[index], *held[index][1], watched.running, seen) if models and show_tree else None,
+    }
+
+
+def stores_words(stores: Mapping[str, StoreStats], brought_tokens: int) -> list[str]:
+    """What is beyond memory, what went there and came from there, and what went wrong, if anything did."""
+    lines = [line for tier, stats in stores.items() for line in _store_words(tier, stats)]
+    return [*lines, f"Since the start {tokens_words(brought_tokens)} were brought back."] if lines else []
+
+
+def _store_words(tier: str, stats: StoreStats) -> list[str]:
+    files = f"{plural(stats.blocks, 'block')} and {plural(stats.checkpoints, 'checkpoint')}"
+    held = f"{bytes_words(stats.stored_bytes)} of {bytes_words(stats.budget_bytes)}"
+    if not stats.budget_bytes:
+        held = f"{bytes_words(stats.stored_bytes)}, as far as is known"
+    lines = [
+        f"{tier.capitalize()}: {files}, {held}.",
+        f"Since the start: {bytes_words(stats.read_bytes)} read, {bytes_words(stats.written_bytes)} written, "
+        f"{bytes_words(stats.evicted_bytes)} evicted. To be written: {bytes_words(stats.waiting_bytes)}.",
+    ]
+    counts = {
+        "damaged and set aside": stats.damaged_files,
+        "gone when they were to be read": stats.vanished_files,
+        "could not be read": stats.read_errors,
+    }
+    if any(counts.values()):
+        lines.append(f"Files: {', '.join(f'{count:,} {what}' for what, count in counts.items() if count)}.")
+    if stats.dropped:
+        reasons = ", ".join(f"{blocks:,} because {why}" for why, blocks in sorted(stats.dropped.items()))
+        lines.append(f"Blocks that were not written: {reasons}.")
+    if stats.failed_calls:
+        failed = ", ".join(f"{count:,} {kind}" for kind, count in sorted(stats.failed_calls.items()))
+        lines.append(f"Calls that failed: {failed}.")
+    if stats.stopped:
+        lines.append(f"Nothing is written now: {stats.stopped}.")
+    return lines
+
+
+def title(names: ModelNames) -> str:
+    """A model with its adapter and draft model, for people and for a query."""
+    draft = None if names.draft == DEFAULT else names.draft
+    return " + ".join(name for name in (names.model, names.adapter, draft) if name)
+
+
+def _tree(name: str, opened: PrefixCache, stats: CacheStats, running: int, seen: str) -> dict[str, Any] | None:
+    version = f"{zlib.crc32(repr((name, stats, running)).encode()):08x}"
+    if version == seen:
+        return None
+    view = opened.view()
+    words = {"version": version, "totals": total_words(view), "about": about_words(view)}
+    return {**words, **tree_data(view, SHOWN_NODES)}
+
+
+def _row(seen: Seen, show_text: bool) -> dict[str, Any]:
+    record = seen.record
+    note = cut(record.note) if record.note and (show_text or record.outcome != "error") else None
+    about = {"time_s": seen.time_s, "model": cut(title(record.names)), "short": record.short_tokens, "note": note}
+    return {**about, **{name: getattr(record, name) for name in _SHOWN}}
+
+
+_SHOWN = (
+    "id", "namespace", "prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms",
+    "ttft_ms", "tokens_per_s", "outcome",
+)  # fmt: skip
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """With text where a number is infinite, for which JSON has no word."""
+    return {name: "+Inf" if value == math.inf else value for name, value in values.items()}
+
+
+if TYPE_CHECKING:
+    from runner.serve.models import Models
+    from runner.serve.scheduler import Running
+    from runner.serve.served_model import ServedModel
+
+T = TypeVar("T")
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class ReclaimBody(BaseModel):
+    """POST /cache/reclaim: the bytes that all caches may hold together afterwards."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    target_bytes: Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class PromptBody(BaseModel):
+    """POST /cache/explain: one of tokens, prompt and messages. What says more of them is as in OpenAI's routes."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    model: str = DEFAULT
+    tokens: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    namespace: str = ""
+
+    def asked(self, options: ServeOptions) -> Asked:
+        """The prompt as a request has it; of tokens only whose they are.
+
+        Raises:
+            ApiError: it is none of the three or several, or a field is not what it may be.
+        """
+        if sum(given is not None for given in (self.tokens, self.prompt, self.messages)) != 1:
+            raise ApiError(400, "wanted one of tokens, prompt and messages.")
+        body = self.model_dump(exclude_none=True)
+        if self.messages is not None:
+            return ChatBody.read(body, options).asked(self.namespace)
+        return CompletionBody.read({"prompt": "", **body}, options).asked(self.namespace)
+
+
+class WarmBody(PromptBody):
+    """POST /cache/warm: what is to be prefilled. With a name or a time it is pinned."""
+
+    name: Annotated[str, Field(min_length=1)] | None = None
+    ttl_requests: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+
+
+def cache_routes(running: Running, watch: Watch, options: ServeOptions) -> APIRouter:
+    """Return the routes; each raises ApiError for what is wrong with a request."""
+    router = APIRouter()
+    watch.attach(running)
+
+    async def on_generation_thread(work: Callable[[Models], T]) -> T:
+        try:
+            return await asyncio.wrap_future(running.call(work))
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        except RadixCacheError as error:
+            raise ApiError(409, str(error)) from error
+
+    async def evicted(cause: str, evict: Callable[[list[PrefixCache]], object]) -> Response:
+        def work(models: Models) -> int:
+            caches = [cache for _, cache in running.caches()]
+            before = sum(map(_held_bytes, caches))
+            with watch.evicting(cause):
+                evict(caches)
+            return before - sum(map(_held_bytes, caches))
+
+        return to_json({"freed_bytes": await on_generation_thread(work)})
+
+    @router.get("/metrics")
+    def metrics() -> Response:
+        return Response(watch.metrics.exposition(), media_type=CONTENT_TYPE)
+
+    @router.get("/cache")
+    async def page() -> Response:
+        content, headers = cache_page()
+        return Response(content, headers=headers, media_type="text/html")
+
+    @router.get("/cache/state")
+    def state(model: str = "", seen: str = "", tree: bool = True) -> Response:
+        return to_json(page_state(running, watch, model, seen, show_text=options.show_text, show_tree=tree))
+
+    @router.get("/cache/tree")
+    def tree(model: str | None = None, namespace: str | None = None) -> Response:
+        for names, cache in reversed(running.caches()):
+            if model in (None, title(names)):
+                with suppress(CacheClosedError):
+                    return Response(cache.view(namespace=namespace).to_json(), media_type="application/json")
+        raise ApiError(404, "no such model has been served.", param="model")
+
+    @router.post("/cache/explain")
+    async def explain(body: PromptBody) -> Response:
+        asked = body.asked(options)
+
+        def work(models: Models) -> dict[str, Any]:
+            loaded = models.loaded(asked.names)
+            tokens = _given(body, loaded)
+            prompt = RenderedPrompt(tokens, (), "") if tokens else loaded.prompt(asked)
+            found = loaded.cache.explain(prompt.tokens, asked.namespace, keys=prompt.keys)
+            return {**asdict(found), "cost": found.cost, "report": str(found)}
+
+        return to_json(await on_generation_thread(work))
+
+    @router.post("/cache/warm")
+    async def warm(body: WarmBody) -> Response:
+        asked = body.asked(options)
+
+        def work(models: Models) -> dict[str, int]:
+            loaded = models.loaded(asked.names)
+            tokens: Any = _given(body, loaded)
+            if any(mlx_lm_border.image_parts(asked.messages)):
+                raise ApiError(400, "a prompt with images cannot be warmed.", param="messages")
+            if asked.messages:  # what conversations that go on from here have in common: not the reply's opening
+                entry = WarmEntry("", asked.messages, asked.tools, asked.namespace, "messages")
+                tokens = entry.tokens(loaded.tokenizer, options)
+            elif not tokens:
+                tokens = loaded.prompt(asked).tokens
+            evaluated = loaded.warm(tokens, asked.namespace, name=body.name, ttl_requests=body.ttl_requests)
+            return {"prompt_tokens": len(tokens), "evaluated_tokens": evaluated}
+
+        return to_json(await on_generation_thread(work))
+
+    @router.post("/cache/reclaim")
+    async def reclaim(body: ReclaimBody) -> Response:
+        return await evicted("reclaim", lambda caches: _reclaim(caches, body.target_bytes))
+
+    @router.delete("/cache")
+    async def clear() -> Response:
+        return await evicted("clear", _clear)
+
+    @router.post("/cache/check")
+    async def check() -> Response:
+        def work(models: Models) -> dict[str, Any]:
+            for names, cache in running.caches():
+                try:
+                    cache.check()
+                except AssertionError as error:
+                    raise ApiError(500, f"{title(names)}: {error}") from error
+            return {"active_bytes": mx.get_active_memory()}
+
+        return to_json(await on_generation_thread(work))
+
+    return router
+
+
+def _given(body: PromptBody, loaded: ServedModel) -> list[int]:
+    """Tokens of a body, all of which the model knows. ValueError: it does not."""
+    if body.tokens:
+        checked_prompt(body.tokens, None, (), vocabulary_size(loaded.model))
+    return body.tokens or []
+
+
+def _clear(caches: list[PrefixCache]) -> None:
+    for cache in caches:
+        cache.clear()
+
+
+def _reclaim(caches: list[PrefixCache], target_bytes: int) -> None:
+    """The caches of models that are not in memory give first."""
+    for cache in caches:
+        over_bytes = sum(map(_held_bytes, caches)) - target_bytes
+        if over_bytes > 0:
+            cache.reclaim(max(0, _held_bytes(cache) - over_bytes))
+
+
+def _held_bytes(cache: PrefixCache) -> int:
+    stats = cache.stats
+    return stats.live_bytes + stats.paged_bytes

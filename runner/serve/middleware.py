@@ -1,0 +1,352 @@
+"""Access: which requests reach a route, and as whom. Pure ASGI; never imports MLX.
+
+  A1  A connection over loopback names this machine in its Host header: a web page whose name was made to point here
+      (DNS rebinding) cannot.
+  A2  With a file of keys, every route but /health needs one of them or the admin's.
+  A3  The admin's routes (/metrics, /cache and below) need the admin's key where there is one. Where there is none they
+      answer this machine alone, and nobody where every tenant has a namespace.
+  A4  The admin's routes answer no page of another origin, and have no CORS headers (runner.serve.middleware).
+
+A proxy on this machine makes everybody look local. One that says so in a header is told apart; an admin's key is what
+makes it safe.
+
+Key files: who may ask, and who may look at the cache. Never imports MLX.
+
+    # one line for each: a name, which logs and metrics may show, and a key, which nothing shows
+    ann   3f9a...
+    bob   77c1...
+
+An admin's key file holds one such line. Names and keys are printable ASCII without spaces.
+
+BodyLimit: a request reaches its route once its whole body is there, and small enough. Pure ASGI; never imports MLX.
+
+A client that sends slowly holds a connection, which `runner.serve.http_server` closes in time, and what it has sent.
+What all hold together, until their requests are over, is bounded as well.
+
+Frame: what is around every route: CORS, errors in the form of the API that was asked, a count. Pure ASGI.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from runner.serve.asked import ApiError
+from runner.serve.service import CLIENT_CLOSED_REQUEST, to_json
+
+logger = logging.getLogger(__name__)
+
+
+class KeyFileError(ValueError):
+    """A key file cannot be used; the message is one line and shows no key."""
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Whoever sent a request. Nothing is shared between two namespaces."""
+
+    name: str
+    namespace: str = ""
+    is_admin: bool = False
+
+
+class Keyring:
+    """The keys of a server.
+
+    Args:
+        tenants: file of keys that open every route but the admin's; None: these need no key.
+        admin: file of the key that opens every route; None: there is no such key.
+        is_namespaced: give each of the tenants a namespace of its own. The admin has the one without a name.
+
+    Raises:
+        KeyFileError: a file cannot be read, a line is no name and key, or two lines have a name or a key in common.
+    """
+
+    def __init__(self, tenants: Path | None, admin: Path | None, *, is_namespaced: bool = False) -> None:
+        self.needs_key, self.has_admin, self.is_namespaced = tenants is not None, admin is not None, is_namespaced
+        self._holders: dict[bytes, Tenant] = {}
+        if tenants is not None:
+            for where, name, key in _lines(tenants):
+                self._add(where, key, Tenant(name, name if is_namespaced else ""))
+        if admin is not None:
+            lines = _lines(admin)
+            if len(lines) != 1:
+                raise KeyFileError(f"{admin}: {len(lines)} keys; wanted one, of the admin.")
+            where, name, key = lines[0]
+            self._add(where, key, Tenant(name, is_admin=True))
+
+    def holder(self, presented: Iterable[str]) -> Tenant | None:
+        """Whose key is among `presented`; None: nobody's. Takes as long for any key of the same length."""
+        found = None
+        for candidate in presented:
+            for key, tenant in self._holders.items():
+                if hmac.compare_digest(key, candidate.encode()):
+                    found = tenant
+        return found
+
+    def _add(self, where: str, key: str, tenant: Tenant) -> None:
+        if key.encode() in self._holders:
+            raise KeyFileError(f"{where}: the key of {tenant.name} is another's as well. Give each its own.")
+        if tenant.name in {other.name for other in self._holders.values()}:
+            raise KeyFileError(f"{where}: the name {tenant.name} is another's as well. Give each its own.")
+        self._holders[key.encode()] = tenant
+
+
+def _lines(path: Path) -> list[tuple[str, str, str]]:
+    """Where each key of a file stands, its name and itself."""
+    try:
+        text = path.read_text(encoding="ascii")
+        mode = path.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not plain ASCII"
+        raise KeyFileError(f"{path} cannot be read: {reason}.") from error
+    if mode & stat.S_IROTH:
+        logger.warning("%s may be read by every user of this machine; chmod 600 keeps its keys secret.", path)
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or not line.replace("\t", " ").isprintable():
+            raise KeyFileError(f"{path}:{number}: {len(words)} words; wanted a name and a key.")
+        found.append((f"{path}:{number}", words[0], words[1]))
+    if not found:
+        raise KeyFileError(f"{path}: no key; wanted a name and a key in a line.")
+    return found
+
+
+#: Bodies of the largest size that there is memory for at a time.
+MAX_BODIES = 16
+
+
+class BodyLimit:
+    """Hands requests to `app` with their bodies in one piece; nothing is done for a client that leaves before.
+
+    Raises:
+        ApiError: the body is too large, by what its header says or by what was counted, or the bodies together are.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_mib: float) -> None:
+        self._app, self._max_mib = app, max_mib
+        self._held_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        self._require_room(int(Headers(scope=scope).get("content-length", 0)))
+        body, sent_bytes, is_more = bytearray(), 0, True
+        try:
+            while is_more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return
+                part = message.get("body", b"")
+                body += part
+                sent_bytes += len(part)
+                self._held_bytes += len(part)
+                self._require_room(sent_bytes)
+                is_more = message.get("more_body", False)
+            whole: list[Message] = [{"type": "http.request", "body": bytes(body)}]
+            body.clear()
+
+            async def receive_whole() -> Message:
+                return whole.pop() if whole else await receive()
+
+            await self._app(scope, receive_whole, send)
+        finally:
+            self._held_bytes -= sent_bytes
+
+    def _require_room(self, body_bytes: int) -> None:
+        max_bytes = self._max_mib * (1 << 20)
+        if self._held_bytes > MAX_BODIES * max_bytes:
+            raise ApiError(429, "others have sent as much as the server takes; ask again later.", retry_after_s=5)
+        if body_bytes > max_bytes:
+            raise ApiError(413, f"the body is larger than {self._max_mib:g} MiB, which is what the server takes.")
+
+
+OPEN, PAGE = "/health", "/cache"
+ANYONE = Tenant("")
+#: With these a proxy says for whom it asks.
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+
+
+def is_admins(path: str) -> bool:
+    """Whether a path is for the admin."""
+    return path in ("/metrics", PAGE) or path.startswith(f"{PAGE}/")
+
+
+class Access:
+    """Lets requests through to `app` with `request.state.tenant`, a Tenant; raises ApiError for the others.
+
+    Args:
+        host: what the server was asked to listen at, which requests may name too.
+    """
+
+    def __init__(self, app: ASGIApp, *, keyring: Keyring, host: str) -> None:
+        self._app, self._keyring, self._host = app, keyring, host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path, headers = scope["path"], Headers(scope=scope)
+            self._require_own_name(scope, headers)
+            tenant = self._keyring.holder(_keys(headers))
+            scope.setdefault("state", {})["tenant"] = tenant or ANYONE
+            if is_admins(path):
+                self._require_own_origin(headers)
+                if tenant is None and self._keyring.has_admin and (scope["method"], path) == ("GET", PAGE):
+                    # A browser sends no key with the page itself. It holds nothing, and asks for the key.
+                    return await self._app(scope, receive, _as_unauthorized(send))
+            if tenant is None and self._keyring.needs_key and path != OPEN:
+                raise ApiError(401, "no valid key; wanted one in Authorization: Bearer or in x-api-key.")
+            if is_admins(path):
+                self._require_admin(scope, headers, tenant)
+        await self._app(scope, receive, send)
+
+    def _require_own_name(self, scope: Scope, headers: Headers) -> None:
+        server = scope.get("server")
+        if server and _is_loopback(server[0]) and not self._is_own(headers.get("host", "")):
+            wanted = "localhost, 127.0.0.1 or [::1]"
+            raise ApiError(403, f"Host is {headers.get('host', '')!r}; over the loopback interface wanted {wanted}.")
+
+    def _is_own(self, host: str) -> bool:
+        name = _split_name(host)
+        return name in ("localhost", self._host.lower()) or _is_loopback(name)
+
+    def _require_own_origin(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+            raise ApiError(403, "this route answers no page of another origin.")
+
+    def _require_admin(self, scope: Scope, headers: Headers, tenant: Tenant | None) -> None:
+        if self._keyring.has_admin:
+            if tenant is None:
+                raise ApiError(401, "no valid key; wanted the admin's in Authorization: Bearer or in x-api-key.")
+            if not tenant.is_admin:
+                raise ApiError(403, "this route is the admin's; wanted the admin's key.")
+            return
+        if self._keyring.is_namespaced:
+            raise ApiError(403, "this route shows every tenant's; start the server with --admin-key-file to open it.")
+        client = scope.get("client")
+        is_forwarded = any(name in headers for name in FORWARDED)
+        is_local = client is not None and _is_loopback(client[0]) and self._is_own(headers.get("host", ""))
+        if is_forwarded or not is_local:
+            raise ApiError(403, "this route answers its own machine; start the server with --admin-key-file for more.")
+
+
+def _keys(headers: Headers) -> list[str]:
+    """The keys a request brings."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    given = [bearer.strip()] if scheme.lower() == "bearer" else []
+    # One of each: a head has room for thousands, and each is compared with every key there is.
+    return [*given, headers.get("x-api-key", "")]
+
+
+def _split_name(host: str) -> str:
+    """The name or address in a Host header, less its port; empty where there is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        parsed = ip_address(address)
+    except ValueError:
+        return False
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
+
+
+def _as_unauthorized(send: Send) -> Send:
+    async def sent(message: Message) -> None:
+        await send({**message, "status": 401} if message["type"] == "http.response.start" else message)
+
+    return sent
+
+
+logger = logging.getLogger(__name__)
+
+
+class Frame:
+    """Answers for `app` where it raises.
+
+    Args:
+        allowed_origins: whose pages may read replies, as mlx_lm.server has it; `*` is everybody's.
+        count: called with a route's path, or `other`, and a status, once for each request.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed_origins: Sequence[str], count: Callable[[str, int], None]) -> None:
+        self._app, self._allowed_origins, self._count = app, allowed_origins, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers, status, is_whole = Headers(scope=scope), None, False
+        cors = [] if is_admins(scope["path"]) else self._cors(headers.get("origin"))
+
+        async def received() -> Message:
+            nonlocal is_whole
+            message = await receive()
+            is_whole |= not message.get("more_body", False)
+            return message
+
+        async def framed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], *cors]}
+            await send(message)
+
+        try:
+            if cors and scope["method"] == "OPTIONS":
+                # What a browser asks before it sends a request of another page's, without a key.
+                await Response(status_code=204)(scope, receive, framed)
+            else:
+                await self._app(scope, received, framed)
+        except Exception as error:
+            if status is not None:
+                raise
+            # A connection that is closed with something unread in it is reset before the client has read why.
+            is_last = headers.get("connection", "").lower() == "close" or scope["http_version"] == "1.0"
+            while is_last and not is_whole:
+                await received()
+            await error_response(scope, _as_api_error(error))(scope, receive, framed)
+        finally:
+            self._count(getattr(scope.get("route"), "path", "other"), status or CLIENT_CLOSED_REQUEST)
+
+    def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
+        headers = {"Access-Control-Allow-Methods": "*", "Access-Control-Allow-Headers": "*, Authorization"}
+        if "*" in self._allowed_origins:
+            headers["Access-Control-Allow-Origin"] = "*"
+        elif origin is not None and origin in self._allowed_origins:
+            headers |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+        return [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+
+
+def error_response(scope: Scope, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    """An error as the API says it whose route was asked."""
+    is_anthropic = scope["path"].startswith("/v1/messages")
+    response = to_json(error.in_anthropic_form() if is_anthropic else error.in_openai_form(), error.status)
+    response.headers.update(headers or {})
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(error.retry_after_s)
+    return response
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "the server failed at this request; its log says where.")

@@ -1,0 +1,451 @@
+"""OpenAI's API as mlx_lm.server has it: chats, text completions, models, health.
+
+Bodies of OpenAI's requests: what each field may be, and the Asked that they come to. Never imports MLX.
+
+Names, defaults and ranges are those of mlx_lm.server 0.32.2; narrower where a value would make logits infinite, fail
+while a token is sampled, or cost memory or time without bound. `null` is the same as no field, and unknown fields are
+ignored. docs/serve-differences.md lists what this comes to.
+
+Replies in OpenAI's form, field for field those of mlx_lm.server 0.32.2. Never imports MLX.
+
+What GET /v1/models lists: models in the hub's cache that look like mlx-lm's, and the one that is served.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from fastapi import APIRouter, Request, Response
+from huggingface_hub import scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from runner.serve.asked import DEFAULT, ApiError, Asked, ModelNames, Penalties, PrefillProgress, Sampling, Step
+from runner.serve.mlx_lm_border import get_system_fingerprint
+from runner.serve.options import ServeOptions
+from runner.serve.service import (
+    Delta,
+    Ending,
+    ReplyStream,
+    ServedReply,
+    Service,
+    namespace_of,
+    read_json,
+    server_sent_event,
+    to_json,
+    while_connected,
+)
+
+#: Under it, float16 cannot tell the likeliest token from the others.
+LEAST_TEMPERATURE = 1e-3
+#: Under it, logits become infinite in float16; 0 is no penalty.
+LEAST_REPETITION_PENALTY = 0.01
+#: Templates take their time for each.
+MAX_MESSAGES = 10_000
+
+# Arguments of tokenizer.apply_chat_template that are no variables of a template, and are not a request's to set.
+NOT_OF_TEMPLATES = frozenset((
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "padding",
+    "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
+    "truncation",
+))  # fmt: skip
+
+
+def _temperature(temperature: float) -> float:
+    return temperature if temperature >= LEAST_TEMPERATURE else 0.0
+
+
+def _repetition_penalty(penalty: float) -> float:
+    if 0 < penalty < LEAST_REPETITION_PENALTY:
+        raise ValueError(f"wanted 0, which is none, or at least {LEAST_REPETITION_PENALTY}")
+    return penalty
+
+
+def _template_args(arguments: dict[str, Any]) -> dict[str, Any]:
+    if refused := sorted(NOT_OF_TEMPLATES.intersection(arguments)):
+        raise ValueError(f"{refused[0]} is not a request's to set")
+    return arguments
+
+
+def _words(stop: Any) -> Any:
+    return [stop] * bool(stop) if isinstance(stop, str) else stop
+
+
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[int, Field(ge=1, lt=2**31)]
+Share = Annotated[float, Field(ge=0, le=1)]
+#: Taken off a logit, as often as a token occurred.
+Penalty = Annotated[float, Field(ge=-100, le=100)]
+#: Added to a logit: at its ends a ban and a certainty, and finite in float16.
+Bias = Annotated[float, Field(ge=-10_000, le=10_000)]
+TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
+StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
+
+# Objects that stay what they are, fields for the chat template included; _check_message and _check_function check them.
+NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+TEXT = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
+TEXTS = {"type": "array", "items": {**TEXT, "required": ["type", "text"]}}
+CONTENT = {"anyOf": [{"type": "string"}, {"type": "null"}, TEXTS]}
+MESSAGE = {"type": "object", "properties": {"role": {"type": "string"}, "content": CONTENT}, "required": ["role"]}
+TOOL = {"type": "object", "properties": {"function": NAMED}, "required": ["function"]}
+Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
+Tool = Annotated[dict[str, Any], WithJsonSchema(TOOL)]
+
+Part = TypeVar("Part", Sampling, Penalties)
+
+
+class OpenAIBody(BaseModel):
+    """What chats and text completions have in common."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    model: str = DEFAULT
+    adapters: str | None = None
+    draft_model: str | None = DEFAULT
+    num_draft_tokens: Annotated[int, Field(ge=0, le=64)] = 3
+    stream: bool = False
+    stream_options: dict[str, bool] = {}
+    max_tokens: Tokens = 512
+    max_completion_tokens: Tokens | None = None
+    temperature: Annotated[float, Field(ge=0, le=10_000), AfterValidator(_temperature)] = 0.0
+    top_p: Share = 1.0
+    top_k: Count = 0
+    min_p: Share = 0.0
+    xtc_probability: Share = 0.0
+    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+    repetition_penalty: Annotated[float, Field(ge=0, le=100), AfterValidator(_repetition_penalty)] = 0.0
+    repetition_context_size: Count = 20
+    presence_penalty: Penalty = 0.0
+    presence_context_size: Count = 20
+    frequency_penalty: Penalty = 0.0
+    frequency_context_size: Count = 20
+    logit_bias: dict[TokenId, Bias] = {}
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=-1, le=11)] = -1
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    stop: Annotated[
+        list[StopWord], Field(max_length=64), BeforeValidator(_words, json_schema_input_type=str | list[StopWord])
+    ] = []
+    n: Literal[1] = 1
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any], options: ServeOptions) -> Self:
+        """Check a request's body; what it leaves open is as the server's `options` have it.
+
+        Raises:
+            ApiError: a field is missing, or is not what it may be.
+        """
+        names = ("num_draft_tokens", "max_tokens", "top_p", "top_k", "min_p")
+        defaults = {"temperature": options.temp, **{name: getattr(options, name) for name in names}}
+        # Of a draft model alone null says something: that there is none.
+        given = {name: value for name, value in body.items() if value is not None or name == "draft_model"}
+        try:
+            return cls.model_validate({**defaults, **given})
+        except ValidationError as error:
+            raise ApiError.of_validation(error.errors()) from error
+
+    def asked(self, namespace: str) -> Asked:
+        """What the generation thread is asked for.
+
+        Raises:
+            ApiError: a message or a tool is not what it may be.
+        """
+        return Asked(
+            names=ModelNames(self.model, self.adapters, self.draft_model),
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            sampling=self._part(Sampling),
+            penalties=self._part(Penalties),
+            stop_words=self.stop,
+            num_draft_tokens=self.num_draft_tokens,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs,
+            seed=self.seed,
+            namespace=namespace,
+            **self._prompt(),
+        )
+
+    def _part(self, kind: type[Part]) -> Part:
+        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
+
+    def _prompt(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class CompletionBody(OpenAIBody):
+    """The body of POST /v1/completions."""
+
+    prompt: str
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+    suffix: Literal[""] = ""
+
+    def _prompt(self) -> dict[str, Any]:
+        return {"prompt": self.prompt}
+
+
+class ChatBody(OpenAIBody):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: list[Tool] = []
+    role_mapping: dict[str, Annotated[str, Field(max_length=1000)]] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_args)] = {}
+
+    def _prompt(self) -> dict[str, Any]:
+        for index, message in enumerate(self.messages):
+            _check_message(message, f"messages.{index}")
+        for index, tool in enumerate(self.tools):
+            _check_function(tool, f"tools.{index}")
+        return {
+            "messages": self.messages,
+            "tools": self.tools or None,
+            "role_mapping": self.role_mapping,
+            "template_args": self.chat_template_kwargs or None,
+        }
+
+
+def _check_message(message: dict[str, Any], at: str) -> None:
+    _require(isinstance(message.get("role"), str), f"{at}.role", "a string")
+    content, calls = message.get("content"), message.get("tool_calls")
+    _require(content is None or isinstance(content, str | list), f"{at}.content", "a string or a list of parts")
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        is_part = isinstance(part, dict) and isinstance(part.get("type"), str)
+        _require(is_part, f"{at}.content.{index}", "an object with a type")
+        has_text = part["type"] != "text" or isinstance(part.get("text"), str)
+        _require(has_text, f"{at}.content.{index}.text", "a string")
+    _require(calls is None or isinstance(calls, list), f"{at}.tool_calls", "a list")
+    for index, call in enumerate(calls or ()):
+        _check_function(call, f"{at}.tool_calls.{index}")
+
+
+def _check_function(tool: Any, at: str) -> None:
+    """Of a tool, or of a call of one."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    _require(is_named, f"{at}.function", "an object with a name")
+    arguments = function.get("arguments", "") if function else ""
+    _require(isinstance(arguments, str | dict), f"{at}.function.arguments", "a string of JSON")
+
+
+def _require(holds: bool, param: str, wanted: str) -> None:
+    if not holds:
+        raise ApiError(400, f"{param} should be {wanted}.", param=param)
+
+
+#: Stands for the logarithm of 0: JSON has no infinities.
+LEAST_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True)
+class OpenAIReply:
+    """Writes one reply.
+
+    Attributes:
+        model: as the request named it.
+        fingerprint: of software and machine.
+        created_s: since the epoch.
+    """
+
+    reply: ServedReply
+    asked: Asked
+    model: str
+    fingerprint: str
+    created_s: int
+
+    async def whole(self) -> dict[str, Any]:
+        """Wait for all of it.
+
+        Raises:
+            ApiError: it failed on the way.
+        """
+        deltas = [part async for part in self.reply if isinstance(part, Delta)]
+        delta = Delta(
+            "".join(delta.text for delta in deltas),
+            "".join(delta.reasoning for delta in deltas),
+            tuple(call for delta in deltas for call in delta.tool_calls),
+            tuple(step for delta in deltas for step in delta.steps),
+        )
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish_reason()}
+        if logprobs := self._logprobs(delta.steps):
+            choice["logprobs"] = {"content": logprobs}
+        if self._is_chat:
+            calls = [_tool_call(call) for call in delta.tool_calls]
+            choice["message"] = {"content": None, **_message(delta, calls)}
+        else:
+            choice["text"] = delta.text
+        return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
+
+    async def events(self, *, include_usage: bool) -> AsyncIterator[str]:
+        """Server-sent events: comments while the prompt is evaluated, chunks, the usage if asked for.
+
+        What fails on the way is the last event but one; the last says that there are no more.
+        """
+        call_count = 0
+        try:
+            async for part in self.reply:
+                if isinstance(part, PrefillProgress):
+                    yield f": keepalive {part.done_tokens}/{part.prompt_tokens}\n\n"
+                elif self.reply.ending or part.text or part.reasoning or part.tool_calls:
+                    calls = [_tool_call(call, call_count + index) for index, call in enumerate(part.tool_calls)]
+                    call_count += len(calls)
+                    yield server_sent_event(self._chunk(part, calls))
+            if include_usage:
+                usage = {**self._head("chat.completion"), "object": "chat.completion", "usage": self._usage()}
+                yield server_sent_event({**usage, "choices": []})
+        except ApiError as error:
+            yield server_sent_event(error.in_openai_form())
+        yield "data: [DONE]\n\n"
+
+    def _chunk(self, delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish_reason()}
+        choice |= {"delta": _message(delta, calls)} if self._is_chat else {"text": delta.text}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    @property
+    def _is_chat(self) -> bool:
+        return self.asked.prompt is None
+
+    def _head(self, of_chats: str) -> dict[str, Any]:
+        return {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{self.reply.id}",
+            "system_fingerprint": self.fingerprint,
+            "object": of_chats if self._is_chat else "text_completion",
+            "model": self.model,
+            "created": self.created_s,
+        }
+
+    def _finish_reason(self) -> str | None:
+        """None until it is over."""
+        ending = self.reply.ending
+        if ending is None:
+            return None
+        return "tool_calls" if ending.has_tool_calls and ending.finish_reason == "stop" else ending.finish_reason
+
+    def _usage(self) -> dict[str, Any]:
+        ending = self.reply.ending
+        assert isinstance(ending, Ending)
+        prompt, completion = self.reply.prompt_tokens, ending.record.completion_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": ending.record.cached_tokens},
+        }
+
+    def _logprobs(self, steps: Sequence[Step]) -> list[dict[str, Any]]:
+        if self.asked.top_logprobs > 0:
+            tops = [[_finite(asdict(token)) for token in step.top_tokens] for step in steps]
+            return [{**top[0], "top_logprobs": top} if top else {} for top in tops]
+        if self.asked.logprobs:
+            return [_finite({"id": step.token, "logprob": step.logprob}) for step in steps]
+        return []
+
+
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    # In this order NaN becomes the least, too.
+    return {**fields, "logprob": max(LEAST_LOGPROB, fields["logprob"])}
+
+
+def _message(delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    fields = {"content": delta.text, "reasoning": delta.reasoning, "tool_calls": calls}
+    return {"role": "assistant", **{name: value for name, value in fields.items() if value}}
+
+
+def _tool_call(call: dict[str, str], index: int | None = None) -> dict[str, Any]:
+    """A call in OpenAI's form, numbered where it is streamed."""
+    function = {"name": call["name"], "arguments": call["arguments"]}
+    numbered = {} if index is None else {"index": index}
+    return {"id": call["id"], "type": "function", "function": function, **numbered}
+
+
+#: A repository without one of these is no model of mlx-lm's, mlx_lm.server says.
+FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
+
+
+def list_models(served: str | None, downloaded: Sequence[str], only: str | None = None) -> dict[str, Any]:
+    """List models in OpenAI's form, as mlx_lm.server does.
+
+    Args:
+        served: what the server was started with; a folder is listed by its whole path.
+        downloaded: repositories in the hub's cache.
+        only: leave out every repository but this one.
+    """
+    names = [repository for repository in downloaded if only in (None, repository)]
+    if served:
+        name = str(Path(served).resolve()) if Path(served).exists() else served
+        names += [name] if name not in names else []
+    created_s = int(time.time())
+    return {"object": "list", "data": [{"id": name, "object": "model", "created": created_s} for name in names]}
+
+
+def downloaded_models() -> list[str]:
+    """The hub's repositories that are there and look like mlx-lm's."""
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    return sorted(
+        repository.repo_id
+        for repository in repositories
+        if repository.repo_type == "model"
+        and "main" in repository.refs
+        and FILES.issubset(file.file_path.name for file in repository.refs["main"].files)
+    )
+
+
+def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
+    """Return the routes; each raises ApiError for what is wrong with a request."""
+    router = APIRouter()
+    fingerprint: str = get_system_fingerprint()
+
+    async def answer(request: Request, kind: type[OpenAIBody]) -> Response:
+        created_s = int(time.time())
+        body = kind.read(await read_json(request), options)
+        asked = body.asked(namespace_of(request))
+        reply = await while_connected(request, service.ask(asked))
+        writer = OpenAIReply(reply, asked, body.model, fingerprint, created_s)
+        if body.stream:
+            return ReplyStream(reply, writer.events(include_usage=body.stream_options.get("include_usage", False)))
+        try:
+            return to_json(await while_connected(request, writer.whole()))
+        finally:
+            reply.cancel()
+
+    @router.post("/v1/chat/completions", openapi_extra=_takes(ChatBody))
+    @router.post("/chat/completions", openapi_extra=_takes(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        return await answer(request, ChatBody)
+
+    @router.post("/v1/completions", openapi_extra=_takes(CompletionBody))
+    async def completions(request: Request) -> Response:
+        return await answer(request, CompletionBody)
+
+    # What is fetched later is fetched for somebody, and other tenants are not to know.
+    at_start = downloaded_models() if options.namespace_by == "key" else None
+
+    def listed(only: str | None = None) -> dict[str, Any]:
+        return list_models(options.model, downloaded_models() if at_start is None else at_start, only)
+
+    # Looking through the hub's cache takes its time, so these two run on a thread.
+    @router.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return listed()
+
+    @router.get("/v1/models/{name:path}")
+    def model(name: str) -> dict[str, Any]:
+        return listed(name)
+
+    @router.get("/health")
+    async def health() -> Response:
+        return to_json({"status": "ok"}) if service.is_healthy else to_json({"status": "unavailable"}, 503)
+
+    return router
+
+
+def _takes(kind: type[OpenAIBody]) -> dict[str, Any]:
+    """What the OpenAPI document says of a route that reads its body itself."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}

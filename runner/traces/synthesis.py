@@ -1,0 +1,272 @@
+"""Made-up traffic of many users with documented parameters, for when there is no trace. Same seed, same trace.
+
+What happens:
+
+    applications    each has a system prompt of its own (tool list included); a new conversation picks one by Zipf's law
+    conversations   begin as a Poisson process; each has a geometric number of user turns
+    a turn          the user's message, then one request; in an agent's conversation a geometric number of tool calls
+                    comes before the answer, each a request of its own that ends in the tool's result
+    branching       before a turn the user may go back to an earlier one and ask it anew (regenerate, edit)
+    time            see runner/traces/trace.py: thinking, tools, and the time it takes to generate the reply
+
+Lengths are log-normal, given by their median and the standard deviation of their logarithm. Replies become part of the
+next prompt. Beginnings of unlike conversations differ in every token behind the system prompt.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from runner.traces.trace import Keys, Pace, Trace, TraceRequest
+
+MOST_MEDIAN_TOKENS = 1e9
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A log-normal length in tokens, at least 1. The median is `MOST_MEDIAN_TOKENS` at most."""
+
+    median_tokens: float
+    sigma: float
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.median_tokens <= MOST_MEDIAN_TOKENS and self.sigma >= 0):
+            raise ValueError(
+                f"a length has median {self.median_tokens:g} and sigma {self.sigma:g}; wanted 1 or more, at most"
+                f" {MOST_MEDIAN_TOKENS:g}, and 0 or more."
+            )
+
+    def draw(self, source: random.Random) -> int:
+        """One length."""
+        return max(1, round(self.median_tokens * source.lognormvariate(0.0, self.sigma)))
+
+
+@dataclass(frozen=True)
+class Synth:
+    """What the traffic is like.
+
+    Attributes:
+        requests: how many to make.
+        block_tokens: tokens per block.
+        applications: how many there are.
+        zipf: exponent of their popularity, 0 for equal shares.
+        agent_share: share of the applications whose conversations use tools.
+        turns: mean number of user turns of a conversation, at least 1.
+        tool_calls: mean number of tool calls in an agent's turn, 0 or more.
+        branching: probability that a turn goes back to an earlier one.
+        context_tokens: a conversation ends before a prompt would be longer than this.
+        system, user, reply, tool_result: lengths.
+        pace: how time passes.
+    """
+
+    requests: int = 10_000
+    block_tokens: int = 64
+    applications: int = 20
+    zipf: float = 1.0
+    agent_share: float = 0.3
+    turns: float = 3.5
+    tool_calls: float = 4.0
+    branching: float = 0.05
+    context_tokens: int = 131_072
+    system: Lengths = field(default_factory=lambda: Lengths(1_000, 1.0))
+    user: Lengths = field(default_factory=lambda: Lengths(60, 1.2))
+    reply: Lengths = field(default_factory=lambda: Lengths(200, 0.8))
+    tool_result: Lengths = field(default_factory=lambda: Lengths(400, 1.2))
+    pace: Pace = field(default_factory=lambda: Pace(sessions_per_hour=600.0))
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("requests", 1, None),
+            ("block_tokens", 1, None),
+            ("applications", 1, None),
+            ("zipf", 0, None),
+            ("agent_share", 0, 1),
+            ("turns", 1, None),
+            ("tool_calls", 0, None),
+            ("branching", 0, 1),
+            ("context_tokens", 1, None),
+        ):
+            value = getattr(self, name)
+            if not (value >= low and (high is None or value <= high) and value < float("inf")):
+                above = f"{low} or more" if high is None else f"{low} to {high}"
+                raise ValueError(f"{name} is {value:g}; wanted {above}.")
+
+
+def synthesize(parameters: Synth, *, seed: int = 0, name: str = "synth") -> Trace:
+    """Make a trace.
+
+    Raises:
+        ValueError: no conversation fits into `context_tokens`.
+    """
+    traffic = _Traffic(parameters, random.Random(seed))
+    return Trace(name, parameters.block_tokens, list(traffic.requests()), True, f"synth, seed {seed}")
+
+
+class _Text:
+    """A growing prompt as block keys. A block is known by the block before it and the pieces of text in it."""
+
+    def __init__(self, numbers: dict[object, int], block_tokens: int) -> None:
+        self._numbers = numbers
+        self._block_tokens = block_tokens
+        self._keys: list[int] = []
+        self._tail: tuple[tuple[int, int, int], ...] = ()
+        self.tokens = 0
+
+    def copy(self) -> _Text:
+        other = _Text(self._numbers, self._block_tokens)
+        other._keys, other._tail, other.tokens = self._keys.copy(), self._tail, self.tokens
+        return other
+
+    def append(self, piece: int, length: int) -> None:
+        """Add a piece of text; the same piece is always the same text."""
+        offset = 0
+        while offset < length:
+            taken = min(length - offset, self._block_tokens - self.tokens % self._block_tokens)
+            self._tail = (*self._tail, (piece, offset, offset + taken))
+            self.tokens += taken
+            offset += taken
+            if self.tokens % self._block_tokens == 0:
+                self._keys.append(self._number())
+                self._tail = ()
+
+    def keys(self) -> Keys:
+        """Keys of all blocks, the last partly filled one included."""
+        return np.array([*self._keys, self._number()] if self._tail else self._keys, np.int64)
+
+    def _number(self) -> int:
+        block = (self._keys[-1] if self._keys else -1, self._tail)
+        return self._numbers.setdefault(block, len(self._numbers))
+
+
+@dataclass(frozen=True)
+class _Application:
+    piece: int
+    system_tokens: int
+    is_agent: bool
+
+
+class _Conversation:
+    """One user's conversation; `text` is what the next request asks."""
+
+    def __init__(self, name: str, application: _Application, text: _Text, turns: int) -> None:
+        self.name = name
+        self.application = application
+        self.text = text
+        self.turns_left = turns
+        self.turn = 0
+        self.calls_left = 0
+        #: For each of the user's messages so far: the text before it, and the turn before it.
+        self.beginnings: list[tuple[_Text, int]] = []
+
+
+class _Traffic:
+    """All conversations on one time axis."""
+
+    def __init__(self, parameters: Synth, draw: random.Random) -> None:
+        self._parameters = parameters
+        self._draw = draw
+        self._numbers: dict[object, int] = {}
+        self._pieces = count()
+        self._order = count()
+        self._applications = [self._application() for _ in range(parameters.applications)]
+        ranks = range(1, parameters.applications + 1)
+        self._weights = [rank**-parameters.zipf for rank in ranks]
+        #: (time, order, conversation); None where the next conversation begins.
+        self._agenda: list[tuple[float, int, _Conversation | None]] = []
+
+    def requests(self) -> Iterator[TraceRequest]:
+        """The requests in order of time."""
+        made, failed = 0, 0
+        self._plan(0.0, None)
+        while made < self._parameters.requests:
+            at_s, _, conversation = heapq.heappop(self._agenda)
+            if conversation is None:
+                self._plan(at_s + self._parameters.pace.session_gap_s(self._draw), None)
+                conversation = self._begin()
+                self._ask(conversation)
+            if conversation.text.tokens > self._parameters.context_tokens:
+                failed += 1
+                if made == 0 and failed == 1000:
+                    raise ValueError(
+                        f"none of {failed} conversations began within {self._parameters.context_tokens} tokens of"
+                        " context; wanted shorter lengths, or more context."
+                    )
+                continue
+            yield self._request(conversation, at_s)
+            made += 1
+
+    def _request(self, conversation: _Conversation, at_s: float) -> TraceRequest:
+        """The request that is due, and the plan for the next one."""
+        text, parameters = conversation.text, self._parameters
+        output_tokens = parameters.reply.draw(self._draw)
+        request = TraceRequest(
+            text.keys(),
+            text.tokens,
+            output_tokens,
+            round(1e3 * at_s),
+            conversation.name,
+            conversation.turn,
+            "agent" if conversation.application.is_agent else "chat",
+        )
+        self._say(text, output_tokens)
+        is_tool = conversation.calls_left > 0
+        gap_s = parameters.pace.request_gap_s(self._draw, output_tokens, is_tool=is_tool)
+        if is_tool:
+            conversation.calls_left -= 1
+            conversation.turn += 1
+            self._say(text, parameters.tool_result.draw(self._draw))
+        elif conversation.turns_left > 0:
+            self._ask(conversation)
+        else:
+            return request
+        self._plan(at_s + gap_s, conversation)
+        return request
+
+    def _begin(self) -> _Conversation:
+        (application,) = self._draw.choices(self._applications, self._weights)
+        text = _Text(self._numbers, self._parameters.block_tokens)
+        text.append(application.piece, self._clipped(application.system_tokens))
+        return _Conversation(
+            f"s{next(self._pieces)}", application, text, 1 + self._geometric(self._parameters.turns - 1)
+        )
+
+    def _ask(self, conversation: _Conversation) -> None:
+        """The user's next message, behind what was said last or, when branching, behind something earlier."""
+        if conversation.beginnings and self._draw.random() < self._parameters.branching:
+            chosen = self._draw.randrange(len(conversation.beginnings))
+            text, conversation.turn = conversation.beginnings[chosen]
+            conversation.text = text.copy()
+            del conversation.beginnings[chosen:]
+        conversation.beginnings.append((conversation.text.copy(), conversation.turn))
+        conversation.turns_left -= 1
+        conversation.turn += 1
+        self._say(conversation.text, self._parameters.user.draw(self._draw))
+        if conversation.application.is_agent:
+            conversation.calls_left = self._geometric(self._parameters.tool_calls)
+
+    def _say(self, text: _Text, length: int) -> None:
+        text.append(next(self._pieces), self._clipped(length))
+
+    def _clipped(self, length: int) -> int:
+        """What there is to append of a piece: beyond the context nobody asks for it."""
+        return min(length, self._parameters.context_tokens + 1)
+
+    def _plan(self, at_s: float, conversation: _Conversation | None) -> None:
+        heapq.heappush(self._agenda, (at_s, next(self._order), conversation))
+
+    def _application(self) -> _Application:
+        length = self._parameters.system.draw(self._draw)
+        return _Application(next(self._pieces), length, self._draw.random() < self._parameters.agent_share)
+
+    def _geometric(self, mean: float) -> int:
+        """A number 0, 1, 2 ... with this mean, without memory."""
+        number = 0
+        while self._draw.random() < mean / (1 + mean):
+            number += 1
+        return number
