@@ -1,1628 +1,192 @@
 """Mutants: small slips put into the code on purpose, each with what a user would see of it.
 
-A snippet is not tied to a file: it occurs exactly once in its package, wherever it has moved to. Where the code around
-it is rewritten, so is the snippet; a mutant goes only when the line that it breaks is gone.
+A mutant names a function and an edit of its syntax tree. The file and the package play no role, nor do comments,
+quotes and line breaks: code may move and be reformatted, and its mutants still fit. Where the code itself is rewritten,
+rewrite the mutant too. Remove a mutant only when the line that it breaks is gone.
+
+The mutants lie in the text files beside this one. A blank line ends a mutant:
+
+    name: what a user would see go wrong.
+    @ Class.method test_file.py test_other_file.py
+    - the old code
+    + the new code
+
+The name after `@` is the qualified name of a function, a class or a module-level constant; a nested function is
+`outer.inner`. The test files probably catch the mutant and run before all others. Old and new code are an expression or
+one or more statements. An expression is replaced by an expression. No new code: the old statements go.
+A body of `...` in the old code stands for any body; a `...` in the new code is that body again.
 """
 
 from __future__ import annotations
 
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+PACKAGES = ("policies", "radixcache", "runner")
+#: The parts of a node that are runs of statements.
+BODIES = ("body", "orelse", "finalbody")
+Fragment = ast.expr | list[ast.stmt]
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One slip.
-
-    Attributes:
-        name: what it does, in a few words.
-        package: "radixcache" or "policies".
-        old, new: the snippet, and what takes its place.
-        breaks: what a user would see go wrong.
-        first: test files that probably catch it; run before all others.
-    """
+    """One slip: what it does in a few words, where, the code before and after, and the test files to run first."""
 
     name: str
-    package: str
+    breaks: str
+    function: str
     old: str
     new: str
-    breaks: str
     first: tuple[str, ...]
 
-    def file_in(self, root: Path) -> Path:
-        """The one file below `root` that has the snippet. LookupError: there is none, or it occurs more than once."""
-        files = {path: path.read_text().count(self.old) for path in sorted((root / self.package).rglob("*.py"))}
-        found = [path for path, count in files.items() if count]
-        if sum(files.values()) != 1:
-            where = ", ".join(str(path.relative_to(root)) for path in found) or "no file"
-            raise LookupError(f"{self.name}: {sum(files.values())} places have its snippet ({where}); wanted one.")
-        return found[0]
-
-    def apply(self, root: Path) -> None:
-        """Put the slip into the copy of the code below `root`."""
-        path = self.file_in(root)
-        path.write_text(path.read_text().replace(self.old, self.new))
+    def fragments(self) -> tuple[Fragment, Fragment]:
+        """The old and the new code: both an expression, or both statements."""
+        old, new = ast.parse(self.old).body, ast.parse(self.new).body
+        match old, new:
+            case [ast.Expr(value=before)], [ast.Expr(value=after)]:
+                return before, after
+        return old, new
 
 
-TREE = (
-    Mutant(
-        "match-runs-past-a-divergence",
-        "radixcache",
-        "            if common < len(edge):\n                break\n        return Match(node, offset)",
-        "        return Match(node, offset)",
-        "A prompt that parts inside an edge is said to match what hangs below it.",
-        ("tests/tree/test_tree.py",),
-    ),
-    Mutant(
-        "match-forgets-the-namespace",
-        "radixcache",
-        "node = self._roots.get(namespace) or Node(_EMPTY, 0, None, namespace)",
-        "node = next(iter(self._roots.values()), None) or Node(_EMPTY, 0, None, namespace)",
-        "A tenant's prompt resumes on the state of another tenant.",
-        ("tests/tree/test_tree.py", "tests/whole/test_namespace_wall.py"),
-    ),
-    Mutant(
-        "common-length-misses-a-first-difference",
-        "radixcache",
-        "return length if first < 0 else first",
-        "return length if first <= 0 else first",
-        "Two prompts that differ in their first token are taken for equal.",
-        ("tests/tree/test_tree.py", "tests/watch/test_hints.py"),
-    ),
-    Mutant(
-        "split-keeps-a-view",
-        "radixcache",
-        "node.edge = node.edge[length:].copy()",
-        "node.edge = node.edge[length:]",
-        "The keys of an edge that was cut in two stay in memory for as long as either half does.",
-        ("tests/tree/test_tree.py",),
-    ),
-    Mutant(
-        "merge-does-not-count",
-        "radixcache",
-        "        node.payload = None  # type: ignore[assignment]\n        self.node_count -= 1\n        return child\n",
-        "        node.payload = None  # type: ignore[assignment]\n        return child\n",
-        "stats.nodes grows for ever.",
-        ("tests/tree/test_tree.py",),
-    ),
-    Mutant(
-        "truncate-counts-what-stays",
-        "radixcache",
-        "self.key_count -= leaf.end - at",
-        "self.key_count -= at - leaf.start",
-        "stats.tokens is wrong once a leaf has lost its tail.",
-        ("tests/tree/test_tree.py",),
-    ),
-    Mutant(
-        "remove-forgets-the-siblings",
-        "radixcache",
-        "if parent.parent is None and not parent.children:",
-        "if parent.parent is None:",
-        "The eviction of one conversation loses all others of its namespace, bytes and all.",
-        ("tests/tree/test_tree.py",),
-    ),
-)
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a mutant's old code stands: `owner.field`, or there from `start` to `end` in a list."""
 
-STATE = (
-    Mutant(
-        "split-forgets-uses",
-        "radixcache",
-        "entry.created, entry.uses = old.created, old.uses",
-        "entry.created = old.created",
-        "A system prompt counts as new whenever another conversation branches off from it.",
-        ("tests/tree/test_entries.py",),
-    ),
-    Mutant(
-        "merge-takes-the-older-use",
-        "radixcache",
-        "into.last_used = max(into.last_used, gone.last_used)",
-        "into.last_used = min(into.last_used, gone.last_used)",
-        "What was asked for just now is evicted as if it had not been.",
-        ("tests/tree/test_entries.py",),
-    ),
-    Mutant(
-        "touch-goes-from-the-root",
-        "radixcache",
-        "for node in reversed(path):\n            state = node.payload\n            entries = [state.entry]",
-        "for node in path:\n            state = node.payload\n            entries = [state.entry]",
-        "Policies that go by the deepest node a request found take the system prompt for it.",
-        ("tests/tree/test_entries.py",),
-    ),
-    Mutant(
-        "touch-does-not-count-uses",
-        "radixcache",
-        "                entry.uses += 1\n",
-        "",
-        "LFU, SLRU and GDSF never learn that anything was used again.",
-        ("tests/tree/test_entries.py",),
-    ),
-    Mutant(
-        "touch-refreshes-every-checkpoint",
-        "radixcache",
-        "if node is resumed and state.checkpoint_entry is not None:",
-        "if state.checkpoint_entry is not None:",
-        "Checkpoints that nobody resumes on are kept, and those in use go.",
-        ("tests/tree/test_entries.py",),
-    ),
-    Mutant(
-        "touch-lowers-priority",
-        "radixcache",
-        "entry.priority = max(entry.priority, use.priority)",
-        "entry.priority = use.priority",
-        "A request of low priority takes the protection off what it shares with an important one.",
-        ("tests/tree/test_entries.py",),
-    ),
-    Mutant(
-        "duplicate-bytes-only-grow",
-        "radixcache",
-        "self.duplicate_bytes += paged if live else -paged",
-        "self.duplicate_bytes += paged",
-        "stats.duplicate_bytes counts what is no duplicate any more.",
-        ("tests/paging/test_reuse.py", "tests/whole/test_bytes.py"),
-    ),
-    Mutant(
-        "merge-swallows-a-pin",
-        "radixcache",
-        "if upper.checkpoint is not None or upper.pins or upper.guards or lower.guards or",
-        "if upper.checkpoint is not None or upper.guards or lower.guards or",
-        "A pinned prefix is joined with what follows it, and unpin() no longer finds its node.",
-        ("tests/paging/test_pins.py", "tests/paging/test_named_pins.py"),
-    ),
-    Mutant(
-        "merge-ignores-which-slot",
-        "radixcache",
-        "(upper.live_mask, upper.leaving_bytes > 0) != (lower.live_mask, lower.leaving_bytes > 0)",
-        "(upper.live, upper.leaving_bytes > 0) != (lower.live, lower.leaving_bytes > 0)",
-        "Of nodes that are live in different slots one comes to claim tokens that a slot does not hold.",
-        ("tests/paging/test_slots.py",),
-    ),
-    Mutant(
-        "checkpoint-goes-at-a-fork",
-        "radixcache",
-        "free = len(node.children) == 1 and not state.is_kept\n            self._set_evictable(entry, free)",
-        "free = len(node.children) >= 1 and not state.is_kept\n            self._set_evictable(entry, free)",
-        "The checkpoint where conversations part is evicted, and every new branch starts at 0.",
-        ("tests/paging/test_reuse.py", "tests/whole/test_bytes.py"),
-    ),
-    Mutant(
-        "thinning-takes-the-newest",
-        "radixcache",
-        "self._add((THINNED_FIRST[kind], False, entry.last_used, entry.end, entry.entry_id), node)",
-        "self._add((THINNED_FIRST[kind], False, -entry.last_used, entry.end, entry.entry_id), node)",
-        "Under the cap on checkpoints those go first that were used last.",
-        ("tests/tree/test_entries.py",),
-    ),
-    Mutant(
-        "every-checkpoint-for-the-distance-is-dear",
-        "radixcache",
-        "return span_bytes < WORTH * checkpoint_bytes",
-        "return True",
-        "Where room is short, nothing is left to resume on of a long prompt that has lost its end.",
-        ("tests/tree/test_thinning.py",),
-    ),
-    Mutant(
-        "a-request-keeps-what-is-dear-of-its-own",
-        "radixcache",
-        "while self.evictor.over_bytes() and own.give_up(only_dear=True):",
-        "while False and own.give_up(only_dear=True):",
-        "A long prompt evicts what others have stored for checkpoints that go right afterwards.",
-        ("tests/tree/test_thinning.py",),
-    ),
-    Mutant(
-        "nothing-is-spared-of-too-long-a-prompt",
-        "radixcache",
-        'if c.kind == "interval" and c is not spared)',
-        'if c.kind == "interval")',
-        "A conversation that has outgrown the budget is prefilled from its beginning at each turn.",
-        ("tests/paging/test_too_long.py",),
-    ),
-    Mutant(
-        "too-long-a-path-keeps-its-end",
-        "radixcache",
-        "nbytes = 2 * path.booking.live_bytes - path.offset * self._layout.token_bytes",
-        "nbytes = 0",
-        "Of a prompt over the budget its checkpoints go first, and then all of it.",
-        ("tests/paging/test_too_long.py",),
-    ),
-    Mutant(
-        "thinning-counts-from-the-prompts-beginning",
-        "radixcache",
-        "offsets = [start, *(c.offset for c in checkpoints)]",
-        "offsets = [0, *(c.offset for c in checkpoints)]",
-        "The first checkpoint of a long conversation's next turn evicts what others have stored.",
-        ("tests/tree/test_thinning.py",),
-    ),
-    Mutant(
-        "trim-ignores-the-policy",
-        "radixcache",
-        "            is_victim = self.policy.victim() is entry\n",
-        "",
-        "One long conversation loses all of its tail where the policy would have taken some of another's.",
-        ("tests/tree/test_entries.py",),
-    ),
-    Mutant(
-        "digest-leaves-out-the-namespace",
-        "radixcache",
-        'return hashlib.blake2b(len(name).to_bytes(4, "little") + name, digest_size=16)',
-        "return hashlib.blake2b(digest_size=16)",
-        "What a policy remembers of one namespace speaks for the same prompt of another.",
-        ("tests/tree/test_entries.py",),
-    ),
-)
+    path: Path
+    owner: ast.AST
+    field: str
+    start: int | None
+    end: int
+    bodies: list[list[ast.stmt]]  # What each body of `...` stands for.
 
-WATCH = (
-    Mutant(
-        "resumed-event-tells-the-match",
-        "radixcache",
-        "self.events.asked(request.keys, request.namespace, plan.resume, nbytes, detail)",
-        "self.events.asked(request.keys, request.namespace, plan.matched, nbytes, detail)",
-        "Listeners hear of more tokens resumed than were.",
-        ("tests/watch/test_explain.py",),
-    ),
-    Mutant(
-        "history-forgets-the-namespace",
-        "radixcache",
-        "if piece.end > stored and piece.namespace == namespace]",
-        "if piece.end > stored]",
-        "explain() tells one tenant what was evicted of another.",
-        ("tests/tree/test_history.py", "tests/whole/test_namespace_wall.py"),
-    ),
-    Mutant(
-        "history-lists-the-oldest-prompt-first",
-        "radixcache",
-        "return list(reversed(self._prompts.get(namespace, ())))",
-        "return list(self._prompts.get(namespace, ()))",
-        "Hints compare a prompt with the oldest one and show what has long changed.",
-        ("tests/tree/test_history.py", "tests/watch/test_explain.py"),
-    ),
-    Mutant(
-        "history-keeps-counting-dropped-pieces",
-        "radixcache",
-        "self._piece_keys -= pieces.popleft().end",
-        "pieces.popleft()",
-        "After a while explain() remembers nothing of what was evicted.",
-        ("tests/tree/test_history.py",),
-    ),
-    Mutant(
-        "explain-names-the-shallowest-lost-checkpoint",
-        "radixcache",
-        "for piece in sorted(found, key=lambda piece: -piece.end):",
-        "for piece in sorted(found, key=lambda piece: piece.end):",
-        "explain() blames a checkpoint that would have saved little.",
-        ("tests/tree/test_history.py",),
-    ),
-    Mutant(
-        "explain-covers-the-last-token-twice",
-        "radixcache",
-        "start, end = plan.resume, min(plan.matched, length - 1)",
-        "start, end = plan.resume, plan.matched",
-        "The gaps of an explanation overlap, and their costs add up to too much.",
-        ("tests/watch/test_explain.py",),
-    ),
-    Mutant(
-        "explain-forgets-the-grid",
-        "radixcache",
-        "grid_end = max(start, end - readable.off_grid)",
-        "grid_end = end",
-        "In exact mode explain() gives a wrong reason for what lies behind the last whole chunk.",
-        ("tests/watch/test_explain.py",),
-    ),
-    Mutant(
-        "explain-calls-wrong-state-evicted",
-        "radixcache",
-        "reason = Reason.QUARANTINED if part.was_wrong else Reason.EVICTED",
-        "reason = Reason.EVICTED",
-        "explain() hides that state was found wrong.",
-        ("tests/verify/test_verify.py",),
-    ),
-    Mutant(
-        "metrics-swap-paged-and-both",
-        "radixcache",
-        'return "both" if self.is_live and self.is_paged else "live" if self.is_live else "paged"',
-        'return "paged" if self.is_live and self.is_paged else "live" if self.is_live else "both"',
-        "The dashboard shows duplicates where there are none.",
-        ("tests/watch/test_snapshot_stats.py",),
-    ),
-)
+    def __str__(self) -> str:
+        value = getattr(self.owner, self.field)
+        return f"{self.path}:{(value if self.start is None else value[self.start]).lineno}"
 
-ADAPTERS = (
-    Mutant(
-        "rotating-rewinds-a-wrapped-window",
-        "radixcache",
-        "return bool(cache.offset <= cache.max_size)",
-        "return True",
-        "A sliding window is rewound to an offset whose tokens it has lost; answers are wrong.",
-        ("tests/adapters/test_adapters.py",),
-    ),
-    Mutant(
-        "rotating-keeps-the-ring-order",
-        "radixcache",
-        "seam = keep + held - index",
-        "seam = keep + index",
-        "Tokens of a window that went round are taken out from the wrong place; answers are wrong.",
-        ("tests/adapters/test_windows.py",),
-    ),
-    Mutant(
-        "rotating-rewinds-half",
-        "radixcache",
-        "            self.place(cache, (cache.keys, cache.values), target, target)\n",
-        "            cache.offset = target\n",
-        "After a rewind a sliding window is written to in the wrong place.",
-        ("tests/adapters/test_adapters.py",),
-    ),
-    Mutant(
-        "chunked-forgets-what-was-trimmed",
-        "radixcache",
-        "return [(start - cache.start_position, end - cache.start_position)]",
-        "return [(start, end)]",
-        "Of chunked attention tokens are stored that are others.",
-        ("tests/adapters/test_windows.py",),
-    ),
-    Mutant(
-        "arrays-share-with-the-snapshot",
-        "radixcache",
-        "self.put(cache, copied(snapshot.state), target)",
-        "self.put(cache, snapshot.state, target)",
-        "A model that writes recurrent state in place changes what the tree has stored.",
-        ("tests/adapters/test_adapter_memory.py", "tests/adapters/test_adapters.py"),
-    ),
-    Mutant(
-        "span-split-leaves-an-empty-segment",
-        "radixcache",
-        "            if low < at < high:\n",
-        "            if low < at <= high:\n",
-        "An edge cut at a multiple of 512 tokens has an empty piece and can no longer be paged in.",
-        ("tests/adapters/test_adapters.py",),
-    ),
-    Mutant(
-        "span-page-in-starts-at-the-segment",
-        "radixcache",
-        "tuple(array[..., first - low : last - low, :] for array in segment)",
-        "tuple(array[..., : last - first, :] for array in segment)",
-        "Behind a live prefix the wrong tokens are paged in; answers are wrong.",
-        ("tests/adapters/test_adapters.py",),
-    ),
-    Mutant(
-        "span-leaves-no-spare-row",
-        "radixcache",
-        "capacity = max(capacity_tokens, cache.offset + 1)",
-        "capacity = max(capacity_tokens, cache.offset)",
-        "A live buffer may be another array's memory, which then stays alive with it.",
-        ("tests/adapters/test_adapter_memory.py", "tests/adapters/test_adapters.py"),
-    ),
-    Mutant(
-        "span-drops-the-rewind",
-        "radixcache",
-        "        else:\n            cache.offset = held\n        return True",
-        "        return True",
-        "After a forward pass that failed the keys of its tokens stay, at positions that come again.",
-        ("tests/adapters/test_adapters.py",),
-    ),
-    Mutant(
-        "quantized-swaps-keys-and-values",
-        "radixcache",
-        "cache.keys, cache.values = tuple(buffers[:half]), tuple(buffers[half:])",
-        "cache.values, cache.keys = tuple(buffers[:half]), tuple(buffers[half:])",
-        "With kv_bits restored state attends to values and returns keys.",
-        ("tests/adapters/test_adapters.py",),
-    ),
-    Mutant(
-        "concatenate-keeps-the-tail",
-        "radixcache",
-        "            self._cut(cache, target)\n",
-        "",
-        "ConcatenateKVCache brings cut tokens back with the next update.",
-        ("tests/adapters/test_adapters.py",),
-    ),
-    Mutant(
-        "probed-holds-the-same-arrays",
-        "radixcache",
-        "return {name: copied(value, mx.array) for name, value in vars(cache).items()}",
-        "return dict(vars(cache))",
-        "A forward pass that fails in an unknown cache class leaves half of its writes behind.",
-        ("tests/adapters/test_adapters.py",),
-    ),
-)
 
-LAYOUT = (
-    Mutant(
-        "offsets-take-the-highest-layer",
-        "radixcache",
-        "return (min(known), max(known)) if known else None",
-        "return (max(known), max(known)) if known else None",
-        "Layers that a broken forward pass left behind are taken for whole.",
-        ("tests/layers/test_layout.py",),
-    ),
-    Mutant(
-        "roll-back-stops-at-the-first-refusal",
-        "radixcache",
-        "return sum(not adapter.roll_back(cache, h) for (cache, adapter), h in pairs) == 0",
-        "return all(adapter.roll_back(cache, h) for (cache, adapter), h in pairs)",
-        "After a failed pass the layers behind one that cannot be undone stay ahead of it.",
-        ("tests/layers/test_layout.py",),
-    ),
-    Mutant(
-        "page-in-counts-what-was-there",
-        "radixcache",
-        "spans.nbytes * (target - begin) // (spans.end - spans.start) if target > begin else 0",
-        "spans.nbytes * (target - spans.start) // (spans.end - spans.start) if target > begin else 0",
-        "stats.paged_in_bytes counts bytes that were live already.",
-        ("tests/layers/test_layout.py",),
-    ),
-    Mutant(
-        "simulated-windows-are-stored-twice",
-        "radixcache",
-        "found = common(wanted.get(window, ()), held[window])",
-        "found = held[window]",
-        "Simulations of sliding windows count tokens twice.",
-        ("tests/layers/test_sizes.py",),
-    ),
-)
+class Code:
+    """The syntax trees of the packages below `root`, each file parsed once."""
 
-PAGING = (
-    Mutant(
-        "page-in-leaves-out-the-last-node",
-        "radixcache",
-        "incoming = [node for node in path if node.end > keep]",
-        "incoming = [node for node in path[:-1] if node.end > keep]",
-        "A session says it resumed further than its caches stand.",
-        ("tests/paging/test_slots.py",),
-    ),
-    Mutant(
-        "move-keeps-beyond-the-resume-offset",
-        "radixcache",
-        "keep = min(plan.common, plan.resume)",
-        "keep = plan.common",
-        "Live caches stay ahead of where the request resumes.",
-        ("tests/sessions/test_insert_fetch.py",),
-    ),
-    Mutant(
-        "failed-copy-gives-nothing-back",
-        "radixcache",
-        ".halve()",
-        ".make_room()",
-        "A copy that memory ran out for fails again, where giving half back would have made room.",
-        ("tests/sessions/test_failures.py",),
-    ),
-    Mutant(
-        "duplicates-count-as-needed",
-        "radixcache",
-        "make_room((capacity_tokens - capacity) * token_bytes - droppable)",
-        "make_room((capacity_tokens - capacity) * token_bytes)",
-        "A hit evicts others to make room for what it holds already.",
-        ("tests/whole/test_bytes.py",),
-    ),
-    Mutant(
-        "resume-off-the-grid",
-        "radixcache",
-        "    limit -= off_grid\n",
-        "",
-        "In exact mode answers are not bit for bit those of a cold run.",
-        ("tests/whole/test_exact.py",),
-    ),
-    Mutant(
-        "resume-on-the-shallowest-checkpoint",
-        "radixcache",
-        "    for node in reversed(path):\n        is_checkpoint",
-        "    for node in path:\n        is_checkpoint",
-        "Recurrent models prefill again what a later checkpoint would have spared.",
-        ("tests/paging/test_reuse.py",),
-    ),
-    Mutant(
-        "resume-where-a-window-is-not-whole",
-        "radixcache",
-        "else low + window.size - window.keep for",
-        "else low + 1 for",
-        "A request resumes where a part of its window is missing, and fails.",
-        ("tests/paging/test_windows.py",),
-    ),
-    Mutant(
-        "resume-misses-a-window-that-has-not-wrapped",
-        "radixcache",
-        "firsts = [1 if low == 0 else low",
-        "firsts = [low",
-        "A window that has lost nothing yet is not resumed for the branch beside it.",
-        ("tests/paging/test_reuse.py",),
-    ),
-    Mutant(
-        "resume-reads-hidden-buffers",
-        "radixcache",
-        "if hidden is None or plan.resume <= hidden:",
-        "if hidden is None or plan.resume >= hidden:",
-        "A request reads buffers that a session in another thread is writing.",
-        ("tests/paging/test_slots.py",),
-    ),
-    Mutant(
-        "evict-at-the-start-of-a-leaf",
-        "radixcache",
-        "return (cut,) if cut > leaf.start else ()",
-        "return (cut,) if cut >= leaf.start else ()",
-        "A leaf of a whole number of steps cannot be evicted: the cache raises instead.",
-        ("tests/whole/test_bytes.py",),
-    ),
-    Mutant(
-        "stale-slots-shield-their-state",
-        "radixcache",
-        "return idle[0] if idle[0].used < entry.last_used else None",
-        "return idle[0] if idle[0].used > entry.last_used else None",
-        "With several slots what nobody asked for in a long time outlives what is in use.",
-        ("tests/paging/test_slots.py",),
-    ),
-    Mutant(
-        "room-is-counted-without-what-is-leaving",
-        "radixcache",
-        "ledger.total_bytes + need_bytes + self._states.leaving_bytes - ledger.budget_bytes",
-        "ledger.total_bytes + need_bytes - ledger.budget_bytes",
-        "Paging out goes over the budget.",
-        ("tests/whole/test_bytes.py",),
-    ),
-    Mutant(
-        "cutting-a-live-path-ignores-its-branches",
-        "radixcache",
-        "if len(node.children) > 1 or state.is_kept:",
-        "if state.is_kept:",
-        "Making room on an idle path fails where another conversation branches off from it.",
-        ("tests/paging/test_pins.py",),
-    ),
-    Mutant(
-        "live-in-any-slot-counts-as-ours",
-        "radixcache",
-        "not node.payload.live_mask >> self.slot & 1)",
-        "not node.payload.live)",
-        "A slot takes over state that is in another slot's buffers; answers are wrong.",
-        ("tests/paging/test_slots.py",),
-    ),
-    Mutant(
-        "leaving-a-slot-forgets-the-others",
-        "radixcache",
-        "if state.spans is None and state.live_mask == 1 << self.slot:",
-        "if state.spans is None:",
-        "Nodes that another slot holds too count as about to be copied, for good.",
-        ("tests/paging/test_slots.py",),
-    ),
-    Mutant(
-        "slots-are-taken-newest-first",
-        "radixcache",
-        "(-live.common(path, limit), live.offset > 0, live.used, live.slot)",
-        "(-live.common(path, limit), live.offset > 0, -live.used, live.slot)",
-        "With several slots every new conversation throws out the one served last.",
-        ("tests/paging/test_slots.py",),
-    ),
-    Mutant(
-        "buffers-of-other-threads-count-as-near",
-        "radixcache",
-        "if tenant is None or tenant.is_lost or tenant.thread is not threading.current_thread():",
-        "if tenant is None or tenant.is_lost:",
-        "A request reads buffers that a session in another thread is writing.",
-        ("tests/paging/test_slots.py",),
-    ),
-    Mutant(
-        "what-is-new-counts-as-used-again",
-        "radixcache",
-        "touch([each for each in node.path() if each.end <= held], node, use)",
-        "touch(node.path(), node, use)",
-        "insert() makes policies that count uses protect what came a moment ago.",
-        ("tests/tree/test_entries.py",),
-    ),
-    Mutant(
-        "checkpoint-hangs-on-the-node-behind",
-        "radixcache",
-        "if node.start < checkpoint.offset <= node.end:",
-        "if node.start <= checkpoint.offset < node.end:",
-        "The checkpoint at the end of a prompt is dropped or stored in the wrong place.",
-        ("tests/paging/test_reuse.py",),
-    ),
-    Mutant(
-        "foreign-caches-are-stored-beyond-their-end",
-        "radixcache",
-        "return min(low, length)",
-        "return length",
-        "insert() of caches that are behind the tokens given stores tokens without state.",
-        ("tests/sessions/test_insert_fetch.py",),
-    ),
-    Mutant(
-        "foreign-caches-that-are-ahead-are-taken",
-        "radixcache",
-        "if high > length and has_points and not self._layout.can_rewind(caches, high, length):",
-        "if high < length and has_points and not self._layout.can_rewind(caches, high, length):",
-        "insert() stores caches that have lost what the tokens given need.",
-        ("tests/sessions/test_insert_fetch.py",),
-    ),
-)
+    def __init__(self, root: Path) -> None:
+        self._trees: dict[Path, ast.Module] = {}
+        self._definitions: dict[str, list[tuple[Path, ast.AST]]] = defaultdict(list)
+        for package in PACKAGES:
+            for path in sorted((root / package).rglob("*.py")):
+                tree = self._trees[path.relative_to(root)] = ast.parse(path.read_text())
+                for name, node in _definitions(tree):
+                    self._definitions[name].append((path.relative_to(root), node))
 
-HOLDING = (
-    Mutant(
-        "pin-holds-the-farthest-checkpoint",
-        "radixcache",
-        "if each.payload.checkpoint is not None][-1:]",
-        "if each.payload.checkpoint is not None][:1]",
-        "A pinned prefix of a recurrent model is resumed from its beginning only.",
-        ("tests/paging/test_pins.py",),
-    ),
-    Mutant(
-        "pin-lasts-a-request-longer",
-        "radixcache",
-        "if self._requests >= (pin.last_request or 0):",
-        "if self._requests > (pin.last_request or 0):",
-        "A pin with ttl_requests outlives its time.",
-        ("tests/paging/test_named_pins.py",),
-    ),
-    Mutant(
-        "pins-of-other-caches-are-forgotten",
-        "radixcache",
-        "if wanted + elsewhere > self._budget_bytes:",
-        "if wanted > self._budget_bytes:",
-        "Caches that share a budget pin more than it holds.",
-        ("tests/paging/test_named_pins.py", "tests/paging/test_pins.py"),
-    ),
-    Mutant(
-        "names-of-all-namespaces",
-        "radixcache",
-        "            if space == namespace:\n",
-        "            if space >= namespace:\n",
-        "names() tells one tenant the pins of another.",
-        ("tests/paging/test_named_pins.py", "tests/whole/test_namespace_wall.py"),
-    ),
-    Mutant(
-        "reclaim-asks-everyone-for-all",
-        "radixcache",
-        "amount_bytes -= other.reclaim(amount_bytes)",
-        "other.reclaim(amount_bytes)",
-        "One cache in need empties every cache on the ledger where one would do.",
-        ("tests/budget/test_ledger.py",),
-    ),
-    Mutant(
-        "peak-forgets-what-was-held",
-        "radixcache",
-        "self.peak_bytes = max(self.peak_bytes, self.total_bytes)",
-        "self.peak_bytes = max(self.peak_bytes, change_bytes)",
-        "stats.peak_bytes is too small.",
-        ("tests/budget/test_ledger.py",),
-    ),
-    Mutant(
-        "thinning-measures-one-side",
-        "radixcache",
-        "gaps = [(offsets[i + 2] - offsets[i], i)",
-        "gaps = [(offsets[i + 1] - offsets[i], i)",
-        "A long prefill under a tight cap keeps checkpoints that lie close together.",
-        ("tests/paging/test_reuse.py",),
-    ),
-)
+    def place(self, mutant: Mutant) -> Place:
+        """The one place that has a mutant's old code. LookupError: no place has it, or several have."""
+        old, _ = mutant.fragments()
+        definitions = self._definitions[mutant.function]
+        places = [place for path, node in definitions for place in _places(path, node, old)]
+        if len(places) != 1:
+            what = f"{len(places)} places in {len(definitions)} definitions of {mutant.function} have its old code"
+            where = ", ".join(map(str, places)) or ", ".join(str(path) for path, _ in definitions) or "no file"
+            raise LookupError(f"{mutant.name}: {what} ({where}); wanted one place.")
+        return places[0]
 
-SESSION = (
-    Mutant(
-        "step-reports-prompt-tokens-again",
-        "radixcache",
-        "count - (progress.position - self.known_tokens), count",
-        "0, count",
-        "What is stored has the prompt's last tokens twice.",
-        ("tests/paging/test_reuse.py",),
-    ),
-    Mutant(
-        "close-drops-the-rewind",
-        "radixcache",
-        "            self._layout.rewind(caches, high, known)\n",
-        "",
-        "State of tokens that nobody knows is stored as that of the prompt.",
-        ("tests/sessions/test_failures.py",),
-    ),
-    Mutant(
-        "close-takes-the-highest-layer",
-        "radixcache",
-        "            return min(low, known)\n",
-        "            return min(high, known)\n",
-        "After a pass that broke off more is stored than all layers hold.",
-        ("tests/sessions/test_failures.py",),
-    ),
-    Mutant(
-        "close-does-not-own",
-        "radixcache",
-        "        self._layout.own(self._live.caches, was_empty=self._was_empty)\n        return end, target",
-        "        return end, target",
-        "Idle caches keep the activations of their last chunk alive.",
-        ("tests/whole/test_bytes.py",),
-    ),
-    Mutant(
-        "failed-pass-is-not-fallen-back-from",
-        "radixcache",
-        "        if not intact:\n",
-        "        if not intact and probe:\n",
-        "After a step that raised a wrapped window goes on with a token that was never answered.",
-        ("tests/sessions/test_failures.py",),
-    ),
-    Mutant(
-        "a-partial-chunk-counts-as-whole",
-        "radixcache",
-        "is_whole = start == self.grid_end and len(chunk) == step_size",
-        "is_whole = start == self.grid_end",
-        "Exact mode stores state that no cold run would have made.",
-        ("tests/whole/test_exact.py",),
-    ),
-    Mutant(
-        "no-checkpoint-where-prompts-part",
-        "radixcache",
-        '    if matched > resumed:\n        stops[min(matched, last)] = "branch"\n',
-        "",
-        "The third conversation with the same beginning still prefills it.",
-        ("tests/paging/test_reuse.py",),
-    ),
-    Mutant(
-        "no-checkpoint-at-the-last-interval",
-        "radixcache",
-        "for offset in range(interval, last + 1, interval):",
-        "for offset in range(interval, last, interval):",
-        "A prompt whose evaluated part is a whole number of intervals lacks its last checkpoint.",
-        ("tests/paging/test_reuse.py",),
-    ),
-    Mutant(
-        "the-vocabulary-is-one-larger",
-        "radixcache",
-        "wrong = (ids < 0) | (ids >= self._ceiling)",
-        "wrong = (ids < 0) | (ids > self._ceiling)",
-        "A sampled id that the model does not have becomes part of a stored path.",
-        ("tests/tokens/test_known_tokens.py",),
-    ),
-    Mutant(
-        "removed-tokens-keep-their-keys",
-        "radixcache",
-        "        self.read_keys = np.delete(self.read_keys, np.s_[start:end])\n",
-        "",
-        "After a context shift the row is stored under the keys of its old prompt.",
-        ("tests/tokens/test_known_tokens.py",),
-    ),
-)
+    @contextmanager
+    def broken(self, mutant: Mutant) -> Iterator[tuple[Path, ast.Module]]:
+        """The path of the file that a mutant changes, below the root, and the tree of that file with the mutant."""
+        place = self.place(mutant)
+        _, new = mutant.fragments()
+        before = getattr(place.owner, place.field)
+        after: object = _filled(new, iter(place.bodies))
+        if place.start is not None:
+            nodes = after if isinstance(after, list) else [after]
+            after = [*before[: place.start], *nodes, *before[place.end :]] or [ast.Pass()]
+        setattr(place.owner, place.field, after)
+        try:
+            yield place.path, self._trees[place.path]
+        finally:
+            setattr(place.owner, place.field, before)
 
-WRONG_STATE = (
-    Mutant(
-        "quarantine-begins-at-the-latest-find",
-        "radixcache",
-        "found = start if found is None else min(start, found)",
-        "found = start if found is None else max(start, found)",
-        "State that was found wrong is resumed again.",
-        ("tests/tokens/test_quarantine.py",),
-    ),
-    Mutant(
-        "quarantine-forgets-the-newest",
-        "radixcache",
-        "self._remove(next(iter(self._entries)))",
-        "self._remove(next(reversed(self._entries)))",
-        "Once the quarantine is full nothing new is ever quarantined.",
-        ("tests/tokens/test_quarantine.py",),
-    ),
-    Mutant(
-        "other-sessions-store-what-was-wrong",
-        "radixcache",
-        "self.right_tokens = self.offset",
-        "self.right_tokens = None",
-        "A session that had resumed on wrong state brings it back when it closes.",
-        ("tests/verify/test_verify.py",),
-    ),
-    Mutant(
-        "nan-agrees-with-everything",
-        "radixcache",
-        "difference = mx.where(mx.isnan(difference), mx.inf, difference)",
-        "difference = mx.where(mx.isnan(difference), 0.0, difference)",
-        "Verification passes restored state that is NaN.",
-        ("tests/verify/test_comparison.py",),
-    ),
-    Mutant(
-        "verify-compares-the-next-token",
-        "radixcache",
-        "index = len(self._prompt) - 1 - start",
-        "index = len(self._prompt) - start",
-        "Wrong logits behind right state are never found.",
-        ("tests/verify/test_verify.py", "tests/verify/test_verify_alarms.py"),
-    ),
-    Mutant(
-        "quarantine-starts-at-the-last-wrong-row",
-        "radixcache",
-        "row, first = min(rows, default=None), wrong[0]",
-        "row, first = max(rows, default=None), wrong[0]",
-        "Wrong tokens in front of the quarantine stay in the tree.",
-        ("tests/verify/test_verify.py",),
-    ),
-    Mutant(
-        "cold-run-stays-booked",
-        "radixcache",
-        "            book(0)\n            self._layout.release()",
-        "            self._layout.release()",
-        "A verified request takes its bytes twice until it closes.",
-        ("tests/verify/test_verify.py",),
-    ),
-)
+    def texts(self) -> dict[Path, str]:
+        """All files as they are written with a mutant, but without any: no comments, other line breaks."""
+        return {path: ast.unparse(tree) for path, tree in self._trees.items()}
 
-CELLS = (
-    Mutant(
-        "tokens-do-not-see-themselves",
-        "radixcache",
-        "np.less_equal(keys, queries, out=part)",
-        "np.less(keys, queries, out=part)",
-        "Rows of several tokens in mixed cells answer wrongly.",
-        ("tests/cells/test_cell_table.py",),
-    ),
-    Mutant(
-        "window-sees-one-token-more",
-        "radixcache",
-        "seen = 0 if window is None else self._index(each, max(row.begin - window + 1, 0))",
-        "seen = 0 if window is None else self._index(each, max(row.begin - window, 0))",
-        "A sliding window in cells is a token too wide.",
-        ("tests/cells/test_cell_table.py",),
-    ),
-    Mutant(
-        "sharing-takes-cells-away",
-        "radixcache",
-        "self._sets[cells, lower.word] |= lower.flag",
-        "self._sets[cells, lower.word] = lower.flag",
-        "A row that shares a prefix takes its cells from the row it shares with.",
-        ("tests/cells/test_cell_table.py",),
-    ),
-    Mutant(
-        "freeing-takes-shared-cells",
-        "radixcache",
-        "self._positions[cells[~self._sets[cells].any(axis=1)]] = _FREE",
-        "self._positions[cells] = _FREE",
-        "Closing one row frees cells that another still reads.",
-        ("tests/cells/test_cell_table.py",),
-    ),
-    Mutant(
-        "shift-goes-the-wrong-way",
-        "radixcache",
-        "Shift(*run, begin - end)",
-        "Shift(*run, end - begin)",
-        "After a context shift keys are rotated away from their new positions.",
-        ("tests/cells/test_cell_table.py",),
-    ),
-    Mutant(
-        "rotation-loses-its-sign",
-        "radixcache",
-        "scale=-self.scale if delta < 0 else self.scale",
-        "scale=self.scale",
-        "After a context shift keys are rotated away from their new positions.",
-        ("tests/cells/test_shift.py",),
-    ),
-    Mutant(
-        "defragmenting-leaves-sets-behind",
-        "radixcache",
-        "        self._sets[sources] = 0\n",
-        "",
-        "Cells that were moved away from are neither free nor anybody's.",
-        ("tests/cells/test_defragment.py", "tests/cells/test_cell_table.py"),
-    ),
-    Mutant(
-        "mask-is-padded-on-the-wrong-side",
-        "radixcache",
-        "mask = mx.pad(mask, [(0, 0), (first - start, stop - last)])",
-        "mask = mx.pad(mask, [(0, 0), (stop - last, first - start)])",
-        "Layers with windows of two sizes see the wrong cells.",
-        ("tests/cells/test_cell_layers.py", "tests/cells/test_causal.py"),
-    ),
-    Mutant(
-        "overflow-reaches-the-neighbours",
-        "radixcache",
-        "    content = mx.where(is_finite, content, mx.array(0, content.dtype))\n",
-        "",
-        "An overflow in one row turns the answers of all others to NaN.",
-        ("tests/cells/test_cell_layers.py", "tests/cells/test_causal_abuse.py"),
-    ),
-    Mutant(
-        "everyone-gets-the-first-rows-state",
-        "radixcache",
-        "mx.contiguous(array[row : row + 1])",
-        "mx.contiguous(array[:1])",
-        "Recurrent rows that stepped together go on with the state of the first.",
-        ("tests/cells/test_causal.py",),
-    ),
-    Mutant(
-        "taint-moves-to-the-latest-cut",
-        "radixcache",
-        "self._tainted[sequence] = min(begin, self._tainted.get(sequence, begin))",
-        "self._tainted[sequence] = begin",
-        "State that a context shift has changed is stored as if it had been evaluated.",
-        ("tests/cells/test_causal.py",),
-    ),
-    Mutant(
-        "taint-is-not-inherited",
-        "radixcache",
-        "            if self._tainted.get(source, length) < length:\n",
-        "            if self._tainted.get(source, length) > length:\n",
-        "A row that shares shifted cells stores them as clean.",
-        ("tests/cells/test_causal.py",),
-    ),
-    Mutant(
-        "failed-pass-keeps-recurrent-state",
-        "radixcache",
-        "            self._states.roll_back(held)\n",
-        "",
-        "After a failed step recurrent rows have seen a token that their cells do not hold.",
-        ("tests/cells/test_causal_abuse.py", "tests/cells/test_causal.py"),
-    ),
-)
 
-ROWS = (
-    Mutant(
-        "rows-keep-no-tokens-of-windows",
-        "radixcache",
-        "self._core.keep_windows(row.own, points, start, end, is_last=is_last)",
-        "pass",
-        "Rows of models with windows share nothing in front of their last tokens.",
-        ("tests/groups/test_begin_many.py",),
-    ),
-    Mutant(
-        "rows-of-a-prompt-see-their-padding",
-        "radixcache",
-        "return mask if padding is None else mask & padding",
-        "return mask",
-        "Of prompts that are prefilled together the shorter ones attend to what is in front of their tails.",
-        ("tests/groups/test_prefill_many.py",),
-    ),
-    Mutant(
-        "what-prefill-takes-is-never-learnt",
-        "radixcache",
-        "links = self._less_what_tells(resume, links)",
-        "pass",
-        "Where all prompts are stored, they are read however slow the store is.",
-        ("tests/paging/test_slow_stores.py",),
-    ),
-    Mutant(
-        "a-row-that-stays-is-a-hole",
-        "radixcache",
-        "if nobody_stays and (not joining",
-        "if (not joining",
-        "A step of some rows of a batch evaluates a token of the others, too.",
-        ("tests/groups/test_holes.py",),
-    ),
-    Mutant(
-        "holes-stay-for-ever",
-        "radixcache",
-        "return self._idle_tokens <= len(self.rows) and not is_full",
-        "return not is_full",
-        "Every step evaluates as many rows as there once were.",
-        ("tests/groups/test_holes.py",),
-    ),
-    Mutant(
-        "rows-that-come-get-no-room",
-        "radixcache",
-        "Batch.gathered([(row.batch, row.at) for row in side_by_side], count + spare, spare_rows)",
-        "Batch.gathered([(row.batch, row.at) for row in side_by_side], count + spare)",
-        "Each row that joins has all others copied.",
-        ("tests/groups/test_rows_join.py",),
-    ),
-    Mutant(
-        "room-for-rows-is-taken-beyond-the-budget",
-        "radixcache",
-        "                if room.core.evictor.over_bytes(wanted):\n                    spare_rows = 0\n",
-        "",
-        "A step fails, or evicts, for rows that are not there yet.",
-        ("tests/groups/test_rows_join.py",),
-    ),
-    Mutant(
-        "a-batch-is-never-made-shorter",
-        "radixcache",
-        "return self._idle_tokens <= len(self.rows) and not is_full",
-        "return self._idle_tokens <= len(self.rows)",
-        "A batch that rows come to and leave grows for ever.",
-        ("tests/groups/test_rows_join.py",),
-    ),
-    Mutant(
-        "what-a-row-left-is-not-wiped",
-        "radixcache",
-        "            buffer[at : at + 1, :, : here - width] = 0\n",
-        "            pass\n",
-        "A row without numbers spoils the next one in its place.",
-        ("tests/groups/test_rows_join.py",),
-    ),
-    Mutant(
-        "a-longer-row-joins-in-place",
-        "radixcache",
-        "if len(free) < len(rows) or max(row.batch.columns.lengths[row.at] for row in rows) > columns.end:",
-        "if len(free) < len(rows):",
-        "A row that is longer than the batch loses its first tokens.",
-        ("tests/groups/test_rows_join.py",),
-    ),
-    Mutant(
-        "last-tokens-of-prompts-go-by-themselves",
-        "radixcache",
-        "ends[row] -= leaves_last and is_long and ends[row] - row.position == row.prompt_left",
-        "pass",
-        "Each prompt costs a forward pass of one token more than it need.",
-        ("tests/groups/test_prefill_many.py",),
-    ),
-    Mutant(
-        "first-tokens-wait-for-a-step",
-        "runner",
-        "if first and not self.group.is_lost:",
-        "if False:",
-        "The first token of a reply comes behind a decode step of all that run.",
-        ("tests/parallel/test_parallel_generate.py",),
-    ),
-    Mutant(
-        "a-chunk-follows-a-chunk-whose-first-tokens-were-handed-out",
-        "runner",
-        "                self._owes_step = True\n",
-        "                self._owes_step = False\n",
-        "Where prompts end one after the other, nobody gets another token before all are through.",
-        ("tests/parallel/test_parallel_logits.py",),
-    ),
-    Mutant(
-        "tokens-wait-for-the-next-chunk-of-prefill",
-        "runner",
-        "soon = continuing if has_prefilled else first",
-        "soon = first",
-        "Between the first two tokens of a reply lie two chunks of other prompts.",
-        ("tests/parallel/test_parallel_generate.py",),
-    ),
-    Mutant(
-        "a-last-token-of-prompts-cannot-be-undone",
-        "radixcache",
-        "keys, values = mx.array(keys), mx.array(values)",
-        "pass",
-        "A model that raises behind the windows of several prompts has written into them.",
-        ("tests/groups/test_prefill_many.py",),
-    ),
-    Mutant(
-        "late-sharing-is-counted-twice",
-        "radixcache",
-        "        self.miss_tokens -= tokens\n",
-        "",
-        "Hit and miss tokens add up to more than the prompts had.",
-        ("tests/groups/test_share_later.py",),
-    ),
-    Mutant(
-        "rows-store-what-was-found-wrong",
-        "radixcache",
-        "limits = (self.position, self._tainted, self.right_tokens)",
-        "limits = (self.position, self._tainted)",
-        "A row that was admitted on quarantined state stores it again.",
-        ("tests/groups/test_begin_many.py", "tests/verify/test_verify.py"),
-    ),
-    Mutant(
-        "rows-store-what-was-shifted",
-        "radixcache",
-        "limits = (self.position, self._tainted, self.right_tokens)",
-        "limits = (self.position, self.right_tokens)",
-        "State behind a context shift is stored as if its tokens alone had given it.",
-        ("tests/groups/test_begin_many.py",),
-    ),
-    Mutant(
-        "rows-drop-their-checkpoints-on-the-way",
-        "radixcache",
-        "self._put(row, keys, row.own.checkpoints, self._core",
-        "self._put(row, keys, [], self._core",
-        "Of a row of a recurrent model only the end can be resumed.",
-        ("tests/groups/test_begin_many.py",),
-    ),
-    Mutant(
-        "waiting-for-a-chunk-that-never-ends-there",
-        "radixcache",
-        "ends.append(position + (common - position) // chunk_tokens * chunk_tokens)",
-        "ends.append(common)",
-        "Requests wait for a moment of another's prefill that never comes.",
-        ("tests/groups/test_share_later.py",),
-    ),
-)
+def read_mutants() -> tuple[Mutant, ...]:
+    """All mutants of the text files."""
+    texts = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.txt"))]
+    return tuple(_parsed(block) for text in texts for block in text.strip().split("\n\n"))
 
-TOGETHER = (
-    Mutant(
-        "queries-are-not-scaled",
-        "radixcache",
-        "grouped = (queries * scale).reshape",
-        "grouped = queries.reshape",
-        "Attention to segments is too sharp; the trial notices, and nothing is read in place any more.",
-        ("tests/groups/test_attention.py",),
-    ),
-    Mutant(
-        "rows-without-a-segment-count-in-the-maximum",
-        "radixcache",
-        "for each in shared], -mx.inf)",
-        "for each in shared], 1e4)",
-        "Rows that read less than others lose all weight.",
-        ("tests/groups/test_attention.py",),
-    ),
-    Mutant(
-        "segments-go-to-the-wrong-rows",
-        "radixcache",
-        "found.append(joined if level.places is None else joined[level.places])",
-        "found.append(joined)",
-        "A row is told what another row's prefix says.",
-        ("tests/groups/test_attention.py",),
-    ),
-    Mutant(
-        "sinks-take-no-weight",
-        "radixcache",
-        "        totals.append(exp(maxima[-1] - maximum))\n",
-        "        pass\n",
-        "Models with attention sinks answer wrongly in a group.",
-        ("tests/groups/test_attention.py",),
-    ),
-    Mutant(
-        "sinks-take-no-weight-of-a-row-alone",
-        "radixcache",
-        "    if sinks is not None:\n        scores = [",
-        "    if False:\n        scores = [",
-        "One user of a model with attention sinks gets wrong answers, and several right ones.",
-        ("tests/groups/test_attention.py",),
-    ),
-    Mutant(
-        "blocks-end-a-token-early",
-        "radixcache",
-        "        seen = slice(columns - tokens + block.stop)\n",
-        "        seen = slice(columns - tokens + block.stop - 1)\n",
-        "The last token of each block does not see itself.",
-        ("tests/groups/test_attention.py",),
-    ),
-    Mutant(
-        "padding-is-seen",
-        "radixcache",
-        "is_ragged = any(starts)",
-        "is_ragged = False",
-        "Rows with shorter tails attend to columns that are not theirs.",
-        ("tests/groups/test_begin_many.py", "tests/groups/test_ways.py"),
-    ),
-    Mutant(
-        "positions-leave-out-what-is-in-place",
-        "radixcache",
-        "return [length + in_place for length, in_place in zip(self.lengths, self.in_place, strict=True)]",
-        "return [length for length, in_place in zip(self.lengths, self.in_place, strict=True)]",
-        "New tokens are rotated as if the prefix were not there.",
-        ("tests/groups/test_begin_many.py",),
-    ),
-    Mutant(
-        "keys-that-nobody-attended-pass",
-        "radixcache",
-        "            current.require_attended()\n",
-        "",
-        "A model whose attention is its own is silently wrong.",
-        ("tests/groups/test_ways.py",),
-    ),
-    Mutant(
-        "masks-of-the-models-own-pass",
-        "radixcache",
-        "if values is not own or not (",
-        "if values is not own or False and not (",
-        "A mask that a model made itself is ignored over segments.",
-        ("tests/groups/test_ways.py",),
-    ),
-    Mutant(
-        "a-path-that-is-read-may-be-evicted",
-        "radixcache",
-        "            each.payload.readers += change\n",
-        "",
-        "Eviction takes the prefix away under the rows that read it.",
-        ("tests/groups/test_begin_many.py",),
-    ),
-    Mutant(
-        "what-rows-read-is-dropped-as-a-duplicate",
-        "radixcache",
-        "if node.payload.spans is not None and not node.payload.readers]",
-        "if node.payload.spans is not None]",
-        "Under pressure rows lose what they read to a session that has it live as well.",
-        ("tests/groups/test_segments.py",),
-    ),
-    Mutant(
-        "a-row-forgets-what-left-the-tree",
-        "radixcache",
-        "if node.payload.spans is not None] + self.orphans",
-        "if node.payload.spans is not None]",
-        "After a quarantine a row goes on without a part of its prompt.",
-        ("tests/groups/test_segments.py",),
-    ),
-    Mutant(
-        "moved-keys-are-not-rotated",
-        "radixcache",
-        "found.append((self._rotated(keys[..., behind, :], rotation), values[..., behind, :]))",
-        "found.append((keys[..., behind, :], values[..., behind, :]))",
-        "After a context shift tokens stand where they stood before.",
-        ("tests/groups/test_segments.py",),
-    ),
-    Mutant(
-        "what-is-offered-stays-in-the-tail",
-        "radixcache",
-        "            self._leave_in_place(row, start, row.path_end)\n",
-        "            pass\n",
-        "The row that evaluated a shared beginning holds it once more.",
-        ("tests/groups/test_segments.py",),
-    ),
-    Mutant(
-        "passes-of-rows-one-by-one-are-not-undone",
-        "radixcache",
-        "                batch.roll_back(held, error)\n",
-        "                pass\n",
-        "Where one of several rows fails, those before it have seen a token that nobody knows of.",
-        ("tests/groups/test_segments.py",),
-    ),
-)
 
-WINDOWS = (
-    Mutant(
-        "windows-nearest-is-the-furthest",
-        "radixcache",
-        "return min((child.payload.nearest for child in node.children.values()), default=NEVER)",
-        "return max((child.payload.nearest for child in node.children.values()), default=NEVER)",
-        "Tokens that a checkpoint needs are the first to go; nothing resumes there any more.",
-        ("tests/walks/test_prefix_cache_machine.py",),
-    ),
-    Mutant(
-        "windows-overwrite-what-is-there",
-        "radixcache",
-        "self.set(node, more if own is None else self._layout.with_more(own, more))",
-        "self.set(node, more)",
-        "Storing some tokens of a window loses the others.",
-        ("tests/paging/test_windows.py",),
-    ),
-    Mutant(
-        "windows-split-to-the-wrong-side",
-        "radixcache",
-        "self.windows.set(upper, windows[0])",
-        "self.windows.set(upper, windows[1])",
-        "After a split neither side has its own tokens of windows.",
-        ("tests/paging/test_windows.py",),
-    ),
-    Mutant(
-        "windows-nobody-needs-stay",
-        "radixcache",
-        "if self._states.windows.drop_unneeded(over):",
-        "if self._states.windows.drop_unneeded(lambda: 0):",
-        "Under pressure conversations go before tokens that nobody needs.",
-        ("tests/paging/test_windows.py",),
-    ),
-    Mutant(
-        "windows-restore-the-first-layer-in-all",
-        "radixcache",
-        "array[layer : layer + 1] for array in arrays",
-        "array[:1] for array in arrays",
-        "Layers with equal windows are restored with one layer's state; answers are wrong.",
-        ("tests/layers/test_stacks.py",),
-    ),
-    Mutant(
-        "windows-stack-what-differs",
-        "radixcache",
-        "alike.setdefault((window, adapter, self._shapes[leaf]), [])",
-        "alike.setdefault((window, adapter, None), [])",
-        "Layers with equal windows and other heads cannot be stored.",
-        ("tests/layers/test_stacks.py",),
-    ),
-    Mutant(
-        "windows-are-copied-at-every-chunk",
-        "radixcache",
-        "cache.keys.shape[2] - self.filled(cache) <= cache.step:",
-        "cache.keys.shape[2] == self.filled(cache):",
-        "A growing conversation copies its whole windows.",
-        ("tests/paging/test_copies.py",),
-    ),
-    Mutant(
-        "windows-are-owned-again-and-again",
-        "radixcache",
-        "                self._was_empty = False\n",
-        "",
-        "A conversation within a window copies all of it at every chunk.",
-        ("tests/paging/test_copies.py",),
-    ),
-    Mutant(
-        "windows-beside-states-are-kept-whole",
-        "radixcache",
-        "        if self.layout.has_states:\n            return\n",
-        "",
-        "Models with recurrent layers keep tokens of windows that nothing resumes on.",
-        ("tests/paging/test_windows.py",),
-    ),
-    Mutant(
-        "own-windows-are-trimmed-too-far",
-        "radixcache",
-        "for each in self.checkpoints for needed",
-        "for each in self.checkpoints[:-1] for needed",
-        "A request gives up what its newest checkpoint needs.",
-        ("tests/paging/test_windows.py",),
-    ),
-    Mutant(
-        "pins-keep-no-window",
-        "radixcache",
-        "if is_bare and not self._states.windows.lacking(node.path(), node.end):",
-        "if not is_bare and not self._states.windows.lacking(node.path(), node.end):",
-        "Under pressure a pinned prefix cannot be resumed at its end any more.",
-        ("tests/paging/test_windows.py",),
-    ),
-    Mutant(
-        "a-wrong-window-is-quarantined-alone",
-        "radixcache",
-        "if is_branch and match.offset == len(keys):",
-        "if is_branch and match.offset < 0:",
-        "What was wrong in front of a wrong window is found again, and prefilled in vain.",
-        ("tests/verify/test_verify.py",),
-    ),
-)
+def _parsed(block: str) -> Mutant:
+    lines = block.splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("@ "))
+    name, _, breaks = " ".join(lines[:at]).partition(": ")
+    function, *first = lines[at].split()[1:]
+    code = {sign: "\n".join(line[2:] for line in lines[at + 1 :] if line[:1] == sign) for sign in "-+"}
+    return Mutant(name, breaks, function, code["-"], code["+"], tuple(first))
 
-POLICIES = (
-    Mutant(
-        "lru-is-reversed",
-        "policies",
-        'A hit refreshes."""\n\n    def key(self, entry: Entry) -> Key:\n        return (entry.last_used, -entry.end)',
-        'A hit refreshes."""\n\n    def key(self, entry: Entry) -> Key:\n        return (-entry.last_used, -entry.end)',
-        "LRU evicts what was used a moment ago.",
-        ("tests/policies/test_policies.py",),
-    ),
-    Mutant(
-        "merged-entries-keep-their-old-rank",
-        "policies",
-        "        self.evicted(gone)\n        self._rekey(into)\n",
-        "        self.evicted(gone)\n",
-        "What was joined is evicted by the rank of its colder half.",
-        ("tests/policies/test_contract.py", "tests/policies/test_policies.py"),
-    ),
-    Mutant(
-        "slru-protects-a-hit-late",
-        "policies",
-        "protected = entry.uses >= 2",
-        "protected = entry.uses > 2",
-        "SLRU gives up what was used twice along with what was used once.",
-        ("tests/policies/test_policies_static.py", "tests/policies/test_policies.py"),
-    ),
-    Mutant(
-        "lfu-breaks-ties-the-wrong-way",
-        "policies",
-        "return (entry.uses, entry.last_used, -entry.end)",
-        "return (entry.uses, -entry.last_used, -entry.end)",
-        "LFU gives up the newest of what was used equally often.",
-        ("tests/policies/test_policies_static.py", "tests/policies/test_policies.py"),
-    ),
-    Mutant(
-        "priority-is-upside-down",
-        "policies",
-        "return (entry.priority, entry.last_used, -entry.end)",
-        "return (-entry.priority, entry.last_used, -entry.end)",
-        "What is important goes first.",
-        ("tests/policies/test_policies_static.py", "tests/policies/test_policies.py"),
-    ),
-    Mutant(
-        "turn-passes-over-without-noting-it",
-        "policies",
-        "self._ends.cut(end - at)",
-        "pass",
-        "What a simulation of Turn finds depends on how long the edges of the tree are.",
-        ("tests/simulate/test_simulate.py",),
-    ),
-    Mutant(
-        "gdsf-does-not-age",
-        "policies",
-        "return (age + entry.uses * self.value(entry), entry.last_used, -entry.end)",
-        "return (entry.uses * self.value(entry), entry.last_used, -entry.end)",
-        "GDSF keeps for ever what was popular once.",
-        ("tests/policies/test_policies_static.py", "tests/policies/test_policies.py"),
-    ),
-    Mutant(
-        "ttl-is-not-renewed",
-        "policies",
-        "return entry.last_used + self.ttl_ticks.get(entry.kind, entry.priority)",
-        "return entry.created + self.ttl_ticks.get(entry.kind, entry.priority)",
-        "A soft pin expires while it is in use.",
-        ("tests/policies/test_policies_static.py",),
-    ),
-    Mutant(
-        "t-lru-spares-the-wrong-side",
-        "policies",
-        "return (left > threshold, entry.last_used, -entry.end)",
-        "return (left < threshold, entry.last_used, -entry.end)",
-        "T-LRU gives up what a conversation needs to meet its latency goal.",
-        ("tests/policies/test_policies_static.py", "tests/policies/test_policies_star.py"),
-    ),
-    Mutant(
-        "s3fifo-forgets-uses-in-the-main-queue",
-        "policies",
-        "self.move(entry, MAIN, self._end_of_main(), marks - 1)",
-        "self.move(entry, MAIN, self._end_of_main(), 0)",
-        "S3-FIFO keeps what is used all the time no longer than what was used once.",
-        ("tests/policies/test_policies_ghosts.py",),
-    ),
-    Mutant(
-        "sieve-starts-over-each-time",
-        "policies",
-        "                self._hand = place\n                return entry",
-        "                self._hand = None\n                return entry",
-        "SIEVE takes old keys that it has just forgiven.",
-        ("tests/policies/test_policies_star.py",),
-    ),
-    Mutant(
-        "arc-adapts-the-wrong-way",
-        "policies",
-        "step * known if queue == ONCE else -step * known",
-        "-step * known if queue == ONCE else step * known",
-        "ARC gives the list that misses more even less room.",
-        ("tests/policies/test_policies_ghosts.py",),
-    ),
-    Mutant(
-        "the-making-request-counts-as-a-use",
-        "policies",
-        "        if entry.last_used == entry.created:\n            return  # The request that made it.\n",
-        "",
-        "Queue policies take every new key for one that was used again.",
-        ("tests/policies/test_policies_ghosts.py",),
-    ),
-    Mutant(
-        "belady-takes-the-nearest-use",
-        "policies",
-        "return (-self._next_use(entry), -entry.end, entry.last_used)",
-        "return (self._next_use(entry), -entry.end, entry.last_used)",
-        "The upper bound of all benchmarks is none.",
-        ("tests/policies/test_belady.py",),
-    ),
-    Mutant(
-        "turn-keeps-what-is-spent",
-        "policies",
-        "return (worth * SPENT_WORTH if is_spent else worth, tick, deepest, number)",
-        "return (worth, tick, deepest, number)",
-        "The ends that a continued conversation left behind push out live ones.",
-        ("tests/policies/test_turn_policy.py",),
-    ),
-    Mutant(
-        "turns-are-not-counted-on",
-        "policies",
-        "request.turn = previous.turn + (request.has_added or request.is_trusted)",
-        "request.turn = previous.turn",
-        "Every turn of a conversation is taken for its first.",
-        ("tests/policies/test_turn_policy.py",),
-    ),
-    Mutant(
-        "benefit-keeps-the-cheap",
-        "policies",
-        "math.log2(saved / entry.weight_bytes)",
-        "math.log2(entry.weight_bytes / saved)",
-        "What is dear to compute goes before what is cheap.",
-        ("tests/policies/test_benefit_policy.py",),
-    ),
-    Mutant(
-        "marconi-goes-by-birth",
-        "policies",
-        "recency = _scaled([1.0 / (1 + self._now - entry.last_used) for entry in entries])",
-        "recency = _scaled([1.0 / (1 + self._now - entry.created) for entry in entries])",
-        "Marconi evicts an old system prompt that every request uses.",
-        ("tests/policies/test_policies_static.py",),
-    ),
-    Mutant(
-        "ghosts-forget-the-newest",
-        "policies",
-        "_, (length, end) = self._lengths.popitem(last=False)",
-        "_, (length, end) = self._lengths.popitem(last=True)",
-        "ARC and S3-FIFO never notice that they have just evicted the wrong thing.",
-        ("tests/policies/test_policies_ghosts.py",),
-    ),
-)
 
-SHARED = (
-    Mutant(
-        "a-dead-server-is-asked-again-at-once",
-        "radixcache",
-        "if not self._is_open or self._is_tried or self._clock() - self._since_s < self.pause_s:",
-        "if not self._is_open or self._is_tried:",
-        "A server that is down is connected to for request after request.",
-        ("tests/stores/test_breaker.py",),
-    ),
-    Mutant(
-        "pauses-never-grow",
-        "radixcache",
-        "min(max(2 * self.pause_s, FIRST_PAUSE_S), MAX_PAUSE_S)",
-        "FIRST_PAUSE_S",
-        "A server that stays down is tried every second for ever.",
-        ("tests/stores/test_breaker.py",),
-    ),
-    Mutant(
-        "a-call-has-no-limit",
-        "radixcache",
-        "return self._future.result(max(0.0, self._ends_s - time.monotonic()))",
-        "return self._future.result()",
-        "A server that sends a byte now and then holds a request, and the cache's lock, for ever.",
-        ("tests/stores/test_redis_calls.py",),
-    ),
-    Mutant(
-        "a-url-that-is-none-is-quoted",
-        "radixcache",
-        "    except Exception:\n        made = None\n",
-        "    except Exception:\n        raise\n",
-        "A password in a mistyped URL comes to stand in the log.",
-        ("tests/stores/test_redis_store.py",),
-    ),
-    Mutant(
-        "a-secret-hides-nothing",
-        "radixcache",
-        "        if self._secret is not None:\n            digest = blake2b(digest, digest_size=KEY_BYTES, key=",
-        "        if False:\n            digest = blake2b(digest, digest_size=KEY_BYTES, key=",
-        "Whoever can guess a prompt sees in Redis that it was asked, whatever secret there is.",
-        ("tests/stores/test_redis_store.py",),
-    ),
-    Mutant(
-        "landmarks-forget-what-is-before-them",
-        "radixcache",
-        "mark = _digest(mark + data[at : at + 8 * MARK_TOKENS])",
-        "mark = _digest(data[at : at + 8 * MARK_TOKENS])",
-        "Prompts that share tokens in their middle hide each other's blocks in Redis.",
-        ("tests/stores/test_redis_store.py",),
-    ),
-    Mutant(
-        "a-value-of-another-block-is-believed",
-        "radixcache",
-        "            if (block.head.key, block.head.kind) != place:",
-        "            if block.head.kind != place[1]:",
-        "Who can write to Redis puts one prompt's state in the place of another's.",
-        ("tests/stores/test_redis_store.py",),
-    ),
-    Mutant(
-        "use-does-not-keep-from-expiring",
-        "radixcache",
-        "> ttl_s / 4 * 1e9",
-        "> ttl_s * 4 * 1e9",
-        "A system prompt that every request uses expires in Redis.",
-        ("tests/stores/test_redis_store.py",),
-    ),
-    Mutant(
-        "all-stores-are-as-fast-as-the-first",
-        "radixcache",
-        "sum(self._reading[tier].rate.seconds_for(its) for tier, its in nbytes.items())",
-        "sum(self._reading[0].rate.seconds_for(its) for tier, its in nbytes.items())",
-        "State is fetched over a slow link though prefill is faster.",
-        ("tests/paging/test_rates.py",),
-    ),
-    Mutant(
-        "a-slow-store-is-read-for-what-a-fast-one-saves",
-        "radixcache",
-        "if after is None or (after.tier != link.tier and can_resume):",
-        "if after is None:",
-        "What a disk saves is spent on a slow link.",
-        ("tests/whole/test_redis.py",),
-    ),
-    Mutant(
-        "a-store-that-is-down-is-offered-all-again",
-        "radixcache",
-        "return all(store.holds(key, kind) or not store.accepts(0) for store in self.stores)",
-        "return all(store.holds(key, kind) for store in self.stores)",
-        "While Redis is down each request copies out all of its state for it.",
-        ("tests/stores/test_tiers.py",),
-    ),
-    Mutant(
-        "what-a-store-lacks-of-the-known-is-not-put",
-        "radixcache",
-        "if link is not None and self._disk.store.holds(link.key):",
-        "if link is not None:",
-        "What came from Redis never comes to be on the disk.",
-        ("tests/whole/test_redis.py",),
-    ),
-    Mutant(
-        "where-a-block-begins-inside-of-another-is-not-in-its-key",
-        "radixcache",
-        'person=b"rc block" + cut.to_bytes(2, "little")',
-        'person=b"rc block"',
-        "What follows a block and what goes on inside of it take each other's place.",
-        ("tests/stores/test_index.py",),
-    ),
-    Mutant(
-        "a-block-is-read-beyond-where-the-next-one-begins",
-        "radixcache",
-        "[its and its.split(link.end)[0] for its in layout.spans_in(*about)]",
-        "layout.spans_in(*about)",
-        "What goes on from inside of a block is not brought, or behind tokens of another prompt.",
-        ("tests/whole/test_store.py",),
-    ),
-    Mutant(
-        "a-block-with-a-checkpoint-inside-is-gone-on-from",
-        "radixcache",
-        "takes_cuts and not disk.grid and not layout.has_points",
-        "takes_cuts and not disk.grid",
-        "A checkpoint is not stored where no block ends, and a restart resumes before it.",
-        ("tests/paging/test_tier.py", "tests/whole/test_store.py"),
-    ),
-)
+def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """Every function, class and module-level constant with its qualified name."""
+    for statement in tree.body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        yield from ((target.id, statement) for target in targets if isinstance(target, ast.Name))
+    waiting: list[tuple[str, ast.AST]] = [("", tree)]
+    while waiting:
+        prefix, node = waiting.pop()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield prefix + child.name, child
+                waiting.append((f"{prefix}{child.name}.", child))
+            elif not isinstance(child, ast.expr):
+                waiting.append((prefix, child))
 
-MUTANTS = (
-    *TREE,
-    *STATE,
-    *WATCH,
-    *ADAPTERS,
-    *LAYOUT,
-    *PAGING,
-    *HOLDING,
-    *SESSION,
-    *WRONG_STATE,
-    *CELLS,
-    *ROWS,
-    *TOGETHER,
-    *WINDOWS,
-    *POLICIES,
-    *SHARED,
-)
+
+def _places(path: Path, definition: ast.AST, old: Fragment) -> Iterator[Place]:
+    """Where in a definition the old code stands."""
+    for owner in ast.walk(definition):
+        for field, value in ast.iter_fields(owner):
+            bodies: list[list[ast.stmt]] = []
+            if not isinstance(value, list):
+                if isinstance(old, ast.expr) and _is_same(old, value, bodies):
+                    yield Place(path, owner, field, None, 0, bodies)
+                continue
+            wanted = old if isinstance(old, list) else [old]
+            if isinstance(old, list) and field not in BODIES:
+                continue
+            for start in range(len(value) - len(wanted) + 1):
+                bodies = []
+                end = start + len(wanted)
+                if all(_is_same(a, b, bodies) for a, b in zip(wanted, value[start:end], strict=True)):
+                    yield Place(path, owner, field, start, end, bodies)
+
+
+def _is_same(old: object, found: object, bodies: list[list[ast.stmt]]) -> bool:
+    """Compare two trees; `bodies` takes what each body of `...` in the old one stands for."""
+    if type(old) is not type(found):
+        return False
+    if isinstance(old, list) and isinstance(found, list):
+        if _is_any_body(old):
+            bodies.append(found)
+            return True
+        return len(old) == len(found) and all(_is_same(a, b, bodies) for a, b in zip(old, found, strict=True))
+    if isinstance(old, ast.AST) and isinstance(found, ast.AST):
+        return all(_is_same(value, getattr(found, field, None), bodies) for field, value in ast.iter_fields(old))
+    return old == found
+
+
+def _filled(new: Fragment, bodies: Iterator[list[ast.stmt]]) -> Fragment:
+    """The new code with the bodies that its `...` stand for."""
+    for node in [each for root in (new if isinstance(new, list) else [new]) for each in ast.walk(root)]:
+        for field in BODIES:
+            if _is_any_body(getattr(node, field, None)):
+                setattr(node, field, next(bodies))
+    return new
+
+
+def _is_any_body(value: object) -> bool:
+    match value:
+        case [ast.Expr(value=ast.Constant(value=constant))]:
+            return constant is ...
+    return False
