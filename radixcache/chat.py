@@ -1,29 +1,25 @@
-"""Chat messages to tokens, and to the offsets ("marks") where other conversations may part from this one.
+"""Render chat messages to tokens, and find the offsets ("marks") where other conversations may diverge from this one.
 
-A template is foreign code: it may refuse part of a conversation, insert a default system prompt, merge the system
-prompt into the first user message, or rewrite earlier turns. So a message's end is never computed from the message: it
-is read off by rendering the conversation cut after the message, or, where the template refuses or rewrites that, by
-rendering conversations that differ only in what follows. A mark is a promise, kept by these rules:
+A template is foreign code. It may refuse part of a conversation, insert a default system prompt, merge the system
+prompt into the first user message, or rewrite earlier turns. So the end of a message is never computed from the
+message. It is read from the rendering of the conversation up to that message. Where the template refuses or rewrites
+that, it is read from renderings of conversations that differ only in what follows. A mark is a promise:
 
   M1  tokens are what the tokenizer's own `apply_chat_template` gives for the whole conversation.
   M2  tokens[:mark] begins the tokens of every conversation that shares the messages up to that mark and goes on after
-      them: with the generation prompt, or with a message of another role.
-  M3  0 < mark <= len(tokens); marks ascend and none comes twice. Messages that end at one offset share a mark; a
-      message of which nothing is certain to come back has none.
+      them with the generation prompt or with a message of another role.
+  M3  0 < mark <= len(tokens); marks ascend and are distinct. Messages that end at one offset share a mark. A message
+      whose end is not certain has none.
 
-M2 holds for text first, then for tokens: tokens that reach over the border are left out, and where no control token
-closes the border, so are those that other text behind it could merge with. (Where a tokenizer does not cut text into
-words, M2 holds for merges with the beginnings of text that TokenSpans tries.)
+M2 holds for text first, then for tokens. Tokens that reach over the border are left out. Without a control token at the
+border, tokens that other text could merge with are left out too. (If a tokenizer does not split text into words, M2
+holds for merges with the beginnings of text that `TokenSpans` tries.)
 
-Cost: one tokenization of the whole text, and one rendering per message; with tokenizers without offsets, or that render
-in their own way, one tokenization per message. Never imports MLX.
+Templates want messages in different forms: arguments of tool calls as text or as objects, an empty content or none.
+`choose_form` finds the first form that a template accepts.
 
-ChatTemplate: a tokenizer's chat template as foreign code that may refuse part of a conversation. Never imports MLX.
-
-Templates differ in the form they want messages in: the arguments of tool calls as text or as objects, an empty content
-or none. The first form that a template takes is the one it gets.
-
-TokenSpans: the tokens of a rendered text, and up to which of them another text behind a border changes nothing.
+Cost: one tokenization of the whole text and one rendering per message. A tokenizer without offsets, or with its own
+renderer, needs one tokenization per message. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -63,7 +59,7 @@ class ChatTemplate:
             self._kwargs["return_dict"] = False
 
     def render(self, messages: Sequence[Message], generation_prompt: bool) -> Rendering:
-        """Render as text, or as tokens where text does not tell them; raises whatever the template raises."""
+        """Render as text, or as tokens if the text does not determine them; raises whatever the template raises."""
         rendered = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             add_generation_prompt=generation_prompt,
@@ -76,20 +72,19 @@ class ChatTemplate:
         """Render, or None where the template refuses these messages."""
         try:
             return self.render(messages, generation_prompt)
-        except Exception:  # a template may raise anything: each of them is a refusal, and the caller has another way
+        except Exception:  # A template may raise anything. Every exception is a refusal.
             return None
 
     def encode(self, texts: Sequence[str]) -> Any:
-        """Tokenize rendered texts, with the character span of each token."""
         return self._inner(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 
     def control_tokens(self) -> dict[int, str]:
-        """Ids and texts of the tokens that no text beside them can change; more white space changes white space."""
+        """Ids and texts of the tokens that text beside them cannot change; white space does not count as one."""
         added = self._inner.added_tokens_decoder.items()
         return {int(token_id): token.content for token_id, token in added if token.content.strip()}
 
     def _has_python_template(self) -> bool:
-        """Whether mlx-lm brings a function in place of the tokenizer's Jinja template."""
+        """Whether mlx-lm replaces the tokenizer's Jinja template by a function."""
         return self._inner is not self._tokenizer and getattr(self._tokenizer, "_chat_template", None) is not None
 
     def _renders_text_that_it_tokenizes(self) -> bool:
@@ -99,7 +94,7 @@ class ChatTemplate:
 
 
 def _has_stock_renderer(tokenizer: Any) -> bool:
-    """Whether `apply_chat_template` is the one of transformers, which tokenizes the text that it renders."""
+    """Whether `apply_chat_template` is that of transformers, which tokenizes its rendered text."""
     method = getattr(type(tokenizer), "apply_chat_template", None)
     return getattr(method, "__module__", None) == "transformers.tokenization_utils_base"
 
@@ -120,10 +115,10 @@ def _require_template(tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
 def choose_form(
     template: ChatTemplate, messages: Sequence[Message], add_generation_prompt: bool
 ) -> tuple[list[dict[str, Any]], Rendering]:
-    """Find the form of the messages that the template takes, and what it makes of it.
+    """Find the form of the messages that the template accepts, and render it.
 
-    Most templates want the arguments of a tool call as an object and would write text quoted twice; a few need text.
-    Most do without the content of a message that only calls tools; a few need it to be a string.
+    Most templates want the arguments of a tool call as an object and would quote text twice; a few need text. Most
+    accept a message without content if it calls tools; a few need a string.
     """
     generation_prompt = add_generation_prompt and messages[-1]["role"] != "assistant"
     accepted: list[tuple[list[dict[str, Any]], Rendering]] = []
@@ -131,7 +126,7 @@ def choose_form(
     for form in _forms(messages):
         try:
             accepted.append((form, template.render(form, generation_prompt)))
-        except Exception as error:  # a template may raise anything: another form may still do
+        except Exception as error:  # A template may raise anything; another form may work.
             refusals.append(error)
             continue
         if not _shows_python_objects(accepted[-1][1], form):
@@ -145,7 +140,7 @@ def choose_form(
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
-    """The same messages, with tool arguments as objects or as text, and missing content as missing or as ''."""
+    """The messages with tool arguments as objects or as text, and with missing content left out or as ''."""
     parsed = [_plain(message, parse_arguments=True) for message in messages]
     written = [_plain(message, parse_arguments=False) for message in messages]
     for form in [parsed, written] if parsed != written else [parsed]:
@@ -155,7 +150,7 @@ def _forms(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _plain(message: Message, parse_arguments: bool) -> dict[str, Any]:
-    """A copy without the keys whose value is None (templates write them as text), with text parts joined."""
+    """Copy a message without None values, which templates write as text, and join its text parts."""
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content")
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
@@ -187,7 +182,7 @@ def _parse_object(text: str) -> Any:
 
 
 def _shows_python_objects(rendering: Rendering, form: Sequence[dict[str, Any]]) -> bool:
-    """Whether the template wrote an arguments object with Python's quotes: it expects them as text then."""
+    """Whether the template wrote arguments with Python's quotes, and so expects them as text."""
     calls = [call for message in form for call in message.get("tool_calls", ())]
     functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
     arguments = [function.get("arguments") for function in functions if isinstance(function, Mapping)]
@@ -196,7 +191,7 @@ def _shows_python_objects(rendering: Rendering, form: Sequence[dict[str, Any]]) 
 
 
 def common_rendering(left: Rendering, right: Rendering) -> int:
-    """Length of the longest common beginning, by comparing whole slices."""
+    """Length of the longest common prefix, by comparing whole slices."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2
@@ -207,14 +202,14 @@ def common_rendering(left: Rendering, right: Rendering) -> int:
     return low
 
 
-# Beginnings of text that a tokenizer may merge with what stands before them, one per character class.
+# Beginnings of text that a tokenizer may merge with the text before, one per character class.
 _FOLLOWERS = ("a", "s", "B", " a", " ", "  ", "\n", "\na", "\t", "1", ".", "'", "<", "_", "é", "中")
-# Merges reach back over a word, not over a page: so many characters before a border are looked at.
+# Characters before a border that are examined: merges reach back over a word, not over a page.
 _WINDOW_CHARS = 256
 
 
 class TokenSpans:
-    """Tokens of a text, and the characters that each stands for."""
+    """Tokens of a rendered text, and the characters that each token stands for."""
 
     def __init__(self, template: ChatTemplate, text: str) -> None:
         encoding = template.encode([text])
@@ -222,7 +217,7 @@ class TokenSpans:
         self._template = template
         self._text = text
         self.tokens = np.asarray(encoding["input_ids"][0], dtype=np.int32)
-        # Several tokens may stand for one character, and some leave out the spaces they hold: make both columns ascend.
+        # Several tokens may stand for one character, and some omit their spaces: make both columns ascend.
         self._starts = np.maximum.accumulate(spans[:, 0])
         self._ends = np.maximum.accumulate(spans[:, 1])
         control = template.control_tokens()
@@ -230,15 +225,15 @@ class TokenSpans:
         self._control_indices = np.flatnonzero(np.isin(self.tokens, np.fromiter(control, dtype=np.int32)))
 
     def offset(self, end: int, closed: bool) -> int:
-        """How many tokens lie before the character at `end`, whatever text follows there."""
+        """The number of tokens before the character at `end`, whatever text follows."""
         if not closed and end not in self._ends[self._control_indices]:
             end = self._settled_end(end)
         return int(np.searchsorted(self._ends, end, "right"))
 
     def _settled_end(self, end: int) -> int:
-        """Go back from a border to where no text behind it can change the tokens before.
+        """Go back from a border to where text after it cannot change the tokens.
 
-        The last word before the border (in the pre-tokenizer's sense) may grow, so it is left out; tokenizing the same
+        The last word before the border (as the pre-tokenizer splits words) may grow, so it is left out. Tokenizing the
         text with a follower of each kind shows what else changes.
         """
         before = self._control_indices[self._ends[self._control_indices] <= end]
@@ -251,17 +246,16 @@ class TokenSpans:
 
 
 def _common_end(encoding: Any, other: int, length: int) -> int:
-    """Where the tokens of text 0 and those of another text of the batch part, as a character offset in text 0."""
+    """The character offset in text 0 where its tokens diverge from those of another text of the batch."""
     spans, tokens = encoding["offset_mapping"][0], encoding["input_ids"][0]
     shared = common_rendering(tokens, encoding["input_ids"][other])
     return length if shared == len(tokens) else max((int(end) for _, end in spans[:shared]), default=0)
 
 
 def _last_word_start(encoding: Any, length: int, skip: bool) -> int:
-    """Where the last word of text 0 starts, or its length where it is one word, so that words tell nothing.
+    """The start of the last word of text 0; its length if it is a single word.
 
-    Args:
-        skip: the text starts with a control token, which is no word.
+    `skip`: the text starts with a control token, which is not a word.
     """
     words = encoding.word_ids(0)
     first = len(words)
@@ -270,9 +264,9 @@ def _last_word_start(encoding: Any, length: int, skip: bool) -> int:
     return int(encoding["offset_mapping"][0][first][0]) if first > int(skip) else length
 
 
-# What may follow a border: contents that differ from the first character on.
+# Contents that may follow a border; they differ from the first character on.
 _PROBE_CONTENTS = ("alpha", "Zulu")
-# What templates write before the user's first words at least; where it is more, it is a system prompt or a tool list.
+# The length of a plain header before the first user message. A longer one holds a system prompt or a tool list.
 _HEADER_CHARS = 64
 _HEADER_TOKENS = 8
 
@@ -289,18 +283,17 @@ def render_chat(
 
     Args:
         tokenizer: a transformers tokenizer or mlx-lm's TokenizerWrapper.
-        messages: OpenAI chat messages, left as they are. Arguments of tool calls may be JSON text or objects; the
-            template gets what it can take.
+        messages: OpenAI chat messages; not changed. Arguments of tool calls may be JSON text or objects.
         tools: function definitions in OpenAI form, or None.
-        add_generation_prompt: end with the opening of the assistant's reply; ignored when the last message is a reply.
-        template_kwargs: passed on to the template (`enable_thinking`, `documents`, ...).
+        add_generation_prompt: end with the opening of the assistant's reply; ignored if the last message is a reply.
+        template_kwargs: passed to the template (`enable_thinking`, `documents`, ...).
 
     Returns:
-        Tokens (int32) and marks: the offsets where the system prompt and each message end, as far as other
-        conversations with the same messages have the same tokens there (M1 to M3).
+        Tokens (int32, shape (T,)) and marks: ascending offsets where the system prompt and each message end, as far
+        as other conversations with the same messages have the same tokens there.
 
     Raises:
-        ValueError: no chat template, no messages, a message without role, or a conversation that the template refuses.
+        ValueError: no chat template, no messages, a message without role, or the template refuses the conversation.
     """
     tokens, opening, ends = message_ends(
         tokenizer, messages, tools, add_generation_prompt=add_generation_prompt, **template_kwargs
@@ -316,7 +309,7 @@ def chat_tokens(
     add_generation_prompt: bool = True,
     **template_kwargs: Any,
 ) -> NDArray[np.int32]:
-    """The tokens that `render_chat` gives, int32, without marks: the template runs once. Raises as there."""
+    """The int32 tokens of `render_chat` without marks: the template runs once. Raises the same errors."""
     _validate(messages)
     template = ChatTemplate(tokenizer, tools, template_kwargs)
     _, rendering = choose_form(template, messages, add_generation_prompt)
@@ -332,16 +325,15 @@ def message_ends(
     counts: Container[int] | None = None,
     **template_kwargs: Any,
 ) -> tuple[NDArray[np.int32], int, list[int]]:
-    """Tokens as `render_chat` gives them, and what each mark belongs to.
+    """The tokens of `render_chat`, and the message of each mark.
 
     Args:
-        counts: numbers of messages after which an end is looked for, 1 among them; None: after each.
+        counts: the numbers of messages after which to find an end, including 1; None: after each message.
 
     Returns:
-        Tokens; the opening's end, shared by all conversations with the same system prompt (or none) that begin with a
-        user message, where the template adds to it (a default system prompt, a tool list); and one end per message,
-        not sorted, where `ends[k]` belongs to `messages[: k + 1]`. 0 stands for an end that is not certain, or that
-        nobody looked for.
+        Tokens; the end of the opening; and one end per message, unsorted: `ends[k]` belongs to `messages[: k + 1]`.
+        The opening is what the template adds to the system prompt (a default one, a tool list), shared by all
+        conversations that begin with the same system prompt and a user message. 0: not certain, or not asked for.
     """
     _validate(messages)
     template = ChatTemplate(tokenizer, tools, template_kwargs)
@@ -375,17 +367,17 @@ class _Borders:
         self._messages = messages
         self._full = full
         self._later = self._render_with_a_later_turn()
-        # Up to here the rendering stays as it is when another user turn follows.
+        # The rendering up to here does not change when another user turn follows.
         self._lasting = common_rendering(full, self._later) if self._later is not None else len(full)
-        # Ends after which the template, not a message's content, goes on.
+        # Ends after which text of the template follows, not content of a message.
         self._complete: set[int] = set()
 
     def message_end(self, count: int) -> int:
-        """Where `messages[:count]` end in the full rendering; 0: not certain."""
+        """The end of `messages[:count]` in the full rendering; 0: not certain."""
         beginning = self._messages[:count]
         alone = self._template.attempt(beginning)
         if not alone or self._full[: len(alone)] != alone:
-            # Refused, or written otherwise once more follows: compare conversations that go on from here.
+            # Refused, or rewritten when more follows: compare conversations that continue from here.
             end = self._parting(beginning, _next_roles(beginning[-1]))
             if end is None:
                 end = common_rendering(self._full, alone) if alone else 0
@@ -397,7 +389,10 @@ class _Borders:
         return min(end, self._lasting)
 
     def opening_end(self, first_end: int) -> int:
-        """Where all before the user's first words ends, if more than the system prompt. `first_end`: of message 0."""
+        """The end of everything before the first user text, if it is more than the system prompt.
+
+        `first_end` is the end of message 0.
+        """
         system = self._messages[:1] if _is_system(self._messages[0]) else []
         system_end = first_end if system else 0
         end = min(self._parting(system, ("user",)) or 0, self._lasting)
@@ -413,18 +408,18 @@ class _Borders:
         return spans.tokens, [spans.offset(end, self._is_closed(end, spans)) if end else 0 for end in text_ends]
 
     def _is_closed(self, end: int, spans: TokenSpans) -> bool:
-        """Whether the template goes on with a control token there, so that nothing merges over the border."""
+        """Whether a control token of the template follows, so that nothing merges over the border."""
         text = self._full if end < len(self._full) else self._later
         return end in self._complete and isinstance(text, str) and text.startswith(spans.control_texts, end)
 
     def _parting(self, beginning: Sequence[dict[str, Any]], roles: Sequence[str]) -> int | None:
-        """How much of the full rendering conversations share that go on from this beginning with one of these roles.
+        """The common prefix of the full rendering and of conversations that continue with one of these roles.
 
-        None where the template refuses every probe, or all but one.
+        None: the template refuses every probe, or all but one.
         """
         probes = [[*beginning, _probe(role, content, beginning)] for role in roles for content in _PROBE_CONTENTS]
         others = [other for other in map(self._template.attempt, probes) if other is not None]
-        # One alone could go on just as this conversation does.
+        # A single one could continue exactly as this conversation does.
         return min(common_rendering(self._full, other) for other in others) if len(others) > 1 else None
 
     def _render_with_a_later_turn(self) -> Rendering | None:
@@ -443,13 +438,13 @@ def _is_system(message: Mapping[str, Any]) -> bool:
 
 
 def _is_held_back(system: Mapping[str, Any], alone: Rendering) -> bool:
-    """Whether the template writes nothing of a system prompt before the message behind it."""
+    """Whether the template writes a system prompt only together with the next message."""
     content = system.get("content")
     return _is_system(system) and isinstance(alone, str) and isinstance(content, str) and content.strip() not in alone
 
 
 def _next_roles(message: Mapping[str, Any]) -> tuple[str, ...]:
-    """Roles of the messages that may follow one."""
+    """The roles that may follow a message."""
     if _is_system(message):
         return ("user", "assistant")
     if message["role"] != "assistant":
@@ -458,7 +453,7 @@ def _next_roles(message: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _probe(role: str, content: str, beginning: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A message to put behind a beginning; as a tool's result it answers the call before it."""
+    """A message that may follow; with the role "tool" it answers the call before it."""
     if role != "tool":
         return {"role": role, "content": content}
     calls = beginning[-1].get("tool_calls") if beginning else None

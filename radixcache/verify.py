@@ -1,30 +1,25 @@
-"""Verifier: a seeded share of the resumed requests is prefilled cold beside the restored state, and both are compared.
+"""Verifier: prefill a seeded share of the resumed requests cold, and compare the restored state with the cold one.
 
     begin            the request is drawn, or not
-    first pass       cold:  [0, resume) | compare every layer | [resume, prompt's end) -> logits, then it is let go
-                     live:  stands at resume all the while, and is only read
+    first pass       cold: [0, resume) | compare every layer | [resume, end of the prompt) -> logits; then it is freed
+                     live: stands at `resume` and is only read
     last token       the live logits of the prompt's last token are compared with the cold ones
 
-What follows from a mismatch is the session's: the path is quarantined, the live caches are emptied, and the session
-begins again at offset 0, so that its answers are bit by bit those of a session that found nothing. The second state
-counts against the budget while it exists; where it does not fit, the check is skipped.
+After a mismatch the session quarantines the path, empties the live caches and begins again at offset 0. Its answers are
+then, bit by bit, those of a session that found nothing. The cold state counts against the budget while it exists. If it
+does not fit, the check is skipped.
 
-Skipped are also what fetch() restores, which is the caller's before any model has run; rows of begin_many(), whose
-state lies among that of others; requests whose `keys` are not their token ids; windows with `keep` that have
-wrapped (what they hold depends on how mlx-lm was fed); and sessions whose own loop called the model before prefill() or
-step(). Of a loop that takes over after prefill() the state is compared, and the logits are not.
+Other checks that are skipped: state from fetch(), which belongs to the caller before a model runs; rows of
+begin_many(), whose state lies among that of other rows; requests whose `keys` are not their token ids; wrapped windows
+with `keep`, whose content depends on how mlx-lm was fed; sessions whose loop called the model before prefill() or
+step(). If a loop takes over after prefill(), the state is compared and the logits are not.
 
-compare_states: how far restored state is from the state that a cold prefill gives, layer by layer.
-
-Span layers are compared row by row over [0, end), windows over what they read, in the order of time, since two ways to
-the same offset may have laid them out differently; other point layers as a whole. An error is relative: the largest
-difference over the largest magnitude in the same array of the cold state. Offsets and shapes have to be equal, else the
-error is infinite.
-
-Restored and cold state come from forward passes of other lengths and differ by rounding. What may differ beyond that is
-not compared: integer arrays of classes that are not known here, and leaves that the given model does not write.
-
-Everything is reduced on the device, some rows at a time; no handle on a live buffer is kept.
+`compare_states` compares layer by layer. Span layers: row by row over [0, end). Windows: the rows that they read, in
+order of time, since two ways to one offset may lay them out differently. Other point layers: as a whole. An error is
+the largest difference over the largest magnitude in the same cold array. Offsets and shapes must be equal, else the
+error is infinite. Restored and cold state come from forward passes of different lengths and differ by rounding. Not
+compared: integer arrays of unknown classes, and leaves that the model does not write. Everything is reduced on the
+device, a number of rows at a time; no handle on a live buffer is held.
 """
 
 from __future__ import annotations
@@ -52,12 +47,14 @@ from radixcache.tree.history import QUARANTINED, Events
 
 #: Rows of a span layer that are compared at a time.
 ROWS = 1024
-#: Below this share of the largest magnitude in its leaf an array counts as that large: it may be nothing but rounding.
+#: Mismatches that are recorded with all that is needed to reproduce them.
+RECORDED_MISMATCHES = 16
+#: The least scale of an array, as a share of the largest magnitude in its leaf: a smaller array may be all rounding.
 LEAST_SHARE = 1e-4
 
 
 class Part(StrEnum):
-    """What of a state was compared."""
+    """The part of a state that was compared."""
 
     OFFSET = "offset"
     SHAPE = "shape"
@@ -69,14 +66,13 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far one array, or a leaf's offset, is from what it should be.
+    """The error of one array, or of a leaf's offset.
 
     Attributes:
-        part: what was compared.
-        layer, cache_class: index and class of the leaf, layers without a cache not counted; -1 for the logits.
+        layer, cache_class: index and class of the leaf, without counting layers that have no cache; -1 for the logits.
         array: index of the array in the leaf; -1 for an offset or a shape.
         error: largest difference over the largest magnitude of the cold array.
-        row_errors: the same for each row of a span layer or a window.
+        row_errors: the error of each row of a span layer or a window.
     """
 
     part: Part
@@ -87,7 +83,6 @@ class Difference:
     row_errors: np.ndarray[Any, np.dtype[np.float64]] | None = None
 
     def first_wrong_row(self, tolerance: float) -> int | None:
-        """The first row whose error is beyond the tolerance."""
         wrong = np.zeros(0) if self.row_errors is None else self.row_errors > tolerance
         return int(wrong.argmax()) if wrong.any() else None
 
@@ -97,14 +92,14 @@ def compare_states(
 ) -> list[Difference]:
     """Compare all leaves of a restored live cache with those of a cold one; both stand at offset `end`.
 
-    `offsets`: where the restored leaves stood when they were restored, in order.
+    `offsets` are those of the restored leaves, in order, at the time when they were restored.
     """
     differences: list[Difference] = []
     pairs = zip(layout.leaves(restored), layout.leaves(cold), offsets, strict=True)
     for index, ((ours, adapter), (theirs, _), offset) in enumerate(pairs):
         name = type(ours).__name__
         if adapter.is_empty(theirs) or (adapter.is_empty(ours) and not layout.is_in_use(index)):
-            continue  # the model given does not use this one, or did not when the state was made
+            continue  # This model does not use the leaf, or did not when the state was made.
         if adapter.is_empty(ours):
             differences.append(Difference(Part.SHAPE, index, name))
         elif offset != adapter.offset(theirs):
@@ -119,7 +114,7 @@ def compare_states(
 
 
 def compare_logits(restored: mx.array, cold: mx.array) -> Difference:
-    """Compare the logits (V,) that follow from a restored state with those that follow from the cold one."""
+    """Compare logits (V,) after a restored state with those after the cold one."""
     if restored.shape != cold.shape:
         return Difference(Part.LOGITS, -1, "", 0)
     errors, magnitude = _reduced(restored[None, None], cold[None, None], axes=(0, 1, 2))
@@ -143,7 +138,7 @@ def _spans(index: int, name: str, ours: Any, theirs: Any, adapter: Adapter, end:
 
 
 def _window(index: int, name: str, ours: Any, theirs: Any, adapter: WindowAdapter, end: int) -> Iterable[Difference]:
-    """Rows are those of the sequence; what the window does not read any more counts as equal."""
+    """Compare by row of the sequence; rows that the window does not read count as equal."""
     left, right = adapter.state(ours), adapter.state(theirs)
     if [a.shape for a in left] != [a.shape for a in right]:
         return [Difference(Part.SHAPE, index, name)]
@@ -159,7 +154,7 @@ def _window(index: int, name: str, ours: Any, theirs: Any, adapter: WindowAdapte
 
 
 def _row_differences(index: int, name: str, parts: Sequence[list[tuple[mx.array, mx.array]]]) -> list[Difference]:
-    """For each array the errors by row, from what was reduced of some rows at a time."""
+    """The errors of each array by row, from the reductions of each batch of rows."""
     magnitudes = [max(_number(part[i][1]) for part in parts) for i in range(len(parts[0]))]
     differences = []
     for i, magnitude in enumerate(magnitudes):
@@ -182,7 +177,7 @@ def _points(index: int, name: str, ours: list[mx.array], theirs: list[mx.array])
 
 
 def _rows(cache: Any, adapter: Adapter, start: int, end: int) -> list[mx.array]:
-    """The tokens [start, end) of a span leaf as numbers: arrays (1, H, T, D)."""
+    """The tokens [start, end) of a span leaf as floating-point arrays (1, H, T, D)."""
     rows = [buffer[..., start:end, :] for buffer in adapter.buffers(cache)]
     if isinstance(cache, QuantizedKVCache):
         keys, values = rows[:3], rows[3:]
@@ -192,14 +187,13 @@ def _rows(cache: Any, adapter: Adapter, start: int, end: int) -> list[mx.array]:
 
 
 def _point_arrays(cache: Any, adapter: Adapter, end: int) -> list[mx.array]:
-    """The state of a point leaf."""
     snapshot = adapter.snapshot(cache, 0, end)
     arrays: list[mx.array] = [] if snapshot is None else snapshot.arrays()
     return [a for a in arrays if isinstance(cache, ArraysCache) or mx.issubdtype(a.dtype, mx.floating)]
 
 
 def _reduced(ours: mx.array, theirs: mx.array, axes: tuple[int, ...] | None = None) -> tuple[mx.array, mx.array]:
-    """Largest difference over `axes` (None: all), infinite where one is NaN, and the largest finite magnitude."""
+    """Largest difference over `axes` (None: all), infinite where one side is NaN; and the largest finite magnitude."""
     if ours.size == 0:
         return mx.array(0.0), mx.array(0.0)
     if not mx.issubdtype(ours.dtype, mx.floating):
@@ -220,27 +214,23 @@ def _number(array: mx.array) -> float:
     return float(array.item())  # type: ignore[arg-type]
 
 
-#: Mismatches that are kept with all that is needed to reproduce them.
-KEPT_MISMATCHES = 16
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Mismatch:
-    """Restored state that is not what a cold prefill gives, and what is needed to reproduce it.
+    """Restored state that differs from a cold prefill, with what is needed to reproduce it.
 
     Attributes:
         namespace, tick: of the request.
-        tokens: int32 token ids of its prompt.
-        resume_offset: offset at which it resumed.
-        step_size: tokens per forward pass of its prefill, and of the cold one.
-        part: what differed: "offset", "shape", "rows" (span layers), "point" or "logits".
-        layer, cache_class: index and class of the first cache object that differed, layers without one not counted and
-            lists of them unfolded; -1 for the logits.
-        array: index of the array in it; -1 for an offset.
-        row: the first token whose state differed in any span layer; None when no span layer's did.
-        error, tolerance: largest difference over the largest magnitude in the same array of the cold state; what would
-            have been accepted.
-        quarantined_from: the offset from which on the path was quarantined.
+        tokens: int32 token ids of the prompt.
+        resume_offset: the offset at which the request resumed.
+        step_size: tokens per forward pass of both prefills.
+        part: what differed: "offset", "shape", "rows" (span layers), "window", "point" or "logits".
+        layer, cache_class: index and class of the first cache object that differed; -1 for the logits. Layers without a
+            cache do not count, and the caches of a list count one by one.
+        array: index of the array in that cache object; -1 for an offset.
+        row: the first token whose state differed in any span layer; None if no span layer differed.
+        error: largest difference over the largest magnitude in the same cold array.
+        tolerance: the largest accepted error.
+        quarantined_from: the first offset of the path that was quarantined.
         seed: verify_seed of the cache.
     """
 
@@ -269,10 +259,10 @@ class Mismatch:
 
 
 class Finding(NamedTuple):
-    """What is wrong: all that begins with the first `length` tokens of the prompt, from `start` on.
+    """Wrong state: everything that begins with the first `length` tokens of the prompt, from offset `start` on.
 
-    None: from where the node begins on which these tokens end. With `is_branch`: from where their branch begins. The
-    session says whose request it was, and from where on it came to be quarantined.
+    `start=None`: from the beginning of the node on which these tokens end; with `is_branch`, of their branch. The
+    session fills in whose request it was and from which offset on the path was quarantined.
     """
 
     mismatch: Mismatch
@@ -281,17 +271,17 @@ class Finding(NamedTuple):
     is_branch: bool = False
 
 
-#: Books what the cold run holds, in all; False: it does not fit.
+#: Book all bytes that the cold run holds; False: they do not fit.
 Book = Callable[[int], bool]
 
 
 class Verifier:
-    """Draws requests, counts checks and keeps mismatches, for one cache.
+    """Draws requests, counts checks and records mismatches, for one cache.
 
     Attributes:
         verified: requests whose restored state was compared.
         skipped: requests that were drawn and could not be compared.
-        mismatch_count: requests whose restored state, or the logits after it, were wrong.
+        mismatch_count: requests with wrong restored state, or with wrong logits after it.
         largest_error: the largest relative error of all comparisons.
     """
 
@@ -299,50 +289,50 @@ class Verifier:
         self.seed = seed
         self.verified = self.skipped = self.mismatch_count = 0
         self.largest_error = 0.0
-        self.mismatches: deque[Mismatch] = deque(maxlen=KEPT_MISMATCHES)
+        self.mismatches: deque[Mismatch] = deque(maxlen=RECORDED_MISMATCHES)
         self._lock, self._events = lock, events
         self._share, self._random = share, random.Random(seed)
         self._has_warned = self._has_warned_of_failure = False
 
     def is_drawn(self, cached_tokens: int) -> bool:
-        """Decide about a request that was just restored."""
+        """Decide whether to check a request that was just restored."""
         return bool(self._share and cached_tokens) and self._random.random() < self._share
 
     def pass_over(self, cached_tokens: int) -> None:
-        """A request that cannot be compared was restored: it is drawn as any other, and counts as skipped then."""
+        """Count a restored request that cannot be compared as skipped, if it is drawn."""
         self.skipped += self.is_drawn(cached_tokens)
 
-    def compared(self, differences: Sequence[Difference], is_state: bool) -> None:
-        """Take note of a comparison, of a restored state or of the logits behind it."""
+    def count(self, differences: Sequence[Difference], is_state: bool) -> None:
+        """Count a comparison of a restored state, or of the logits after it."""
         with self._lock:
             self.verified += is_state
             self.largest_error = max((self.largest_error, *(d.error for d in differences)))
 
-    def keep(self, mismatch: Mismatch) -> None:
-        """Count a mismatch, and keep it for who asks; the lock is held."""
+    def record(self, mismatch: Mismatch) -> None:
+        """Count a mismatch and record it. The caller holds the lock."""
         self.mismatch_count += 1
         self.mismatches.append(mismatch)
         start, end = mismatch.quarantined_from, mismatch.resume_offset
         self._events.emit(QUARANTINED, mismatch.namespace, start, end, 0, {"mismatch": mismatch})
 
     def warn(self, mismatch: Mismatch) -> None:
-        """Warn of the first mismatch; the others are counted."""
+        """Warn of the first mismatch only."""
         if not self._has_warned:
             self._has_warned = True
             text = f"{mismatch}. The request is served cold and the path is quarantined; see PrefixCache.mismatches."
             warnings.warn(text, RuntimeWarning, stacklevel=5)
 
     def warn_of_failure(self, error: Exception) -> None:
-        """Warn of the first check that broke off for another reason than want of memory."""
+        """Warn of the first check that failed for another reason than lack of memory."""
         if not self._has_warned_of_failure:
             self._has_warned_of_failure = True
-            what = "The request is served as it was restored, and not verified."
-            text = f"verification broke off with {described(error)}. {what}"
+            what = "The request is served from the restored state, without verification."
+            text = f"verification failed with {described(error)}. {what}"
             warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 class Check:
-    """The verification of one request whose `caches` were restored to the offset `resume`."""
+    """The check of one request whose `caches` were restored to offset `resume`."""
 
     def __init__(
         self, verifier: Verifier, layout: ArrayLayout, prompt: TokenIds, caches: Sequence[Any], resume: int
@@ -352,20 +342,19 @@ class Check:
         self._step_size, self._tolerance = 0, 0.0
         self._was_made = False
         self._cold_logits: mx.array | None = None
-        #: Whether nothing was compared or tried yet.
-        self.is_pending = True
+        self.is_pending = True  # Nothing was compared yet.
 
     def run(
         self, model: Any, keys: Keys, caches: Sequence[Any], step_size: int, book: Book, is_untouched: bool
     ) -> Finding | None:
-        """Compare the restored state with a cold run; None: nothing is wrong, or there is nothing to compare with.
+        """Compare the restored state with a cold run; None: nothing is wrong, or nothing could be compared.
 
-        A failure of the cold run counts as skipped; the first that is no evaluation's or allocation's is warned of.
+        A failure of the cold run counts as skipped. The first failure that does not come from MLX is warned of.
 
         Args:
             keys: of the prompt.
-            caches: the restored state, to look at.
-            is_untouched: no forward pass has gone through them since.
+            caches: the restored state, which is only read.
+            is_untouched: no forward pass has used the caches since they were restored.
         """
         self.is_pending = False
         self._step_size = step_size
@@ -385,26 +374,27 @@ class Check:
         return self._finding([each for each in differences if each.error > self._tolerance])
 
     def compare_last(self, logits: mx.array, start: int) -> Finding | None:
-        """Compare logits (1, T, V) of the tokens from `start` on with those of the cold run at the prompt's last token.
+        """Compare the logits at the prompt's last token; waits for them.
 
-        Waits for them. None when they agree, do not reach that token, or were compared before.
+        `logits` (1, T, V) are those of the tokens from `start` on. None: they agree, do not reach the last token, or
+        were compared before.
         """
         index = len(self._prompt) - 1 - start
         if self._cold_logits is None or not 0 <= index < logits.shape[1]:
             return None
         cold, self._cold_logits = self._cold_logits, None
         difference = compare_logits(logits[0, index], cold)
-        self._verifier.compared([difference], is_state=False)
+        self._verifier.count([difference], is_state=False)
         return None if difference.error <= self._tolerance else self._finding([difference])
 
     def close(self) -> None:
-        """The session ends: a check that was not made counts as skipped."""
+        """Count a check that was not made as skipped."""
         if not self._was_made:
             self._verifier.skipped += 1
         self.is_pending, self._was_made, self._cold_logits = False, True, None
 
     def _run_cold(self, model: Any, restored: Sequence[Any], book: Book) -> list[Difference]:
-        """Prefill the prompt from nothing; returns how the restored state differs, or keeps the last logits."""
+        """Prefill the prompt cold and return how the restored state differs. If it does not, hold the last logits."""
         prompt, caches, position = self._prompt, self._layout.fresh(), 0
         differences: list[Difference] = []
         try:
@@ -421,7 +411,7 @@ class Check:
                     self._tolerance = tolerance_of(self._layout, caches, logits.dtype)
                     differences = compare_states(self._layout, restored, caches, position, self._offsets)
                     self._was_made = True
-                    self._verifier.compared(differences, is_state=True)
+                    self._verifier.count(differences, is_state=True)
                     if any(each.error > self._tolerance for each in differences):
                         return differences
                 self._layout.release()
@@ -442,7 +432,7 @@ class Check:
         return not has_wrapped and self._leaf_offsets(caches) == self._offsets
 
     def _second_nbytes(self, caches: Sequence[Any]) -> int:
-        """What the cold state will take at its end."""
+        """The bytes of the cold state at the end of the prompt."""
         points = [adapter.buffers(cache) for cache, adapter in self._layout.leaves(caches) if adapter.is_point]
         span_nbytes = self._layout.token_bytes * (len(self._prompt) + 1)
         return span_nbytes + sum(buffer.nbytes for buffers in points for buffer in buffers)
@@ -458,7 +448,7 @@ class Check:
         length, start, is_branch = self._resume, None if first.part is not Part.LOGITS else 0, False
         if row is not None and all(each.part in (Part.ROWS, Part.WINDOW) for each in wrong):
             length, start = row + 1, row
-            # In front of a window nothing was compared, and what is wrong may begin there.
+            # Nothing in front of a window was compared, and wrong state may begin there.
             is_branch = any(each.part is Part.WINDOW for each in wrong)
         request = ("", 0, self._prompt.copy(), self._resume, self._step_size)
         where = (first.part, first.layer, first.cache_class, first.array, row)

@@ -383,7 +383,7 @@ class Session:
             self.remaining = self.prompt.copy()
             self._owed = position
             self._progress.stand_at(0)
-            core.verifier.keep(mismatch)
+            core.verifier.record(mismatch)
         core.verifier.warn(mismatch)
 
     def _catch_up(self, model: Any) -> None:

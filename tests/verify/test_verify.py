@@ -756,7 +756,7 @@ def test_a_check_that_breaks_off_by_a_mistake_is_warned_of_once_and_counted(
             found = serve(cache, mistaken if where == "the model" else model, prompt)
             assert not far_apart(found, cold(model, prompt))
     (told,) = caught
-    assert str(told.message).startswith("verification broke off with TypeError('a mistake').")
+    assert str(told.message).startswith("verification failed with TypeError('a mistake').")
     assert (told.category, Path(told.filename).name) == (RuntimeWarning, "session.py")
     stats = cache.stats
     assert (stats.verified_requests, stats.verify_skipped, stats.verify_mismatches, stats.verify_bytes) == (0, 2, 0, 0)

@@ -42,7 +42,7 @@ def quietly() -> Iterator[None]:
     """Without the warnings of mismatches, which the walks look for themselves; a check that broke off is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        warnings.filterwarnings("error", message="verification broke off")
+        warnings.filterwarnings("error", message="verification failed")
         yield
 
 
