@@ -31,12 +31,12 @@ from radixcache.observe.words import about_words, bytes_words, tokens_words, tot
 from radixcache.stores.store import StoreStats
 from radixcache.tokens import checked_prompt, vocabulary_size
 from runner.serve import mlx_lm_border
-from runner.serve.asked import DEFAULT, ApiError, Asked, ModelNames
 from runner.serve.metrics import CONTENT_TYPE, Seen, Watch, Watched, cut, read_caches
 from runner.serve.models import WarmEntry
 from runner.serve.openai import ChatBody, CompletionBody
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt
+from runner.serve.request import DEFAULT, ApiError, ModelNames, Request
 from runner.serve.service import to_json
 from runner.text import plural
 
@@ -178,7 +178,7 @@ class PromptBody(BaseModel):
     messages: list[dict[str, Any]] | None = None
     namespace: str = ""
 
-    def asked(self, options: ServeOptions) -> Asked:
+    def request(self, options: ServeOptions) -> Request:
         """The prompt as a request has it; of tokens only whose they are.
 
         Raises:
@@ -188,8 +188,8 @@ class PromptBody(BaseModel):
             raise ApiError(400, "wanted one of tokens, prompt and messages.")
         body = self.model_dump(exclude_none=True)
         if self.messages is not None:
-            return ChatBody.read(body, options).asked(self.namespace)
-        return CompletionBody.read({"prompt": "", **body}, options).asked(self.namespace)
+            return ChatBody.read(body, options).request(self.namespace)
+        return CompletionBody.read({"prompt": "", **body}, options).request(self.namespace)
 
 
 class WarmBody(PromptBody):
@@ -245,7 +245,7 @@ def cache_routes(running: Running, watch: Watch, options: ServeOptions) -> APIRo
 
     @router.post("/cache/explain")
     async def explain(body: PromptBody) -> Response:
-        asked = body.asked(options)
+        asked = body.request(options)
 
         def work(models: Models) -> dict[str, Any]:
             loaded = models.loaded(asked.names)
@@ -258,7 +258,7 @@ def cache_routes(running: Running, watch: Watch, options: ServeOptions) -> APIRo
 
     @router.post("/cache/warm")
     async def warm(body: WarmBody) -> Response:
-        asked = body.asked(options)
+        asked = body.request(options)
 
         def work(models: Models) -> dict[str, int]:
             loaded = models.loaded(asked.names)

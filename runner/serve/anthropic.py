@@ -1,6 +1,6 @@
 """Routes of Anthropic's Messages API. Runs on the event loop; never imports MLX.
 
-Bodies of Anthropic's Messages API, checked field by field, and the Asked that they come to. Never imports MLX.
+Bodies of Anthropic's Messages API, checked field by field, and the Request that they come to. Never imports MLX.
 
 What would change a reply's meaning and cannot be honoured (documents, server tools, a forced tool, structured output,
 a reply that goes on from a beginning) is refused. Of the body's fields `null` is the same as none, and unknown
@@ -37,13 +37,14 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from runner.serve.asked import DEFAULT, ApiError, Asked, PrefillProgress, RequestRecord
 from runner.serve.openai import MAX_MESSAGES, ChatBody, Count, Share, StopWord, Tokens
 from runner.serve.options import ServeOptions
+from runner.serve.request import DEFAULT, ApiError, PrefillProgress, Request, RequestRecord
 from runner.serve.service import (
     Delta,
     Ending,
@@ -91,7 +92,7 @@ class MessageDraft:
 
     def add(self, delta: Delta) -> list[Event]:
         """Write on: reasoning, then text, then tool calls."""
-        for step in delta.steps:
+        for step in delta.tokens:
             self._stop_word = step.stop_word
         events = self._write("thinking", delta.reasoning) if delta.reasoning else []
         # White space alone is no block: models put it between reasoning, calls and text.
@@ -411,10 +412,10 @@ class AnthropicPromptBody(Checked):
             raise ApiError(400, "the last one is the assistant's; a reply cannot go on from it.", param="messages")
         return checked
 
-    def asked(self, options: ServeOptions, namespace: str) -> Asked:
+    def request(self, options: ServeOptions, namespace: str) -> Request:
         """What the generation thread is asked for; what the body leaves open is as `options` have it."""
         messages, ends = zip(*self._messages(), strict=True)
-        asked = ChatBody.read({"messages": [*messages], **self._openai_fields()}, options).asked(namespace)
+        asked = ChatBody.read({"messages": [*messages], **self._openai_fields()}, options).request(namespace)
         return replace(asked, marked_texts=[(index, end) for index, of in enumerate(ends) for end in of])
 
     def _openai_fields(self) -> dict[str, Any]:
@@ -460,7 +461,7 @@ COUNT_TOKENS = "/v1/messages/count_tokens"
 
 
 def anthropic_routes(
-    service: Service, options: ServeOptions, tokens_of: Callable[[Asked], Coroutine[Any, Any, int]]
+    service: Service, options: ServeOptions, tokens_of: Callable[[Request], Coroutine[Any, Any, int]]
 ) -> APIRouter:
     """POST /v1/messages and POST /v1/messages/count_tokens.
 
@@ -470,10 +471,10 @@ def anthropic_routes(
     router = APIRouter()
 
     @router.post(MESSAGES, openapi_extra=_takes(MessagesBody, MESSAGES))
-    async def messages(request: Request) -> Response:
+    async def messages(request: HttpRequest) -> Response:
         """A reply to a conversation, whole or as events."""
         body = MessagesBody.read(await read_json(request))
-        reply = await while_connected(request, service.ask(body.asked(options, namespace_of(request))))
+        reply = await while_connected(request, service.ask(body.request(options, namespace_of(request))))
         draft = MessageDraft(reply.id, body.model, reply.prompt_tokens)
         events = _events(reply, draft)
         if body.stream:
@@ -482,10 +483,10 @@ def anthropic_routes(
         return to_json(draft.message)
 
     @router.post(COUNT_TOKENS, openapi_extra=_takes(AnthropicPromptBody, COUNT_TOKENS))
-    async def count_tokens(request: Request) -> Response:
+    async def count_tokens(request: HttpRequest) -> Response:
         """How many tokens a conversation would be."""
         body = AnthropicPromptBody.read(await read_json(request))
-        asked = body.asked(options, namespace_of(request))
+        asked = body.request(options, namespace_of(request))
         return to_json({"input_tokens": await while_connected(request, tokens_of(asked))})
 
     return router

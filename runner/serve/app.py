@@ -11,18 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Response
+from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from radixcache import __version__
 from runner.serve.admin import cache_routes
 from runner.serve.anthropic import anthropic_routes
-from runner.serve.asked import ApiError, Asked
 from runner.serve.metrics import Watch
 from runner.serve.middleware import Access, BodyLimit, Frame, Keyring, error_response
 from runner.serve.openai import openai_routes
 from runner.serve.options import ServeOptions
+from runner.serve.request import ApiError, Request
 from runner.serve.service import Runs, Service
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def make_app(options: ServeOptions, running: Running, watch: Watch) -> FastAPI:
 def assembled(
     options: ServeOptions,
     runs: Runs,
-    tokens_of: Callable[[Asked], Coroutine[Any, Any, int]],
+    tokens_of: Callable[[Request], Coroutine[Any, Any, int]],
     cache: APIRouter,
     count: Callable[[str, int], None],
 ) -> FastAPI:
@@ -85,13 +86,13 @@ def guard(app: FastAPI, options: ServeOptions, count: Callable[[str, int], None]
     return app
 
 
-def _refused(request: Request, error: Exception) -> Response:
+def _refused(request: HttpRequest, error: Exception) -> Response:
     """What the framework refuses: no such route, or not with this method."""
     assert isinstance(error, HTTPException), error
     message = f"{error.detail}: {request.method} {request.url.path}"
     return error_response(request.scope, ApiError(error.status_code, message), error.headers)
 
 
-def _invalid(request: Request, error: Exception) -> Response:
+def _invalid(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError), error
     return error_response(request.scope, ApiError.of_validation(error.errors()))

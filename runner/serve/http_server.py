@@ -27,7 +27,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from runner.serve.asked import ApiError
+from runner.serve.request import ApiError
 
 #: How long a client may take, in seconds, for what it owes.
 PATIENCE_S = {"head": 20.0, "body": 60.0, "reading": 60.0, "leaving": 5.0}

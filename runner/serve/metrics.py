@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from radixcache.errors import CacheClosedError
 from radixcache.stores.store import StoreStats
 from radixcache.tree.history import Event, EventKind
-from runner.serve.asked import ModelNames, RequestRecord
+from runner.serve.request import ModelNames, RequestRecord
 
 if TYPE_CHECKING:
     from radixcache import PrefixCache

@@ -41,7 +41,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runner.serve.asked import ApiError
+from runner.serve.request import ApiError
 from runner.serve.service import CLIENT_CLOSED_REQUEST, to_json
 
 logger = logging.getLogger(__name__)

@@ -42,9 +42,9 @@ from runner.files import read_json
 from runner.models.load import LoadedModel, ModelError, load_model, load_outline, model_folder
 from runner.script.conversation import checked_messages, checked_tools
 from runner.serve import mlx_lm_border
-from runner.serve.asked import DEFAULT, ApiError, Asked, ModelNames
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import prompt_of
+from runner.serve.request import DEFAULT, ApiError, ModelNames, Request
 from runner.serve.served_model import ServedModel
 
 WANTED = "system prompts or conversations: text, or objects with system or messages"
@@ -209,7 +209,7 @@ class Models:
             raise ApiError(409, f"model {names.model!r} is not in memory; ask it something first.", param="model")
         return self.current
 
-    def count_tokens(self, asked: Asked) -> int:
+    def count_tokens(self, asked: Request) -> int:
         """How many tokens a prompt has; of a model that is not loaded its tokenizer is enough.
 
         Raises:

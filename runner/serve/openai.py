@@ -1,6 +1,6 @@
 """OpenAI's API as mlx_lm.server has it: chats, text completions, models, health.
 
-Bodies of OpenAI's requests: what each field may be, and the Asked that they come to. Never imports MLX.
+Bodies of OpenAI's requests: what each field may be, and the Request that they come to. Never imports MLX.
 
 Names, defaults and ranges are those of mlx_lm.server 0.32.2; narrower where a value would make logits infinite, fail
 while a token is sampled, or cost memory or time without bound. `null` is the same as no field, and unknown fields are
@@ -19,14 +19,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from runner.serve.asked import DEFAULT, ApiError, Asked, ModelNames, Penalties, PrefillProgress, Sampling, Step
 from runner.serve.mlx_lm_border import get_system_fingerprint
 from runner.serve.options import ServeOptions
+from runner.serve.request import DEFAULT, ApiError, ModelNames, Penalties, PrefillProgress, Request, Sampling, Token
 from runner.serve.service import (
     Delta,
     Ending,
@@ -148,13 +149,13 @@ class OpenAIBody(BaseModel):
         except ValidationError as error:
             raise ApiError.of_validation(error.errors()) from error
 
-    def asked(self, namespace: str) -> Asked:
+    def request(self, namespace: str) -> Request:
         """What the generation thread is asked for.
 
         Raises:
             ApiError: a message or a tool is not what it may be.
         """
-        return Asked(
+        return Request(
             names=ModelNames(self.model, self.adapters, self.draft_model),
             max_tokens=self.max_completion_tokens or self.max_tokens,
             sampling=self._part(Sampling),
@@ -251,7 +252,7 @@ class OpenAIReply:
     """
 
     reply: ServedReply
-    asked: Asked
+    asked: Request
     model: str
     fingerprint: str
     created_s: int
@@ -267,10 +268,10 @@ class OpenAIReply:
             "".join(delta.text for delta in deltas),
             "".join(delta.reasoning for delta in deltas),
             tuple(call for delta in deltas for call in delta.tool_calls),
-            tuple(step for delta in deltas for step in delta.steps),
+            tuple(step for delta in deltas for step in delta.tokens),
         )
         choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish_reason()}
-        if logprobs := self._logprobs(delta.steps):
+        if logprobs := self._logprobs(delta.tokens):
             choice["logprobs"] = {"content": logprobs}
         if self._is_chat:
             calls = [_tool_call(call) for call in delta.tool_calls]
@@ -336,12 +337,12 @@ class OpenAIReply:
             "prompt_tokens_details": {"cached_tokens": ending.record.cached_tokens},
         }
 
-    def _logprobs(self, steps: Sequence[Step]) -> list[dict[str, Any]]:
+    def _logprobs(self, steps: Sequence[Token]) -> list[dict[str, Any]]:
         if self.asked.top_logprobs > 0:
             tops = [[_finite(asdict(token)) for token in step.top_tokens] for step in steps]
             return [{**top[0], "top_logprobs": top} if top else {} for top in tops]
         if self.asked.logprobs:
-            return [_finite({"id": step.token, "logprob": step.logprob}) for step in steps]
+            return [_finite({"id": step.id, "logprob": step.logprob}) for step in steps]
         return []
 
 
@@ -402,10 +403,10 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
     router = APIRouter()
     fingerprint: str = get_system_fingerprint()
 
-    async def answer(request: Request, kind: type[OpenAIBody]) -> Response:
+    async def answer(request: HttpRequest, kind: type[OpenAIBody]) -> Response:
         created_s = int(time.time())
         body = kind.read(await read_json(request), options)
-        asked = body.asked(namespace_of(request))
+        asked = body.request(namespace_of(request))
         reply = await while_connected(request, service.ask(asked))
         writer = OpenAIReply(reply, asked, body.model, fingerprint, created_s)
         if body.stream:
@@ -417,11 +418,11 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=_takes(ChatBody))
     @router.post("/chat/completions", openapi_extra=_takes(ChatBody))
-    async def chat_completions(request: Request) -> Response:
+    async def chat_completions(request: HttpRequest) -> Response:
         return await answer(request, ChatBody)
 
     @router.post("/v1/completions", openapi_extra=_takes(CompletionBody))
-    async def completions(request: Request) -> Response:
+    async def completions(request: HttpRequest) -> Response:
         return await answer(request, CompletionBody)
 
     # What is fetched later is fetched for somebody, and other tenants are not to know.

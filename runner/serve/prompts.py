@@ -20,7 +20,7 @@ from PIL import Image, UnidentifiedImageError
 
 from radixcache.chat import common_rendering, message_ends
 from runner.serve import mlx_lm_border
-from runner.serve.asked import ApiError, Asked
+from runner.serve.request import ApiError, Request
 
 FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
 #: Of a prompt's images together: 3 bytes each while they are decoded. A file of a few KB can have as many.
@@ -93,7 +93,7 @@ class RenderedPrompt:
 
 
 def prompt_of(
-    asked: Asked,
+    asked: Request,
     tokenizer: Any,
     template_args: Mapping[str, Any],
     *,

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from runner.serve.asked import Step
+from runner.serve.request import Token
 from runner.serve.service import Delta
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class ReplyReader:
         self._text = self._reasoning = self._tool_text = ""
         self._tool_texts: list[str] = []
 
-    def add(self, step: Step) -> Delta:
+    def add(self, step: Token) -> Delta:
         """Read one token's text. What it adds is empty while a tool call is written."""
         self._is_over = step.finish_reason is not None
         if step.finish_reason == "stop":
@@ -74,7 +74,7 @@ class ReplyReader:
             self._text += text
         self._current = current
 
-    def _take(self, *steps: Step) -> Delta:
+    def _take(self, *steps: Token) -> Delta:
         calls = tuple(call for tool_text in self._tool_texts for call in self._tool_calls(tool_text))
         delta = Delta(self._text, self._reasoning, calls, steps)
         self._text = self._reasoning = ""

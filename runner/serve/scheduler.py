@@ -9,8 +9,8 @@ it begin; who came for the model before has to wait in turn, so nobody starves.
 
 Invariants, each with a test:
 
-  R1  Every job gets exactly one Ended or Failed, also where the thread dies.
-  R2  What is raised for one job ends that job alone.
+  R1  Every opened gets exactly one Ended or Failed, also where the thread dies.
+  R2  What is raised for one opened ends that opened alone.
   R3  Arrays are made, used and let go of on the thread.
 """
 
@@ -32,9 +32,9 @@ from radixcache.stores.store import StoreStats
 from radixcache.tree.history import OnEvent
 from runner.models.load import ModelError
 from runner.serve import mlx_lm_border
-from runner.serve.asked import ApiError, Asked, Job, ModelNames, RequestRecord
 from runner.serve.models import Models
 from runner.serve.options import ServeOptions, require_compatible
+from runner.serve.request import ApiError, ModelNames, OpenRequest, Request, RequestRecord
 from runner.serve.served_model import Answering
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Running:
     """Answers jobs, one thread for all of them.
 
     Args:
-        on_record: called by the thread at each job's end.
+        on_record: called by the thread at each opened's end.
         on_event: the listener of every cache.
 
     Raises:
@@ -94,7 +94,7 @@ class Running:
             self.stop(0)
             raise
 
-    def ask(self, job: Job) -> None:
+    def ask(self, opened: OpenRequest) -> None:
         """Take a request in.
 
         Raises:
@@ -102,7 +102,7 @@ class Running:
         """
         with self._changed:
             self._require_open(len(self._answering))
-            answering = Answering(job, self._on_record)
+            answering = Answering(opened, self._on_record)
             self._answering.add(answering)
             self._arrived.append(answering)
             self._changed.notify_all()
@@ -120,7 +120,7 @@ class Running:
             self._changed.notify_all()
         return future
 
-    async def count_tokens(self, asked: Asked) -> int:
+    async def count_tokens(self, asked: Request) -> int:
         """How many tokens a prompt has. ApiError: it cannot be made, or there is no such model."""
 
         def count(models: Models) -> int:
@@ -214,7 +214,7 @@ class Running:
                 is_late = self._deadline_s is not None and time.perf_counter() >= self._deadline_s
             if is_late:
                 for answering in self._answering:
-                    answering.job.cancel()
+                    answering.opened.cancel()
             self._run_call(models)
             waiting.extend(_addressed(arrived, models))
             self._begin(models, waiting)
@@ -241,7 +241,7 @@ class Running:
 
     def _begin(self, models: Models, waiting: deque[_Waiting]) -> None:
         """Hand to the model what waits for it; where the first waits for another one, that is loaded once it may."""
-        for each in [each for each in waiting if each.answering.job.is_cancelled]:
+        for each in [each for each in waiting if each.answering.opened.is_cancelled]:
             waiting.remove(each)
             each.answering.end("cancelled")
         while waiting:
@@ -280,7 +280,7 @@ class Running:
 def _addressed(arrived: list[Answering], models: Models) -> Iterator[_Waiting]:
     for answering in arrived:
         try:
-            yield _Waiting(models.key_of(answering.job.asked.names), answering)
+            yield _Waiting(models.key_of(answering.opened.request.names), answering)
         except ApiError as error:
             answering.fail(error.status, error.message)
 

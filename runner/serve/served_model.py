@@ -7,7 +7,7 @@ other.
 
 Work: a request that is ready to be served, by itself or among others.
 
-Answering: one job on the generation thread: what is answered, and the record of it.
+Answering: one opened on the generation thread: what is answered, and the record of it.
 
 Together: the requests of one model that run at a time, in a ParallelGenerator. The generation thread's alone.
 
@@ -38,27 +38,27 @@ from runner.engine.replies import Piece, Sampler
 from runner.engine.sequence import LogitsProcessor, Ticket
 from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
-from runner.serve.asked import (
-    ApiError,
-    Asked,
-    Ended,
-    Failed,
-    FinishReason,
-    Job,
-    ModelNames,
-    PrefillProgress,
-    RequestRecord,
-    Started,
-    Step,
-    TopToken,
-)
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt, embedder, prompt_of
 from runner.serve.reply_reader import ReplyReader
+from runner.serve.request import (
+    ApiError,
+    Ended,
+    Failed,
+    FinishReason,
+    ModelNames,
+    OpenRequest,
+    PrefillProgress,
+    Request,
+    RequestRecord,
+    Started,
+    Token,
+    TopToken,
+)
 
 
 class Answering:
-    """Answers one job; exactly one Ended or Failed is the last of it.
+    """Answers one opened; exactly one Ended or Failed is the last of it.
 
     Args:
         on_record: told how it ended.
@@ -68,8 +68,8 @@ class Answering:
         is_running: whether it was admitted. `is_over`: whether the last answer was given.
     """
 
-    def __init__(self, job: Job, on_record: Callable[[RequestRecord], None]) -> None:
-        self.job = job
+    def __init__(self, opened: OpenRequest, on_record: Callable[[RequestRecord], None]) -> None:
+        self.opened = opened
         self.prompt_tokens = self.cached_tokens = self.matched_tokens = 0
         self.reason: str | None = None
         self.shortfalls: tuple[tuple[int, int, str], ...] = ()
@@ -95,19 +95,19 @@ class Answering:
     def start(self, prompt_tokens: int, reading: Any) -> None:
         """The prompt is in tokens."""
         self.prompt_tokens = prompt_tokens
-        self.job.put(Started(prompt_tokens, reading))
+        self.opened.put(Started(prompt_tokens, reading))
 
     def progress(self, done_tokens: int, prompt_tokens: int) -> None:
         """It was admitted, or a chunk of its prompt was evaluated."""
         if self._admitted_s is None:
             self._admitted_s = time.perf_counter()
-        self.job.put(PrefillProgress(done_tokens, prompt_tokens))
+        self.opened.put(PrefillProgress(done_tokens, prompt_tokens))
 
     def step(
         self, tokenizer: Any, text: str, token: int, logprob: float, logprobs: Any, finish_reason: FinishReason | None
     ) -> None:
         """A token was sampled; `logprobs` (V,) are those of all tokens, evaluated."""
-        asked = self.job.asked
+        asked = self.opened.request
         top = tuple(TopToken(**each) for each in mlx_lm_border.top_logprobs(logprobs, asked.top_logprobs, tokenizer))
         now_s = time.perf_counter()
         if self._first_s is None:
@@ -117,7 +117,7 @@ class Answering:
         self._last_s = now_s
         self._tokens.append(token)
         stop_word = self._stop_word(tokenizer) if finish_reason == "stop" else None
-        self.job.put(Step(text, token, logprob, top, finish_reason, stop_word))
+        self.opened.put(Token(text, token, logprob, top, finish_reason, stop_word))
 
     def end(self, outcome: Literal["stop", "length", "cancelled"], note: str | None = None) -> None:
         """The reply is over."""
@@ -125,7 +125,7 @@ class Answering:
             self.is_over = True
             record = self._record(outcome, note)
             self._on_record(record)
-            self.job.put(Ended(record))
+            self.opened.put(Ended(record))
 
     def fail(self, status: int, message: str, note: str | None = None) -> None:
         """There will be no reply, or no more of it. `note` is for the record alone, by default it is the message."""
@@ -134,7 +134,7 @@ class Answering:
             message = " ".join(message.split())
             record = self._record("error", note or message)
             self._on_record(record)
-            self.job.put(Failed(status, message, record))
+            self.opened.put(Failed(status, message, record))
 
     def raised(self, error: BaseException | None) -> None:
         """Whatever served it raised this. A reply that the budget has no room for any more ends with what it has."""
@@ -148,16 +148,16 @@ class Answering:
 
     def _stop_word(self, tokenizer: Any) -> str | None:
         """The stop word that the reply's tokens end with; the longest of several."""
-        words = [(tokenizer.encode(word, add_special_tokens=False), word) for word in self.job.asked.stop_words]
+        words = [(tokenizer.encode(word, add_special_tokens=False), word) for word in self.opened.request.stop_words]
         ends = [(len(ids), word) for ids, word in words if ids == self._tokens[-len(ids) :]]
         return max(ends, default=(0, None), key=lambda end: end[0])[1]
 
     def _record(self, outcome: Literal["stop", "length", "cancelled", "error"], note: str | None) -> RequestRecord:
-        job = self.job
+        opened = self.opened
         return RequestRecord(
-            id=job.id,
-            names=job.asked.names,
-            namespace=job.asked.namespace,
+            id=opened.id,
+            names=opened.request.names,
+            namespace=opened.request.namespace,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             matched_tokens=self.matched_tokens,
@@ -172,14 +172,14 @@ class Answering:
         )
 
     def _since_arrival_ms(self, moment_s: float | None) -> float | None:
-        return None if moment_s is None else (moment_s - self.job.arrived_s) * 1e3
+        return None if moment_s is None else (moment_s - self.opened.arrived_s) * 1e3
 
 
 #: MLX's seeds are numbers below this.
 SEEDS = 1 << 64
 
 
-def sampler_of(asked: Asked, tokenizer: Any, vocabulary_length: int) -> Sampler | None:
+def sampler_of(asked: Request, tokenizer: Any, vocabulary_length: int) -> Sampler | None:
     """mlx-lm's sampler; None: the likeliest token.
 
     Raises:
@@ -197,7 +197,7 @@ def sampler_of(asked: Asked, tokenizer: Any, vocabulary_length: int) -> Sampler 
     return sampler if asked.seed is None else SeededSampler(sampler, asked.seed)
 
 
-def processors_of(asked: Asked, vocabulary_length: int) -> Sequence[LogitsProcessor]:
+def processors_of(asked: Request, vocabulary_length: int) -> Sequence[LogitsProcessor]:
     """mlx-lm's logits processors.
 
     Raises:
@@ -290,7 +290,7 @@ class Together:
         """Take a request in; what cannot be served is its own failure."""
         answering, prompt = work.answering, work.prompt
         try:
-            answering.foresee(self._cache.explain(prompt.tokens, answering.job.asked.namespace))
+            answering.foresee(self._cache.explain(prompt.tokens, answering.opened.request.namespace))
             ticket = self._generator.submit(
                 prompt.tokens,
                 max_tokens=min(work.max_tokens, CAPACITY_TOKENS - len(prompt.tokens)),
@@ -299,10 +299,10 @@ class Together:
                 logits_processors=work.logits_processors,
                 stop_tokens=work.is_stop,
                 cuts_characters=False,
-                namespace=answering.job.asked.namespace,
+                namespace=answering.opened.request.namespace,
                 reserve=RESERVE_TOKENS,
                 on_progress=answering.progress,
-                arrived_at_s=answering.job.arrived_s,
+                arrived_at_s=answering.opened.arrived_s,
             )
         except ValueError as error:
             answering.fail(400, str(error))
@@ -314,7 +314,7 @@ class Together:
     def round(self) -> None:
         """Let each request go one step on."""
         for ticket, answering in self._running.items():
-            if answering.job.is_cancelled:
+            if answering.opened.is_cancelled:
                 ticket.cancel()
         try:
             pieces = self._generator.round()
@@ -382,14 +382,14 @@ def serve_alone(
 
     A cancelled one ends within a chunk or a token. What was evaluated is stored, whatever ends it.
     """
-    answering, job, prompt = work.answering, work.answering.job, work.prompt
+    answering, opened, prompt = work.answering, work.answering.opened, work.prompt
 
     def progress(done_tokens: int, prompt_tokens: int) -> None:
         answering.progress(done_tokens, prompt_tokens)
-        if job.is_cancelled:
+        if opened.is_cancelled:
             raise _CancelledError
 
-    answering.foresee(cache.explain(prompt.tokens, job.asked.namespace, keys=prompt.keys))
+    answering.foresee(cache.explain(prompt.tokens, opened.request.namespace, keys=prompt.keys))
     replies = stream_generate(
         model,
         tokenizer,
@@ -398,7 +398,7 @@ def serve_alone(
         draft_model,
         mx.default_stream(mx.default_device()),
         cache=cache,
-        namespace=job.asked.namespace,
+        namespace=opened.request.namespace,
         marks=prompt.marks,
         keys=prompt.keys,
         embed=None if prompt.vision is None else embedder(model, prompt.tokens, prompt.vision),
@@ -406,7 +406,7 @@ def serve_alone(
         logits_processors=work.logits_processors,
         prefill_step_size=step_size,
         prompt_progress_callback=progress,
-        num_draft_tokens=job.asked.num_draft_tokens,
+        num_draft_tokens=opened.request.num_draft_tokens,
     )
     outcome: FinishReason | None = None
     with closing(replies):
@@ -416,7 +416,7 @@ def serve_alone(
                 outcome = "stop" if work.is_stop(each.token) else each.finish_reason
                 logprob = each.logprobs[each.token].item()
                 answering.step(tokenizer, each.text, each.token, logprob, each.logprobs, outcome)
-                if outcome is not None or job.is_cancelled:
+                if outcome is not None or opened.is_cancelled:
                     break
                 yield
         except _CancelledError:
@@ -476,14 +476,14 @@ class ServedModel:
         except ValueError as error:  # of mlx-lm's makers
             answering.fail(400, str(error))
 
-    def prompt(self, asked: Asked) -> RenderedPrompt:
+    def prompt(self, asked: Request) -> RenderedPrompt:
         """What is asked, in tokens. ApiError: it cannot be made."""
         kwargs = self._options.chat_template_args
         return prompt_of(asked, self.tokenizer, kwargs, processor=self.processor, with_messages=self._is_marked)
 
     def round(self) -> None:
         """Let each request go one step on."""
-        for work in [each for each in self._queue if each.answering.job.is_cancelled]:
+        for work in [each for each in self._queue if each.answering.opened.is_cancelled]:
             self._queue.remove(work)
             work.answering.end("cancelled")
         self._advance()
@@ -516,7 +516,7 @@ class ServedModel:
     # Taking in
 
     def _begin(self, answering: Answering) -> None:
-        asked, tokenizer = answering.job.asked, self.tokenizer
+        asked, tokenizer = answering.opened.request, self.tokenizer
         prompt = self.prompt(asked)
         has_images = prompt.vision is not None
         if has_images and self.draft_model is not None:

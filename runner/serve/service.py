@@ -17,22 +17,22 @@ from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from fastapi import Request
+from fastapi import Request as HttpRequest
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from runner.serve.asked import (
-    Answer,
+from runner.serve.request import (
     ApiError,
-    Asked,
     Ended,
     Failed,
     FinishReason,
-    Job,
+    OpenRequest,
     PrefillProgress,
+    ReplyEvent,
+    Request,
     RequestRecord,
     Started,
-    Step,
+    Token,
 )
 
 
@@ -43,7 +43,7 @@ class Runs(Protocol):
     def is_healthy(self) -> bool:
         """Whether it can serve requests."""
 
-    def ask(self, job: Job) -> None:
+    def ask(self, opened: OpenRequest) -> None:
         """Take a request in; any thread. ApiError: it is full (429) or stopping (503)."""
 
 
@@ -54,13 +54,13 @@ class Delta:
     Attributes:
         text, reasoning: less control sequences and stop words.
         tool_calls: whole ones, each {"id", "name", "arguments"}, with arguments as JSON text.
-        steps: the tokens, for logprobs and counts.
+        tokens: for logprobs and counts.
     """
 
     text: str
     reasoning: str
     tool_calls: tuple[dict[str, str], ...]
-    steps: tuple[Step, ...]
+    tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Ending:
 class Reader(Protocol):
     """Turns steps into deltas; `runner.serve.reply_reader.Reading` is it."""
 
-    def add(self, step: Step) -> Delta: ...
+    def add(self, step: Token) -> Delta: ...
 
     def finish(self) -> Delta: ...
 
@@ -83,11 +83,13 @@ class Reader(Protocol):
 class ServedReply:
     """One reply as it comes in. Made by Service.ask."""
 
-    def __init__(self, job: Job, answers: asyncio.Queue[Answer], started: Started, timer: asyncio.TimerHandle) -> None:
+    def __init__(
+        self, opened: OpenRequest, answers: asyncio.Queue[ReplyEvent], started: Started, timer: asyncio.TimerHandle
+    ) -> None:
         self.prompt_tokens = started.prompt_tokens
         self.ending: Ending | None = None
-        self.id = job.id
-        self._job, self._answers, self._reading, self._timer = job, answers, started.reading, timer
+        self.id = opened.id
+        self._job, self._answers, self._reading, self._timer = opened, answers, started.reading, timer
 
     def cancel(self) -> None:
         """End it soon."""
@@ -103,7 +105,7 @@ class ServedReply:
                 answer = await self._answers.get()
                 if isinstance(answer, PrefillProgress):
                     yield answer
-                elif isinstance(answer, Step):
+                elif isinstance(answer, Token):
                     reason = answer.finish_reason or reason
                     delta = self._reading.add(answer)
                     has_tool_calls |= bool(delta.tool_calls)
@@ -127,10 +129,10 @@ class _Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._answers: deque[tuple[asyncio.Queue[Answer], Answer]] = deque()
+        self._answers: deque[tuple[asyncio.Queue[ReplyEvent], ReplyEvent]] = deque()
         self._is_woken = False
 
-    def put(self, queue: asyncio.Queue[Answer], answer: Answer) -> None:
+    def put(self, queue: asyncio.Queue[ReplyEvent], answer: ReplyEvent) -> None:
         """Have an answer put into its queue; any thread. RuntimeError: the loop is closed."""
         self._answers.append((queue, answer))
         if not self._is_woken:
@@ -161,7 +163,7 @@ class Service:
         """Whether requests can be served."""
         return self._runs.is_healthy
 
-    async def ask(self, asked: Asked) -> ServedReply:
+    async def ask(self, asked: Request) -> ServedReply:
         """Hand a request in, and wait until its prompt is in tokens.
 
         Raises:
@@ -170,21 +172,21 @@ class Service:
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = _Mailbox(loop)
-        mailbox, answers = self._mailbox, asyncio.Queue[Answer]()
+        mailbox, answers = self._mailbox, asyncio.Queue[ReplyEvent]()
 
-        def put(answer: Answer) -> None:
+        def put(answer: ReplyEvent) -> None:
             try:
                 mailbox.put(answers, answer)
             except RuntimeError:  # the loop is closed: nobody listens any more
-                job.cancel()
+                opened.cancel()
 
-        job = Job(asked, put)
-        self._runs.ask(job)
-        timer = loop.call_later(self._timeout_s, job.cancel)
+        opened = OpenRequest(asked, put)
+        self._runs.ask(opened)
+        timer = loop.call_later(self._timeout_s, opened.cancel)
         try:
             first: Any = await answers.get()
         except BaseException:
-            job.cancel()
+            opened.cancel()
             timer.cancel()
             raise
         if isinstance(first, Failed):
@@ -194,7 +196,7 @@ class Service:
             timer.cancel()
             raise ApiError(503, "the request was ended before it was served: it took too long, or the server stops.")
         assert isinstance(first, Started), first
-        return ServedReply(job, answers, first, timer)
+        return ServedReply(opened, answers, first, timer)
 
 
 T = TypeVar("T")
@@ -205,7 +207,7 @@ CLIENT_CLOSED_REQUEST = 499
 MAX_DEPTH = 64
 
 
-async def read_json(request: Request) -> dict[str, Any]:
+async def read_json(request: HttpRequest) -> dict[str, Any]:
     """Return the body of `request`, whatever content type it says it has.
 
     Raises:
@@ -219,7 +221,7 @@ async def read_json(request: Request) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"Invalid JSON in request body: {error}") from error
     if not isinstance(body, dict):
-        raise ApiError(400, f"Request should be a JSON dictionary; it is a {type(body).__name__}.")
+        raise ApiError(400, f"HttpRequest should be a JSON dictionary; it is a {type(body).__name__}.")
     _require_shallow(body)
     return body
 
@@ -230,10 +232,10 @@ def _require_shallow(body: dict[str, Any]) -> None:
         inner = (value for each in level for value in (each.values() if isinstance(each, dict) else each))
         level = [value for value in inner if isinstance(value, dict | list)]
     if level:
-        raise ApiError(400, f"Request is nested more than {MAX_DEPTH} levels deep.")
+        raise ApiError(400, f"HttpRequest is nested more than {MAX_DEPTH} levels deep.")
 
 
-def namespace_of(request: Request) -> str:
+def namespace_of(request: HttpRequest) -> str:
     """The namespace that whoever sent `request` keeps to."""
     return str(getattr(getattr(request.state, "tenant", None), "namespace", ""))
 
@@ -243,7 +245,7 @@ def to_json(body: object, status: int = 200) -> Response:
     return Response(json.dumps(body), status, media_type="application/json")
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`, such as Service.ask or a whole reply, and cancel it as soon as the client goes away.
 
     The request's body has been read. A Reply whose iteration is cancelled cancels itself.
@@ -263,7 +265,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _disconnect(request: Request) -> None:
+async def _disconnect(request: HttpRequest) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

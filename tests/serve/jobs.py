@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from mlx_lm import stream_generate
 
 from runner.models.load import LoadedModel
-from runner.serve.asked import Answer, Asked, Ended, Failed, Job, ModelNames, RequestRecord, Step
 from runner.serve.options import ServeOptions
+from runner.serve.request import Ended, Failed, ModelNames, OpenRequest, ReplyEvent, Request, RequestRecord, Token
 from runner.serve.scheduler import Running
 
 T = TypeVar("T")
@@ -38,19 +38,19 @@ def running(records: list[RequestRecord] | None = None, **options: Any) -> Itera
 
 
 class Waiting:
-    """A job that was handed in, and its answers as they come."""
+    """A opened that was handed in, and its answers as they come."""
 
     def __init__(
-        self, thread: Running, *, on_answer: Callable[[Job, Answer], None] | None = None, **asked: Any
+        self, thread: Running, *, on_answer: Callable[[OpenRequest, ReplyEvent], None] | None = None, **asked: Any
     ) -> None:
-        self.answers: list[Answer] = []
-        self._new: queue.Queue[Answer] = queue.Queue()
+        self.answers: list[ReplyEvent] = []
+        self._new: queue.Queue[ReplyEvent] = queue.Queue()
         more = {"names": ModelNames(), "max_tokens": 12, **asked}
         if "messages" not in more:
             more.setdefault("prompt", "The quick brown fox")
-        self.job = Job(Asked(**more), self._put)
+        self.opened = OpenRequest(Request(**more), self._put)
         self._on_answer = on_answer
-        thread.ask(self.job)
+        thread.ask(self.opened)
 
     def until(self, kind: type[T]) -> T:
         """Wait for the next answer of a kind."""
@@ -78,29 +78,29 @@ class Waiting:
         return last
 
     @property
-    def steps(self) -> list[Step]:
+    def sampled(self) -> list[Token]:
         """All tokens; waits for the last."""
         self.end()
-        return [answer for answer in self.answers if isinstance(answer, Step)]
+        return [answer for answer in self.answers if isinstance(answer, Token)]
 
     @property
     def tokens(self) -> list[int]:
         """Their ids."""
-        return [step.token for step in self.steps]
+        return [step.id for step in self.sampled]
 
     @property
     def text(self) -> str:
         """Their texts, joined."""
-        return "".join(step.text for step in self.steps)
+        return "".join(step.text for step in self.sampled)
 
     def end(self) -> None:
         """Wait for the last answer."""
         while not self.answers or not isinstance(self.answers[-1], (Ended, Failed)):
             self.answers.append(self._new.get(timeout=GUARD_S))
 
-    def _put(self, answer: Answer) -> None:
+    def _put(self, answer: ReplyEvent) -> None:
         if self._on_answer is not None:
-            self._on_answer(self.job, answer)
+            self._on_answer(self.opened, answer)
         self._new.put(answer)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from fastapi.testclient import TestClient
 
-from runner.serve.asked import ApiError
 from runner.serve.openai import openai_routes
 from runner.serve.options import ServeOptions
+from runner.serve.request import ApiError
 from runner.serve.service import Runs, Service, to_json
 
 USER = {"role": "user", "content": "?"}
@@ -18,7 +19,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 def openai_app(runs: Runs, options: ServeOptions | None = None, *, timeout_s: float = 60) -> FastAPI:
     """An application that answers ApiError with its body in OpenAI's form."""
 
-    async def refuse(_: Request, error: Exception) -> Response:
+    async def refuse(_: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, ApiError), error
         return to_json(error.in_openai_form(), error.status)
 

@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from runner.serve.asked import (
-    Answer,
+from runner.serve.request import (
     ApiError,
     Ended,
     Failed,
     FinishReason,
-    Job,
+    OpenRequest,
     PrefillProgress,
+    ReplyEvent,
     RequestRecord,
     Started,
-    Step,
+    Token,
 )
 from runner.serve.service import Delta
 
@@ -34,16 +34,16 @@ def said(
     tool_calls = tuple(
         {"id": f"call_{index}", "name": name, "arguments": arguments} for index, (name, arguments) in enumerate(calls)
     )
-    return Delta(text, reasoning, tool_calls, (Step(text, 7, -0.5, (), finish, stop_word),))
+    return Delta(text, reasoning, tool_calls, (Token(text, 7, -0.5, (), finish, stop_word),))
 
 
-def record(job: Job, **changes: Any) -> RequestRecord:
+def record(opened: OpenRequest, **changes: Any) -> RequestRecord:
     """How a scripted request ended."""
     values: dict[str, Any] = {
         "prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS, "matched_tokens": CACHED_TOKENS, "reason": None,
         "completion_tokens": 3, "queue_ms": 1.0, "ttft_ms": 2.0, "gaps_ms": (1.0, 1.0), "outcome": "stop",
     }  # fmt: skip
-    return RequestRecord(job.id, job.asked.names, job.asked.namespace, **{**values, **changes})
+    return RequestRecord(opened.id, opened.request.names, opened.request.namespace, **{**values, **changes})
 
 
 class ScriptedReading:
@@ -53,9 +53,9 @@ class ScriptedReading:
         self._deltas: Iterator[Delta] = iter(deltas)
         self._flushed = flushed
 
-    def add(self, step: Step) -> Delta:
+    def add(self, step: Token) -> Delta:
         delta = next(self._deltas)
-        assert delta.steps == (step,)
+        assert delta.tokens == (step,)
         return delta
 
     def finish(self) -> Delta:
@@ -81,31 +81,31 @@ class ScriptedRuns:
         is_endless: bool = False,
         outcome: str = "stop",
     ) -> None:
-        self.jobs: list[Job] = []
+        self.opened: list[OpenRequest] = []
         self._script, self._refusal, self._is_endless, self._outcome = script, refusal, is_endless, outcome
         self._flushed = flushed or Delta("", "", (), ())
         self.is_healthy = True
 
-    def ask(self, job: Job) -> None:
+    def ask(self, opened: OpenRequest) -> None:
         if self._refusal:
             raise self._refusal
-        self.jobs.append(job)
+        self.opened.append(opened)
         deltas = [part for part in self._script if isinstance(part, Delta)]
-        answers: list[Answer] = [Started(PROMPT_TOKENS, ScriptedReading(deltas, self._flushed))]
+        answers: list[ReplyEvent] = [Started(PROMPT_TOKENS, ScriptedReading(deltas, self._flushed))]
         for part in self._script:
-            answers.extend(part.steps if isinstance(part, Delta) else [part])
+            answers.extend(part.tokens if isinstance(part, Delta) else [part])
         for answer in answers:
-            job.put(answer)
+            opened.put(answer)
         if not self._is_endless and not isinstance(answers[-1], Failed):
-            self.end(job)
+            self.end(opened)
 
-    def end(self, job: Job) -> None:
+    def end(self, opened: OpenRequest) -> None:
         """Put the last answer."""
-        job.put(Ended(record(job, outcome=self._outcome)))
+        opened.put(Ended(record(opened, outcome=self._outcome)))
 
-    async def cancelled(self) -> Job:
+    async def cancelled(self) -> OpenRequest:
         """The first request, once it was asked to end."""
         async with asyncio.timeout(60):
-            while not (self.jobs and self.jobs[0].is_cancelled):
+            while not (self.opened and self.opened[0].is_cancelled):
                 await asyncio.sleep(0.001)
-        return self.jobs[0]
+        return self.opened[0]

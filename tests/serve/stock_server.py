@@ -11,14 +11,14 @@ from typing import Any
 
 from mlx_lm.server import APIHandler, GenerationContext, Response
 
-from runner.serve.asked import Step
 from runner.serve.options import ServeOptions
+from runner.serve.request import Token
 
 
 def stock_answer(
     path: str,
     body: dict[str, Any],
-    steps: Sequence[Step],
+    steps: Sequence[Token],
     *,
     machine: Any,
     initial_state: str = "normal",
@@ -32,7 +32,7 @@ def stock_answer(
         prompt=[0] * prompt_tokens, prompt_cache_count=cached_tokens,
     )  # fmt: skip
     responses = [
-        Response(step.text, step.token, step.logprob, step.finish_reason, tuple(asdict(top) for top in step.top_tokens))
+        Response(step.text, step.id, step.logprob, step.finish_reason, tuple(asdict(top) for top in step.top_tokens))
         for step in steps
     ]
     raw = json.dumps(body).encode()

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
 from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 
@@ -59,7 +60,7 @@ def serve(tmp_path: Path) -> Serve:
     return make
 
 
-async def whoami(request: Request) -> dict[str, Any]:
+async def whoami(request: HttpRequest) -> dict[str, Any]:
     return vars(request.state.tenant)
 
 
@@ -211,7 +212,7 @@ def test_the_admins_routes_answer_no_other_page(serve: Serve, origin: str, admin
     client = serve(admin=admin)
     for path in ADMINS:
         answer = client.get(path, headers={"Origin": origin, **bearer(ROOT)})
-        asked = client.options(path, headers={"Origin": origin, "Access-Control-Request-Method": "GET"})
+        asked = client.options(path, headers={"Origin": origin, "Access-Control-HttpRequest-Method": "GET"})
         assert answer.status_code == 403
         assert not [name for reply in (answer, asked) for name in reply.headers if name.startswith("access-control")]
         assert asked.status_code >= 400

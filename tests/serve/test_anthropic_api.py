@@ -13,9 +13,9 @@ import pytest
 from fastapi import FastAPI
 
 from runner.serve.anthropic import AnthropicPromptBody, MessagesBody, anthropic_routes
-from runner.serve.asked import ApiError, Asked, Ended, Failed, PrefillProgress
 from runner.serve.middleware import Frame
 from runner.serve.options import ServeOptions
+from runner.serve.request import ApiError, Ended, Failed, PrefillProgress, Request
 from runner.serve.service import Service
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, record, said
 
@@ -42,7 +42,7 @@ FULL_CONTENT = [
 def app_of(runs: ScriptedRuns) -> FastAPI:
     """An application of these routes alone, with errors as the whole server says them."""
 
-    async def tokens_of(asked: Asked) -> int:
+    async def tokens_of(asked: Request) -> int:
         return sum(len(message["content"]) for message in asked.messages)
 
     app = FastAPI()
@@ -57,7 +57,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def post(runs: ScriptedRuns, body: Any, path: str = "/v1/messages") -> httpx2.Response:
-    """Answer of one request."""
+    """ReplyEvent of one request."""
 
     async def send() -> httpx2.Response:
         transport = httpx2.ASGITransport(app_of(runs))
@@ -94,7 +94,7 @@ def test_a_reply_is_a_message_whose_usage_counts_each_prompt_token_once() -> Non
     response = post(runs, BODY)
     assert response.status_code == 200
     assert response.json() == {
-        "id": f"msg_{runs.jobs[0].id}",
+        "id": f"msg_{runs.opened[0].id}",
         "type": "message",
         "role": "assistant",
         "model": "claude-sonnet",
@@ -266,11 +266,11 @@ def test_a_client_that_goes_away_ends_its_reply(is_streamed: bool) -> None:
         }  # fmt: skip
         working = asyncio.create_task(app_of(runs)(scope, receive, send))
         if not is_streamed:
-            while not runs.jobs:
+            while not runs.opened:
                 await asyncio.sleep(0)
             has_left.set()
-        job = await runs.cancelled()
-        job.put(Ended(record(job)))
+        opened = await runs.cancelled()
+        opened.put(Ended(record(opened)))
         await working
 
     run(leave())

@@ -9,9 +9,9 @@ import pytest
 
 from runner.models.tiny import tiny_tokenizer
 from runner.serve.anthropic import MessagesBody
-from runner.serve.asked import DEFAULT, ApiError, Asked
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt, prompt_of
+from runner.serve.request import DEFAULT, ApiError, Request
 
 USER = {"role": "user", "content": "Hi"}
 BODY: dict[str, Any] = {"model": "claude-sonnet", "max_tokens": 16, "messages": [USER]}
@@ -21,9 +21,9 @@ IMAGE = {"type": "image", "source": SOURCE, "cache_control": MARK}
 TOOL = {"name": "weather", "description": "of a place", "input_schema": {"type": "object"}}
 
 
-def asked(options: ServeOptions | None = None, **fields: Any) -> Asked:
+def asked(options: ServeOptions | None = None, **fields: Any) -> Request:
     """What a body with these fields asks for."""
-    return MessagesBody.read({**BODY, **fields}).asked(options or ServeOptions(), "ann")
+    return MessagesBody.read({**BODY, **fields}).request(options or ServeOptions(), "ann")
 
 
 def test_blocks_become_messages_in_openais_form() -> None:

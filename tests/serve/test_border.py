@@ -14,8 +14,8 @@ import pytest
 
 from runner.models.load import LoadedModel, load_model
 from runner.serve import mlx_lm_border
-from runner.serve.asked import ApiError, Asked, ModelNames, Penalties, Sampling
 from runner.serve.prompts import prompt_of
+from runner.serve.request import ApiError, ModelNames, Penalties, Request, Sampling
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -149,8 +149,8 @@ def test_tool_calls_are_formatted_and_bad_ones_left_out(caplog: pytest.LogCaptur
 # Prompts
 
 
-def asked(**more: Any) -> Asked:
-    return Asked(ModelNames(), 5, **more)
+def asked(**more: Any) -> Request:
+    return Request(ModelNames(), 5, **more)
 
 
 def test_a_chat_is_what_the_template_makes_of_it_and_stays_as_it_was(tiny: LoadedModel) -> None:

@@ -23,9 +23,9 @@ from runner.models.load import LoadedModel, load_model
 from runner.models.tiny import build, kind_of
 from runner.serve import prompts
 from runner.serve.app import make_app
-from runner.serve.asked import Answer, Job, ModelNames, PrefillProgress, Step
 from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
+from runner.serve.request import ModelNames, OpenRequest, PrefillProgress, ReplyEvent, Token
 from runner.serve.scheduler import Running
 from tests.serve.jobs import Waiting, running
 from tests.serve.seeing_model import PATCH, open_eyes, picture, shown, write_seeing_model
@@ -122,9 +122,9 @@ def test_an_image_that_was_evaluated_in_part_is_looked_at_again(
     inside = [place for place in range(24, len(tokens), 24) if tokens[place - 1] == tokens[place] == PATCH]
     for count, offset in enumerate(inside):
 
-        def cancel(job: Job, answer: Answer, at: int = offset) -> None:
+        def cancel(opened: OpenRequest, answer: ReplyEvent, at: int = offset) -> None:
             if isinstance(answer, PrefillProgress) and answer.done_tokens >= at:
-                job.cancel()
+                opened.cancel()
 
         asked: dict[str, Any] = {"messages": messages, "namespace": f"parts-{count}"}
         assert Waiting(shared, on_answer=cancel, **asked).record.outcome == "cancelled"
@@ -139,9 +139,9 @@ def test_an_image_that_was_evaluated_in_part_is_looked_at_again(
 
 
 def test_texts_and_images_at_once_say_what_each_says_alone(loaded: LoadedModel, shared: Running) -> None:
-    def cancel(job: Job, answer: Answer) -> None:
-        if isinstance(answer, Step):
-            job.cancel()
+    def cancel(opened: OpenRequest, answer: ReplyEvent) -> None:
+        if isinstance(answer, Token):
+            opened.cancel()
 
     texts = [[SYSTEM, {"role": "user", "content": f"Number {number}?"}] for number in range(3)]
     asked = [(texts[0], ()), (asking(ONE), (ONE,)), (texts[1], ()), (asking(TWO, THREE), (TWO, THREE)), (texts[2], ())]
@@ -150,7 +150,7 @@ def test_texts_and_images_at_once_say_what_each_says_alone(loaded: LoadedModel, 
     for each, (messages, files) in zip(waiting, asked, strict=True):
         assert each.tokens == expected(loaded, messages, *files)
     assert gone.record.outcome == "cancelled"
-    assert len(gone.steps) == 1
+    assert len(gone.tokens) == 1
     assert gone.tokens == expected(loaded, asking(THREE), THREE)[:1]
     ((_, cache),) = shared.caches()
     cache.check()

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from runner.serve.asked import ApiError
 from runner.serve.middleware import MAX_BODIES, BodyLimit
+from runner.serve.request import ApiError
 
 MIB = 1 << 20
 GONE: Message = {"type": "http.disconnect"}

@@ -17,9 +17,9 @@ from benchmarks.harness.model_folder import write_model
 from radixcache import CacheClosedError
 from radixcache.observe.trace import FORMAT
 from runner.models.load import ModelError, load_model
-from runner.serve.asked import Answer, ApiError, Asked, Ended, Job, ModelNames, Penalties
 from runner.serve.models import Models, WarmFileError, read_warm_file
 from runner.serve.options import ServeOptions
+from runner.serve.request import ApiError, Ended, ModelNames, OpenRequest, Penalties, ReplyEvent, Request
 from tests.serve.jobs import Waiting, alone, running
 
 SYSTEM = "You are a careful assistant, and you answer in rhyme. "
@@ -109,7 +109,7 @@ def test_who_waits_for_another_model_is_not_overtaken_for_ever() -> None:
     order: list[str] = []
 
     def note(name: str) -> Any:
-        def on_answer(_: Job, answer: Answer) -> None:
+        def on_answer(_: OpenRequest, answer: ReplyEvent) -> None:
             if isinstance(answer, Ended):
                 order.append(name)
 
@@ -191,12 +191,12 @@ def test_tokens_are_counted_as_they_are_asked_for_also_of_a_model_that_is_not_lo
     models.open(LLAMA)
     messages = [{"role": "user", "content": "How many?"}]
     for model in ("tiny", "tiny:mamba2"):
-        count = models.count_tokens(Asked(ModelNames(model), 5, messages=messages))
+        count = models.count_tokens(Request(ModelNames(model), 5, messages=messages))
         assert count == len(load_model(model).tokenizer.apply_chat_template(messages, add_generation_prompt=True))
     assert models.current is not None
     assert models.current.key == LLAMA
     with pytest.raises(ModelError):
-        models.count_tokens(Asked(ModelNames("nothing"), 5, prompt="a"))
+        models.count_tokens(Request(ModelNames("nothing"), 5, prompt="a"))
 
 
 def test_the_loaded_model_is_found_by_its_names_and_no_other(models: Models) -> None:

@@ -12,8 +12,8 @@ import pytest
 from huggingface_hub.errors import CacheNotFound
 
 from runner.serve import openai
-from runner.serve.asked import ApiError, Failed, PrefillProgress
 from runner.serve.options import ServeOptions
+from runner.serve.request import ApiError, Failed, PrefillProgress
 from tests.serve.openai_app import CHAT, USER, openai_app, openai_client
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
 
@@ -85,7 +85,7 @@ def test_tool_calls_of_a_stream_are_numbered_and_end_it():
 @pytest.mark.parametrize("logprob", [float("-inf"), float("nan")])
 def test_the_logarithm_of_a_probability_of_zero_is_a_number(logprob):
     runs = ScriptedRuns(said("x", finish="stop"))
-    object.__setattr__(runs._script[0].steps[0], "logprob", logprob)
+    object.__setattr__(runs._script[0].tokens[0], "logprob", logprob)
     with openai_client(runs) as client:
         answer = client.post(CHAT, json={"messages": [USER], "logprobs": True})
     body = json.loads(answer.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -111,7 +111,7 @@ async def leave(app: Any, runs: ScriptedRuns, body: dict[str, Any], *, is_asked:
         if not sent:
             sent = True
             return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
-        while not runs.jobs:
+        while not runs.opened:
             await asyncio.sleep(0)
         return {"type": "http.disconnect"}
 
@@ -132,21 +132,21 @@ async def leave(app: Any, runs: ScriptedRuns, body: dict[str, Any], *, is_asked:
 def test_a_client_that_goes_away_ends_its_request(stream, script):
     runs = ScriptedRuns(*script, is_endless=True)
     asyncio.run(leave(openai_app(runs), runs, {"messages": [USER], "stream": stream}))
-    assert runs.jobs[0].is_cancelled
+    assert runs.opened[0].is_cancelled
 
 
 class Mute(ScriptedRuns):
     """Takes requests in and says nothing."""
 
-    def ask(self, job: Any) -> None:
-        self.jobs.append(job)
+    def ask(self, opened: Any) -> None:
+        self.opened.append(opened)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_before_its_prompt_is_in_tokens_ends_its_request(stream):
     runs = Mute()
     asyncio.run(leave(openai_app(runs), runs, {"messages": [USER], "stream": stream}))
-    assert runs.jobs[0].is_cancelled
+    assert runs.opened[0].is_cancelled
 
 
 def test_a_request_beyond_its_time_is_ended():

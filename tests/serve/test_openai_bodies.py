@@ -9,28 +9,28 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from runner.serve.asked import Asked, ModelNames, Penalties, Sampling
 from runner.serve.options import ServeOptions
+from runner.serve.request import ModelNames, Penalties, Request, Sampling
 from tests.serve.openai_app import CHAT, TEXT, USER, openai_app, openai_client
 from tests.serve.scripted import ScriptedRuns, said
 
 OPTIONS = ServeOptions(temp=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=33, num_draft_tokens=4)
 
 
-def asked_by(body: dict[str, Any], path: str = CHAT) -> Asked:
+def asked_by(body: dict[str, Any], path: str = CHAT) -> Request:
     """What a body that is taken comes to."""
     runs = ScriptedRuns(said("x", finish="stop"))
     with openai_client(runs, OPTIONS) as client:
         answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
-    return runs.jobs[0].asked
+    return runs.opened[0].request
 
 
 # What is asked for
 
 
 def test_what_a_body_leaves_open_or_null_is_as_the_server_was_started():
-    wanted = Asked(
+    wanted = Request(
         ModelNames(), 33, messages=[USER], sampling=Sampling(0.5, 0.9, 7, 0.1), penalties=Penalties(logit_bias={}),
         stop_words=[], num_draft_tokens=4,
     )  # fmt: skip
@@ -55,7 +55,7 @@ def test_every_field_of_a_chat_reaches_the_generation_thread():
         "presence_context_size": 6, "frequency_penalty": 2.5, "frequency_context_size": 7, "logit_bias": {"5": -100},
         "logprobs": True, "top_logprobs": 3, "seed": 2**64 - 1, "stop": ["x", "y"], "user": {"ignored": True},
     }  # fmt: skip
-    assert asked_by(body) == Asked(
+    assert asked_by(body) == Request(
         ModelNames("m", "a", "d"), 8, messages=messages, tools=[tool], role_mapping={"user": "U"},
         template_args={"think": False}, sampling=Sampling(1.0, 0.5, 3, 0.0, 1.0, 0.2),
         penalties=Penalties({5: -100.0}, 1.1, 5, -1.0, 6, 2.5, 7), stop_words=["x", "y"], num_draft_tokens=2,
@@ -98,7 +98,7 @@ def test_the_namespace_is_that_of_the_requests_tenant():
             await client.post(CHAT, json={"messages": [USER]})
 
     asyncio.run(ask())
-    assert runs.jobs[0].asked.namespace == "alice"
+    assert runs.opened[0].request.namespace == "alice"
 
 
 # What is refused
@@ -179,7 +179,7 @@ def test_every_field_of_a_wrong_type_or_out_of_range_is_refused_by_its_name():
             assert error.keys() == {"message", "type", "param", "code"}
             assert (error["param"], error["type"]) == (param, "invalid_request_error"), wrong
             assert error["message"]
-    assert runs.jobs == []
+    assert runs.opened == []
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,10 @@ from radixcache.sized_cache import sized_cache
 from radixcache.stores.store import StoreStats
 from runner.serve.admin import SHOWN_NODES, cache_page, cache_routes, page_state
 from runner.serve.app import guard, make_app
-from runner.serve.asked import ModelNames
 from runner.serve.http_server import HttpServer, listen, url_of
 from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
+from runner.serve.request import ModelNames
 from runner.serve.scheduler import Running
 from tests.serve.watched import Watched, record
 from tests.view.browser import Page, find_browser

@@ -12,9 +12,9 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.serve.asked import Ended, Job, Started, Step, TopToken
 from runner.serve.mlx_lm_border import TextStateMachine, ToolCallFormatter
 from runner.serve.reply_reader import ReplyReader
+from runner.serve.request import Ended, OpenRequest, Started, Token, TopToken
 from tests.serve.openai_app import CHAT, TEXT, USER, openai_client
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, record
 from tests.serve.stock_server import stock_answer
@@ -39,25 +39,25 @@ class SpokenRuns(ScriptedRuns):
     """Answers with the steps it is given, read by a real Reading."""
 
     def __init__(
-        self, steps: Sequence[Step] = (), initial_state: str = "normal", parser: Any = parse_tool_call
+        self, steps: Sequence[Token] = (), initial_state: str = "normal", parser: Any = parse_tool_call
     ) -> None:
         super().__init__()
-        self.steps, self.initial_state, self.parser = steps, initial_state, parser
+        self.tokens, self.initial_state, self.parser = steps, initial_state, parser
 
-    def ask(self, job: Job) -> None:
+    def ask(self, opened: OpenRequest) -> None:
         formatter = ToolCallFormatter(self.parser, None)
-        job.put(Started(PROMPT_TOKENS, ReplyReader(TextStateMachine(TRANSITIONS), self.initial_state, formatter)))
-        for step in self.steps:
-            job.put(step)
-        outcome = self.steps[-1].finish_reason or "cancelled"
-        job.put(Ended(record(job, completion_tokens=len(self.steps), outcome=outcome)))
+        opened.put(Started(PROMPT_TOKENS, ReplyReader(TextStateMachine(TRANSITIONS), self.initial_state, formatter)))
+        for step in self.tokens:
+            opened.put(step)
+        outcome = self.tokens[-1].finish_reason or "cancelled"
+        opened.put(Ended(record(opened, completion_tokens=len(self.tokens), outcome=outcome)))
 
 
-def steps_of(texts: Sequence[str], finish: str | None) -> list[Step]:
+def steps_of(texts: Sequence[str], finish: str | None) -> list[Token]:
     return [
-        Step(text, index, -index / 8, (TopToken(index, text, -index / 8), TopToken(9, "x", -9.0)), None)
+        Token(text, index, -index / 8, (TopToken(index, text, -index / 8), TopToken(9, "x", -9.0)), None)
         for index, text in enumerate(texts)
-    ] + [Step("" if finish == "stop" else "<", 7, -0.5, (), finish)]  # type: ignore[arg-type]
+    ] + [Token("" if finish == "stop" else "<", 7, -0.5, (), finish)]  # type: ignore[arg-type]
 
 
 def contents(answer: str, *, is_stream: bool) -> list[Any]:
@@ -107,11 +107,11 @@ def test_bodies_and_chunks_are_those_of_mlx_lm_server_whatever_the_tokens(
     whole = "".join(texts)
     ends = sorted({0, *(min(cut, len(whole)) for cut in cuts), len(whole)})
     pieces = [whole[start:end] for start, end in itertools.pairwise(ends)] or [""]
-    runs.steps, runs.initial_state = steps_of(pieces, finish), initial_state
+    runs.tokens, runs.initial_state = steps_of(pieces, finish), initial_state
     body = {**ROUTES[path], **more}
     answer = client.post(path, json=body)
     status, wanted = stock_answer(
-        path, body, runs.steps, machine=TextStateMachine(TRANSITIONS), initial_state=initial_state,
+        path, body, runs.tokens, machine=TextStateMachine(TRANSITIONS), initial_state=initial_state,
         tool_parser=parse_tool_call, prompt_tokens=PROMPT_TOKENS, cached_tokens=CACHED_TOKENS,
     )  # fmt: skip
     assert answer.status_code == status == 200
@@ -131,25 +131,25 @@ def test_a_tool_call_that_cannot_be_read_is_left_out_and_others_are_not(parsed):
             raise parsed
         return parsed
 
-    delta = reading(parse).add(Step("a<call>bad</call><call>good</call>b", 1, 0.0, (), None))
+    delta = reading(parse).add(Token("a<call>bad</call><call>good</call>b", 1, 0.0, (), None))
     assert delta.text == "ab"
     assert [call["name"] for call in delta.tool_calls] == ["good"]
 
 
 def test_text_before_a_tool_call_is_held_back_until_the_call_is_through():
     read = reading()
-    first, second = (read.add(Step(text, 1, 0.0, (), None)) for text in ("a<call>f", "</call>"))
-    assert (first.text, first.tool_calls, len(first.steps)) == ("", (), 1)
+    first, second = (read.add(Token(text, 1, 0.0, (), None)) for text in ("a<call>f", "</call>"))
+    assert (first.text, first.tool_calls, len(first.tokens)) == ("", (), 1)
     assert (second.text, len(second.tool_calls)) == ("a", 1)
 
 
 def test_a_reply_that_is_ended_from_outside_keeps_what_could_have_become_a_stop_word():
     read = reading()
-    assert read.add(Step("a ST", 1, 0.0, (), None)).text == "a "
+    assert read.add(Token("a ST", 1, 0.0, (), None)).text == "a "
     assert read.finish().text == "ST"
 
 
 def test_a_reply_that_ends_at_a_stop_word_drops_the_beginning_of_one():
     read = reading()
-    assert read.add(Step("a ST", 1, 0.0, (), None)).text == "a "
-    assert read.add(Step("", 1, 0.0, (), "stop")).text + read.finish().text == ""
+    assert read.add(Token("a ST", 1, 0.0, (), None)).text == "a "
+    assert read.add(Token("", 1, 0.0, (), "stop")).text + read.finish().text == ""

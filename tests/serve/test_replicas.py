@@ -17,8 +17,19 @@ from fastapi.testclient import TestClient
 from radixcache.observe.hints import Edge
 from runner.routing.digests import BLOCK_TOKENS, chain_digests, root_digest
 from runner.routing.routers import Ask
-from runner.serve.asked import Answer, ApiError, Asked, Ended, Failed, Job, ModelNames, PrefillProgress, Started, Step
 from runner.serve.options import ServeOptions
+from runner.serve.request import (
+    ApiError,
+    Ended,
+    Failed,
+    ModelNames,
+    OpenRequest,
+    PrefillProgress,
+    ReplyEvent,
+    Request,
+    Started,
+    Token,
+)
 from tests.commands.conftest import command  # noqa: F401
 from tests.serve.serving import GUARD_S, ROOT
 from tests.serve.watched import record
@@ -185,45 +196,45 @@ def test_a_reply_that_was_short_is_not_held_against_the_replica_that_gave_it() -
 
 # The way of a request -------------------------------------------------------------------------------------------------
 
-ASKED = Asked(ModelNames(), 5, prompt="A river")
-STARTED, STEP = Started(7, None), Step("x", 5, -0.1, (), None)
+ASKED = Request(ModelNames(), 5, prompt="A river")
+STARTED, STEP = Started(7, None), Token("x", 5, -0.1, (), None)
 ENDED = Ended(record())
 
 
 class Stream:
     """What a replica answers, list by list; it dies behind the last one if it has not ended."""
 
-    def __init__(self, *batches: list[Answer]) -> None:
+    def __init__(self, *batches: list[ReplyEvent]) -> None:
         self.batches, self.is_cancelled = batches, False
 
     def cancel(self) -> None:
         self.is_cancelled = True
 
-    async def __aiter__(self) -> AsyncIterator[list[Answer]]:
+    async def __aiter__(self) -> AsyncIterator[list[ReplyEvent]]:
         for batch in self.batches:
             yield batch
         if not self.batches or batch[-1] is not ENDED:
             raise ActorDiedError
 
 
-def relayed(board: Switchboard, *streams: Stream) -> list[Answer]:
-    """The answers of a job whose calls are answered by these streams, one after the other."""
-    answers: list[Answer] = []
+def relayed(board: Switchboard, *streams: Stream) -> list[ReplyEvent]:
+    """The answers of a opened whose calls are answered by these streams, one after the other."""
+    answers: list[ReplyEvent] = []
     coming = iter(streams)
 
-    def call(asked: Asked, to: Routed) -> Stream:
+    def call(asked: Request, to: Routed) -> Stream:
         assert board.place(to, {"a", "b"})
         return next(coming)
 
-    async def ask_of(asked: Asked) -> Ask:
+    async def ask_of(asked: Request) -> Ask:
         return Ask((), 0)
 
-    def put(answer: Answer) -> None:
+    def put(answer: ReplyEvent) -> None:
         if isinstance(answer, Ended | Failed):
             assert not any(line.open_requests for line in board.lines().values())
         answers.append(answer)
 
-    asyncio.run(Relay(call, ask_of, board).answer(Job(ASKED, put)))
+    asyncio.run(Relay(call, ask_of, board).answer(OpenRequest(ASKED, put)))
     return answers
 
 
@@ -233,7 +244,7 @@ def test_a_reply_comes_through_as_it_is_and_ends_once(board: Switchboard) -> Non
 
 @pytest.mark.parametrize("heard", [(), ([STARTED],), ([STARTED, PrefillProgress(1, 7)],)])
 def test_a_request_is_asked_again_where_no_token_was_handed_on(
-    board: Switchboard, heard: tuple[list[Answer], ...]
+    board: Switchboard, heard: tuple[list[ReplyEvent], ...]
 ) -> None:
     answers = relayed(board, Stream(*heard), Stream([STARTED, STEP], [ENDED]))
     assert answers[-3:] == [STARTED, STEP, ENDED]
@@ -250,23 +261,23 @@ def test_a_reply_that_has_begun_fails_and_so_does_one_whose_replicas_all_die(boa
 
 def test_a_request_that_is_given_up_is_cancelled_at_its_replica(board: Switchboard) -> None:
     class Endless(Stream):
-        async def __aiter__(self) -> AsyncIterator[list[Answer]]:
+        async def __aiter__(self) -> AsyncIterator[list[ReplyEvent]]:
             yield [STARTED]
             await asyncio.Event().wait()
 
     stream, answers = Endless(), []
 
-    async def ask_of(asked: Asked) -> Ask:
+    async def ask_of(asked: Request) -> Ask:
         return Ask((), 0)
 
     async def given_up() -> None:
         started = asyncio.Event()
 
-        def put(answer: Answer) -> None:
+        def put(answer: ReplyEvent) -> None:
             answers.append(answer)
             started.set()
 
-        task = asyncio.create_task(Relay(lambda asked, to: stream, ask_of, board).answer(Job(ASKED, put)))
+        task = asyncio.create_task(Relay(lambda asked, to: stream, ask_of, board).answer(OpenRequest(ASKED, put)))
         await started.wait()
         task.cancel()
         await task
@@ -278,14 +289,14 @@ def test_a_request_that_is_given_up_is_cancelled_at_its_replica(board: Switchboa
 
 def test_a_prompt_is_in_digests_before_anybody_answers_it_and_what_cannot_be_made_has_none() -> None:
     prompts = RoutedPrompts(ServeOptions(model="tiny"), SECRET)
-    chat = Asked(ModelNames(), 5, messages=[{"role": "user", "content": "x" * 600}], namespace="ann")
+    chat = Request(ModelNames(), 5, messages=[{"role": "user", "content": "x" * 600}], namespace="ann")
     found = asyncio.run(prompts.ask_of(chat))
     assert found.tokens == asyncio.run(prompts.count_tokens(chat)) > 600
     assert len(found.digests) == found.tokens // BLOCK_TOKENS
-    for wrong in (Asked(ModelNames("another"), 5, prompt="x" * 600), Asked(ModelNames(), 5, messages=[])):
+    for wrong in (Request(ModelNames("another"), 5, prompt="x" * 600), Request(ModelNames(), 5, messages=[])):
         assert asyncio.run(prompts.ask_of(wrong)) == Ask((), 0)
     with pytest.raises(ApiError, match="no such folder"):
-        asyncio.run(prompts.count_tokens(Asked(ModelNames("another"), 5, prompt="x")))
+        asyncio.run(prompts.count_tokens(Request(ModelNames("another"), 5, prompt="x")))
     prompts.close()
 
 

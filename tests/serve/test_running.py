@@ -1,4 +1,4 @@
-"""The generation thread answers every job, each as if it were alone, and outlives what goes wrong with one."""
+"""The generation thread answers every opened, each as if it were alone, and outlives what goes wrong with one."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from runner.models.load import LoadedModel, load_model
-from runner.serve.asked import (
-    Answer,
+from runner.serve.models import Models
+from runner.serve.request import (
     Ended,
-    Job,
     ModelNames,
+    OpenRequest,
     Penalties,
     PrefillProgress,
+    ReplyEvent,
     RequestRecord,
     Sampling,
     Started,
-    Step,
+    Token,
 )
-from runner.serve.models import Models
 from runner.serve.scheduler import Running
 from tests.serve.jobs import LONG, MESSAGES, PROMPTS, SYSTEM, Waiting, alone, running
 
@@ -57,8 +57,8 @@ def test_answers_come_in_order_and_the_last_one_ends(tiny: LoadedModel) -> None:
         record = waiting.record
     kinds = [type(answer) for answer in waiting.answers]
     assert kinds[0] is Started
-    assert kinds[1:] == sorted(kinds[1:], key=[PrefillProgress, Step, Ended].index)
-    assert kinds.count(Step) == 3
+    assert kinds[1:] == sorted(kinds[1:], key=[PrefillProgress, Token, Ended].index)
+    assert kinds.count(Token) == 3
     assert records == [record]
     length = len(rendered(tiny, MESSAGES))
     assert (record.prompt_tokens, record.completion_tokens, record.cached_tokens) == (length, 3, 0)
@@ -91,9 +91,9 @@ def test_a_prompt_of_another_namespace_finds_nothing(shared: Running) -> None:
 
 def test_log_probabilities_are_those_of_the_tokens_and_of_the_likeliest(tiny: LoadedModel, shared: Running) -> None:
     expected = list(generate_step(mx.array(tiny.tokenizer.encode(LONG)), tiny.model, max_tokens=4))
-    steps = Waiting(shared, prompt=LONG, max_tokens=4, top_logprobs=3).steps
+    steps = Waiting(shared, prompt=LONG, max_tokens=4, top_logprobs=3).sampled
     for step, (token, logprobs) in zip(steps, expected, strict=True):
-        assert step.token == token
+        assert step.id == token
         assert step.logprob == pytest.approx(logprobs[token].item(), abs=1e-4)
         best = mx.argsort(-logprobs)[:3].tolist()
         assert sorted(top.id for top in step.top_tokens) == sorted(best)
@@ -135,8 +135,8 @@ def test_a_stop_word_ends_the_reply_and_is_named(tiny: LoadedModel, either: Runn
     assert waiting.record.outcome == "stop"
     assert waiting.tokens == tokens[: len(waiting.tokens)]
     assert waiting.tokens[-2:] == tokens[5:7]
-    assert [step.finish_reason for step in waiting.steps] == [*[None] * (len(waiting.tokens) - 1), "stop"]
-    assert [step.stop_word for step in waiting.steps][-1] == word
+    assert [step.finish_reason for step in waiting.sampled] == [*[None] * (len(waiting.tokens) - 1), "stop"]
+    assert [step.stop_word for step in waiting.sampled][-1] == word
 
 
 # One at a time
@@ -177,7 +177,7 @@ def test_who_is_drawn_for_verification_is_verified_and_the_others_run_together(t
 def test_who_is_drawn_waits_for_those_that_run_and_those_behind_wait_for_it() -> None:
     ended: list[str] = []
 
-    def note(name: str) -> Callable[[Job, Answer], None]:
+    def note(name: str) -> Callable[[OpenRequest, ReplyEvent], None]:
         return lambda _, answer: ended.append(name) if isinstance(answer, Ended) else None
 
     with running(verify=0.5) as thread:

@@ -1,4 +1,4 @@
-"""However a job ends, and whatever goes wrong with it, it gets one last answer, and the others theirs."""
+"""However a opened ends, and whatever goes wrong with it, it gets one last answer, and the others theirs."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from radixcache import Event
 from runner.engine.generator import ParallelGenerator
 from runner.models.load import LoadedModel, ModelError
 from runner.serve import served_model
-from runner.serve.asked import (
-    Answer,
+from runner.serve.options import ServeOptions
+from runner.serve.request import (
     ApiError,
     Ended,
     Failed,
-    Job,
     ModelNames,
+    OpenRequest,
     Penalties,
     PrefillProgress,
+    ReplyEvent,
     Sampling,
-    Step,
+    Token,
 )
-from runner.serve.options import ServeOptions
 from runner.serve.scheduler import Running
 from runner.serve.served_model import ServedModel
 from tests.serve.jobs import GUARD_S, LONG, MESSAGES, PROMPTS, Waiting, alone, running
 
 
-def cancel_at(kind: type[Answer], count: int) -> Callable[[Job, Answer], None]:
-    """What cancels a job on the thread itself, with the answer of that number of that kind."""
+def cancel_at(kind: type[ReplyEvent], count: int) -> Callable[[OpenRequest, ReplyEvent], None]:
+    """What cancels a opened on the thread itself, with the answer of that number of that kind."""
     seen = 0
 
-    def on_answer(job: Job, answer: Answer) -> None:
+    def on_answer(opened: OpenRequest, answer: ReplyEvent) -> None:
         nonlocal seen
         seen += isinstance(answer, kind)
         if seen >= count:
-            job.cancel()
+            opened.cancel()
 
     return on_answer
 
@@ -60,7 +60,7 @@ def test_who_leaves_during_the_reply_ends_within_a_token_and_leaves_what_was_com
     tiny: LoadedModel, either: Running
 ) -> None:
     prompt = next(prompt for prompt in PROMPTS if len(alone(tiny, prompt, 40)[0]) == 40)
-    left = Waiting(either, prompt=prompt, max_tokens=40, on_answer=cancel_at(Step, 3))
+    left = Waiting(either, prompt=prompt, max_tokens=40, on_answer=cancel_at(Token, 3))
     assert left.record.outcome == "cancelled"
     assert 3 <= left.record.completion_tokens <= 4
     again = Waiting(either, prompt=prompt, max_tokens=40)
@@ -73,7 +73,7 @@ def test_who_leaves_while_waiting_never_runs() -> None:
         held = threading.Event()
         thread.call(lambda _: held.wait())
         first, second = Waiting(thread, max_tokens=3), Waiting(thread, max_tokens=3)
-        second.job.cancel()
+        second.opened.cancel()
         held.set()
         assert first.record.completion_tokens > 0
         assert (second.record.outcome, second.record.queue_ms) == ("cancelled", None)
@@ -83,7 +83,7 @@ def test_who_leaves_while_waiting_never_runs() -> None:
 def test_what_runs_may_end_before_the_thread_stops(tiny: LoadedModel) -> None:
     with running() as thread:
         asked = [Waiting(thread, prompt=prompt) for prompt in PROMPTS[:3]]
-        asked[0].until(Step)
+        asked[0].until(Token)
         thread.stop(600)
         assert [waiting.tokens for waiting in asked] == [alone(tiny, prompt)[0] for prompt in PROMPTS[:3]]
         assert not thread.is_healthy
@@ -99,7 +99,7 @@ def test_what_is_not_through_by_then_ends_with_what_it_has(tiny: LoadedModel, op
     prompt = next(prompt for prompt in PROMPTS if len(alone(tiny, prompt, 60)[0]) == 60)
     with running(**options) as thread:
         asked = [Waiting(thread, prompt=prompt, max_tokens=1 << 20, penalties=Penalties({1: -1e6})) for _ in range(2)]
-        asked[0].until(Step)
+        asked[0].until(Token)
         thread.stop(0)
         assert [waiting.record.outcome for waiting in asked] == ["cancelled", "cancelled"]
         assert asked[0].record.completion_tokens > 0
@@ -162,11 +162,11 @@ def test_what_raises_while_a_request_begins_ends_that_request_alone(tiny: Loaded
 
 
 def test_calls_without_end_keep_nobody_waiting_and_are_bounded() -> None:
-    may_go_on, said, seen = threading.Event(), list[Answer](), list[int]()
+    may_go_on, said, seen = threading.Event(), list[ReplyEvent](), list[int]()
     with running(decode_concurrency=3, max_waiting=2) as thread:
         endless: dict[str, Any] = {"max_tokens": 1 << 20, "penalties": Penalties({1: -1e6})}
         waiting = Waiting(thread, on_answer=lambda _, answer: said.append(answer), **endless)
-        waiting.until(Step)
+        waiting.until(Token)
         has_begun = threading.Event()
         blocking = thread.call(lambda models: (has_begun.set(), may_go_on.wait(GUARD_S)))
         assert has_begun.wait(GUARD_S)
@@ -178,7 +178,7 @@ def test_calls_without_end_keep_nobody_waiting_and_are_bounded() -> None:
         for call in (blocking, *calls):
             call.result(GUARD_S)
         assert len(set(seen)) > 1
-        waiting.job.cancel()
+        waiting.opened.cancel()
         waiting.end()
 
 

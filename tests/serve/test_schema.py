@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import status_code_conformance
 
-from runner.serve.asked import DEFAULT
+from runner.serve.request import DEFAULT
 from tests.serve.serving import serving
 
 MAX_TOKENS = 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner.serve.asked import Asked, Job, ModelNames
+from runner.serve.request import ModelNames, OpenRequest, Request
 from runner.serve.service import Delta, ServedReply, Service
 from tests.serve.scripted import ScriptedRuns, said
 
@@ -15,10 +15,10 @@ from tests.serve.scripted import ScriptedRuns, said
 class BurstRuns(ScriptedRuns):
     """Answers two requests at a time, once both are there."""
 
-    def ask(self, job: Job) -> None:
-        self.jobs.append(job)
-        if len(self.jobs) == 2:
-            for each in self.jobs.copy():
+    def ask(self, opened: OpenRequest) -> None:
+        self.opened.append(opened)
+        if len(self.opened) == 2:
+            for each in self.opened.copy():
                 super().ask(each)
 
 
@@ -38,7 +38,7 @@ def test_the_loop_is_woken_once_for_what_comes_at_a_time(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
         service = Service(BurstRuns(said("one "), said("two")), timeout_s=60)
-        asked = Asked(ModelNames(), 8)
+        asked = Request(ModelNames(), 8)
         replies = await asyncio.gather(service.ask(asked), service.ask(asked))
         return [await texts(reply) for reply in replies]
 

@@ -20,10 +20,10 @@ from fastapi.testclient import TestClient
 from benchmarks.harness.model_folder import write_model
 from runner.serve import openai
 from runner.serve.app import make_app
-from runner.serve.asked import RequestRecord
 from runner.serve.metrics import Watch
 from runner.serve.middleware import is_admins
 from runner.serve.options import ServeOptions
+from runner.serve.request import RequestRecord
 from runner.serve.scheduler import Running
 from tests.serve.jobs import Waiting
 

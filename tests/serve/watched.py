@@ -6,7 +6,7 @@ from typing import Any
 
 from radixcache import PrefixCache
 from radixcache.stores.store import StoreStats
-from runner.serve.asked import ModelNames, RequestRecord
+from runner.serve.request import ModelNames, RequestRecord
 
 
 def record(**changes: Any) -> RequestRecord:

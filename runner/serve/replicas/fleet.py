@@ -1,6 +1,6 @@
 """Fleet: the replicas as the application sees them: what Running is where there is one process. Never loads a model.
 
-    Service.ask(job) ── Fleet.ask ── Relay ──▶ Replica.answer, where the switchboard says
+    Service.ask(opened) ── Fleet.ask ── Relay ──▶ Replica.answer, where the switchboard says
     one thread each  ◀── Replica.tell, of which the switchboard learns
 
 `ask` runs on the event loop, the rest in any thread.
@@ -34,7 +34,6 @@ from runner.models.load import ModelError
 from runner.routing.digests import chain_digests, root_digest
 from runner.routing.routers import Ask
 from runner.serve.app import assembled
-from runner.serve.asked import ApiError, Asked, Job, ModelNames
 from runner.serve.metrics import in_a_line
 from runner.serve.models import Models, read_warm_file
 from runner.serve.options import ServeOptions
@@ -44,6 +43,7 @@ from runner.serve.replicas.pages import Scrape, replica_routes
 from runner.serve.replicas.ray_border import Relay
 from runner.serve.replicas.replica import Replica
 from runner.serve.replicas.switchboard import AdminReply, AdminRequest, Switchboard, Told, put_up
+from runner.serve.request import ApiError, ModelNames, OpenRequest, Request
 
 T = TypeVar("T")
 
@@ -71,11 +71,11 @@ class RoutedPrompts:
             entry.tokens(self._tokenizer, options)  # before several processes find out that it cannot be warmed
         self._thread = ThreadPoolExecutor(1, "tokens")
 
-    async def ask_of(self, asked: Asked) -> Ask:
+    async def ask_of(self, asked: Request) -> Ask:
         """What the decision goes by."""
         return await self._on_thread(self._ask_of, asked)
 
-    async def count_tokens(self, asked: Asked) -> int:
+    async def count_tokens(self, asked: Request) -> int:
         """How many tokens a prompt has. ApiError: it cannot be made, or there is no such model."""
         return await self._on_thread(self._count, asked)
 
@@ -83,10 +83,10 @@ class RoutedPrompts:
         """Take nothing in any more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _on_thread(self, function: Callable[[Asked], T], asked: Asked) -> T:
+    async def _on_thread(self, function: Callable[[Request], T], asked: Request) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, asked)
 
-    def _ask_of(self, asked: Asked) -> Ask:
+    def _ask_of(self, asked: Request) -> Ask:
         if not self._is_default(asked):
             return NOTHING
         try:
@@ -96,7 +96,7 @@ class RoutedPrompts:
         root = root_digest(self._model, asked.namespace, self._secret)
         return Ask(chain_digests(np.asarray(tokens), root), len(tokens))
 
-    def _count(self, asked: Asked) -> int:
+    def _count(self, asked: Request) -> int:
         try:
             if not self._is_default(asked):
                 return self._models.count_tokens(asked)
@@ -104,7 +104,7 @@ class RoutedPrompts:
             raise ApiError(404, str(error), param="model") from error
         return len(prompt_of(asked, self._tokenizer, self._options.chat_template_args).tokens)
 
-    def _is_default(self, asked: Asked) -> bool:
+    def _is_default(self, asked: Request) -> bool:
         return self._models.key_of(asked.names) == self._models.key_of(ModelNames())
 
 
@@ -183,17 +183,17 @@ class Fleet:
         """Whether some replica answers requests."""
         return self._is_open and bool(self.names)
 
-    def ask(self, job: Job) -> None:
+    def ask(self, opened: OpenRequest) -> None:
         """Take a request in; on the event loop. ApiError: the server stops, or has no replica (503)."""
         if not self.is_healthy:
             raise ApiError(503, "the server is stopping, or none of its replicas runs.", retry_after_s=END_S)
         loop = asyncio.get_running_loop()
-        task = loop.create_task(self._relay.answer(job))
+        task = loop.create_task(self._relay.answer(opened))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
-        job.on_cancel = partial(loop.call_soon_threadsafe, task.cancel)
+        opened.on_cancel = partial(loop.call_soon_threadsafe, task.cancel)
 
-    async def count_tokens(self, asked: Asked) -> int:
+    async def count_tokens(self, asked: Request) -> int:
         """How many tokens a prompt has. ApiError: it cannot be made, or there is no such model."""
         return await self._prompts.count_tokens(asked)
 

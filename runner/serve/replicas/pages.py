@@ -27,9 +27,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from runner.serve.admin import cache_page
-from runner.serve.asked import ApiError
 from runner.serve.metrics import CONTENT_TYPE, LISTED_REQUESTS
 from runner.serve.replicas.switchboard import AdminReply, AdminRequest, ReplicaLine
+from runner.serve.request import ApiError
 from runner.serve.service import to_json
 
 

@@ -13,7 +13,7 @@ Source: ray 2.60.0.
 
 Relay: one request's way to a replica and its answers' way back. On the event loop; never imports MLX.
 
-RE1  Every job gets exactly one Ended or Failed, also where its replica dies.
+RE1  Every opened gets exactly one Ended or Failed, also where its replica dies.
 RE2  A request of whose reply no token was handed on is asked of another replica when its own dies, RETRIES times.
 RE3  By its last answer it is no longer booked as work of a replica: who asks next finds nothing of it that waits.
 """
@@ -36,8 +36,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from runner.routing.routers import Ask
-from runner.serve.asked import Asked, Ended, Failed, Job, Step
 from runner.serve.replicas.switchboard import Routed, Switchboard, switchboard_of
+from runner.serve.request import Ended, Failed, OpenRequest, Request, Token
 
 # Before Ray is imported: nothing is reported to anybody, and its notes go to its own files.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -169,35 +169,35 @@ class Relay:
     """
 
     def __init__(
-        self, call: Callable[..., Any], ask_of: Callable[[Asked], Awaitable[Ask]], switchboard: Switchboard
+        self, call: Callable[..., Any], ask_of: Callable[[Request], Awaitable[Ask]], switchboard: Switchboard
     ) -> None:
         self._call, self._ask_of, self._switchboard = call, ask_of, switchboard
 
-    async def answer(self, job: Job) -> None:
-        """Put all answers of a job. Cancelled, it has the replica stop."""
+    async def answer(self, opened: OpenRequest) -> None:
+        """Put all answers of a opened. Cancelled, it has the replica stop."""
         try:
-            last = await self._last_answer(job, Routed(job.id, await self._ask_of(job.asked)))
+            last = await self._last_answer(opened, Routed(opened.id, await self._ask_of(opened.request)))
         except asyncio.CancelledError:
             last = Failed(504, "the request was given up: it took too long, or nobody waits for it.")
         except Exception:
             logger.exception("a request could not be handed to a replica")
             last = Failed(500, "the server failed at this request; its log says where.")
-        self._switchboard.end(job.id, last.record)
-        job.put(last)
+        self._switchboard.end(opened.id, last.record)
+        opened.put(last)
 
-    async def _last_answer(self, job: Job, routed: Routed) -> Ended | Failed:
+    async def _last_answer(self, opened: OpenRequest, routed: Routed) -> Ended | Failed:
         """Put all answers but the last one, which is returned."""
         for retries in reversed(range(1 + RETRIES)):
-            stream, has_steps = self._call(job.asked, to=routed), False
+            stream, has_steps = self._call(opened.request, to=routed), False
             try:
                 async for answers in stream:
                     for answer in answers:
                         if isinstance(answer, Ended | Failed):
                             return answer
-                        has_steps |= isinstance(answer, Step)
-                        job.put(answer)
+                        has_steps |= isinstance(answer, Token)
+                        opened.put(answer)
             except GONE as error:
-                logger.warning("%s: its replica has ended: %s", job.id[:8], type(error).__name__)
+                logger.warning("%s: its replica has ended: %s", opened.id[:8], type(error).__name__)
             except asyncio.CancelledError:
                 stream.cancel()
                 raise

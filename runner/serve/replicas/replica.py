@@ -1,6 +1,6 @@
 """Replica: a model, a cache and their generation thread, in a process of Ray Serve's. What Fleet calls, it answers.
 
-    answer    Asked ──▶ the answers of runner.serve.asked, those that are there at a time in one list
+    answer    Request ──▶ the answers of runner.serve.request, those that are there at a time in one list
     tell      ──▶ Told, whenever there is news, as long as somebody listens
     admin     an HTTP request to the routes of the cache ──▶ its response
     stop      Running.stop
@@ -20,10 +20,10 @@ from radixcache.errors import CacheClosedError
 from radixcache.observe.hints import Edge
 from radixcache.tree.history import Event
 from runner.serve.app import make_app
-from runner.serve.asked import Answer, ApiError, Asked, Ended, Failed, Job, RequestRecord
 from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
 from runner.serve.replicas.switchboard import AdminReply, AdminRequest, Routed, Telling, Told, called
+from runner.serve.request import ApiError, Ended, Failed, OpenRequest, ReplyEvent, Request, RequestRecord
 from runner.serve.scheduler import Running
 
 #: Between two looks for news, in seconds, and what share of the time finding out may take.
@@ -54,13 +54,13 @@ class Replica:
         self._is_stopping = self._has_ended = False
         self._running.start()
 
-    async def answer(self, asked: Asked, *, to: Routed) -> AsyncIterator[list[Answer]]:
+    async def answer(self, asked: Request, *, to: Routed) -> AsyncIterator[list[ReplyEvent]]:
         """Serve a request; the last answer is Ended or Failed. Whoever stops listening cancels it."""
-        loop, answers = asyncio.get_running_loop(), asyncio.Queue[Answer]()
-        job = Job(asked, lambda answer: loop.call_soon_threadsafe(answers.put_nowait, answer), to.id)  # type: ignore[arg-type]
-        timer = loop.call_later(self._options.request_timeout_s, job.cancel)
+        loop, answers = asyncio.get_running_loop(), asyncio.Queue[ReplyEvent]()
+        opened = OpenRequest(asked, lambda answer: loop.call_soon_threadsafe(answers.put_nowait, answer), to.id)  # type: ignore[arg-type]
+        timer = loop.call_later(self._options.request_timeout_s, opened.cancel)
         try:
-            self._running.ask(job)
+            self._running.ask(opened)
             is_over = False
             while not is_over:
                 some = [await answers.get()]
@@ -72,7 +72,7 @@ class Replica:
             yield [Failed(error.status, error.message, retry_after_s=error.retry_after_s)]
         finally:
             timer.cancel()
-            job.cancel()
+            opened.cancel()
 
     async def tell(self, *, to: str) -> AsyncIterator[Told]:
         """Tell what is stored, then what changes, until the replica has ended."""
@@ -91,7 +91,7 @@ class Replica:
             await asyncio.sleep(max(PAUSE_S, (time.perf_counter() - began_s) / SHARE))
 
     async def admin(self, request: AdminRequest, *, to: str) -> AdminReply:
-        """Answer what an admin asked; who may is known where the request came in."""
+        """ReplyEvent what an admin asked; who may is known where the request came in."""
         return await called(self._app, request)
 
     async def stop(self, drain_s: float, *, to: str) -> None:

@@ -30,7 +30,7 @@ from radixcache.observe.hints import Edge
 from runner.routing.digests import BLOCK_TOKENS, chain_digests, root_digest
 from runner.routing.dispatcher import MAX_DIGESTS, Dispatcher
 from runner.routing.routers import Ask, make_router
-from runner.serve.asked import RequestRecord
+from runner.serve.request import RequestRecord
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """What HTTP tasks ask of the generation thread, and what it answers. Plain data: this file never imports MLX.
 
     HTTP task                             generation thread
-    Asked in a Job        ── ask ──▶      prompt tokens, a row or a session
-    Mailbox               ◀── put ──      Started, Progress ..., Step ..., Ended    or Failed at any time
-    Job.cancel()          ────────▶       ends within one chunk of prefill or one step of decoding
+    Request in a OpenRequest        ── ask ──▶      prompt tokens, a row or a session
+    Mailbox               ◀── put ──      Started, Progress ..., Token ..., Ended    or Failed at any time
+    OpenRequest.cancel()          ────────▶       ends within one chunk of prefill or one step of decoding
 
-A Job gets exactly one Ended or Failed, as its last answer, whatever happens.
+A OpenRequest gets exactly one Ended or Failed, as its last answer, whatever happens.
 
 ApiError: what is wrong with a request, before anything of a reply was sent.
 """
@@ -58,7 +58,7 @@ class Penalties:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """One reply that is asked for, checked as far as can be without a tokenizer.
 
     Attributes:
@@ -120,14 +120,14 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True)
-class Step:
+class Token:
     """One sampled token. `text` is what it completes; a stop token brings none.
 
-    `stop_word` is the one of `Asked.stop_words` that it completes; None for any other token, an end of turn too.
+    `stop_word` is the one of `Request.stop_words` that it completes; None for any other token, an end of turn too.
     """
 
     text: str
-    token: int
+    id: int
     logprob: float
     top_tokens: tuple[TopToken, ...]
     finish_reason: FinishReason | None
@@ -199,18 +199,18 @@ class Failed:
     retry_after_s: int | None = None
 
 
-Answer: TypeAlias = Started | PrefillProgress | Step | Ended | Failed
+ReplyEvent: TypeAlias = Started | PrefillProgress | Token | Ended | Failed
 
 
 @dataclass(eq=False)
-class Job:
+class OpenRequest:
     """A request on its way. `put` may be called by any thread and never blocks.
 
     `on_cancel` is for whoever answers it elsewhere than on a generation thread, which looks at `is_cancelled`.
     """
 
-    asked: Asked
-    put: Callable[[Answer], None]
+    request: Request
+    put: Callable[[ReplyEvent], None]
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     arrived_s: float = field(default_factory=time.perf_counter)
     on_cancel: Callable[[], object] | None = None
