@@ -175,10 +175,10 @@ def _one_process(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Cal
     """The application on a generation thread of this process, and what ends it; `stack` does so at the latest."""
     from runner.serve.app import make_app
     from runner.serve.metrics import Watch
-    from runner.serve.scheduler import Running
+    from runner.serve.scheduler import Scheduler
 
     watch = Watch()
-    running = Running(options, watch.on_record, watch.on_event)
+    running = Scheduler(options, watch.on_record, watch.on_event)
     app = make_app(options, running, watch)
     stack.callback(running.stop, 0)
     running.start()

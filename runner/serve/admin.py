@@ -1,12 +1,10 @@
-"""Routes of the cache: metrics, the page and its state, the tree, and what an admin may have done to it.
+"""Routes of the cache: metrics, the page and its state, the tree, and what an admin may do to the cache.
 
-What only reads counters and trees runs on a thread of its own, beside generation. What evaluates, evicts or takes a
-prompt apart runs on the generation thread, between two rounds. Who may ask is `runner.serve.middleware`'s to say.
+Routes that only read counters and trees run on a thread of their own, beside generation. Routes that evaluate, evict or
+render a prompt run on the generation thread, between two rounds. `runner.serve.middleware` decides who may call them.
 
-The page at /cache, and what it asks for again and again. Never imports MLX.
-
-The page itself holds nothing, so that a browser may load it without a key; its script asks for the rest with the key in
-a header. radixcache.observe draws the tree. No style, script or request but its own gets past the page's policy.
+The page at /cache holds no data, so a browser loads it without a key; its script sends the key in a header. The page's
+policy admits only its own style, script and requests.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from radixcache.observe.words import about_words, bytes_words, tokens_words, tot
 from radixcache.stores.store import StoreStats
 from radixcache.tokens import checked_prompt, vocabulary_size
 from runner.serve import mlx_lm_border
-from runner.serve.metrics import CONTENT_TYPE, Seen, Watch, Watched, cut, read_caches
+from runner.serve.metrics import CONTENT_TYPE, EndedRequest, Watch, Watched, cut, read_caches
 from runner.serve.models import WarmEntry
 from runner.serve.openai import ChatBody, CompletionBody
 from runner.serve.options import ServeOptions
@@ -40,13 +38,29 @@ from runner.serve.request import DEFAULT, ApiError, ModelNames, Request
 from runner.serve.service import to_json
 from runner.text import plural
 
-#: Nodes that the page shows of a tree; the rest is counted where it hangs.
+if TYPE_CHECKING:
+    from runner.serve.models import Models
+    from runner.serve.scheduler import Scheduler
+    from runner.serve.served_model import ServedModel
+
+T = TypeVar("T")
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+#: Nodes of a tree that the page shows; the others are only counted.
 SHOWN_NODES = 2000
+#: Fields of a RequestRecord that the page shows as they are.
+SHOWN_FIELDS = (
+    "id", "namespace", "prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms",
+    "ttft_ms", "tokens_per_s", "outcome",
+)  # fmt: skip
+
+
+# The page -------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def cache_page() -> tuple[str, dict[str, str]]:
-    """The page, and the headers that it goes out with."""
+    """The page, and its headers."""
     style, script = (page_file(f"page.{kind}") + page_file(f"page.{kind}", __package__) for kind in ("css", "js"))
     connect = "; connect-src 'self'"
     body = page_file("page.html", __package__) + tree_markup()
@@ -58,33 +72,36 @@ def cache_page() -> tuple[str, dict[str, str]]:
 def page_state(
     watched: Watched, watch: Watch, model: str, seen: str, *, show_text: bool, show_tree: bool = True
 ) -> dict[str, Any]:
-    """What the page shows, as values that JSON has.
+    """What the page shows, as JSON values.
 
     Args:
-        model: whose tree is wanted, as in `models`; without such a cache, the present model's.
-        seen: the version of the tree that the page shows: as long as it is the same, `tree` is None.
+        model: whose tree to show, as in `models`; without such a cache, the present model's.
+        seen: the version of the tree that the page has; if that is the present version, `tree` is None.
         show_text: show errors too, which may quote a prompt.
         show_tree: False: `tree` is None.
     """
-    held = read_caches(watched, lambda opened: (opened, opened.stats))
+    held = read_caches(watched, lambda cache: (cache, cache.stats))
     models = [title(names) for names, _ in held]
-    brought_tokens = sum(stats.brought_tokens for _, (_, stats) in held)
     index = models.index(model) if model in models else len(models) - 1
     return {
         "models": models,
         "model": models[index] if models else "",
-        "stats": {name: _finite(asdict(stats)) for name, (_, (_, stats)) in zip(models, held, strict=True)},
+        "stats": {
+            # JSON has no infinity.
+            name: {field: "+Inf" if value == math.inf else value for field, value in asdict(stats).items()}
+            for name, (_, (_, stats)) in zip(models, held, strict=True)
+        },
         "running": watched.running,
         "waiting": watched.waiting,
-        "disk": stores_words(watched.store_stats(), brought_tokens),
+        "disk": stores_words(watched.store_stats(), sum(stats.brought_tokens for _, (_, stats) in held)),
         "points": [point._asdict() for point in watch.points()],
-        "requests": [_row(each, show_text) for each in watch.seen()],
+        "requests": [_row(each, show_text) for each in watch.ended()],
         "tree": _tree(models[index], *held[index][1], watched.running, seen) if models and show_tree else None,
     }
 
 
 def stores_words(stores: Mapping[str, StoreStats], brought_tokens: int) -> list[str]:
-    """What is beyond memory, what went there and came from there, and what went wrong, if anything did."""
+    """Lines about the stores: what they hold, what they read and wrote, and what went wrong."""
     lines = [line for tier, stats in stores.items() for line in _store_words(tier, stats)]
     return [*lines, f"Since the start {tokens_words(brought_tokens)} were brought back."] if lines else []
 
@@ -123,40 +140,23 @@ def title(names: ModelNames) -> str:
     return " + ".join(name for name in (names.model, names.adapter, draft) if name)
 
 
-def _tree(name: str, opened: PrefixCache, stats: CacheStats, running: int, seen: str) -> dict[str, Any] | None:
+def _tree(name: str, cache: PrefixCache, stats: CacheStats, running: int, seen: str) -> dict[str, Any] | None:
     version = f"{zlib.crc32(repr((name, stats, running)).encode()):08x}"
     if version == seen:
         return None
-    view = opened.view()
+    view = cache.view()
     words = {"version": version, "totals": total_words(view), "about": about_words(view)}
     return {**words, **tree_data(view, SHOWN_NODES)}
 
 
-def _row(seen: Seen, show_text: bool) -> dict[str, Any]:
-    record = seen.record
+def _row(ended: EndedRequest, show_text: bool) -> dict[str, Any]:
+    record = ended.record
     note = cut(record.note) if record.note and (show_text or record.outcome != "error") else None
-    about = {"time_s": seen.time_s, "model": cut(title(record.names)), "short": record.short_tokens, "note": note}
-    return {**about, **{name: getattr(record, name) for name in _SHOWN}}
+    about = {"time_s": ended.time_s, "model": cut(title(record.names)), "short": record.short_tokens, "note": note}
+    return {**about, **{name: getattr(record, name) for name in SHOWN_FIELDS}}
 
 
-_SHOWN = (
-    "id", "namespace", "prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms",
-    "ttft_ms", "tokens_per_s", "outcome",
-)  # fmt: skip
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """With text where a number is infinite, for which JSON has no word."""
-    return {name: "+Inf" if value == math.inf else value for name, value in values.items()}
-
-
-if TYPE_CHECKING:
-    from runner.serve.models import Models
-    from runner.serve.scheduler import Running
-    from runner.serve.served_model import ServedModel
-
-T = TypeVar("T")
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# Bodies ---------------------------------------------------------------------------------------------------------------
 
 
 class ReclaimBody(BaseModel):
@@ -179,10 +179,10 @@ class PromptBody(BaseModel):
     namespace: str = ""
 
     def request(self, options: ServeOptions) -> Request:
-        """The prompt as a request has it; of tokens only whose they are.
+        """Return the Request of this body, without a prompt if it has tokens.
 
         Raises:
-            ApiError: it is none of the three or several, or a field is not what it may be.
+            ApiError: it has none or several of the three, or a field is wrong.
         """
         if sum(given is not None for given in (self.tokens, self.prompt, self.messages)) != 1:
             raise ApiError(400, "wanted one of tokens, prompt and messages.")
@@ -190,6 +190,12 @@ class PromptBody(BaseModel):
         if self.messages is not None:
             return ChatBody.read(body, options).request(self.namespace)
         return CompletionBody.read({"prompt": "", **body}, options).request(self.namespace)
+
+    def checked_tokens(self, loaded: ServedModel) -> list[int]:
+        """The body's tokens, if it has some. ValueError: the model does not know one."""
+        if self.tokens:
+            checked_prompt(self.tokens, None, (), vocabulary_size(loaded.model))
+        return self.tokens or []
 
 
 class WarmBody(PromptBody):
@@ -199,14 +205,17 @@ class WarmBody(PromptBody):
     ttl_requests: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
 
-def cache_routes(running: Running, watch: Watch, options: ServeOptions) -> APIRouter:
-    """Return the routes; each raises ApiError for what is wrong with a request."""
+# Routes ---------------------------------------------------------------------------------------------------------------
+
+
+def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> APIRouter:
+    """Return the routes. They raise ApiError for a wrong request."""
     router = APIRouter()
-    watch.attach(running)
+    watch.attach(scheduler)
 
     async def on_generation_thread(work: Callable[[Models], T]) -> T:
         try:
-            return await asyncio.wrap_future(running.call(work))
+            return await asyncio.wrap_future(scheduler.call(work))
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         except RadixCacheError as error:
@@ -214,7 +223,7 @@ def cache_routes(running: Running, watch: Watch, options: ServeOptions) -> APIRo
 
     async def evicted(cause: str, evict: Callable[[list[PrefixCache]], object]) -> Response:
         def work(models: Models) -> int:
-            caches = [cache for _, cache in running.caches()]
+            caches = [cache for _, cache in scheduler.caches()]
             before = sum(map(_held_bytes, caches))
             with watch.evicting(cause):
                 evict(caches)
@@ -224,7 +233,7 @@ def cache_routes(running: Running, watch: Watch, options: ServeOptions) -> APIRo
 
     @router.get("/metrics")
     def metrics() -> Response:
-        return Response(watch.metrics.exposition(), media_type=CONTENT_TYPE)
+        return Response(watch.exposition(), media_type=CONTENT_TYPE)
 
     @router.get("/cache")
     async def page() -> Response:
@@ -233,11 +242,11 @@ def cache_routes(running: Running, watch: Watch, options: ServeOptions) -> APIRo
 
     @router.get("/cache/state")
     def state(model: str = "", seen: str = "", tree: bool = True) -> Response:
-        return to_json(page_state(running, watch, model, seen, show_text=options.show_text, show_tree=tree))
+        return to_json(page_state(scheduler, watch, model, seen, show_text=options.show_text, show_tree=tree))
 
     @router.get("/cache/tree")
     def tree(model: str | None = None, namespace: str | None = None) -> Response:
-        for names, cache in reversed(running.caches()):
+        for names, cache in reversed(scheduler.caches()):
             if model in (None, title(names)):
                 with suppress(CacheClosedError):
                     return Response(cache.view(namespace=namespace).to_json(), media_type="application/json")
@@ -245,32 +254,32 @@ def cache_routes(running: Running, watch: Watch, options: ServeOptions) -> APIRo
 
     @router.post("/cache/explain")
     async def explain(body: PromptBody) -> Response:
-        asked = body.request(options)
+        request = body.request(options)
 
         def work(models: Models) -> dict[str, Any]:
-            loaded = models.loaded(asked.names)
-            tokens = _given(body, loaded)
-            prompt = RenderedPrompt(tokens, (), "") if tokens else loaded.prompt(asked)
-            found = loaded.cache.explain(prompt.tokens, asked.namespace, keys=prompt.keys)
+            loaded = models.loaded(request.names)
+            tokens = body.checked_tokens(loaded)
+            prompt = RenderedPrompt(tokens, (), "") if tokens else loaded.prompt(request)
+            found = loaded.cache.explain(prompt.tokens, request.namespace, keys=prompt.keys)
             return {**asdict(found), "cost": found.cost, "report": str(found)}
 
         return to_json(await on_generation_thread(work))
 
     @router.post("/cache/warm")
     async def warm(body: WarmBody) -> Response:
-        asked = body.request(options)
+        request = body.request(options)
 
         def work(models: Models) -> dict[str, int]:
-            loaded = models.loaded(asked.names)
-            tokens: Any = _given(body, loaded)
-            if any(mlx_lm_border.image_parts(asked.messages)):
+            loaded = models.loaded(request.names)
+            tokens: Any = body.checked_tokens(loaded)
+            if any(mlx_lm_border.image_parts(request.messages)):
                 raise ApiError(400, "a prompt with images cannot be warmed.", param="messages")
-            if asked.messages:  # what conversations that go on from here have in common: not the reply's opening
-                entry = WarmEntry("", asked.messages, asked.tools, asked.namespace, "messages")
+            if request.messages:  # what all continuations share: without the opening of a reply
+                entry = WarmEntry("", request.messages, request.tools, request.namespace, "messages")
                 tokens = entry.tokens(loaded.tokenizer, options)
             elif not tokens:
-                tokens = loaded.prompt(asked).tokens
-            evaluated = loaded.warm(tokens, asked.namespace, name=body.name, ttl_requests=body.ttl_requests)
+                tokens = loaded.prompt(request).tokens
+            evaluated = loaded.warm(tokens, request.namespace, name=body.name, ttl_requests=body.ttl_requests)
             return {"prompt_tokens": len(tokens), "evaluated_tokens": evaluated}
 
         return to_json(await on_generation_thread(work))
@@ -281,12 +290,12 @@ def cache_routes(running: Running, watch: Watch, options: ServeOptions) -> APIRo
 
     @router.delete("/cache")
     async def clear() -> Response:
-        return await evicted("clear", _clear)
+        return await evicted("clear", lambda caches: list(map(PrefixCache.clear, caches)))
 
     @router.post("/cache/check")
     async def check() -> Response:
         def work(models: Models) -> dict[str, Any]:
-            for names, cache in running.caches():
+            for names, cache in scheduler.caches():
                 try:
                     cache.check()
                 except AssertionError as error:
@@ -298,20 +307,8 @@ def cache_routes(running: Running, watch: Watch, options: ServeOptions) -> APIRo
     return router
 
 
-def _given(body: PromptBody, loaded: ServedModel) -> list[int]:
-    """Tokens of a body, all of which the model knows. ValueError: it does not."""
-    if body.tokens:
-        checked_prompt(body.tokens, None, (), vocabulary_size(loaded.model))
-    return body.tokens or []
-
-
-def _clear(caches: list[PrefixCache]) -> None:
-    for cache in caches:
-        cache.clear()
-
-
 def _reclaim(caches: list[PrefixCache], target_bytes: int) -> None:
-    """The caches of models that are not in memory give first."""
+    """Evict until all caches together hold `target_bytes`, first from models that are not in memory."""
     for cache in caches:
         over_bytes = sum(map(_held_bytes, caches)) - target_bytes
         if over_bytes > 0:

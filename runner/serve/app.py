@@ -1,9 +1,9 @@
-"""The application: the routes of every API, and what is around them.
+"""The application: the routes of all APIs, and the middleware around them, outermost first.
 
-Frame       CORS, errors, a count          runner.serve.middleware
-Access      names, keys, the admin         runner.serve.middleware
-BodyLimit   whole and small bodies         runner.serve.middleware
-routes      OpenAI's, Anthropic's, the cache's
+Frame       CORS, errors, a count          middleware.py
+Access      names, keys, the admin         middleware.py
+BodyLimit   whole and small bodies         middleware.py
+routes      openai.py, anthropic.py, admin.py
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ from runner.serve.middleware import Access, BodyLimit, Frame, Keyring, error_res
 from runner.serve.openai import openai_routes
 from runner.serve.options import ServeOptions
 from runner.serve.request import ApiError, Request
-from runner.serve.service import Runs, Service
+from runner.serve.service import Backend, Service
 
 if TYPE_CHECKING:
-    from runner.serve.scheduler import Running
+    from runner.serve.scheduler import Scheduler
 
 
-def make_app(options: ServeOptions, running: Running, watch: Watch) -> FastAPI:
-    """Return the application. `running` need not have started.
+def make_app(options: ServeOptions, scheduler: Scheduler, watch: Watch) -> FastAPI:
+    """Return the application. `scheduler` need not have started.
 
     Raises:
         KeyFileError: a file of keys cannot be used.
     """
-    return assembled(options, running, running.count_tokens, cache_routes(running, watch, options), watch.http)
+    cache = cache_routes(scheduler, watch, options)
+    return assemble_app(options, scheduler, scheduler.count_tokens, cache, watch.on_http)
 
 
-def assembled(
+def assemble_app(
     options: ServeOptions,
-    runs: Runs,
-    tokens_of: Callable[[Request], Coroutine[Any, Any, int]],
+    backend: Backend,
+    prompt_length: Callable[[Request], Coroutine[Any, Any, int]],
     cache: APIRouter,
     count: Callable[[str, int], None],
 ) -> FastAPI:
-    """Return the application around whoever answers.
+    """Return the application around any backend.
 
     Args:
-        tokens_of: how many tokens the prompt of a request has; may raise ApiError.
+        prompt_length: tokens of a request's prompt; may raise ApiError.
         cache: the routes of the cache.
-        count: Frame's.
+        count: called with the route and the status of each HTTP request.
 
     Raises:
         KeyFileError: a file of keys cannot be used.
@@ -67,32 +68,31 @@ def assembled(
             503: {"description": "The server is stopping, or has failed."},
         },
     )
-    service = Service(runs, timeout_s=options.request_timeout_s)
+    service = Service(backend, timeout_s=options.request_timeout_s)
     app.include_router(openai_routes(service, options))
-    app.include_router(anthropic_routes(service, options, tokens_of))
+    app.include_router(anthropic_routes(service, options, prompt_length))
     app.include_router(cache)
     return guard(app, options, count)
 
 
 def guard(app: FastAPI, options: ServeOptions, count: Callable[[str, int], None]) -> FastAPI:
-    """Put around an application's routes what they rely on; returns it. `count` is Frame's."""
+    """Put the middleware around an application; returns it."""
     keyring = Keyring(options.api_keys, options.admin_key_file, is_namespaced=options.namespace_by == "key")
-    # What is added last is outermost.
+    # The last one is outermost.
     app.add_middleware(BodyLimit, max_mib=options.max_body_mib)
     app.add_middleware(Access, keyring=keyring, host=options.host)
     app.add_middleware(Frame, allowed_origins=options.allowed_origins, count=count)
-    app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _refuse_route)
+    app.add_exception_handler(RequestValidationError, _refuse_body)
     return app
 
 
-def _refused(request: HttpRequest, error: Exception) -> Response:
-    """What the framework refuses: no such route, or not with this method."""
+def _refuse_route(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException), error
     message = f"{error.detail}: {request.method} {request.url.path}"
     return error_response(request.scope, ApiError(error.status_code, message), error.headers)
 
 
-def _invalid(request: HttpRequest, error: Exception) -> Response:
+def _refuse_body(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError), error
     return error_response(request.scope, ApiError.of_validation(error.errors()))

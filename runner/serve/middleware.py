@@ -1,29 +1,21 @@
-"""Access: which requests reach a route, and as whom. Pure ASGI; never imports MLX.
+"""Middleware: what every HTTP request passes before it reaches its route. Pure ASGI; never imports MLX.
 
-  A1  A connection over loopback names this machine in its Host header: a web page whose name was made to point here
-      (DNS rebinding) cannot.
+    Frame       CORS headers, errors in the form of the API that was called, one count a request
+    Access      which requests reach a route, and as whom, by the keys of a Keyring
+    BodyLimit   a request reaches its route once its whole body is there, and small enough
+
+  A1  A connection over loopback names this machine in its Host header. A web page whose name was made to resolve to
+      this machine (DNS rebinding) cannot do that.
   A2  With a file of keys, every route but /health needs one of them or the admin's.
-  A3  The admin's routes (/metrics, /cache and below) need the admin's key where there is one. Where there is none they
-      answer this machine alone, and nobody where every tenant has a namespace.
-  A4  The admin's routes answer no page of another origin, and have no CORS headers (runner.serve.middleware).
+  A3  The admin's routes (/metrics, /cache and below) need the admin's key if there is one. Without one they answer this
+      machine alone, and nobody if every tenant has a namespace.
+  A4  The admin's routes answer no page of another origin, and have no CORS headers.
 
-A proxy on this machine makes everybody look local. One that says so in a header is told apart; an admin's key is what
-makes it safe.
-
-Key files: who may ask, and who may look at the cache. Never imports MLX.
-
-    # one line for each: a name, which logs and metrics may show, and a key, which nothing shows
-    ann   3f9a...
-    bob   77c1...
-
-An admin's key file holds one such line. Names and keys are printable ASCII without spaces.
-
-BodyLimit: a request reaches its route once its whole body is there, and small enough. Pure ASGI; never imports MLX.
+With a proxy on this machine, every client looks local. A proxy that says so in a header is recognized; only an admin's
+key is safe.
 
 A client that sends slowly holds a connection, which `runner.serve.http_server` closes in time, and what it has sent.
-What all hold together, until their requests are over, is bounded as well.
-
-Frame: what is around every route: CORS, errors in the form of the API that was asked, a count. Pure ASGI.
+The bodies of all open requests together are bounded too.
 """
 
 from __future__ import annotations
@@ -46,6 +38,15 @@ from runner.serve.service import CLIENT_CLOSED_REQUEST, to_json
 
 logger = logging.getLogger(__name__)
 
+#: Bodies of the largest size that may be in memory at a time.
+MAX_BODIES = 16
+OPEN, PAGE = "/health", "/cache"
+#: Headers by which a proxy names its client.
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+
+
+# Keys -----------------------------------------------------------------------------------------------------------------
+
 
 class KeyFileError(ValueError):
     """A key file cannot be used; the message is one line and shows no key."""
@@ -53,20 +54,27 @@ class KeyFileError(ValueError):
 
 @dataclass(frozen=True)
 class Tenant:
-    """Whoever sent a request. Nothing is shared between two namespaces."""
+    """Who sent a request. Two namespaces share nothing."""
 
     name: str
     namespace: str = ""
     is_admin: bool = False
 
 
+ANYONE = Tenant("")
+
+
 class Keyring:
-    """The keys of a server.
+    """The keys of a server. A file has a name, which logs and metrics may show, and a secret key on each line:
+
+        # printable ASCII without spaces
+        ann   3f9a...
+        bob   77c1...
 
     Args:
         tenants: file of keys that open every route but the admin's; None: these need no key.
-        admin: file of the key that opens every route; None: there is no such key.
-        is_namespaced: give each of the tenants a namespace of its own. The admin has the one without a name.
+        admin: file with the one key that opens every route; None: there is no such key.
+        is_namespaced: give each tenant a namespace. The admin has the nameless one.
 
     Raises:
         KeyFileError: a file cannot be read, a line is no name and key, or two lines have a name or a key in common.
@@ -76,17 +84,17 @@ class Keyring:
         self.needs_key, self.has_admin, self.is_namespaced = tenants is not None, admin is not None, is_namespaced
         self._holders: dict[bytes, Tenant] = {}
         if tenants is not None:
-            for where, name, key in _lines(tenants):
+            for where, name, key in _read_key_file(tenants):
                 self._add(where, key, Tenant(name, name if is_namespaced else ""))
         if admin is not None:
-            lines = _lines(admin)
+            lines = _read_key_file(admin)
             if len(lines) != 1:
                 raise KeyFileError(f"{admin}: {len(lines)} keys; wanted one, of the admin.")
             where, name, key = lines[0]
             self._add(where, key, Tenant(name, is_admin=True))
 
     def holder(self, presented: Iterable[str]) -> Tenant | None:
-        """Whose key is among `presented`; None: nobody's. Takes as long for any key of the same length."""
+        """Who holds one of these keys; None: nobody. Takes the same time for all keys of one length."""
         found = None
         for candidate in presented:
             for key, tenant in self._holders.items():
@@ -102,8 +110,8 @@ class Keyring:
         self._holders[key.encode()] = tenant
 
 
-def _lines(path: Path) -> list[tuple[str, str, str]]:
-    """Where each key of a file stands, its name and itself."""
+def _read_key_file(path: Path) -> list[tuple[str, str, str]]:
+    """For each key of a file: the line it stands on, its name, the key."""
     try:
         text = path.read_text(encoding="ascii")
         mode = path.stat().st_mode
@@ -125,15 +133,107 @@ def _lines(path: Path) -> list[tuple[str, str, str]]:
     return found
 
 
-#: Bodies of the largest size that there is memory for at a time.
-MAX_BODIES = 16
+# Requests -------------------------------------------------------------------------------------------------------------
+
+
+def is_admin_path(path: str) -> bool:
+    """Whether a route is for the admin."""
+    return path in ("/metrics", PAGE) or path.startswith(f"{PAGE}/")
+
+
+class Access:
+    """Passes allowed requests to `app`, with a Tenant as `request.state.tenant`; raises ApiError for the others.
+
+    Args:
+        host: where the server listens; requests may name it too.
+    """
+
+    def __init__(self, app: ASGIApp, *, keyring: Keyring, host: str) -> None:
+        self._app, self._keyring, self._host = app, keyring, host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path, headers = scope["path"], Headers(scope=scope)
+            self._require_own_name(scope, headers)
+            tenant = self._keyring.holder(_keys(headers))
+            scope.setdefault("state", {})["tenant"] = tenant or ANYONE
+            if is_admin_path(path):
+                self._require_own_origin(headers)
+                if tenant is None and self._keyring.has_admin and (scope["method"], path) == ("GET", PAGE):
+                    # A browser sends no key with the page itself. The page holds no data, and asks for the key.
+                    return await self._app(scope, receive, _as_unauthorized(send))
+            if tenant is None and self._keyring.needs_key and path != OPEN:
+                raise ApiError(401, "no valid key; wanted one in Authorization: Bearer or in x-api-key.")
+            if is_admin_path(path):
+                self._require_admin(scope, headers, tenant)
+        await self._app(scope, receive, send)
+
+    def _require_own_name(self, scope: Scope, headers: Headers) -> None:
+        server = scope.get("server")
+        if server and _is_loopback(server[0]) and not self._is_own(headers.get("host", "")):
+            wanted = "localhost, 127.0.0.1 or [::1]"
+            raise ApiError(403, f"Host is {headers.get('host', '')!r}; over the loopback interface wanted {wanted}.")
+
+    def _is_own(self, host: str) -> bool:
+        name = _split_name(host)
+        return name in ("localhost", self._host.lower()) or _is_loopback(name)
+
+    def _require_own_origin(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+            raise ApiError(403, "this route answers no page of another origin.")
+
+    def _require_admin(self, scope: Scope, headers: Headers, tenant: Tenant | None) -> None:
+        if self._keyring.has_admin:
+            if tenant is None:
+                raise ApiError(401, "no valid key; wanted the admin's in Authorization: Bearer or in x-api-key.")
+            if not tenant.is_admin:
+                raise ApiError(403, "this route is the admin's; wanted the admin's key.")
+            return
+        if self._keyring.is_namespaced:
+            raise ApiError(403, "this route shows every tenant's; start the server with --admin-key-file to open it.")
+        client = scope.get("client")
+        is_forwarded = any(name in headers for name in FORWARDED)
+        is_local = client is not None and _is_loopback(client[0]) and self._is_own(headers.get("host", ""))
+        if is_forwarded or not is_local:
+            raise ApiError(403, "this route answers its own machine; start the server with --admin-key-file for more.")
+
+
+def _keys(headers: Headers) -> list[str]:
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    given = [bearer.strip()] if scheme.lower() == "bearer" else []
+    # One of each: a head has room for thousands, and each is compared with every key.
+    return [*given, headers.get("x-api-key", "")]
+
+
+def _split_name(host: str) -> str:
+    """The name or address in a Host header, without the port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        parsed = ip_address(address)
+    except ValueError:
+        return False
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
+
+
+def _as_unauthorized(send: Send) -> Send:
+    async def sent(message: Message) -> None:
+        await send({**message, "status": 401} if message["type"] == "http.response.start" else message)
+
+    return sent
 
 
 class BodyLimit:
-    """Hands requests to `app` with their bodies in one piece; nothing is done for a client that leaves before.
+    """Hands requests to `app` with their bodies in one piece; a client that leaves earlier is dropped.
 
     Raises:
-        ApiError: the body is too large, by what its header says or by what was counted, or the bodies together are.
+        ApiError: the body is too large, by its header or by count, or all bodies together are.
     """
 
     def __init__(self, app: ASGIApp, *, max_mib: float) -> None:
@@ -174,114 +274,11 @@ class BodyLimit:
             raise ApiError(413, f"the body is larger than {self._max_mib:g} MiB, which is what the server takes.")
 
 
-OPEN, PAGE = "/health", "/cache"
-ANYONE = Tenant("")
-#: With these a proxy says for whom it asks.
-FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
-
-
-def is_admins(path: str) -> bool:
-    """Whether a path is for the admin."""
-    return path in ("/metrics", PAGE) or path.startswith(f"{PAGE}/")
-
-
-class Access:
-    """Lets requests through to `app` with `request.state.tenant`, a Tenant; raises ApiError for the others.
-
-    Args:
-        host: what the server was asked to listen at, which requests may name too.
-    """
-
-    def __init__(self, app: ASGIApp, *, keyring: Keyring, host: str) -> None:
-        self._app, self._keyring, self._host = app, keyring, host
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path, headers = scope["path"], Headers(scope=scope)
-            self._require_own_name(scope, headers)
-            tenant = self._keyring.holder(_keys(headers))
-            scope.setdefault("state", {})["tenant"] = tenant or ANYONE
-            if is_admins(path):
-                self._require_own_origin(headers)
-                if tenant is None and self._keyring.has_admin and (scope["method"], path) == ("GET", PAGE):
-                    # A browser sends no key with the page itself. It holds nothing, and asks for the key.
-                    return await self._app(scope, receive, _as_unauthorized(send))
-            if tenant is None and self._keyring.needs_key and path != OPEN:
-                raise ApiError(401, "no valid key; wanted one in Authorization: Bearer or in x-api-key.")
-            if is_admins(path):
-                self._require_admin(scope, headers, tenant)
-        await self._app(scope, receive, send)
-
-    def _require_own_name(self, scope: Scope, headers: Headers) -> None:
-        server = scope.get("server")
-        if server and _is_loopback(server[0]) and not self._is_own(headers.get("host", "")):
-            wanted = "localhost, 127.0.0.1 or [::1]"
-            raise ApiError(403, f"Host is {headers.get('host', '')!r}; over the loopback interface wanted {wanted}.")
-
-    def _is_own(self, host: str) -> bool:
-        name = _split_name(host)
-        return name in ("localhost", self._host.lower()) or _is_loopback(name)
-
-    def _require_own_origin(self, headers: Headers) -> None:
-        origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
-            raise ApiError(403, "this route answers no page of another origin.")
-
-    def _require_admin(self, scope: Scope, headers: Headers, tenant: Tenant | None) -> None:
-        if self._keyring.has_admin:
-            if tenant is None:
-                raise ApiError(401, "no valid key; wanted the admin's in Authorization: Bearer or in x-api-key.")
-            if not tenant.is_admin:
-                raise ApiError(403, "this route is the admin's; wanted the admin's key.")
-            return
-        if self._keyring.is_namespaced:
-            raise ApiError(403, "this route shows every tenant's; start the server with --admin-key-file to open it.")
-        client = scope.get("client")
-        is_forwarded = any(name in headers for name in FORWARDED)
-        is_local = client is not None and _is_loopback(client[0]) and self._is_own(headers.get("host", ""))
-        if is_forwarded or not is_local:
-            raise ApiError(403, "this route answers its own machine; start the server with --admin-key-file for more.")
-
-
-def _keys(headers: Headers) -> list[str]:
-    """The keys a request brings."""
-    scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    given = [bearer.strip()] if scheme.lower() == "bearer" else []
-    # One of each: a head has room for thousands, and each is compared with every key there is.
-    return [*given, headers.get("x-api-key", "")]
-
-
-def _split_name(host: str) -> str:
-    """The name or address in a Host header, less its port; empty where there is none."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        parsed = ip_address(address)
-    except ValueError:
-        return False
-    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
-
-
-def _as_unauthorized(send: Send) -> Send:
-    async def sent(message: Message) -> None:
-        await send({**message, "status": 401} if message["type"] == "http.response.start" else message)
-
-    return sent
-
-
-logger = logging.getLogger(__name__)
-
-
 class Frame:
-    """Answers for `app` where it raises.
+    """Adds CORS headers, answers when `app` raises, and counts requests.
 
     Args:
-        allowed_origins: whose pages may read replies, as mlx_lm.server has it; `*` is everybody's.
+        allowed_origins: whose pages may read replies, as in mlx_lm.server; `*`: all.
         count: called with a route's path, or `other`, and a status, once for each request.
     """
 
@@ -292,7 +289,7 @@ class Frame:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers, status, is_whole = Headers(scope=scope), None, False
-        cors = [] if is_admins(scope["path"]) else self._cors(headers.get("origin"))
+        cors = [] if is_admin_path(scope["path"]) else self._cors(headers.get("origin"))
 
         async def received() -> Message:
             nonlocal is_whole
@@ -309,18 +306,21 @@ class Frame:
 
         try:
             if cors and scope["method"] == "OPTIONS":
-                # What a browser asks before it sends a request of another page's, without a key.
+                # A browser's preflight for a request from another page; it has no key.
                 await Response(status_code=204)(scope, receive, framed)
             else:
                 await self._app(scope, received, framed)
         except Exception as error:
             if status is not None:
                 raise
-            # A connection that is closed with something unread in it is reset before the client has read why.
+            # If a connection is closed with unread data in it, it is reset before the client has read the error.
             is_last = headers.get("connection", "").lower() == "close" or scope["http_version"] == "1.0"
             while is_last and not is_whole:
                 await received()
-            await error_response(scope, _as_api_error(error))(scope, receive, framed)
+            if not isinstance(error, ApiError):
+                logger.error("a request failed", exc_info=error)
+                error = ApiError(500, "the server failed at this request; its log says where.")
+            await error_response(scope, error)(scope, receive, framed)
         finally:
             self._count(getattr(scope.get("route"), "path", "other"), status or CLIENT_CLOSED_REQUEST)
 
@@ -334,7 +334,7 @@ class Frame:
 
 
 def error_response(scope: Scope, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
-    """An error as the API says it whose route was asked."""
+    """An error in the form of the API whose route was called."""
     is_anthropic = scope["path"].startswith("/v1/messages")
     response = to_json(error.in_anthropic_form() if is_anthropic else error.in_openai_form(), error.status)
     response.headers.update(headers or {})
@@ -343,10 +343,3 @@ def error_response(scope: Scope, error: ApiError, headers: Mapping[str, str] | N
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
     return response
-
-
-def _as_api_error(error: Exception) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    logger.error("a request failed", exc_info=error)
-    return ApiError(500, "the server failed at this request; its log says where.")

@@ -1,14 +1,12 @@
-"""OpenAI's API as mlx_lm.server has it: chats, text completions, models, health.
+"""OpenAI's API as mlx_lm.server has it: chats, text completions, models, health. Never imports MLX.
 
-Bodies of OpenAI's requests: what each field may be, and the Request that they come to. Never imports MLX.
+    ChatBody, CompletionBody    what the client sent, checked; `request` makes the Request of it
+    OpenAIReply                 the reply, whole or as server-sent events
+    openai_routes               the routes
 
-Names, defaults and ranges are those of mlx_lm.server 0.32.2; narrower where a value would make logits infinite, fail
-while a token is sampled, or cost memory or time without bound. `null` is the same as no field, and unknown fields are
-ignored. docs/serve-differences.md lists what this comes to.
-
-Replies in OpenAI's form, field for field those of mlx_lm.server 0.32.2. Never imports MLX.
-
-What GET /v1/models lists: models in the hub's cache that look like mlx-lm's, and the one that is served.
+Names, defaults, ranges and replies are those of mlx_lm.server 0.32.2. Ranges are narrower where a value would make
+logits infinite, fail while a token is sampled, or cost memory or time without bound. `null` means the same as no field,
+and unknown fields are ignored. docs/serve-differences.md lists the differences.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from runner.serve.options import ServeOptions
 from runner.serve.request import DEFAULT, ApiError, ModelNames, Penalties, PrefillProgress, Request, Sampling, Token
 from runner.serve.service import (
     Delta,
-    Ending,
     ReplyStream,
     ServedReply,
     Service,
@@ -41,19 +38,25 @@ from runner.serve.service import (
     while_connected,
 )
 
-#: Under it, float16 cannot tell the likeliest token from the others.
+#: Below it, float16 cannot tell the likeliest token from the others.
 LEAST_TEMPERATURE = 1e-3
-#: Under it, logits become infinite in float16; 0 is no penalty.
+#: Below it, logits become infinite in float16; 0 is no penalty.
 LEAST_REPETITION_PENALTY = 0.01
-#: Templates take their time for each.
+#: Templates take time for each.
 MAX_MESSAGES = 10_000
+#: Stands for the logarithm of 0: JSON has no infinities.
+LEAST_LOGPROB = -9999.0
+#: Files that every repository with a model for mlx-lm has, as in mlx_lm.server.
+MODEL_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
 
-# Arguments of tokenizer.apply_chat_template that are no variables of a template, and are not a request's to set.
+# Arguments of tokenizer.apply_chat_template that are no variables of a template; a request may not set them.
 NOT_OF_TEMPLATES = frozenset((
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "padding",
     "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
     "truncation",
 ))  # fmt: skip
+
+# Bodies ---------------------------------------------------------------------------------------------------------------
 
 
 def _temperature(temperature: float) -> float:
@@ -79,14 +82,14 @@ def _words(stop: Any) -> Any:
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
-#: Taken off a logit, as often as a token occurred.
+#: Subtracted from a logit for each time that a token occurred.
 Penalty = Annotated[float, Field(ge=-100, le=100)]
-#: Added to a logit: at its ends a ban and a certainty, and finite in float16.
+#: Added to a logit: -10,000 bans a token and 10,000 forces it, and both are finite in float16.
 Bias = Annotated[float, Field(ge=-10_000, le=10_000)]
 TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
 StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
 
-# Objects that stay what they are, fields for the chat template included; _check_message and _check_function check them.
+# These objects stay as they are, with all fields for the chat template; _check_message and _check_function check them.
 NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 TEXT = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
 TEXTS = {"type": "array", "items": {**TEXT, "required": ["type", "text"]}}
@@ -100,7 +103,7 @@ Part = TypeVar("Part", Sampling, Penalties)
 
 
 class OpenAIBody(BaseModel):
-    """What chats and text completions have in common."""
+    """What both bodies have in common. Each makes its part of a Request in `_prompt`."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -135,14 +138,10 @@ class OpenAIBody(BaseModel):
 
     @classmethod
     def read(cls, body: Mapping[str, Any], options: ServeOptions) -> Self:
-        """Check a request's body; what it leaves open is as the server's `options` have it.
-
-        Raises:
-            ApiError: a field is missing, or is not what it may be.
-        """
+        """Check a body; `options` have the defaults. ApiError: a field is missing or wrong."""
         names = ("num_draft_tokens", "max_tokens", "top_p", "top_k", "min_p")
         defaults = {"temperature": options.temp, **{name: getattr(options, name) for name in names}}
-        # Of a draft model alone null says something: that there is none.
+        # Only for a draft model null has a meaning: none.
         given = {name: value for name, value in body.items() if value is not None or name == "draft_model"}
         try:
             return cls.model_validate({**defaults, **given})
@@ -150,11 +149,7 @@ class OpenAIBody(BaseModel):
             raise ApiError.of_validation(error.errors()) from error
 
     def request(self, namespace: str) -> Request:
-        """What the generation thread is asked for.
-
-        Raises:
-            ApiError: a message or a tool is not what it may be.
-        """
+        """Return the Request of this body. ApiError: a message or a tool is wrong."""
         return Request(
             names=ModelNames(self.model, self.adapters, self.draft_model),
             max_tokens=self.max_completion_tokens or self.max_tokens,
@@ -224,7 +219,7 @@ def _check_message(message: dict[str, Any], at: str) -> None:
 
 
 def _check_function(tool: Any, at: str) -> None:
-    """Of a tool, or of a call of one."""
+    """Check a tool, or a call of one."""
     function = tool.get("function") if isinstance(tool, dict) else None
     is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
     _require(is_named, f"{at}.function", "an object with a name")
@@ -237,8 +232,7 @@ def _require(holds: bool, param: str, wanted: str) -> None:
         raise ApiError(400, f"{param} should be {wanted}.", param=param)
 
 
-#: Stands for the logarithm of 0: JSON has no infinities.
-LEAST_LOGPROB = -9999.0
+# Replies --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -248,27 +242,23 @@ class OpenAIReply:
     Attributes:
         model: as the request named it.
         fingerprint: of software and machine.
-        created_s: since the epoch.
+        created_s: since 1970.
     """
 
     reply: ServedReply
-    asked: Request
+    request: Request
     model: str
     fingerprint: str
     created_s: int
 
     async def whole(self) -> dict[str, Any]:
-        """Wait for all of it.
-
-        Raises:
-            ApiError: it failed on the way.
-        """
+        """Wait for all of it. ApiError: it failed on the way."""
         deltas = [part async for part in self.reply if isinstance(part, Delta)]
         delta = Delta(
             "".join(delta.text for delta in deltas),
             "".join(delta.reasoning for delta in deltas),
             tuple(call for delta in deltas for call in delta.tool_calls),
-            tuple(step for delta in deltas for step in delta.tokens),
+            tuple(token for delta in deltas for token in delta.tokens),
         )
         choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish_reason()}
         if logprobs := self._logprobs(delta.tokens):
@@ -281,19 +271,21 @@ class OpenAIReply:
         return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
 
     async def events(self, *, include_usage: bool) -> AsyncIterator[str]:
-        """Server-sent events: comments while the prompt is evaluated, chunks, the usage if asked for.
+        """Server-sent events: comments while the prompt is evaluated, chunks, the usage if asked for, [DONE].
 
-        What fails on the way is the last event but one; the last says that there are no more.
+        A failure on the way is an event before [DONE].
         """
         call_count = 0
         try:
             async for part in self.reply:
                 if isinstance(part, PrefillProgress):
                     yield f": keepalive {part.done_tokens}/{part.prompt_tokens}\n\n"
-                elif self.reply.ending or part.text or part.reasoning or part.tool_calls:
+                elif self.reply.record or part.text or part.reasoning or part.tool_calls:
                     calls = [_tool_call(call, call_count + index) for index, call in enumerate(part.tool_calls)]
                     call_count += len(calls)
-                    yield server_sent_event(self._chunk(part, calls))
+                    choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish_reason()}
+                    choice |= {"delta": _message(part, calls)} if self._is_chat else {"text": part.text}
+                    yield server_sent_event({**self._head("chat.completion.chunk"), "choices": [choice]})
             if include_usage:
                 usage = {**self._head("chat.completion"), "object": "chat.completion", "usage": self._usage()}
                 yield server_sent_event({**usage, "choices": []})
@@ -301,48 +293,40 @@ class OpenAIReply:
             yield server_sent_event(error.in_openai_form())
         yield "data: [DONE]\n\n"
 
-    def _chunk(self, delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish_reason()}
-        choice |= {"delta": _message(delta, calls)} if self._is_chat else {"text": delta.text}
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
-
     @property
     def _is_chat(self) -> bool:
-        return self.asked.prompt is None
+        return self.request.prompt is None
 
-    def _head(self, of_chats: str) -> dict[str, Any]:
+    def _head(self, chat_object: str) -> dict[str, Any]:
         return {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{self.reply.id}",
             "system_fingerprint": self.fingerprint,
-            "object": of_chats if self._is_chat else "text_completion",
+            "object": chat_object if self._is_chat else "text_completion",
             "model": self.model,
             "created": self.created_s,
         }
 
     def _finish_reason(self) -> str | None:
         """None until it is over."""
-        ending = self.reply.ending
-        if ending is None:
-            return None
-        return "tool_calls" if ending.has_tool_calls and ending.finish_reason == "stop" else ending.finish_reason
+        reply = self.reply
+        return "tool_calls" if reply.has_tool_calls and reply.finish_reason == "stop" else reply.finish_reason
 
     def _usage(self) -> dict[str, Any]:
-        ending = self.reply.ending
-        assert isinstance(ending, Ending)
-        prompt, completion = self.reply.prompt_tokens, ending.record.completion_tokens
+        assert self.reply.record is not None
+        prompt, completion = self.reply.prompt_tokens, self.reply.record.completion_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": ending.record.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": self.reply.record.cached_tokens},
         }
 
-    def _logprobs(self, steps: Sequence[Token]) -> list[dict[str, Any]]:
-        if self.asked.top_logprobs > 0:
-            tops = [[_finite(asdict(token)) for token in step.top_tokens] for step in steps]
+    def _logprobs(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+        if self.request.top_logprobs > 0:
+            tops = [[_finite(asdict(top)) for top in token.top_tokens] for token in tokens]
             return [{**top[0], "top_logprobs": top} if top else {} for top in tops]
-        if self.asked.logprobs:
-            return [_finite({"id": step.id, "logprob": step.logprob}) for step in steps]
+        if self.request.logprobs:
+            return [_finite({"id": token.id, "logprob": token.logprob}) for token in tokens]
         return []
 
 
@@ -357,21 +341,20 @@ def _message(delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _tool_call(call: dict[str, str], index: int | None = None) -> dict[str, Any]:
-    """A call in OpenAI's form, numbered where it is streamed."""
+    """A call in OpenAI's form, with an index in a stream."""
     function = {"name": call["name"], "arguments": call["arguments"]}
-    numbered = {} if index is None else {"index": index}
-    return {"id": call["id"], "type": "function", "function": function, **numbered}
+    indexed = {} if index is None else {"index": index}
+    return {"id": call["id"], "type": "function", "function": function, **indexed}
 
 
-#: A repository without one of these is no model of mlx-lm's, mlx_lm.server says.
-FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
+# Routes ---------------------------------------------------------------------------------------------------------------
 
 
 def list_models(served: str | None, downloaded: Sequence[str], only: str | None = None) -> dict[str, Any]:
     """List models in OpenAI's form, as mlx_lm.server does.
 
     Args:
-        served: what the server was started with; a folder is listed by its whole path.
+        served: the server's own model; a folder is listed with its absolute path.
         downloaded: repositories in the hub's cache.
         only: leave out every repository but this one.
     """
@@ -384,7 +367,7 @@ def list_models(served: str | None, downloaded: Sequence[str], only: str | None 
 
 
 def downloaded_models() -> list[str]:
-    """The hub's repositories that are there and look like mlx-lm's."""
+    """The repositories in the hub's cache that look like models for mlx-lm."""
     try:
         repositories = scan_cache_dir().repos
     except CacheNotFound:
@@ -394,44 +377,44 @@ def downloaded_models() -> list[str]:
         for repository in repositories
         if repository.repo_type == "model"
         and "main" in repository.refs
-        and FILES.issubset(file.file_path.name for file in repository.refs["main"].files)
+        and MODEL_FILES.issubset(file.file_path.name for file in repository.refs["main"].files)
     )
 
 
 def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
-    """Return the routes; each raises ApiError for what is wrong with a request."""
+    """Return the routes. They raise ApiError for a wrong request."""
     router = APIRouter()
     fingerprint: str = get_system_fingerprint()
 
-    async def answer(request: HttpRequest, kind: type[OpenAIBody]) -> Response:
+    async def answer(http_request: HttpRequest, kind: type[OpenAIBody]) -> Response:
         created_s = int(time.time())
-        body = kind.read(await read_json(request), options)
-        asked = body.request(namespace_of(request))
-        reply = await while_connected(request, service.ask(asked))
-        writer = OpenAIReply(reply, asked, body.model, fingerprint, created_s)
+        body = kind.read(await read_json(http_request), options)
+        request = body.request(namespace_of(http_request))
+        reply = await while_connected(http_request, service.ask(request))
+        writer = OpenAIReply(reply, request, body.model, fingerprint, created_s)
         if body.stream:
             return ReplyStream(reply, writer.events(include_usage=body.stream_options.get("include_usage", False)))
         try:
-            return to_json(await while_connected(request, writer.whole()))
+            return to_json(await while_connected(http_request, writer.whole()))
         finally:
             reply.cancel()
 
-    @router.post("/v1/chat/completions", openapi_extra=_takes(ChatBody))
-    @router.post("/chat/completions", openapi_extra=_takes(ChatBody))
+    @router.post("/v1/chat/completions", openapi_extra=_body_schema(ChatBody))
+    @router.post("/chat/completions", openapi_extra=_body_schema(ChatBody))
     async def chat_completions(request: HttpRequest) -> Response:
         return await answer(request, ChatBody)
 
-    @router.post("/v1/completions", openapi_extra=_takes(CompletionBody))
+    @router.post("/v1/completions", openapi_extra=_body_schema(CompletionBody))
     async def completions(request: HttpRequest) -> Response:
         return await answer(request, CompletionBody)
 
-    # What is fetched later is fetched for somebody, and other tenants are not to know.
+    # A model that one tenant has fetched later must not show to others.
     at_start = downloaded_models() if options.namespace_by == "key" else None
 
     def listed(only: str | None = None) -> dict[str, Any]:
         return list_models(options.model, downloaded_models() if at_start is None else at_start, only)
 
-    # Looking through the hub's cache takes its time, so these two run on a thread.
+    # Reading the hub's cache takes time, so the next two run on a thread.
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
         return listed()
@@ -447,6 +430,6 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
     return router
 
 
-def _takes(kind: type[OpenAIBody]) -> dict[str, Any]:
+def _body_schema(kind: type[OpenAIBody]) -> dict[str, Any]:
     """What the OpenAPI document says of a route that reads its body itself."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}

@@ -1,8 +1,9 @@
-"""What is asked, in tokens: exactly those that mlx_lm.server makes, by its own code, and offsets worth a checkpoint.
+"""From a Request to prompt tokens: exactly those of mlx_lm.server, by its own code, and offsets worth a checkpoint.
 
-Images of a prompt: which are taken, and how a model is given them. What they are in tokens, mlx-lm's server says.
+An Anthropic tool result becomes a prompt in three steps: anthropic.py turns its block into a message with role "tool",
+`prompt_of` here has the model's chat template render all messages, and the tokenizer makes tokens of the text.
 
-An image is some tokens, the same for all images of its size; in the tree a key of its own stands for each of them.
+An image is a run of tokens that all images of its size share. In the tree each has a key of its own.
 """
 
 from __future__ import annotations
@@ -23,24 +24,97 @@ from runner.serve import mlx_lm_border
 from runner.serve.request import ApiError, Request
 
 FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
-#: Of a prompt's images together: 3 bytes each while they are decoded. A file of a few KB can have as many.
+#: Of all images of a prompt: decoding takes 3 bytes each, and a file of a few KB can have that many.
 MAX_PIXELS = 1 << 27
+#: Messages whose ends are marked: so many of the last ones, and as many spread over the earlier ones. Each is rendered.
+MARKED_MESSAGES = 16
+#: The Messages API takes no more marks than these.
+MARKED_TEXTS = 4
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A prompt in tokens.
+
+    Attributes:
+        marks: where other prompts may diverge from it: the end of the system prompt and of messages.
+        initial_state: of mlx-lm's text state machine.
+        vision: mlx-lm's, of the images in it; None: there are none.
+    """
+
+    tokens: list[int]
+    marks: tuple[int, ...]
+    initial_state: str
+    vision: Any = None
+
+    @property
+    def keys(self) -> list[int] | None:
+        """What the tree matches, one for each token; None: the tokens."""
+        return None if self.vision is None else self.vision.cache_key
+
+
+def prompt_of(
+    request: Request,
+    tokenizer: Any,
+    template_args: Mapping[str, Any],
+    *,
+    processor: Any = None,
+    with_marks: bool = False,
+) -> RenderedPrompt:
+    """Return the request's prompt in tokens.
+
+    Args:
+        template_args: of the server; the request's own take precedence.
+        processor: of images; None: they are refused.
+        with_marks: mark the end of each message and of `request.marked_texts` too, for models that cannot resume at
+            any token. It renders the conversation once for each message and twice for each text.
+
+    Raises:
+        ApiError: there is nothing to answer, or template, tokenizer or processor refuse it.
+    """
+    is_chat = request.prompt is None
+    if is_chat and not request.messages:
+        raise ApiError(400, "messages is empty; wanted at least one message.", param="messages")
+    tools = list(request.tools) if request.tools else None
+    provider = SimpleNamespace(processor=processor, cli_args=SimpleNamespace(chat_template_args=dict(template_args)))
+    try:
+        messages = copy.deepcopy(list(request.messages))  # `tokenize` changes them
+        completion = mlx_lm_border.CompletionRequest(
+            "chat" if is_chat else "text", request.prompt or "", messages, tools, request.role_mapping
+        )
+        require_images(messages, processor)
+        tokens, segments, _, initial_state, vision = mlx_lm_border.tokenize(
+            SimpleNamespace(model_provider=provider),
+            tokenizer,
+            completion,
+            SimpleNamespace(chat_template_kwargs=request.template_args),
+        )
+    except Exception as error:  # Templates and tokenizers are foreign code, and may raise anything.
+        raise ApiError(400, f"the prompt cannot be made: {type(error).__name__}: {error}") from error
+    if not tokens:
+        raise ApiError(400, "the prompt has no tokens; wanted at least one.", param="messages" if is_chat else "prompt")
+    marks = {sum(map(len, segments[: count + 1])) for count in range(len(segments) - 1)}
+    if with_marks and is_chat and tokenizer.has_chat_template:
+        kwargs = {**template_args, **(request.template_args or {})}
+        marks |= _message_marks(tokens, tokenizer, messages, tools, kwargs)
+        marks |= _text_marks(tokens, request.marked_texts[-MARKED_TEXTS:], tokenizer, messages, tools, kwargs)
+    return RenderedPrompt(tokens, tuple(sorted(marks)), initial_state, vision)
 
 
 def require_images(messages: Iterable[dict[str, Any]], processor: Any) -> None:
-    """Raise ValueError, or what Pillow raises, where an image of these messages is not taken."""
+    """Raise ValueError, or an error of Pillow's, for an image that the server does not take."""
     pixels = 0
     for part in mlx_lm_border.image_parts(messages):
         url = mlx_lm_border.image_url(part)
         if processor is None:
             raise ValueError("there is an image, and no image processor is loaded for this model.")
         if not isinstance(url, str) or not url.startswith("data:"):
-            # Fetched from here, an address would reach what whoever asks cannot.
+            # The server could reach addresses that the client must not reach.
             raise ValueError("an image has to be a data URL (data:image/png;base64,...); addresses are not fetched.")
         data = io.BytesIO(base64.b64decode(url.partition(",")[2]))
         try:
             with Image.open(data, formats=FORMATS) as image:
-                pixels += image.width * image.height  # as its header has it
+                pixels += image.width * image.height  # as in its header
         except UnidentifiedImageError as error:
             raise ValueError(f"an image is none of {', '.join(FORMATS)}.") from error
         if pixels > MAX_PIXELS:
@@ -48,10 +122,9 @@ def require_images(messages: Iterable[dict[str, Any]], processor: Any) -> None:
 
 
 def embedder(model: Any, tokens: list[int], vision: Any) -> Callable[[int], mx.array]:
-    """How the prompt's embeddings from an offset on are made, (T, D); an image that was resumed inside of, anew.
+    """Return the function from an offset to the embeddings (T, D) of the prompt behind it.
 
-    Args:
-        vision: mlx-lm's Vision, of all images of the prompt.
+    An image that a request resumes inside of is embedded again. `vision` is mlx-lm's Vision of all images.
     """
 
     def embed(offset: int) -> mx.array:
@@ -65,91 +138,17 @@ def embedder(model: Any, tokens: list[int], vision: Any) -> Callable[[int], mx.a
     return embed
 
 
-# Messages whose ends are marked: as many of the last ones, and as many spread over those before. Each is a rendering.
-MARKED_MESSAGES = 16
-# The Messages API takes no more marks than these.
-MARKED_TEXTS = 4
-
-
-@dataclass(frozen=True)
-class RenderedPrompt:
-    """A prompt in tokens.
-
-    Attributes:
-        marks: where others may part from it: the end of the system prompt and of messages.
-        initial_state: of mlx-lm's text state machine.
-        vision: mlx-lm's, of the images in it; None: there are none.
-    """
-
-    tokens: list[int]
-    marks: tuple[int, ...]
-    initial_state: str
-    vision: Any = None
-
-    @property
-    def keys(self) -> list[int] | None:
-        """What the tree goes by, one for each token; None: the tokens."""
-        return None if self.vision is None else self.vision.cache_key
-
-
-def prompt_of(
-    asked: Request,
-    tokenizer: Any,
-    template_args: Mapping[str, Any],
-    *,
-    processor: Any = None,
-    with_messages: bool = False,
-) -> RenderedPrompt:
-    """Return the tokens of what is asked.
-
-    Args:
-        template_args: of the server; the request's own go before them.
-        processor: of images; None: they are refused.
-        with_messages: mark the end of each message and of `asked.marked_texts` too, which renders the conversation once
-            for each message and twice for each text. Models need that that cannot resume everywhere.
-
-    Raises:
-        ApiError: there is nothing to answer, or template, tokenizer or processor refuse it.
-    """
-    is_chat = asked.prompt is None
-    if is_chat and not asked.messages:
-        raise ApiError(400, "messages is empty; wanted at least one message.", param="messages")
-    tools = list(asked.tools) if asked.tools else None
-    provider = SimpleNamespace(processor=processor, cli_args=SimpleNamespace(chat_template_args=dict(template_args)))
-    args = SimpleNamespace(chat_template_kwargs=asked.template_args)
-    try:
-        messages = copy.deepcopy(list(asked.messages))  # they are changed on the way
-        request = mlx_lm_border.CompletionRequest(
-            "chat" if is_chat else "text", asked.prompt or "", messages, tools, asked.role_mapping
-        )
-        require_images(messages, processor)
-        tokens, segments, _, initial_state, vision = mlx_lm_border.tokenize(
-            SimpleNamespace(model_provider=provider), tokenizer, request, args
-        )
-    except Exception as error:  # templates and tokenizers are foreign code, and may raise anything
-        raise ApiError(400, f"the prompt cannot be made: {type(error).__name__}: {error}") from error
-    if not tokens:
-        raise ApiError(400, "the prompt has no tokens; wanted at least one.", param="messages" if is_chat else "prompt")
-    marks = {sum(map(len, segments[: count + 1])) for count in range(len(segments) - 1)}
-    if with_messages and is_chat and tokenizer.has_chat_template:
-        kwargs = {**template_args, **(asked.template_args or {})}
-        marks |= _message_marks(tokens, tokenizer, messages, tools, kwargs)
-        marks |= _text_marks(tokens, asked.marked_texts[-MARKED_TEXTS:], tokenizer, messages, tools, kwargs)
-    return RenderedPrompt(tokens, tuple(sorted(marks)), initial_state, vision)
-
-
 def _message_marks(
     tokens: list[int], tokenizer: Any, messages: list[dict[str, Any]], tools: Any, kwargs: dict[str, Any]
 ) -> set[int]:
     step = -(-len(messages) // MARKED_MESSAGES)
     last = range(len(messages) - MARKED_MESSAGES, len(messages))
+    counts = {1 + each for each in (*range(0, len(messages), step), *last)}
     try:
-        rendered, opening, ends = message_ends(
-            tokenizer, messages, tools, counts={1 + each for each in (*range(0, len(messages), step), *last)}, **kwargs
-        )
-    except Exception:  # the template takes the conversation in one way only; see also _text_marks
+        rendered, opening, ends = message_ends(tokenizer, messages, tools, counts=counts, **kwargs)
+    except Exception:  # The template takes the conversation only as a whole; see also _text_marks.
         return set()
-    # A reply that the client began is rendered as its end there.
+    # A reply that the client began is rendered with an end in `rendered`, and without in `tokens`.
     shared = common_rendering(rendered.tolist(), tokens)
     return {end for end in (opening, *ends) if 0 < end <= shared}
 
@@ -162,7 +161,7 @@ def _text_marks(
     tools: Any,
     kwargs: dict[str, Any],
 ) -> set[int]:
-    """How far the tokens are those of conversations in which a message goes on otherwise from one of its ends."""
+    """How far the tokens equal those of conversations in which a message goes on differently after each end."""
 
     def shared(index: int, end: int, rest: str) -> int:
         other = {**messages[index], "content": messages[index]["content"][:end] + rest}
@@ -174,5 +173,5 @@ def _text_marks(
 
     try:
         return {min(shared(*end, rest) for rest in ("alpha", "Zulu")) for end in ends}
-    except Exception:  # a template is foreign code; what is not marked is prefilled again at worst
+    except Exception:  # A template is foreign code; a text without a mark is at worst prefilled again.
         return set()

@@ -1,13 +1,19 @@
-"""What HTTP tasks ask of the generation thread, and what it answers. Plain data: this file never imports MLX.
+"""What HTTP tasks ask of the generation thread, and the events that come back. Plain data: never imports MLX.
 
-    HTTP task                             generation thread
-    Request in a OpenRequest        ── ask ──▶      prompt tokens, a row or a session
-    Mailbox               ◀── put ──      Started, Progress ..., Token ..., Ended    or Failed at any time
-    OpenRequest.cancel()          ────────▶       ends within one chunk of prefill or one step of decoding
+Five nouns carry a request. Each is made of the one before.
 
-A OpenRequest gets exactly one Ended or Failed, as its last answer, whatever happens.
+    Body      what the client sent, checked field by field     openai.py, anthropic.py
+    Request   what is to be generated, in the server's terms   this file
+    Sequence  its tokens while the engine computes them        runner/engine/sequence.py
+    Token     one sampled token                                this file
+    Event     Started, PrefillProgress, Token, Ended, Failed   this file
 
-ApiError: what is wrong with a request, before anything of a reply was sent.
+`OpenRequest` is a Request under way: the generation thread puts events into it, any thread may cancel it.
+
+Cancelling: `OpenRequest.cancel` sets a flag. Before each round the generation thread looks at `is_cancelled`
+(scheduler.py, served_model.py). The request ends within one chunk of prefill or one decode step; its state is stored.
+
+  OR1  Each request gets exactly one Ended or Failed, as its last event.
 """
 
 from __future__ import annotations
@@ -16,10 +22,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-#: What stands for the model, adapter or draft model that the server was started with.
+from radixcache.errors import BudgetFullError, CacheFullError
+
+#: Stands for the model, adapter or draft model that the server was started with.
 DEFAULT = "default_model"
 
 
@@ -59,15 +67,14 @@ class Penalties:
 
 @dataclass(frozen=True)
 class Request:
-    """One reply that is asked for, checked as far as can be without a tokenizer.
+    """One reply to generate, checked as far as possible without a tokenizer.
 
     Attributes:
         prompt: of a text completion; None: a chat.
         messages: of a chat, in OpenAI's form, as mlx-lm's chat templates take them.
-        marked_texts: where in a message a checkpoint is asked for besides its end: its index, and how many characters
-            of its content lie before.
-        seed: None: the samples of all such replies come from one stream.
-        namespace: nothing is shared between two of them.
+        marked_texts: checkpoints inside of messages: (index of the message, characters of its content before it).
+        seed: None: such requests draw from one common random stream.
+        namespace: two namespaces share nothing.
     """
 
     names: ModelNames
@@ -102,13 +109,10 @@ class TopToken:
 
 @dataclass(frozen=True)
 class Started:
-    """The prompt is in tokens, and the request waits for its turn or runs.
-
-    `reading` turns what is decoded into text, reasoning and tool calls; see `runner.serve.reply_reader`.
-    """
+    """The prompt is in tokens. `reader` is the ReplyReader that turns sampled tokens into text and tool calls."""
 
     prompt_tokens: int
-    reading: Any
+    reader: Any
 
 
 @dataclass(frozen=True)
@@ -121,9 +125,11 @@ class PrefillProgress:
 
 @dataclass(frozen=True)
 class Token:
-    """One sampled token. `text` is what it completes; a stop token brings none.
+    """One sampled token.
 
-    `stop_word` is the one of `Request.stop_words` that it completes; None for any other token, an end of turn too.
+    Attributes:
+        text: what it completes; none for a stop token.
+        stop_word: the one of `Request.stop_words` that it completes.
     """
 
     text: str
@@ -136,15 +142,15 @@ class Token:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """What a request came to: for its reply's usage, the log line, the metrics and the page.
+    """How a request ended: for the reply's usage, the log line, the metrics and the page.
 
     Attributes:
-        matched_tokens: how many of the prompt's first tokens the cache had seen; more than `cached_tokens` if some of
-            the state was lost. `reason` says why.
-        shortfalls: what the cache lacked of the prompt on arrival, [start, end) and a Reason of PrefixCache.explain.
-        queue_ms: from arrival to admission; None where it never was. `ttft_ms`: from arrival to the first token.
+        matched_tokens: prompt tokens that the cache knows; more than `cached_tokens` if their state was lost, and
+            `reason` says why.
+        shortfalls: what the cache lacked of the prompt on arrival: start, end and a Reason of PrefixCache.explain.
+        queue_ms: from arrival to admission; None: it was never admitted.
+        ttft_ms: from arrival to the first token.
         gaps_ms: between one token and the next.
-        outcome: how it ended.
     """
 
     id: str
@@ -164,20 +170,20 @@ class RequestRecord:
 
     @property
     def short_tokens(self) -> dict[str, int]:
-        """How many of the prompt's tokens were evaluated, by why; the sum is all but the cached ones."""
+        """How many prompt tokens were evaluated, by reason; they sum up to all but the cached ones."""
         found: dict[str, int] = {}
         for start, end, reason in self.shortfalls:
             if end > (start := max(start, self.cached_tokens)):
                 found[reason] = found.get(reason, 0) + end - start
-        gone = self.prompt_tokens - self.cached_tokens - sum(found.values())  # between arrival and admission
-        if gone > 0:
+        lost_tokens = self.prompt_tokens - self.cached_tokens - sum(found.values())  # between arrival and admission
+        if lost_tokens > 0:
             reason = self.reason or "evicted"
-            found[reason] = found.get(reason, 0) + gone
+            found[reason] = found.get(reason, 0) + lost_tokens
         return found
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of decoding; None for fewer than two tokens."""
+        """Decoding speed; None for fewer than two tokens."""
         total_ms = sum(self.gaps_ms)
         return len(self.gaps_ms) / total_ms * 1e3 if total_ms else None
 
@@ -191,7 +197,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """There will be no reply, or no more of it. `status` is HTTP's; `message` is for whoever asked."""
+    """The reply cannot be given, or cannot go on. `status` is HTTP's; `message` is for the client."""
 
     status: int
     message: str
@@ -202,41 +208,124 @@ class Failed:
 ReplyEvent: TypeAlias = Started | PrefillProgress | Token | Ended | Failed
 
 
-@dataclass(eq=False)
 class OpenRequest:
-    """A request on its way. `put` may be called by any thread and never blocks.
+    """A request under way.
 
-    `on_cancel` is for whoever answers it elsewhere than on a generation thread, which looks at `is_cancelled`.
+    Args:
+        put: takes each event; any thread may call it, and it never blocks.
+
+    Attributes:
+        on_cancel: called by `cancel`, for servers that do not poll `is_cancelled`.
+        on_record: called with the record, before the last event.
+        prompt_tokens, cached_tokens, matched_tokens, reason, shortfalls: as in RequestRecord.
+        tokens: ids of the reply so far.
+        is_over: whether the last event was put.
     """
 
-    request: Request
-    put: Callable[[ReplyEvent], None]
-    id: str = field(default_factory=lambda: str(uuid.uuid4()))
-    arrived_s: float = field(default_factory=time.perf_counter)
-    on_cancel: Callable[[], object] | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(self, request: Request, put: Callable[[ReplyEvent], None], id: str | None = None) -> None:
+        self.request, self.put, self.id = request, put, id or str(uuid.uuid4())
+        self.arrived_s = time.perf_counter()
+        self.on_cancel: Callable[[], object] | None = None
+        self.on_record: Callable[[RequestRecord], object] | None = None
+        self.prompt_tokens = self.cached_tokens = self.matched_tokens = 0
+        self.reason: str | None = None
+        self.shortfalls: tuple[tuple[int, int, str], ...] = ()
+        self.tokens: list[int] = []
+        self.is_over = False
         self._cancelled = threading.Event()
+        self._admitted_s: float | None = None
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self._gaps_ms: list[float] = []
 
     def cancel(self) -> None:
-        """End it soon; what was computed is kept. Any thread may call this, any number of times."""
+        """End the request soon; computed state is stored. Any thread may call this, any number of times."""
         self._cancelled.set()
         if self.on_cancel is not None:
             self.on_cancel()
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it was asked to end."""
+        """Whether `cancel` was called."""
         return self._cancelled.is_set()
+
+    # For the generation thread
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was admitted and is not over."""
+        return self._admitted_s is not None and not self.is_over
+
+    def progress(self, done_tokens: int, prompt_tokens: int) -> None:
+        """Put a PrefillProgress; the first one says that the request was admitted."""
+        if self._admitted_s is None:
+            self._admitted_s = time.perf_counter()
+        self.put(PrefillProgress(done_tokens, prompt_tokens))
+
+    def add(self, token: Token) -> None:
+        """Put a sampled token."""
+        now_s = time.perf_counter()
+        if self._first_s is None:
+            self._first_s = now_s
+        else:
+            self._gaps_ms.append((now_s - self._last_s) * 1e3)
+        self._last_s = now_s
+        self.tokens.append(token.id)
+        self.put(token)
+
+    def end(self, outcome: Literal["stop", "length", "cancelled"], note: str | None = None) -> None:
+        """Put Ended, unless the request is over."""
+        if not self.is_over:
+            self.put(Ended(self._close(outcome, note)))
+
+    def fail(self, status: int, message: str, note: str | None = None) -> None:
+        """Put Failed, unless the request is over. The record has `note`, by default the message."""
+        if not self.is_over:
+            message = " ".join(message.split())
+            self.put(Failed(status, message, self._close("error", note or message)))
+
+    def fail_with(self, error: BaseException | None) -> None:
+        """End with an exception. Where the budget has no room for more tokens, a reply that has begun just ends."""
+        if not isinstance(error, (BudgetFullError, CacheFullError)):
+            self.fail(500, f"{type(error).__name__}: {error}")
+        elif self.tokens:
+            self.end("length", str(error))
+        else:  # The error's own words count what other tenants hold: they are for the record alone.
+            room = f"budget of {error.budget_bytes} bytes" if isinstance(error, BudgetFullError) else "cache"
+            self.fail(400, f"a prompt of {self.prompt_tokens} tokens does not fit the {room}.", str(error))
+
+    def _close(self, outcome: Literal["stop", "length", "cancelled", "error"], note: str | None) -> RequestRecord:
+        self.is_over = True
+        record = RequestRecord(
+            id=self.id,
+            names=self.request.names,
+            namespace=self.request.namespace,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            matched_tokens=self.matched_tokens,
+            reason=self.reason,
+            completion_tokens=len(self.tokens),
+            queue_ms=self._since_arrival_ms(self._admitted_s),
+            ttft_ms=self._since_arrival_ms(self._first_s),
+            gaps_ms=tuple(self._gaps_ms),
+            outcome=outcome,
+            note=note,
+            shortfalls=self.shortfalls,
+        )
+        if self.on_record is not None:
+            self.on_record(record)
+        return record
+
+    def _since_arrival_ms(self, moment_s: float | None) -> float | None:
+        return None if moment_s is None else (moment_s - self.arrived_s) * 1e3
 
 
 class ApiError(Exception):
-    """Becomes an error body in the form of the API that was asked.
+    """An error that the client gets, in the form of the API that it called. Raised before any part of a reply is sent.
 
     Args:
         status: HTTP's, 4xx or 5xx.
-        message: one line for whoever asked: what was found, what was wanted.
-        kind: OpenAI's `type`; by default it follows from the status.
+        message: one line for the client: what was found, what was wanted.
         param: the field that is wrong.
         retry_after_s: becomes the header Retry-After.
     """
@@ -246,19 +335,18 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        kind: str | None = None,
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.kind = kind or KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.retry_after_s = retry_after_s
 
     def in_openai_form(self) -> dict[str, Any]:
         """The body of an error, or the data of a stream's last event, in OpenAI's form."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def in_anthropic_form(self) -> dict[str, Any]:
         """The same in Anthropic's form, which has types of its own and names the field in the message."""
@@ -268,7 +356,7 @@ class ApiError(Exception):
 
     @classmethod
     def of_validation(cls, errors: Sequence[Any]) -> ApiError:
-        """The first of pydantic's findings about a request, naming the field."""
+        """The first of pydantic's findings about a request, with the name of the field."""
         first = errors[0]
         field = ".".join(str(part) for part in first["loc"] if part != "body")
         return cls(400, first["msg"].removeprefix("Value error, "), param=field or None)

@@ -1,17 +1,19 @@
-"""Running: the generation thread, which owns MLX, and the way in for all others.
+"""Scheduler: the generation thread, which alone uses MLX, and how other threads reach it.
 
-    arrived    by ask, any thread
-    waiting    in the thread, in order of arrival, until their model is loaded
-    begun      handed to the model, which admits them as there is room
+    arrived    handed in by `ask`, any thread
+    waiting    on the thread, in order of arrival, until their model is loaded
+    begun      given to the model, which admits them as there is room
 
-Requests for a model that is not loaded wait until those that run are through. Then it is loaded, and all that wait for
-it begin; who came for the model before has to wait in turn, so nobody starves.
+A request for a model that is not loaded waits until the running requests have finished. Then the model is loaded and
+all that wait for it begin. Requests for the former model wait in turn, so nobody starves.
+
+Cancelling: each round ends the cancelled requests among the waiting ones here, the others in `ServedModel.round`.
 
 Invariants, each with a test:
 
-  R1  Every opened gets exactly one Ended or Failed, also where the thread dies.
-  R2  What is raised for one opened ends that opened alone.
-  R3  Arrays are made, used and let go of on the thread.
+  R1  Every request gets exactly one Ended or Failed, also if the thread dies.
+  R2  An exception for one request ends that request alone.
+  R3  Arrays are made, used and freed on the thread.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -35,26 +37,20 @@ from runner.serve import mlx_lm_border
 from runner.serve.models import Models
 from runner.serve.options import ServeOptions, require_compatible
 from runner.serve.request import ApiError, ModelNames, OpenRequest, Request, RequestRecord
-from runner.serve.served_model import Answering
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Seconds after which who was turned away may ask again: some replies are through by then.
+#: Seconds after which a refused client may ask again: some replies have ended by then.
 RETRY_AFTER_S = 5
 
 
-class _Waiting(NamedTuple):
-    key: ModelNames
-    answering: Answering
-
-
-class Running:
-    """Answers jobs, one thread for all of them.
+class Scheduler:
+    """Answers requests, on one thread.
 
     Args:
-        on_record: called by the thread at each opened's end.
+        on_record: called by the thread at the end of each request.
         on_event: the listener of every cache.
 
     Raises:
@@ -68,18 +64,18 @@ class Running:
         self._options, self._on_record, self._on_event = options, on_record, on_event
         self._models: Models | None = None
         self._thread: threading.Thread | None = None
-        # What several threads change, under this:
+        # What several threads change, under this condition:
         self._changed = threading.Condition()
-        self._arrived: list[Answering] = []
+        self._arrived: list[OpenRequest] = []
         self._calls: deque[tuple[Callable[[Models], Any], Future[Any]]] = deque()
-        self._answering: set[Answering] = set()
+        self._open: set[OpenRequest] = set()
         self._is_open = False
         self._deadline_s: float | None = None
 
     # For any thread
 
     def start(self) -> None:
-        """Start the thread, and wait until the model that was named is loaded and what is to be warm is.
+        """Start the thread; wait until the named model is loaded and the warm prefixes are stored.
 
         Raises:
             ModelError: there is no such model.
@@ -95,16 +91,12 @@ class Running:
             raise
 
     def ask(self, opened: OpenRequest) -> None:
-        """Take a request in.
-
-        Raises:
-            ApiError: there are too many (429), or the server stops or has failed (503).
-        """
+        """Take a request in. ApiError: there are too many (429), or the server stops or has failed (503)."""
         with self._changed:
-            self._require_open(len(self._answering))
-            answering = Answering(opened, self._on_record)
-            self._answering.add(answering)
-            self._arrived.append(answering)
+            self._require_open(len(self._open))
+            opened.on_record = self._on_record
+            self._open.add(opened)
+            self._arrived.append(opened)
             self._changed.notify_all()
 
     def call(self, function: Callable[[Models], T]) -> Future[T]:
@@ -120,12 +112,12 @@ class Running:
             self._changed.notify_all()
         return future
 
-    async def count_tokens(self, asked: Request) -> int:
+    async def count_tokens(self, request: Request) -> int:
         """How many tokens a prompt has. ApiError: it cannot be made, or there is no such model."""
 
         def count(models: Models) -> int:
             try:
-                return models.count_tokens(asked)
+                return models.count_tokens(request)
             except ModelError as error:
                 raise ApiError(404, str(error), param="model") from error
 
@@ -138,26 +130,26 @@ class Running:
 
     @property
     def waiting(self) -> int:
-        """Requests that were not admitted yet."""
+        """Requests that are not admitted yet."""
         with self._changed:
-            return sum(not each.is_running for each in self._answering)
+            return sum(not each.is_running for each in self._open)
 
     @property
     def running(self) -> int:
         """Requests that are prefilled or decoded."""
         with self._changed:
-            return sum(each.is_running for each in self._answering)
+            return sum(each.is_running for each in self._open)
 
     def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
-        """The caches of all models that were loaded so far, the last one's last."""
+        """The caches of all models that were loaded so far, the present one last."""
         return [] if self._models is None else self._models.caches()
 
     def store_stats(self) -> dict[str, StoreStats]:
-        """What each store behind the caches has and did, by what it is called."""
+        """What each store behind the caches has and did, by name."""
         return {} if self._models is None else self._models.store_stats()
 
     def stop(self, drain_s: float) -> None:
-        """Take nothing in any more, give what is there so many seconds, end it with what it has, and wait for that.
+        """Refuse new requests, end the others after at most so many seconds, and wait for the thread's end.
 
         A second call may shorten the time.
         """
@@ -173,11 +165,8 @@ class Running:
         if not self.is_healthy:
             raise ApiError(503, "the server is stopping, or its generation thread has failed.")
         if held >= self._options.decode_concurrency + self._options.max_waiting:
-            raise ApiError(
-                429,
-                f"{held} requests run or wait, and that is all that may; ask again later.",
-                retry_after_s=RETRY_AFTER_S,
-            )
+            message = f"{held} requests run or wait, and that is all that may; ask again later."
+            raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
 
     # The thread
 
@@ -203,35 +192,40 @@ class Running:
                 logger.exception("the generation thread died")
         finally:
             self._end_all()
-            # A thread that ends with streams of its own takes the process with it.
+            # A thread that ends with MLX streams of its own ends the process.
             mx.clear_streams()
 
     def _serve(self, models: Models) -> None:
-        waiting: deque[_Waiting] = deque()
+        waiting: deque[tuple[ModelNames, OpenRequest]] = deque()
         while self._wait(is_busy=bool(waiting) or not _is_idle(models)):
             with self._changed:
                 arrived, self._arrived = self._arrived, []
                 is_late = self._deadline_s is not None and time.perf_counter() >= self._deadline_s
             if is_late:
-                for answering in self._answering:
-                    answering.opened.cancel()
+                for opened in self._open:
+                    opened.cancel()
             self._run_call(models)
-            waiting.extend(_addressed(arrived, models))
+            for opened in arrived:
+                try:
+                    waiting.append((models.key_of(opened.request.names), opened))
+                except ApiError as error:
+                    opened.fail(error.status, error.message)
             self._begin(models, waiting)
             if models.current is not None:
                 models.current.round()
             with self._changed:
-                self._answering = {each for each in self._answering if not each.is_over}
+                self._open = {each for each in self._open if not each.is_over}
 
     def _wait(self, *, is_busy: bool) -> bool:
-        """Wait until there is something to do; False: there is no more, and nothing will come."""
+        """Wait until there is something to do; False: nothing is left, and nothing will come."""
         with self._changed:
             if not is_busy:
                 self._changed.wait_for(lambda: self._arrived or self._calls or self._deadline_s is not None)
             return is_busy or bool(self._arrived or self._calls) or self._deadline_s is None
 
     def _run_call(self, models: Models) -> None:
-        if self._calls:  # one a round, or who counts tokens without end would keep all others waiting
+        """Run one call: one a round, so that a client that counts tokens all the time delays nobody."""
+        if self._calls:
             function, future = self._calls.popleft()
             if future.set_running_or_notify_cancel():
                 try:
@@ -239,50 +233,43 @@ class Running:
                 except Exception as error:
                     future.set_exception(error)
 
-    def _begin(self, models: Models, waiting: deque[_Waiting]) -> None:
-        """Hand to the model what waits for it; where the first waits for another one, that is loaded once it may."""
-        for each in [each for each in waiting if each.answering.opened.is_cancelled]:
+    def _begin(self, models: Models, waiting: deque[tuple[ModelNames, OpenRequest]]) -> None:
+        """Give the model its waiting requests. If the first one waits for another model, load that once all is idle."""
+        for each in [each for each in waiting if each[1].is_cancelled]:
             waiting.remove(each)
-            each.answering.end("cancelled")
+            each[1].end("cancelled")
         while waiting:
-            key, served, begin = waiting[0].key, models.current, [waiting[0]]
+            (key, first), served = waiting[0], models.current
+            begin = [waiting[0]]
             if served is None or served.key != key:
                 if not _is_idle(models):
                     return
                 try:
                     served = models.open(key)
                 except Exception as error:
-                    is_theirs = isinstance(error, (RadixCacheError, ValueError))
-                    waiting.popleft().answering.fail(404 if is_theirs else 500, str(error))
+                    waiting.popleft()
+                    first.fail(404 if isinstance(error, (RadixCacheError, ValueError)) else 500, str(error))
                     continue
-                begin = [each for each in waiting if each.key == key]
+                begin = [each for each in waiting if each[0] == key]
             for each in begin:
                 waiting.remove(each)
                 try:
-                    served.begin(each.answering)
+                    served.begin(each[1])
                 except Exception as error:
                     logger.exception("a request could not be begun")
-                    each.answering.fail(500, f"{type(error).__name__}: {error}")
+                    each[1].fail(500, f"{type(error).__name__}: {error}")
 
     def _end_all(self) -> None:
-        """Nothing will be answered any more: say so to whoever waits for it."""
+        """Tell everybody who waits that nothing will be answered any more."""
         with self._changed:
             self._is_open = False
             calls, self._calls = [*self._calls], deque()
-            left, self._answering = self._answering, set()
-        for answering in left:
-            answering.fail(503, "the generation thread has failed.")
+            left, self._open = self._open, set()
+        for opened in left:
+            opened.fail(503, "the generation thread has failed.")
         for _, future in calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(ApiError(503, "the server is stopping."))
-
-
-def _addressed(arrived: list[Answering], models: Models) -> Iterator[_Waiting]:
-    for answering in arrived:
-        try:
-            yield _Waiting(models.key_of(answering.opened.request.names), answering)
-        except ApiError as error:
-            answering.fail(error.status, error.message)
 
 
 def _is_idle(models: Models) -> bool:

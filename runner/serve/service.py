@@ -1,19 +1,20 @@
-"""Service: how the routes of every API get replies. Runs on the event loop; never imports MLX.
+"""Service: how the routes of both APIs get replies. Runs on the event loop; never imports MLX.
 
-reply = await service.ask(asked)          ApiError before anything was sent: full, stopping, bad request
-async for part in reply: ...              Progress and Delta
-reply.ending                              how it ended, once it is through
-reply.cancel()                            also when the iteration is left early
+    reply = await service.ask(request)     ApiError: the server is full or stops, or the request is wrong
+    async for part in reply: ...           PrefillProgress and Delta
+    reply.record, reply.finish_reason      how it ended, after the loop
+    reply.cancel()                         also called when the loop is left early
 
-What the routes of every API share: a body of JSON read, a client's leaving noticed, events sent.
+Below it: what all routes share to read bodies, to notice that a client left, and to send events.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -35,9 +36,18 @@ from runner.serve.request import (
     Token,
 )
 
+logger = logging.getLogger(__name__)
 
-class Runs(Protocol):
-    """What the service needs of the generation thread; `runner.serve.scheduler.Running` is it."""
+T = TypeVar("T")
+
+#: Status of a request whose client went away, as in nginx: for logs and metrics only.
+CLIENT_CLOSED_REQUEST = 499
+#: Deepest nesting of lists and objects in a body: what copies and renders them is recursive.
+MAX_DEPTH = 64
+
+
+class Backend(Protocol):
+    """Who answers requests: the Scheduler of this process, or a Fleet of replicas."""
 
     @property
     def is_healthy(self) -> bool:
@@ -49,10 +59,10 @@ class Runs(Protocol):
 
 @dataclass(frozen=True)
 class Delta:
-    """What one or several tokens added to a reply.
+    """What one or several tokens add to a reply.
 
     Attributes:
-        text, reasoning: less control sequences and stop words.
+        text, reasoning: without control sequences and stop words.
         tool_calls: whole ones, each {"id", "name", "arguments"}, with arguments as JSON text.
         tokens: for logprobs and counts.
     """
@@ -63,156 +73,215 @@ class Delta:
     tokens: tuple[Token, ...]
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How a reply ended. `finish_reason` is OpenAI's."""
+class ReplyReader:
+    """Splits one reply into text, reasoning and tool calls, as mlx_lm.server does. Holds no array.
 
-    finish_reason: FinishReason
-    has_tool_calls: bool
-    record: RequestRecord
+    mlx-lm's text state machine strips control sequences and stop words, and says in which state each piece of text is.
+    The rest follows APIHandler.handle_completion of mlx_lm.server step by step: text is held back while a tool call is
+    written; the call is complete once the state is normal again, or at the end. Source: mlx-lm 0.32.2.
 
+    The generation thread makes it; the event loop uses it.
 
-class Reader(Protocol):
-    """Turns steps into deltas; `runner.serve.reply_reader.Reading` is it."""
+    Args:
+        machine: mlx_lm.generate.TextStateMachine.
+        initial_state: "normal" or "reasoning".
+        format_tool_calls: mlx_lm.server.ToolCallFormatter: texts of tool calls to calls in OpenAI's form.
+    """
 
-    def add(self, step: Token) -> Delta: ...
+    def __init__(
+        self, machine: Any, initial_state: str, format_tool_calls: Callable[[Sequence[str]], list[dict[str, Any]]]
+    ) -> None:
+        self._machine, self._format_tool_calls = machine, format_tool_calls
+        self._state = machine.make_state(initial_state)
+        self._current = initial_state
+        self._is_over = False
+        self._text = self._reasoning = self._tool_text = ""
+        self._tool_texts: list[str] = []
 
-    def finish(self) -> Delta: ...
+    def add(self, token: Token) -> Delta:
+        """Read one token's text. The result is empty while a tool call is written."""
+        self._is_over = token.finish_reason is not None
+        if token.finish_reason == "stop":
+            self._state, current = self._machine.discard(self._state)
+            self._collect(current, "")
+        else:
+            self._state, segments = self._machine.split(self._state, token.text)
+            for current, text in segments:
+                self._collect(current, text)
+        if token.finish_reason == "length":
+            self._flush()
+        return Delta("", "", (), (token,)) if self._current == "tool" else self._take(token)
+
+    def finish(self) -> Delta:
+        """Return what was held back, also a tool call that nothing closed."""
+        if not self._is_over:  # ended from outside, in the middle
+            self._flush()
+        if self._current == "tool" and self._tool_text:
+            self._tool_texts.append(self._tool_text)
+        return self._take()
+
+    def _flush(self) -> None:
+        self._state, held_back, current = self._machine.flush(self._state)
+        self._collect(current, held_back)
+
+    def _collect(self, current: str, text: str) -> None:
+        if current == "reasoning":
+            self._reasoning += text
+        elif current == "tool":
+            self._tool_text += text
+        elif current == "normal":
+            if self._current == "tool":
+                self._tool_texts.append(self._tool_text)
+                self._tool_text = ""
+            self._text += text
+        self._current = current
+
+    def _take(self, *tokens: Token) -> Delta:
+        calls = tuple(call for tool_text in self._tool_texts for call in self._tool_calls(tool_text))
+        delta = Delta(self._text, self._reasoning, calls, tokens)
+        self._text = self._reasoning = ""
+        self._tool_texts = []
+        return delta
+
+    def _tool_calls(self, tool_text: str) -> list[dict[str, str]]:
+        try:
+            return [
+                {
+                    "id": str(call["id"]),
+                    "name": str(call["function"]["name"]),
+                    "arguments": call["function"]["arguments"],
+                }
+                for call in self._format_tool_calls([tool_text])
+            ]
+        except Exception as error:  # Parsers raise all sorts of errors at what a model may write.
+            logger.warning("a tool call that cannot be read was left out: %s: %r", type(error).__name__, str(error))
+            return []
 
 
 class ServedReply:
-    """One reply as it comes in. Made by Service.ask."""
+    """One reply as it comes in. Made by Service.ask.
+
+    Attributes:
+        record, finish_reason, has_tool_calls: how it ended; the first two are None until then.
+    """
 
     def __init__(
-        self, opened: OpenRequest, answers: asyncio.Queue[ReplyEvent], started: Started, timer: asyncio.TimerHandle
+        self, opened: OpenRequest, events: asyncio.Queue[ReplyEvent], started: Started, timer: asyncio.TimerHandle
     ) -> None:
-        self.prompt_tokens = started.prompt_tokens
-        self.ending: Ending | None = None
-        self.id = opened.id
-        self._job, self._answers, self._reading, self._timer = opened, answers, started.reading, timer
+        self.id, self.prompt_tokens = opened.id, started.prompt_tokens
+        self.record: RequestRecord | None = None
+        self.finish_reason: FinishReason | None = None
+        self.has_tool_calls = False
+        self._opened, self._events, self._reader, self._timer = opened, events, started.reader, timer
 
     def cancel(self) -> None:
         """End it soon."""
         self._timer.cancel()
-        self._job.cancel()
+        self._opened.cancel()
 
     async def __aiter__(self) -> AsyncIterator[PrefillProgress | Delta]:
         """ApiError: it failed on the way."""
         reason: FinishReason = "stop"
-        has_tool_calls = False
         try:
-            while True:
-                answer = await self._answers.get()
-                if isinstance(answer, PrefillProgress):
-                    yield answer
-                elif isinstance(answer, Token):
-                    reason = answer.finish_reason or reason
-                    delta = self._reading.add(answer)
-                    has_tool_calls |= bool(delta.tool_calls)
-                    yield delta
-                elif isinstance(answer, Failed):
-                    raise ApiError(answer.status, answer.message)
-                elif isinstance(answer, Ended):
-                    delta = self._reading.finish()
-                    has_tool_calls |= bool(delta.tool_calls)
-                    if answer.record.outcome != "stop":
-                        reason = "length"
-                    self.ending = Ending(reason, has_tool_calls, answer.record)
-                    yield delta
-                    return
+            while self.record is None:
+                event = await self._events.get()
+                if isinstance(event, PrefillProgress):
+                    yield event
+                    continue
+                if isinstance(event, Failed):
+                    raise ApiError(event.status, event.message)
+                if isinstance(event, Token):
+                    reason = event.finish_reason or reason
+                    delta = self._reader.add(event)
+                else:
+                    assert isinstance(event, Ended), event
+                    delta = self._reader.finish()
+                    self.record = event.record
+                    self.finish_reason = reason if event.record.outcome == "stop" else "length"
+                self.has_tool_calls |= bool(delta.tool_calls)
+                yield delta
         finally:
             self.cancel()
 
 
 class _Mailbox:
-    """Answers on their way to an event loop, which is woken once for all that come at a time: a round's tokens."""
+    """Events on their way to the event loop, which wakes once for all events of a round."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._answers: deque[tuple[asyncio.Queue[ReplyEvent], ReplyEvent]] = deque()
+        self._events: deque[tuple[asyncio.Queue[ReplyEvent], ReplyEvent]] = deque()
         self._is_woken = False
 
-    def put(self, queue: asyncio.Queue[ReplyEvent], answer: ReplyEvent) -> None:
-        """Have an answer put into its queue; any thread. RuntimeError: the loop is closed."""
-        self._answers.append((queue, answer))
+    def put(self, queue: asyncio.Queue[ReplyEvent], event: ReplyEvent) -> None:
+        """Send an event to its queue; any thread. RuntimeError: the loop is closed."""
+        self._events.append((queue, event))
         if not self._is_woken:
             self._is_woken = True
             self.loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_woken = False  # first: what comes from now on may be too late for this time
-        while self._answers:
-            queue, answer = self._answers.popleft()
-            queue.put_nowait(answer)
+        self._is_woken = False  # first: later events may miss this delivery
+        while self._events:
+            queue, event = self._events.popleft()
+            queue.put_nowait(event)
 
 
 class Service:
-    """Asks the generation thread on behalf of the routes.
+    """Asks the backend on behalf of the routes.
 
     Args:
-        runs: the generation thread.
-        timeout_s: from asking to the reply's end, beyond which it is ended with what it has.
+        timeout_s: from asking to the reply's end; a longer reply is ended with what it has.
     """
 
-    def __init__(self, runs: Runs, *, timeout_s: float) -> None:
-        self._runs, self._timeout_s = runs, timeout_s
+    def __init__(self, backend: Backend, *, timeout_s: float) -> None:
+        self._backend, self._timeout_s = backend, timeout_s
         self._mailbox: _Mailbox | None = None
 
     @property
     def is_healthy(self) -> bool:
         """Whether requests can be served."""
-        return self._runs.is_healthy
+        return self._backend.is_healthy
 
-    async def ask(self, asked: Request) -> ServedReply:
-        """Hand a request in, and wait until its prompt is in tokens.
-
-        Raises:
-            ApiError: it cannot be served, and why.
-        """
+    async def ask(self, request: Request) -> ServedReply:
+        """Hand a request in, and wait until its prompt is in tokens. ApiError: it cannot be served, and why."""
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = _Mailbox(loop)
-        mailbox, answers = self._mailbox, asyncio.Queue[ReplyEvent]()
+        mailbox, events = self._mailbox, asyncio.Queue[ReplyEvent]()
 
-        def put(answer: ReplyEvent) -> None:
+        def put(event: ReplyEvent) -> None:
             try:
-                mailbox.put(answers, answer)
+                mailbox.put(events, event)
             except RuntimeError:  # the loop is closed: nobody listens any more
                 opened.cancel()
 
-        opened = OpenRequest(asked, put)
-        self._runs.ask(opened)
+        opened = OpenRequest(request, put)
+        self._backend.ask(opened)
         timer = loop.call_later(self._timeout_s, opened.cancel)
         try:
-            first: Any = await answers.get()
+            first = await events.get()
         except BaseException:
             opened.cancel()
             timer.cancel()
             raise
+        if isinstance(first, Started):
+            return ServedReply(opened, events, first, timer)
+        timer.cancel()
         if isinstance(first, Failed):
-            timer.cancel()
             raise ApiError(first.status, first.message, retry_after_s=first.retry_after_s)
-        if isinstance(first, Ended):
-            timer.cancel()
-            raise ApiError(503, "the request was ended before it was served: it took too long, or the server stops.")
-        assert isinstance(first, Started), first
-        return ServedReply(opened, answers, first, timer)
+        assert isinstance(first, Ended), first
+        raise ApiError(503, "the request was ended before it was served: it took too long, or the server stops.")
 
 
-T = TypeVar("T")
-
-#: Nobody reads it; logs and metrics do. As nginx has it.
-CLIENT_CLOSED_REQUEST = 499
-#: Lists and objects in one another. What copies and renders them is recursive, and Python's stack is not endless.
-MAX_DEPTH = 64
+# What routes share ----------------------------------------------------------------------------------------------------
 
 
 async def read_json(request: HttpRequest) -> dict[str, Any]:
-    """Return the body of `request`, whatever content type it says it has.
+    """Return the body of `request`, whatever content type it declares.
 
     Raises:
-        ApiError: it is no object of JSON in UTF-8, has what JSON does not (NaN, infinities, half a surrogate pair), or
-            is nested deeper than MAX_DEPTH.
+        ApiError: it is not a JSON object in UTF-8, has NaN, an infinity or half a surrogate pair, or is nested deeper
+            than MAX_DEPTH.
     """
     raw = await request.body()
     try:
@@ -221,39 +290,40 @@ async def read_json(request: HttpRequest) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"Invalid JSON in request body: {error}") from error
     if not isinstance(body, dict):
-        raise ApiError(400, f"HttpRequest should be a JSON dictionary; it is a {type(body).__name__}.")
-    _require_shallow(body)
-    return body
-
-
-def _require_shallow(body: dict[str, Any]) -> None:
+        raise ApiError(400, f"Request should be a JSON dictionary; it is a {type(body).__name__}.")
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
         inner = (value for each in level for value in (each.values() if isinstance(each, dict) else each))
         level = [value for value in inner if isinstance(value, dict | list)]
     if level:
-        raise ApiError(400, f"HttpRequest is nested more than {MAX_DEPTH} levels deep.")
+        raise ApiError(400, f"Request is nested more than {MAX_DEPTH} levels deep.")
+    return body
 
 
 def namespace_of(request: HttpRequest) -> str:
-    """The namespace that whoever sent `request` keeps to."""
+    """The namespace of the tenant who sent `request`."""
     return str(getattr(getattr(request.state, "tenant", None), "namespace", ""))
 
 
 def to_json(body: object, status: int = 200) -> Response:
-    """A response of JSON. Half a surrogate pair, which a model may write, is escaped as any other character."""
+    """A response of JSON. Half a surrogate pair, which a model may write, is escaped."""
     return Response(json.dumps(body), status, media_type="application/json")
 
 
 async def while_connected(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, such as Service.ask or a whole reply, and cancel it as soon as the client goes away.
+    """Await `work`, and cancel it as soon as the client goes away. The request's body was read before.
 
-    The request's body has been read. A Reply whose iteration is cancelled cancels itself.
+    A ServedReply whose iteration is cancelled cancels itself.
 
     Raises:
         ApiError: the client went away.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request))
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -265,21 +335,16 @@ async def while_connected(request: HttpRequest, work: Coroutine[Any, Any, T]) ->
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _disconnect(request: HttpRequest) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 def server_sent_event(data: object, name: str | None = None) -> str:
-    """One event with JSON data; `name` is for clients that listen to events by their names."""
+    """One event with JSON data; `name` is for clients that listen to events by name."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data)}\n\n"
 
 
 class ReplyStream(StreamingResponse):
-    """A reply as server-sent events. Whatever ends the response ends the reply, also before its first event.
+    """A reply as server-sent events. However the response ends, also before its first event, the reply is cancelled.
 
-    Starlette listens for the client's going away while it sends.
+    Starlette listens for the client's disconnect while it sends.
     """
 
     def __init__(self, reply: ServedReply, events: AsyncIterator[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runner.models.load import LoadedModel, load_model
-from runner.serve.scheduler import Running
+from runner.serve.scheduler import Scheduler
 from tests.serve.jobs import running
 
 
@@ -18,14 +18,14 @@ def tiny() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Running]:
+def shared() -> Iterator[Scheduler]:
     """A thread that many tests ask, each in a namespace of its own where it matters."""
     with running() as thread:
         yield thread
 
 
 @pytest.fixture(scope="module", params=["together", "alone"])
-def either(request: Any) -> Iterator[Running]:
+def either(request: Any) -> Iterator[Scheduler]:
     """A thread that serves requests together, and one that serves one at a time."""
     with running(prefill_step_size=64, exact=request.param == "alone") as thread:
         yield thread

@@ -12,7 +12,7 @@ from mlx_lm import stream_generate
 from runner.models.load import LoadedModel
 from runner.serve.options import ServeOptions
 from runner.serve.request import Ended, Failed, ModelNames, OpenRequest, ReplyEvent, Request, RequestRecord, Token
-from runner.serve.scheduler import Running
+from runner.serve.scheduler import Scheduler
 
 T = TypeVar("T")
 
@@ -26,10 +26,10 @@ MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "
 
 
 @contextmanager
-def running(records: list[RequestRecord] | None = None, **options: Any) -> Iterator[Running]:
+def running(records: list[RequestRecord] | None = None, **options: Any) -> Iterator[Scheduler]:
     """A generation thread on the tiny model, or as the options say."""
     defaults = {"model": "tiny", "budget_bytes": 64 << 20}
-    thread = Running(ServeOptions(**{**defaults, **options}), [].append if records is None else records.append)
+    thread = Scheduler(ServeOptions(**{**defaults, **options}), [].append if records is None else records.append)
     thread.start()
     try:
         yield thread
@@ -41,7 +41,7 @@ class Waiting:
     """A opened that was handed in, and its answers as they come."""
 
     def __init__(
-        self, thread: Running, *, on_answer: Callable[[OpenRequest, ReplyEvent], None] | None = None, **asked: Any
+        self, thread: Scheduler, *, on_answer: Callable[[OpenRequest, ReplyEvent], None] | None = None, **asked: Any
     ) -> None:
         self.answers: list[ReplyEvent] = []
         self._new: queue.Queue[ReplyEvent] = queue.Queue()

@@ -16,7 +16,7 @@ from runner.serve.app import guard, make_app
 from runner.serve.metrics import Watch
 from runner.serve.middleware import KeyFileError, Keyring
 from runner.serve.options import ServeOptions
-from runner.serve.scheduler import Running
+from runner.serve.scheduler import Scheduler
 
 ANN, BOB, ROOT = "key-of-ann", "key-of-bob", "key-of-root"
 ADMINS = ["/metrics", "/cache", "/cache/tree"]
@@ -97,7 +97,7 @@ def test_no_route_of_the_real_server_is_forgotten(tmp_path: Path) -> None:
     keys.write_text(f"ann {ANN}\n")
     options = ServeOptions(api_keys=keys, namespace_by="key")
     watch = Watch()
-    app = make_app(options, Running(options, watch.on_record, watch.on_event), watch)
+    app = make_app(options, Scheduler(options, watch.on_record, watch.on_event), watch)
     client = TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 1))
     routes = [(path, method) for path, methods in app.openapi()["paths"].items() for method in methods]
     assert {("/v1/chat/completions", "post"), ("/metrics", "get"), ("/cache", "delete")} <= set(routes)

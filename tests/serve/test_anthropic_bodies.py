@@ -119,7 +119,7 @@ def test_a_prompt_is_marked_where_a_marked_text_ends_and_others_with_that_beginn
 
     def prompt(today: str) -> RenderedPrompt:
         system = [marked, {"type": "text", "text": today}]
-        return prompt_of(asked(system=system, tools=[TOOL]), tokenizer, {}, with_messages=True)
+        return prompt_of(asked(system=system, tools=[TOOL]), tokenizer, {}, with_marks=True)
 
     monday, sunday = prompt("Monday"), prompt("Sunday")
     ends = [mark for mark in monday.marks if tokenizer.decode(monday.tokens[:mark]).endswith("You are brief.")]

@@ -185,7 +185,7 @@ def test_the_system_prompts_end_is_marked_and_on_demand_each_messages(tiny: Load
     text = [tiny.tokenizer.decode(found.tokens[:mark]) for mark in found.marks]
     assert len(text) == 1
     assert text[0].startswith("<|im_start|>system\nBe brief.")
-    marked = prompt_of(asked(messages=MESSAGES), tiny.tokenizer, {}, with_messages=True)
+    marked = prompt_of(asked(messages=MESSAGES), tiny.tokenizer, {}, with_marks=True)
     assert marked.tokens == found.tokens
     ends = [tiny.tokenizer.decode(marked.tokens[:mark]) for mark in marked.marks]
     for message in MESSAGES:
@@ -194,13 +194,13 @@ def test_the_system_prompts_end_is_marked_and_on_demand_each_messages(tiny: Load
 
 def test_no_mark_lies_beyond_what_a_reply_that_the_client_began_has_in_common(tiny: LoadedModel) -> None:
     begun = [*MESSAGES, {"role": "assistant", "content": "Because"}]
-    found = prompt_of(asked(messages=begun), tiny.tokenizer, {}, with_messages=True)
+    found = prompt_of(asked(messages=begun), tiny.tokenizer, {}, with_marks=True)
     assert found.tokens == tiny.tokenizer.apply_chat_template(begun, add_generation_prompt=True)
     assert all(0 < mark <= len(found.tokens) for mark in found.marks)
 
 
 def test_a_text_is_encoded_as_it_is(tiny: LoadedModel) -> None:
-    found = prompt_of(asked(prompt="Once upon"), tiny.tokenizer, {}, with_messages=True)
+    found = prompt_of(asked(prompt="Once upon"), tiny.tokenizer, {}, with_marks=True)
     assert (found.tokens, found.marks) == (tiny.tokenizer.encode("Once upon"), ())
 
 
@@ -208,7 +208,7 @@ def test_without_a_template_the_role_mapping_says_how_messages_are_put_together(
     tokenizer = load_model("tiny").tokenizer
     tokenizer.has_chat_template = False
     mapping = {"user": "Q: ", "assistant": "A: ", "stop": "\n"}
-    found = prompt_of(asked(messages=MESSAGES[1:2], role_mapping=mapping), tokenizer, {}, with_messages=True)
+    found = prompt_of(asked(messages=MESSAGES[1:2], role_mapping=mapping), tokenizer, {}, with_marks=True)
     assert tokenizer.decode(found.tokens) == "Q: Why?\nA:"
 
 

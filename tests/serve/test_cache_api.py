@@ -14,7 +14,7 @@ from radixcache.observe.tree_view import read_view
 from runner.serve.app import make_app
 from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
-from runner.serve.scheduler import Running
+from runner.serve.scheduler import Scheduler
 
 SYSTEM = {"role": "system", "content": "You are a marmalade sommelier."}
 #: What must not be in any response: of the prompts, of what they become, of a reply.
@@ -24,7 +24,7 @@ TELLING = ("marmalade", "sommelier", "zebra", "quince")
 class Server:
     """An application with its generation thread, and a client on the same machine."""
 
-    def __init__(self, client: TestClient, running: Running) -> None:
+    def __init__(self, client: TestClient, running: Scheduler) -> None:
         self.client, self.running = client, running
 
     def get(self, path: str, **query: str) -> Any:
@@ -58,7 +58,7 @@ def serving(**options: Any) -> Iterator[Server]:
     """A server of a tiny model."""
     chosen = ServeOptions(**{"model": "tiny:llama", "budget_bytes": 64 << 20, **options})
     watch = Watch()
-    running = Running(chosen, watch.on_record, watch.on_event)
+    running = Scheduler(chosen, watch.on_record, watch.on_event)
     app = make_app(chosen, running, watch)
     running.start()
     try:

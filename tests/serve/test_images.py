@@ -26,7 +26,7 @@ from runner.serve.app import make_app
 from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
 from runner.serve.request import ModelNames, OpenRequest, PrefillProgress, ReplyEvent, Token
-from runner.serve.scheduler import Running
+from runner.serve.scheduler import Scheduler
 from tests.serve.jobs import Waiting, running
 from tests.serve.seeing_model import PATCH, open_eyes, picture, shown, write_seeing_model
 
@@ -51,7 +51,7 @@ def loaded(folder: str, looked: list[int]) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def shared(folder: str, looked: list[int]) -> Iterator[Running]:
+def shared(folder: str, looked: list[int]) -> Iterator[Scheduler]:
     """A thread that many tests ask, each in a namespace of its own where it matters."""
     with running(model=folder, prefill_step_size=24) as thread:
         yield thread
@@ -92,7 +92,7 @@ def test_a_reply_is_that_of_mlx_lm_with_the_images_embeddings(
 
 
 def test_a_second_turn_reuses_the_first_and_does_not_look_at_its_images_again(
-    loaded: LoadedModel, shared: Running, looked: list[int]
+    loaded: LoadedModel, shared: Scheduler, looked: list[int]
 ) -> None:
     messages = asking(ONE, TWO)
     first = Waiting(shared, messages=messages, namespace="turns")
@@ -115,7 +115,7 @@ def test_a_second_turn_reuses_the_first_and_does_not_look_at_its_images_again(
 
 
 def test_an_image_that_was_evaluated_in_part_is_looked_at_again(
-    loaded: LoadedModel, shared: Running, looked: list[int]
+    loaded: LoadedModel, shared: Scheduler, looked: list[int]
 ) -> None:
     messages, files = asking(ONE, TWO, THREE), (ONE, TWO, THREE)
     tokens, _ = rendered(loaded, messages, *files)
@@ -138,7 +138,7 @@ def test_an_image_that_was_evaluated_in_part_is_looked_at_again(
     assert len(inside) >= 3
 
 
-def test_texts_and_images_at_once_say_what_each_says_alone(loaded: LoadedModel, shared: Running) -> None:
+def test_texts_and_images_at_once_say_what_each_says_alone(loaded: LoadedModel, shared: Scheduler) -> None:
     def cancel(opened: OpenRequest, answer: ReplyEvent) -> None:
         if isinstance(answer, Token):
             opened.cancel()
@@ -172,7 +172,7 @@ def test_requests_drawn_for_verification_are_not_compared(loaded: LoadedModel, f
 def client(folder: str, looked: list[int]) -> Iterator[TestClient]:
     options = ServeOptions(model=folder, budget_bytes=64 << 20)
     watch = Watch()
-    thread = Running(options, watch.on_record, watch.on_event)
+    thread = Scheduler(options, watch.on_record, watch.on_event)
     app = make_app(options, thread, watch)
     thread.start()
     try:
@@ -240,7 +240,7 @@ def at(url: Any) -> list[dict[str, Any]]:
     ],
 )
 def test_an_image_that_cannot_be_used_is_refused_with_the_reason(
-    shared: Running, messages: list[dict[str, Any]], found: str
+    shared: Scheduler, messages: list[dict[str, Any]], found: str
 ) -> None:
     failure = Waiting(shared, messages=messages).failure
     assert (failure.status, found in failure.message) == (400, True), failure.message
@@ -253,7 +253,7 @@ def test_images_beyond_the_models_context_are_refused_also_where_text_would_be_s
 
 
 @pytest.mark.parametrize("file_format", prompts.FORMATS)
-def test_images_of_every_known_format_are_taken(loaded: LoadedModel, shared: Running, file_format: str) -> None:
+def test_images_of_every_known_format_are_taken(loaded: LoadedModel, shared: Scheduler, file_format: str) -> None:
     file = picture(4, file_format=file_format)
     assert Waiting(shared, messages=asking(file)).tokens == expected(loaded, asking(file), file)
 

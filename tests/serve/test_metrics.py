@@ -21,7 +21,7 @@ STORE = "radixcache_store_"
 
 def samples(watch: Watch) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """Every sample of an exposition by its name and labels."""
-    families = text_string_to_metric_families(watch.metrics.exposition().decode())
+    families = text_string_to_metric_families(watch.exposition().decode())
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
@@ -32,8 +32,8 @@ def value(watch: Watch, name: str, **labels: str) -> float:
 def test_counters_end_in_total_and_nothing_else_does() -> None:
     watch = Watch()
     watch.on_record(record())
-    watch.http("/metrics", 200)
-    for family in text_string_to_metric_families(watch.metrics.exposition().decode()):
+    watch.on_http("/metrics", 200)
+    for family in text_string_to_metric_families(watch.exposition().decode()):
         assert all(s.name.endswith("_total") == (family.type == "counter") for s in family.samples), family
         assert family.documentation.endswith(".")
 
@@ -69,7 +69,7 @@ def test_histograms_are_in_seconds_and_leave_out_what_never_was() -> None:
 def test_requests_are_counted_by_route_and_status() -> None:
     watch = Watch()
     for status in (200, 200, 404):
-        watch.http("/v1/completions", status)
+        watch.on_http("/v1/completions", status)
     assert value(watch, "http_requests_total", route="/v1/completions", status="200") == 2
     assert value(watch, "http_requests_total", route="/v1/completions", status="404") == 1
 
@@ -157,7 +157,7 @@ def test_a_cache_that_was_closed_meanwhile_is_left_out(llama: Any) -> None:
 
 def test_the_registry_is_the_servers_own() -> None:
     first, second = Watch(), Watch()
-    first.http("/health", 200)
+    first.on_http("/health", 200)
     assert value(first, "http_requests_total", route="/health", status="200") == 1
     assert not any("http_requests" in name for name, _ in samples(second))
 
@@ -188,7 +188,7 @@ def test_the_last_requests_are_kept_with_the_time_and_the_bytes_at_their_end(lla
         session.prefill(llama)
     for number in range(LISTED_REQUESTS + 5):
         watch.on_record(record(prompt_tokens=number + 100))
-    seen = watch.seen()
+    seen = watch.ended()
     assert [each.record.prompt_tokens - 100 for each in seen] == list(range(LISTED_REQUESTS + 4, 4, -1))
     assert [each.time_s for each in seen] == list(range(LISTED_REQUESTS + 4, 4, -1))
     point = watch.points()[-1]

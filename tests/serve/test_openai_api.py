@@ -174,7 +174,7 @@ class Repository:
                 self.file_path = Path(name)
 
         class Revision:
-            files = tuple(File(name) for name in openai.FILES - {less})
+            files = tuple(File(name) for name in openai.MODEL_FILES - {less})
 
         self.repo_id, self.repo_type, self.refs = repo_id, repo_type, dict.fromkeys(refs, Revision)
 

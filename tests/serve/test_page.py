@@ -28,7 +28,7 @@ from runner.serve.http_server import HttpServer, listen, url_of
 from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
 from runner.serve.request import ModelNames
-from runner.serve.scheduler import Running
+from runner.serve.scheduler import Scheduler
 from tests.serve.watched import Watched, record
 from tests.view.browser import Page, find_browser
 
@@ -57,7 +57,7 @@ def served(**options: Any) -> Iterator[str]:
     """A server of a tiny model; its URL."""
     chosen = ServeOptions(**{"model": "tiny:llama", "budget_bytes": 64 << 20, **options})
     watch = Watch()
-    running = Running(chosen, watch.on_record, watch.on_event)
+    running = Scheduler(chosen, watch.on_record, watch.on_event)
     app = make_app(chosen, running, watch)
     running.start()
     try:
@@ -283,7 +283,7 @@ def test_it_stays_usable_at_5_000_nodes(page: Page) -> None:
     assert cache.stats.nodes >= 5_000
     app = FastAPI()
     app.include_router(cache_routes(watched, watch, ServeOptions()))  # type: ignore[arg-type]
-    with reachable(guard(app, ServeOptions(), watch.http)) as url:
+    with reachable(guard(app, ServeOptions(), watch.on_http)) as url:
         page.open(f"{url}/cache")
         page.wait_for(f"{ROWS} > 0")
         assert 10 <= page.run(ROWS) <= 400

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.serve.mlx_lm_border import TextStateMachine, ToolCallFormatter
-from runner.serve.reply_reader import ReplyReader
 from runner.serve.request import Ended, OpenRequest, Started, Token, TopToken
+from runner.serve.service import ReplyReader
 from tests.serve.openai_app import CHAT, TEXT, USER, openai_client
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, record
 from tests.serve.stock_server import stock_answer

@@ -26,7 +26,7 @@ from runner.serve.request import (
     Started,
     Token,
 )
-from runner.serve.scheduler import Running
+from runner.serve.scheduler import Scheduler
 from tests.serve.jobs import LONG, MESSAGES, PROMPTS, SYSTEM, Waiting, alone, running
 
 
@@ -83,13 +83,13 @@ def test_a_second_turn_finds_the_first(kind: str) -> None:
         assert second.record.matched_tokens >= second.record.cached_tokens
 
 
-def test_a_prompt_of_another_namespace_finds_nothing(shared: Running) -> None:
+def test_a_prompt_of_another_namespace_finds_nothing(shared: Scheduler) -> None:
     for namespace, cached in (("ann", False), ("ben", False), ("ann", True)):
         record = Waiting(shared, prompt=LONG, namespace=namespace).record
         assert (record.cached_tokens > 0, record.matched_tokens > 0) == (cached, cached)
 
 
-def test_log_probabilities_are_those_of_the_tokens_and_of_the_likeliest(tiny: LoadedModel, shared: Running) -> None:
+def test_log_probabilities_are_those_of_the_tokens_and_of_the_likeliest(tiny: LoadedModel, shared: Scheduler) -> None:
     expected = list(generate_step(mx.array(tiny.tokenizer.encode(LONG)), tiny.model, max_tokens=4))
     steps = Waiting(shared, prompt=LONG, max_tokens=4, top_logprobs=3).sampled
     for step, (token, logprobs) in zip(steps, expected, strict=True):
@@ -123,7 +123,7 @@ def test_a_seed_and_penalties_give_what_they_give_in_mlx_lm(tiny: LoadedModel, o
             beside.end()
 
 
-def test_a_stop_word_ends_the_reply_and_is_named(tiny: LoadedModel, either: Running) -> None:
+def test_a_stop_word_ends_the_reply_and_is_named(tiny: LoadedModel, either: Scheduler) -> None:
     whole = next(
         (prompt, tokens)
         for prompt in PROMPTS

@@ -26,7 +26,7 @@ from runner.serve.request import (
     Sampling,
     Token,
 )
-from runner.serve.scheduler import Running
+from runner.serve.scheduler import Scheduler
 from runner.serve.served_model import ServedModel
 from tests.serve.jobs import GUARD_S, LONG, MESSAGES, PROMPTS, Waiting, alone, running
 
@@ -47,7 +47,7 @@ def cancel_at(kind: type[ReplyEvent], count: int) -> Callable[[OpenRequest, Repl
 # Ends
 
 
-def test_who_leaves_during_prefill_ends_within_a_chunk_and_leaves_what_was_computed(either: Running) -> None:
+def test_who_leaves_during_prefill_ends_within_a_chunk_and_leaves_what_was_computed(either: Scheduler) -> None:
     left = Waiting(either, prompt=LONG, namespace="left", on_answer=cancel_at(PrefillProgress, 4))
     assert (left.record.outcome, left.record.completion_tokens) == ("cancelled", 0)
     done = [answer.done_tokens for answer in left.answers if isinstance(answer, PrefillProgress)]
@@ -57,7 +57,7 @@ def test_who_leaves_during_prefill_ends_within_a_chunk_and_leaves_what_was_compu
 
 
 def test_who_leaves_during_the_reply_ends_within_a_token_and_leaves_what_was_computed(
-    tiny: LoadedModel, either: Running
+    tiny: LoadedModel, either: Scheduler
 ) -> None:
     prompt = next(prompt for prompt in PROMPTS if len(alone(tiny, prompt, 40)[0]) == 40)
     left = Waiting(either, prompt=prompt, max_tokens=40, on_answer=cancel_at(Token, 3))
@@ -139,7 +139,7 @@ def test_a_context_is_shifted_where_it_was_asked_for(tiny: LoadedModel) -> None:
     ],
 )
 def test_what_cannot_be_answered_fails_with_a_reason_and_nobody_else_does(
-    tiny: LoadedModel, shared: Running, asked: dict[str, Any], status: int, found: str
+    tiny: LoadedModel, shared: Scheduler, asked: dict[str, Any], status: int, found: str
 ) -> None:
     good, bad = Waiting(shared, prompt=PROMPTS[0]), Waiting(shared, **asked)
     assert bad.failure.status == status
@@ -150,7 +150,7 @@ def test_what_cannot_be_answered_fails_with_a_reason_and_nobody_else_does(
     assert good.tokens == alone(tiny, PROMPTS[0])[0]
 
 
-def test_what_raises_while_a_request_begins_ends_that_request_alone(tiny: LoadedModel, shared: Running) -> None:
+def test_what_raises_while_a_request_begins_ends_that_request_alone(tiny: LoadedModel, shared: Scheduler) -> None:
     deep: Any = "x"
     for _ in range(2000):
         deep = [deep]
@@ -200,7 +200,7 @@ def test_a_reply_that_the_budget_cannot_hold_ends_with_what_it_has() -> None:
 
 
 def test_what_is_raised_for_one_ends_that_one(
-    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, either: Running
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, either: Scheduler
 ) -> None:
     def top_logprobs(logprobs: mx.array, count: int, _: Any) -> tuple[()]:
         if count > 0:
@@ -272,7 +272,7 @@ def test_who_comes_when_all_places_are_taken_is_turned_away_and_the_others_are_s
 # Calls, and starting
 
 
-def test_a_call_runs_on_the_thread_and_what_it_raises_is_the_callers(shared: Running) -> None:
+def test_a_call_runs_on_the_thread_and_what_it_raises_is_the_callers(shared: Scheduler) -> None:
     assert shared.call(lambda _: threading.current_thread().name).result() == "generation"
     with pytest.raises(ZeroDivisionError):
         shared.call(lambda _: 1 // 0).result()
@@ -281,7 +281,7 @@ def test_a_call_runs_on_the_thread_and_what_it_raises_is_the_callers(shared: Run
 
 def test_events_of_the_caches_are_told() -> None:
     events: list[Event] = []
-    thread = Running(ServeOptions(model="tiny", budget_bytes=64 << 20), lambda _: None, events.append)
+    thread = Scheduler(ServeOptions(model="tiny", budget_bytes=64 << 20), lambda _: None, events.append)
     thread.start()
     try:
         Waiting(thread).end()

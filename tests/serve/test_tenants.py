@@ -21,10 +21,10 @@ from benchmarks.harness.model_folder import write_model
 from runner.serve import openai
 from runner.serve.app import make_app
 from runner.serve.metrics import Watch
-from runner.serve.middleware import is_admins
+from runner.serve.middleware import is_admin_path
 from runner.serve.options import ServeOptions
 from runner.serve.request import RequestRecord
-from runner.serve.scheduler import Running
+from runner.serve.scheduler import Scheduler
 from tests.serve.jobs import Waiting
 
 ANN, BOB, ROOT = "key-of-ann", "key-of-bob", "key-of-root"
@@ -86,7 +86,7 @@ REFUSED = [
 class Server:
     """An application with its generation thread."""
 
-    def __init__(self, client: TestClient, running: Running, records: list[RequestRecord]) -> None:
+    def __init__(self, client: TestClient, running: Scheduler, records: list[RequestRecord]) -> None:
         self.client, self.running, self.records = client, running, records
 
     def send(self, route: Route, key: str) -> Iterator[tuple[int, dict[str, str], str]]:
@@ -106,7 +106,7 @@ def serving(folder: Path, **options: Any) -> Iterator[Server]:
     given = {"model": "tiny", "budget_bytes": 64 << 20, **options}
     keys: Any = {"api_keys": folder / "keys", "admin_key_file": folder / "admin", "namespace_by": "key"}
     chosen, records, watch = ServeOptions(**given, **keys), list[RequestRecord](), Watch()
-    running = Running(chosen, lambda record: (records.append(record), watch.on_record(record)), watch.on_event)
+    running = Scheduler(chosen, lambda record: (records.append(record), watch.on_record(record)), watch.on_event)
     client = TestClient(make_app(chosen, running, watch), base_url="http://127.0.0.1", client=("127.0.0.1", 1))
     running.start()
     try:
@@ -121,8 +121,8 @@ def test_each_route_is_one_that_a_tenant_sees_or_the_admins(tmp_path: Path) -> N
         documented = server.client.get("/openapi.json", headers={"x-api-key": ANN}).json()["paths"]
     found = {(method.upper(), path) for path, methods in documented.items() for method in methods}
     assert found | {("GET", "/openapi.json")} == {(route.method, route.path) for route in (*SEEN, *REFUSED)}
-    assert all(is_admins(route.path) for route in REFUSED)
-    assert not any(is_admins(route.path) for route in SEEN)
+    assert all(is_admin_path(route.path) for route in REFUSED)
+    assert not any(is_admin_path(route.path) for route in SEEN)
 
 
 def test_what_a_tenant_sees_is_the_same_whatever_another_one_asks(

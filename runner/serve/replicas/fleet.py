@@ -1,11 +1,11 @@
-"""Fleet: the replicas as the application sees them: what Running is where there is one process. Never loads a model.
+"""Fleet: the replicas as the application sees them: what Scheduler is in one process. Never loads a model.
 
     Service.ask(opened) ── Fleet.ask ── Relay ──▶ Replica.answer, where the switchboard says
     one thread each  ◀── Replica.tell, of which the switchboard learns
 
 `ask` runs on the event loop, the rest in any thread.
 
-The application where there are replicas: the same routes, and another Running behind them.
+The application where there are replicas: the same routes, and another backend behind them.
 
 RoutedPrompts: prompts in digests, before it is known who will answer them. A tokenizer and no weights.
 
@@ -33,7 +33,7 @@ from radixcache.prefix_cache import default_budget_bytes
 from runner.models.load import ModelError
 from runner.routing.digests import chain_digests, root_digest
 from runner.routing.routers import Ask
-from runner.serve.app import assembled
+from runner.serve.app import assemble_app
 from runner.serve.metrics import in_a_line
 from runner.serve.models import Models, read_warm_file
 from runner.serve.options import ServeOptions
@@ -274,4 +274,4 @@ def make_replicas_app(options: ServeOptions, fleet: Fleet) -> FastAPI:
     scrape = Scrape(fleet.switchboard.lines)
     # Replicas end replies in time; this ends those of a replica that does not.
     patient = replace(options, request_timeout_s=options.request_timeout_s + END_S)
-    return assembled(patient, fleet, fleet.count_tokens, replica_routes(fleet, scrape), scrape.on_http)
+    return assemble_app(patient, fleet, fleet.count_tokens, replica_routes(fleet, scrape), scrape.on_http)

@@ -3,7 +3,7 @@
     answer    Request ──▶ the answers of runner.serve.request, those that are there at a time in one list
     tell      ──▶ Told, whenever there is news, as long as somebody listens
     admin     an HTTP request to the routes of the cache ──▶ its response
-    stop      Running.stop
+    stop      Scheduler.stop
 
 The argument `to` of each is for the request router.
 """
@@ -24,7 +24,7 @@ from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
 from runner.serve.replicas.switchboard import AdminReply, AdminRequest, Routed, Telling, Told, called
 from runner.serve.request import ApiError, Ended, Failed, OpenRequest, ReplyEvent, Request, RequestRecord
-from runner.serve.scheduler import Running
+from runner.serve.scheduler import Scheduler
 
 #: Between two looks for news, in seconds, and what share of the time finding out may take.
 PAUSE_S, SHARE = 0.1, 0.05
@@ -40,7 +40,7 @@ class Replica:
         secret: what digests are made with.
 
     Raises:
-        ValueError, ModelError, OSError: as for Running and its start.
+        ValueError, ModelError, OSError: as for Scheduler and its start.
     """
 
     def __init__(self, options: ServeOptions, secret: bytes) -> None:
@@ -49,7 +49,7 @@ class Replica:
         self._watch = Watch()
         self._records: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
         self._changes = 0
-        self._running = Running(options, self._on_record, self._on_event)
+        self._running = Scheduler(options, self._on_record, self._on_event)
         self._app = make_app(options, self._running, self._watch)
         self._is_stopping = self._has_ended = False
         self._running.start()
