@@ -412,9 +412,9 @@ def tries() -> dict[Any, Any]:
 def table_fields(table: CellTable) -> dict[str, Any]:
     """Every field of a table by value, the stamp by identity: a plan made before is still good after."""
     state = dict(vars(table))
-    for name in ("_positions", "_sets"):
+    for name in ("_is_used", "_sets"):
         state[name] = state[name].tolist()
-    state["_sequences"] = {name: (each.bit, each.cells.tolist(), each.end) for name, each in table._sequences.items()}
+    state["_sequences"] = {name: (each.bit, each.cells.tolist()) for name, each in table._sequences.items()}
     return state
 
 
@@ -425,8 +425,8 @@ def members(table: CellTable, cell: int) -> tuple[int, ...]:
 
 def position(table: CellTable, cell: int) -> int | None:
     """Position of the token in a cell; None: the cell is free."""
-    found = int(table._positions[cell])
-    return None if found < 0 else found
+    lists = (each.cells.tolist() for each in table._sequences.values())
+    return next((cells.index(cell) for cells in lists if cell in cells), None)
 
 
 def defragment(table: CellTable, room: int | None = None) -> DefragPlan:
@@ -438,7 +438,7 @@ def defragment(table: CellTable, room: int | None = None) -> DefragPlan:
 
 def held_cells(table: CellTable) -> NDArray[np.bool_]:
     """Which cells hold a token of some sequence."""
-    return table._positions >= 0
+    return table._is_used
 
 
 # History

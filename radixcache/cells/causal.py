@@ -8,38 +8,29 @@
     causal.prefill(model, 2, other_question)
     logits = causal.step(model, [1, 2], [token, other_token])   # (2, 1, V): both in one forward pass
 
-Full attention and sliding windows live in cells; recurrent and linear-attention layers beside them keep a state per
-sequence. What a sequence sees is its own tokens alone, wherever their cells are and whoever else shares them.
+Full attention and sliding windows live in cells. Recurrent and linear-attention layers keep a state per sequence. A
+sequence sees only its own tokens, whichever cells hold them and whoever shares these cells.
 
-Invariants, asserted by `check`, besides those of CellTable:
+Most models of mlx-lm rotate each row by its own offset. Some use the offset as one number, and put every row where the
+first one is, or fail: they run a row at a time. Some use the index of a key in the buffer as its position: they cannot
+run on cells. A short trial against the model's own caches finds out which it is; see layers/trials.py.
 
-  K1  Every sequence of the table has a state in each layer that has no cells, and no other has; see RowStates.
-  K2  No layer's buffer has more cells than the table, and each that is there reaches as far as any cell in use.
-  K3  A sequence is tainted from the first position that a removal from its middle moved, which it still has.
+Invariants, asserted by `check`, besides those of CellTable and RowStates:
 
-A call that raises leaves every sequence as it was, but for an evaluation that fails later: MLX evaluates lazily, and
-then all that is in the buffers is lost. A sequence whose keys or values overflow gets NaN from there on, as it would
-alone, and the others do not. Not thread-safe.
+  K1  The layers without cells have a state for every sequence of the table, and for no other.
+  K2  No layer's buffer has more cells than the table. Each buffer reaches as far as any cell in use.
+  K3  A sequence is tainted from the first position that a removal from its middle moved, while it has that position.
 
-ModelFit: which model a CausalCache holds the state of, and what that model can do on cells.
-
-layers            its caches say which: those of keys and values become cells, the others stay beside them
-takes_rows        whether one forward pass takes rows at different positions: a trial says, see trial.py
-rotations         how keys in cells get to other positions: measured, see layers/shift.py
-
-steps_together: whether a model takes rows at different positions in one forward pass, and cells in any order.
-
-Most models of mlx-lm rotate each row by its own offset. Some reckon with the offset as a number, and would put every
-row where the first one is, or fail; they run a row at a time. Some take the place of a key in what the cache returns
-for its position; they cannot run on cells at all. A short trial against the model's own caches tells; see
-layers/trials.py.
+A call that raises leaves every sequence as it was. MLX evaluates lazily, and an evaluation that fails later loses all
+buffers. A sequence whose keys or values overflow gets NaN from there on, as it would alone; the others do not. Not
+thread-safe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -59,7 +50,7 @@ from radixcache.tokens import token_ids, vocabulary_size
 Kinds = tuple[tuple[type, int | None], ...]
 Prefills = tuple[tuple[int, tuple[int, ...]], ...]
 
-#: Prefills in order (row, tokens), so that the cells of the rows are mixed; ids that every vocabulary has.
+#: Prefills of a trial in order (row, tokens), so that the cells of the rows are mixed; ids that every vocabulary has.
 PREFILLS: Prefills = ((0, (5, 3, 7, 2)), (1, (2, 4, 3)), (0, (6, 1, 4)))
 #: The same rows in other chunks.
 RECHUNKED: Prefills = ((0, (5, 3, 7, 2, 6, 1, 4)), (1, (2, 4)), (1, (3,)))
@@ -67,148 +58,8 @@ RECHUNKED: Prefills = ((0, (5, 3, 7, 2, 6, 1, 4)), (1, (2, 4)), (1, (3,)))
 STEPS = ((1, 6), (3, 5))
 ROWS = (0, 1)
 CELLS = 16
-#: By the id of a model, which is no key itself: what was found for its caches.
+#: By the id of a model, which is no key itself: for its caches, whether it takes rows at different positions.
 _found: dict[int, dict[Kinds, bool]] = {}
-
-
-class Sequences(Protocol):
-    """What a trial needs of a CausalCache; its methods say what they do."""
-
-    @property
-    def state(self) -> list[mx.array]: ...
-    def add(self, sequence: int) -> None: ...
-    def prefill(self, model: Any, sequence: int, tokens: Any) -> mx.array: ...
-    def step(self, model: Any, sequences: Sequence[int], tokens: Any) -> mx.array: ...
-
-
-def kinds_of(caches: Sequence[Any]) -> Kinds:
-    """What tells the caches of one model from those of another."""
-    return tuple((type(leaf), getattr(leaf, "max_size", None)) for leaf in leaves(caches))
-
-
-def verdict(model: Any, kinds: Kinds, trial: Callable[[], bool]) -> bool:
-    """What a trial found for this model before, or finds now."""
-    known: dict[Kinds, bool] = once_per_model(_found, model, dict)
-    if kinds not in known:
-        known[kinds] = trial()
-    return known[kinds]
-
-
-def steps_together(model: Any, own: Callable[[], Sequence[Any]], cells: Callable[[int], Sequences]) -> bool:
-    """Whether two sequences of different lengths get, in one forward pass, the logits that each gets alone.
-
-    `own` makes fresh mlx-lm caches for the model, `cells` an empty CausalCache with a number of cells.
-
-    UnsupportedCacheError: they do not get them a row at a time either.
-    """
-    wanted = _alone(model, own, PREFILLS)
-    rounding = error_of(_alone(model, own, RECHUNKED), wanted)
-    # Whatever a model raises that was not made for this.
-    with suppress(Exception):
-        if _is_right(model, cells(CELLS), [ROWS], wanted, rounding):
-            return True
-    if not _is_right(model, cells(CELLS), [(row,) for row in ROWS], wanted, rounding):
-        name = type(model).__module__.rpartition(".")[2]
-        raise UnsupportedCacheError(f"{name} cannot run on cells: its logits depend on where in them a sequence is.")
-    return False
-
-
-def _alone(model: Any, own: Callable[[], Sequence[Any]], prefills: Prefills) -> mx.array:
-    """Logits of all steps, (rows, steps, V), each row in caches of its own."""
-    rows = []
-    for row in ROWS:
-        caches = own()
-        for each, tokens in prefills:
-            if each == row:
-                model(mx.array([tokens]), cache=caches)
-        rows.append(mx.concatenate([model(mx.array([[step[row]]]), cache=caches) for step in STEPS], axis=1))
-    return mx.concatenate(rows)
-
-
-def _is_right(model: Any, causal: Sequences, groups: list[tuple[int, ...]], wanted: mx.array, rounding: float) -> bool:
-    """Whether rows that step in these groups get the logits wanted, but for rounding."""
-    for row in ROWS:
-        causal.add(row)
-    for row, tokens in PREFILLS:
-        causal.prefill(model, row, tokens)
-    steps = [[causal.step(model, group, [step[row] for row in group]) for group in groups] for step in STEPS]
-    error = error_of(mx.concatenate([mx.concatenate(rows) for rows in steps], axis=1), wanted)
-    return error <= allowed_error(rounding, wanted.dtype, *(array.dtype for array in causal.state))
-
-
-class ModelFit:
-    """One model at a time, or none that was seen yet; its layers never change.
-
-    Attributes:
-        fresh: returns fresh mlx-lm caches of the model, which need not be seen for it.
-        model: the one that was accepted last: a model, or a callable, which passes for any; None: there was none.
-        takes_rows: whether it takes rows at different positions in one forward pass; None: not tried yet.
-    """
-
-    def __init__(self, fresh: Callable[[], Sequence[Any]]) -> None:
-        self.fresh = fresh
-        self.model: Any = None
-        self.takes_rows: bool | None = None
-        self._kinds = kinds_of(fresh())
-        self._rotations: list[Rotation | None] | None = None
-
-    def layers(self, capacity: int) -> list[Any]:
-        """What stands for each of the model's caches in a forward pass; an ArraysCache only marks the place.
-
-        UnsupportedCacheError: a layer's state can be in no cells and is not a sequence's own either.
-        """
-        return [_layer(cache, capacity) for cache in self.fresh()]
-
-    def is_known(self, model: Any) -> bool:
-        """Whether this is the model, or passes for it: a callable that is no model, or a model that has it inside."""
-        if model is self.model:
-            return True
-        if self.model is None:
-            return False
-        return not isinstance(model, nn.Module) or any(inner is self.model for inner in model.modules())
-
-    def accept(self, model: Any, used_cells: int) -> bool:
-        """Make this, which is not known, the model; returns whether it takes the place of another, buffers and all.
-
-        UnsupportedCacheError: its attention goes by slots.
-        ValueError: there is state of another model, or that one has other layers.
-        """
-        if reason := by_slot(model):
-            raise UnsupportedCacheError(f"a model cannot run on cells: {reason}.")
-        is_another = isinstance(self.model, nn.Module)
-        if is_another:
-            if used_cells:
-                raise ValueError(f"{used_cells} cells hold state of another model; free their sequences first.")
-            if kinds_of(make_prompt_cache(model)) != self._kinds:
-                raise ValueError("another model, with other layers than this cache was made for; make one for it.")
-            self.takes_rows, self._rotations = None, None
-        self.model = model
-        return is_another
-
-    def steps_together(self, model: Any, cells: Callable[[int], Sequences]) -> bool:
-        """`takes_rows`, which is tried first if need be; see trial.steps_together. The model is known."""
-        if self.takes_rows is None:
-            self.takes_rows = verdict(model, self._kinds, lambda: steps_together(model, self.fresh, cells))
-        return self.takes_rows
-
-    def rotations(self, model: Any) -> list[Rotation | None]:
-        """How the keys of each layer are rotated; None: not at all. ShiftError: unknown; see layers/shift.py."""
-        if self._rotations is None:
-            self._rotations = rotations(model, self.fresh())
-        return self._rotations
-
-
-def _layer(cache: Any, capacity: int) -> Any:
-    if cache is None or type(cache) is ArraysCache:
-        return cache
-    if type(cache) is CacheList:
-        return CacheList(*(_layer(each, capacity) for each in cache.caches))
-    if type(cache) is KVCache:
-        return CellLayer(capacity)
-    if type(cache) is RotatingKVCache and not cache.keep:
-        return CellLayer(capacity, cache.max_size)
-    kept = f" that keeps its first {cache.keep} tokens" if type(cache) is RotatingKVCache else ""
-    raise UnsupportedCacheError(f"a layer's {type(cache).__name__}{kept} cannot be put into cells.")
 
 
 class CausalCache:
@@ -220,28 +71,30 @@ class CausalCache:
         caches: instead of a model's own, a callable that returns a fresh list of mlx-lm caches.
 
     Raises:
-        UnsupportedCacheError: a layer's state can be in no cells and is not a sequence's own either: quantized and
-            chunked caches, windows that keep their first tokens, and classes that nobody knows. Or the model's
-            attention goes by slots; known at the first forward pass where no model is given.
+        UnsupportedCacheError: a layer's state fits neither in cells nor beside them: quantized and chunked caches,
+            windows that keep their first tokens, and unknown classes. Or the model's attention goes by slots; known at
+            the first forward pass where no model is given.
     """
 
     def __init__(self, model: Any = None, *, capacity: int, caches: Callable[[], Sequence[Any]] | None = None) -> None:
         if model is None and caches is None:
             raise ValueError("CausalCache needs a model, or caches= with a callable that returns fresh mlx-lm caches.")
         self._table = CellTable(capacity)
-        self._fit = ModelFit(caches or (lambda: make_prompt_cache(model)))
+        self._fresh = caches or (lambda: make_prompt_cache(model))
+        self._kinds = _kinds_of(self._fresh())
+        self._model: Any = None
+        self._takes_rows: bool | None = None
+        self._rotations: list[Rotation | None] | None = None
         if model is not None:
-            self._fit.accept(model, used_cells=0)
-        self._layers = self._fit.layers(capacity)
+            self._know(model)
+        self._layers = [_layer(cache, capacity) for cache in self._fresh()]
         self._cells = [leaf for leaf in leaves(self._layers) if isinstance(leaf, CellLayer)]
         self._states = RowStates([len(leaf.cache) for leaf in leaves(self._layers) if isinstance(leaf, ArraysCache)])
         self._tainted: dict[int, int] = {}
 
-    # What there is
-
     @property
     def table(self) -> CellTable:
-        """Which cell holds what; to read. It changes through this class alone."""
+        """Which cell holds what; read it only: it changes through this class alone."""
         return self._table
 
     @property
@@ -270,13 +123,11 @@ class CausalCache:
         return self._table.end(sequence)
 
     def clean_tokens(self, sequence: int) -> int:
-        """How many tokens from the first on have the state that they would have alone: all, until a shift."""
+        """How many tokens, from the first on, have the state that they would have alone: all, until a shift."""
         return min(self.length(sequence), self._tainted.get(sequence, self.length(sequence)))
 
-    # Sequences come, share and go
-
     def add(self, sequence: int) -> None:
-        """Make a sequence, without tokens. ValueError: there is one of that id."""
+        """Make a sequence without tokens. ValueError: there is one with that id."""
         with uninterrupted():
             self._table.add(sequence)
             self._states.add(sequence)
@@ -302,8 +153,6 @@ class CausalCache:
             self._states.free(sequence)
             self._tainted.pop(sequence, None)
         return freed
-
-    # Forward passes
 
     def prefill(self, model: Any, sequence: int, tokens: Any) -> mx.array:
         """Run the next tokens of one sequence through the model: ids, shape (T,), T >= 1, a prompt or a chunk of it.
@@ -348,9 +197,12 @@ class CausalCache:
         UnsupportedCacheError: not even one at a time do they get it, once their cells are mixed.
         """
         self._know(model)
-        return self._fit.steps_together(model, self._for_trial)
-
-    # Cells
+        if self._takes_rows is None:
+            known: dict[Kinds, bool] = once_per_model(_found, model, dict)
+            if self._kinds not in known:
+                known[self._kinds] = self._try_rows(model)
+            self._takes_rows = known[self._kinds]
+        return self._takes_rows
 
     def remove(self, model: Any, sequence: int, begin: int, end: int) -> None:
         """Take positions [begin, end) out of a sequence; what follows moves up to close the gap.
@@ -358,7 +210,7 @@ class CausalCache:
         At the end this is a rewind. Else keys behind the gap are rotated to their new positions, shared ones in copies,
         and the sequence is tainted from `begin` on: its state is not what its tokens alone would have given.
 
-        ValueError: no such sequence, or it does not hold all of the range.
+        ValueError: no such sequence, or the range is not in it.
         ShiftError: the model's keys cannot be rotated, or it has layers that cannot forget.
         CacheFullError: fewer cells are free than shared ones have to be copied to.
         """
@@ -401,15 +253,73 @@ class CausalCache:
         lines += [f"  sequence {name} is tainted from {begin}" for name, begin in self._tainted.items()]
         return "\n".join(lines)
 
+    # The model
+
     def _know(self, model: Any) -> None:
-        if not self._fit.is_known(model) and self._fit.accept(model, self._table.used):
+        """Make this the model, unless it is already.
+
+        A model that has the known one inside passes for it, and so does a callable that is no model.
+
+        UnsupportedCacheError: its attention goes by slots.
+        ValueError: there is state of another model, or that one has other layers.
+        """
+        known = self._model
+        if model is known:
+            return
+        inner = model.modules() if isinstance(model, nn.Module) else [known]
+        if known is not None and any(each is known for each in inner):
+            return
+        if reason := by_slot(model):
+            raise UnsupportedCacheError(f"a model cannot run on cells: {reason}.")
+        if isinstance(known, nn.Module):
+            if self._table.used:
+                raise ValueError(f"{self._table.used} cells hold state of another model; free their sequences first.")
+            if _kinds_of(make_prompt_cache(model)) != self._kinds:
+                raise ValueError("another model, with other layers than this cache was made for; make one for it.")
+            self._takes_rows = self._rotations = None
             for layer in self._cells:
                 layer.clear()
+        self._model = model
 
-    def _for_trial(self, capacity: int) -> CausalCache:
-        causal = CausalCache(self._fit.model, capacity=capacity, caches=self._fit.fresh)
-        causal._fit.takes_rows = True
-        return causal
+    def _try_rows(self, model: Any) -> bool:
+        """Whether two sequences of different lengths get, in one forward pass, the logits that each gets alone."""
+        wanted = self._alone(model, PREFILLS)
+        rounding = error_of(self._alone(model, RECHUNKED), wanted)
+        # Whatever a model raises that was not made for this.
+        with suppress(Exception):
+            if self._is_right(model, [ROWS], wanted, rounding):
+                return True
+        if not self._is_right(model, [(row,) for row in ROWS], wanted, rounding):
+            name = type(model).__module__.rpartition(".")[2]
+            raise UnsupportedCacheError(
+                f"{name} cannot run on cells: its logits depend on where in them a sequence is."
+            )
+        return False
+
+    def _alone(self, model: Any, prefills: Prefills) -> mx.array:
+        """Logits of all steps of a trial, (rows, steps, V), each row in mlx-lm caches of its own."""
+        rows = []
+        for row in ROWS:
+            caches = self._fresh()
+            for each, tokens in prefills:
+                if each == row:
+                    model(mx.array([tokens]), cache=caches)
+            rows.append(mx.concatenate([model(mx.array([[step[row]]]), cache=caches) for step in STEPS], axis=1))
+        return mx.concatenate(rows)
+
+    def _is_right(self, model: Any, groups: list[tuple[int, ...]], wanted: mx.array, rounding: float) -> bool:
+        """Whether rows that step in these groups get the logits wanted, but for rounding."""
+        trial = CausalCache(self._model, capacity=CELLS, caches=self._fresh)
+        trial._takes_rows = True
+        for row in ROWS:
+            trial.add(row)
+        for row, tokens in PREFILLS:
+            trial.prefill(model, row, tokens)
+        steps = [[trial.step(model, group, [step[row] for row in group]) for group in groups] for step in STEPS]
+        error = error_of(mx.concatenate([mx.concatenate(rows) for rows in steps], axis=1), wanted)
+        return error <= allowed_error(rounding, wanted.dtype, *(array.dtype for array in trial.state))
+
+    # Forward passes
 
     def _forward(self, model: Any, rows: list[tuple[int, int]], ids: mx.array, compacting: bool = False) -> mx.array:
         """Run the model on rows (sequence, tokens); `compacting`: what it leaves in ArraysCaches is copied."""
@@ -479,9 +389,29 @@ class CausalCache:
 
     def _rotate(self, model: Any, shifts: Sequence[Shift]) -> None:
         self._know(model)
-        pairs = zip(self._layers, self._fit.rotations(model), strict=True)
+        if self._rotations is None:
+            self._rotations = rotations(model, self._fresh())
+        pairs = zip(self._layers, self._rotations, strict=True)
         rotated = [(layer, layer.rotated(rotation, shifts)) for layer, rotation in pairs if rotation is not None]
         mx.eval([keys for _, keys in rotated])
         for layer, keys in rotated:
             layer.rotate(shifts, keys)
         mx.eval([layer.state for layer in self._cells])
+
+
+def _kinds_of(caches: Sequence[Any]) -> Kinds:
+    return tuple((type(leaf), getattr(leaf, "max_size", None)) for leaf in leaves(caches))
+
+
+def _layer(cache: Any, capacity: int) -> Any:
+    """What stands for one of a model's caches in a forward pass; an ArraysCache only marks the place."""
+    if cache is None or type(cache) is ArraysCache:
+        return cache
+    if type(cache) is CacheList:
+        return CacheList(*(_layer(each, capacity) for each in cache.caches))
+    if type(cache) is KVCache:
+        return CellLayer(capacity)
+    if type(cache) is RotatingKVCache and not cache.keep:
+        return CellLayer(capacity, cache.max_size)
+    kept = f" that keeps its first {cache.keep} tokens" if type(cache) is RotatingKVCache else ""
+    raise UnsupportedCacheError(f"a layer's {type(cache).__name__}{kept} cannot be put into cells.")

@@ -1,28 +1,25 @@
-"""CellLayer: what an attention layer of an mlx-lm model sees of the cells during one forward pass.
+"""What the layers of an mlx-lm model see of the cells during one forward pass, and the layers that have no cells.
 
-A forward pass is either one row of any length or several rows of one token:
+A forward pass of a CellLayer is either one row of any length or several rows of one token. C are the cells between the
+first and the last that any row sees; nothing is gathered and no cell is copied:
 
     one row         keys (1, H, T, D) are written behind each other; the fetch is a view (1, H, C, D), mask (T, C)
     several rows    keys (N, H, 1, D) are written side by side; the fetch is the same view for every row, by broadcast
                     (N, H, C, D), and the mask (N, 1, 1, C) says which cells belong to whom
 
-C are the cells between the first and the last that any row sees. Nothing is gathered and no cell is copied.
+MLX's attention multiplies a cell that a row may not see by 0, so no cell may hold a value that is not finite. A token
+with such values (an overflow in float16, say) is written with zeros and a mark of NaN, which only rows that see the
+token run into, as they would alone: see `without_overflow`.
 
-What a row may not see is multiplied by 0 in MLX's attention, where it is not skipped; so no cell may hold a value that
-is not finite. A token that has some (an overflow in float16, say) is written with zeros and a mark of NaN that only
-those who see the token run into, as they would have alone: see `without_overflow`.
+RowStates holds the layers whose state belongs to one sequence: recurrent and linear attention. Each sequence has an
+ArraysCache per such layer. A step of several sequences runs on joined caches with a row for each. They stay joined
+while the same sequences step in the same order. An array is handed out once: `mx.array(x)` costs nothing and keeps what
+a model writes into one array from reaching another.
 
-RowStates: the layers beside the cells whose state belongs to one sequence: recurrent and linear attention.
+Invariants of RowStates, asserted by `check`:
 
-Each sequence has an ArraysCache per such layer. A step of several sequences runs on one that holds a row for each. It
-is kept while the same sequences step in the same order, and taken apart when others do.
-
-An array is handed out once: `mx.array(x)` costs nothing and keeps what a model writes into one from reaching another.
-
-Invariants, asserted by `check`:
-
-  CS1  Those that are joined are sequences, none of them twice, and each array of the joined caches has a row for each.
-  CS2  What is joined is held once: in their own caches such sequences have None in every slot.
+  CS1  Joined sequences exist, none is there twice, and each array of the joined caches has a row for each.
+  CS2  A joined state is held once: the sequence's own caches have None in every slot.
 """
 
 from __future__ import annotations
@@ -65,11 +62,6 @@ class CellPass:
         begins = [row.begin for row in self.batch.rows]
         return begins[0] if self.row_count == 1 else mx.array(begins, dtype=mx.int32)
 
-    @cached_property
-    def after(self) -> Any:
-        """Tokens up to and with each row's, like `before`."""
-        return self.before + self.tokens_per_row
-
     def span(self, window: int | None) -> tuple[int, int]:
         """The cells [start, stop) that a layer with this window fetches."""
         if window not in self._spans:
@@ -84,15 +76,12 @@ class CellPass:
         """
         key = span_window, window, as_array
         if key not in self._masks:
-            in_order = self._is_in_order(span_window)
-            self._masks[key] = self._in_order(*key) if in_order else self._any_order(span_window, window)
+            row = self.batch.rows[0]
+            first = 0 if span_window is None else max(row.begin - span_window + 1, 0)
+            # One row, which sees a single run of cells.
+            is_in_order = self.row_count == 1 and len(self._table.ranges(row.sequence, first)) == 1
+            self._masks[key] = self._in_order(*key) if is_in_order else self._any_order(span_window, window)
         return self._masks[key]
-
-    def _is_in_order(self, window: int | None) -> bool:
-        """Whether there is one row, and what it sees stands in the order of its positions, and nothing in between."""
-        row = self.batch.rows[0]
-        first = 0 if window is None else max(row.begin - window + 1, 0)
-        return self.row_count == 1 and len(self._table.ranges(row.sequence, first)) == 1
 
     def _in_order(self, span_window: int | None, window: int | None, as_array: bool) -> Mask:
         start, stop = self.span(span_window)
@@ -127,7 +116,7 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         self._is_written = False
 
     def enter(self, current: CellPass | None) -> None:
-        """A forward pass begins; None: it is over."""
+        """Begin a forward pass; None: it is over."""
         self._pass = current
         self._is_written = False
 
@@ -136,7 +125,8 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
     @property
     def offset(self) -> Any:
         """Tokens in front of each row's, and with them once they are written: an int, or an int32 array (N,)."""
-        return self._running.after if self._is_written else self._running.before
+        before = self._running.before
+        return before + self._running.tokens_per_row if self._is_written else before
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """What each of the pass's N tokens per row sees of what `update_and_fetch` returns."""
@@ -170,7 +160,7 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         return sum(buffer.nbytes for buffer in self.state)
 
     def empty(self) -> bool:
-        """Whether there are no buffers."""
+        """mlx-lm's word for: there are no buffers."""
         return self.keys is None
 
     # What the cache asks
@@ -181,7 +171,7 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         return sum(buffer.nbytes // buffer.shape[2] for buffer in self.state)
 
     def clear(self) -> None:
-        """Let go of the buffers."""
+        """Release the buffers."""
         self.keys = self.values = None
 
     def write(self, start: int, keys: mx.array, values: mx.array) -> None:
@@ -202,17 +192,13 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         self.keys[..., start:stop, :] = keys
         self.values[..., start:stop, :] = values
 
-    def read(self, cells: mx.array) -> tuple[mx.array, mx.array]:
-        """Copies of the keys and values in some cells, int32, shape (T,): (1, H, T, D) each."""
-        assert self.keys is not None and self.values is not None
-        return mx.take(self.keys, cells, axis=2), mx.take(self.values, cells, axis=2)
-
     def move(self, moves: Sequence[Move]) -> None:
-        """Copy cells to others, which are free: read all, evaluate, then write. See CP1 and CP2 of plans.py."""
-        if not moves or self.empty():
+        """Copy cells to others, which are free: read all, evaluate, then write. See CP1 and CP2 of table.py."""
+        if not moves or self.keys is None or self.values is None:
             return
         sources = np.concatenate([np.arange(each.source, each.source + each.length) for each in moves])
-        keys, values = self.read(mx.array(sources.astype(np.int32)))
+        cells = mx.array(sources.astype(np.int32))
+        keys, values = mx.take(self.keys, cells, axis=2), mx.take(self.values, cells, axis=2)
         mx.eval(keys, values)
         at = 0
         for move in moves:
@@ -226,7 +212,7 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         return [rotation.shift(self.keys[..., start : start + length, :], by) for start, length, by in shifts]
 
     def rotate(self, shifts: Sequence[Shift], keys: Sequence[mx.array]) -> None:
-        """Put what `rotated` gave for these shifts, evaluated by now, in the place of the keys that it came from."""
+        """Write what `rotated` returned for these shifts, evaluated by now."""
         assert self.keys is not None
         for shift, rotated in zip(shifts, keys, strict=True):
             self.keys[..., shift.start : shift.start + shift.length, :] = rotated
@@ -260,20 +246,14 @@ def without_overflow(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.arr
 
 
 def _with_room(buffer: mx.array | None, like: mx.array, cells: int, capacity: int) -> mx.array:
-    """A buffer of at least so many cells, with what is in it."""
+    """The buffer with room for at least so many cells. It grows by a part of its length: O(n) copies in all."""
     held = 0 if buffer is None else buffer.shape[2]
     if buffer is not None and cells <= held:
         return buffer
-    # So many that growing copies O(n) in all.
     wanted = min(capacity, max(cells, held + max(GROWTH_CELLS, held // GROWTH_PART)))
-    if buffer is None:
-        return mx.zeros((*like.shape[:2], wanted, like.shape[3]), dtype=like.dtype)
-    return _extended(buffer, wanted)
-
-
-def _extended(buffer: mx.array, cells: int) -> mx.array:
-    more = mx.zeros((*buffer.shape[:2], cells - buffer.shape[2], buffer.shape[3]), dtype=buffer.dtype)
-    return mx.concatenate([buffer, more], axis=2)
+    like = like if buffer is None else buffer
+    more = mx.zeros((*like.shape[:2], wanted - held, like.shape[3]), dtype=like.dtype)
+    return more if buffer is None else mx.concatenate([buffer, more], axis=2)
 
 
 Held = list[tuple[Any, list[mx.array | None]]]
@@ -301,11 +281,11 @@ class RowStates:
         return tuple(self._own)
 
     def add(self, sequence: int) -> None:
-        """Make a sequence, which has no state yet."""
+        """Make a sequence without state."""
         self._own[sequence] = [ArraysCache(size) for size in self._slots]
 
     def free(self, sequence: int) -> None:
-        """Take a sequence out, with its state."""
+        """Remove a sequence and its state."""
         self._settle()
         del self._own[sequence]
 
@@ -335,7 +315,7 @@ class RowStates:
 
     def can_join(self, sequences: tuple[int, ...]) -> bool:
         """Whether their arrays have the same shapes; those that remember their last tokens are shorter at first."""
-        if len(sequences) == 1 or sequences == self._joined:
+        if sequences == self._joined:
             return True
         self._settle()
         return all(_shapes(self._own[each]) == _shapes(self._own[sequences[0]]) for each in sequences)
@@ -350,12 +330,12 @@ class RowStates:
         return [(cache, copied(cache.cache, mx.array)) for cache in self.take(sequences)]
 
     def roll_back(self, held: Held) -> None:
-        """Give the caches that a forward pass ran on what `hold` found in them."""
+        """Undo the forward pass that followed `hold`."""
         for cache, arrays in held:
             cache.cache = arrays
 
     def arrays(self) -> list[mx.array]:
-        """All that is held, for mx.eval and for counting."""
+        """All arrays, for mx.eval and for counting."""
         joined = set(self._joined)
         caches = [cache for name, own in self._own.items() if name not in joined for cache in own]
         return [array for cache in (*caches, *self._batch) for array in cache.cache if array is not None]

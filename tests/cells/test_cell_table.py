@@ -46,16 +46,6 @@ def test_the_picture_at_the_top_of_the_file_is_what_happens() -> None:
     table.check()
 
 
-def test_has_run_says_whether_find_gives_cells_in_front_of_another() -> None:
-    table = table_with(12, 2, 3, 2)
-    table.free(2)
-    assert picture(table) == "11...33....."
-    for wanted in range(1, 6):
-        for stop in range(13):
-            assert table.has_run(wanted, stop) == (table.find(wanted) + wanted <= stop), (wanted, stop)
-    assert not table.has_run(6, 12)
-
-
 def test_sixteen_users_of_a_common_prefix_take_one_copy_of_it() -> None:
     table = table_with(4096, 2000)
     for name in range(2, 17):
@@ -126,25 +116,6 @@ def test_an_empty_range_is_no_change_and_moves_nothing() -> None:
     table.copy_prefix(1, 2, 4)
     plan = table.remove(2, 2, 2)
     assert (plan.copies, plan.shifts, picture(table)) == ((), (), "****......")
-
-
-def test_tokens_that_a_window_has_left_go_without_a_shift() -> None:
-    table = table_with(8, 6)
-    plan = table.remove(1, 0, 4, shift=False)
-    assert (plan.copies, plan.shifts) == ((), ())
-    assert (table.end(1), [inside.position(table, cell) for cell in range(8)]) == (6, [None] * 4 + [4, 5, None, None])
-    batch = table.append([(1, 3)])
-    assert (batch.start, batch.positions.tolist()) == (0, [6, 7, 8])
-    assert table.span(batch, window=2) == (0, 6)
-    assert table.mask(batch, window=2).astype(int).tolist() == [
-        [1, 0, 0, 0, 0, 1],
-        [1, 1, 0, 0, 0, 0],
-        [0, 1, 1, 0, 0, 0],
-    ]
-    assert table.ranges(1, 4, 6) == ((4, 2, 4),)
-    table.remove(1, 7, 9, shift=False)
-    assert table.end(1) == 7, "nothing followed, so this was a rewind"
-    table.check()
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
@@ -226,7 +197,6 @@ ABUSE: dict[str, tuple[Callable[[CellTable], object], str]] = {
     "a range past the end": (lambda t: t.remove(1, 2, 5), r"positions \[0, 4\); \[2, 5\) is not in there"),
     "a range before 0": (lambda t: t.remove(1, -1, 2), r"\[-1, 2\) is not in there"),
     "a range backwards": (lambda t: t.remove(1, 3, 2), r"\[3, 2\) is not in there"),
-    "a range in a gap": (lambda t: t.remove(3, 0, 2), r"sequence 3 holds 1 positions of \[0, 2\); wanted all"),
     "removal from an unknown": (lambda t: t.remove(9, 0, 1), "no sequence 9"),
     "ranges of an unknown": (lambda t: t.ranges(9), "no sequence 9"),
     "ranges past the end": (lambda t: t.ranges(1, 0, 5), "is not in there"),
@@ -244,7 +214,6 @@ ABUSE: dict[str, tuple[Callable[[CellTable], object], str]] = {
 @pytest.mark.parametrize("case", ABUSE)
 def test_what_is_wrong_is_refused_by_name_and_changes_nothing(case: str) -> None:
     table = table_with(10, 4, 0, 2)
-    table.remove(3, 0, 1, shift=False)
     call, why = ABUSE[case]
     if case == "a window of nothing":
         batch = table.append([(1, 1)])

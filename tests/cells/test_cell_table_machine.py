@@ -32,14 +32,13 @@ class Held:
 
 
 class CellMachine(RuleBasedStateMachine):
-    """`lists` has for each sequence what it holds, by position; `ends` the position that comes next."""
+    """`lists` has for each sequence what it holds, in order of position."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = CellTable(1)
         self.buffer: list[tuple[int, int] | None] = []
-        self.lists: dict[int, dict[int, Held]] = {}
-        self.ends: dict[int, int] = {}
+        self.lists: dict[int, list[Held]] = {}
         self.next_token = 0
 
     # Steps
@@ -49,7 +48,7 @@ class CellMachine(RuleBasedStateMachine):
         self.table = CellTable(first + spare)
         self.buffer = [None] * self.table.capacity
         self.table.add(0)
-        self.lists[0], self.ends[0] = {}, 0
+        self.lists[0] = []
         self.append_rows([(0, first)])
         for name, length in enumerate(joined, 1):
             self.join(0, name, max(first - length, 0))
@@ -60,7 +59,7 @@ class CellMachine(RuleBasedStateMachine):
         """A new sequence, which shares a prefix of one that is there, or none."""
         name = data.draw(st.sampled_from([name for name in NAMES if name not in self.lists]))
         giver = data.draw(st.sampled_from(sorted(self.lists))) if self.lists else name
-        end = self.ends.get(giver, 0)
+        end = len(self.lists.get(giver, []))
         self.join(giver, name, end - data.draw(st.integers(0, end)))
 
     @precondition(lambda self: self.lists)
@@ -69,7 +68,7 @@ class CellMachine(RuleBasedStateMachine):
         name = self.pick(data)
         before = self.used()
         freed = self.table.free(name)
-        del self.lists[name], self.ends[name]
+        del self.lists[name]
         assert freed == before - self.used()
 
     @precondition(lambda self: self.lists)
@@ -92,30 +91,25 @@ class CellMachine(RuleBasedStateMachine):
             self.append_rows([(self.pick(data), most)])
 
     @precondition(lambda self: any(self.lists.values()))
-    @rule(data=st.data(), back=st.integers(0, 3), shift=st.booleans())
-    def rewind(self, data: Any, back: int, shift: bool) -> None:
+    @rule(data=st.data(), back=st.integers(0, 3))
+    def rewind(self, data: Any, back: int) -> None:
         name = data.draw(st.sampled_from([name for name, each in self.lists.items() if each]))
-        begin = self.ends[name]
-        while begin - 1 in self.lists[name] and begin > self.ends[name] - back:
-            begin -= 1
-        self.remove(data, name, begin, self.ends[name], shift)
+        end = len(self.lists[name])
+        self.remove(data, name, max(0, end - back), end)
 
     @precondition(lambda self: any(len(each) > 1 for each in self.lists.values()))
-    @rule(data=st.data(), length=st.integers(1, 3), shift=st.booleans(), half=st.sampled_from([False, False, True]))
-    def remove_from_the_middle(self, data: Any, length: int, shift: bool, half: bool) -> None:
+    @rule(data=st.data(), length=st.integers(1, 3), half=st.sampled_from([False, False, True]))
+    def remove_from_the_middle(self, data: Any, length: int, half: bool) -> None:
         name = data.draw(st.sampled_from([name for name, each in self.lists.items() if len(each) > 1]))
-        begin, *after = sorted(self.lists[name])[data.draw(st.integers(0, len(self.lists[name]) - 2)) :]
-        end = begin + 1
-        while end in after[:-1] and end < begin + length:
-            end += 1
-        self.remove(data, name, begin, end, shift, half)
+        begin = data.draw(st.integers(0, len(self.lists[name]) - 2))
+        self.remove(data, name, begin, min(begin + length, len(self.lists[name]) - 1), half=half)
 
     @precondition(lambda self: self.branches())
     @rule(data=st.data(), half=st.sampled_from([False, False, True]))
     def shift_below_a_branch(self, data: Any, half: bool) -> None:
         """Remove a token before the last one that is shared: what is shared behind it has to be copied."""
         name, last = data.draw(st.sampled_from(self.branches()))
-        begin = data.draw(st.sampled_from([p for p in sorted(self.lists[name]) if p < last]))
+        begin = data.draw(st.integers(0, last - 1))
         self.remove(data, name, begin, begin + 1, half=half)
 
     @rule(
@@ -134,13 +128,11 @@ class CellMachine(RuleBasedStateMachine):
         self.refused(lambda: self.table.append([(name, 1), (name, 1)]), "in 2 rows")
         self.refused(lambda: self.table.append([(name, self.table.capacity + 1)]), "never fits")
         self.refused(lambda: self.table.append([(name, 0)]), "wanted at least 1")
-        if self.ends[name]:
-            self.refused(lambda: self.table.copy_prefix(name, name, 0), "to one that has none")
-        if not 0 <= begin <= end <= self.ends[name]:
+        if self.lists[name]:
+            self.refused(lambda: self.table.copy_prefix(name, name, 0), "wanted one without")
+        if not 0 <= begin <= end <= len(self.lists[name]):
             self.refused(lambda: self.table.remove(name, begin, end), "is not in there")
-        elif any(position not in self.lists[name] for position in range(begin, end)):
-            self.refused(lambda: self.table.remove(name, begin, end), "wanted all")
-        if other in self.lists and not self.ends[other] and not 0 <= end <= self.ends[name]:
+        if other in self.lists and not self.lists[other] and not 0 <= end <= len(self.lists[name]):
             self.refused(lambda: self.table.copy_prefix(name, other, end), "can be shared")
 
     @rule(data=st.data(), room=st.none() | st.integers(0, 15), half=st.booleans())
@@ -175,28 +167,23 @@ class CellMachine(RuleBasedStateMachine):
     def every_sequence_reads_its_own_tokens_in_order_and_rotated_to_its_positions(self) -> None:
         assert set(self.table.sequences) == set(self.lists)
         for name, expected in self.lists.items():
-            assert self.table.end(name) == self.ends[name]
-            cells = self.table.cells(name).tolist()
-            read = [self.buffer[cell] for cell in cells]
-            assert read == [(held.token, position) for position, held in sorted(expected.items())]
-            assert [inside.position(self.table, cell) for cell in cells] == sorted(expected)
+            assert self.table.end(name) == len(expected)
+            read = [self.buffer[cell] for cell in self.table.cells(name)]
+            assert read == [(held.token, position) for position, held in enumerate(expected)]
 
     @invariant()
     def a_cell_belongs_to_those_who_hold_its_token_and_each_token_is_held_once(self) -> None:
         members = [set(inside.members(self.table, cell)) for cell in range(self.table.capacity)]
         for name, expected in self.lists.items():
-            for cell, (_, held) in zip(self.table.cells(name), sorted(expected.items()), strict=True):
-                assert members[cell] == {other for other, each in self.lists.items() if held in each.values()}
+            for cell, held in zip(self.table.cells(name), expected, strict=True):
+                assert members[cell] == {other for other, each in self.lists.items() if held in each}
         assert self.table.used == self.used() == sum(map(bool, members))
         free = "".join("." if not each else "#" for each in members)
         assert self.table.largest_free_run == max(map(len, free.split("#")))
 
     @invariant()
     def ranges_spell_the_whole_of_a_sequence_in_as_few_runs_as_possible(self) -> None:
-        for name, expected in self.lists.items():
-            if len(expected) < self.ends[name]:
-                self.refused(lambda name=name: self.table.ranges(name), "wanted all")
-                continue
+        for name in self.lists:
             runs = self.table.ranges(name)
             spelled = [cell for run in runs for cell in range(run.start, run.start + run.length)]
             assert spelled == self.table.cells(name).tolist()
@@ -212,53 +199,45 @@ class CellMachine(RuleBasedStateMachine):
     def join(self, giver: int, name: int, length: int) -> None:
         before = self.used()
         self.table.add(name)
-        self.lists[name], self.ends[name] = {}, 0
+        self.lists[name] = []
         if giver == name:
             return
         self.table.copy_prefix(giver, name, length)
-        self.lists[name] = {p: held for p, held in self.lists[giver].items() if p < length}
-        self.ends[name] = length
+        self.lists[name] = self.lists[giver][:length]
         assert self.used() == before
 
-    def remove(self, data: Any, name: int, begin: int, end: int, shift: bool = True, half: bool = False) -> None:
-        mine, length = self.lists[name], end - begin
-        shared = [p for p in mine if p >= end and self.is_shared(name, mine[p])] if shift and length else []
+    def remove(self, data: Any, name: int, begin: int, end: int, half: bool = False) -> None:
+        mine = self.lists[name]
+        shared = [held for held in mine[end:] if self.is_shared(name, held)] if begin < end else []
         if len(shared) > self.table.capacity - self.used():
             before = inside.table_fields(self.table)
             with pytest.raises(CacheFullError) as raised:
-                self.table.remove(name, begin, end, shift=shift)
+                self.table.remove(name, begin, end)
             assert raised.value.wanted == len(shared)
             assert inside.table_fields(self.table) == before
             return
-        plan = self.table.plan_remove(name, begin, end, shift=shift)
+        plan = self.table.plan_remove(name, begin, end)
         assert sum(move.length for move in plan.copies) == len(shared)
         self.carry_out(data, plan.copies, half)
         if half:
             return
         self.shift(plan.shifts)
         self.table.apply(plan)
-        at_end = end == self.ends[name]
-        self.lists[name] = {
-            (p - length if shift and p >= end else p): (Held(held.token) if p in shared else held)
-            for p, held in mine.items()
-            if not begin <= p < end
-        }
-        self.ends[name] -= length if shift or at_end else 0
+        self.lists[name] = mine[:begin] + [Held(held.token) if held in shared else held for held in mine[end:]]
 
     def used(self) -> int:
-        return len({held for each in self.lists.values() for held in each.values()})
+        return len({held for each in self.lists.values() for held in each})
 
     def branches(self) -> list[tuple[int, int]]:
         """Sequences that share more than one token, each with the last position that it shares."""
         last = [
-            (name, max(p for p in each if self.is_shared(name, each[p]) or p == min(each)))
+            (name, max((p for p, held in enumerate(each) if self.is_shared(name, held)), default=0))
             for name, each in self.lists.items()
-            if each
         ]
-        return [(name, position) for name, position in last if position > min(self.lists[name])]
+        return [(name, position) for name, position in last if position]
 
     def is_shared(self, name: int, held: Held) -> bool:
-        return any(held in each.values() for other, each in self.lists.items() if other != name)
+        return any(held in each for other, each in self.lists.items() if other != name)
 
     def append_rows(self, rows: list[tuple[int, int]], window: int | None = None) -> None:
         """As the cache above does: append; where no run is long enough, defragment; else give up."""
@@ -277,13 +256,12 @@ class CellMachine(RuleBasedStateMachine):
             batch = self.table.append(rows)
         cell = batch.start
         for row, (name, tokens) in zip(batch.rows, rows, strict=True):
-            assert (row.sequence, row.begin, row.length) == (name, self.ends[name], tokens)
+            assert (row.sequence, row.begin, row.length) == (name, len(self.lists[name]), tokens)
             for position in range(row.begin, row.begin + tokens):
-                self.lists[name][position] = Held(self.next_token)
+                self.lists[name].append(Held(self.next_token))
                 self.buffer[cell] = (self.next_token, position)
                 self.next_token += 1
                 cell += 1
-            self.ends[name] += tokens
         assert batch.length == total
         self.compare_mask(batch, window)
 
@@ -310,7 +288,7 @@ class CellMachine(RuleBasedStateMachine):
         for (name, position), seen in zip(queries, mask, strict=True):
             expected = [
                 held.token
-                for p, held in sorted(self.lists[name].items())
+                for p, held in enumerate(self.lists[name])
                 if p <= position and (window is None or position - p < window)
             ]
             tokens = [self.buffer[start + int(cell)] for cell in np.flatnonzero(seen)]
