@@ -19,7 +19,8 @@ from benchmarks.harness.hollow_model import HollowModel
 from benchmarks.harness.record import arguments, publish
 from runner.models.load import load_model
 from runner.replay.progress import ReplayProgress
-from runner.replay.replayer import CacheRun, ReplayOptions, replay
+from runner.replay.replayer import CacheRun, replay
+from runner.replay.servers import ReplayOptions
 from runner.script.conversation_reader import builtin_conversations
 from runner.script.schedule import schedule
 from runner.script.script import Script

@@ -38,7 +38,8 @@ from radixcache import RadixTree
 from runner.models.load import LoadedModel, load_model
 from runner.replay.caches import layers_bytes
 from runner.replay.progress import ReplayProgress
-from runner.replay.replayer import CacheRun, ReplayOptions, replay
+from runner.replay.replayer import CacheRun, replay
+from runner.replay.servers import ReplayOptions
 from runner.script.conversation import Conversation
 from runner.script.conversation_reader import builtin_conversations, read_conversations
 from runner.script.schedule import schedule

@@ -31,11 +31,15 @@ from runner.text import GIB, MIB, plural
 
 if TYPE_CHECKING:
     from runner.models.load import LoadedModel
-    from runner.replay.replayer import ReplayOptions
-    from runner.replay.report import ParallelReport, Report
+    from runner.replay.report import Report
+    from runner.replay.servers import ReplayOptions
     from runner.script.conversation import Conversation
     from runner.script.script import Script
 
+# The short replay: few users with short prompts, who share system prompts, go on, edit a question and repeat one.
+SHORT_USERS = ("recipe/mei", "recipe/olu", "travel/tomas")
+SHORT_MAX_TOKENS, SHORT_BUDGET_MIB = 4, 64
+MAX_TOKENS, BUDGET_MIB = 8, 128
 # How many differing answers are named one by one.
 NAMED_DIFFERENCES = 10
 
@@ -56,13 +60,19 @@ def replay(
         str, typer.Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format, or a hub id.")
     ] = "demo",
     policy: Annotated[str, typer.Option(help="What the radix cache evicts first.")] = "lru",
+    full: Annotated[
+        bool, typer.Option("--full", help="Replay all built-in conversations: some minutes instead of about one.")
+    ] = False,
     users: Annotated[int | None, typer.Option(help="Take only the first so many users.  [default: all]")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the schedule: the same seed, the same requests.")] = 0,
     requests: Annotated[int, typer.Option(help="Requests to replay at most.")] = 24,
     budget_mib: Annotated[
-        float, typer.Option(help="Byte budget of mlx-lm and of radix, in MiB: each has all of it.")
-    ] = 128,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per reply, greedily.")] = 8,
+        float | None,
+        typer.Option(help="Byte budget of mlx-lm and of radix, in MiB, each.  [default: 64; in full 128]"),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to generate per reply, greedily.  [default: 4; in full 8]")
+    ] = None,
     recorded: Annotated[
         bool, typer.Option("--recorded", help="Generate one token per reply, then feed the recorded reply.")
     ] = False,
@@ -73,12 +83,12 @@ def replay(
     ] = None,
     exact: Annotated[
         bool,
-        typer.Option("--exact", help="Let radix resume at multiples of --step-size only, equal to the bit."),
+        typer.Option("--exact", help="Let radix resume at multiples of --step-size only: answers equal to the bit."),
     ] = False,
     disk: Annotated[
-        Path | None, typer.Option(help="Folder that keeps what radix stores, for replays to come too.")
+        Path | None, typer.Option(help="Folder where radix stores its state, also for later replays.")
     ] = None,
-    disk_gib: Annotated[float, typer.Option(help="GiB that it may take.", min=0.001)] = 32,
+    disk_gib: Annotated[float, typer.Option(help="GiB that the folder may take.", min=0.001)] = 32,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures, with a row per request, to this file.")
     ] = None,
@@ -95,12 +105,20 @@ def replay(
 
     The requests of several users are interleaved by a seeded schedule and rendered with the model's own chat template.
     The caches take turns, request by request, and their answers are compared with those computed without a cache.
+
+    By default three users of the built-in conversations are served, with short replies: about a minute on 2 cores.
+    --full, --users, --parallel and --conversations replay in full: everything that is chosen, with longer replies.
     """
+    is_short = not (full or conversations) and users is None and parallel is None
     caches = _cache_names(cache)
     if parallel is not None:
         caches = caches if is_given(context, "cache") else ["radix"]
         step_size = _require_parallel(context, parallel, caches, step_size, recorded=recorded, exact=exact)
     require_policy(policy)
+    if max_tokens is None:
+        max_tokens = SHORT_MAX_TOKENS if is_short else MAX_TOKENS
+    if budget_mib is None:
+        budget_mib = SHORT_BUDGET_MIB if is_short else BUDGET_MIB
     for option, value in (
         ("--users", 1 if users is None else users),
         ("--requests", requests),
@@ -121,9 +139,11 @@ def replay(
         say(f"note: {runner.BLAS_ADVICE}")
     with _interruptible():
         chosen = read_chosen(conversations, skip_bad)
+        if is_short:
+            chosen = [each for each in chosen if each.user in SHORT_USERS]
         loaded = load_model(model)
 
-        from runner.replay.replayer import ReplayOptions
+        from runner.replay.servers import ReplayOptions
 
         options = ReplayOptions(
             budget_bytes,
@@ -141,7 +161,8 @@ def replay(
     report, broken_off = _run(loaded, script, caches, options, parallel)
     if isinstance(broken_off, UsageError) and not report.runs:
         raise broken_off
-    _show(report, outputs)
+    trees = [f"\n{run.cache}:\n{run.tree}" for run in report.runs if run.tree is not None]
+    outputs.show(*([report.table()] if report.runs else []), report.sentence(), *trees)
     about = {
         "model": loaded.name,
         "seed": seed,
@@ -172,7 +193,7 @@ def _interruptible() -> Iterator[None]:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-# What was asked for ---------------------------------------------------------------------------------------------------
+# Arguments ------------------------------------------------------------------------------------------------------------
 
 
 def _cache_names(listed: str) -> list[str]:
@@ -187,10 +208,9 @@ def _cache_names(listed: str) -> list[str]:
 def _require_parallel(
     context: typer.Context, parallel: int, caches: Sequence[str], step_size: int, *, recorded: bool, exact: bool
 ) -> int:
-    """Refuse what does not go with --parallel; returns the step size, which has another default with it."""
-
+    """Refuse what does not go with --parallel; returns the step size, whose default differs with --parallel."""
     require(parallel >= 1, f"--parallel is {parallel}; wanted at least 1.")
-    from runner.replay.together import TOGETHER
+    from runner.replay.replayer import TOGETHER
 
     require(
         set(caches) <= set(TOGETHER),
@@ -203,7 +223,7 @@ def _require_parallel(
     )
     from runner.engine.admission import PARALLEL_STEP_SIZE
 
-    # A serial replay has nobody to hold up.
+    # One request at a time delays nobody, so chunks may be larger there.
     return step_size if is_given(context, "step_size") else PARALLEL_STEP_SIZE
 
 
@@ -230,30 +250,29 @@ def _script(
     return script
 
 
-# What comes of it -----------------------------------------------------------------------------------------------------
+# Results -------------------------------------------------------------------------------------------------------------
 
 
 def _run(
     loaded: "LoadedModel", script: "Script", caches: Sequence[str], options: "ReplayOptions", parallel: int | None
-) -> "tuple[Report | ParallelReport, Exception | None]":
-    """Serve the script; returns what finished, and what broke the run off before the rest."""
+) -> "tuple[Report, Exception | None]":
+    """Serve the script; returns what finished, and the error that ended the replay early."""
     from radixcache import BudgetFullError, PolicyError, StoreError, UnsupportedCacheError
-    from runner.replay.progress import ReplayProgress
+    from runner.replay.progress import ReplayProgress, expected_time
     from runner.replay.replayer import Replay
-    from runner.replay.report import ParallelReport, Report
-    from runner.replay.together import ParallelReplay
+    from runner.replay.report import Report
     from runner.script.script import ScriptError
 
-    progress = ReplayProgress(Console(stderr=True, highlight=False))
-    served: Replay | ParallelReplay = (
-        Replay(loaded, script, caches, options, progress)
-        if parallel is None
-        else ParallelReplay(loaded, script, options, parallel, progress, caches)
-    )
+    note = None
+    if parallel is None:
+        reply_tokens = 1 if options.recorded else options.max_tokens
+        note = partial(expected_time, prompts=script.expected_prompts, caches=caches, reply_tokens=reply_tokens)
+    progress = ReplayProgress(Console(stderr=True, highlight=False), note)
+    replay = Replay(loaded, script, caches, options, progress, parallel)
     broken_off: Exception | None = None
     try:
         with progress:
-            served.run()
+            replay.run()
     except KeyboardInterrupt:
         broken_off = typer.Exit(EXIT_INTERRUPTED)
     except UnsupportedCacheError as error:
@@ -267,21 +286,14 @@ def _run(
         )
     except PolicyError as error:
         broken_off = UsageError(f"--policy: {error}")
-    except ScriptError as error:
-        # A prompt that waited for generated replies, and turned out not to fit.
+    except ScriptError as error:  # a prompt that waited for generated replies does not fit
         broken_off = UsageError(str(error))
-    if isinstance(served, Replay):
-        return Report(served.result()), broken_off
-    partings = served.partings() if broken_off is None else []
-    return ParallelReport(served.result(), served.alone(), partings), broken_off
+    differences = replay.differences() if broken_off is None else []
+    is_parallel = parallel is not None
+    return Report(replay.result(), is_parallel=is_parallel, alone=replay.alone(), partings=differences), broken_off
 
 
-def _show(report: "Report | ParallelReport", outputs: Outputs) -> None:
-    trees = [f"\n{run.cache}:\n{run.tree}" for run in report.runs if run.tree is not None]
-    outputs.show(*([report.table()] if report.runs else []), report.sentence(), *trees)
-
-
-def _name_differences(report: "Report | ParallelReport") -> int:
+def _name_differences(report: "Report") -> int:
     """Say on stderr which answers differ; returns how many."""
     differences = report.differences()
     for cache, index, row in differences[:NAMED_DIFFERENCES]:
@@ -295,9 +307,7 @@ def _name_differences(report: "Report | ParallelReport") -> int:
     return len(differences)
 
 
-def _write_files(
-    report: "Report | ParallelReport", outputs: Outputs, plot_file: Path | None, about: dict[str, Any]
-) -> None:
+def _write_files(report: "Report", outputs: Outputs, plot_file: Path | None, about: dict[str, Any]) -> None:
     from runner.files import json_bytes
     from runner.picture import picture_format
     from runner.replay.progress import replay_picture

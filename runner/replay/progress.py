@@ -1,40 +1,66 @@
-"""Progress of a replay: one bar per cache, with its requests and prompt tokens.
+"""Progress of a replay: a bar per cache with its requests and prompt tokens, and an estimate of the time.
 
-On a terminal the bars move; into a file or a pipe a line is written now and then, and each bar as it stands at the end.
-
-A replay as a picture: what each request waited for its first token, and what each cache held meanwhile.
-
-This file never imports MLX.
+Where there is no terminal, a line is written now and then, and each bar as it stands at the end. Also a replay as a
+picture: TTFT per request, and the bytes that each cache held. Never imports MLX.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from radixcache.tokens import common_length
 from runner.picture import new_figure, picture_bytes
 from runner.text import MIB, ProgressLines
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from runner.replay.replayer import CacheRun
+    from runner.replay.servers import RequestRow
+
+# Estimates from this on are said; from LONG_S on with what to pass for less.
+NOTED_S, LONG_S, MINUTE_S = 20, 90, 60
+# An estimate looks for a prompt's prefix in so many prompts before it.
+COMPARED_PROMPTS = 64
+FIGURE_INCHES = (10.0, 8.0)
+# Distinct in colour, in grey and for colour-blind readers: Okabe and Ito's palette, and a marker each.
+STYLES: dict[str, dict[str, Any]] = {
+    "none": {"color": "#999999", "marker": "o"},
+    "single": {"color": "#E69F00", "marker": "s"},
+    "mlx-lm": {"color": "#0072B2", "marker": "^"},
+    "radix": {"color": "#D55E00", "marker": "D"},
+}
+
 
 class ReplayProgress:
-    """An `Observer` that draws. A bar counts requests, the running one by the share of its prompt that is done."""
+    """An `Observer` that draws. A bar counts requests, the running one by the share of its prompt that is done.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        note_of_first: makes a note of the first finished request; None: nothing to say.
+    """
+
+    def __init__(self, console: Console, note_of_first: Callable[[RequestRow], str | None] | None = None) -> None:
         self._progress = Progress(
             TextColumn("{task.description:<8}"),
             BarColumn(),
             TextColumn("{task.fields[requests_done]}/{task.total} requests"),
             TextColumn("{task.fields[prompt_tokens]:,} prompt tokens"),
+            TextColumn("{task.fields[cached]}"),
             TimeElapsedColumn(),
             console=console,
         )
         self._lines = ProgressLines()
         self._tasks: dict[str, TaskID] = {}
-        self._done: dict[str, tuple[int, int]] = {}
+        # Of each cache: requests that are done, their prompt tokens, and how many of those were cached.
+        self._done: dict[str, tuple[int, int, int]] = {}
+        self._note_of_first = note_of_first
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -47,62 +73,73 @@ class ReplayProgress:
 
     def run_started(self, cache: str, requests: int) -> None:
         """Open a bar."""
-        self._done[cache] = 0, 0
-        self._tasks[cache] = self._progress.add_task(cache, total=requests, requests_done=0, prompt_tokens=0)
+        self._done[cache] = 0, 0, 0
+        self._tasks[cache] = self._progress.add_task(cache, total=requests, requests_done=0, prompt_tokens=0, cached="")
 
     def request_advanced(self, cache: str, done_tokens: int, prompt_tokens: int) -> None:
         """Move a bar on within a request."""
-        requests, tokens = self._done[cache]
+        requests, tokens, _ = self._done[cache]
         self._draw(cache, requests + done_tokens / prompt_tokens, tokens + done_tokens)
 
-    def request_done(self, cache: str, prompt_tokens: int) -> None:
+    def request_done(self, cache: str, row: RequestRow) -> None:
         """Count a request."""
-        requests, tokens = self._done[cache]
-        self._done[cache] = requests + 1, tokens + prompt_tokens
-        self._draw(cache, *self._done[cache])
+        requests, tokens, cached_tokens = self._done[cache]
+        self._done[cache] = requests + 1, tokens + row.prompt_tokens, cached_tokens + row.cached_tokens
+        self._draw(cache, requests + 1, tokens + row.prompt_tokens)
+        if self._note_of_first is not None:
+            note, self._note_of_first = self._note_of_first(row), None
+            if note:
+                self._progress.console.print(note, markup=False, soft_wrap=True)
 
     def _draw(self, cache: str, completed: float, prompt_tokens: int) -> None:
-        requests = self._done[cache][0]
+        requests, done_tokens, cached_tokens = self._done[cache]
+        cached = f"{cached_tokens / done_tokens:.0%} cached" if done_tokens else ""
         self._progress.update(
-            self._tasks[cache], completed=completed, requests_done=requests, prompt_tokens=prompt_tokens
+            self._tasks[cache],
+            completed=completed,
+            requests_done=requests,
+            prompt_tokens=prompt_tokens,
+            cached=cached,
         )
-        self._lines.tell(lambda: f"{cache}: {requests} requests, {prompt_tokens:,} prompt tokens")
+        self._lines.tell(lambda: f"{cache}: {requests} requests, {prompt_tokens:,} prompt tokens {cached}")
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+def expected_time(
+    row: RequestRow, prompts: Sequence[NDArray[np.int32]], caches: Sequence[str], reply_tokens: int
+) -> str | None:
+    """A note of how long a replay of one request at a time takes, and what to pass for less; None if it is short.
 
-FIGURE_INCHES = (10.0, 8.0)
-# Distinct in colour, in grey and for colour-blind readers: Okabe and Ito's palette, and a marker each.
-STYLES = {
-    "none": {"color": "#999999", "marker": "o"},
-    "single": {"color": "#E69F00", "marker": "s"},
-    "mlx-lm": {"color": "#0072B2", "marker": "^"},
-    "radix": {"color": "#D55E00", "marker": "D"},
-}
-
-
-class DrawnRow(Protocol):
-    """What is drawn of a request."""
-
-    @property
-    def ttft_ms(self) -> float: ...
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-
-class DrawnRun(Protocol):
-    """What is drawn of a run, whether it was serial or parallel."""
-
-    @property
-    def cache(self) -> str: ...
-
-    @property
-    def rows(self) -> Sequence[DrawnRow]: ...
+    Args:
+        row: the first request that finished; its times are those of all others.
+        prompts: of all requests.
+        reply_tokens: generated per reply, at most.
+    """
+    evaluated_tokens = row.prompt_tokens - row.cached_tokens
+    prefill_ms, decode_ms = row.ttft_ms / evaluated_tokens, row.decode_ms / max(1, row.output_tokens - 1)
+    decoded_tokens = (reply_tokens - 1) * len(prompts) * len(caches)
+    total_s = (_tokens_to_prefill(prompts, caches) * prefill_ms + decoded_tokens * decode_ms) / 1e3
+    if total_s < NOTED_S:
+        return None
+    rates = f"{1e3 / prefill_ms:,.0f} prompt tokens/s"
+    if decoded_tokens and decode_ms:
+        rates += f", {1e3 / decode_ms:.1f} tokens/s of replies"
+    took = f"{total_s:.0f} s" if total_s < 2 * LONG_S else f"{total_s / 60:.0f} min"
+    fewer = max(1, int(len(prompts) * MINUTE_S / total_s))
+    less = f" For about a minute, pass --requests {fewer}." if total_s > LONG_S and fewer < len(prompts) else ""
+    return f"note: all of it takes about {took} on this machine ({rates}).{less}"
 
 
-def replay_picture(runs: Sequence[DrawnRun], *, title: str, budget_bytes: int, file_format: str = "png") -> bytes:
+def _tokens_to_prefill(prompts: Sequence[NDArray[np.int32]], caches: Sequence[str]) -> int:
+    """How many prompt tokens the caches prefill together, as if none evicted anything."""
+    total = 0
+    for index, prompt in enumerate(prompts):
+        shared = [common_length(earlier, prompt) for earlier in prompts[max(0, index - COMPARED_PROMPTS) : index]]
+        cached = {"none": 0, "single": shared[-1] if shared else 0}
+        total += sum(len(prompt) - cached.get(cache, max(shared, default=0)) for cache in caches)
+    return total
+
+
+def replay_picture(runs: Sequence[CacheRun], *, title: str, budget_bytes: int, file_format: str = "png") -> bytes:
     """TTFT per request above and bytes held below; PNG, SVG or PDF."""
     figure = new_figure(*FIGURE_INCHES)
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -112,9 +149,8 @@ def replay_picture(runs: Sequence[DrawnRun], *, title: str, budget_bytes: int, f
     return picture_bytes(figure, file_format)
 
 
-def _draw_ttft(axes: Axes, runs: Sequence[DrawnRun]) -> None:
-    for run in runs:
-        axes.plot(_numbers(run), [row.ttft_ms for row in run.rows], label=run.cache, **_style(run))
+def _draw_ttft(axes: Axes, runs: Sequence[CacheRun]) -> None:
+    _plot(axes, runs, lambda row: row.ttft_ms)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("TTFT, ms (log scale)")
@@ -122,9 +158,8 @@ def _draw_ttft(axes: Axes, runs: Sequence[DrawnRun]) -> None:
     axes.legend(title="cache", loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
-def _draw_bytes(axes: Axes, runs: Sequence[DrawnRun], budget_bytes: int) -> None:
-    for run in runs:
-        axes.plot(_numbers(run), [row.peak_bytes / MIB for row in run.rows], label=run.cache, **_style(run))
+def _draw_bytes(axes: Axes, runs: Sequence[CacheRun], budget_bytes: int) -> None:
+    _plot(axes, runs, lambda row: row.peak_bytes / MIB)
     held_bytes = max(row.peak_bytes for run in runs for row in run.rows)
     # A budget far above what was held would flatten everything else.
     if budget_bytes <= 2 * held_bytes:
@@ -137,9 +172,8 @@ def _draw_bytes(axes: Axes, runs: Sequence[DrawnRun], budget_bytes: int) -> None
     axes.grid(visible=True, alpha=0.25)
 
 
-def _numbers(run: DrawnRun) -> list[int]:
-    return list(range(1, len(run.rows) + 1))
-
-
-def _style(run: DrawnRun) -> dict[str, Any]:
-    return {"linewidth": 1.4, "markersize": 4.5, **STYLES.get(run.cache, {})}
+def _plot(axes: Axes, runs: Sequence[CacheRun], value: Callable[[RequestRow], float]) -> None:
+    for run in runs:
+        style = STYLES.get(run.cache, {})
+        numbers = range(1, len(run.rows) + 1)
+        axes.plot(numbers, [*map(value, run.rows)], label=run.cache, linewidth=1.4, markersize=4.5, **style)

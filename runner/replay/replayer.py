@@ -1,24 +1,25 @@
 """Replay a script of requests through several caches, in one process, and record what each request cost.
 
-Every cache gets the same prompts in the same order (see runner/script/script.py), so that answers can be compared. A
-reply is generated greedily, or its first token only with the recorded reply fed after it, so that the cache holds the
-conversation as it really went on.
+For one user at a time, the caches take turns, request by request. For several users at a time, each cache serves the
+whole script by itself; then radix and none serve it for one user at a time, for comparison.
 
 Invariants:
 
-  RR1  A request arrives right before its cache is asked: TTFT holds looking up, copying and paging in.
-  RR2  The caches take turns, request by request, and another one begins each time: whatever else the machine does slows
-       all of them alike. Each has the whole budget to itself.
+  RR2  Where caches take turns, another one begins each time: whatever slows the machine slows all of them alike.
+       Each cache has the whole budget to itself.
+  PR1  A user's requests are submitted one after the other, in the order of the script.
+  PR2  Where several requests could be next, the first one in the script is.
+  PR3  All caches get the same prompts. Replies in them that were not recorded are those of the first cache.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -26,71 +27,27 @@ from mlx_lm.generate import wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import TreeView
-from runner.engine.replies import DEFAULT_STEP_SIZE, Completion, LiveRun, feed, generate
+from runner.engine.replies import generate
 from runner.models.load import LoadedModel
-from runner.replay.caches import PlainRun, open_backend
-from runner.script.script import Prompt, RenderedRequest, Script
+from runner.replay.caches import PlainRun
+from runner.replay.servers import BatchServer, OneAtATime, ReplayOptions, RequestRow, Server, TreeServer
+from runner.script.script import Prompt, RenderedRequest, Script, ScriptError
 
-# Enough to compile kernels and touch every weight, little enough to take a second on two slow cores.
+#: The caches that can serve several users at a time.
+TOGETHER = ("radix", "mlx-lm")
+# What serves a script of several users once more, one request at a time.
+COMPARED_WITH = ("radix", "none")
+# Enough to compile kernels and touch every weight; takes about a second on two slow cores.
 WARM_UP_TOKENS = 64
-OUTPUT_HASH_BYTES = 8
-
-
-@dataclass(frozen=True)
-class ReplayOptions:
-    """What holds for all caches of a replay."""
-
-    budget_bytes: int
-    policy: str = "lru"
-    max_tokens: int = 8
-    recorded: bool = False
-    step_size: int = DEFAULT_STEP_SIZE
-    dump_tree: bool = False
-    exact: bool = False
-    keep_view: bool = False
-    disk: str | None = None
-    disk_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class ServedRequest:
-    """Which request it was, what was there of its prompt and why not more, and when its first token came."""
-
-    user: str
-    conversation_id: str
-    turn: int
-    prompt_tokens: int
-    matched_tokens: int
-    cached_tokens: int
-    reason: str | None
-    # From the request's arrival to its first token.
-    ttft_ms: float
-
-
-@dataclass(frozen=True)
-class RequestRow(ServedRequest):
-    """What one request cost with one cache. `live_bytes` and `paged_bytes` are what is held after it."""
-
-    # What of `ttft_ms` went to the cache, before any prefill.
-    begin_ms: float
-    # From the first token to the last, or what feeding the recorded reply took.
-    decode_ms: float
-    # Storing what was evaluated, after the last token.
-    close_ms: float
-    live_bytes: int
-    paged_bytes: int
-    # The most that was held at the end of any prefill chunk, of the reply, and after it.
-    peak_bytes: int
-    # What MLX's allocator says was in use beyond the model and other caches, at the end of the reply and after it.
-    allocated_bytes: int
-    output_tokens: int
-    output_hash: str
-    done_reason: str
 
 
 @dataclass(frozen=True)
 class CacheRun:
-    """One cache over all requests. `tree` is its dump at the end, `view` a description, each when asked for."""
+    """One cache over the requests that have their reply, in the order of the script.
+
+    `tree` is the cache's dump at the end and `view` its description, each if asked for. `peak_tokens` are the most that
+    several users held at a time, of `capacity_tokens`.
+    """
 
     cache: str
     rows: tuple[RequestRow, ...]
@@ -98,202 +55,263 @@ class CacheRun:
     wall_s: float
     tree: str | None = None
     view: TreeView | None = None
+    users_at_a_time: int = 1
+    peak_tokens: int = 0
+    capacity_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class AnswerDifference:
+    """A reply that differs from the one without a cache.
+
+    `gap` is the difference of the two highest logits at the first differing token.
+    """
+
+    cache: str
+    index: int
+    gap: float
 
 
 class Observer(Protocol):
-    """Who watches a replay."""
+    """Follows a replay."""
 
-    def run_started(self, cache: str, requests: int) -> None:
-        """A cache begins its run."""
+    def run_started(self, cache: str, requests: int) -> None: ...
 
     def request_advanced(self, cache: str, done_tokens: int, prompt_tokens: int) -> None:
         """So many of the running request's prompt tokens were restored or evaluated."""
 
-    def request_done(self, cache: str, prompt_tokens: int) -> None:
-        """The running request has its reply."""
+    def request_done(self, cache: str, row: RequestRow) -> None: ...
 
 
 class Replay:
-    """Requests through several caches; `run` may be interrupted, and `result` then has the rounds that ended."""
+    """A script through several caches; `run` may be interrupted, and `result` then has what finished."""
 
     def __init__(
-        self, loaded: LoadedModel, script: Script, caches: Sequence[str], options: ReplayOptions, observer: Observer
+        self,
+        loaded: LoadedModel,
+        script: Script,
+        caches: Sequence[str],
+        options: ReplayOptions,
+        observer: Observer,
+        users_at_a_time: int | None = None,
     ) -> None:
+        """Prepare a replay.
+
+        Args:
+            users_at_a_time: None: one request at a time, and the caches take turns.
+        """
         self._loaded, self._script, self._options, self._observer = loaded, script, options, observer
         self._caches = tuple(caches)
-        self._runs: list[_Run] = []
+        users = len({request.user for request in script.requests})
+        self._users = None if users_at_a_time is None else min(users_at_a_time, users)
+        self._together: list[_Run] = []
+        self._alone: list[_Run] = []
 
     def run(self) -> None:
-        """Give each request to every cache before the next one comes.
+        """Serve all requests.
 
         Raises:
             UnsupportedCacheError, BudgetFullError: of the radix cache.
-            ScriptError: a prompt that waited for generated replies does not fit the model.
+            ScriptError: a prompt that waited for generated replies does not fit the model or the capacity.
         """
-        script, options = self._script, self._options
         with wired_limit(self._loaded.model):
-            warm_up(self._loaded, script[0].prompt)
-            release()
-            try:
-                self._runs = [_Run(cache, self._loaded, options, self._observer) for cache in self._caches]
-                for run in self._runs:
-                    self._observer.run_started(run.cache, len(script))
-                for index in range(len(script)):
-                    request = script[index]
-                    first = index % len(self._runs)
-                    texts = {run: run.serve(request) for run in [*self._runs[first:], *self._runs[:first]]}
-                    script.record_reply(index, texts[self._runs[0]])
-            finally:
-                for run in self._runs:
-                    run.close()
-                release()
-
-    def replies(self, cache: str) -> list[list[int]]:
-        """The tokens of each reply that a cache has given."""
-        return next((run.replies for run in self._runs if run.cache == cache), [])
+            warm_up(self._loaded, self._script[0].prompt)
+            if self._users is None:
+                self._take_turns(map(self._open_alone, self._caches), self._alone)
+                return
+            for cache in self._caches:
+                self._take_turns(map(partial(self._open_together, self._users), [cache]), self._together)
+            self._take_turns(map(self._open_alone, COMPARED_WITH), self._alone)
 
     def result(self) -> list[CacheRun]:
-        """The requests that every cache has answered, a run for each cache."""
-        rounds = min((len(run.rows) for run in self._runs), default=0)
-        return [run.result(rounds) for run in self._runs] if rounds else []
+        """The requests that every cache has answered; with several users at a time, all that each cache answered."""
+        if self._users is None:
+            return self._answered_by_all()
+        return [run.result(len(run.rows)) for run in self._together if run.rows]
+
+    def alone(self) -> list[CacheRun]:
+        """With several users at a time: the same requests one at a time."""
+        return [] if self._users is None else self._answered_by_all()
+
+    def differences(self) -> list[AnswerDifference]:
+        """With several users at a time: every reply that differs from the one without a cache."""
+        if self._users is None:
+            return []
+        alone = {run.server.name: run.replies for run in self._alone}
+        expected = alone.pop("none", {})
+        replies = {run.server.name: run.replies for run in self._together}
+        replies |= {f"{cache} alone": found for cache, found in alone.items()}
+        return [
+            AnswerDifference(cache, index, self._gap(index, tokens, found[index]))
+            for cache, found in replies.items()
+            for index, tokens in expected.items()
+            if index in found and found[index] != tokens
+        ]
+
+    def _answered_by_all(self) -> list[CacheRun]:
+        requests = min((len(run.rows) for run in self._alone), default=0)
+        return [run.result(requests) for run in self._alone] if requests else []
+
+    def _open_alone(self, cache: str) -> _Run:
+        on_advance = partial(self._observer.request_advanced, cache)
+        server = OneAtATime(cache, self._loaded, self._options, on_advance)
+        return _Run(server, cache, self._script, self._observer)
+
+    def _open_together(self, users: int, cache: str) -> _Run:
+        # Large enough that requests wait for their users and never for tokens.
+        capacity = users * self._script.longest_tokens
+        server: Server
+        if cache == "radix":
+            server = TreeServer(self._loaded, self._options, capacity=capacity, users=users)
+        else:
+            server = BatchServer(self._loaded, self._options, users=users)
+        return _Run(
+            server, f"{cache} together", self._script, self._observer, users, capacity, self._options.max_tokens
+        )
+
+    def _take_turns(self, opening: Iterable[_Run], into: list[_Run]) -> None:
+        """Open runs and serve all requests by each of them."""
+        runs: list[_Run] = []
+        release()
+        try:
+            for run in opening:
+                runs.append(run)
+                into.append(run)
+            for run in runs:
+                self._observer.run_started(run.label, len(self._script))
+            turns = [run.serve(records_replies=run is runs[0]) for run in runs]
+            for index in range(len(self._script)):
+                first = index % len(turns)
+                for turn in [*turns[first:], *turns[:first]]:
+                    next(turn)
+        finally:
+            for run in runs:
+                run.close(self._loaded.tokenizer, self._options)
+            release()
+
+    def _gap(self, index: int, one: Sequence[int], other: Sequence[int]) -> float:
+        """The difference of the two highest logits at the first token where two replies differ."""
+        same = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+        if same is None:
+            return float("inf")
+        tokens = [*self._script[index].prompt.tokens.tolist(), *one[:same]]
+        caches = make_prompt_cache(self._loaded.model)
+        logits = self._loaded.model(mx.array([tokens]), cache=caches)[0, -1].astype(mx.float32)
+        highest = mx.sort(logits)[-2:]
+        return float(np.asarray(highest[1] - highest[0]))
 
 
 def replay(
     loaded: LoadedModel, script: Script, caches: Sequence[str], options: ReplayOptions, observer: Observer
 ) -> list[CacheRun]:
-    """All requests through each cache; a run for each. Raises as `Replay.run` does."""
+    """All requests through each cache, one at a time; a run for each. Raises as `Replay.run` does."""
     made = Replay(loaded, script, caches, options, observer)
     made.run()
     return made.result()
 
 
-def output_hash(tokens: Sequence[int]) -> str:
-    """Digest of output tokens: equal outputs, equal digests."""
-    return hashlib.blake2b(np.asarray(tokens, dtype="<i4").tobytes(), digest_size=OUTPUT_HASH_BYTES).hexdigest()
-
-
 class _Run:
-    """One cache: answers requests and watches its bytes on the way."""
+    """One server on its way through the script. By default it serves one request at a time."""
 
-    def __init__(self, cache: str, loaded: LoadedModel, options: ReplayOptions, observer: Observer) -> None:
-        self.cache = cache
-        self.rows: list[RequestRow] = []
-        self.replies: list[list[int]] = []
-        self._loaded, self._options, self._observer = loaded, options, observer
-        self._backend = open_backend(
-            cache,
-            loaded,
-            budget_bytes=options.budget_bytes,
-            policy=options.policy,
-            exact_step_size=options.step_size if options.exact else None,
-            disk=options.disk,
-            disk_bytes=options.disk_bytes,
-        )
-        self._wall_s = 0.0
+    def __init__(
+        self,
+        server: Server,
+        label: str,
+        script: Script,
+        observer: Observer,
+        users: int = 1,
+        capacity: int = 0,
+        reply_tokens: int = 0,
+    ) -> None:
+        self.server, self.label = server, label
+        self.rows: dict[int, RequestRow] = {}
+        self.replies: dict[int, list[int]] = {}
+        self._script, self._observer = script, observer
+        self._users, self._capacity, self._reply_tokens = users, capacity, reply_tokens
+        self._left = list(range(len(script)))
+        self._busy: set[str] = set()
+        # After each reply: evictions so far.
         self._evictions: list[int] = []
-        # What MLX has allocated for it: what was added during its own requests.
-        self._held_bytes = self._others_bytes = 0
-        self._peak_bytes = self._allocated_bytes = 0
+        self._wall_s = 0.0
         self._tree: str | None = None
         self._view: TreeView | None = None
 
-    def serve(self, request: RenderedRequest) -> str:
-        """Answer a request; returns the text that was generated."""
-        self._others_bytes = mx.get_active_memory() - self._held_bytes
-        self._peak_bytes = self._allocated_bytes = 0
-        arrived_s = time.perf_counter()
-        with self._backend.begin(request.prompt) as run:
-            begun_s = time.perf_counter()
-            completion, decode_ms, text = self._reply(run, request, arrived_s)
-            cached_tokens, matched_tokens, reason = run.cached_tokens, run.matched_tokens, run.reason
-            self._watch(settled=True)
-            closing_s = time.perf_counter()
-        closed_s = time.perf_counter()
-        self._watch(settled=True)
-        del run
-        self._held_bytes = mx.get_active_memory() - self._others_bytes
-        assert completion.ttft_ms is not None, "nothing cancels a replayed request"
-        row = RequestRow(
-            user=request.user,
-            conversation_id=request.conversation_id,
-            turn=request.turn,
-            prompt_tokens=len(request.prompt.tokens),
-            matched_tokens=matched_tokens,
-            cached_tokens=cached_tokens,
-            reason=reason,
-            ttft_ms=completion.ttft_ms,
-            begin_ms=(begun_s - arrived_s) * 1e3,
-            decode_ms=decode_ms,
-            close_ms=(closed_s - closing_s) * 1e3,
-            live_bytes=self._backend.live_bytes,
-            paged_bytes=self._backend.paged_bytes,
-            peak_bytes=self._peak_bytes,
-            allocated_bytes=self._allocated_bytes,
-            output_tokens=completion.completion_tokens,
-            output_hash=output_hash(completion.tokens),
-            done_reason=completion.done_reason,
+    def serve(self, *, records_replies: bool) -> Iterator[None]:
+        """Serve all requests, and yield after each reply.
+
+        Args:
+            records_replies: put the generated replies into the prompts that wait for them.
+        """
+        began_s = time.perf_counter()
+        while self._submit():
+            for answer in self.server.answers():
+                index, row = answer.index, answer.row
+                self.rows[index], self.replies[index] = row, list(answer.tokens)
+                self._evictions.append(self.server.evictions)
+                if records_replies:
+                    self._script.record_reply(index, answer.text)
+                self._busy.remove(row.user)
+                self._wall_s += time.perf_counter() - began_s
+                self._observer.request_done(self.label, row)
+                yield
+                began_s = time.perf_counter()
+                self._submit()
+
+    def close(self, tokenizer: Any, options: ReplayOptions) -> None:
+        """Release every array, and keep what is to be shown."""
+        shown = self.server.shown
+        if shown is not None and options.dump_tree:
+            self._tree = shown.dump(tokenizer)
+        if shown is not None and options.keep_view:
+            self._view = shown.view(tokenizer=tokenizer)
+        self.server.close()
+
+    def result(self, requests: int) -> CacheRun:
+        """The first so many requests that have their reply."""
+        return CacheRun(
+            self.server.name,
+            tuple(self.rows[index] for index in sorted(self.rows)[:requests]),
+            self._evictions[requests - 1],
+            self._wall_s,
+            self._tree,
+            self._view,
+            self._users,
+            self.server.peak_tokens,
+            self._capacity,
         )
-        self.rows.append(row)
-        self.replies.append(list(completion.tokens))
-        self._evictions.append(self._backend.evictions)
-        self._wall_s += time.perf_counter() - arrived_s
-        self._observer.request_done(self.cache, row.prompt_tokens)
-        return text
 
-    def close(self) -> None:
-        """Let go of every array, and keep what is to be shown."""
-        shown, tokenizer = self._backend.shown, self._loaded.tokenizer
-        self._tree = shown.dump(tokenizer) if shown is not None and self._options.dump_tree else None
-        self._view = shown.view(tokenizer=tokenizer) if shown is not None and self._options.keep_view else None
-        self._backend.close()
+    def _submit(self) -> bool:
+        """Submit every request that can be served now; False: there was none."""
+        waiting = len(self._left)
+        for index in list(self._left):
+            if len(self._busy) == self._users:
+                break
+            user = self._script.requests[index].user
+            if user not in self._busy:
+                self._busy.add(user)
+                self._left.remove(index)
+                request = self._script[index]
+                self._require_capacity(request)
+                self.server.submit(index, request)
+        return len(self._left) < waiting
 
-    def result(self, rounds: int) -> CacheRun:
-        """The first so many requests."""
-        rows = tuple(self.rows[:rounds])
-        return CacheRun(self.cache, rows, self._evictions[rounds - 1], self._wall_s, self._tree, self._view)
-
-    def _reply(self, run: LiveRun, request: RenderedRequest, arrived_s: float) -> tuple[Completion, float, str]:
-        """Generate the reply, or its first token and feed the recorded one; what it came to, decode ms, the text."""
-
-        def prefilled(offset: int, prompt_tokens: int) -> None:
-            self._watch()
-            self._observer.request_advanced(self.cache, offset, prompt_tokens)
-
-        pieces = generate(
-            run,
-            self._loaded.model,
-            self._loaded.tokenizer,
-            max_tokens=1 if self._options.recorded else self._options.max_tokens,
-            step_size=self._options.step_size,
-            on_progress=prefilled,
-            arrived_at_s=arrived_s,
-        )
-        completion, text = None, ""
-        for piece in pieces:
-            text += piece.text
-            completion = piece.completion
-        assert completion is not None, "the last piece carries it"
-        if not self._options.recorded:
-            return completion, completion.completion_ms, text
-        feeding_s = time.perf_counter()
-        feed(run, self._loaded.model, request.reply, step_size=self._options.step_size)
-        return completion, (time.perf_counter() - feeding_s) * 1e3, text
-
-    def _watch(self, settled: bool = False) -> None:
-        """Note what is held now. The allocator's figure is only fair when no forward pass has temporary arrays."""
-        self._peak_bytes = max(self._peak_bytes, self._backend.live_bytes + self._backend.paged_bytes)
-        if settled:
-            self._allocated_bytes = max(self._allocated_bytes, mx.get_active_memory() - self._others_bytes)
+    def _require_capacity(self, request: RenderedRequest) -> None:
+        needed = len(request.prompt.tokens) + self._reply_tokens
+        if self._capacity and needed > self._capacity:
+            raise ScriptError(
+                f"user {request.user}, {request.conversation_id}, turn {request.turn}: with generated replies, prompt "
+                f"and reply take {needed:,} tokens of {self._capacity:,}. Ask for shorter replies with --max-tokens."
+            )
 
 
 def release() -> None:
-    """Give the buffers that nobody holds any more back to the system."""
+    """Return free buffers to the system."""
     gc.collect()
     mx.clear_cache()
 
 
 def warm_up(loaded: LoadedModel, prompt: Prompt) -> None:
-    """Run one short prompt and one decode step, so that the first cache does not pay for compiling and paging in."""
+    """Run a short prompt and a decode step: otherwise the first cache pays for compiling and for loading weights."""
     tokens = prompt.tokens[:WARM_UP_TOKENS]
     run = PlainRun(tokens, make_prompt_cache(loaded.model))
     for _ in generate(run, loaded.model, loaded.tokenizer, max_tokens=2):

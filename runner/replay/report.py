@@ -1,19 +1,16 @@
-"""What a replay found, as a table and a sentence for people and as JSON for programs. This file never imports MLX.
+"""What a replay found, as a table and a sentence for people and as JSON for programs. Never imports MLX.
 
-The run of `none` is the reference: an answer of another cache counts as equal
-when its output tokens are the same. Without it nothing is compared, and that is said, not left out.
-
-Every figure of the sentence is computed from the runs, so it also says when the radix cache is not ahead.
-
-What a replay of several users at a time found, as a table, a sentence and JSON.
+For one user at a time the run of `none` is the reference: an answer of another cache counts as equal if its output
+tokens are the same. For several users at a time the replay itself lists the answers that differ, since the number of
+rows in a forward pass changes the rounding. Every figure of the sentence is computed from the runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from rich.table import Table
@@ -22,30 +19,42 @@ from runner.origin import machine, versions
 from runner.text import MIB, plural, table_of_figures
 
 if TYPE_CHECKING:
-    from runner.replay.replayer import CacheRun, RequestRow
+    from runner.replay.replayer import AnswerDifference, CacheRun
+    from runner.replay.servers import RequestRow
 
 REFERENCE = "none"
 OURS = "radix"
-#: What the byte budget is for.
+#: The caches that the byte budget limits.
 WITH_A_BUDGET = ("mlx-lm", "radix")
-# Ratios closer to 1 than this are called level: two runs of one cache differ by about as much.
+#: Ratios closer to 1 than this are called level: two runs of one cache differ by about as much.
 LEVEL_RATIO = 1.02
+#: With fewer pairs no 95 % interval is known, even if all of them agree: 2 * 0.5**5 is more than 5 %.
+LEAST_PAIRS = 6
+#: Two logits nearer than this are as good as one another.
+TIE = 1e-3
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One cache's row of the table. `answers_equal` is None when there was no reference to compare with."""
+    """One run's row of the table. `answers_equal` is None if there was no reference to compare with."""
 
     cache: str
+    users_at_a_time: int
     requests: int
     prompt_tokens: int
     cached_tokens: int
+    output_tokens: int
+    # Of all users together, over the whole run.
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
     ttft_ms_p50: float
     ttft_ms_p95: float
+    # From a token of a reply to the next; None: no reply has two tokens.
+    token_ms_p50: float | None
     # Totals over all requests: to the first token, and from there to the last.
     prefill_s: float
     decode_s: float
-    # What the cache itself took before prefill (part of prefill_s) and after the reply (part of neither).
+    # Time in the cache itself, before prefill (part of prefill_s) and after the reply (part of neither).
     begin_s: float
     close_s: float
     wall_s: float
@@ -60,12 +69,39 @@ class Summary:
         return self.cached_tokens / self.prompt_tokens
 
 
-#: Of fewer pairs even all together say nothing with 95 %: 2 * 0.5**5 is more than 5 %.
-LEAST_PAIRS = 6
+#: What JSON has of a summary for one user at a time alone, and for several alone.
+ONE_USER_KEYS = {"prefill_s", "decode_s", "begin_s", "close_s", "peak_allocated_bytes", "answers_equal"}
+MANY_USERS_KEYS = {
+    "users_at_a_time", "output_tokens", "output_tokens_per_s", "prompt_tokens_per_s", "token_ms_p50"
+}  # fmt: skip
+
+#: Header, cell, and for how many users at a time the column is; None: for any number.
+COLUMNS: tuple[tuple[str, Callable[[Summary], str], Literal["one", "many"] | None], ...] = (
+    ("cache", lambda each: each.cache, None),
+    ("users at\na time", lambda each: str(each.users_at_a_time), "many"),
+    ("requests", lambda each: str(each.requests), None),
+    ("prompt\ntokens", lambda each: f"{each.prompt_tokens:,}", None),
+    ("cached\ntokens %", lambda each: f"{each.cached_share:.1%}".removesuffix("%"), None),
+    ("tokens\nper s", lambda each: f"{each.output_tokens_per_s:.1f}", "many"),
+    ("TTFT\np50 ms", lambda each: f"{each.ttft_ms_p50:,.0f}", None),
+    ("TTFT\np95 ms", lambda each: f"{each.ttft_ms_p95:,.0f}", None),
+    ("token\np50 ms", lambda each: "-" if each.token_ms_p50 is None else f"{each.token_ms_p50:,.0f}", "many"),
+    ("prefill\ns", lambda each: f"{each.prefill_s:.1f}", "one"),
+    ("decode\ns", lambda each: f"{each.decode_s:.1f}", "one"),
+    ("wall\ns", lambda each: f"{each.wall_s:.1f}", "many"),
+    ("peak cache\nMiB", lambda each: f"{each.peak_cache_bytes / MIB:,.1f}", None),
+    ("evictions", lambda each: str(each.evictions), "one"),
+    ("evicted", lambda each: str(each.evictions), "many"),
+    (
+        f"answers equal\nto {REFERENCE}",
+        lambda each: "-" if each.answers_equal is None else f"{each.answers_equal}/{each.requests}",
+        "one",
+    ),
+)
 
 
 class PairedRatio(NamedTuple):
-    """The median of one figure over another, request by request, and its 95 % interval: all there is for few pairs."""
+    """The median of one figure over another, request by request, and its 95 % interval; all values for few pairs."""
 
     median: float
     low: float
@@ -74,13 +110,13 @@ class PairedRatio(NamedTuple):
 
 
 def paired_ratio(theirs: Sequence[float], ours: Sequence[float]) -> PairedRatio:
-    """How many times as much `theirs` is. The interval is that of the sign test: it asks nothing of how values spread.
+    """How many times as much `theirs` is, with the interval of the sign test, which assumes no distribution.
 
-    Of fewer than LEAST_PAIRS no interval of 95 % is known; then it is from the least ratio to the most.
+    For fewer than LEAST_PAIRS pairs the interval is the range from the smallest ratio to the largest.
     """
     ratios = sorted(their / our for their, our in zip(theirs, ours, strict=True))
     count = len(ratios)
-    # The most values that can be left out at each end with at most 2.5 % that the median is one of them.
+    # The most values to leave out at each end such that the median is among them with a probability of at most 2.5 %.
     left_out, tail = 0, 0.5**count
     while tail <= 0.025:
         left_out += 1
@@ -90,46 +126,57 @@ def paired_ratio(theirs: Sequence[float], ours: Sequence[float]) -> PairedRatio:
 
 
 class Report:
-    """The runs of one replay, a row for each request that every cache has answered."""
+    """The runs of one replay, with a row for each request."""
 
-    def __init__(self, runs: Sequence[CacheRun]) -> None:
+    def __init__(
+        self,
+        runs: Sequence[CacheRun],
+        *,
+        is_parallel: bool = False,
+        alone: Sequence[CacheRun] = (),
+        partings: Sequence[AnswerDifference] = (),
+    ) -> None:
+        """Sum up the runs.
+
+        Args:
+            is_parallel: several users were served at a time; `alone` are the same requests one at a time, none where
+                that was broken off, and `partings` the answers that differ from those without a cache.
+        """
         self.runs = tuple(runs)
+        self.partings = tuple(partings)
+        self._is_parallel = is_parallel
+        most = max((len(run.rows) for run in runs), default=0)
+        self.alone = tuple(run for run in alone if len(run.rows) == most)
         self._reference = next((run for run in runs if run.cache == REFERENCE), None)
-        self.summaries = tuple(self._summarize(run) for run in runs)
+        self.summaries = tuple(self._summarize(run) for run in self.runs)
+        self._alone_summaries = tuple(self._summarize(run) for run in self.alone)
 
     def differences(self) -> list[tuple[str, int, RequestRow]]:
-        """Every answer that is not the reference's, as (cache, request index, row)."""
-        if self._reference is None:
-            return []
-        expected = [row.output_hash for row in self._reference.rows]
+        """Every answer that is not the reference's and that no rounding explains: cache, request index, row."""
+        rows = {run.cache: run.rows for run in self.runs} | {f"{run.cache} alone": run.rows for run in self.alone}
+        if self._is_parallel:
+            return [(each.cache, each.index, rows[each.cache][each.index]) for each in self.partings if each.gap >= TIE]
+        expected = [] if self._reference is None else [row.output_hash for row in self._reference.rows]
         return [
-            (run.cache, index, row)
-            for run in self.runs
-            for index, row in enumerate(run.rows)
-            if row.output_hash != expected[index]
+            (cache, index, found[index])
+            for cache, found in rows.items()
+            for index, output_hash in enumerate(expected)
+            if found[index].output_hash != output_hash
         ]
 
     def table(self) -> Table:
-        """One row per cache, units in the header."""
-        table = table_of_figures(
-            "cache",
-            "requests",
-            "prompt\ntokens",
-            "cached\ntokens %",
-            "TTFT\np50 ms",
-            "TTFT\np95 ms",
-            "prefill\ns",
-            "decode\ns",
-            "peak cache\nMiB",
-            "evictions",
-            f"answers equal\nto {REFERENCE}",
-        )
-        for summary in self.summaries:
-            table.add_row(*_cells(summary))
+        """One row per run, units in the header."""
+        users = "many" if self._is_parallel else "one"
+        shown = {header: cell for header, cell, only in COLUMNS if only in (None, users)}
+        table = table_of_figures(*shown)
+        for summary in (*self.summaries, *self._alone_summaries):
+            table.add_row(*(cell(summary) for cell in shown.values()))
         return table
 
     def sentence(self) -> str:
         """Say what the figures mean."""
+        if self._is_parallel:
+            return f"{self._throughput()}{self._partings()}" if self.summaries else "No request had its reply."
         if not self.summaries:
             return "No request was answered by every cache."
         return f"{self._comparison()} {self._answers()}"
@@ -139,37 +186,52 @@ class Report:
         return f"{len(self.runs[0].rows) if self.runs else 0} of {requests} requests"
 
     def document(self, **about: Any) -> dict[str, Any]:
-        """Everything, for JSON: `about`, and per cache its summary and a row per request."""
+        """Everything, for JSON: `about`, and per run its summary and a row per request."""
+        left_out = ONE_USER_KEYS if self._is_parallel else MANY_USERS_KEYS
         runs = [
-            {**asdict(summary), "rows": [asdict(row) for row in run.rows]}
-            for summary, run in zip(self.summaries, self.runs, strict=True)
+            {**_less(asdict(summary), left_out), "rows": [_row_document(row) for row in run.rows]}
+            for summary, run in zip((*self.summaries, *self._alone_summaries), (*self.runs, *self.alone), strict=True)
         ]
-        return {"runs": runs, **about, "machine": machine(), "versions": versions()}
+        more: dict[str, Any] = {}
+        if self._is_parallel:
+            more["peak_tokens"] = [run.peak_tokens for run in self.runs]
+            more["partings"] = [asdict(each) for each in self.partings]
+        return {"runs": runs, **more, **about, "machine": machine(), "versions": versions()}
 
     def _summarize(self, run: CacheRun) -> Summary:
-        ttft_ms = [row.ttft_ms for row in run.rows]
+        rows = run.rows
+        ttft_ms = [row.ttft_ms for row in rows]
         p50, p95 = (float(value) for value in np.percentile(ttft_ms, (50, 95)))
+        token_ms = [row.decode_ms / (row.output_tokens - 1) for row in rows if row.output_tokens > 1]
+        prompt_tokens, output_tokens = (sum(row.prompt_tokens for row in rows), sum(row.output_tokens for row in rows))
         equal = None
         if self._reference is not None:
-            pairs = zip(run.rows, self._reference.rows, strict=True)
+            pairs = zip(rows, self._reference.rows, strict=True)
             equal = sum(row.output_hash == expected.output_hash for row, expected in pairs)
         return Summary(
             cache=run.cache,
-            requests=len(run.rows),
-            prompt_tokens=sum(row.prompt_tokens for row in run.rows),
-            cached_tokens=sum(row.cached_tokens for row in run.rows),
+            users_at_a_time=run.users_at_a_time,
+            requests=len(rows),
+            prompt_tokens=prompt_tokens,
+            cached_tokens=sum(row.cached_tokens for row in rows),
+            output_tokens=output_tokens,
+            output_tokens_per_s=output_tokens / run.wall_s,
+            prompt_tokens_per_s=prompt_tokens / run.wall_s,
             ttft_ms_p50=p50,
             ttft_ms_p95=p95,
+            token_ms_p50=float(np.median(token_ms)) if token_ms else None,
             prefill_s=sum(ttft_ms) / 1e3,
-            decode_s=sum(row.decode_ms for row in run.rows) / 1e3,
-            begin_s=sum(row.begin_ms for row in run.rows) / 1e3,
-            close_s=sum(row.close_ms for row in run.rows) / 1e3,
+            decode_s=sum(row.decode_ms for row in rows) / 1e3,
+            begin_s=sum(row.begin_ms or 0.0 for row in rows) / 1e3,
+            close_s=sum(row.close_ms or 0.0 for row in rows) / 1e3,
             wall_s=run.wall_s,
-            peak_cache_bytes=max(row.peak_bytes for row in run.rows),
-            peak_allocated_bytes=max(row.allocated_bytes for row in run.rows),
+            peak_cache_bytes=max(row.peak_bytes for row in rows),
+            peak_allocated_bytes=max(row.allocated_bytes or 0 for row in rows),
             evictions=run.evictions,
             answers_equal=equal,
         )
+
+    # One user at a time
 
     def _comparison(self) -> str:
         ours = next((summary for summary in self.summaries if summary.cache == OURS), None)
@@ -180,7 +242,8 @@ class Report:
                 f"{quickest.cache} reached its first tokens in {quickest.prefill_s:.1f} s, with "
                 f"{quickest.cached_share:.0%} of the prompt tokens cached{_against(slower)}."
             )
-        pairs = {other.cache: paired_ratio(self._ttft_ms(other.cache), self._ttft_ms(OURS)) for other in others}
+        ttft_ms = {run.cache: [row.ttft_ms for row in run.rows] for run in self.runs}
+        pairs = {other.cache: paired_ratio(ttft_ms[other.cache], ttft_ms[OURS]) for other in others}
         best = min(others, key=lambda other: pairs[other.cache].median)
         rest = [other for other in others if other is not best]
         return (
@@ -189,23 +252,19 @@ class Report:
             f"with {best.cache} {best.prefill_s:.1f} s{_against(rest)}. {self._budget(ours)}"
         )
 
-    def _ttft_ms(self, cache: str) -> list[float]:
-        return next([row.ttft_ms for row in run.rows] for run in self.runs if run.cache == cache)
-
     def _budget(self, ours: Summary) -> str:
-        """What was held, and whom the budget cost anything."""
+        """The bytes that were held, and which caches the budget squeezed."""
+        limited = [summary for summary in self.summaries if summary.cache in WITH_A_BUDGET]
         held = [f"{OURS} held {ours.peak_cache_bytes / MIB:.0f} MiB at most"]
-        evicted = {summary.cache: summary.evictions for summary in self.summaries if summary.cache in WITH_A_BUDGET}
-        held += [
-            f"{s.cache} {s.peak_cache_bytes / MIB:.0f}" for s in self.summaries if s.cache in evicted and s != ours
-        ]
-        squeezed = [cache for cache, count in evicted.items() if count]
-        if len(squeezed) == len(evicted):
-            said = "the budget was too small for all of it" + (" in both" if len(evicted) > 1 else "")
-        elif squeezed:
-            said = f"the budget was too small for all of it in {squeezed[0]} alone"
-        else:
+        held += [f"{each.cache} {each.peak_cache_bytes / MIB:.0f}" for each in limited if each != ours]
+        squeezed = [each.cache for each in limited if each.evictions]
+        said = "the budget was too small for all of it"
+        if not squeezed:
             said = "the budget had room for everything"
+        elif len(squeezed) < len(limited):
+            said += f" in {squeezed[0]} alone"
+        elif len(limited) > 1:
+            said += " in both"
         return f"{', '.join(held)}: {said}."
 
     def _answers(self) -> str:
@@ -213,9 +272,9 @@ class Report:
             return f"Answers were not compared: {REFERENCE} was not among the caches."
         compared = [summary for summary in self.summaries if summary.cache != REFERENCE]
         wrong = [
-            f"{summary.requests - (summary.answers_equal or 0)} of {summary.requests} with {summary.cache}"
-            for summary in compared
-            if summary.answers_equal != summary.requests
+            f"{each.requests - (each.answers_equal or 0)} of {each.requests} with {each.cache}"
+            for each in compared
+            if each.answers_equal != each.requests
         ]
         if not compared:
             return "There was no other cache to compare answers with."
@@ -223,26 +282,50 @@ class Report:
             return f"Answers DIFFER from those without a cache: {', '.join(wrong)}."
         return "Every answer is the same as without a cache."
 
+    # Several users at a time
 
-def _cells(summary: Summary) -> tuple[str, ...]:
-    equal = "-" if summary.answers_equal is None else f"{summary.answers_equal}/{summary.requests}"
-    return (
-        summary.cache,
-        str(summary.requests),
-        f"{summary.prompt_tokens:,}",
-        f"{summary.cached_share:.1%}".removesuffix("%"),
-        f"{summary.ttft_ms_p50:,.0f}",
-        f"{summary.ttft_ms_p95:,.0f}",
-        f"{summary.prefill_s:.1f}",
-        f"{summary.decode_s:.1f}",
-        f"{summary.peak_cache_bytes / MIB:,.1f}",
-        str(summary.evictions),
-        equal,
-    )
+    def _throughput(self) -> str:
+        first, *others = self.summaries
+        users = first.users_at_a_time
+        who = "1 user at a time was" if users == 1 else f"{users} users at a time were"
+        said = [
+            f"{who} given {first.output_tokens:,} tokens in {first.wall_s:.1f} s, {first.output_tokens_per_s:.1f} per "
+            f"second in all, with {first.cached_share:.0%} of the prompt tokens from the cache."
+        ]
+        said += [
+            f"In {other.cache}'s batches they took {other.wall_s:.1f} s, {other.wall_s / first.wall_s:.2f} times as "
+            f"long, with {other.cached_share:.0%} cached."
+            for other in others
+        ]
+        for alone in self._alone_summaries:
+            what = "without a cache" if alone.cache == REFERENCE else f"with {alone.cached_share:.0%} cached"
+            ratio = alone.wall_s / first.wall_s
+            said.append(f"One after the other, {what}, they take {alone.wall_s:.1f} s, {ratio:.2f} times as long.")
+        return " ".join(said)
+
+    def _partings(self) -> str:
+        """Whether the answers were those without a cache."""
+        if not self.alone:
+            return " Answers were not compared."
+        if not self.partings:
+            return " Every answer is the same as without a cache."
+        wrong = sum(each.gap >= TIE for each in self.partings)
+        tied = len(self.partings) - wrong
+        ties = f" {plural(tied, 'answer')} parted where two tokens were as good as one another." if tied else ""
+        return f"{ties} {plural(wrong, 'answer')} differ from those without a cache." if wrong else ties
+
+
+def _less(values: dict[str, Any], left_out: set[str]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in left_out}
+
+
+def _row_document(row: RequestRow) -> dict[str, Any]:
+    """A row without the figures that were not measured."""
+    return {key: value for key, value in vars(row).items() if value is not None or key == "reason"}
 
 
 def _verdict(other: str, ratio: PairedRatio) -> str:
-    """Who is ahead, as far as these requests can tell."""
+    """Which cache is ahead, as far as these requests can tell."""
     if ratio.pairs < LEAST_PAIRS:
         return (
             f"{plural(ratio.pairs, 'request')} cannot tell {OURS} and {other} apart, it takes {LEAST_PAIRS}: the "
@@ -265,193 +348,5 @@ def _verdict(other: str, ratio: PairedRatio) -> str:
 
 def _against(others: Sequence[Summary]) -> str:
     """The remaining totals as a clause, or nothing."""
-    if not others:
-        return ""
-    return "; " + ", ".join(f"{summary.cache} took {summary.prefill_s:.1f} s" for summary in others)
-
-
-if TYPE_CHECKING:
-    from runner.replay.replayer import CacheRun, RequestRow
-    from runner.replay.together import AnswerDifference, ParallelRow, ParallelRun
-
-#: Two logits nearer than this are as good as one another.
-TIE = 1e-3
-
-
-@dataclass(frozen=True)
-class ParallelSummary:
-    """A run's row of the table. Tokens per second are those of all users together, over the whole run."""
-
-    cache: str
-    users_at_a_time: int
-    requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    output_tokens_per_s: float
-    prompt_tokens_per_s: float
-    ttft_ms_p50: float
-    ttft_ms_p95: float
-    # From a token of a reply to its next, the median over the replies of more than one token; None: there are none.
-    token_ms_p50: float | None
-    wall_s: float
-    peak_cache_bytes: int
-    evictions: int
-
-    @property
-    def cached_share(self) -> float:
-        """Cached tokens over prompt tokens."""
-        return self.cached_tokens / self.prompt_tokens
-
-
-class ParallelReport:
-    """The requests that had their reply, each way together, and the same ones one after the other.
-
-    `alone` is empty, or short of requests, where that was broken off.
-    """
-
-    def __init__(
-        self, runs: Sequence[ParallelRun], alone: Sequence[CacheRun] = (), partings: Sequence[AnswerDifference] = ()
-    ) -> None:
-        self.runs = tuple(run for run in runs if run.rows)
-        most = max((len(run.rows) for run in runs), default=0)
-        self.alone = tuple(run for run in alone if len(run.rows) == most)
-        self.partings = tuple(partings)
-        self.summaries = [_together(run) for run in self.runs]
-        self._alone = [_one_at_a_time(run) for run in self.alone]
-
-    def table(self) -> Table:
-        """A row for each way together and one after the other, units in the header."""
-        table = table_of_figures(
-            "cache",
-            "users at\na time",
-            "requests",
-            "prompt\ntokens",
-            "cached\ntokens %",
-            "tokens\nper s",
-            "TTFT\np50 ms",
-            "TTFT\np95 ms",
-            "token\np50 ms",
-            "wall\ns",
-            "peak cache\nMiB",
-            "evicted",
-        )
-        for summary in (*self.summaries, *self._alone):
-            table.add_row(*_parallel_cells(summary))
-        return table
-
-    def sentence(self) -> str:
-        """Say what the figures mean."""
-        if not self.summaries:
-            return "No request had its reply."
-        first = self.summaries[0]
-        users = first.users_at_a_time
-        who = "1 user at a time was" if users == 1 else f"{users} users at a time were"
-        return (
-            f"{who} given {first.output_tokens:,} tokens in {first.wall_s:.1f} s, {first.output_tokens_per_s:.1f} per "
-            f"second in all, with {first.cached_share:.0%} of the prompt tokens from the cache.{self._beside()}"
-            f"{self._answers()}"
-        )
-
-    def _beside(self) -> str:
-        """What the other ways took."""
-        first = self.summaries[0]
-        said = [
-            f" In {other.cache}'s batches they took {other.wall_s:.1f} s, {other.wall_s / first.wall_s:.2f} times as "
-            f"long, with {other.cached_share:.0%} cached."
-            for other in self.summaries[1:]
-        ]
-        for alone in self._alone:
-            what = "without a cache" if alone.cache == "none" else f"with {alone.cached_share:.0%} cached"
-            ratio = alone.wall_s / first.wall_s
-            said.append(f" One after the other, {what}, they take {alone.wall_s:.1f} s, {ratio:.2f} times as long.")
-        return "".join(said)
-
-    def _answers(self) -> str:
-        """Whether answers were those without a cache."""
-        if not self._alone:
-            return " Answers were not compared."
-        wrong, tied = len(self._wrong()), len(self.partings) - len(self._wrong())
-        if not self.partings:
-            return " Every answer is the same as without a cache."
-        ties = f" {plural(tied, 'answer')} parted where two tokens were as good as one another." if tied else ""
-        return f"{ties} {plural(wrong, 'answer')} differ from those without a cache." if wrong else ties
-
-    def differences(self) -> list[tuple[str, int, ParallelRow | RequestRow]]:
-        """Answers that no rounding explains."""
-        rows: dict[str, Sequence[ParallelRow | RequestRow]] = {run.cache: run.rows for run in self.runs}
-        rows |= {f"{run.cache} alone": run.rows for run in self.alone}
-        return [(each.cache, each.index, rows[each.cache][each.index]) for each in self._wrong()]
-
-    def _wrong(self) -> list[AnswerDifference]:
-        return [each for each in self.partings if each.gap >= TIE]
-
-    def progress(self, requests: int) -> str:
-        """How far the replay had come."""
-        return f"{len(self.runs[0].rows) if self.runs else 0} of {requests} requests"
-
-    def document(self, **about: Any) -> dict[str, Any]:
-        """Everything, for JSON: `about`, and the summaries with a row per request."""
-        of_runs = [run.rows for run in self.runs], [run.rows for run in self.alone]
-        rows = [[asdict(row) for row in its] for each in of_runs for its in each]
-        summaries = map(asdict, (*self.summaries, *self._alone))
-        runs = [{**summary, "rows": its} for summary, its in zip(summaries, rows, strict=True)]
-        peaks = {"peak_tokens": [run.peak_tokens for run in self.runs]}
-        partings = [asdict(each) for each in self.partings]
-        return {"runs": runs, **peaks, "partings": partings, **about, "machine": machine(), "versions": versions()}
-
-
-def _together(run: ParallelRun) -> ParallelSummary:
-    return _summary(run.cache, run.users_at_a_time, run.rows, run.wall_s, run.peak_bytes, run.evictions)
-
-
-def _one_at_a_time(run: CacheRun) -> ParallelSummary:
-    peak_bytes = max(row.peak_bytes for row in run.rows)
-    return _summary(run.cache, 1, run.rows, run.wall_s, peak_bytes, run.evictions)
-
-
-def _summary(
-    cache: str,
-    users: int,
-    rows: Sequence[ParallelRow | RequestRow],
-    wall_s: float,
-    peak_bytes: int,
-    evictions: int,
-) -> ParallelSummary:
-    token_ms = [row.decode_ms / (row.output_tokens - 1) for row in rows if row.output_tokens > 1]
-    p50, p95 = (float(value) for value in np.percentile([row.ttft_ms for row in rows], (50, 95)))
-    output_tokens = sum(row.output_tokens for row in rows)
-    prompt_tokens = sum(row.prompt_tokens for row in rows)
-    return ParallelSummary(
-        cache=cache,
-        users_at_a_time=users,
-        requests=len(rows),
-        prompt_tokens=prompt_tokens,
-        cached_tokens=sum(row.cached_tokens for row in rows),
-        output_tokens=output_tokens,
-        output_tokens_per_s=output_tokens / wall_s,
-        prompt_tokens_per_s=prompt_tokens / wall_s,
-        ttft_ms_p50=p50,
-        ttft_ms_p95=p95,
-        token_ms_p50=float(np.median(token_ms)) if token_ms else None,
-        wall_s=wall_s,
-        peak_cache_bytes=peak_bytes,
-        evictions=evictions,
-    )
-
-
-def _parallel_cells(summary: ParallelSummary) -> tuple[str, ...]:
-    return (
-        summary.cache,
-        str(summary.users_at_a_time),
-        str(summary.requests),
-        f"{summary.prompt_tokens:,}",
-        f"{summary.cached_share:.1%}".removesuffix("%"),
-        f"{summary.output_tokens_per_s:.1f}",
-        f"{summary.ttft_ms_p50:,.0f}",
-        f"{summary.ttft_ms_p95:,.0f}",
-        "-" if summary.token_ms_p50 is None else f"{summary.token_ms_p50:,.0f}",
-        f"{summary.wall_s:.1f}",
-        f"{summary.peak_cache_bytes / MIB:,.1f}",
-        str(summary.evictions),
-    )
+    said = ", ".join(f"{summary.cache} took {summary.prefill_s:.1f} s" for summary in others)
+    return f"; {said}" if others else ""

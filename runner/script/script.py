@@ -1,13 +1,12 @@
-"""The requests of a replay as tokens: what every cache is given, the same for all of them.
+"""The requests of a replay as tokens: every cache is given the same ones.
 
-Prompts come from the recorded conversations. Where a conversation has only its user's turns, the replies that the first
-cache generates are put between them, once; later caches get the same prompts.
+Where a conversation has only its user's turns, the replies that the first cache generates are put between them, once.
 
 Invariants:
 
   SC1  A request is rendered once, so no two caches see different prompts.
   SC2  What cannot be replayed is found when the script is made, before any cache runs: a conversation that the template
-      refuses, or a prompt that is too long. Replies still to come count with the most they can have.
+       refuses, or a prompt that is too long. Replies still to come count with the most tokens that they can have.
 """
 
 from collections.abc import Sequence
@@ -23,9 +22,9 @@ from radixcache.tokens import common_length
 from runner.models.load import LoadedModel, ModelOutline
 from runner.script.schedule import GeneratedReplies, ScheduledRequest
 
-# Stands for a reply that is not generated yet, where only the length of the prompt matters.
+# Stands for a reply that is not generated yet.
 AWAITED_REPLY = "..."
-# A generated token that is half a character comes back from its text as several tokens, each of one byte.
+# A generated token that is half a character comes back from its text as several tokens of one byte each.
 REENCODED_TOKENS = 4
 
 Messages = Sequence[dict[str, Any]]
@@ -39,9 +38,11 @@ class ScriptError(Exception):
 class Prompt:
     """One rendered request.
 
-    `tokens` has at least one id. `marks` are offsets worth keeping, as `render_chat` gives them; `system_end` is where
-    the system prompt ends, 0 without one. `ends_with_user` tells whether the last message is a user's. `reply_tokens`
-    says how much room to keep for the reply.
+    Attributes:
+        tokens: at least one id.
+        marks: offsets worth a checkpoint, as `render_chat` gives them.
+        system_end: where the system prompt ends; 0 without one.
+        reply_tokens: how many tokens of reply to keep room for.
     """
 
     tokens: NDArray[np.int32]
@@ -63,7 +64,13 @@ class RenderedRequest:
 
 
 class Script:
-    """The rendered requests in order. `skipped_requests` says how many were left out."""
+    """The rendered requests in order.
+
+    Attributes:
+        requests: those that can be replayed.
+        skipped_requests: how many were left out.
+        longest_tokens: tokens that hardly any request exceeds, with its reply and those before it at their longest.
+    """
 
     def __init__(
         self,
@@ -85,69 +92,64 @@ class Script:
             ScriptError: the template refuses a conversation; prompt and reply do not fit the model's context; a reply
                 that is to be fed was never recorded; or nothing is left.
         """
-        self._loaded = loaded
-        self._max_tokens = max_tokens
-        self._recorded = recorded
+        self._loaded, self._max_tokens, self._recorded = loaded, max_tokens, recorded
         self._replies = GeneratedReplies()
-        self._requests: list[ScheduledRequest] = []
-        self._rendered: list[RenderedRequest | None] = []
-        self._longest_tokens = 0
+        self._rendered: list[RenderedRequest] = []
+        # Indices of requests that wait for generated replies; what is rendered of them has placeholders.
+        self._waiting: set[int] = set()
+        self.longest_tokens = 0
+        ready: list[ScheduledRequest] = []
         for request in requests:
             try:
-                rendered = self._prepare(request)
+                rendered, is_waiting = self._prepare(request)
             except ScriptError:
                 if not skip_bad:
                     raise
                 continue
-            self._requests.append(request)
+            if is_waiting:
+                self._waiting.add(len(ready))
+            ready.append(request)
             self._rendered.append(rendered)
-        self.skipped_requests = len(requests) - len(self._requests)
-        if not self._requests:
+        self.requests = tuple(ready)
+        self.skipped_requests = len(requests) - len(ready)
+        if not ready:
             raise ScriptError(f"nothing to replay: none of {len(requests)} requests can be given to {loaded.name}.")
 
     def __len__(self) -> int:
-        return len(self._requests)
-
-    @property
-    def requests(self) -> Sequence[ScheduledRequest]:
-        """The requests that were kept, in order."""
-        return tuple(self._requests)
-
-    @property
-    def longest_tokens(self) -> int:
-        """Tokens that hardly a request comes to more of, its reply and those before it at their longest."""
-        return self._longest_tokens
+        return len(self.requests)
 
     def __getitem__(self, index: int) -> RenderedRequest:
-        rendered = self._rendered[index]
-        if rendered is None:
-            request = self._requests[index]
+        if index in self._waiting:
+            request = self.requests[index]
             try:
                 messages = self._replies.messages(request)
             except ValueError as error:
                 raise ScriptError(str(error)) from error
-            rendered = self._rendered[index] = self._render(request, messages)
-        return rendered
+            self._rendered[index] = self._render(request, messages)
+            self._waiting.remove(index)
+        return self._rendered[index]
+
+    @property
+    def expected_prompts(self) -> list[NDArray[np.int32]]:
+        """The tokens of every prompt, with short replies where generated ones are awaited."""
+        return [each.prompt.tokens for each in self._rendered]
 
     def record_reply(self, index: int, text: str) -> None:
-        """Keep a generated reply for the prompts that wait for it."""
-        if any(rendered is None for rendered in self._rendered):
-            self._replies.record(self._requests[index], text)
+        """Store a generated reply for the prompts that wait for it."""
+        if self._waiting:
+            self._replies.record(self.requests[index], text)
 
-    def _prepare(self, request: ScheduledRequest) -> RenderedRequest | None:
-        """Render a request; None, after the checks, when it waits for generated replies."""
+    def _prepare(self, request: ScheduledRequest) -> tuple[RenderedRequest, bool]:
+        """Render a request, with placeholders if it waits for generated replies; returns whether it does."""
         awaited = [slot for slot in request.reply_slots if request.messages[slot]["role"] != "assistant"]
-        if not awaited:
-            return self._render(request, request.messages)
-        if self._recorded:
+        if awaited and self._recorded:
             raise ScriptError(
                 f"{request.where}: earlier replies were not recorded. Generate them: leave --recorded out."
             )
         filled = list(request.messages)
         for slot in reversed(awaited):
             filled.insert(slot, {"role": "assistant", "content": AWAITED_REPLY})
-        self._render(request, filled, awaited_tokens=len(awaited) * self._max_tokens)
-        return None
+        return self._render(request, filled, awaited_tokens=len(awaited) * self._max_tokens), bool(awaited)
 
     def _render(self, request: ScheduledRequest, messages: Messages, awaited_tokens: int = 0) -> RenderedRequest:
         self._require_length(request, messages)
@@ -161,14 +163,8 @@ class Script:
         self._require_fit(request, len(tokens) + awaited_tokens, reply_tokens)
         longest = len(tokens) + REENCODED_TOKENS * awaited_tokens + reply_tokens
         limit = self._loaded.context_length
-        self._longest_tokens = max(self._longest_tokens, longest if limit is None else min(longest, limit))
-        prompt = Prompt(
-            tokens=tokens,
-            marks=marks,
-            system_end=system_end,
-            ends_with_user=messages[-1]["role"] == "user",
-            reply_tokens=reply_tokens,
-        )
+        self.longest_tokens = max(self.longest_tokens, longest if limit is None else min(longest, limit))
+        prompt = Prompt(tokens, marks, system_end, messages[-1]["role"] == "user", reply_tokens)
         return RenderedRequest(request.user, request.conversation_id, request.turn, prompt, reply)
 
     def _system_end(self, request: ScheduledRequest, messages: Messages, tokens: NDArray[np.int32]) -> int:
@@ -182,7 +178,7 @@ class Script:
         return end if end < len(shared) else 0
 
     def _require_length(self, request: ScheduledRequest, messages: Messages) -> None:
-        """Refuse what cannot fit whatever its tokens are: to find out which they are may take minutes."""
+        """Refuse a text that cannot fit, whatever its tokens are: tokenizing it may take minutes."""
         limit = self._loaded.context_length
         if limit is None:
             return
@@ -196,7 +192,6 @@ class Script:
 
     @cached_property
     def _longest_token_chars(self) -> int:
-        """No token stands for more characters of a text."""
         return max(map(len, self._loaded.tokenizer.get_vocab()))
 
     def _require_fit(self, request: ScheduledRequest, prompt_tokens: int, reply_tokens: int) -> None:
@@ -209,7 +204,7 @@ class Script:
 
 
 def recorded_reply(tokenizer: Any, request: ScheduledRequest, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The recorded reply as the next turn's prompt will spell it, behind this prompt; empty when there is none.
+    """The recorded reply as the next turn's prompt will spell it behind this prompt; empty when there is none.
 
     Raises:
         ValueError: the template refuses it.
@@ -222,6 +217,6 @@ def recorded_reply(tokenizer: Any, request: ScheduledRequest, prompt: NDArray[np
     end = marks[-1] if marks else 0
     if end > len(prompt) == common_length(tokens, prompt):
         return tokens[len(prompt) : end]
-    # The template opens a reply otherwise than it writes one later, so the next turn parts here anyway.
+    # The template opens a reply in another way than it writes one later, so the next turn parts here anyway.
     content = request.recorded_reply.get("content") or ""
     return np.array(tokenizer.encode(content, add_special_tokens=False), np.int32)

@@ -197,9 +197,9 @@ def test_what_had_finished_before_a_budget_that_is_too_small_is_kept(command, tm
 def test_ctrl_c_in_a_replay_of_several_users_prints_what_had_finished(command, talks, tmp_path, monkeypatch):
     done = progress.ReplayProgress.request_done
 
-    def interrupted_at_the_third(self, cache, prompt_tokens, seen=[]):  # noqa: B006
-        done(self, cache, prompt_tokens)
-        seen.append(prompt_tokens)
+    def interrupted_at_the_third(self, cache, row, seen=[]):  # noqa: B006
+        done(self, cache, row)
+        seen.append(row)
         if len(seen) == 3:
             signal.raise_signal(signal.SIGINT)
 
@@ -231,8 +231,8 @@ def test_differing_answers_are_named_and_exit_code_1(command, talks, monkeypatch
 def test_ctrl_c_and_other_signals_to_stop_print_what_had_finished(command, talks, tmp_path, monkeypatch, number):
     done = progress.ReplayProgress.request_done
 
-    def interrupted_at_the_fourth(self, cache, prompt_tokens, seen=[]):  # noqa: B006
-        done(self, cache, prompt_tokens)
+    def interrupted_at_the_fourth(self, cache, row, seen=[]):  # noqa: B006
+        done(self, cache, row)
         seen.append(cache)
         if len(seen) == 4:
             signal.raise_signal(number)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from runner.replay.replayer import ReplayOptions, replay
-from runner.replay.report import TIE, ParallelReport
-from runner.replay.together import AnswerDifference, ParallelReplay
+from runner.replay.replayer import AnswerDifference, Replay, replay
+from runner.replay.report import TIE, Report
+from runner.replay.servers import ReplayOptions
 from runner.script.conversation import Conversation
 from runner.script.schedule import schedule
 from runner.script.script import Script
@@ -34,9 +34,9 @@ def options(**more):
 
 def together(kind, users, *, conversations=CONVERSATIONS):
     loaded = load(kind)
-    run = ParallelReplay(loaded, new_script(loaded, conversations, 1), options(), users, Silence())
+    run = Replay(loaded, new_script(loaded, conversations, 1), ["radix"], options(), Silence(), users)
     run.run()
-    assert not [each for each in run.partings() if each.gap >= TIE]
+    assert not [each for each in run.differences() if each.gap >= TIE]
     (found,) = run.result()
     return found
 
@@ -45,9 +45,9 @@ def together(kind, users, *, conversations=CONVERSATIONS):
 def watched():
     """A finished run of two users at a time, and who watched it."""
     loaded, observer = load("llama"), Silence()
-    run = ParallelReplay(loaded, new_script(loaded, CONVERSATIONS, 1), options(), 2, observer)
+    run = Replay(loaded, new_script(loaded, CONVERSATIONS, 1), ["radix"], options(), observer, 2)
     run.run()
-    assert not run.partings()
+    assert not run.differences()
     return run, observer
 
 
@@ -80,7 +80,7 @@ def test_long_replies_that_are_no_text_of_their_own_still_fit_the_next_prompts()
     # Random weights generate halves of characters, each of which comes back as the three bytes of a replacement.
     loaded = load("llama")
     script = new_script(loaded, UNRECORDED[:1], 1, max_tokens=60)
-    run = ParallelReplay(loaded, script, options(max_tokens=60), 1, Silence())
+    run = Replay(loaded, script, ["radix"], options(max_tokens=60), Silence(), 1)
     run.run()
     rows = run.result()[0].rows
     assert len(rows) == 3
@@ -102,7 +102,7 @@ def test_the_observer_hears_of_every_request_and_peaks_are_within_bounds(watched
         row.prompt_tokens for row in found.rows
     )
     assert 0 < found.peak_tokens <= found.capacity_tokens
-    assert 0 < found.peak_bytes <= BUDGET_BYTES
+    assert 0 < max(row.peak_bytes for row in found.rows) <= BUDGET_BYTES
     assert all(row.ttft_ms > row.waited_ms >= 0 for row in found.rows)
     assert found.wall_s * 1e3 >= max(row.ttft_ms for row in found.rows)
 
@@ -110,28 +110,28 @@ def test_the_observer_hears_of_every_request_and_peaks_are_within_bounds(watched
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_mlx_lms_batches_serve_the_same_requests_and_find_less_of_them(kind):
     loaded = load(kind)
-    run = ParallelReplay(loaded, new_script(loaded, CONVERSATIONS, 1), options(), 2, Silence(), ["radix", "mlx-lm"])
+    run = Replay(loaded, new_script(loaded, CONVERSATIONS, 1), ["radix", "mlx-lm"], options(), Silence(), 2)
     run.run()
     ours, theirs = run.result()
     assert (ours.cache, theirs.cache) == ("radix", "mlx-lm")
     assert [row.prompt_tokens for row in ours.rows] == [row.prompt_tokens for row in theirs.rows]
     assert 0 < sum(row.cached_tokens for row in theirs.rows) <= sum(row.cached_tokens for row in ours.rows)
-    assert theirs.peak_bytes > 0
-    assert not [each for each in run.partings() if each.gap >= TIE]
-    report = ParallelReport(run.result(), run.alone(), run.partings())
+    assert theirs.rows[0].peak_bytes > 0
+    assert not [each for each in run.differences() if each.gap >= TIE]
+    report = Report(run.result(), is_parallel=True, alone=run.alone(), partings=run.differences())
     assert "In mlx-lm's batches they took" in report.sentence()
     assert [each["cache"] for each in report.document()["runs"]] == ["radix", "mlx-lm", "radix", "none"]
 
 
 def test_an_answer_that_parts_is_said_by_how_near_the_two_tokens_were(watched, monkeypatch):
     run, _ = watched
-    kept = run.result(), run.alone()
-    replies = run._runs[0].replies
+    kept = run.result()
+    replies = run._together[0].replies
     first, second, third, *rest = replies[3]
     monkeypatch.setitem(replies, 3, [first, second, third + 1, *rest])
-    (found,) = run.partings()
+    (found,) = run.differences()
     assert (found.cache, found.index) == ("radix", 3)
     assert found.gap > TIE
-    report = ParallelReport(*kept, [found, AnswerDifference("radix", 4, TIE / 2)])
+    report = Report(kept, is_parallel=True, alone=run.alone(), partings=[found, AnswerDifference("radix", 4, TIE / 2)])
     assert [(cache, index) for cache, index, _ in report.differences()] == [("radix", 3)]
     assert "1 answer parted where two tokens were as good as one another. 1 answer differ" in report.sentence()

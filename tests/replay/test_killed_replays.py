@@ -14,7 +14,8 @@ import pytest
 from runner.commands.inputs import read_chosen, scheduled_requests
 from runner.models.load import load_model
 from runner.replay import caches
-from runner.replay.replayer import ReplayOptions, RequestRow, replay
+from runner.replay.replayer import replay
+from runner.replay.servers import ReplayOptions, RequestRow
 from runner.script.script import Script
 from tests.replay.killed import quantized
 from tests.replay.test_replay import Silence

@@ -12,7 +12,8 @@ from runner.engine.replies import generate
 from runner.models.load import load_model
 from runner.replay import CACHE_NAMES, caches
 from runner.replay.caches import layers_bytes, open_backend
-from runner.replay.replayer import Replay, ReplayOptions, replay
+from runner.replay.replayer import Replay, replay
+from runner.replay.servers import ReplayOptions
 from runner.script.conversation import Conversation
 from runner.script.schedule import schedule
 from runner.script.script import Prompt, Script, ScriptError
@@ -37,8 +38,8 @@ class Silence:
     def request_advanced(self, cache, done_tokens, prompt_tokens):
         self.advances.append((cache, done_tokens, prompt_tokens))
 
-    def request_done(self, cache, prompt_tokens):
-        self.done.append((cache, prompt_tokens))
+    def request_done(self, cache, row):
+        self.done.append((cache, row.prompt_tokens))
 
 
 def conversation(name, user, *texts, **more):
@@ -148,8 +149,8 @@ def test_the_observer_hears_of_every_run_and_every_prompt_token():
 
 def test_a_replay_that_is_broken_off_keeps_the_rounds_that_ended():
     class Impatient(Silence):
-        def request_done(self, cache, prompt_tokens):
-            super().request_done(cache, prompt_tokens)
+        def request_done(self, cache, row):
+            super().request_done(cache, row)
             if len(self.done) == 5:
                 raise KeyboardInterrupt
 

@@ -15,8 +15,9 @@ from rich.console import Console
 from runner.files import require_writable, write_atomically, write_json
 from runner.origin import machine, versions
 from runner.replay.progress import replay_picture
-from runner.replay.replayer import CacheRun, RequestRow, output_hash
+from runner.replay.replayer import CacheRun
 from runner.replay.report import Report, paired_ratio
+from runner.replay.servers import RequestRow, output_hash
 
 
 def row(ttft_ms=100.0, *, answer=(1, 2), cached_tokens=0, peak_bytes=1 << 20, **more):

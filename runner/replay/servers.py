@@ -1,0 +1,434 @@
+"""Who answers the requests of a replay: a cache under comparison, for one user at a time or for several.
+
+    OneAtATime    any cache of caches.py, one request after the other
+    TreeServer    a ParallelGenerator on a PrefixCache
+    BatchServer   mlx-lm's BatchGenerator on its LRUPromptCache, put together as mlx-lm's server does
+
+In BatchServer a request begins on a copy of the nearest stored prefix. Its prompt goes in segments, and at the end of
+each segment the row's caches are copied into the store. Stored entries keep to what the running rows leave of the
+budget. Source: mlx_lm/server.py, mlx-lm 0.32.2.
+
+  RR1  A request arrives right before its cache is asked: TTFT includes looking up, copying and paging in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import BatchGenerator
+
+from radixcache import PrefixCache
+from runner.engine.generator import ParallelGenerator
+from runner.engine.replies import DEFAULT_STEP_SIZE, Completion, LiveRun, Reply, feed, generate
+from runner.engine.sequence import Ticket
+from runner.models.load import LoadedModel
+from runner.replay.caches import LRUPrompts, open_backend
+from runner.script.script import RenderedRequest
+
+OUTPUT_HASH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What holds for all caches of a replay."""
+
+    budget_bytes: int
+    policy: str = "lru"
+    max_tokens: int = 8
+    recorded: bool = False
+    step_size: int = DEFAULT_STEP_SIZE
+    dump_tree: bool = False
+    exact: bool = False
+    keep_view: bool = False
+    disk: str | None = None
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRow:
+    """What one request cost with one cache; a figure of None is not measured for as many users at a time."""
+
+    user: str
+    conversation_id: str
+    turn: int
+    prompt_tokens: int
+    matched_tokens: int
+    cached_tokens: int
+    # Why no more tokens were cached.
+    reason: str | None
+    # From the request's arrival to its first token.
+    ttft_ms: float
+    # Part of `ttft_ms`: before prefill began, where several users are served; in the cache, where one is.
+    waited_ms: float | None = None
+    begin_ms: float | None = None
+    # From the first token to the last, or the time to feed the recorded reply.
+    decode_ms: float
+    # Storing what was evaluated, after the last token.
+    close_ms: float | None = None
+    # Held after the request.
+    live_bytes: int | None = None
+    paged_bytes: int | None = None
+    # The most that was held after any prefill chunk or the reply; with several users, by all requests up to this one.
+    peak_bytes: int
+    # What MLX had allocated beyond the model and other caches, at most, after the reply and after storing it.
+    allocated_bytes: int | None = None
+    output_tokens: int
+    output_hash: str
+    done_reason: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A request that has its reply; `index` is its place in the script."""
+
+    index: int
+    row: RequestRow
+    tokens: Sequence[int]
+    text: str
+
+
+class Server(Protocol):
+    """Answers requests.
+
+    Attributes:
+        name: of the cache.
+        shown: the cache whose tree can be shown; None where there is no tree.
+        peak_bytes, peak_tokens: the most that caches and running rows held so far; tokens where they are counted.
+        evictions: entries evicted so far.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shown(self) -> PrefixCache | None: ...
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    @property
+    def peak_tokens(self) -> int: ...
+
+    @property
+    def evictions(self) -> int: ...
+
+    def submit(self, index: int, request: RenderedRequest) -> None:
+        """Take a request in."""
+
+    def answers(self) -> Iterator[Answer]:
+        """Serve until all that was taken in is done."""
+
+    def close(self) -> None:
+        """Release every array."""
+
+
+class OneAtATime:
+    """Answers requests from one of the caches of caches.py, and watches its bytes."""
+
+    peak_tokens = 0
+
+    def __init__(
+        self, name: str, loaded: LoadedModel, options: ReplayOptions, on_advance: Callable[[int, int], None]
+    ) -> None:
+        """Open the cache.
+
+        Args:
+            on_advance: called with the running request's prompt tokens, those restored or evaluated and all.
+        """
+        self.name = name
+        self.peak_bytes = 0
+        self._loaded, self._options, self._on_advance = loaded, options, on_advance
+        self._backend = open_backend(
+            name,
+            loaded,
+            budget_bytes=options.budget_bytes,
+            policy=options.policy,
+            exact_step_size=options.step_size if options.exact else None,
+            disk=options.disk,
+            disk_bytes=options.disk_bytes,
+        )
+        self._waiting: list[tuple[int, RenderedRequest]] = []
+        # What MLX has allocated for this cache: what was added during its own requests.
+        self._held_bytes = self._others_bytes = 0
+        self._request_peak_bytes = self._allocated_bytes = 0
+
+    @property
+    def shown(self) -> PrefixCache | None:
+        return self._backend.shown
+
+    @property
+    def evictions(self) -> int:
+        return self._backend.evictions
+
+    def submit(self, index: int, request: RenderedRequest) -> None:
+        self._waiting.append((index, request))
+
+    def answers(self) -> Iterator[Answer]:
+        while self._waiting:
+            yield self._answer(*self._waiting.pop(0))
+
+    def close(self) -> None:
+        self._backend.close()
+
+    def _answer(self, index: int, request: RenderedRequest) -> Answer:
+        self._others_bytes = mx.get_active_memory() - self._held_bytes
+        self._request_peak_bytes = self._allocated_bytes = 0
+        arrived_s = time.perf_counter()
+        with self._backend.begin(request.prompt) as run:
+            begun_s = time.perf_counter()
+            completion, decode_ms, text = self._reply(run, request, arrived_s)
+            cached_tokens, matched_tokens, reason = run.cached_tokens, run.matched_tokens, run.reason
+            self._watch(is_settled=True)
+            closing_s = time.perf_counter()
+        closed_s = time.perf_counter()
+        self._watch(is_settled=True)
+        del run
+        self._held_bytes = mx.get_active_memory() - self._others_bytes
+        self.peak_bytes = max(self.peak_bytes, self._request_peak_bytes)
+        row = _row(
+            request,
+            completion,
+            matched_tokens=matched_tokens,
+            cached_tokens=cached_tokens,
+            reason=reason,
+            begin_ms=(begun_s - arrived_s) * 1e3,
+            decode_ms=decode_ms,
+            close_ms=(closed_s - closing_s) * 1e3,
+            live_bytes=self._backend.live_bytes,
+            paged_bytes=self._backend.paged_bytes,
+            peak_bytes=self._request_peak_bytes,
+            allocated_bytes=self._allocated_bytes,
+        )
+        return Answer(index, row, completion.tokens, text)
+
+    def _reply(self, run: LiveRun, request: RenderedRequest, arrived_s: float) -> tuple[Completion, float, str]:
+        """Generate the reply, or its first token and feed the recorded one; returns it, its decode ms and its text."""
+
+        def on_progress(offset: int, prompt_tokens: int) -> None:
+            self._watch()
+            self._on_advance(offset, prompt_tokens)
+
+        pieces = generate(
+            run,
+            self._loaded.model,
+            self._loaded.tokenizer,
+            max_tokens=1 if self._options.recorded else self._options.max_tokens,
+            step_size=self._options.step_size,
+            on_progress=on_progress,
+            arrived_at_s=arrived_s,
+        )
+        completion, text = None, ""
+        for piece in pieces:
+            text += piece.text
+            completion = piece.completion
+        assert completion is not None, "the last piece carries it"
+        if not self._options.recorded:
+            return completion, completion.completion_ms, text
+        feeding_s = time.perf_counter()
+        feed(run, self._loaded.model, request.reply, step_size=self._options.step_size)
+        return completion, (time.perf_counter() - feeding_s) * 1e3, text
+
+    def _watch(self, is_settled: bool = False) -> None:
+        """Note what is held now. The allocator's figure is fair only if no forward pass has temporary arrays."""
+        held_bytes = self._backend.live_bytes + self._backend.paged_bytes
+        self._request_peak_bytes = max(self._request_peak_bytes, held_bytes)
+        if is_settled:
+            self._allocated_bytes = max(self._allocated_bytes, mx.get_active_memory() - self._others_bytes)
+
+
+class TreeServer:
+    """A ParallelGenerator on a PrefixCache."""
+
+    name = "radix"
+
+    def __init__(self, loaded: LoadedModel, options: ReplayOptions, *, capacity: int, users: int) -> None:
+        self.shown = PrefixCache(loaded.model, budget_bytes=options.budget_bytes, policy=options.policy)
+        self.peak_tokens = 0
+        self._max_tokens = options.max_tokens
+        self._generator = ParallelGenerator(
+            self.shown,
+            loaded.model,
+            loaded.tokenizer,
+            capacity=capacity,
+            max_rows=users,
+            step_size=options.step_size,
+        )
+        self._requests: dict[Ticket, tuple[int, RenderedRequest]] = {}
+        self._texts: dict[Ticket, str] = {}
+
+    @property
+    def evictions(self) -> int:
+        return self.shown.stats.evictions
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.shown.stats.peak_bytes
+
+    def submit(self, index: int, request: RenderedRequest) -> None:
+        ticket = self._generator.submit(
+            request.prompt.tokens,
+            marks=request.prompt.marks,
+            max_tokens=self._max_tokens,
+            arrived_at_s=time.perf_counter(),
+        )
+        self._requests[ticket], self._texts[ticket] = (index, request), ""
+
+    def answers(self) -> Iterator[Answer]:
+        for ticket, piece in self._generator:
+            self._texts[ticket] += piece.text
+            self.peak_tokens = max(self.peak_tokens, self._generator.group.used_tokens)
+            done = piece.completion
+            if done is None:
+                continue
+            if done.error is not None:
+                raise done.error
+            assert done.ttft_ms is not None, "nothing cancels a replayed request"
+            assert done.prompt_ms is not None, done
+            index, request = self._requests.pop(ticket)
+            row = _row(
+                request,
+                done,
+                matched_tokens=ticket.matched_tokens,
+                cached_tokens=done.cached_tokens,
+                reason=ticket.reason,
+                waited_ms=done.ttft_ms - done.prompt_ms,
+                peak_bytes=self.peak_bytes,
+            )
+            yield Answer(index, row, done.tokens, self._texts.pop(ticket))
+
+    def close(self) -> None:
+        self._generator.close()
+        self.shown.close()
+
+
+@dataclass
+class _Running:
+    """A request in mlx-lm's generator."""
+
+    index: int
+    request: RenderedRequest
+    reply: Reply
+    kinds: list[str]
+    cached_tokens: int
+    arrived_s: float
+    began_s: float | None = None
+    text: str = ""
+
+
+class BatchServer:
+    """mlx-lm's generator and its store."""
+
+    name = "mlx-lm"
+    shown = None
+    peak_tokens = 0
+
+    def __init__(self, loaded: LoadedModel, options: ReplayOptions, *, users: int) -> None:
+        self._loaded, self._options = loaded, options
+        self._stored = LRUPrompts(loaded.model, loaded.tokenizer, budget_bytes=options.budget_bytes)
+        self._generator = BatchGenerator(loaded.model, prefill_step_size=options.step_size, completion_batch_size=users)
+        self._running: dict[int, _Running] = {}
+        self.peak_bytes = 0
+
+    @property
+    def evictions(self) -> int:
+        return self._stored.evictions
+
+    def submit(self, index: int, request: RenderedRequest) -> None:
+        arrived_s = time.perf_counter()
+        tokens, max_tokens = request.prompt.tokens.tolist(), self._options.max_tokens
+        caches, cached_tokens = self._stored.fetch(tokens)
+        kinds = [(end, kind) for end, kind in self._stored.segments(request.prompt) if end > cached_tokens]
+        ends = [cached_tokens, *(end for end, _ in kinds), len(tokens)]
+        segments = [tokens[start:end] for start, end in pairwise(ends) if start < end]
+        (user,) = self._generator.insert_segments(
+            [segments], [max_tokens], caches=[caches], all_tokens=[tokens[:cached_tokens]]
+        )
+        reply = Reply(
+            self._loaded.tokenizer,
+            max_tokens=max_tokens,
+            stop_tokens=None,
+            prompt_tokens=len(tokens),
+            arrived_at_s=arrived_s,
+        )
+        reply.cached_tokens = cached_tokens
+        self._running[user] = _Running(index, request, reply, [kind for _, kind in kinds], cached_tokens, arrived_s)
+
+    def answers(self) -> Iterator[Answer]:
+        while self._running:
+            self._stored.trim_to(self._options.budget_bytes - int(self._generator.prompt_cache_nbytes))
+            prompts, tokens = self._generator.next()
+            for response in prompts:
+                running = self._running[response.uid]
+                if running.began_s is None:
+                    running.began_s = time.perf_counter()
+                    running.reply.start()
+            ended = [each.uid for each in prompts if each.end_of_segment and not each.end_of_prompt]
+            ended = [user for user in ended if self._running[user].kinds]
+            for user, (caches, key) in self._generator.extract_cache(ended).items():
+                self._stored.insert(list(key), list(caches), self._running[user].kinds.pop(0))
+            held = int(self._generator.prompt_cache_nbytes) + self._stored.paged_bytes
+            self.peak_bytes = max(self.peak_bytes, held)
+            for response in tokens:
+                answer = self._add(response)
+                if answer is not None:
+                    yield answer
+
+    def close(self) -> None:
+        self._generator.close()
+        self._stored.close()
+
+    def _add(self, response: Any) -> Answer | None:
+        """Take a reply's next token; at its end, store the row's caches and return the answer."""
+        running = self._running[response.uid]
+        piece = running.reply.add(response.token, response.logprobs, lambda: False)
+        running.text += piece.text
+        completion = piece.completion
+        if completion is None:
+            return None
+        del self._running[response.uid]
+        if response.finish_reason is not None:
+            self._stored.insert(list(response.all_tokens), list(response.prompt_cache), "assistant")
+        else:  # a stop token, which the generator knows nothing of
+            found = self._generator.remove([response.uid], return_prompt_caches=True)
+            for caches, key in found.values():
+                self._stored.insert(list(key), list(caches), "assistant")
+        row = _row(
+            running.request,
+            completion,
+            matched_tokens=running.cached_tokens,
+            cached_tokens=running.cached_tokens,
+            reason=None,
+            waited_ms=((running.began_s or running.arrived_s) - running.arrived_s) * 1e3,
+            peak_bytes=self.peak_bytes,
+        )
+        return Answer(running.index, row, completion.tokens, running.text)
+
+
+def output_hash(tokens: Sequence[int]) -> str:
+    """Digest of output tokens: equal outputs, equal digests."""
+    return hashlib.blake2b(np.asarray(tokens, dtype="<i4").tobytes(), digest_size=OUTPUT_HASH_BYTES).hexdigest()
+
+
+def _row(
+    request: RenderedRequest, completion: Completion, *, decode_ms: float | None = None, **figures: Any
+) -> RequestRow:
+    assert completion.ttft_ms is not None, "nothing cancels a replayed request"
+    return RequestRow(
+        user=request.user,
+        conversation_id=request.conversation_id,
+        turn=request.turn,
+        prompt_tokens=completion.prompt_tokens,
+        ttft_ms=completion.ttft_ms,
+        decode_ms=completion.completion_ms if decode_ms is None else decode_ms,
+        output_tokens=completion.completion_tokens,
+        output_hash=output_hash(completion.tokens),
+        done_reason=completion.done_reason,
+        **figures,
+    )
