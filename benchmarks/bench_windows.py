@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 from benchmarks.harness.record import arguments, publish, say
 from benchmarks.harness.recorded_traces import add_traces, traces_in
-from radixcache.tree import node_state
+from radixcache.tree import entries
 from runner.models.footprint import ModelBytes
 from runner.simulate.simulator import BlockSizes, simulate
 from runner.traces.trace import Trace
@@ -66,7 +66,7 @@ def _measure(name: str, trace: Trace, gib: int) -> dict[str, Any]:
     def found(sizes: BlockSizes) -> float:
         return 100 * simulate(trace, "lru", gib << 30, sizes).token_hit_ratio
 
-    with patch.object(node_state, "WORTH", 0):
+    with patch.object(entries, "WORTH", 0):
         every = found(whole)
     now, bound = found(sizes), found(BlockSizes(sizes.span_bytes, is_counting=False))
     say(f"{name}, {trace.name} at {gib} GiB: {every:.1f}, now {now:.1f} of {bound:.1f} %")

@@ -54,8 +54,8 @@ from radixcache.paging.resume import Request, ResumePlan, ShortReason, Tails, fl
 from radixcache.paging.tier import Disk, Tier
 from radixcache.settings import Settings
 from radixcache.tokens import Keys, Quarantine
+from radixcache.tree.entries import NodeState, StateNode
 from radixcache.tree.history import Events
-from radixcache.tree.node_state import NodeState, StateNode
 from radixcache.tree.radix_tree import Match
 from radixcache.tree.state_tree import StateTree, Use
 from radixcache.verify import Verifier

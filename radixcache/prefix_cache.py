@@ -24,8 +24,8 @@ from policies import CostModel, EvictionPolicy, make_policy
 from radixcache.core import Core
 from radixcache.errors import CacheClosedError, refuse_copy
 from radixcache.groups.group import Group, open_group
-from radixcache.layers.identity import state_identity
-from radixcache.layers.layout import ArrayLayout, Layout
+from radixcache.layers.layout import Layout
+from radixcache.layers.stored import state_identity
 from radixcache.ledger import Ledger
 from radixcache.observe.explain import About, Explanation, explanation_of, in_a_line, snapshot_of, stats_of, view_of
 from radixcache.observe.hints import Edge, edges_of
@@ -174,11 +174,12 @@ class PrefixCache:
         sizes = (checkpoint_interval, checkpoint_budget_bytes, live_slots)
         vocab_size = vocabulary_size(model)
         settings = Settings(*sizes, verify, verify_seed, exact, step_size, vocab_size, on_event, model=model)
-        layout = ArrayLayout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size)
+        layout = Layout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size)
         self._open_core: Core | None
         disk = None
         if store is not None:
-            about = state_identity(layout, model, identity, exact=exact)
+            leaves = [leaf for leaf, _ in layout.leaves(layout.fresh())]
+            about = state_identity(leaves, model, identity, exact=exact)
             disk = Disk(joined(store), about, step_size if exact else 0)
         self._open_core, self._about = make_core(
             layout, budget_bytes, policy, cost, settings, trace, tokenizer, disk=disk

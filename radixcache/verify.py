@@ -39,7 +39,7 @@ from mlx_lm.models.cache import ArraysCache, QuantizedKVCache
 from radixcache.adapters.contract import Adapter
 from radixcache.adapters.window import WindowAdapter
 from radixcache.errors import described
-from radixcache.layers.layout import NATIVE_ERRORS, TOGETHER_BYTES, ArrayLayout
+from radixcache.layers.layout import NATIVE_ERRORS, TOGETHER_BYTES, Layout
 from radixcache.layers.trials import tolerance_of
 from radixcache.lock import Lock
 from radixcache.tokens import Keys, TokenIds
@@ -88,7 +88,7 @@ class Difference:
 
 
 def compare_states(
-    layout: ArrayLayout, restored: Sequence[Any], cold: Sequence[Any], end: int, offsets: Sequence[int | None]
+    layout: Layout, restored: Sequence[Any], cold: Sequence[Any], end: int, offsets: Sequence[int | None]
 ) -> list[Difference]:
     """Compare all leaves of a restored live cache with those of a cold one; both stand at offset `end`.
 
@@ -335,7 +335,7 @@ class Check:
     """The check of one request whose `caches` were restored to offset `resume`."""
 
     def __init__(
-        self, verifier: Verifier, layout: ArrayLayout, prompt: TokenIds, caches: Sequence[Any], resume: int
+        self, verifier: Verifier, layout: Layout, prompt: TokenIds, caches: Sequence[Any], resume: int
     ) -> None:
         self._verifier, self._layout, self._prompt, self._resume = verifier, layout, prompt, resume
         self._offsets = self._leaf_offsets(caches)

@@ -29,8 +29,8 @@ from radixcache.groups.tails import GROWTH_COLUMNS, TailLayer
 from radixcache.paging.live_path import LivePath
 from radixcache.settings import Settings
 from radixcache.tokens import Quarantine
+from radixcache.tree.entries import StateNode
 from radixcache.tree.history import History
-from radixcache.tree.node_state import StateNode
 from runner.models import demo as demo_model
 
 

@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from radixcache import DiskStore, PrefixCache
-from radixcache.layers.identity import weights_identity
+from radixcache.layers.stored import weights_identity
 from radixcache.layers.trials import GRID_STEPS, TOLERANCES
 from radixcache.paging.rates import StoreRates
 from tests.prompts import tokens

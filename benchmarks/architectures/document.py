@@ -31,7 +31,7 @@ from benchmarks.architectures.right_state import (
 from radixcache import UnsupportedCacheError
 from radixcache.adapters.contract import tokens_in
 from radixcache.groups.passes import way_of
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.layout import Layout
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 ATTEMPT_SECONDS = 300
@@ -155,7 +155,7 @@ def row_of(name: str, subject: Subject, agreement: Agreement, error: float) -> R
 
 def state_bytes(subject: Subject) -> tuple[int, int]:
     """Bytes of a token over all span layers, and of a checkpoint over all point layers after the first prompt."""
-    layout = ArrayLayout(subject.fresh, kv_bits=None, kv_group_size=64)
+    layout = Layout(subject.fresh, kv_bits=None, kv_group_size=64)
     caches = subject.fresh()
     # As a session cuts it: how much a window holds beyond its length depends on the last forward pass.
     for start in range(0, PROMPT_LENGTH, STEP_SIZE):

@@ -32,7 +32,7 @@ from radixcache.groups.tails import Columns
 from radixcache.layers.layout import NATIVE_ERRORS, LiveStateError
 from radixcache.paging.resume import ResumePlan, deepest_whole
 from radixcache.tokens import Keys, common_length
-from radixcache.tree.node_state import StateNode
+from radixcache.tree.entries import StateNode
 
 
 class RowStoring:

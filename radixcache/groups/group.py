@@ -42,7 +42,8 @@ from radixcache.groups.removal import Removal
 from radixcache.groups.room import Room
 from radixcache.groups.row import Row
 from radixcache.groups.tails import CASCADE_TOKENS
-from radixcache.layers.layout import ArrayLayout, is_evaluation_failure, one_each
+from radixcache.layers.layout import Layout, is_evaluation_failure, one_each
+from radixcache.layers.sizes import SizedLayout
 from radixcache.paging.own_state import OwnState
 from radixcache.paging.resume import Request, checkpoint_stops
 from radixcache.settings import require_count, require_group
@@ -570,14 +571,14 @@ def open_group(
     return group
 
 
-def _require_rows(core: Core) -> ArrayLayout:
+def _require_rows(core: Core) -> Layout:
     """Raise ValueError where rows cannot go together whatever the layers; returns the layout."""
     if core.settings.exact:
         raise ValueError(
             f"begin_many() on an exact cache: rows that decode together add up in another order than one alone, "
             f"and prefill goes in other chunks than {core.settings.step_size} tokens. Use begin(), or exact=False."
         )
-    if not isinstance(core.layout, ArrayLayout):
+    if isinstance(core.layout, SizedLayout):
         raise ValueError("begin_many() needs the state of a model; a layout that holds sizes has none.")
     if core.layout.is_quantized:
         raise ValueError("begin_many() with kv_bits: quantized keys and values cannot be in a batch of rows.")

@@ -23,7 +23,7 @@ from radixcache.groups.batch import Batch
 from radixcache.groups.room import Room
 from radixcache.groups.row import Row
 from radixcache.groups.tails import Columns, TailLayer
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.layout import Layout
 from radixcache.layers.shift import Rotation, rotations
 
 #: Keys and values of the tokens [start, start + T).
@@ -33,7 +33,7 @@ Piece = tuple[int, Pair]
 class Removal:
     """Takes the tokens [begin, end), begin < end, out of a row; the lock is held."""
 
-    def __init__(self, room: Room, layout: ArrayLayout, row: Row, begin: int, end: int) -> None:
+    def __init__(self, room: Room, layout: Layout, row: Row, begin: int, end: int) -> None:
         self._room = room
         self._layout = layout
         self._row = row

@@ -8,7 +8,7 @@ from radixcache.core import Core
 from radixcache.errors import BudgetFullError, CacheFullError
 from radixcache.groups.batch import Batch
 from radixcache.groups.row import Row
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.layout import Layout
 from radixcache.paging.own_state import Booking
 
 
@@ -20,7 +20,7 @@ class Room:
         booking: what the rows have on the account.
     """
 
-    def __init__(self, core: Core, layout: ArrayLayout, capacity: int) -> None:
+    def __init__(self, core: Core, layout: Layout, capacity: int) -> None:
         self.core = core
         self.layout = layout
         self.capacity = capacity

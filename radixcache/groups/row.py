@@ -19,7 +19,7 @@ from radixcache.groups.batch import Batch
 from radixcache.paging.own_state import OwnState
 from radixcache.paging.resume import Request, ResumePlan, ShortReason
 from radixcache.tokens import Keys, KnownTokens, TokenIds, common_length
-from radixcache.tree.node_state import StateNode
+from radixcache.tree.entries import StateNode
 
 
 class Row:

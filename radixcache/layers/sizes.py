@@ -1,11 +1,11 @@
-"""SizedLayout: a layout that holds sizes instead of arrays, so that a PrefixCache can be driven by a trace.
+"""SizedLayout: a layout of sizes instead of arrays, with which a simulator drives the deployed cache.
 
-Everything above the layout is the deployed code: tree, slots, paging, budget, policy. Only what copies arrays is
-replaced by what adds up their bytes. A key may stand for one token or for a block of them; sizes are given per key.
-Spans can be cut anywhere, windows be cut back while none of them has wrapped.
+Tree, slots, paging, budget and policy are those of any PrefixCache. Only the code that copies arrays is replaced, by
+code that adds up their bytes. A key may stand for one token or for a block of them; sizes are per key. Spans can be cut
+anywhere. Windows can be rewound while none of them has wrapped.
 
-Live buffers have no spare capacity, so that the bytes held are those of the distinct keys; or, with `grow_keys`, they
-grow as mlx-lm's KVCache does, and a live cache and this one make the same evictions.
+Live buffers have no spare capacity, so that the bytes held are those of the distinct keys. With `grow_keys` they grow
+as mlx-lm's KVCache does, and a live cache and this one make the same evictions.
 """
 
 from __future__ import annotations
@@ -15,73 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixcache.adapters.contract import NEVER, Checkpoint, Range, Spans, Window, WindowSnapshot, common, tokens_in
+from radixcache.layers.layout import Layout, Leaf
 
 
-@dataclass(slots=True, eq=False)
-class SizedPiece:
-    """As many bytes as the keys [start, end) take."""
-
-    start: int
-    end: int
-    nbytes: int
-
-    def split(self, at: int) -> tuple[SizedPiece | None, SizedPiece | None]:
-        if at <= self.start:
-            return None, self
-        if at >= self.end:
-            return self, None
-        upper_bytes = self.nbytes * (at - self.start) // (self.end - self.start)
-        return SizedPiece(self.start, at, upper_bytes), SizedPiece(at, self.end, self.nbytes - upper_bytes)
-
-    def merged(self, lower: SizedPiece) -> SizedPiece:
-        return SizedPiece(self.start, lower.end, self.nbytes + lower.nbytes)
-
-
-@dataclass(slots=True, eq=False)
-class SizedCache:
-    """Where the span layers and the point layers of a live cache stand.
-
-    Span buffers grow in steps of `grow_keys` and have room for `capacity` keys; 0: they hold exactly what is in them.
-    Windows have the last `passed` keys, those of the last forward pass, and what each of them reads.
-    """
-
-    grow_keys: int = 0
-    spans: int = 0
-    points: int = 0
-    capacity: int = 0
-    passed: int = 0
-
-    def advance(self, keys: int) -> None:
-        """A forward pass over that many keys."""
-        if self.grow_keys and self.spans + keys > self.capacity:
-            # As KVCache: what is filled is kept to the key, and whole steps come behind it.
-            kept = self.spans if self.spans % self.grow_keys else self.capacity
-            self.capacity = kept + -(-keys // self.grow_keys) * self.grow_keys
-        self.spans += keys
-        self.points += keys
-        self.passed = keys
-
-    def reserve(self, capacity: int) -> None:
-        """Give the span buffers room for so many keys, never less than one more than they hold."""
-        if self.grow_keys:
-            self.capacity = max(capacity, self.spans + 1)
-
-
-class SizedModel:
-    """Callable like a model whose caches are sized: moves them on by as many keys as it is given."""
-
-    def __call__(self, keys: Any, cache: Sequence[SizedCache]) -> None:
-        cache[0].advance(int(keys.shape[-1]))
-
-
-class SizedLayout:
-    """Sizes of a live cache.
+class SizedLayout(Layout):
+    """Sizes of a live cache, which has no leaves.
 
     Args:
         token_bytes: bytes of a key over all span layers.
         checkpoint_bytes: bytes of point state that do not depend on the offset.
         windows: the sliding windows, as (keys, bytes per key).
-        grow_keys: step in which live span buffers grow; 0: they hold exactly what is in them.
+        grow_keys: step in which live span buffers grow; 0: they hold exactly the keys in them.
     """
 
     def __init__(
@@ -96,22 +40,38 @@ class SizedLayout:
         points = checkpoint_bytes + sum(keys * nbytes for keys, nbytes in windows)
         if token_bytes + points == 0:
             raise ValueError("all sizes are 0; wanted bytes per token or per checkpoint.")
+        self._grow_keys = grow_keys if token_bytes else 0
+        super().__init__(lambda: [SizedCache(self._grow_keys)], None, 0)
+        self._in_use = []
+        self.leaf_count = 1
         self.token_bytes = token_bytes
         self.has_points = points > 0
         self.has_states = checkpoint_bytes > 0
         self._checkpoint_bytes = checkpoint_bytes
-        self._window_bytes: dict[Window, int] = {}
         for keys, nbytes in windows:
             if keys and nbytes:
-                self._window_bytes[Window(keys)] = self._window_bytes.get(Window(keys), 0) + nbytes
+                self._window_bytes[Window(keys)] = self.window_bytes(Window(keys)) + nbytes
         self.windows = tuple(self._window_bytes)
-        self._grow_keys = grow_keys if token_bytes else 0
+        self._first_leaf = {window: leaf for leaf, window in enumerate(self.windows)}
 
-    def fresh(self) -> list[Any]:
-        return [SizedCache(self._grow_keys)]
+    def leaves(self, caches: Sequence[Any]) -> list[Leaf]:
+        return []
 
-    def offsets(self, caches: Sequence[Any], trusted: bool = False) -> tuple[int, int] | None:
-        first: int = self.first_offset(caches)
+    def leaf_bytes(self, leaf: int) -> int:
+        return self.token_bytes
+
+    def layers_of(self, window: Window) -> int:
+        return 1
+
+    # Nothing to do without arrays.
+    def learn(self, caches: Sequence[Any]) -> None: ...
+    def evaluate(self, caches: Sequence[Any]) -> None: ...
+    def release(self) -> None: ...
+
+    # The live caches
+
+    def offsets(self, caches: Sequence[Any], trusted: bool = False) -> tuple[int, int]:
+        first = self.first_offset(caches)
         last: int = caches[0].points if self.has_points else first
         return min(first, last), max(first, last)
 
@@ -121,18 +81,14 @@ class SizedLayout:
     def is_empty(self, caches: Sequence[Any]) -> bool:
         return bool(caches[0].capacity == caches[0].spans == caches[0].points == 0)
 
-    def arrays(self, caches: Sequence[Any]) -> list[Any]:
-        return []
-
-    def identities(self, caches: Sequence[Any]) -> list[list[Any]]:
-        return []
-
     def live_nbytes(self, caches: Sequence[Any]) -> int:
         nbytes = 0
         for cache in caches:
             nbytes += (cache.capacity if self._grow_keys else cache.spans) * self.token_bytes
-            if self.has_points:
-                nbytes += self._point_nbytes(cache.points)
+            if cache.points and self.has_points:
+                windows = self._window_bytes.items()
+                nbytes += sum(tokens_in(window.needs(cache.points)) * each for window, each in windows)
+                nbytes += self._checkpoint_bytes
         return nbytes
 
     def spare_nbytes(self, caches: Sequence[Any]) -> int:
@@ -146,16 +102,25 @@ class SizedLayout:
         capacity: int = caches[0].capacity
         return capacity if self._grow_keys and capacity else NEVER
 
-    def span_offset(self, caches: Sequence[Any]) -> int:
-        return int(caches[0].spans)
-
     def uses_points(self, caches: Sequence[Any]) -> bool:
         return self.has_points and bool(caches[0].points)
+
+    def own(self, caches: Sequence[Any], *, was_empty: bool = True, wait: bool = True) -> None:
+        if caches[0].spans == caches[0].capacity:
+            caches[0].reserve(caches[0].spans + 1)
+
+    def hold(self, caches: Sequence[Any], tokens: int) -> list[Any]:
+        return [(caches[0].spans, caches[0].points)]
+
+    def roll_back(self, caches: Sequence[Any], held: list[Any]) -> bool:
+        caches[0].spans, caches[0].points = held[0]
+        return True
 
     def can_rewind(self, caches: Sequence[Any], offset: int, target: int) -> bool:
         if target >= offset:
             return target == offset
-        return not self.has_points or self._is_whole(caches[0].points)
+        is_whole = not self.has_states and all(caches[0].points <= window.size for window in self.windows)
+        return is_whole or not self.has_points
 
     def rewind(self, caches: Sequence[Any], offset: int, target: int) -> None:
         if target < offset:
@@ -164,11 +129,26 @@ class SizedLayout:
     def rewind_spans(self, caches: Sequence[Any], target: int) -> None:
         caches[0].spans = target
 
+    def reserve(
+        self, caches: Sequence[Any], capacity_tokens: int, like: Spans | None = None, *, wait: bool = True
+    ) -> None:
+        if caches[0].capacity or like is not None:
+            caches[0].reserve(capacity_tokens)
+
+    def empty(self, caches: Sequence[Any]) -> None:
+        caches[0].spans = caches[0].points = caches[0].capacity = 0
+
+    # Spans: one leaf
+
     def page_out(self, caches: Sequence[Any], start: int, end: int) -> Spans:
-        return self._spans(start, end)
+        nbytes = (end - start) * self.token_bytes
+        return Spans(start, end, [SizedPiece(start, end, nbytes)], nbytes)
 
     def take_out(self, caches: Sequence[Any], cuts: Sequence[tuple[int, int]]) -> list[Spans]:
-        return [self._spans(start, end) for start, end in cuts]
+        return [self.page_out(caches, start, end) for start, end in cuts]
+
+    def spans_of(self, snapshots: list[Any], start: int, end: int) -> Spans:
+        return Spans(start, end, snapshots, sum(leaf.nbytes for leaf in snapshots))
 
     def page_in(self, caches: Sequence[Any], spans: Spans, target: int, *, wait: bool = True) -> int:
         begin = max(spans.start, caches[0].spans)
@@ -179,23 +159,13 @@ class SizedLayout:
 
     def split(self, spans: Spans, at: int) -> tuple[Spans, Spans, int]:
         uppers, lowers = zip(*(leaf.split(at) for leaf in spans.leaves), strict=True)
-        return _summed(spans.start, at, [*uppers]), _summed(at, spans.end, [*lowers]), 0
+        return self.spans_of([*uppers], spans.start, at), self.spans_of([*lowers], at, spans.end), 0
 
     def merge(self, upper: Spans, lower: Spans) -> tuple[Spans, int]:
         joined = [ours.merged(theirs) for ours, theirs in zip(upper.leaves, lower.leaves, strict=True)]
-        return _summed(upper.start, lower.end, joined), 0
+        return self.spans_of(joined, upper.start, lower.end), 0
 
-    # Windows: a leaf for each
-
-    def window_bytes(self, window: Window) -> int:
-        return self._window_bytes[window]
-
-    def layers_of(self, window: Window) -> int:
-        return 1
-
-    def stored(self, spans: Spans, window: Window) -> list[Range]:
-        ranges: list[Range] = spans.leaves[self.windows.index(window)].ranges
-        return ranges
+    # Windows: a leaf each
 
     def held(self, caches: Sequence[Any]) -> dict[Window, list[Range]]:
         points, passed = caches[0].points, max(caches[0].passed, 1)
@@ -207,67 +177,26 @@ class SizedLayout:
             found = common(wanted.get(window, ()), held[window])
             pieces = [SizedPiece(low, high, (high - low) * nbytes) for low, high in found]
             leaves.append(WindowSnapshot(start, end, pieces))
-        return _summed(start, end, leaves)
+        return self.spans_of(leaves, start, end)
 
-    def within(self, spans: Spans, kept: Mapping[Window, Sequence[Range]]) -> tuple[Spans, int]:
-        cut = [leaf.within(kept[window]) for window, leaf in zip(self.windows, spans.leaves, strict=True)]
-        return _summed(spans.start, spans.end, cut), 0
+    def within(self, spans: Spans, wanted: Mapping[Window, Sequence[Range]]) -> tuple[Spans, int]:
+        cut = [leaf.within(wanted[window]) for window, leaf in zip(self.windows, spans.leaves, strict=True)]
+        return self.spans_of(cut, spans.start, spans.end), 0
 
-    def with_more(self, spans: Spans, more: Spans) -> Spans:
-        both = [ours.with_more(theirs.pieces) for ours, theirs in zip(spans.leaves, more.leaves, strict=True)]
-        return _summed(spans.start, spans.end, both)
+    # Point state
 
     def checkpoint(self, caches: Sequence[Any], offset: int, kind: str) -> Checkpoint:
         return Checkpoint(offset, [], self._checkpoint_bytes, kind)
+
+    def checkpoint_of(self, snapshots: list[Any], offset: int, kind: str) -> Checkpoint:
+        return self.checkpoint([], offset, kind)
 
     def restore_points(
         self, caches: Sequence[Any], checkpoint: Checkpoint | None, target: int, stored: Sequence[Spans] = ()
     ) -> None:
         caches[0].points, caches[0].passed = target, 0
 
-    def hold(self, caches: Sequence[Any], tokens: int) -> list[Any]:
-        return [(caches[0].spans, caches[0].points)]
-
-    def roll_back(self, caches: Sequence[Any], held: list[Any]) -> bool:
-        caches[0].spans, caches[0].points = held[0]
-        return True
-
-    def own(self, caches: Sequence[Any], *, was_empty: bool = True) -> None:
-        if caches[0].spans == caches[0].capacity:
-            caches[0].reserve(caches[0].spans + 1)
-
-    def own_lazily(self, caches: Sequence[Any], *, was_empty: bool = True) -> None:
-        self.own(caches)
-
-    def reserve(self, caches: Sequence[Any], capacity_tokens: int, like: Spans | None = None) -> None:
-        if caches[0].capacity or like is not None:
-            caches[0].reserve(capacity_tokens)
-
-    def grow(self, caches: Sequence[Any], capacity_tokens: int) -> None:
-        self.reserve(caches, capacity_tokens)
-
-    def empty(self, caches: Sequence[Any]) -> None:
-        caches[0].spans = caches[0].points = caches[0].capacity = 0
-
-    # What there is no more to know of, and nothing to do for, without arrays
-
-    is_quantized = False
-    is_known = True
-
-    def leaves(self, caches: Sequence[Any]) -> list[Any]:
-        return []
-
-    def leaf_bytes(self, leaf: int) -> int:
-        return self.token_bytes
-
-    def learn(self, caches: Sequence[Any]) -> None: ...
-    def evaluate(self, caches: Sequence[Any]) -> None: ...
-    def compare(self, caches: Sequence[Any]) -> None: ...
-    def release(self) -> None: ...
-
     # State in a store: sizes too
-
-    leaf_count = 1
 
     def block_buffers(self, spans: Sequence[Spans], windows: Sequence[Spans], start: int, end: int) -> dict[str, Any]:
         buffers: dict[str, Any] = {"span": SizedPiece(start, end, (end - start) * self.token_bytes)}
@@ -288,26 +217,59 @@ class SizedLayout:
     def points_in(self, buffers: Mapping[str, Any], end: int) -> list[Any]:
         return [buffers["point"]]
 
-    def spans_of(self, snapshots: list[Any], start: int, end: int) -> Spans:
-        return _summed(start, end, snapshots)
 
-    def checkpoint_of(self, snapshots: list[Any], offset: int, kind: str) -> Checkpoint:
-        return self.checkpoint([], offset, kind)
+@dataclass(slots=True, eq=False)
+class SizedCache:
+    """A live cache: the offsets of its span layers and its point layers.
 
-    def _spans(self, start: int, end: int) -> Spans:
-        nbytes = (end - start) * self.token_bytes
-        return Spans(start, end, [SizedPiece(start, end, nbytes)], nbytes)
+    Span buffers grow in steps of `grow_keys` and have room for `capacity` keys; with 0 they hold exactly their keys.
+    Windows have the last `passed` keys, those of the last forward pass, and the keys that each of them reads.
+    """
 
-    def _point_nbytes(self, offset: int) -> int:
-        if offset == 0:
-            return 0
-        windows = self._window_bytes.items()
-        return self._checkpoint_bytes + sum(tokens_in(window.needs(offset)) * nbytes for window, nbytes in windows)
+    grow_keys: int = 0
+    spans: int = 0
+    points: int = 0
+    capacity: int = 0
+    passed: int = 0
 
-    def _is_whole(self, offset: int) -> bool:
-        """Whether point state at `offset` has lost nothing yet."""
-        return self._checkpoint_bytes == 0 and all(offset <= window.size for window in self.windows)
+    def advance(self, keys: int) -> None:
+        """A forward pass over that many keys."""
+        if self.grow_keys and self.spans + keys > self.capacity:
+            # As KVCache: the filled part stays, to the key, and whole steps follow it.
+            filled = self.spans if self.spans % self.grow_keys else self.capacity
+            self.capacity = filled + -(-keys // self.grow_keys) * self.grow_keys
+        self.spans += keys
+        self.points += keys
+        self.passed = keys
+
+    def reserve(self, capacity: int) -> None:
+        """Give the span buffers room for so many keys, never less than one more than they hold."""
+        if self.grow_keys:
+            self.capacity = max(capacity, self.spans + 1)
 
 
-def _summed(start: int, end: int, leaves: list[Any]) -> Spans:
-    return Spans(start, end, leaves, sum(leaf.nbytes for leaf in leaves))
+class SizedModel:
+    """Callable like a model whose caches are sized: moves them on by the number of keys it is given."""
+
+    def __call__(self, keys: Any, cache: Sequence[SizedCache]) -> None:
+        cache[0].advance(int(keys.shape[-1]))
+
+
+@dataclass(slots=True, eq=False)
+class SizedPiece:
+    """The bytes of the keys [start, end)."""
+
+    start: int
+    end: int
+    nbytes: int
+
+    def split(self, at: int) -> tuple[SizedPiece | None, SizedPiece | None]:
+        if at <= self.start:
+            return None, self
+        if at >= self.end:
+            return self, None
+        upper_bytes = self.nbytes * (at - self.start) // (self.end - self.start)
+        return SizedPiece(self.start, at, upper_bytes), SizedPiece(at, self.end, self.nbytes - upper_bytes)
+
+    def merged(self, lower: SizedPiece) -> SizedPiece:
+        return SizedPiece(self.start, lower.end, self.nbytes + lower.nbytes)

@@ -1,12 +1,16 @@
-"""A model's state as named buffers of a stored block, and back. Nothing here is cut or restored: adapters do that.
+"""State in a store: the identity of a model's state, and its snapshots as named buffers of a block and back.
 
     span.LEAF.I             array I of a layer's keys and values, of all tokens of the block
     window.LEAF.START.I     the same of a stack of windows, of some tokens from START on
-    point.LEAF.I            an array of a point layer's state; point.LEAF is the JSON that says where in it they belong
-    shapes                  JSON of what a layout has learnt of its leaves
+    point.LEAF.I            array I of a point layer's state; point.LEAF is JSON: the nest that the arrays belong to
+    shapes                  JSON: `Layout.shapes`
 
-Arrays are taken and made on the thread that they belong to. Taking one copies it only where it does not lie in one
-piece: what stores it holds on to the array itself.
+An array is copied only where it does not lie in one piece: a store holds the array itself. The arrays of a block are
+made, unevaluated, on the thread that reads it.
+
+An identity says which weights, cache classes and versions stored state depends on. A digest of weights covers their
+names, shapes and dtypes, and `SAMPLES` elements spread evenly over each array. That is enough to notice fine-tuning,
+merging, quantization and LoRA adapters; reading all bytes would take seconds.
 """
 
 from __future__ import annotations
@@ -14,50 +18,132 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from importlib.metadata import version
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
 
 from radixcache.adapters.contract import Checkpoint, Spans, WindowSnapshot
 from radixcache.adapters.point import PointSnapshot
 from radixcache.adapters.span import SpanSnapshot
-from radixcache.stores.block import DTYPES, Buffer
+from radixcache.stores.block import DTYPES, Buffer, Identity
 
-#: Arrays by their names.
-Arrays = dict[str, mx.array]
+#: Format of the buffers. Another number makes everything that was stored before a miss.
+STATE_VERSION = 1
+#: Elements of each array of weights in the digest.
+SAMPLES = 64
+DIGEST_BYTES = 32
+
 Buffers = Mapping[str, Buffer]
 
 _DTYPE_OF: dict[str, mx.Dtype] = {name: getattr(mx, "bool_" if name == "bool" else name) for name in DTYPES}
 
 
+# Identity
+
+
+def weights_identity(*models: Any, name: str = "") -> Identity:
+    """The identity of models that make state together: their classes, arguments and weights.
+
+    Args:
+        name: shown to people; by default the type of the first model.
+    """
+    digest = blake2b(digest_size=DIGEST_BYTES, person=b"rc weights")
+    for model in models:
+        arguments = getattr(model, "args", None)
+        _update(digest, f"{type(model).__module__}.{type(model).__qualname__} {arguments!r}".encode())
+        weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+        samples = [array.reshape(-1)[:: max(1, array.size // SAMPLES)].view(mx.uint8) for _, array in weights]
+        mx.eval(samples)
+        for (label, array), sample in zip(weights, samples, strict=True):
+            _update(digest, f"{label} {array.shape} {array.dtype}".encode(), np.array(sample).tobytes())
+    types = (getattr(getattr(model, "args", None), "model_type", type(model).__name__) for model in models)
+    return Identity(digest.digest(), name or next(types, ""))
+
+
+def state_identity(
+    leaves: Iterable[Any], model: Any, given: Identity | bytes | str | None, *, exact: bool = False
+) -> Identity:
+    """The identity of a cache's state.
+
+    Args:
+        leaves: empty caches; their classes and parameters count, quantization among them.
+        given: stands for the weights; None: digest those of the model.
+        exact: state must be equal to the bit, so MLX's version and the device count too.
+
+    Raises:
+        ValueError: neither a model nor a usable `given`.
+    """
+    if given is None:
+        if model is None:
+            raise ValueError("a store needs a model, or identity= with bytes or a str that names these caches.")
+        given = weights_identity(model)
+    elif not isinstance(given, Identity):
+        if not isinstance(given, (bytes, str)) or not given:
+            raise ValueError(f"identity is {given!r:.80}; wanted bytes or a str that is not empty, or an Identity.")
+        given = Identity(given, "") if isinstance(given, bytes) else Identity(given.encode(), given)
+    # The adapters are made for one minor version of mlx-lm: the next may give its fields another meaning.
+    versions: list[Any] = [STATE_VERSION, version("mlx-lm").split(".")[:2]]
+    versions += [version("mlx"), str(mx.default_device()), mx.device_info()["device_name"]] if exact else []
+    caches = []
+    for cache in leaves:
+        plain = {k: v for k, v in getattr(cache, "__dict__", {}).items() if isinstance(v, (bool, int, float, str))}
+        caches.append([type(cache).__qualname__, dict(sorted(plain.items()))])
+    digest = blake2b(digest_size=DIGEST_BYTES, person=b"rc state")
+    _update(digest, json.dumps([versions, caches]).encode(), given.digest)
+    return Identity(digest.digest(), given.model)
+
+
+def _update(digest: Any, *parts: bytes) -> None:
+    """Add parts, each behind its length, so that no two sequences of parts are alike."""
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+
+
 # Into buffers
 
 
-def span_arrays(parts: Sequence[Spans], start: int, end: int) -> Arrays:
-    """Keys and values of the tokens [start, end), which these spans have, one behind the other.
+def block_buffers(
+    parts: Sequence[Spans], windows: Sequence[Spans], start: int, end: int, shapes: Sequence[Any] | None
+) -> dict[str, Buffer]:
+    """The tokens [start, end) of spans that follow one another and of state of windows, and a layout's shapes if given.
 
-    TypeError: a layer's snapshots are of a kind that cannot be stored.
+    TypeError: a snapshot is of a kind that cannot be stored.
     """
-    found = {}
+    arrays: dict[str, mx.array] = {}
     for leaf, snapshots in enumerate(zip(*(spans.leaves for spans in parts), strict=True)):
-        pieces = [arrays for each in snapshots if each is not None for arrays in _parts(each, start, end)]
-        for index, arrays in enumerate(zip(*pieces, strict=True)):
-            found[f"span.{leaf}.{index}"] = arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays), axis=2)
-    return found
+        found = [_required(each, SpanSnapshot).parts(start, end) for each in snapshots if each is not None]
+        pieces = [segment for parts in found for _, _, segment in parts]
+        for index, column in enumerate(zip(*pieces, strict=True)):
+            arrays[f"span.{leaf}.{index}"] = column[0] if len(column) == 1 else mx.concatenate(list(column), axis=2)
+    for spans in windows:
+        for leaf, snapshot in enumerate(spans.leaves):
+            for piece in [] if snapshot is None else _required(snapshot, WindowSnapshot).pieces:
+                for first, _, segment in _required(piece, SpanSnapshot).parts(start, end):
+                    arrays |= {f"window.{leaf}.{first}.{index}": array for index, array in enumerate(segment)}
+    if shapes is None:
+        return _buffers_of(arrays)
+    plain = [None if its is None else [list(map(_plain, each)) for each in its] for its in shapes]
+    return {**_buffers_of(arrays), "shapes": _json(plain)}
 
 
-def window_arrays(spans: Spans, start: int, end: int) -> Arrays:
-    """What these have of the tokens [start, end) of layers with windows. TypeError: as above."""
-    found = {}
-    for leaf, snapshot in enumerate(spans.leaves):
-        for piece in [] if snapshot is None else _required(snapshot, WindowSnapshot).pieces:
-            for first, _, arrays in _required(piece, SpanSnapshot).parts(start, end):
-                found.update({f"window.{leaf}.{first}.{index}": array for index, array in enumerate(arrays)})
-    return found
+def point_buffers(checkpoint: Checkpoint) -> dict[str, Buffer]:
+    """The state of point layers. TypeError: some of it is neither arrays nor plain values."""
+    arrays: dict[str, mx.array] = {}
+    packed = {}
+    for leaf, snapshot in enumerate(checkpoint.leaves):
+        if snapshot is not None:
+            its: list[mx.array] = []
+            packed[f"point.{leaf}"] = _json(_packed(_required(snapshot, PointSnapshot).state, its))
+            arrays.update({f"point.{leaf}.{index}": array for index, array in enumerate(its)})
+    return {**packed, **_buffers_of(arrays)}
 
 
-def buffers_of(arrays: Arrays) -> dict[str, Buffer]:
-    """The bytes of arrays, which are evaluated and held for as long as the buffers are."""
+def _buffers_of(arrays: dict[str, mx.array]) -> dict[str, Buffer]:
+    """The bytes of arrays, evaluated. A buffer holds its array."""
     flat = {name: mx.contiguous(array).reshape(-1).view(mx.uint8) for name, array in arrays.items()}
     mx.eval(flat)
     return {
@@ -66,21 +152,33 @@ def buffers_of(arrays: Arrays) -> dict[str, Buffer]:
     }
 
 
-def point_buffers(checkpoint: Checkpoint) -> dict[str, Buffer]:
-    """State of point layers. TypeError: some of it is neither arrays nor plain values."""
-    arrays: Arrays = {}
-    packed = {}
-    for leaf, snapshot in enumerate(checkpoint.leaves):
-        if snapshot is not None:
-            its: list[mx.array] = []
-            packed[f"point.{leaf}"] = _json(_packed(_required(snapshot, PointSnapshot).state, its))
-            arrays.update({f"point.{leaf}.{index}": array for index, array in enumerate(its)})
-    return {**packed, **buffers_of(arrays)}
+def _required(snapshot: Any, kind: type[Any]) -> Any:
+    if not isinstance(snapshot, kind):
+        raise TypeError(f"a {type(snapshot).__name__} cannot be stored; wanted a {kind.__name__}.")
+    return snapshot
 
 
-def shapes_buffer(shapes: Sequence[Any]) -> Buffer:
-    """What a layout has learnt, as `ArrayLayout.shapes` has it."""
-    return _json([None if its is None else [list(map(_plain, each)) for each in its] for its in shapes])
+def _json(value: Any) -> Buffer:
+    text = json.dumps(value, separators=(",", ":")).encode()
+    return Buffer(text, "uint8", (len(text),))
+
+
+def _plain(item: Any) -> Any:
+    return str(item).rpartition(".")[2] if isinstance(item, mx.Dtype) else item
+
+
+def _packed(tree: Any, arrays: list[mx.array]) -> Any:
+    """A nest as JSON. Its arrays are appended to `arrays`."""
+    if isinstance(tree, mx.array):
+        arrays.append(tree)
+        return {"array": len(arrays) - 1}
+    if type(tree) in (list, tuple):
+        return {type(tree).__name__: [_packed(item, arrays) for item in tree]}
+    if type(tree) is dict:
+        return {"dict": [[key, _packed(item, arrays)] for key, item in tree.items()]}
+    if tree is None or type(tree) in (bool, int, float, str):
+        return {"value": tree}
+    raise TypeError(f"state with a {type(tree).__name__} in it cannot be stored.")
 
 
 # Out of buffers
@@ -95,7 +193,7 @@ def spans_in(buffers: Buffers, start: int, end: int, leaf_count: int) -> list[An
 
 
 def windows_in(buffers: Buffers, start: int, end: int, leaf_count: int) -> list[Any]:
-    """Of layers with windows what is there of the tokens [start, end), not evaluated."""
+    """Snapshots of windows with some of the tokens [start, end), one per leaf, not evaluated."""
     leaves: list[Any] = [None] * leaf_count
     for (leaf, first), segment in sorted(_grouped(buffers, "window").items(), key=lambda each: each[0]):
         piece = SpanSnapshot(first, first + segment[0].shape[2], [segment])
@@ -104,49 +202,24 @@ def windows_in(buffers: Buffers, start: int, end: int, leaf_count: int) -> list[
 
 
 def points_in(buffers: Buffers, end: int, leaf_count: int) -> list[Any]:
-    """State of point layers at offset `end`, not evaluated."""
-    arrays = _grouped(buffers, "point")
+    """Snapshots of point layers at offset `end`, one per leaf, not evaluated."""
+    arrays, leaves = _grouped(buffers, "point"), [buffers.get(f"point.{leaf}") for leaf in range(leaf_count)]
     return [
-        PointSnapshot(end, _unpacked(json.loads(bytes(its.data)), arrays.get((leaf,), ()))) if its is not None else None
-        for leaf, its in enumerate(buffers.get(f"point.{leaf}") for leaf in range(leaf_count))
+        its and PointSnapshot(end, _unpacked(json.loads(bytes(its.data)), arrays.get((leaf,), ())))
+        for leaf, its in enumerate(leaves)
     ]
 
 
 def shapes_in(buffer: Buffer) -> list[Any]:
-    """What another layout of the same caches had learnt."""
-    found = json.loads(bytes(buffer.data))
+    """The shapes of the layout that stored a block."""
     return [
-        None
-        if its is None
-        else tuple(tuple(_DTYPE_OF.get(item, item) if isinstance(item, str) else item for item in each) for each in its)
-        for its in found
+        None if its is None else tuple(tuple(_DTYPE_OF.get(item, item) for item in each) for each in its)
+        for its in json.loads(bytes(buffer.data))
     ]
 
 
-# Private
-
-
-def _required(snapshot: Any, kind: type[Any]) -> Any:
-    if not isinstance(snapshot, kind):
-        raise TypeError(f"a {type(snapshot).__name__} cannot be stored; wanted a {kind.__name__}.")
-    return snapshot
-
-
-def _parts(snapshot: Any, start: int, end: int) -> Iterable[tuple[mx.array, ...]]:
-    return (arrays for _, _, arrays in _required(snapshot, SpanSnapshot).parts(start, end))
-
-
-def _json(value: Any) -> Buffer:
-    text = json.dumps(value, separators=(",", ":")).encode()
-    return Buffer(text, "uint8", (len(text),))
-
-
-def _plain(item: Any) -> Any:
-    return str(item).rpartition(".")[2] if isinstance(item, mx.Dtype) else item
-
-
 def _grouped(buffers: Buffers, kind: str) -> dict[tuple[int, ...], tuple[mx.array, ...]]:
-    """Arrays of one kind by all numbers in their names but the last, which puts those of a group in order."""
+    """Arrays of one kind by all numbers in their names but the last, which is the order in a group."""
     groups: dict[tuple[int, ...], dict[int, mx.array]] = defaultdict(dict)
     depth = 3 if kind == "window" else 2
     for name, buffer in buffers.items():
@@ -157,20 +230,6 @@ def _grouped(buffers: Buffers, kind: str) -> dict[tuple[int, ...], tuple[mx.arra
             array = mx.array(buffer.octets).view(_DTYPE_OF[buffer.dtype])
             groups[tuple(group)][index] = array.reshape(buffer.shape)
     return {group: tuple(its[index] for index in range(len(its))) for group, its in groups.items()}
-
-
-def _packed(tree: Any, arrays: list[mx.array]) -> Any:
-    """A nest as JSON; its arrays go to `arrays`, in order."""
-    if isinstance(tree, mx.array):
-        arrays.append(tree)
-        return {"array": len(arrays) - 1}
-    if type(tree) in (list, tuple):
-        return {type(tree).__name__: [_packed(item, arrays) for item in tree]}
-    if type(tree) is dict:
-        return {"dict": [[key, _packed(item, arrays)] for key, item in tree.items()]}
-    if tree is None or type(tree) in (bool, int, float, str):
-        return {"value": tree}
-    raise TypeError(f"state with a {type(tree).__name__} in it cannot be stored.")
 
 
 def _unpacked(packed: Any, arrays: Sequence[mx.array]) -> Any:

@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import QuantizedKVCache
 
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.layout import Layout
 
 #: Largest relative error by dtype: about 100, 8 and 5 times what was measured.
 TOLERANCES = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 2e-1}
@@ -34,7 +34,7 @@ TOLERANCES = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 2e-1}
 GRID_STEPS = 2
 
 
-def tolerance_of(layout: ArrayLayout, caches: Sequence[Any], logits: mx.Dtype) -> float:
+def tolerance_of(layout: Layout, caches: Sequence[Any], logits: mx.Dtype) -> float:
     """The tolerance for a model whose forward pass wrote `caches` and gave logits of that dtype."""
     dtypes = {logits, *(array.dtype for array in layout.arrays(caches))}
     bits = [cache.bits for cache, _ in layout.leaves(caches) if isinstance(cache, QuantizedKVCache)]

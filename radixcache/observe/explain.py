@@ -27,8 +27,8 @@ from radixcache.observe.tree_view import TreeView, collect
 from radixcache.observe.words import bytes_words
 from radixcache.paging.resume import ShortReason
 from radixcache.tokens import Keys, TokenIds, token_text
+from radixcache.tree.entries import StateNode
 from radixcache.tree.history import History, Loss
-from radixcache.tree.node_state import StateNode
 from radixcache.tree.radix_tree import Match
 
 #: Tokens shown in front of a divergence, and behind it on either side.

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from radixcache.adapters.contract import Checkpoint
 from radixcache.layers.layout import NATIVE_ERRORS, LiveStateError
 from radixcache.paging.live_path import LivePath, Slots
-from radixcache.tree.node_state import StateNode
+from radixcache.tree.entries import StateNode
 from radixcache.tree.state_tree import StateTree
 
 

@@ -41,7 +41,7 @@ from radixcache.layers.layout import NATIVE_ERRORS, Layout
 from radixcache.paging.own_state import Booking
 from radixcache.paging.pins import Pins
 from radixcache.tokens import TokenIds
-from radixcache.tree.node_state import StateNode
+from radixcache.tree.entries import StateNode
 from radixcache.tree.radix_tree import below
 from radixcache.tree.state_tree import StateTree, Use
 

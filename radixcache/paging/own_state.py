@@ -15,7 +15,7 @@ from typing import Protocol
 from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, missing, tokens_in, union
 from radixcache.layers.layout import Layout
 from radixcache.tokens import Keys
-from radixcache.tree.node_state import is_dear
+from radixcache.tree.entries import is_dear
 from radixcache.tree.state_tree import StateTree
 
 

@@ -21,7 +21,7 @@ from radixcache.layers.layout import NATIVE_ERRORS, Layout, LiveStateError
 from radixcache.paging.evictor import Evictor
 from radixcache.paging.live_path import LivePath, Slots
 from radixcache.paging.resume import ResumePlan
-from radixcache.tree.node_state import StateNode
+from radixcache.tree.entries import StateNode
 from radixcache.tree.state_tree import StateTree, Use
 
 R = TypeVar("R")
@@ -107,7 +107,7 @@ class Pager:
         capacity = self._layout.span_capacity(live.caches)
         wanted = self._generous(capacity, need_tokens + 256)
         self._evictor.make_room((wanted - capacity) * self._layout.token_bytes)
-        self._layout.grow(live.caches, wanted)
+        self._layout.reserve(live.caches, wanted, wait=False)
         live.measure()
 
     def fit_capacity(self, live: LivePath, prompt_tokens: int, reserve_tokens: int, wait: bool) -> None:
@@ -123,7 +123,7 @@ class Pager:
         if wait:
             self.allocating(lambda: self._layout.reserve(live.caches, wanted))
         else:
-            self._layout.grow(live.caches, wanted)
+            self._layout.reserve(live.caches, wanted, wait=False)
         live.measure()
 
     def allocating(self, make: Callable[[], R]) -> R:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from radixcache.adapters.contract import Checkpoint
 from radixcache.layers.layout import Layout
 from radixcache.tokens import Keys
-from radixcache.tree.node_state import StateNode
+from radixcache.tree.entries import StateNode
 from radixcache.tree.state_tree import StateTree, Use
 
 #: A namespace and the bytes of the keys that are pinned in it.

@@ -17,7 +17,7 @@ from radixcache.paging.live_path import LivePath
 from radixcache.paging.own_state import OwnState
 from radixcache.paging.pager import Pager
 from radixcache.tokens import Keys
-from radixcache.tree.node_state import StateNode
+from radixcache.tree.entries import StateNode
 from radixcache.tree.state_tree import StateTree, Use
 
 

@@ -49,7 +49,7 @@ from radixcache.layers.layout import Layout
 from radixcache.paging.live_path import LivePath
 from radixcache.settings import Settings
 from radixcache.tokens import Keys, TokenIds
-from radixcache.tree.node_state import NodeState, StateNode
+from radixcache.tree.entries import NodeState, StateNode
 from radixcache.tree.radix_tree import Match, Node, RadixTree
 from radixcache.tree.state_tree import Use
 

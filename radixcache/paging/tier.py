@@ -63,7 +63,7 @@ from radixcache.stores.index import Index, Link, chain_end
 from radixcache.stores.store import Store
 from radixcache.stores.tiers import moments
 from radixcache.tokens import Keys
-from radixcache.tree.node_state import NodeState, StateNode
+from radixcache.tree.entries import NodeState, StateNode
 from radixcache.tree.radix_tree import Match
 from radixcache.tree.state_tree import StateTree, Use
 

@@ -174,7 +174,7 @@ class Progress:
     def stepped(self, count: int) -> None:
         """Steps over so many tokens went well: own and book what they have left."""
         if count > 1:
-            self._layout.own_lazily(self.caches, was_empty=self._was_empty)
+            self._layout.own(self.caches, was_empty=self._was_empty, wait=False)
         if self.position > self._recheck_at or count > 1:
             self._measure(wait=False)
 

@@ -38,7 +38,8 @@ import numpy as np
 from radixcache.adapters.contract import Checkpoint
 from radixcache.core import Core, expel
 from radixcache.errors import SessionClosedError, refuse_copy
-from radixcache.layers.layout import ArrayLayout, is_evaluation_failure
+from radixcache.layers.layout import is_evaluation_failure
+from radixcache.layers.sizes import SizedLayout
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.own_state import OwnState
 from radixcache.paging.resume import Request, ResumePlan, ShortReason, checkpoint_stops, stops_on_grid
@@ -497,7 +498,7 @@ def _opened(core: Core, request: Request) -> Session:
     core.states.touch(guarded, live.tip if plan.source is None else plan.source, use)
     core.counted(request, plan, "begin")
     session = Session(core, live, plan, request)
-    if core.verifier.is_drawn(plan.resume) and isinstance(core.layout, ArrayLayout):
+    if core.verifier.is_drawn(plan.resume) and not isinstance(core.layout, SizedLayout):
         session.verify_with(Check(core.verifier, core.layout, request.prompt, live.caches, plan.resume))
     live.seat(session)
     core.tidy_unpinned()

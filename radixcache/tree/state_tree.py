@@ -38,8 +38,8 @@ from radixcache.adapters.contract import SEGMENT_TOKENS, Checkpoint, Spans
 from radixcache.layers.layout import NATIVE_ERRORS, Layout
 from radixcache.ledger import Account
 from radixcache.tokens import Keys
+from radixcache.tree.entries import THINNED_FIRST, NodeState, StateNode, Thinning
 from radixcache.tree.history import Events
-from radixcache.tree.node_state import THINNED_FIRST, NodeState, StateNode, Thinning
 from radixcache.tree.radix_tree import RadixTree, below
 from radixcache.tree.windows import Windows
 

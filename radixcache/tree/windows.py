@@ -18,7 +18,7 @@ from typing import Any
 
 from radixcache.adapters.contract import NEVER, Range, Spans, Window, common, missing, tokens_in, widened
 from radixcache.layers.layout import Layout
-from radixcache.tree.node_state import StateNode
+from radixcache.tree.entries import StateNode
 
 #: Runs a copy that says how many bytes it copied, again where it fails; with True it may fail for good: None.
 Copied = Callable[[Callable[[], tuple[Any, int]], bool], tuple[Any, ...] | None]

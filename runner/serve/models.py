@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from radixcache import DiskStore, Ledger, PrefixCache, RedisStore, UnsupportedCacheError
 from radixcache.chat import message_ends
-from radixcache.layers.identity import weights_identity
+from radixcache.layers.stored import weights_identity
 from radixcache.observe.trace import TraceWriter
 from radixcache.prefix_cache import analytic_cost, default_budget_bytes
 from radixcache.stores.store import StoreStats

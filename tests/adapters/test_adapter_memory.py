@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 
 from radixcache.adapters.registry import adapter_for
 from radixcache.adapters.span import owned
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.layout import Layout
 from tests.adapters.cases import (
     ARRAYS,
     CHUNKED,
@@ -426,7 +426,7 @@ def test_giving_room_up_gives_the_spare_bytes_back(case: Case) -> None:
 
 
 def test_the_live_bytes_of_a_layout_are_the_bytes_of_memory() -> None:
-    layout = ArrayLayout(_mixed_model, None, 64)
+    layout = Layout(_mixed_model, None, 64)
     before = _active_bytes()
     caches = layout.fresh()
     ids = token_ids(3000)
@@ -439,7 +439,7 @@ def test_the_live_bytes_of_a_layout_are_the_bytes_of_memory() -> None:
 
 
 def test_paged_spans_and_checkpoints_take_the_bytes_they_state_and_come_evaluated() -> None:
-    layout = ArrayLayout(_mixed_model, None, 64)
+    layout = Layout(_mixed_model, None, 64)
     caches = layout.fresh()
     for (cache, _), kind in zip(layout.leaves(caches), (KV, ARRAYS, RING, QUANTIZED_8), strict=True):
         feed_all(kind, cache, token_ids(3000), [3000])

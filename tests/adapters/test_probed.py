@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache, _BaseCache
 from radixcache import UnsupportedCacheError
 from radixcache.adapters.point import ProbedAdapter
 from radixcache.adapters.registry import PROBED, adapter_for
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.layout import Layout
 from tests.adapters.cases import DIGEST, DigestCache, picture, token_ids
 
 
@@ -190,7 +190,7 @@ def test_a_class_without_a_settable_state_of_its_own_is_refused_by_name(unknown:
     with pytest.raises(UnsupportedCacheError, match=rf"layer 3 \({unknown.__name__}\)"):
         adapter_for(unknown(), 3)
     with pytest.raises(UnsupportedCacheError, match=unknown.__name__):
-        ArrayLayout(lambda: [KVCache(), unknown()], None, 64)
+        Layout(lambda: [KVCache(), unknown()], None, 64)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_numbers_outside_mlx_are_kept_or_refused_by_name() -> None:
 
 
 def test_the_layout_replaces_what_it_cannot_empty_by_what_a_fresh_object_holds() -> None:
-    layout = ArrayLayout(lambda: [DigestCache(), KVCache()], None, 64)
+    layout = Layout(lambda: [DigestCache(), KVCache()], None, 64)
     caches = layout.fresh()
     cache = caches[0]
     DIGEST.feed(cache, token_ids(6))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from radixcache import PrefixCache
-from radixcache.layers.layout import ArrayLayout, LiveStateError
+from radixcache.layers.layout import Layout, LiveStateError
 from tests.groups.cold import ROUNDING, cold, error, shared_model
 from tests.groups.test_begin_many import checked, decoded, prefilled, stored
 from tests.whole.test_exact import tokens
@@ -119,17 +119,17 @@ def test_a_row_that_cannot_take_up_more_after_all_stands_where_it_stood(monkeypa
     with cache.begin_many(capacity=256) as group:
         first, second = (group.admit(prompt, marks=[60]) for prompt in PROMPTS[:2])
         prefilled(group, model, first)
-        real = ArrayLayout.restore_points
+        real = Layout.restore_points
 
-        def failing(self: ArrayLayout, *arguments: object) -> None:
+        def failing(self: Layout, *arguments: object) -> None:
             raise MemoryError("no room")
 
-        monkeypatch.setattr(ArrayLayout, "restore_points", failing)
+        monkeypatch.setattr(Layout, "restore_points", failing)
         with pytest.raises(LiveStateError, match="no room"):
             group.prefill(model, second)
         assert (second.position, second.cached_tokens) == (0, 0)
         checked(cache, group)
-        monkeypatch.setattr(ArrayLayout, "restore_points", real)
+        monkeypatch.setattr(Layout, "restore_points", real)
         assert error(prefilled(group, model, second), cold(model, PROMPTS[1])) < ROUNDING
         assert second.cached_tokens == 60
         checked(cache, group)

@@ -10,15 +10,15 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from radixcache.layers import identity
-from radixcache.layers.identity import state_identity, weights_identity
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers import stored
+from radixcache.layers.layout import Layout
+from radixcache.layers.stored import state_identity, weights_identity
 from radixcache.stores.block import Identity
 from runner.models.tiny import tiny_model
 
 
-def layout(model: Any, kv_bits: int | None = None, group_size: int = 32) -> ArrayLayout:
-    return ArrayLayout(lambda: make_prompt_cache(model), kv_bits, group_size)
+def layout(model: Any, kv_bits: int | None = None, group_size: int = 32) -> list[Any]:
+    return Layout(lambda: make_prompt_cache(model), kv_bits, group_size).fresh()
 
 
 def scale_one(model: Any) -> None:
@@ -66,7 +66,7 @@ def test_caches_quantization_versions_and_exactness_count(monkeypatch: pytest.Mo
     before = found()
     assert before == found()
     for name, version in (("STATE_VERSION", 2), ("version", lambda name: "0.33.0")):
-        monkeypatch.setattr(identity, name, version)
+        monkeypatch.setattr(stored, name, version)
         assert not set(before) & set(found())
         monkeypatch.undo()
     assert len(set(before)) == len(before)

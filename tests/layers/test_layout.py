@@ -1,4 +1,4 @@
-"""ArrayLayout: a whole model's live cache of mixed layers, taken out and put back as one, CacheLists with it."""
+"""Layout: a whole model's live cache of mixed layers, taken out and put back as one, CacheLists with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 
 from radixcache import SnapshotError, UnsupportedCacheError
 from radixcache.adapters.contract import NEVER
-from radixcache.layers.layout import ArrayLayout, LiveStateError
+from radixcache.layers.layout import Layout, LiveStateError
 from tests.adapters.cases import (
     ARRAYS,
     CHUNK_LENGTH,
@@ -52,22 +52,22 @@ class Model:
     def __init__(self, name: str, shape: Callable[[], list[Any]], kinds: Sequence[Kind | None]) -> None:
         self.name, self.shape, self.kinds = name, shape, kinds
 
-    def layout(self) -> ArrayLayout:
-        return ArrayLayout(self.shape, None, 64)
+    def layout(self) -> Layout:
+        return Layout(self.shape, None, 64)
 
-    def fed(self, layout: ArrayLayout, ids: Sequence[int], lengths: Sequence[int]) -> list[Any]:
+    def fed(self, layout: Layout, ids: Sequence[int], lengths: Sequence[int]) -> list[Any]:
         caches = layout.fresh()
         self.feed(layout, caches, ids, lengths)
         return caches
 
-    def feed(self, layout: ArrayLayout, caches: list[Any], ids: Sequence[int], lengths: Sequence[int]) -> None:
+    def feed(self, layout: Layout, caches: list[Any], ids: Sequence[int], lengths: Sequence[int]) -> None:
         for (cache, _), kind in zip(layout.leaves(caches), self.kinds, strict=True):
             if kind is not None:
                 feed_all(kind, cache, ids, lengths)
         layout.own(caches)
         layout.learn(caches)
 
-    def bits(self, layout: ArrayLayout, caches: list[Any]) -> list[Any]:
+    def bits(self, layout: Layout, caches: list[Any]) -> list[Any]:
         pairs = zip(layout.leaves(caches), self.kinds, strict=True)
         return [None if kind is None else state_bits(kind, cache) for (cache, _), kind in pairs]
 
@@ -98,7 +98,7 @@ all_models = pytest.mark.parametrize("model", MODELS, ids=str)
 point_models = pytest.mark.parametrize("model", [MODELS[0], MODELS[1], MODELS[3], MODELS[4]], ids=str)
 
 
-def captured(layout: ArrayLayout, caches: list[Any], end: int) -> Any:
+def captured(layout: Layout, caches: list[Any], end: int) -> Any:
     """What windows need at their end."""
     return layout.capture(caches, 0, end, {window: window.needs(end) for window in layout.windows})
 
@@ -257,7 +257,7 @@ def test_a_window_beside_full_attention_is_restored_wherever_all_of_it_is_there(
         caches = layout.fresh()
         layout.page_in(caches, spans, target)
         if target < 40:
-            with pytest.raises(LiveStateError, match=f"the state at {target} is not all there"):
+            with pytest.raises(LiveStateError, match=f"the state at {target} is not complete"):
                 layout.restore_points(caches, None, target, [windows])
         else:
             layout.restore_points(caches, None, target, [windows])
@@ -311,7 +311,7 @@ def test_identities_change_when_a_layer_without_offset_is_written_unseen() -> No
 
 
 def test_kv_bits_quantizes_full_attention_from_the_start_and_nothing_else() -> None:
-    layout = ArrayLayout(lambda: [CacheList(KVCache(), ArraysCache(2)), KVCache(), RotatingKVCache(16)], 8, 32)
+    layout = Layout(lambda: [CacheList(KVCache(), ArraysCache(2)), KVCache(), RotatingKVCache(16)], 8, 32)
     leaves = [cache for cache, _ in layout.leaves(layout.fresh())]
     assert [type(c) for c in leaves] == [QuantizedKVCache, ArraysCache, QuantizedKVCache, RotatingKVCache]
     assert (leaves[0].bits, leaves[0].group_size, leaves[0].offset) == (8, 32, 0)
@@ -319,13 +319,13 @@ def test_kv_bits_quantizes_full_attention_from_the_start_and_nothing_else() -> N
 
 def test_a_layer_of_an_unknown_class_is_refused_when_the_layout_is_made() -> None:
     with pytest.raises(UnsupportedCacheError, match="object"):
-        ArrayLayout(lambda: [KVCache(), object()], None, 64)
+        Layout(lambda: [KVCache(), object()], None, 64)
     with pytest.raises(UnsupportedCacheError, match="object"):
-        ArrayLayout(lambda: [CacheList(KVCache(), object())], None, 64)
+        Layout(lambda: [CacheList(KVCache(), object())], None, 64)
 
 
 def test_foreign_caches_that_do_not_fit_are_refused_with_what_differs() -> None:
-    layout = ArrayLayout(lambda: [KVCache(), ArraysCache(2)], None, 64)
+    layout = Layout(lambda: [KVCache(), ArraysCache(2)], None, 64)
     model = Model("", lambda: [], [KV, ARRAYS])
     layout.compare(model.fed(layout, IDS[:20], [20]))
     with pytest.raises(SnapshotError, match="2 KVCache; wanted 1 KVCache, 1 ArraysCache"):

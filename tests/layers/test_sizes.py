@@ -1,39 +1,9 @@
-"""SizedLayout: whatever a layout of arrays can be asked, one of sizes can; a cache changes nothing of its layout."""
+"""SizedLayout: a cache changes nothing of its layout, and windows are stored once."""
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
-import pytest
-
-from radixcache.layers.layout import ArrayLayout
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
-
-#: What only copies between arrays and other arrays need.
-OF_ARRAYS = {"checkpoint_of", "is_in_use", "leaf_count", "shapes", "spans_of", "take_over"}
-
-
-def test_a_layout_of_sizes_answers_whatever_one_of_arrays_does() -> None:
-    def public(owner: Any) -> set[str]:
-        return {name for name in dir(owner) if not name.startswith("_")}
-
-    sized = SizedLayout(4, 3)
-    assert public(ArrayLayout) - OF_ARRAYS <= public(sized)
-    caches = sized.fresh()
-    assert (sized.is_quantized, sized.is_known, sized.leaves(caches), sized.leaf_bytes(0)) == (False, True, [], 4)
-    caches[0].advance(7)
-    sized.empty(caches)
-    assert sized.is_empty(caches)
-
-
-@pytest.mark.parametrize("name", ["empty", "learn", "evaluate", "compare", "own", "own_lazily", "leaves", "arrays"])
-def test_what_takes_caches_alone_takes_them(name: str) -> None:
-    sized = SizedLayout(4)
-    parameters = inspect.signature(getattr(sized, name)).parameters.values()
-    assert [each.name for each in parameters if each.default is each.empty] == ["caches"]
-    getattr(sized, name)(sized.fresh())
 
 
 def test_two_caches_on_one_layout_each_have_a_grid_of_their_own() -> None:

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from radixcache.adapters.contract import Spans, Window
 from radixcache.adapters.registry import adapter_for
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.layout import Layout
 
 #: Heads of each layer.
 HEADS = (2, 1, 2, 3, 2, 2)
@@ -39,7 +39,7 @@ def tagged(layer: int, tokens: Sequence[int]) -> tuple[mx.array, mx.array]:
     return tags, mx.concatenate([-tags, tags], axis=3)
 
 
-def captured(layout: ArrayLayout, caches: list[Any], start: int, end: int) -> Spans:
+def captured(layout: Layout, caches: list[Any], start: int, end: int) -> Spans:
     return layout.capture(caches, start, end, {window: [(start, end)] for window in layout.windows})
 
 
@@ -53,7 +53,7 @@ def assert_stands(caches: list[Any], layer: int, offset: int) -> None:
 
 @pytest.mark.parametrize("lengths", [(20,), (3, 4, 11, 2), (6, *(1,) * 14)], ids=str)
 def test_layers_with_equal_windows_and_shapes_are_stored_as_one_and_each_comes_back(lengths: tuple[int, ...]) -> None:
-    layout, live = ArrayLayout(make, None, 64), make()
+    layout, live = Layout(make, None, 64), make()
     stored = []
     for length in lengths:
         start = live[0].offset
@@ -73,7 +73,7 @@ def test_layers_with_equal_windows_and_shapes_are_stored_as_one_and_each_comes_b
 
 
 def test_a_layer_first_used_later_is_stored_beside_what_was_there_before() -> None:
-    layout, first, second = ArrayLayout(make, None, 64), make(), make()
+    layout, first, second = Layout(make, None, 64), make(), make()
     feed(first, [12], [0, 1, 3])
     layout.learn(first)
     before = captured(layout, first, 0, 12)
@@ -90,7 +90,7 @@ def test_a_layer_first_used_later_is_stored_beside_what_was_there_before() -> No
 
 
 def test_nothing_is_stored_of_a_stack_of_which_a_layer_was_not_written() -> None:
-    layout, caches = ArrayLayout(make, None, 64), make()
+    layout, caches = Layout(make, None, 64), make()
     feed(caches, [12])
     layout.learn(caches)
     fewer = make()

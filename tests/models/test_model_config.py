@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from benchmarks.architectures.catalogue import models
 from benchmarks.architectures.document import DOCUMENT, rows_in
 from benchmarks.architectures.right_state import STEP_SIZE
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.layout import Layout
 from runner.models.footprint import ModelConfigError
 from runner.models.sizes import model_bytes, read_model_bytes
 from runner.models.tiny import CHUNK_LENGTH, architecture, kind_of
@@ -53,7 +53,7 @@ def lazy_model(module: str, config: Mapping[str, Any], dtype: mx.Dtype) -> Any:
 
 def measured(model: Any, kv_bits: int | None = None, kv_group_size: int = 64) -> tuple[int, int]:
     """Bytes per token and per checkpoint with full windows, of a model that has seen a prompt and computed nothing."""
-    layout = ArrayLayout(lambda: make_prompt_cache(model), kv_bits, kv_group_size)
+    layout = Layout(lambda: make_prompt_cache(model), kv_bits, kv_group_size)
     caches = layout.fresh()
     model(mx.array([list(range(PROMPT_LENGTH))]), cache=caches)
     checkpoint_bytes = 0

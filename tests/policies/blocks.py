@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from policies import CostModel, Entry, EvictionPolicy
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.layout import Layout
 from radixcache.ledger import Ledger
-from radixcache.tree.node_state import StateNode
+from radixcache.tree.entries import StateNode
 from radixcache.tree.state_tree import StateTree, Use
 
 Block = tuple[int, ...]
@@ -42,7 +42,7 @@ class BlockCache:
         self.adds_first = adds_first
         self.block_bytes = block_bytes
         account = Ledger(1 << 40).open_account(lambda amount_bytes: 0)
-        self.states = StateTree(ArrayLayout(list, None, 64), policy, account, CostModel())
+        self.states = StateTree(Layout(list, None, 64), policy, account, CostModel())
         self.tick = 0
         #: The blocks that went, each as its whole prefix.
         self.gone: list[Block] = []

@@ -23,9 +23,9 @@ from policies import (
     make_policy,
 )
 from policies.runs import RunPolicy
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.layout import Layout
 from radixcache.ledger import Ledger
-from radixcache.tree.node_state import StateNode
+from radixcache.tree.entries import StateNode
 from radixcache.tree.state_tree import StateTree, Use
 from tests.policies.blocks import BlockCache, Future, conversations, replay
 from tests.policies.traffic import ORDER, Traffic, Witness
@@ -277,7 +277,7 @@ def _steps(policy: EvictionPolicy) -> Iterator[Witness]:
 def _trimmed(policy: EvictionPolicy) -> list[int]:
     """The keys that go, in order: of two leaves of one request, then of a request's own chain and one behind it."""
     account = Ledger(1).open_account(lambda amount_bytes: 0)
-    states = StateTree(ArrayLayout(list, None, 64), policy, account, CostModel())
+    states = StateTree(Layout(list, None, 64), policy, account, CostModel())
     gone: list[int] = []
 
     def add(parent: StateNode, first: int, length: int, tick: int) -> StateNode:

@@ -27,9 +27,9 @@ from policies.conversations import FIRST_TURNS
 from policies.reuse import _Learnt
 from policies.turn import MAX_KINDS, PRIOR
 from radixcache.adapters.contract import Checkpoint
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.layout import Layout
 from radixcache.ledger import Ledger
-from radixcache.tree.node_state import StateNode
+from radixcache.tree.entries import StateNode
 from radixcache.tree.state_tree import StateTree, Use
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ class Walk:
     def __init__(self, policy: EvictionPolicy, seed: int, asks: bool) -> None:
         account = Ledger(1 << 40).open_account(lambda amount_bytes: 0)
         self.policy = policy
-        self.states = StateTree(ArrayLayout(list, None, 64), policy, account, CostModel())
+        self.states = StateTree(Layout(list, None, 64), policy, account, CostModel())
         self.tick = NOW_MS
         self._random = random.Random(seed)
         self._asks = asks

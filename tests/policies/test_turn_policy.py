@@ -16,7 +16,7 @@ from policies.lru import LRU
 from policies.protocol import EvictionPolicy
 from policies.reuse import BIN_COUNT, WARM_UP_INTERVALS, ReuseModel
 from policies.turn import MAX_BRANCHING, MAX_KINDS, OTHER_KINDS, PRIOR, REBUILD_USES, Turn
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.layout import Layout
 from radixcache.ledger import Ledger
 from radixcache.tree.state_tree import StateTree, Use
 
@@ -28,7 +28,7 @@ class Server:
         self.policy = policy
         self.capacity_blocks = capacity_blocks
         account = Ledger(1 << 40).open_account(lambda amount_bytes: 0)
-        self.states = StateTree(ArrayLayout(list, None, 64), policy, account, cost or CostModel())
+        self.states = StateTree(Layout(list, None, 64), policy, account, cost or CostModel())
         self.hits = 0
 
     def serve(self, keys: Sequence[int], tick: int, turn: int | None = None, kind: str = "") -> int:

@@ -13,9 +13,9 @@ import numpy as np
 
 from policies import CostModel, Entry, EvictionPolicy
 from radixcache.adapters.contract import Checkpoint
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.layout import Layout
 from radixcache.ledger import Ledger
-from radixcache.tree.node_state import StateNode
+from radixcache.tree.entries import StateNode
 from radixcache.tree.state_tree import StateTree, Use
 
 #: What a policy's order is by its own words, for those whose key is a function of the entry alone.
@@ -109,7 +109,7 @@ class Traffic:
 
     def __init__(self, policy: EvictionPolicy, seed: int = 0) -> None:
         self.witness = Witness(policy)
-        layout = ArrayLayout(list, None, 64)
+        layout = Layout(list, None, 64)
         account = Ledger(1 << 40).open_account(lambda amount_bytes: 0)
         self.states = StateTree(layout, self.witness, account, CostModel())
         self.random = random.Random(seed)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 import radixcache
 from radixcache import PrefixCache, Session, SessionClosedError, stream_generate
 from radixcache.adapters.contract import Spans
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.layout import Layout
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
@@ -354,7 +354,7 @@ COPIES = ["page_out", "page_in", "checkpoint", "restore_points", "reserve", "spl
 
 @dataclass
 class FailingCopies:
-    """Lets the calls number `at` to `at + times - 1` of one method of ArrayLayout fail as MLX's allocator does."""
+    """Lets the calls number `at` to `at + times - 1` of one method of Layout fail as MLX's allocator does."""
 
     method: str
     at: int
@@ -364,16 +364,16 @@ class FailingCopies:
 
     @contextmanager
     def installed(self, patch: pytest.MonkeyPatch) -> Iterator[FailingCopies]:
-        original = getattr(ArrayLayout, self.method)
+        original = getattr(Layout, self.method)
 
-        def call(layout: ArrayLayout, *args: Any, **kwargs: Any) -> Any:
+        def call(layout: Layout, *args: Any, **kwargs: Any) -> Any:
             self.calls += 1
             if self.at <= self.calls < self.at + self.times:
                 raise self.error("[malloc] Unable to allocate 4096 bytes.")
             return original(layout, *args, **kwargs)
 
         with patch.context() as scope:
-            scope.setattr(ArrayLayout, self.method, call)
+            scope.setattr(Layout, self.method, call)
             yield self
 
     @property

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 import radixcache.verify
 from benchmarks.architectures.temporal import places, stand_in
-from radixcache.layers.layout import ArrayLayout
+from radixcache.layers.layout import Layout
 from radixcache.layers.trials import TOLERANCES, tolerance_of
 from radixcache.verify import Difference, Part, compare_logits, compare_states
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model
@@ -23,7 +23,7 @@ _random = np.random.default_rng(7)
 PROMPT, OTHER = (_random.integers(0, VOCABULARY_LENGTH, LENGTH).tolist() for _ in range(2))
 
 
-def filled(model: Any, layout: ArrayLayout, prompt: list[int], step_size: int) -> list[Any]:
+def filled(model: Any, layout: Layout, prompt: list[int], step_size: int) -> list[Any]:
     """Caches after a prompt in forward passes of that many tokens."""
     caches = layout.fresh()
     for start in range(0, len(prompt), step_size):
@@ -33,7 +33,7 @@ def filled(model: Any, layout: ArrayLayout, prompt: list[int], step_size: int) -
     return caches
 
 
-def compared(layout: ArrayLayout, restored: list[Any], cold: list[Any], end: int = LENGTH) -> list[Difference]:
+def compared(layout: Layout, restored: list[Any], cold: list[Any], end: int = LENGTH) -> list[Difference]:
     offsets = [adapter.offset(cache) for cache, adapter in layout.leaves(restored)]
     return compare_states(layout, restored, cold, end, offsets)
 
@@ -42,7 +42,7 @@ def compared(layout: ArrayLayout, restored: list[Any], cold: list[Any], end: int
 @pytest.mark.parametrize("step_size", [1, 7])
 def test_the_same_state_agrees_however_it_was_made_and_laid_out(kind: str, step_size: int) -> None:
     model: Any = tiny_model(kind)
-    layout = ArrayLayout(
+    layout = Layout(
         model.make_cache if hasattr(model, "make_cache") else lambda: [KVCache() for _ in model.layers], None, 64
     )
     cold = filled(model, layout, PROMPT, LENGTH)
@@ -55,7 +55,7 @@ def test_the_same_state_agrees_however_it_was_made_and_laid_out(kind: str, step_
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_state_of_another_prompt_in_any_one_place_is_far_off(kind: str) -> None:
     model: Any = tiny_model(kind)
-    layout = ArrayLayout(
+    layout = Layout(
         model.make_cache if hasattr(model, "make_cache") else lambda: [KVCache() for _ in model.layers], None, 64
     )
     cold = filled(model, layout, PROMPT, LENGTH)
@@ -67,7 +67,7 @@ def test_the_state_of_another_prompt_in_any_one_place_is_far_off(kind: str) -> N
 
 def test_rows_are_compared_some_at_a_time_and_the_first_wrong_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(radixcache.verify, "ROWS", 16)
-    layout = ArrayLayout(lambda: [KVCache()], None, 64)
+    layout = Layout(lambda: [KVCache()], None, 64)
     rows = mx.random.normal((1, 2, 50, 8), key=mx.random.key(1))
     wrong = mx.array(rows)
     wrong[0, 1, 33, 4] = mx.nan
@@ -86,7 +86,7 @@ def test_rows_are_compared_some_at_a_time_and_the_first_wrong_one_is_named(monke
 
 
 def test_equal_infinities_agree_and_other_shapes_and_offsets_do_not() -> None:
-    layout = ArrayLayout(lambda: [KVCache()], None, 64)
+    layout = Layout(lambda: [KVCache()], None, 64)
 
     def cache(rows: mx.array) -> Any:
         one = KVCache()
@@ -109,7 +109,7 @@ def test_equal_infinities_agree_and_other_shapes_and_offsets_do_not() -> None:
 def test_a_code_at_the_border_of_a_quantized_cache_is_tolerated_and_a_wrong_high_bit_is_not() -> None:
     rows = mx.random.normal((1, 1, 40, 64), key=mx.random.key(2))
     for bits in (8, 4):
-        layout = ArrayLayout(lambda: [KVCache()], bits, 64)
+        layout = Layout(lambda: [KVCache()], bits, 64)
         right, flipped, wrong = (layout.fresh() for _ in range(3))
         for caches in (right, flipped, wrong):
             caches[0].update_and_fetch(rows, rows)
@@ -125,7 +125,7 @@ def test_a_code_at_the_border_of_a_quantized_cache_is_tolerated_and_a_wrong_high
 
 
 def test_the_coarsest_dtype_decides_the_tolerance() -> None:
-    layout = ArrayLayout(lambda: [KVCache()], None, 64)
+    layout = Layout(lambda: [KVCache()], None, 64)
 
     def of(dtype: Any, logits: Any) -> float:
         cache = KVCache()

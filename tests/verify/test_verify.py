@@ -28,7 +28,7 @@ from radixcache.adapters.span import SpanAdapter, SpanSnapshot
 from radixcache.adapters.window import RotatingKVAdapter
 from radixcache.layers.sizes import SizedLayout
 from radixcache.sized_cache import sized_cache
-from radixcache.tree.node_state import StateNode
+from radixcache.tree.entries import StateNode
 from radixcache.verify import Part
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
 from tests import inside
