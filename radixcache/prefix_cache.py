@@ -40,8 +40,7 @@ from radixcache.sessions.session import Session, fetch, insert, open_session
 from radixcache.sessions.warming import Warming, pin, unpin
 from radixcache.settings import Settings, require_about, require_amount, require_caches, require_use
 from radixcache.stores.block import Identity
-from radixcache.stores.store import Store
-from radixcache.stores.tiers import joined
+from radixcache.stores.store import Store, joined
 from radixcache.tokens import (
     Keys,
     TokenIds,

@@ -5,7 +5,7 @@
     closed   keep what a request left (write_on="close"), or what it had found (write_on="second_use")
     lost     keep what is about to go (write_on="eviction")
 
-Several stores are asked as one (`stores/tiers.py`), and each is written at its own moment.
+Several stores are asked as one (`Tiers`), and each is written at its own moment.
 
 Nothing here raises for what a disk or a file does, or for state of a kind that cannot be stored: the answer is the cold
 one. The lock is held. What waits to be written is in memory beside the budget, up to the store's own limit.
@@ -60,8 +60,7 @@ from radixcache.paging.recorder import Recorder
 from radixcache.paging.resume import Request, deepest_whole, floor, plan_resume
 from radixcache.stores.block import Block, Head, Identity, Kind, root_key
 from radixcache.stores.index import Index, Link, chain_end
-from radixcache.stores.store import Store
-from radixcache.stores.tiers import moments
+from radixcache.stores.store import Store, moments
 from radixcache.tokens import Keys
 from radixcache.tree.entries import NodeState, StateNode
 from radixcache.tree.radix_tree import Match

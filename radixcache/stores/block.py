@@ -1,13 +1,13 @@
-"""Block: the state of a run of tokens, or a checkpoint at its end, as named buffers of bytes. Never imports MLX.
+"""Block: the state of up to 512 tokens, or a checkpoint at its end, as named buffers of bytes. Never imports MLX.
 
-Keys of stored blocks: a chain of 128-bit BLAKE2b digests from a model and a namespace down to a block's last token.
+The key of a block is a 128-bit BLAKE2b digest over the key before it, its tokens, and where it begins there.
 
-    root_key(identity, namespace) ── block_key ── block_key ── ...        each over the key before it and its tokens
-                                        └── block_key ── ...              and over where inside of it it begins
+    root_key(identity, namespace) ── block_key ── block_key ── ...
+                                        └── block_key ── ...
 
-Equal keys mean equal identity, namespace and whole prefix. So equal beginnings are stored once, and nothing that
-happens to a tree in memory changes what a stored block is called. A key tells whoever can guess the tokens that they
-are there: the files hold them in plain anyway.
+Equal keys mean equal identity, namespace and whole prefix. So equal prefixes are stored once, and no change of a tree
+in memory changes the key of a stored block. Whoever can guess the tokens can tell from a key that they are stored; the
+files hold the tokens in plain anyway.
 """
 
 from __future__ import annotations
@@ -26,44 +26,16 @@ from radixcache.tokens import Keys, require_namespace
 
 KEY_BYTES = 16
 MAX_DIGEST_BYTES = 64
-
-
-class Identity(NamedTuple):
-    """What state belongs to: states of unequal digests never meet.
-
-    Attributes:
-        digest: of all that a state depends on but its tokens, at most `MAX_DIGEST_BYTES`.
-        model: a name for people, on which nothing depends.
-    """
-
-    digest: bytes
-    model: str = ""
-
-
-def root_key(identity: Identity, namespace: str) -> bytes:
-    """The key that the first block of a sequence follows."""
-    inner = blake2b(identity.digest, digest_size=KEY_BYTES, person=b"rc identity").digest()
-    return blake2b(inner + namespace.encode(), digest_size=KEY_BYTES, person=b"rc root").digest()
-
-
-def block_key(parent: bytes, tokens: Keys, grid: int, cut: int) -> bytes:
-    """The key of a block behind another one. Blocks that differ in `grid` (see `Head`) are kept side by side.
-
-    Args:
-        cut: how many tokens of the other one come before it; 0: all.
-    """
-    content = parent + grid.to_bytes(8, "little") + tokens.astype("<i8", copy=False).tobytes()
-    return blake2b(content, digest_size=KEY_BYTES, person=b"rc block" + cut.to_bytes(2, "little")).digest()
-
-
-#: "block": state that can be cut at any token; "checkpoint": state that is valid at the block's last token alone.
-Kind = Literal["block", "checkpoint"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-
 #: Tokens of a block at most.
 BLOCK_TOKENS = 512
 
-#: MLX's names of dtypes, those of safetensors, and bytes of an element.
+#: "block": state that can be cut at any token; "checkpoint": state that is valid only at the last token of the block.
+Kind = Literal["block", "checkpoint"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+#: What names one stored file or value.
+Place = tuple[bytes, Kind]
+
+#: Names of dtypes: MLX's, then that of safetensors; bytes of an element.
 DTYPES: dict[str, tuple[str, int]] = {
     "bool": ("BOOL", 1),
     "uint8": ("U8", 1),
@@ -85,16 +57,40 @@ DTYPES: dict[str, tuple[str, int]] = {
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
+class Identity(NamedTuple):
+    """What state belongs to: states of different digests never meet.
+
+    Attributes:
+        digest: of all that a state depends on besides its tokens, at most `MAX_DIGEST_BYTES`.
+        model: a name for people; nothing depends on it.
+    """
+
+    digest: bytes
+    model: str = ""
+
+
+def root_key(identity: Identity, namespace: str) -> bytes:
+    """The key that the first block of a sequence follows."""
+    inner = blake2b(identity.digest, digest_size=KEY_BYTES, person=b"rc identity").digest()
+    return blake2b(inner + namespace.encode(), digest_size=KEY_BYTES, person=b"rc root").digest()
+
+
+def block_key(parent: bytes, tokens: Keys, grid: int, cut: int) -> bytes:
+    """The key of a block; `grid` and `cut` as in `Head`."""
+    content = parent + grid.to_bytes(8, "little") + tokens.astype("<i8", copy=False).tobytes()
+    return blake2b(content, digest_size=KEY_BYTES, person=b"rc block" + cut.to_bytes(2, "little")).digest()
+
+
 @dataclass(frozen=True, eq=False)
 class Buffer:
     """An array as raw bytes.
 
     Attributes:
-        data: whatever gives its bytes: C-contiguous, in the machine's (little-endian) order, not changed any more.
-        dtype, shape: a name out of `DTYPES`; () for a single number.
+        data: anything that gives its bytes: C-contiguous, little-endian, not changed any more.
+        dtype, shape: a name of `DTYPES`; () for a single number.
 
     Raises:
-        ValueError: the dtype is unknown, or the bytes are not those of such an array.
+        ValueError: the dtype is unknown, or the number of bytes is wrong.
     """
 
     data: Any
@@ -119,19 +115,17 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """What a file says of itself, beside its state.
+    """What a stored file says of itself, beside its state.
 
     Attributes:
-        kind: what the state is.
-        identity, namespace: what it belongs to.
-        parent: key of the block before it; `root_key(identity, namespace)` for the first one.
+        parent: key of the block before it; `root_key(identity, namespace)` for the first block.
         start: offset of its first token.
-        tokens: keys of its tokens, 1 to `BLOCK_TOKENS` of them, int64.
-        grid: step size of the prefill that made it, where that was cut nowhere but at its multiples; 0: it was not.
-        cut: how many tokens of the block before it come before it; 0: all.
+        tokens: keys of its tokens, 1 to `BLOCK_TOKENS`, int64.
+        grid: step size of the prefill that made it, if that was cut only at multiples of it; else 0.
+        cut: how many tokens of the parent come before it; 0: all. So a block can continue from inside its parent.
 
     Raises:
-        ValueError: one of them is none of these.
+        ValueError: a value is out of range.
     """
 
     kind: Kind
@@ -157,17 +151,31 @@ class Head:
 
     @cached_property
     def key(self) -> bytes:
-        """The block's own key: a checkpoint has that of the block that it stands at the end of."""
+        """The key of the block; a checkpoint has the key of the block that it ends."""
         return block_key(self.parent, self.tokens, self.grid, self.cut)
+
+    @property
+    def place(self) -> Place:
+        return self.key, self.kind
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
 
+    @property
+    def before(self) -> bytes:
+        """The key of the block that has to be stored first, or the root key."""
+        return self.parent if self.kind == "block" else self.key
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no block has to be stored first."""
+        return self.before == root_key(self.identity, self.namespace)
+
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A head and its state: of all span layers, or, in a checkpoint, of the layers that it is for."""
+    """A head and its state: of all span layers, or, in a checkpoint, of the layers that need one."""
 
     head: Head
     buffers: Mapping[str, Buffer]

@@ -1,17 +1,18 @@
-"""The bytes of a stored block: a safetensors file whose first tensor are its tokens and whose last is a checksum.
+"""The bytes of a stored block: a safetensors file; its first tensor is the tokens, its last one a checksum.
 
     8 bytes    length of the JSON
     JSON       {"__metadata__": {format, version, kind, key, parent, ...}, "tokens": ..., "state.NAME": ..., ...}
     tokens     int64
     state.*    raw bytes, larger elements first, then by name
-    checksum   16 bytes over all that is before: CRC-32, or keyed BLAKE2b
+    checksum   16 bytes over all before it: CRC-32, or keyed BLAKE2b
 
-  K1  A block has one encoding: what decodes is, encoded again, the same bytes.
-  K2  What is wrong raises `Damaged` and nothing else. No size is believed before it adds up to that of the file.
+  K1  A block has one encoding: what decodes gives the same bytes when it is encoded again.
+  K2  Wrong bytes raise `Damaged` and nothing else. No size is believed before it adds up to the size of the file.
   K3  The head is read without the state, and proves itself: its key is the digest of its parent and its tokens.
+  K4  `decoded` alone makes a block of bytes that were read, on disk or in Redis. It checks the checksum and the key.
 
-Whoever can write into the folder can make a CRC-32 right: it finds accidents. Only with a secret a file proves that it
-was written by somebody who has it.
+A CRC-32 finds accidents: whoever can write into the folder can make it right. Only with a secret does a file prove that
+its writer had the secret.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from zlib import crc32
 
 import numpy as np
 
-from radixcache.stores.block import BLOCK_TOKENS, DTYPES, Block, Buffer, Head, Identity, Shapes, shape_bytes
+from radixcache.stores.block import BLOCK_TOKENS, DTYPES, Block, Buffer, Head, Identity, Place, Shapes, shape_bytes
 
 FORMAT, VERSION = "radixcache-block", "1"
 CHECKSUM_BYTES = 16
@@ -34,16 +35,16 @@ MAX_JSON_BYTES = 1 << 20
 
 _START = b'{"__metadata__":'
 _DTYPE_OF = {theirs: ours for ours, (theirs, _) in DTYPES.items()}
-#: What looking into JSON and numbers that somebody else wrote may raise.
+#: What JSON and numbers from elsewhere may raise.
 _WRONG = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
 class Damaged(Exception):  # noqa: N818  says what is wrong with a file, and never leaves the stores
-    """These bytes are no block, or not the block that they should be."""
+    """These bytes are no block, or the wrong block."""
 
 
 class Checksum:
-    """Of parts that come one after the other, up to `limit_bytes`: CRC-32, or keyed BLAKE2b where there is a secret."""
+    """Of parts in order, up to `limit_bytes` in all: CRC-32, or keyed BLAKE2b if there is a secret."""
 
     def __init__(self, secret: bytes | None, limit_bytes: int | None = None) -> None:
         self._left_bytes = limit_bytes
@@ -67,7 +68,7 @@ class Checksum:
 
 
 def encoded(block: Block, secret: bytes | None = None) -> list[Any]:
-    """The parts of a block's file, in order; its state is not copied. ValueError: the JSON would be too long."""
+    """The parts of a file, in order; the state is not copied. ValueError: the JSON would be too long."""
     shapes = {name: (buffer.dtype, buffer.shape) for name, buffer in block.buffers.items()}
     state = [block.buffers[name].octets for name in _order(shapes)]
     parts = [_opening(block.head, shapes), block.head.tokens.astype("<i8").tobytes(), *state]
@@ -75,7 +76,7 @@ def encoded(block: Block, secret: bytes | None = None) -> list[Any]:
 
 
 def head_bytes(data: memoryview) -> int:
-    """Bytes at the beginning of a file that are enough to decode its head. Damaged: this is no such beginning."""
+    """How many of the first bytes of a file are enough to decode its head. Damaged: it does not begin like a block."""
     json_bytes = int.from_bytes(data[:8], "little")
     if json_bytes > MAX_JSON_BYTES or data[8 : 8 + len(_START)] != _START:
         raise Damaged("it is no stored block")
@@ -83,9 +84,9 @@ def head_bytes(data: memoryview) -> int:
 
 
 def decoded_head(data: memoryview, file_bytes: int) -> tuple[Head, int]:
-    """The head of a file that begins with `data` and has this many bytes, and how many of them come before the state.
+    """The head of a file of `file_bytes` that begins with `data`, and how many bytes come before the state.
 
-    Damaged: it is none, or `data` ends before its tokens do.
+    Damaged: it is no head, or `data` ends before its tokens do.
     """
     first = head_bytes(data) - 8 * BLOCK_TOKENS
     try:
@@ -114,17 +115,22 @@ def decoded_head(data: memoryview, file_bytes: int) -> tuple[Head, int]:
     return head, end
 
 
-def decoded(data: memoryview, secret: bytes | None = None, checksum: bytes | None = None) -> Block:
-    """The block that a whole file holds; its buffers are views of `data`. Damaged: it is not as it was written.
+def decoded(
+    data: memoryview, secret: bytes | None = None, checksum: bytes | None = None, place: Place | None = None
+) -> Block:
+    """The block that a whole file holds; its buffers are views of `data`. Damaged: it is not what was written.
 
     Args:
-        checksum: of all before the one that it ends with, where that was found as it was read.
+        checksum: of all bytes before the stored one, if it was computed while reading.
+        place: the key and kind that were asked for; None: any.
     """
     head, end = decoded_head(data, len(data))
     if not compare_digest(checksum or _checksum([data[:-CHECKSUM_BYTES]], secret), data[-CHECKSUM_BYTES:]):
         raise Damaged(
             "its checksum is wrong" if secret is None else "its checksum is wrong, or made with other secrets"
         )
+    if place is not None and head.place != place:
+        raise Damaged("it has another block's name")
     first = end - head.tokens.nbytes
     try:
         tensors = json.loads(bytes(data[8:first]))
@@ -143,7 +149,7 @@ def decoded(data: memoryview, secret: bytes | None = None, checksum: bytes | Non
 
 
 def _opening(head: Head, shapes: Shapes) -> bytes:
-    """All that comes before the tokens."""
+    """All bytes before the tokens."""
     tensors: dict[str, Any] = {}
     end = 0
     tokens = ("tokens", "int64", (len(head.tokens),))
@@ -175,7 +181,7 @@ def _opening(head: Head, shapes: Shapes) -> bytes:
 
 
 def _order(shapes: Shapes) -> list[str]:
-    """Larger elements first, so that each begins at a multiple of its size."""
+    """Larger elements first, so that each starts at a multiple of its size."""
     return sorted(shapes, key=lambda name: (-DTYPES[shapes[name][0]][1], name))
 
 

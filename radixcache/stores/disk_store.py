@@ -1,49 +1,54 @@
-"""DiskStore: blocks of state in a folder, under a byte budget, which no accident turns into a wrong answer.
+"""DiskStore: blocks of state in a folder, under a byte budget. No accident makes an answer wrong.
 
     put ──► queue ──► one thread: encode, make room, write         match ──► index ──► read ──► check ──► block
 
-  S1  What is read was written so: it has its checksum, its key is the digest of all tokens up to it, of the namespace
-      and of the identity. Whatever else lies in the folder is a miss; it is set aside, counted and logged once.
-  S2  The files of blocks take at most `budget_bytes`, and a block of each writing process more. What was used longest
-      ago goes first, and never before what follows it. What is in the quarantine comes on top.
-  S3  Nothing waits for a disk but `read` (and `match` for the heads that other processes have added).
-  S4  A disk that is full or fails stops the writing, which is said once, and nothing else. No call raises for a disk.
+  S1  What is read was written like this: `codec.decoded` checks its checksum, and that its key is the digest of all
+      tokens up to it, of the namespace and of the identity. Any other file is a miss: it is set aside, counted, and
+      logged once by its name.
+  S2  The files of blocks take at most `budget_bytes`, and one block more for each writing process. The block that was
+      used longest ago goes first, never before the blocks that follow it. Files in the quarantine come on top.
+  S3  A file is evicted only if no other process has used it later than this process knows.
+  S4  Only `read` waits for the disk, and `match` for the heads of files that other processes have added.
+  S5  If the disk is full or fails, writing stops; that is logged once, and reading goes on. No call raises for a disk.
 
-Several processes may use one folder. All of its methods may be called from any thread. Never imports MLX.
+Several processes may use one folder. A process notices files that others evicted when it reads or evicts them, and
+files that others added before a match or a write. Methods may be called from any thread. Never imports MLX.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
-from radixcache.errors import refuse_copy
-from radixcache.stores.block import Block, Identity, Kind, root_key
-from radixcache.stores.contents import STOPPED, Contents, DailyWrites, FileStoring
-from radixcache.stores.files import Folder
-from radixcache.stores.index import Link
-from radixcache.stores.store import StoreStats, StoreTally, require_store_options
-from radixcache.stores.store import WriteOn as WriteOn
-from radixcache.stores.writer import Writer
+from radixcache.stores.block import KINDS, Block, Head, Identity, Kind, Place
+from radixcache.stores.block_store import BudgetedStore
+from radixcache.stores.codec import Damaged
+from radixcache.stores.files import Folder, file_name, place_of
+from radixcache.stores.store import WriteOn
 from radixcache.tokens import Keys
 
-#: Files that are read at a time, and so many ahead of the one that is asked for.
+logger = logging.getLogger(__name__)
+
+#: Files that are read at the same time, ahead of the one that is asked for.
 READERS = 2
+#: Errors of a name, not of the disk: something else has the name.
+_NAME_TAKEN = {errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY}
 
 
-class DiskStore(AbstractContextManager["DiskStore"]):
+class DiskStore(BudgetedStore):
     """Blocks in a folder.
 
     Attributes:
-        write_on: as given. The cache that uses the store acts on it.
-        budget_bytes: as given.
+        write_on, budget_bytes: as given.
     """
-
-    tiers = ("disk",)
-    takes_cuts = True
 
     def __init__(
         self,
@@ -56,16 +61,16 @@ class DiskStore(AbstractContextManager["DiskStore"]):
         min_free_bytes: int = 1 << 30,
         queue_bytes: int = 256 << 20,
     ) -> None:
-        """Open a folder, make it where there is none, and find out what is in it without reading any state.
+        """Open a folder, or make it, and list its blocks without reading their state.
 
         Args:
             budget_bytes: of all files of blocks.
-            write_budget_bytes_per_day: written at most on a day (UTC), by all processes that have a limit; None: any.
+            write_budget_bytes_per_day: most bytes a day (UTC), of all processes that have a limit; None: no limit.
             write_on: what a cache writes.
-            secret: 16 to 64 bytes. With it nothing is read that was not written with it; without it a checksum finds
-                accidents alone. What is written is in plain either way.
+            secret: 16 to 64 bytes. With it, only files that were written with it are read; without it a checksum finds
+                accidents only. The files are not encrypted either way.
             min_free_bytes: left free on the disk.
-            queue_bytes: of state that waits to be written, in memory.
+            queue_bytes: most state in memory that waits to be written.
 
         Raises:
             ValueError: an argument is out of range.
@@ -73,134 +78,200 @@ class DiskStore(AbstractContextManager["DiskStore"]):
         """
         if min(budget_bytes, min_free_bytes + 1, queue_bytes, write_budget_bytes_per_day or 1) < 1:
             raise ValueError("budgets of a DiskStore are in bytes, and 1 or more.")
-        require_store_options(write_on, secret)
-        self.write_on: WriteOn = write_on
-        self.budget_bytes = budget_bytes
-        self._tally = StoreTally()
-        folder = Folder(path, secret, make=True)
-        self._contents = Contents(folder, self._tally, secret)
-        self._daily = DailyWrites(folder.path, write_budget_bytes_per_day)
-        self._storing = FileStoring(
-            folder,
-            self._contents,
-            self._daily,
-            self._tally,
-            budget_bytes=budget_bytes,
-            min_free_bytes=min_free_bytes,
-            secret=secret,
-        )
-        self._writer = Writer(self._storing.store, queue_bytes)
+        super().__init__(write_on, secret, budget_bytes=budget_bytes, queue_bytes=queue_bytes)
+        self._folder = Folder(path, secret, make=True)
+        self._daily = DailyWrites(self._folder.path, write_budget_bytes_per_day)
+        self._min_free_bytes = min_free_bytes
+        self._error = ""
+        self._logged: set[str] = set()
         self._refresh()
-        self._storing.keep_budget()
+        try:
+            self._make_room(0, b"")
+        except OSError as error:
+            self._stop(error)
 
-    # What is there
-
-    def match(
-        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
-    ) -> list[Link]:
-        """The longest chain of stored blocks that these tokens (int64 keys) begin with; empty: there is none.
-
-        Args:
-            grid: only blocks of prefills of this step size that were cut nowhere else; 0: any.
-            at_checkpoints: the longest chain up to a checkpoint, for models that resume nowhere else.
-        """
-        self._refresh()
-        return self.known(identity, namespace, tokens, grid=grid, at_checkpoints=at_checkpoints)
-
-    def known(
-        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
-    ) -> list[Link]:
-        """As `match`, without a look at what other processes have added."""
-        return self._contents.match(root_key(identity, namespace), tokens, grid, at_checkpoints)
-
-    def file_bytes(self, key: bytes, kind: Kind = "block") -> int:
-        """Bytes of a file; 0: it is not there."""
-        return self._contents.file_bytes(key, kind)
-
-    def holds(self, key: bytes, kind: Kind = "block") -> bool:
-        """Whether this is stored, or about to be."""
-        return (key, kind) in self._writer or self.file_bytes(key, kind) > 0
-
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """These blocks were used, wherever their state was taken from: they are evicted later."""
-        self._contents.touch(keys)
-
-    def read(self, wanted: Sequence[tuple[bytes, Kind]]) -> Iterator[Block | None]:
-        """The state of these keys, in order, each read and checked while the ones before it are used.
-
-        None stands for what is not there any more or was found damaged; then it is no longer matched either. At most
-        `READERS` blocks are in memory beside those that the caller keeps.
-        """
+    def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]:
+        """As `BlockStore.read`; files are read ahead. Besides what the caller has, at most `READERS` are in memory."""
         self.touch(dict.fromkeys(key for key, _ in wanted))
         ahead: deque[Future[Block | None]] = deque()
         with ThreadPoolExecutor(READERS, "radixcache-read") as pool:
             try:
-                for key, kind in wanted:
+                for place in wanted:
                     if len(ahead) == READERS:
                         yield ahead.popleft().result()
-                    ahead.append(pool.submit(self._contents.read, key, kind))
+                    ahead.append(pool.submit(self._read_one, place))
                 while ahead:
                     yield ahead.popleft().result()
             finally:
                 for future in ahead:
                     future.cancel()
 
-    # Writing
-
     def accepts(self, nbytes: int) -> bool:
-        """Whether it makes sense to copy out so many bytes of state now, to `put` them."""
         fits = nbytes <= min(self.budget_bytes, self._daily.left_bytes())
-        return fits and not self._storing.stopped and self._writer.has_room(nbytes)
-
-    def put(self, block: Block) -> bool:
-        """Have a block written, some time; False: it is there, or it is dropped, and `stats` says why.
-
-        The block before it has to be stored or put first: what nothing leads to is not written. Its buffers are held
-        until it is written, and must not change.
-        """
-        if self.holds(block.head.key, block.head.kind):
-            return False
-        why_not = STOPPED if self._storing.stopped else ""
-        if not why_not and not self._writer.offer(block):
-            why_not = "the queue is full"
-        if why_not:
-            self._tally.drop(why_not)
-        return not why_not
-
-    def remove(self, keys: Iterable[bytes]) -> None:
-        """Give blocks up whose state was found wrong, and with them what follows them: nothing leads there any more."""
-        for key in keys:
-            try:
-                self._contents.remove(key)
-            except OSError:
-                self._tally.add(read_errors=1)
-
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was put is written or dropped; False: not within this time."""
-        return self._writer.flush(timeout_s)
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        """Flush, and write nothing any more; what is stored can still be read. Doing it twice does nothing."""
-        return self._writer.close(timeout_s)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    __reduce_ex__ = refuse_copy
+        return fits and not self._error and self._queue.has_room(nbytes)
 
     @property
-    def stats(self) -> StoreStats:
-        """Counts since the store was opened, and what there is now."""
-        now = self._contents.now()
-        waiting_bytes, stopped = self._writer.waiting_bytes, self._storing.stopped
-        return self._tally.stats(**now, budget_bytes=self.budget_bytes, waiting_bytes=waiting_bytes, stopped=stopped)
+    def _stopped(self) -> str:
+        return self._error
 
-    def check(self) -> None:
-        """Assert the invariants of what is known of the folder."""
-        self._contents.check()
+    def _look_up(self, identity: Identity, namespace: str, tokens: Keys, grid: int) -> bool:
+        self._refresh()
+        return True
 
     def _refresh(self) -> None:
         try:
-            self._contents.refresh()
+            self._list_new_files()
         except OSError:
             self._tally.add(read_errors=1)
+
+    def _list_new_files(self) -> None:
+        """Add the files of other processes to the index. OSError: the folder cannot be read."""
+        found: list[tuple[Head, int, int]] = []
+        for name in self._folder.changed():
+            place = place_of(name)
+            if place is not None and self.file_bytes(*place):
+                continue
+            try:
+                found.append(self._folder.read_head(name))
+            except Damaged as wrong:
+                self._set_aside(name, wrong)
+            except FileNotFoundError:
+                pass  # evicted meanwhile
+            except OSError:
+                self._tally.add(read_errors=1)
+        with self._lock:
+            for head, nbytes, used_ns in sorted(found, key=lambda each: each[2]):
+                self._index.add(head, nbytes, used_ns)
+
+    def _read_one(self, place: Place) -> Block | None:
+        """The block in a file; None: the file is gone or wrong, and the index forgets it."""
+        if not (nbytes := self.file_bytes(*place)):
+            return None
+        began = time.perf_counter()
+        try:
+            block = self._folder.read(place, nbytes, self._secret)
+        except Damaged as wrong:
+            self._set_aside(file_name(*place), wrong)
+        except FileNotFoundError:
+            self._tally.add(vanished_files=1)
+        except OSError:
+            self._tally.add(read_errors=1)
+        else:
+            self._tally.add(read_files=1, read_bytes=nbytes, read_seconds=time.perf_counter() - began)
+            return block
+        with self._lock:
+            self._index.drop(*place)
+        return None
+
+    def _set_aside(self, name: str, wrong: Damaged) -> None:
+        self._tally.add(damaged_files=1)
+        if name not in self._logged:
+            self._logged.add(name)
+            logger.warning("%s: %s. It is set aside, and its tokens are prefilled.", self._folder.path / name, wrong)
+        with suppress(OSError):  # then it stays in its place, and the index does not have it
+            self._folder.set_aside(name)
+
+    def _write(self, head: Head, parts: Sequence[Any], nbytes: int) -> str:
+        if self._error:
+            return self.stopped_words
+        try:
+            self._list_new_files()
+            return super()._write(head, parts, nbytes)
+        except OSError as error:
+            return "something else has its place" if error.errno in _NAME_TAKEN else self._stop(error)
+
+    def _stop(self, error: OSError) -> str:
+        self._error = str(error)
+        logger.warning("%s: %s. Nothing more is written; what is stored is used.", self._folder.path, error)
+        return self.stopped_words
+
+    def _reason_not_to_write(self, nbytes: int) -> str:
+        if self._folder.free_bytes() < self._min_free_bytes + nbytes:
+            return "the disk is nearly full"
+        self._daily.refresh()
+        return "the budget of the day is spent" if self._daily.left_bytes() < nbytes else ""
+
+    def _write_file(self, head: Head, parts: Sequence[Any], nbytes: int) -> None:
+        self._daily.spend(nbytes)
+        self._folder.write(file_name(*head.place), parts)
+
+    def _delete_file(self, key: bytes, kind: Kind) -> bool:
+        return self._folder.remove(file_name(key, kind))
+
+    def _delete(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            try:
+                for kind in KINDS:
+                    self._delete_file(key, kind)
+            except OSError:
+                self._tally.add(read_errors=1)
+
+    def _mark_used(self, key: bytes, now_ns: int) -> None:
+        with suppress(OSError):  # this process knows it all the same
+            self._folder.mark_used(file_name(key, "block"), now_ns)
+
+    def _last_use_ns(self, key: bytes) -> int:
+        with suppress(FileNotFoundError):
+            return self._folder.used_ns(file_name(key, "block"))
+        return 0
+
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class DailyWrites:
+    """How many bytes may still be written into a folder today (UTC), so that a store does not wear out a disk.
+
+    Before a process writes, it appends the number of bytes to the file of the day, one line each, and it reads what
+    other processes appended. So the budget belongs to the folder, and a killed process cannot spend it twice. Without
+    a limit nothing is read or written.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int | None) -> None:
+        self._folder, self._limit_bytes = folder, limit_bytes
+        self._day = self._read_to = self._spent_bytes = 0
+
+    def refresh(self) -> None:
+        """Read what has been written today. OSError: the file cannot be read."""
+        if self._limit_bytes is None:
+            return
+        if _today() != self._day:
+            self._day, self._read_to, self._spent_bytes = _today(), 0, 0
+            self._remove_other_days()
+        with self._opened() as handle:
+            while b"\n" in (lines := os.pread(handle, 1 << 16, self._read_to)):
+                whole = lines[: lines.rindex(b"\n") + 1]
+                self._read_to += len(whole)
+                self._spent_bytes += sum(int(line) for line in whole.split() if line.isdigit() and len(line) < 20)
+
+    def left_bytes(self) -> int:
+        """As of the last refresh."""
+        if self._limit_bytes is None:
+            return 1 << 63
+        return self._limit_bytes - (self._spent_bytes if self._day == _today() else 0)
+
+    def spend(self, nbytes: int) -> None:
+        """Record a write that is about to begin; it counts from the next refresh on, even if it fails."""
+        if self._limit_bytes is not None:
+            with self._opened() as handle:
+                os.write(handle, b"%d\n" % nbytes)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        handle = os.open(self._folder / f"written-{self._day}", _FLAGS, 0o600)
+        try:
+            yield handle
+        finally:
+            os.close(handle)
+
+    def _remove_other_days(self) -> None:
+        with os.scandir(self._folder) as entries:
+            names = [entry.name for entry in entries if entry.name.startswith("written-")]
+        for name in names:
+            if name != f"written-{self._day}":
+                with suppress(OSError):
+                    os.unlink(self._folder / name)
+
+
+def _today() -> int:
+    return int(time.time() // 86400)

@@ -1,25 +1,20 @@
-"""Files that are whole from the moment they have their name, and reading that waits for nothing but the disk.
+"""Folder: the files of a DiskStore by name. Files are complete from the moment they have their name.
+
+    PATH/store.json                       format, version, and an id of the secret
+    PATH/ab/abcd...ef.block               a file for each block and checkpoint, by the first byte of its key
+    PATH/tmp-...                          being written
+    PATH/quarantine/                      files that were set aside
+    PATH/written-DAY                      bytes that were written on a day (`disk_store.DailyWrites`)
 
   F1  A file is written as `tmp-...`, locked by its writer, synced, then renamed.
-  F2  Folders are made 0700 and files 0600. No symlink is followed, and nothing is opened but a regular file.
-  F3  What a process that died leaves behind is a `tmp-` file without a lock, which `remove_abandoned` removes.
+  F2  Folders are made 0700 and files 0600. No symlink is followed, and only regular files are opened.
+  F3  A process that died leaves a `tmp-` file without a lock; `_remove_abandoned` removes it.
 
-Functions raise OSError as the system does, and Damaged where something else stands in a file's place.
+A folder of files, not a log: opening 20,000 of them takes a second or two, each can be evicted alone, and from a MiB a
+block on appending to a log is no faster. Methods raise OSError as the system does, and Damaged for wrong files.
 
-Folder: the files of a store by name.
-
-    PATH/store.json                       format, version, and what tells one secret from another
-    PATH/ab/abcd...ef.block               a file per block, and per checkpoint, by the first byte of its key
-    PATH/tmp-...                          being written
-    PATH/quarantine/                      what was set aside
-    PATH/written-DAY                      bytes that were written on a day (`daily_writes.py`)
-
-A folder of files, not a log: opening 20,000 of them takes a second or two, any of them can be evicted alone, and beyond
-a MiB a block appending to a log is no faster. Methods raise OSError as the system does.
-
-What lies in a store's folder, for people: a list, a check of every byte, and removal.
-
-StoreError: there is no store in the folder. Nothing is changed but by `remove`; processes that use the store go on.
+`scan`, `verify` and `remove` are for people. They raise StoreError if the folder holds no store. Processes that use the
+store go on meanwhile.
 """
 
 from __future__ import annotations
@@ -39,152 +34,53 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from radixcache.errors import StoreError
-from radixcache.stores.block import KINDS, Block, Head, Kind
+from radixcache.stores.block import KINDS, Block, Head, Kind, Place
 from radixcache.stores.codec import CHECKSUM_BYTES, Checksum, Damaged, decoded, decoded_head, head_bytes
 
-#: Read at a time: it is looked at before it leaves the processor's cache.
+MARK = {"format": "radixcache-store", "version": 1}
+#: Read at a time, and added to the checksum before it leaves the cache of the processor.
 PIECE_BYTES = 1 << 20
+#: Read first of a file: the head of a block with a few hundred buffers.
+FIRST_BYTES = 32 << 10
+#: The quarantine holds at most so many files and bytes; the oldest go first.
+QUARANTINE_FILES, QUARANTINE_BYTES = 16, 256 << 20
+#: A folder that changed so recently may change again without a new time.
+RECENT_NS = 100_000_000
+
+_NAME = re.compile(rf"([0-9a-f]{{2}})/(\1[0-9a-f]{{30}})\.({'|'.join(KINDS)})")
 
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """A regular file, open to be read."""
-    try:
-        handle = os.open(path, _OPEN)
-    except OSError:
-        with suppress(OSError):
-            if not stat.S_ISREG(os.lstat(path).st_mode):
-                raise Damaged("it is no regular file") from None
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise Damaged("it is no regular file")
-        yield handle
-    finally:
-        os.close(handle)
-
-
-def read_first(handle: int, nbytes: int, add: Callable[[memoryview], object] = len) -> memoryview:
-    """The first bytes of a file, so many or all that there are; `add` is called for each piece while the next comes."""
-    data: memoryview = np.empty(nbytes, dtype=np.uint8).data
-    if nbytes > PIECE_BYTES and hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # nothing but a hint
-            os.posix_fadvise(handle, 0, nbytes, os.POSIX_FADV_WILLNEED)
-    done = 0
-    while done < nbytes and (count := os.preadv(handle, [data[done : done + PIECE_BYTES]], done)):
-        add(data[done : done + count])
-        done += count
-    return data[:done]
-
-
-def write_whole(root: Path, name: str, parts: Iterable[Any]) -> None:
-    """Make a file of these parts below `root`, or in one of its folders, in place of one that has the name."""
-    temporary, handle = _made(root)
-    target = root / name
-    try:
-        for part in parts:
-            rest = memoryview(part)
-            while rest.nbytes:
-                rest = rest[os.write(handle, rest) :]
-        os.fsync(handle)
-        if target.parent != root:
-            make_folder(target.parent)
-        os.rename(temporary, target)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    finally:
-        os.close(handle)
-    _sync(target.parent)
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder where there is none. FileExistsError: something else is there."""
-    try:
-        os.mkdir(folder, 0o700)
-    except FileExistsError:
-        if not stat.S_ISDIR(os.lstat(folder).st_mode):
-            raise
-    else:
-        _sync(folder.parent)
-
-
-def remove_abandoned(root: Path) -> None:
-    """Remove what writers that died were about to write."""
-    with os.scandir(root) as entries:
-        names = [entry.name for entry in entries if entry.name.startswith("tmp-")]
-    for name in names:
-        with suppress(OSError, Damaged), opened(root / name) as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: somebody is writing it
-            os.unlink(root / name)
-
-
-def _made(root: Path) -> tuple[Path, int]:
-    while True:
-        path = root / f"tmp-{os.urandom(8).hex()}"
-        handle = os.open(path, _MAKE, 0o600)
-        try:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            if os.fstat(handle).st_nlink:
-                return path, handle
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)  # it was removed before it was locked
-
-
-def _sync(folder: Path) -> None:
-    """Have the names in a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-MARK = {"format": "radixcache-store", "version": 1}
-#: What is set aside goes, the longest there first, beyond so many files and bytes.
-QUARANTINE_FILES, QUARANTINE_BYTES = 16, 256 << 20
-#: Read first of a file: the head of a block with a few hundred buffers.
-FIRST_BYTES = 32 << 10
-#: A folder that changed so recently may change again and show the same time.
-RECENT_NS = 100_000_000
-
-_NAME = re.compile(rf"([0-9a-f]{{2}})/(\1[0-9a-f]{{30}})\.({'|'.join(KINDS)})")
-
-
 def file_name(key: bytes, kind: Kind) -> str:
-    """Where a block lies, from the store's folder on."""
+    """The path of a file below the folder of the store."""
     return f"{key[:1].hex()}/{key.hex()}.{kind}"
 
 
 def place_of(name: str) -> tuple[bytes, Kind] | None:
-    """Key and kind of the block that lies there; None: no block does."""
+    """The key and kind in the name of a file; None: it is no name of a block."""
     found = _NAME.fullmatch(name)
     return None if found is None else (bytes.fromhex(found[2]), cast(Kind, found[3]))
 
 
 class Folder:
-    """A store's folder. With `make` it is made, marked as a store and tidied.
+    """The folder of a store. With `make` it is made if needed, marked as a store and tidied.
 
     Raises:
-        StoreError: it cannot be, it holds something else, or another format; with `make`, what `require` says.
+        StoreError: the folder cannot be used, or holds something else, or another format; and, with `make`, as
+            `require` does.
     """
 
     def __init__(self, path: str | os.PathLike[str], secret: bytes | None = None, make: bool = False) -> None:
         self.path = Path(path)
-        #: When each folder had changed last, as far as its files are known.
+        #: The time of the last change of each folder whose files are known.
         self._seen: dict[str, int] = {}
         try:
             if make:
                 self._make(secret)
-            with opened(self.path / "store.json") as handle:
-                mark = json.loads(bytes(read_first(handle, 1 << 12)))
+            with _opened(self.path / "store.json") as handle:
+                mark = json.loads(bytes(_read_first(handle, 1 << 12)))
         except (OSError, ValueError, RecursionError, Damaged) as error:
             raise StoreError(f"{self.path}: cannot be used as a store: {error}.") from error
         if not isinstance(mark, dict) or {name: mark.get(name) for name in MARK} != MARK:
@@ -194,49 +90,66 @@ class Folder:
             self.require(secret)
 
     def require(self, secret: bytes | None) -> None:
-        """Raise StoreError unless the store was made with this secret; None: without one."""
+        """Raise StoreError unless the store was made with this secret; None: without a secret."""
         if self._secret_id != _secret_id(secret):
             used = "no secret" if self._secret_id is None else "a secret that is not this one"
             raise StoreError(f"{self.path}: the store was made with {used}. Give the same, or name another folder.")
 
     def changed(self) -> Iterator[str]:
-        """Names of all files in those shards that may have changed since this was last asked."""
+        """Names of all files in the shards that may have changed since the last call."""
         try:
             for shard in self._changed_shards():
                 with os.scandir(self.path / shard) as entries:
                     names = [f"{shard}/{entry.name}" for entry in entries if not entry.is_dir(follow_symlinks=False)]
                 yield from names
         except OSError:
-            self._seen.clear()  # all of it is looked at again
+            self._seen.clear()  # list everything the next time
             raise
 
     def read_head(self, name: str) -> tuple[Head, int, int]:
-        """Head of a file, its bytes, and when it was last used, in ns since 1970. Damaged: it is no block's."""
-        with opened(self.path / name) as handle:
+        """Head and bytes of a file, and its last use in ns since 1970. Damaged: it is no block."""
+        with _opened(self.path / name) as handle:
             about = os.fstat(handle)
-            data = read_first(handle, FIRST_BYTES)
+            data = _read_first(handle, FIRST_BYTES)
             if (wanted := head_bytes(data)) > len(data) == FIRST_BYTES:
-                data = read_first(handle, wanted)
+                data = _read_first(handle, wanted)
         head, _ = decoded_head(data, about.st_size)
         if name != file_name(head.key, head.kind):
             raise Damaged("it has not the name of its block")
         return head, about.st_size, about.st_mtime_ns
 
-    def read(self, name: str, nbytes: int, secret: bytes | None) -> Block:
-        """The block in a file. Damaged: it is none, or has not this many bytes; no more are ever made room for."""
+    def read(self, place: Place, nbytes: int, secret: bytes | None) -> Block:
+        """The block in a file. Damaged: `decoded` refuses it, or it does not have `nbytes`; no more are read."""
         checksum = Checksum(secret, nbytes - CHECKSUM_BYTES)
-        with opened(self.path / name) as handle:
+        with _opened(self.path / file_name(*place)) as handle:
             if (found := os.fstat(handle).st_size) != nbytes:
                 raise Damaged(f"it has {found} bytes, and should have {nbytes}")
-            data = read_first(handle, nbytes, checksum.add)
-        return decoded(data, secret, checksum.value)
+            data = _read_first(handle, nbytes, checksum.add)
+        return decoded(data, secret, checksum.value, place)
 
     def write(self, name: str, parts: Iterable[Any]) -> None:
-        """Make a file of these parts, in place of one that has the name."""
-        write_whole(self.path, name, parts)
+        """Make a file of these parts, in place of any file of that name."""
+        temporary, handle = _new_temporary(self.path)
+        target = self.path / name
+        try:
+            for part in parts:
+                rest = memoryview(part)
+                while rest.nbytes:
+                    rest = rest[os.write(handle, rest) :]
+            os.fsync(handle)
+            if target.parent != self.path:
+                _make_folder(target.parent)
+            os.rename(temporary, target)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        finally:
+            os.close(handle)
+        _sync(target.parent)
 
     def remove(self, name: str) -> bool:
-        """Remove a file; False: somebody else has."""
+        """False: another process has removed it."""
         try:
             os.unlink(self.path / name)
         except FileNotFoundError:
@@ -244,11 +157,11 @@ class Folder:
         return True
 
     def used_ns(self, name: str) -> int:
-        """When a file was used last, by any process."""
+        """When any process used the file last."""
         return os.stat(self.path / name, follow_symlinks=False).st_mtime_ns
 
-    def use(self, name: str, now_ns: int) -> None:
-        """Note when a file was used, where other processes and later ones see it."""
+    def mark_used(self, name: str, now_ns: int) -> None:
+        """Record a use where other processes, and later ones, see it."""
         os.utime(self.path / name, ns=(now_ns, now_ns), follow_symlinks=False)
 
     def free_bytes(self) -> int:
@@ -256,21 +169,21 @@ class Folder:
         return about.f_bavail * about.f_frsize
 
     def set_aside(self, name: str) -> None:
-        """Move a file into the quarantine; the ones that were moved first go where they are too many."""
+        """Move a file into the quarantine, and delete the oldest files there if there are too many."""
         quarantine = self.path / "quarantine"
-        make_folder(quarantine)
+        _make_folder(quarantine)
         os.rename(self.path / name, quarantine / os.path.basename(name))
         with os.scandir(quarantine) as entries:
             files = [(entry.stat(follow_symlinks=False), entry.path) for entry in entries]
-        kept_bytes = 0
+        total_bytes = 0
         for count, (about, path) in enumerate(sorted(files, key=lambda file: -file[0].st_ctime_ns), start=1):
-            kept_bytes += about.st_size
-            if (count > QUARANTINE_FILES or kept_bytes > QUARANTINE_BYTES) and not stat.S_ISDIR(about.st_mode):
+            total_bytes += about.st_size
+            if (count > QUARANTINE_FILES or total_bytes > QUARANTINE_BYTES) and not stat.S_ISDIR(about.st_mode):
                 os.unlink(path)
 
     def _make(self, secret: bytes | None) -> None:
         os.makedirs(self.path, mode=0o700, exist_ok=True)
-        remove_abandoned(self.path)
+        _remove_abandoned(self.path)
         with os.scandir(self.path) as entries:
             names = sorted(entry.name for entry in entries if not entry.name.startswith(("tmp-", ".")))
         if names and "store.json" not in names:
@@ -279,7 +192,7 @@ class Folder:
             self.write("store.json", [json.dumps({**MARK, "secret": _secret_id(secret)}).encode()])
 
     def _changed_shards(self) -> list[str]:
-        # Every file of a block passes through PATH on its way, so nothing is new where PATH has not changed.
+        # Every file of a block is made in PATH first, so if PATH has not changed, nothing is new.
         if not self._is_changed("", os.stat(self.path)):
             return []
         with os.scandir(self.path) as entries:
@@ -304,12 +217,9 @@ def _secret_id(secret: bytes | None) -> str | None:
 
 
 class StoredFile(NamedTuple):
-    """A file of a store.
+    """A file of a store. `name`: its path below the folder; `used_s`: its last use, in seconds since 1970.
 
-    Attributes:
-        name: its path below the store's folder.
-        head: what it says of itself; no checksum was looked at.
-        nbytes, used_s: of the file; when it was last used, in seconds since 1970.
+    Only the head was read: the checksum is not checked.
     """
 
     name: str
@@ -319,7 +229,7 @@ class StoredFile(NamedTuple):
 
 
 def scan(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
-    """All stored blocks and checkpoints, by their heads alone; what is none, or cannot be read, is left out."""
+    """All stored blocks and checkpoints, by their heads; other and unreadable files are left out."""
     folder = Folder(path)
     for name in folder.changed():
         try:
@@ -330,23 +240,99 @@ def scan(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
 
 
 def verify(path: str | os.PathLike[str], secret: bytes | None = None) -> Iterator[tuple[str, int, str]]:
-    """Read every file: its name, its bytes, and what is wrong with it, empty where nothing is.
+    """Read and check every file: its name, its bytes, and what is wrong with it; empty: nothing is.
 
-    StoreError: also where the store was made with another secret.
+    StoreError: also if the store was made with another secret.
     """
     folder = Folder(path)
     folder.require(secret)
     for name in folder.changed():
         nbytes, wrong = 0, ""
         try:
-            _, nbytes, _ = folder.read_head(name)
-            folder.read(name, nbytes, secret)
+            head, nbytes, _ = folder.read_head(name)
+            folder.read(head.place, nbytes, secret)
         except (Damaged, OSError) as error:
             wrong = str(error)
         yield name, nbytes, wrong
 
 
 def remove(path: str | os.PathLike[str], names: Iterable[str]) -> int:
-    """Remove blocks and checkpoints by their names; how many there were. OSError: one cannot be removed."""
+    """Remove blocks and checkpoints by name; how many there were. OSError: a file cannot be removed."""
     folder = Folder(path)
     return sum(folder.remove(name) for name in names if place_of(name) is not None)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A regular file, open to be read."""
+    try:
+        handle = os.open(path, _OPEN)
+    except OSError:
+        with suppress(OSError):
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                raise Damaged("it is no regular file") from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise Damaged("it is no regular file")
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _read_first(handle: int, nbytes: int, add: Callable[[memoryview], object] = len) -> memoryview:
+    """The first `nbytes` of a file, or fewer if it ends; `add` is called for each piece while the next one is read."""
+    data: memoryview = np.empty(nbytes, dtype=np.uint8).data
+    if nbytes > PIECE_BYTES and hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # only a hint
+            os.posix_fadvise(handle, 0, nbytes, os.POSIX_FADV_WILLNEED)
+    done = 0
+    while done < nbytes and (count := os.preadv(handle, [data[done : done + PIECE_BYTES]], done)):
+        add(data[done : done + count])
+        done += count
+    return data[:done]
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder if it is missing. FileExistsError: something else has the name."""
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        if not stat.S_ISDIR(os.lstat(folder).st_mode):
+            raise
+    else:
+        _sync(folder.parent)
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Remove the unfinished files of writers that died."""
+    with os.scandir(root) as entries:
+        names = [entry.name for entry in entries if entry.name.startswith("tmp-")]
+    for name in names:
+        with suppress(OSError, Damaged), _opened(root / name) as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: another process is writing it
+            os.unlink(root / name)
+
+
+def _new_temporary(root: Path) -> tuple[Path, int]:
+    while True:
+        path = root / f"tmp-{os.urandom(8).hex()}"
+        handle = os.open(path, _MAKE, 0o600)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if os.fstat(handle).st_nlink:
+                return path, handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # it was removed before it was locked
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

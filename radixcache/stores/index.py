@@ -1,18 +1,18 @@
-"""Index: which blocks are on disk, what follows what, and which was used longest ago. Knows no files.
+"""Index: which blocks a store has, what follows what, and the order of use. Knows no files.
 
     root key ──► block [0, 512) ──► block [512, 1024) ──► block [1024, 1300)
             │         └──► block [400, 512) ──► ...        behind 400 tokens of its parent: its `cut`
             └──► block [0, 300) ──► ...                                          siblings may begin alike
 
-A block is filed under its parent's key, where inside of it it begins, and its first token, with all of its tokens, so
-that a match is told by the token. That takes 2 KiB of memory a block, beside some MiB on disk.
+A block is filed under the key of its parent, its cut and its first token. All of its tokens are held, so that a match
+can end inside it. That takes 2 KiB of memory for each block.
 
-  D1  In the order of use a block stands before its parent: what was used longest ago has nothing behind it.
+  D1  In the order of use a block stands before its parent: nothing follows the block that was used longest ago.
   D2  `nbytes` is the sum over all files.
   D3  Each entry has a file, is filed once, and `_below` files nothing else.
 
 `match` is O(tokens) and O(1) NumPy calls for each sibling that begins with the same token. `add` and `touch` are
-O(blocks before it). Not thread-safe: DiskStore holds a lock.
+O(blocks before it). Not thread-safe: the store holds a lock.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ from radixcache.tokens import Keys, common_length
 
 
 class Link(NamedTuple):
-    """One block of a chain that matches.
+    """One block of a chain that matches a prompt.
 
     Attributes:
-        key: the block's.
-        start, end: which of the tokens that were asked for it has.
-        block_end: where the block ends: beyond `end` where the match ends inside of it, or the next link begins there.
+        start, end: which tokens of the prompt it has.
+        block_end: where the block ends; beyond `end` if the match ends, or the next link begins, inside the block.
         block_bytes, checkpoint_bytes: of its files; 0: there is no checkpoint.
-        tier: which of several stores it is read from, the first one is 0.
+        tier: which of several stores it is read from; the first one is 0.
     """
 
     key: bytes
@@ -50,27 +49,27 @@ class Link(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the match comes to the end of the block."""
+        """Whether the match reaches the end of the block."""
         return self.end == self.block_end
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether it does, and a checkpoint is stored there."""
+        """Whether the match reaches the end and a checkpoint is stored there."""
         return self.is_whole and self.checkpoint_bytes > 0
 
     def moved(self, by: int) -> Link:
-        """The same in a sequence that has so many tokens more in front."""
+        """The same link, with `by` more tokens in front of the sequence."""
         return self._replace(start=self.start + by, end=self.end + by, block_end=self.block_end + by)
 
 
 def chain_end(chain: Sequence[Link]) -> int:
-    """Where the last one's match ends; 0: there is none."""
+    """Where the match of the last link ends; 0: the chain is empty."""
     return chain[-1].end if chain else 0
 
 
 @dataclass(slots=True, eq=False)
 class IndexEntry:
-    """A block. `file_bytes` by kind: a file that is not there is not in it."""
+    """A block. `file_bytes` has a number for each kind that is stored."""
 
     key: bytes
     parent: bytes
@@ -86,7 +85,7 @@ class Index:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        #: By key, in the order of use.
+        #: By key, the one that was used longest ago first.
         self._entries: OrderedDict[bytes, IndexEntry] = OrderedDict()
         self._below: dict[_Place, dict[bytes, IndexEntry]] = {}
 
@@ -94,7 +93,7 @@ class Index:
         return len(self._entries)
 
     def file_bytes(self, key: bytes, kind: Kind) -> int:
-        """Bytes of a file; 0: it is not there."""
+        """0: there is no such file."""
         entry = self._entries.get(key)
         return 0 if entry is None else entry.file_bytes.get(kind, 0)
 
@@ -102,7 +101,7 @@ class Index:
         return sum(kind in entry.file_bytes for entry in self._entries.values())
 
     def add(self, head: Head, nbytes: int, used_ns: int) -> None:
-        """A file is there, and was used now."""
+        """A file is there, and was used at this time."""
         entry = self._entries.get(head.key)
         if entry is None:
             small = np.iinfo(np.int32)
@@ -115,7 +114,7 @@ class Index:
         self.touch(head.key, used_ns)
 
     def drop(self, key: bytes, kind: Kind) -> None:
-        """A file is gone; that it was there is not asked."""
+        """A file is gone, if it was there."""
         entry = self._entries.get(key)
         if entry is None or kind not in entry.file_bytes:
             return
@@ -128,7 +127,7 @@ class Index:
                 del self._below[_place(entry)]
 
     def touch(self, key: bytes, used_ns: int) -> None:
-        """A block was used, and so were all before it."""
+        """A block was used, and with it all blocks before it."""
         entries = self._entries
         entry = entries.get(key)
         while entry is not None:
@@ -138,12 +137,12 @@ class Index:
             entry = entries.get(entry.parent)
 
     def used_ns(self, key: bytes) -> int:
-        """When a block was used last, as it was told; 0: it is not known."""
+        """When a block was used last, as far as known; 0: never."""
         entry = self._entries.get(key)
         return 0 if entry is None else entry.used_ns
 
     def path(self, key: bytes) -> list[IndexEntry]:
-        """The block and all before it, the first one first, as far as they are known."""
+        """The known blocks up to this one, the first one first."""
         path = []
         while (entry := self._entries.get(key)) is not None:
             path.append(entry)
@@ -155,7 +154,7 @@ class Index:
         return next(iter(self._entries.values()), None)
 
     def is_on_path(self, key: bytes, last: bytes) -> bool:
-        """Whether a block is this last one, or before it."""
+        """Whether a block is `last`, or before it."""
         while key != last and (entry := self._entries.get(last)) is not None:
             last = entry.parent
         return key == last
@@ -163,12 +162,12 @@ class Index:
     def match(
         self, parent: bytes, tokens: Keys, grid: int = 0, at_checkpoints: bool = False, *, cut: int = 0
     ) -> list[Link]:
-        """The longest chain behind a key that these tokens begin with.
+        """The longest chain below `parent` that these tokens begin with.
 
         Args:
-            grid: blocks of this grid alone; 0: any.
-            at_checkpoints: the longest up to a checkpoint, and no further.
-            cut: behind so many tokens of the block of that key; 0: all, or it is a root key.
+            grid: only blocks of this grid; 0: any.
+            at_checkpoints: end the chain at a checkpoint.
+            cut: start behind this many tokens of the parent; 0: behind all.
         """
         found: tuple[int, _Chain | None] = (0, None)
         waiting: list[tuple[bytes, int, int, _Chain | None]] = [(parent, cut, 0, None)]
@@ -196,7 +195,7 @@ class Index:
         assert sum(map(len, self._below.values())) == len(self._entries) and all(self._below.values())
 
 
-#: The chain before, its next block, and which tokens match it.
+#: The chain before, the next block, and the start and end of its match.
 _Chain = tuple["_Chain | None", IndexEntry, int, int]
 
 
@@ -210,7 +209,7 @@ def _links(chain: _Chain | None) -> list[Link]:
     return links[::-1]
 
 
-#: Key of a parent, how many of its tokens come before what is filed there, and the first token of that.
+#: Key of the parent, cut, and first token.
 _Place = tuple[bytes, int, int]
 
 

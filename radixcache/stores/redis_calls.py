@@ -1,21 +1,20 @@
-"""Calls: commands to a Redis or Valkey server; nobody waits for one beyond a limit, or at all while it is down.
+"""Calls: commands to a Redis or Valkey server. Nobody waits for a call beyond a limit, or at all while it is down.
 
     ask ──► breaker ──► a thread: one round trip ──► replies, or None
 
-  N1  No call raises for what the server or the network does; each that fails is counted by its kind.
-  N2  A call is waited for until its limit; then its connection is cut, whatever comes on it.
+  N1  No call raises for what the server or the network does; each failure is counted by its kind.
+  N2  A caller waits for a call until its limit; then the connection is closed, even if bytes still arrive.
   N3  After a failure nobody waits for the server until a trial in a thread of its own has succeeded.
-  N4  The URL, which may have a password in it, is in no message, no repr and no error.
+  N4  The URL may hold a password. It is in no message, no repr and no error.
 
-Methods may be called from any thread.
-
-Breaker: after a failure a server is left alone for a while, which grows as long as it goes on failing.
+Breaker: after a failure the server is not asked for a while; the pause grows while the server keeps failing.
 
     closed ── failed ──► open ── pause is over: one trial ──► closed    the trial succeeded
-                          ▲                             └───► open      it did not: the pause doubles
+                          ▲                             └───► open      it failed: the pause doubles
 
-  O1  While it is open nobody but one trial at a time asks the server.
-  O2  A pause is twice the one before it, up to `MAX_PAUSE_S`, unless the server was well for as long as that one was.
+  O1  While the breaker is open, only one trial at a time asks the server.
+  O2  A pause is twice the one before, up to `MAX_PAUSE_S`. After a time without failures that is longer than the last
+      pause, it starts at `FIRST_PAUSE_S` again.
 
 Methods may be called from any thread. No hidden clock: it is an argument.
 """
@@ -30,55 +29,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from radixcache.counters import Tally
 from radixcache.errors import StoreError
-from radixcache.stores.store import StoreTally
-
-FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
-
-
-class Breaker:
-    """Whether a server may be asked.
-
-    Attributes:
-        pause_s: of the last pause, or the one that is on; 0: there was none.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._is_open = self._is_tried = False
-        self._since_s = clock()
-        self.pause_s = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether nobody is to ask now."""
-        return self._is_open
-
-    def failed(self) -> bool:
-        """A call or the trial failed; whether that has opened it: of several calls at a time the first one does."""
-        with self._lock:
-            if self._is_open and not self._is_tried:
-                return False
-            now_s, was_closed = self._clock(), not self._is_open
-            was_well = was_closed and now_s - self._since_s > self.pause_s
-            self.pause_s = FIRST_PAUSE_S if was_well else min(max(2 * self.pause_s, FIRST_PAUSE_S), MAX_PAUSE_S)
-            self._is_open, self._is_tried, self._since_s = True, False, now_s
-            return was_closed
-
-    def may_try(self) -> bool:
-        """Whether the pause is over, so that whoever asked is to try the server, and tell what came of it."""
-        with self._lock:
-            if not self._is_open or self._is_tried or self._clock() - self._since_s < self.pause_s:
-                return False
-            self._is_tried = True
-            return True
-
-    def recovered(self) -> None:
-        """The trial succeeded."""
-        with self._lock:
-            self._is_open, self._is_tried, self._since_s = False, False, self._clock()
-
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -87,13 +39,49 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Bytes of a call come at least this fast, or it is given up: slower than that prefill is faster.
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
+#: A call that is slower than this is given up: prefill is faster.
 SLOWEST_BYTES_PER_S = 16 << 20
-#: Calls at a time: one that looks up, two that read, one that writes.
+#: Calls at a time: one looks up, two read, one writes.
 THREADS = 4
 
 Command = tuple[Any, ...]
 Replies = list[Any]
+
+
+class Breaker:
+    """Whether a server may be asked. `pause_s`: the present or last pause; 0: there was none."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self.is_open = self._is_tried = False
+        self._since_s = clock()
+        self.pause_s = 0.0
+
+    def failed(self) -> bool:
+        """A call or the trial failed; True: that opened the breaker, as the first of several calls does."""
+        with self._lock:
+            if self.is_open and not self._is_tried:
+                return False
+            now_s, was_closed = self._clock(), not self.is_open
+            was_well = was_closed and now_s - self._since_s > self.pause_s
+            self.pause_s = FIRST_PAUSE_S if was_well else min(max(2 * self.pause_s, FIRST_PAUSE_S), MAX_PAUSE_S)
+            self.is_open, self._is_tried, self._since_s = True, False, now_s
+            return was_closed
+
+    def may_try(self) -> bool:
+        """Whether the pause is over; then the caller must try the server and report the result."""
+        with self._lock:
+            if not self.is_open or self._is_tried or self._clock() - self._since_s < self.pause_s:
+                return False
+            self._is_tried = True
+            return True
+
+    def recovered(self) -> None:
+        """The trial succeeded."""
+        with self._lock:
+            self.is_open, self._is_tried, self._since_s = False, False, self._clock()
 
 
 class Call(Generic[T]):
@@ -103,7 +91,7 @@ class Call(Generic[T]):
         self._calls, self._future, self._ends_s = calls, future, ends_s
 
     def result(self) -> T | None:
-        """What came of it; None: it failed, or its limit is over."""
+        """None: the call failed, or its limit is over."""
         try:
             return self._future.result(max(0.0, self._ends_s - time.monotonic()))
         except Exception as error:
@@ -111,7 +99,7 @@ class Call(Generic[T]):
             return None
 
     def give_up(self) -> None:
-        """Nobody wants its result any more."""
+        """The result is not wanted any more."""
         self._future.cancel()
 
 
@@ -119,16 +107,19 @@ class Calls:
     """The calls of one store.
 
     Args:
-        timeout_s: limit of a call, and of a connection, unless the URL has a `socket_timeout`; what has bytes may take
-            longer by `SLOWEST_BYTES_PER_S`.
-        clock: seconds, by which the pauses of the breaker are counted.
+        timeout_s: limit of a call, plus the time for its bytes at `SLOWEST_BYTES_PER_S`; a `socket_timeout` in the URL
+            comes first.
+        clock: seconds, for the pauses of the breaker.
+
+    Attributes:
+        trial: the last trial of a server that was down.
 
     Raises:
-        ValueError: the URL is none, or has options that no connection takes.
+        ValueError: the URL is wrong, or has unknown options.
         StoreError: the package `redis` is not installed.
     """
 
-    def __init__(self, url: str, timeout_s: float, clock: Callable[[], float], tally: StoreTally) -> None:
+    def __init__(self, url: str, timeout_s: float, clock: Callable[[], float], tally: Tally) -> None:
         self._tally = tally
         self._client = _client(url, timeout_s)
         self._timeout_s: float = self._client.connection_pool.connection_kwargs["socket_timeout"]
@@ -138,43 +129,43 @@ class Calls:
 
     @property
     def is_down(self) -> bool:
-        """Whether the server is left alone now."""
+        """Whether the server is not asked now."""
         return self._breaker.is_open
 
     def is_up(self) -> bool:
-        """Whether the server may be asked; if not, that is counted, and it is tried where its pause is over."""
+        """Whether the server may be asked; if not, count that, and start a trial if the pause is over."""
         if not self._breaker.is_open:
             return True
-        self._tally.fail("not asked")
+        self._tally.add_one("failed_calls", "not asked")
         if self._breaker.may_try():
             self.trial = self._threads.submit(self._try)
         return False
 
     def limit_s(self, nbytes: int) -> float:
-        """How long a call that moves so many bytes is waited for."""
+        """How long to wait for a call that moves this many bytes."""
         return self._timeout_s + nbytes / SLOWEST_BYTES_PER_S
 
     def ask(self, commands: Sequence[Command], nbytes: int = 0) -> Replies | None:
-        """The replies to some commands, sent in one round trip; None in place of one that the server refused.
+        """The replies to commands, in one round trip, with None for a refused command.
 
-        None for all: it does not answer, or is left alone.
+        None instead of replies: the server does not answer, or is down.
         """
         call = self.begin(commands, lambda replies: replies, time.monotonic() + self.limit_s(nbytes))
         return None if call is None else call.result()
 
     def begin(self, commands: Sequence[Command], finish: Callable[[Replies], T], ends_s: float) -> Call[T] | None:
-        """As `ask`, without waiting; `finish` makes something of the replies, in the call's own thread.
+        """As `ask`, without waiting; `finish` turns the replies into the result, in the thread of the call.
 
         Args:
-            ends_s: until when it is waited for, by time.monotonic().
+            ends_s: when to stop waiting, by time.monotonic().
         """
         if not self.is_up():
             return None
         return Call(self, self._threads.submit(lambda: finish(self._sent(commands))), ends_s)
 
     def fail(self, error: Exception) -> None:
-        """A call has failed so: nobody is to wait for the next one."""
-        self._tally.fail(_kind(error))
+        """A call has failed: nobody must wait for the next one."""
+        self._tally.add_one("failed_calls", _kind(error))
         if self._breaker.failed():
             logger.warning(
                 "Redis: %s. It is not asked for %g s; requests are served without it.",
@@ -184,7 +175,7 @@ class Calls:
         self._client.connection_pool.disconnect()
 
     def close(self) -> None:
-        """Let go of the connections; what is asked later makes new ones."""
+        """Close the connections; later calls make new ones."""
         self._client.connection_pool.disconnect()
 
     def _sent(self, commands: Sequence[Command]) -> Replies:
@@ -194,14 +185,14 @@ class Calls:
         replies = pipeline.execute(raise_on_error=False)
         for error in replies:
             if isinstance(error, Exception):
-                self._tally.fail(_kind(error))
+                self._tally.add_one("failed_calls", _kind(error))
         return [None if isinstance(each, Exception) else each for each in replies]
 
     def _try(self) -> None:
         try:
             self._sent([("PING",)])
         except Exception as error:
-            self._tally.fail(_kind(error))
+            self._tally.add_one("failed_calls", _kind(error))
             self._breaker.failed()
         else:
             self._breaker.recovered()
@@ -223,18 +214,16 @@ def _client(url: str, timeout_s: float) -> Redis:
             raise ValueError
         limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "retry": Retry(NoBackoff(), 0)}
         made.connection_kwargs.update(**limits, decode_responses=False)
-        made.make_connection()  # connects nowhere, and refuses options that it does not know
+        made.make_connection()  # connects nowhere, and refuses unknown options
     except Exception:
         made = None
-    if made is None:  # raised out here it has no other error behind it, which might quote the URL
-        raise ValueError(
-            "the URL is none of a Redis server; wanted redis://, rediss:// or unix://, as redis-py has it."
-        )
+    if made is None:  # raised here it has no cause that may quote the URL
+        raise ValueError("not the URL of a Redis server; wanted redis://, rediss:// or unix://, as redis-py has it.")
     return Redis(connection_pool=made)
 
 
 def _kind(error: BaseException) -> str:
-    """What has gone wrong, in words that tell nothing of the server's address."""
+    """What went wrong, in words without the address of the server."""
     from redis import exceptions
 
     if isinstance(error, (TimeoutError, exceptions.TimeoutError)):

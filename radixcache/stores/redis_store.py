@@ -1,53 +1,89 @@
-"""RedisStore: blocks of state in a Redis or Valkey server, shared by all that ask it, which no accident makes wrong.
+"""RedisStore: blocks of state in a Redis or Valkey server that several machines share. No accident makes it wrong.
 
     put ──► queue ──► one thread: encode, write        match ──► look-ups ──► index ──► read ──► check ──► block
 
-Keys, codec and checks are those on disk: what a file holds there is the value here. What is found is told by the tokens
-of whoever asks, so state of another model, dtype, format or namespace is never met.
+A value holds what a file on disk holds, and has the same key. A prompt finds blocks by its own tokens, so it never
+meets state of another model, dtype, format or namespace.
 
-  V1  What is read was written so, as S1 of DiskStore says. All else is a miss, and is counted.
+    radixcache1:b:KEY   a hash: `block` and `checkpoint`, as a file on disk holds them; `way`, the lengths of all blocks
+                        up to this one; `tokens`, the tokens of this one
+    radixcache1:m:MARK  a landmark: KEY of a block that begins before, at or less than 64 tokens behind a multiple of 64
+
+    prompt       |····|····|····|····|····|··        a landmark every 64 tokens, a digest of all tokens before it
+    blocks       |------------|-----|--------|       the deepest stored one names a block, and its way all blocks before
+
+A look-up takes one round trip if nothing is deeper than what this process knows, and three at most:
+
+    1  landmarks of the prompt, and the sizes of the known blocks
+    2  ways of the blocks that the deepest landmarks name
+    3  sizes of the blocks on these ways
+
+KEY is the key of the block. MARK is a digest of identity, namespace and all tokens before it. With a secret both are
+hashed again under it. So names have no text in them. Whoever can guess all tokens of a prefix can tell that it is
+stored; with a secret only its owners can. The values are not encrypted. The number is the version of the codec: values
+of other versions are not found.
+
+  V1  What is read was written like this, as S1 of DiskStore. Anything else is a miss, and is counted.
   V2  A request waits for at most three look-ups of `timeout_s`, and for reading `timeout_s` and a second for each
-      16 MiB that it wants. A server that does not answer is left alone, and costs the requests after it nothing.
-  V3  Nothing waits for writing. What the server evicts, or lets expire, is noticed when it is looked up or read.
+      16 MiB. A server that does not answer is not asked, and costs later requests nothing.
+  V3  Nobody waits for writing. Values that the server evicts are noticed at the next look-up or read.
+  V4  The index has of the chain of a prompt what the server said in the last look-up.
+  V5  The prompt's own tokens prove whole blocks; the last block is proved by its tokens, whose digest is its key.
+  V6  The index has at most `KNOWN_BLOCKS` blocks; the one that was used longest ago goes first.
+  V7  A used block, and its landmarks, do not expire: at most a quarter of `ttl_s` has passed since they were renewed.
+  V8  A block is written only behind a stored block. Its landmarks are written with it, and again if it is stored
+      already: the server may have evicted them.
 
-All of its methods may be called from any thread. Never imports MLX.
+Methods may be called from any thread; none holds the lock while it asks. Never imports MLX.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
-from radixcache.errors import refuse_copy
-from radixcache.stores.block import KINDS, Block, Identity, Kind, root_key
-from radixcache.stores.codec import Damaged, decoded
-from radixcache.stores.index import Link
-from radixcache.stores.redis_calls import Call, Calls, Replies
-from radixcache.stores.redis_contents import UNANSWERED, Names, RedisContents, RedisStoring, StoredPrompt
-from radixcache.stores.store import StoreStats, StoreTally, WriteOn, require_store_options
-from radixcache.stores.writer import Writer
+import numpy as np
+
+from radixcache.stores.block import BLOCK_TOKENS, KEY_BYTES, KINDS, Block, Head, Identity, Kind, Place, root_key
+from radixcache.stores.block_store import BlockStore
+from radixcache.stores.codec import VERSION, Damaged, decoded
+from radixcache.stores.redis_calls import Call, Calls, Command, Replies
+from radixcache.stores.store import WriteOn
 from radixcache.tokens import Keys
 
-#: Read in one round trip, or a single value that is larger; and how many of those are on their way.
+PREFIX = f"radixcache{VERSION}:".encode()
+#: Tokens from one landmark to the next.
+MARK_TOKENS = 64
+#: Blocks that a process knows; each takes 2 KiB.
+KNOWN_BLOCKS = 1 << 14
+#: Blocks named by landmarks whose ways are asked for: the deepest ones may have been evicted.
+CANDIDATES = 4
+#: Bytes that are read in one round trip, or a single larger value; and how many round trips at a time.
 BATCH_BYTES = 8 << 20
 BATCHES = 2
 
-#: Key and kind of a value.
-Place = tuple[bytes, Kind]
-Found = list[Block | Damaged | None]
+UNANSWERED = "the server does not answer"
+UNREACHED = "what comes before it is not stored"
+
+#: A block, None if its value is gone, or what is wrong with the value.
+Found = Block | Damaged | None
 
 
-class RedisStore(AbstractContextManager["RedisStore"]):
-    """Blocks in a Redis or Valkey server; one server, not a cluster of them.
+class RedisStore(BlockStore):
+    """Blocks in one Redis or Valkey server, not a cluster.
 
     Attributes:
-        write_on: as given. The cache that uses the store acts on it.
+        write_on: as given.
     """
 
     tiers = ("redis",)
+    takes_cuts = False  # a prompt finds blocks by its own tokens, and does not have the rest of a cut block
+    stopped_words = UNANSWERED
 
     def __init__(
         self,
@@ -61,164 +97,180 @@ class RedisStore(AbstractContextManager["RedisStore"]):
         timeout_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Connect nowhere yet: a server that is down, or comes later, is no error.
+        """Make a store without connecting: a server that is down, or starts later, is no error.
 
         Args:
-            url: redis://, rediss:// (TLS) or unix://, with user and password, as redis-py has it. It is shown nowhere.
-            ttl_s: seconds after which what nobody used goes; None: nothing does unless the server evicts it.
-            max_value_mib: of a block or a checkpoint; what is larger is neither written nor read.
+            url: redis://, rediss:// (TLS) or unix://, with user and password, as redis-py has it. It is never shown.
+            ttl_s: seconds after which unused state expires; None: only the server evicts.
+            max_value_mib: of a block or a checkpoint; larger ones are neither written nor read.
             write_on: what a cache writes.
-            secret: 16 to 64 bytes. With it nothing is found or read that was not written with it, and nobody without it
-                can guess what a name stands for. What is stored is in plain either way.
-            queue_bytes: of state that waits to be written, in memory.
-            timeout_s: what a call may take, besides a second for each 16 MiB; the URL's `socket_timeout` goes before.
-            clock: seconds, for the pauses in which a server that failed is left alone.
+            secret: 16 to 64 bytes. With it, only what was written with it is found or read, and others cannot guess
+                what a name stands for. The values are not encrypted either way.
+            queue_bytes: most state in memory that waits to be written.
+            timeout_s: limit of a call, plus a second for each 16 MiB; a `socket_timeout` in the URL comes first.
+            clock: seconds, for the pauses after a failure of the server.
 
         Raises:
-            ValueError: an argument is out of range, or the URL is none.
+            ValueError: an argument is out of range, or the URL is wrong.
             StoreError: the package `redis` is not installed.
         """
-        require_store_options(write_on, secret)
+        super().__init__(write_on, secret, queue_bytes=queue_bytes)
         if min(max_value_mib, timeout_s, queue_bytes) <= 0 or (ttl_s is not None and ttl_s < 1):
             raise ValueError(
                 f"max_value_mib={max_value_mib}, timeout_s={timeout_s}, queue_bytes={queue_bytes}, ttl_s={ttl_s} of a "
                 "RedisStore; wanted more than 0, and a ttl_s of 1 or more seconds, or None."
             )
-        self.write_on: WriteOn = write_on
-        self.takes_cuts = False  # a prompt is told of blocks by its own tokens, and of the rest of one it has none
-        self._max_bytes, self._secret = int(max_value_mib * (1 << 20)), secret
-        whole_s = None if ttl_s is None else int(ttl_s)
-        self._tally = StoreTally()
+        self._max_bytes = int(max_value_mib * (1 << 20))
+        self._ttl_s = None if ttl_s is None else int(ttl_s)
         self._calls = Calls(url, timeout_s, clock, self._tally)
         self._names = Names(secret)
-        self._contents = RedisContents(self._calls, self._names, self._tally, whole_s, self._max_bytes)
-        storing = RedisStoring(self._calls, self._names, self._contents, self._tally, whole_s, self._max_bytes, secret)
-        self._writer = Writer(storing.store, queue_bytes)
 
     def __repr__(self) -> str:
-        return f"<RedisStore: {len(self._contents)} blocks known{', left alone' if self._calls.is_down else ''}>"
-
-    # What is there
-
-    def match(
-        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
-    ) -> list[Link]:
-        """As `DiskStore.match`, of blocks of this grid alone; it ends where the server has evicted one in between.
-
-        Where several blocks part within the same 64 tokens, it is the one that was written last that is found.
-        """
-        is_asked = len(tokens) > 0 and self._calls.is_up()
-        if not is_asked or not self._contents.look_up(StoredPrompt(identity, namespace, tokens, grid)):
-            return []
-        return self.known(identity, namespace, tokens, grid=grid, at_checkpoints=at_checkpoints)
-
-    def known(
-        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
-    ) -> list[Link]:
-        """As `match`, without asking the server."""
-        return self._contents.match(root_key(identity, namespace), tokens, grid, at_checkpoints)
-
-    def file_bytes(self, key: bytes, kind: Kind = "block") -> int:
-        """Bytes of a value; 0: none is known."""
-        return self._contents.file_bytes(key, kind)
-
-    def holds(self, key: bytes, kind: Kind = "block") -> bool:
-        """Whether this is known to be stored, or about to be."""
-        return (key, kind) in self._writer or self.file_bytes(key, kind) > 0
+        return f"<RedisStore: {len(self._index)} blocks known{', left alone' if self._calls.is_down else ''}>"
 
     def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]:
-        """The state of these keys, in order, as `DiskStore.read`; one batch comes while the one before it is used."""
+        """As `BlockStore.read`; one batch comes while the one before it is used."""
         sizes = [self.file_bytes(*place) for place in wanted]
         ends_s = time.monotonic() + self._calls.limit_s(sum(sizes))
-        ahead = deque[tuple[Sequence[Place], Call[Found] | None]]()
+        ahead = deque[tuple[Sequence[Place], Call[list[Found]] | None]]()
         try:
             for batch, expected in _batches(wanted, sizes):
                 asked = [("HGET", self._names.of_block(key), kind) for key, kind in batch]
-                ahead.append((batch, self._calls.begin(asked, partial(self._checked, batch, expected), ends_s)))
+                ahead.append((batch, self._calls.begin(asked, partial(self._blocks, batch, expected), ends_s)))
                 if len(ahead) == BATCHES:
-                    yield from self._taken(*ahead.popleft())
+                    yield from self._finished(*ahead.popleft())
             while ahead:
-                yield from self._taken(*ahead.popleft())
+                yield from self._finished(*ahead.popleft())
         finally:
             for _, call in ahead:
                 if call is not None:
                     call.give_up()
 
-    # Writing
-
     def accepts(self, nbytes: int) -> bool:
-        """Whether it makes sense to copy out so many bytes of state now, to `put` them."""
-        return nbytes <= self._max_bytes and not self._calls.is_down and self._writer.has_room(nbytes)
-
-    def put(self, block: Block) -> bool:
-        """Have a block written, some time; False: it is there, or it is dropped, and `stats` says why.
-
-        As `DiskStore.put`; what comes before it has to be known to this process.
-        """
-        if self.holds(block.head.key, block.head.kind):
-            return False
-        why_not = UNANSWERED if self._calls.is_down else ""
-        if not why_not and not self._writer.offer(block):
-            why_not = "the queue is full"
-        if why_not:
-            self._tally.drop(why_not)
-        return not why_not
-
-    def remove(self, keys: Iterable[bytes]) -> None:
-        """Give blocks up whose state was found wrong, for all that share the server."""
-        gone = list(keys)
-        for key in gone:
-            self._contents.drop(key, *KINDS)
-        if gone:
-            self._calls.ask([("DEL", *map(self._names.of_block, gone))])
-
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was put is written or dropped; False: not within this time."""
-        return self._writer.flush(timeout_s)
+        return nbytes <= self._max_bytes and not self._calls.is_down and self._queue.has_room(nbytes)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Flush, and write nothing any more; what is stored can still be read. Doing it twice does nothing."""
-        is_written = self._writer.close(timeout_s)
+        is_written = super().close(timeout_s)
         self._calls.close()
         return is_written
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    __reduce_ex__ = refuse_copy
+    def check(self) -> None:
+        super().check()
+        with self._lock:
+            assert len(self._index) <= KNOWN_BLOCKS, len(self._index)
 
     @property
-    def stats(self) -> StoreStats:
-        """Counts since the store was opened, and what is known of the server; its budget is not, and shows as 0."""
-        stopped = UNANSWERED if self._calls.is_down else ""
-        now = self._contents.now()
-        return self._tally.stats(**now, budget_bytes=0, waiting_bytes=self._writer.waiting_bytes, stopped=stopped)
+    def _stopped(self) -> str:
+        return UNANSWERED if self._calls.is_down else ""
 
-    def check(self) -> None:
-        """Assert the invariants of what is known of the server."""
-        self._contents.check()
+    # Looking up
+
+    def _look_up(self, identity: Identity, namespace: str, tokens: Keys, grid: int) -> bool:
+        """Ask the server what it has of a prompt; False: it does not answer.
+
+        If several blocks part within the same 64 tokens, the one that was written last is found.
+        """
+        if not len(tokens) or not self._calls.is_up():
+            return False
+        prompt = StoredPrompt(identity, namespace, tokens, grid)
+        marks = self._names.of_marks(prompt.root, tokens, grid)
+        known = self._known_heads(prompt)
+        replies = self._calls.ask([("MGET", *marks), *self._asking_for_sizes(known, marks)])
+        if replies is None:
+            return False
+        self._note_sizes(known, replies[1:])
+        mine = {self._names.of_block(head.key) for head in known}
+        names = list(dict.fromkeys(each for each in reversed(replies[0] or []) if self._names.is_of_block(each)))
+        if not names or names[0] in mine:
+            return True  # the server has nothing deeper
+        return self._follow(prompt, marks, [each for each in names if each not in mine][:CANDIDATES])
+
+    def _known_heads(self, prompt: StoredPrompt) -> list[Head]:
+        with self._lock:
+            chain = self._index.match(prompt.root, prompt.tokens, prompt.grid)
+            path = self._index.path(chain[-1].key) if chain else []
+        return prompt.heads([len(each.tokens) for each in path], path[-1].tokens.astype(np.int64)) if path else []
+
+    def _follow(self, prompt: StoredPrompt, marks: Sequence[bytes], names: Sequence[bytes]) -> bool:
+        """Ask for the ways of these blocks, and then for the sizes of all blocks on them."""
+        replies = self._calls.ask([("HMGET", name, "way", "tokens") for name in names])
+        if replies is None:
+            return False
+        found: dict[bytes, Head] = {}  # by name
+        for name, reply in zip(names, replies, strict=True):
+            if name not in found:  # else it is on the way of a deeper block
+                heads = self._heads_at(prompt, name, *(reply or (None, None)))
+                found.update((self._names.of_block(head.key), head) for head in heads)
+        heads = list(found.values())
+        sizes = self._calls.ask(self._asking_for_sizes(heads, marks)) if heads else []
+        if sizes is None:
+            return False
+        self._note_sizes(heads, sizes)
+        return True
+
+    def _heads_at(self, prompt: StoredPrompt, name: bytes, way: object, tokens: object) -> list[Head]:
+        lengths = lengths_of(way)
+        heads = prompt.heads(lengths, tokens_of(tokens))
+        if heads and len(heads) == len(lengths):
+            last = heads[-1]
+            rest = prompt.tokens[last.start :]
+            if self._names.of_block(last.key) != name or not len(rest) or last.tokens[0] != rest[0]:
+                heads.pop()  # it continues another prompt, or continues this one with other tokens
+        return heads
+
+    def _asking_for_sizes(self, heads: Sequence[Head], marks: Sequence[bytes]) -> list[Command]:
+        """Ask for the sizes of blocks, and renew those, with their landmarks, that were renewed long ago."""
+        sizes: list[Command] = []
+        renewals: list[Command] = []
+        for head in heads:
+            name = self._names.of_block(head.key)
+            sizes += [("HSTRLEN", name, kind) for kind in KINDS]
+            if self._ttl_s is not None and self._is_due(head.key, self._ttl_s):
+                names = [name, *self._names.marks_of(head, marks)]
+                renewals += [("EXPIRE", each, self._ttl_s) for each in names]
+        return [*sizes, *renewals]
+
+    def _is_due(self, key: bytes, ttl_s: float) -> bool:
+        with self._lock:
+            return time.time_ns() - self._index.used_ns(key) > ttl_s / 4 * 1e9
+
+    def _note_sizes(self, heads: Sequence[Head], replies: Replies) -> None:
+        """Put the sizes that the server gave into the index; `heads` in the order of their chains."""
+        sizes = list(zip(replies[0::2], replies[1::2], strict=False))
+        for head, (block_bytes, checkpoint_bytes) in reversed(list(zip(heads, sizes, strict=False))):
+            self._note_size(head, "block", block_bytes)
+            self._note_size(head, "checkpoint", checkpoint_bytes if block_bytes else 0)
+        if heads:
+            is_renewed = len(replies) > len(KINDS) * len(heads)
+            with self._lock:
+                self._index.touch(heads[-1].key, time.time_ns() if is_renewed else 0)
+
+    def _note_size(self, head: Head, kind: Kind, nbytes: int | None) -> None:
+        if nbytes and nbytes > self._max_bytes:
+            self._tally.add_one("failed_calls", "too large")
+        if not nbytes or nbytes > self._max_bytes:
+            self._drop(head.key, kind)
+        elif nbytes != self.file_bytes(head.key, kind):
+            self._add(head if kind == head.kind else replace(head, kind=kind), nbytes, time.time_ns())
 
     # Reading
 
-    def _checked(self, batch: Sequence[Place], expected: Sequence[int], replies: Replies) -> Found:
-        """The blocks that values hold, or what is wrong with them; in the thread that has read them."""
+    def _blocks(self, batch: Sequence[Place], expected: Sequence[int], replies: Replies) -> list[Found]:
+        """The blocks in the values; runs in the thread that has read them."""
         return [self._block(*each) for each in zip(batch, expected, replies, strict=True)]
 
-    def _block(self, place: Place, nbytes: int, value: bytes | None) -> Block | Damaged | None:
+    def _block(self, place: Place, nbytes: int, value: bytes | None) -> Found:
         if value is None or not nbytes:
             return None
         try:
             if len(value) != nbytes:
                 raise Damaged(f"it has {len(value)} bytes, and should have {nbytes}")
-            block = decoded(memoryview(value), self._secret)
-            if (block.head.key, block.head.kind) != place:
-                raise Damaged("it has another block's name")
+            return decoded(memoryview(value), self._secret, place=place)
         except Damaged as wrong:
             return wrong
-        return block
 
-    def _taken(self, batch: Sequence[Place], call: Call[Found] | None) -> Iterator[Block | None]:
-        """What a batch has come to. What is wrong is removed, so that somebody writes it again."""
+    def _finished(self, batch: Sequence[Place], call: Call[list[Found]] | None) -> Iterator[Block | None]:
+        """The blocks of a batch. Wrong values are deleted, so that they are written again."""
         began = time.monotonic()
         found = None if call is None else call.result()
         self._tally.add(read_seconds=time.monotonic() - began)
@@ -229,14 +281,160 @@ class RedisStore(AbstractContextManager["RedisStore"]):
                 continue
             if found is not None:
                 self._tally.add(**{"vanished_files" if block is None else "damaged_files": 1})
-                self._contents.drop(*place)
+                self._drop(*place)
             if block is not None:
                 self._calls.ask([("HDEL", self._names.of_block(place[0]), place[1])])
             yield None
 
+    # Writing
+
+    def _write(self, head: Head, parts: Sequence[Any], nbytes: int) -> str:
+        if nbytes > self._max_bytes:
+            return "it is larger than max_value_mib"
+        way = self._way(head)
+        if way is None or not (head.is_first or self.file_bytes(head.before)):
+            return UNREACHED
+        asked: list[Place] = [head.place, (head.before, "block")]
+        stored = self._calls.ask([("HSTRLEN", self._names.of_block(key), kind) for key, kind in asked])
+        if stored is None:
+            return UNANSWERED
+        if not head.is_first and not stored[1]:
+            self._drop(head.before)
+            return UNREACHED
+        commands = self._setting_marks(head, np.concatenate(way).astype(np.int64))
+        if not stored[0]:
+            fields = {head.kind: b"".join(parts), "way": packed_way(way), "tokens": way[-1].astype("<i8").tobytes()}
+            commands.insert(0, ("HSET", self._names.of_block(head.key), *(x for pair in fields.items() for x in pair)))
+        replies = self._calls.ask(commands, 0 if stored[0] else nbytes)
+        if replies is None:
+            return UNANSWERED
+        if not stored[0] and replies[0] is None:
+            return "the server refuses it"
+        self._add(head, stored[0] or nbytes, time.time_ns())
+        if stored[0]:
+            return "it is there"
+        self._tally.add(written_files=1, written_bytes=nbytes)
+        return ""
+
+    def _way(self, head: Head) -> list[Any] | None:
+        """The tokens of each block up to this one; None: a block before it is not known."""
+        with self._lock:
+            path = self._index.path(head.parent)
+        way = [*(entry.tokens for entry in path), head.tokens]
+        return way if sum(map(len, way)) == head.end else None
+
+    def _setting_marks(self, head: Head, tokens: Keys) -> list[Command]:
+        """Point the landmarks of a block to it, and renew it."""
+        name, root = self._names.of_block(head.key), root_key(head.identity, head.namespace)
+        marks = self._names.marks_of(head, self._names.of_marks(root, tokens, head.grid))
+        if self._ttl_s is None:
+            return [("SET", mark, name) for mark in marks]
+        return [*(("SET", mark, name, "EX", self._ttl_s) for mark in marks), ("EXPIRE", name, self._ttl_s)]
+
+    def _delete(self, keys: Sequence[bytes]) -> None:
+        if keys:
+            self._calls.ask([("DEL", *map(self._names.of_block, keys))])
+
+    # The index
+
+    def _add(self, head: Head, nbytes: int, used_ns: int) -> None:
+        with self._lock:
+            self._index.add(head, nbytes, used_ns)
+            while len(self._index) > KNOWN_BLOCKS and (oldest := self._index.oldest()) is not None:
+                self._forget(oldest.key)
+
+    def _drop(self, key: bytes, *kinds: Kind) -> None:
+        with self._lock:
+            self._forget(key, *kinds)
+
+
+class Names:
+    """The names that one store uses in Redis."""
+
+    def __init__(self, secret: bytes | None) -> None:
+        self._secret = secret
+
+    def of_block(self, key: bytes) -> bytes:
+        return PREFIX + b"b:" + self._hidden(key)
+
+    def is_of_block(self, name: bytes | None) -> bool:
+        """Whether a landmark holds the name of a block: only those are asked for."""
+        return name is not None and len(name) == len(PREFIX) + 2 + 2 * KEY_BYTES and name.startswith(PREFIX + b"b:")
+
+    def of_marks(self, root: bytes, tokens: Keys, grid: int) -> list[bytes]:
+        """Names of the landmarks before these tokens, at 0, 64, 128 and so on."""
+        data = tokens.astype("<i8", copy=False).tobytes()
+        mark = _digest(root + grid.to_bytes(8, "little"))
+        names = []
+        for at in range(0, len(data), 8 * MARK_TOKENS):
+            names.append(PREFIX + b"m:" + self._hidden(mark))
+            mark = _digest(mark + data[at : at + 8 * MARK_TOKENS])
+        return names
+
+    def marks_of(self, head: Head, marks: Sequence[bytes]) -> Sequence[bytes]:
+        """The landmarks of a prompt that name this block."""
+        return marks[head.start // MARK_TOKENS : -(-head.end // MARK_TOKENS)]
+
+    def _hidden(self, digest: bytes) -> bytes:
+        if self._secret is not None:
+            digest = blake2b(digest, digest_size=KEY_BYTES, key=self._secret, person=b"rc redis name").digest()
+        return digest.hex().encode()
+
+
+class StoredPrompt(NamedTuple):
+    """A prompt that is looked up."""
+
+    identity: Identity
+    namespace: str
+    tokens: Keys
+    grid: int
+
+    @property
+    def root(self) -> bytes:
+        return root_key(self.identity, self.namespace)
+
+    def heads(self, lengths: Sequence[int], last: Keys) -> list[Head]:
+        """The blocks of a way, as far as the prompt follows it.
+
+        Args:
+            last: the tokens that the last block of the way claims; the digest in its key proves them.
+        """
+        heads, parent, start = list[Head](), self.root, 0
+        for count, length in enumerate(lengths, 1):
+            its = last if count == len(lengths) else self.tokens[start : start + length]
+            if len(its) != length:
+                break
+            heads.append(Head("block", self.identity, self.namespace, parent, start, its, self.grid))
+            parent, start = heads[-1].key, heads[-1].end
+        return heads
+
+
+def packed_way(way: Sequence[Any]) -> bytes:
+    """Lengths of blocks, 2 bytes each."""
+    return np.array([len(tokens) for tokens in way], dtype="<u2").tobytes()
+
+
+def lengths_of(way: object) -> list[int]:
+    """The lengths that `packed_way` has packed; empty: it is something else."""
+    if not isinstance(way, bytes) or len(way) % 2:
+        return []
+    lengths: list[int] = np.frombuffer(way, "<u2").tolist()
+    return lengths if all(1 <= length <= BLOCK_TOKENS for length in lengths) else []
+
+
+def tokens_of(data: object) -> Keys:
+    """The tokens of a block; empty: it is something else."""
+    if not isinstance(data, bytes) or len(data) % 8 or len(data) > 8 * BLOCK_TOKENS:
+        return np.empty(0, np.int64)
+    return np.frombuffer(data, "<i8").astype(np.int64)
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=KEY_BYTES, person=b"rc landmark").digest()
+
 
 def _batches(wanted: Sequence[Place], sizes: Sequence[int]) -> Iterator[tuple[list[Place], list[int]]]:
-    """What is read in one round trip each, with its sizes."""
+    """The places of each round trip, with the expected sizes."""
     batch, expected = list[Place](), list[int]()
     for place, nbytes in zip(wanted, sizes, strict=True):
         if batch and sum(expected) + nbytes > BATCH_BYTES:

@@ -1,117 +1,85 @@
-"""Store: what a cache asks of wherever its state is kept: DiskStore, RedisStore, SizedStore, and Tiers of several.
+"""Store: what a cache asks of the place where its state is stored: DiskStore, RedisStore, SizedStore, or Tiers.
 
-No method raises for what a disk, a server or somebody's bytes do: that is a miss, and `stats` counts it.
+No method raises for what a disk, a server or foreign bytes do: the answer is a miss, and `stats` counts it.
 
-StoreStats: what a store has and what it did; Tally, which counts that, called by several threads.
+Tiers: several stores as one, asked in order, such as a disk and behind it a server that machines share.
+
+    disk       |------|------|                     the longest chain that any of them has; each block of it is read
+    Redis      |------|------|------|------|--|    from the first store that has it
+    read        disk   disk   Redis  Redis
+
+  M1  A link names the store that its block is read from, and its checkpoint, if it ends with one.
+  M2  A store that is down, full or stopped does not keep the cache from writing to the others.
+
+A block that came from one store is put to the others when the cache writes, each at its own moment. So a disk gets what
+was used on this machine, and a shared server what this machine computed.
+
+Methods may be called from any thread. Never imports MLX.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from hashlib import blake2b
-from typing import Literal, Protocol, get_args
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from typing import Any, Literal, Protocol, get_args
 
-from radixcache.stores.block import Block, Identity, Kind
-from radixcache.stores.index import Link
+from radixcache.counters import counter, gauge
+from radixcache.stores.block import KINDS, Block, Identity, Kind, Place
+from radixcache.stores.index import Link, chain_end
 from radixcache.tokens import Keys
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """Counts since a store was opened, and what there is now.
-
-    Attributes:
-        blocks, checkpoints: files of either kind, as far as this process knows.
-        stored_bytes, budget_bytes: of these files, and at most.
-        waiting_bytes: of state in memory that waits to be written.
-        read_files, read_bytes, read_seconds: that were read and found right; seconds of several readers are added up.
-        written_files, written_bytes, evicted_files, evicted_bytes: by this process.
-        damaged_files: found to be no block, or not as it was written, and set aside.
-        vanished_files: gone when they were to be read: another process evicted them.
-        read_errors: files or folders that the system could not read.
-        dropped: blocks that were put and not written, by the reason.
-        stopped: why nothing is written any more, or now; empty: it is.
-        failed_calls: of a server, by what went wrong.
-    """
-
-    blocks: int
-    checkpoints: int
-    stored_bytes: int
-    budget_bytes: int
-    waiting_bytes: int
-    stopped: str
-    dropped: dict[str, int] = field(default_factory=dict)
-    read_files: int = 0
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-    written_files: int = 0
-    written_bytes: int = 0
-    evicted_files: int = 0
-    evicted_bytes: int = 0
-    damaged_files: int = 0
-    vanished_files: int = 0
-    read_errors: int = 0
-    failed_calls: dict[str, int] = field(default_factory=dict)
-
-
-def total(parts: Mapping[str, StoreStats]) -> StoreStats:
-    """Of several stores, added up; words say which store they are about."""
-    found: dict[str, object] = {}
-    for each in fields(StoreStats):
-        values = [(name, getattr(stats, each.name)) for name, stats in parts.items()]
-        if each.name in ("dropped", "failed_calls"):
-            found[each.name] = {f"{name}: {why}": count for name, its in values for why, count in its.items()}
-        elif each.name == "stopped":
-            found[each.name] = "; ".join(f"{name}: {why}" for name, why in values if why)
-        else:
-            found[each.name] = sum(value for _, value in values)
-    return StoreStats(**found)  # type: ignore[arg-type]
-
-
-class StoreTally:
-    """Counts by the names of the fields above, and what was dropped by its reason."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, float] = {}
-        self._dropped: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
-
-    def add(self, **counts: float) -> None:
-        with self._lock:
-            for name, count in counts.items():
-                self._counts[name] = self._counts.get(name, 0) + count
-
-    def drop(self, why: str) -> None:
-        with self._lock:
-            self._dropped[why] += 1
-
-    def fail(self, kind: str) -> None:
-        with self._lock:
-            self._failed[kind] += 1
-
-    def stats(self, **now: object) -> StoreStats:
-        """The counts, with what there is now."""
-        with self._lock:
-            found = {**self._counts, "dropped": dict(self._dropped), "failed_calls": dict(self._failed)}
-            return StoreStats(**now, **found)  # type: ignore[arg-type]
-
 
 #: When a cache writes: what it evicts; what was used a second time; all that a request leaves when it closes.
 WriteOn = Literal["eviction", "second_use", "close"]
 WRITE_ON: tuple[WriteOn, ...] = get_args(WriteOn)
 
 
+@dataclass(frozen=True)
+class StoreStats:
+    """Counts since a store was opened, and what there is now, as far as this process knows."""
+
+    blocks: int = gauge("files", "Files of blocks.")
+    checkpoints: int = gauge("files", "Files of checkpoints.")
+    stored_bytes: int = gauge("bytes", "Files of both.")
+    budget_bytes: int = gauge("bytes", "What they may take at most.")
+    waiting_bytes: int = gauge("bytes", "State in memory that waits to be written.")
+    stopped: str = gauge("", "1 while nothing is written.")
+    dropped: dict[str, int] = counter("blocks", "Blocks that were not written, by why.", label="reason")  # noqa: RUF009
+    read_files: int = counter("files", "Files that were read and found right.")
+    read_bytes: int = counter("bytes", "Their bytes.")
+    read_seconds: float = counter("seconds", "What that took, summed over readers.")
+    written_files: int = counter("files", "Files that were written.")
+    written_bytes: int = counter("bytes", "Their bytes.")
+    evicted_files: int = counter("files", "Files that were removed to keep the budget.")
+    evicted_bytes: int = counter("bytes", "Their bytes.")
+    damaged_files: int = counter("files", "Files that were no blocks, or not as they were written, and were set aside.")
+    vanished_files: int = counter("files", "Files that were gone when they were to be read.")
+    read_errors: int = counter("errors", "Files or folders that the system could not read.")
+    failed_calls: dict[str, int] = counter("calls", "Calls of a server that failed, by how.", label="kind")  # noqa: RUF009
+
+
+def total(parts: Mapping[str, StoreStats]) -> StoreStats:
+    """The sum over several stores; a text names the store that it is about."""
+    found: dict[str, Any] = {}
+    for each in fields(StoreStats):
+        values = {name: getattr(stats, each.name) for name, stats in parts.items()}
+        if each.name == "stopped":
+            found[each.name] = "; ".join(f"{name}: {why}" for name, why in values.items() if why)
+        elif each.metadata.get("label"):
+            found[each.name] = {f"{name}: {why}": n for name, its in values.items() for why, n in its.items()}
+        else:
+            found[each.name] = sum(values.values())
+    return StoreStats(**found)
+
+
 class Store(Protocol):
-    """Blocks of state by the keys of their chains.
+    """Blocks of state by the keys of their chains. `BlockStore` says what each method does.
 
     Attributes:
-        tiers: what it is called, such as "disk"; of several stores each, by `Link.tier`.
-        write_on: when a cache writes; it is the cache that acts on it.
-        takes_cuts: whether a block may go on from inside of another one (`Head.cut`).
+        tiers: names of the stores, such as "disk"; `Link.tier` is an index into them.
+        write_on: when a cache writes; the cache acts on it.
+        takes_cuts: whether a block may continue from inside another one (`Head.cut`).
     """
 
     @property
@@ -125,49 +93,136 @@ class Store(Protocol):
 
     def match(
         self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
+    ) -> list[Link]: ...
+
+    def known(
+        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
+    ) -> list[Link]: ...
+
+    def file_bytes(self, key: bytes, kind: Kind = "block") -> int: ...
+
+    def holds(self, key: bytes, kind: Kind = "block") -> bool: ...
+
+    def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]: ...
+
+    def accepts(self, nbytes: int) -> bool: ...
+
+    def put(self, block: Block) -> bool: ...
+
+    def remove(self, keys: Iterable[bytes]) -> None: ...
+
+    def flush(self, timeout_s: float | None = None) -> bool: ...
+
+    def close(self, timeout_s: float | None = None) -> bool: ...
+
+    @property
+    def stats(self) -> StoreStats: ...
+
+    def check(self) -> None: ...
+
+
+class Tiers:
+    """Stores, the first one asked first.
+
+    Attributes:
+        tiers: their names, numbered if several have the same.
+        write_on: the moment of the first store; `moments` has the others.
+    """
+
+    takes_cuts = False  # one store may lack the part of a block that another has
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self.stores = tuple(stores)
+        self.write_on: WriteOn = self.stores[0].write_on
+        names = [name for store in self.stores for name in store.tiers]
+        counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
+        self.tiers = tuple(name if n == 1 else f"{name} {n}" for name, n in zip(names, counts, strict=True))
+
+    def match(
+        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
     ) -> list[Link]:
-        """The longest chain of stored blocks that these tokens begin with, also of those that others have added."""
+        """The longest chain of any store, of equal ones the first; stores behind one that has all are not asked."""
+        longest: list[Link] = []
+        for store in self.stores:
+            chain = store.match(identity, namespace, tokens, grid=grid, at_checkpoints=at_checkpoints)
+            longest = max(longest, chain, key=chain_end)
+            if chain_end(longest) == len(tokens):
+                break
+        return [
+            link._replace(tier=self._source(link.key, KINDS if link.has_checkpoint else KINDS[:1])) for link in longest
+        ]
 
     def known(
         self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
     ) -> list[Link]:
-        """As `match`, of what this process knows already: nothing is waited for."""
+        options: dict[str, Any] = {"grid": grid, "at_checkpoints": at_checkpoints}
+        return max((store.known(identity, namespace, tokens, **options) for store in self.stores), key=chain_end)
 
     def file_bytes(self, key: bytes, kind: Kind = "block") -> int:
-        """Bytes that reading this takes, as far as this process knows; 0: it cannot be read."""
+        return next(filter(None, (store.file_bytes(key, kind) for store in self.stores)), 0)
 
     def holds(self, key: bytes, kind: Kind = "block") -> bool:
-        """Whether this is stored, or about to be: whether putting it is in vain."""
+        """Whether every store that accepts blocks has this one."""
+        return all(store.holds(key, kind) or not store.accepts(0) for store in self.stores)
 
-    def read(self, wanted: Sequence[tuple[bytes, Kind]]) -> Iterator[Block | None]:
-        """The state of these keys, in order; None: it is not there any more, or was found wrong."""
+    def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]:
+        kinds: dict[bytes, list[Kind]] = {}
+        for key, kind in wanted:
+            kinds.setdefault(key, []).append(kind)
+        for source, its in groupby(wanted, key=lambda place: self._source(place[0], kinds[place[0]])):
+            yield from self.stores[source].read(list(its))
 
     def accepts(self, nbytes: int) -> bool:
-        """Whether it makes sense to copy out so many bytes of state now, to `put` them."""
+        return any(store.accepts(nbytes) for store in self.stores)
 
     def put(self, block: Block) -> bool:
-        """Have a block written, some time; False: it is there, or it is dropped."""
+        """Have every store that lacks the block write it; whether any store has it then, or is about to."""
+        taken = [store.put(block) for store in self.stores]
+        return any(taken) or any(store.holds(*block.head.place) for store in self.stores)
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Give blocks up whose state was found wrong."""
+        gone = list(keys)
+        for store in self.stores:
+            store.remove(gone)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was put is written or dropped; False: not within this time."""
+        return self._each("flush", timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Flush, and write nothing any more."""
+        return self._each("close", timeout_s)
 
     @property
     def stats(self) -> StoreStats:
-        """Counts since it was opened, and what there is now."""
+        return total(dict(zip(self.tiers, (store.stats for store in self.stores), strict=True)))
 
     def check(self) -> None:
-        """Assert the invariants."""
+        for store in self.stores:
+            store.check()
+
+    def _source(self, key: bytes, kinds: Collection[Kind]) -> int:
+        """The first store that has all of these kinds, else the first that has most."""
+        has = [sum(store.file_bytes(key, kind) > 0 for kind in kinds) for store in self.stores]
+        return has.index(max(has))
+
+    def _each(self, do: str, timeout_s: float | None) -> bool:
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
+        left_s = (None if ends_s is None else max(0.0, ends_s - time.monotonic()) for _ in self.stores)
+        done = [getattr(store, do)(left) for store, left in zip(self.stores, left_s, strict=True)]
+        return all(done)
 
 
-def require_store_options(write_on: str, secret: bytes | None) -> None:
-    """Raise ValueError unless there is such a moment to write, and a secret has 16 to 64 bytes."""
-    if write_on not in WRITE_ON:
-        raise ValueError(f"write_on is {write_on!r}; wanted one of {', '.join(WRITE_ON)}.")
-    if secret is not None and not 16 <= len(secret) <= blake2b.MAX_KEY_SIZE:
-        raise ValueError(f"secret has {len(secret)} bytes; wanted 16 to {blake2b.MAX_KEY_SIZE}.")
+def joined(store: Store | Sequence[Store]) -> Store:
+    """One store, whether one or several are given. ValueError: the list is empty."""
+    if not isinstance(store, Sequence):
+        return store
+    if not store:
+        raise ValueError("store is an empty list; name a store, or leave it out.")
+    return store[0] if len(store) == 1 else Tiers(store)
+
+
+def moments(store: Store) -> dict[WriteOn, Store]:
+    """The stores that are written at each moment, as one."""
+    found: dict[WriteOn, list[Store]] = {}
+    for each in store.stores if isinstance(store, Tiers) else [store]:
+        found.setdefault(each.write_on, []).append(each)
+    return {moment: joined(its) for moment, its in found.items()}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from radixcache.stores import contents, files
+from radixcache.stores import disk_store, files
 from radixcache.stores.block import Block, Buffer, Head, Identity, root_key, shape_bytes
 from radixcache.stores.disk_store import DiskStore
 from radixcache.stores.files import file_name
@@ -18,7 +18,7 @@ from radixcache.stores.index import Link
 MODEL = Identity(b"digest of a model", "tiny")
 GIB = 1 << 30
 #: The modules that call the system.
-CALLERS = (files, files, contents)
+CALLERS = (files, disk_store)
 
 
 def stated(head: Head) -> Block:

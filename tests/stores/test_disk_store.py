@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from radixcache import DiskStore, StoreError
-from radixcache.stores import contents, files
+from radixcache.stores import disk_store, files
 from radixcache.stores.block import Block, Buffer
 from radixcache.stores.files import remove, scan, verify
 from tests.stores.made import GIB, chain, checkpoint, file_of, is_right, matched, opened, put_all, resumed, stored
@@ -115,7 +115,7 @@ def test_the_budget_of_a_day_is_the_folders_and_ends_with_the_day(path: Path, mo
     blocks = chain(range(12))
     stored(path, blocks[0])
     day_bytes = int(2.5 * file_of(path, blocks[0]).stat().st_size)
-    monkeypatch.setattr(contents, "_today", lambda: 7)
+    monkeypatch.setattr(disk_store, "_today", lambda: 7)
     with opened(path, write_budget_bytes_per_day=day_bytes) as one:
         with opened(path, write_budget_bytes_per_day=day_bytes) as other:
             put_all(one, [blocks[1]])
@@ -123,7 +123,7 @@ def test_the_budget_of_a_day_is_the_folders_and_ends_with_the_day(path: Path, mo
         put_all(one, chain([99] * 4))
         assert one.stats.dropped == {"the budget of the day is spent": 1}
         assert not one.accepts(day_bytes)
-        monkeypatch.setattr(contents, "_today", lambda: 8)
+        monkeypatch.setattr(disk_store, "_today", lambda: 8)
         assert one.accepts(day_bytes)
         put_all(one, chain([99] * 4))
         assert one.stats.written_files == 2
@@ -141,8 +141,8 @@ def test_a_full_queue_drops_and_nobody_waits(path: Path, monkeypatch: pytest.Mon
     blocks = chain(range(12))
     store = opened(path, queue_bytes=blocks[0].nbytes + 1)
     may_write = threading.Event()
-    write = store._storing._folder.write
-    monkeypatch.setattr(store._storing._folder, "write", lambda *given: may_write.wait(60) and write(*given))
+    write = store._folder.write
+    monkeypatch.setattr(store._folder, "write", lambda *given: may_write.wait(60) and write(*given))
     assert [store.put(block) for block in (blocks[0], blocks[0], blocks[1])] == [True, False, False]
     assert store.holds(blocks[0].head.key)
     assert not store.accepts(blocks[1].nbytes)

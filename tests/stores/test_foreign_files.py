@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from radixcache import StoreError
 from radixcache.stores import files
 from radixcache.stores.codec import Damaged
-from radixcache.stores.files import Folder, file_name, scan
+from radixcache.stores.files import Folder, scan
 from tests.stores.made import chain, content, file_of, opened, put_all, resumed, stored
 
 
@@ -60,16 +60,16 @@ def test_a_file_that_is_read_in_pieces_is_checked_to_its_last_byte(
 ) -> None:
     (block,) = chain(range(4))
     stored(path, block, secret=secret)
-    name, file, read = file_name(block.head.key, "block"), file_of(path, block), Folder(path).read
+    place, file, read = block.head.place, file_of(path, block), Folder(path).read
     whole = file.read_bytes()
     for piece_bytes in (100, len(whole) - 16, len(whole)):
         monkeypatch.setattr(files, "PIECE_BYTES", piece_bytes)
         file.write_bytes(whole)
-        assert content(read(name, len(whole), secret)) == content(block)
+        assert content(read(place, len(whole), secret)) == content(block)
         for at in range(0, len(whole), 5):
             file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
             with pytest.raises(Damaged):
-                read(name, len(whole), secret)
+                read(place, len(whole), secret)
 
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "opened later"])

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixcache import RedisStore, StoreError
-from radixcache.stores import redis_contents, redis_store
+from radixcache.stores import redis_store
 from radixcache.stores.block import Identity
 from radixcache.stores.codec import encoded
-from radixcache.stores.redis_contents import Names, RedisStoring
+from radixcache.stores.redis_store import Names
 from tests.stores.made import MODEL, chain, checkpoint, is_right, matched, put_all, resumed
 from tests.stores.redis_server import Server, server, shared_server, store_at  # noqa: F401
 
@@ -29,7 +29,7 @@ SECRET = b"0123456789abcdef"
 @pytest.fixture(autouse=True)
 def small_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A landmark in front of each token: the sequences of these tests are short."""
-    monkeypatch.setattr(redis_contents, "MARK_TOKENS", 1)
+    monkeypatch.setattr(redis_store, "MARK_TOKENS", 1)
 
 
 def stored(server: Server, *blocks: Any, **options: Any) -> None:
@@ -141,8 +141,8 @@ def test_a_value_beyond_the_limit_is_neither_written_nor_read(server: Server) ->
 
 def test_a_full_queue_drops_and_nobody_waits(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = chain(range(12))
-    may_write, write = threading.Event(), RedisStoring.store
-    monkeypatch.setattr(RedisStoring, "store", lambda *its: may_write.wait(60) and write(*its))
+    may_write, write = threading.Event(), RedisStore._write
+    monkeypatch.setattr(RedisStore, "_write", lambda *its: may_write.wait(60) and write(*its))
     with store_at(server.url, queue_bytes=blocks[0].nbytes + 1) as store:
         assert [store.put(block) for block in (blocks[0], blocks[0], blocks[1])] == [True, False, False]
         assert store.holds(blocks[0].head.key)
@@ -169,7 +169,7 @@ def test_use_keeps_a_chain_from_expiring_with_its_landmarks(server: Server, monk
         assert matched(store, range(8))  # so soon it is not said again
         assert all(server.client.ttl(key) <= 900 for key in names_in(server))
         later_ns = time.time_ns() + 251 * 10**9
-        monkeypatch.setattr(redis_contents, "time", SimpleNamespace(time_ns=lambda: later_ns))
+        monkeypatch.setattr(redis_store, "time", SimpleNamespace(time_ns=lambda: later_ns, monotonic=time.monotonic))
         assert matched(store, range(8))
         assert all(990 <= server.client.ttl(key) <= 1000 for key in names_in(server))
     stored(server, *chain(range(100, 108)), ttl_s=None)
@@ -188,7 +188,7 @@ def test_state_that_was_found_wrong_is_removed_for_all(server: Server) -> None:
 def test_what_a_process_knows_is_bounded_and_the_rest_is_asked_for(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_contents, "KNOWN_BLOCKS", 3)
+    monkeypatch.setattr(redis_store, "KNOWN_BLOCKS", 3)
     with store_at(server.url) as store:
         for first in range(0, 300, 100):
             put_all(store, chain(range(first, first + 8)))
@@ -200,7 +200,7 @@ def test_what_a_process_knows_is_bounded_and_the_rest_is_asked_for(
 def test_a_long_prompt_takes_three_round_trips_and_one_once_it_is_known(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_contents, "MARK_TOKENS", 64)
+    monkeypatch.setattr(redis_store, "MARK_TOKENS", 64)
     # Turns of a conversation: many short blocks, none of which ends where a prompt could guess it.
     prompt = list(range(3000))
     stored(server, *chain(prompt, step=37))
@@ -328,7 +328,7 @@ def test_keys_of_somebody_else_are_left_alone(server: Server) -> None:
 def test_what_the_server_has_no_room_for_is_dropped_and_what_it_evicts_is_a_miss(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_contents, "MARK_TOKENS", 64)
+    monkeypatch.setattr(redis_store, "MARK_TOKENS", 64)
     blocks = [chain(range(first, first + 500), step=500)[0] for first in range(0, 100_000, 1000)]
     nbytes = sum(block.nbytes for block in blocks)
     usual = server.client.config_get("maxmemory*")

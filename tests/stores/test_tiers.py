@@ -9,8 +9,7 @@ import pytest
 
 from radixcache import DiskStore
 from radixcache.stores.block import Block
-from radixcache.stores.store import Store, WriteOn
-from radixcache.stores.tiers import Tiers, joined, moments
+from radixcache.stores.store import Store, Tiers, WriteOn, joined, moments
 from tests.stores.made import chain, checkpoint, file_of, matched, opened, put_all, resumed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from radixcache.stores.block import Block
-from radixcache.stores.writer import Writer
+from radixcache.stores.block_store import WriteQueue
 from tests.stores.made import chain
 
 BLOCKS = chain(range(12))
@@ -29,7 +29,7 @@ class Slow:
 
 def test_blocks_are_written_in_order_also_behind_one_that_raises() -> None:
     slow = Slow(bad=BLOCKS[1])
-    writer = Writer(slow, 9 * EACH)
+    writer = WriteQueue(slow, 9 * EACH)
     assert all(map(writer.offer, BLOCKS))
     slow.may_write.set()
     assert writer.flush(60)
@@ -40,7 +40,7 @@ def test_blocks_are_written_in_order_also_behind_one_that_raises() -> None:
 
 def test_a_block_that_waits_is_not_taken_again_and_no_more_wait_than_may() -> None:
     slow = Slow()
-    writer = Writer(slow, 2 * EACH)
+    writer = WriteQueue(slow, 2 * EACH)
     assert [writer.offer(block) for block in (BLOCKS[0], BLOCKS[0], BLOCKS[1], BLOCKS[2])] == [True, False, True, False]
     assert writer.waiting_bytes == 2 * EACH
     slow.may_write.set()
@@ -51,7 +51,7 @@ def test_a_block_that_waits_is_not_taken_again_and_no_more_wait_than_may() -> No
 def test_a_block_that_is_larger_than_the_queue_is_taken_alone() -> None:
     slow = Slow()
     slow.may_write.set()
-    writer = Writer(slow, 1)
+    writer = WriteQueue(slow, 1)
     assert writer.offer(BLOCKS[0])
     assert writer.close(60)
     assert slow.written == BLOCKS[:1]
@@ -60,7 +60,7 @@ def test_a_block_that_is_larger_than_the_queue_is_taken_alone() -> None:
 
 def test_closing_in_a_hurry_drops_what_was_not_begun() -> None:
     slow = Slow()
-    writer = Writer(slow, 9 * EACH)
+    writer = WriteQueue(slow, 9 * EACH)
     assert all(map(writer.offer, BLOCKS))
     assert slow.begun.wait(60)
     assert not writer.close(0.0)

@@ -16,9 +16,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from radixcache import PrefixCache
+from radixcache import DiskStore, PrefixCache
 from radixcache.paging.rates import StoreRates
-from radixcache.stores.contents import FileStoring
 from radixcache.stores.files import scan
 from runner.models.tiny import tiny_model
 from tests import inside
@@ -258,8 +257,8 @@ def test_a_store_whose_calls_fail_changes_no_answer_for_long(
 def test_each_token_is_written_once_though_what_came_before_is_not_written_yet(
     opened: Open, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, go_on, store_block = tiny_model(kind), threading.Event(), FileStoring.store
-    monkeypatch.setattr(FileStoring, "store", lambda *its: go_on.wait(60) and store_block(*its))
+    model, go_on, store_block = tiny_model(kind), threading.Event(), DiskStore._write
+    monkeypatch.setattr(DiskStore, "_write", lambda *its: go_on.wait(60) and store_block(*its))
     prompts = conversation()[:3]
     with opened() as store, PrefixCache(model, store=store) as cache:
         for prompt in prompts:

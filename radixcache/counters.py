@@ -1,0 +1,149 @@
+"""Counters: each is one field of a dataclass, with its kind, unit and help; metrics and their text follow from it.
+
+    hits: int = counter("requests", "Requests with a hit.")      the declaration, in CacheStats or StoreStats
+    tally.add(hits=1)                                            where it is counted
+
+A metric has Prometheus' name: a prefix, the name of the field with its unit last, and `_total` if it only grows.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from radixcache.errors import RadixCacheError
+
+Number = int | float
+
+
+def counter(unit: str, help: str, *, label: str = "", read: Callable[[Any], Any] | None = None) -> Any:
+    """A field that only grows; with a label one number for each value of the label, as a dict.
+
+    Args:
+        read: finds the number where a Tally does not count it.
+    """
+    about = {"kind": "counter", "unit": unit, "help": help, "label": label, "read": read}
+    return field(default_factory=dict, metadata=about) if label else field(default=0, metadata=about)
+
+
+def gauge(unit: str, help: str, *, read: Callable[[Any], Any] | None = None) -> Any:
+    """A field for what there is now. Of a text the metric is 1, or 0 if the text is empty."""
+    return field(metadata={"kind": "gauge", "unit": unit, "help": help, "read": read})
+
+
+def fact(help: str) -> Any:
+    """A text that is no metric."""
+    return field(metadata={"kind": "", "unit": "", "help": help, "read": None})
+
+
+class Tally:
+    """Counts by the names of fields, and by label where a field has one. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, Any] = {}
+
+    def add(self, **counts: float) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                self._counts[name] = self._counts.get(name, 0) + count
+
+    def add_one(self, name: str, label: str) -> None:
+        with self._lock:
+            counts = self._counts.setdefault(name, {})
+            counts[label] = counts.get(label, 0) + 1
+
+    def counts(self) -> dict[str, Any]:
+        """A copy of all counts, to make the dataclass of."""
+        with self._lock:
+            return {name: dict(its) if isinstance(its, dict) else its for name, its in self._counts.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A number, and the labels that tell it from the other samples of its metric."""
+
+    value: Number
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+Samples = tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Numbers of one kind.
+
+    Attributes:
+        name: as in Prometheus.
+        kind: "counter", which only grows, or "gauge".
+        unit: of every sample: bytes, tokens, requests ...; "" for ratios and facts.
+        help: what it counts, in a sentence.
+    """
+
+    name: str
+    kind: str
+    unit: str
+    help: str
+    samples: Samples
+
+
+def metrics_of(stats: Any, prefix: str) -> Iterator[Metric]:
+    """A metric for each field of a dataclass that is no fact."""
+    for each in fields(stats):
+        value, about = getattr(stats, each.name), each.metadata
+        if not about["kind"]:
+            continue
+        name = f"{prefix}{each.name}" + ("_total" if about["kind"] == "counter" else "")
+        if isinstance(value, Mapping):
+            samples = labelled(about["label"], dict(sorted(value.items())))
+        else:
+            samples = (Sample(int(bool(value)) if isinstance(value, str) else value),)
+        yield Metric(name, about["kind"], about["unit"], about["help"], samples)
+
+
+def labelled(label: str, values: Mapping[str, Number]) -> Samples:
+    return tuple(Sample(value, ((label, key),)) for key, value in values.items())
+
+
+def families(sources: Iterable[tuple[Mapping[str, str], Iterable[Metric]]]) -> list[Any]:
+    """Metric families of prometheus-client: equal names of all sources together, with the labels of each source.
+
+    Raises:
+        RadixCacheError: the package `prometheus-client` is not installed.
+    """
+    try:
+        from prometheus_client.metrics_core import Metric as Family
+    except ModuleNotFoundError:
+        raise RadixCacheError(
+            "metrics as text need the package prometheus-client: pip install 'radixcache[serve]'."
+        ) from None
+    found: dict[str, Family] = {}
+    for labels, metrics in sources:
+        for metric in metrics:
+            new = Family(metric.name.removesuffix("_total"), metric.help, metric.kind)
+            family = found.setdefault(metric.name, new)
+            for sample in metric.samples:
+                family.add_sample(metric.name, {**labels, **dict(sample.labels)}, sample.value)
+    return list(found.values())
+
+
+def exposition(metrics: Iterable[Metric], labels: Mapping[str, str]) -> str:
+    """Prometheus' text format, version 0.0.4, with `labels` on every sample. It raises what `families` raises."""
+    collected = families([(labels, metrics)])
+    from prometheus_client import generate_latest
+    from prometheus_client.registry import Collector
+
+    class Once(Collector):
+        def collect(self) -> list[Any]:
+            return collected
+
+    return generate_latest(Once()).decode()
+
+
+def json_value(value: Number) -> Number | str:
+    """A number that JSON has; infinity is the text "+Inf", as in Prometheus' own JSON."""
+    return "+Inf" if value == math.inf else value

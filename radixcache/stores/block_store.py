@@ -1,0 +1,348 @@
+"""BlockStore: what every store of blocks does. Disk, Redis and sizes are backends of it.
+
+    match ──► _look_up (backend) ──► index ──► links         put ──► queue ──► one thread: encode ──► _write (backend)
+
+BudgetedStore: a BlockStore that evicts to keep a byte budget.
+
+  W1  A block is written only if it is not stored, and only behind a block that is: all that is stored can be reached.
+  W2  Nothing is evicted for a block that is then not written, unless the disk fails.
+  W3  The lock is held for work in memory only. What a backend calls a "file" is a value in Redis.
+
+WriteQueue: a bounded queue of blocks and the one thread that writes them. It drops blocks, and nobody waits for it.
+
+  B1  Blocks are written in the order of `offer`, so a block comes after the blocks before it in its chain.
+  B2  At most `limit_bytes` wait, or a single block that is larger.
+  B3  A block that waits is not taken a second time.
+
+Methods may be called from any thread. Never imports MLX.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, Self
+
+from radixcache.counters import Tally
+from radixcache.errors import refuse_copy
+from radixcache.stores.block import KINDS, Block, Head, Identity, Kind, Place, root_key
+from radixcache.stores.codec import encoded
+from radixcache.stores.index import Index, Link
+from radixcache.stores.store import WRITE_ON, StoreStats, WriteOn
+from radixcache.tokens import Keys
+
+logger = logging.getLogger(__name__)
+
+
+class WriteQueue:
+    """Calls `write` for each block, in a thread that starts with the first block.
+
+    Attributes:
+        waiting_bytes: state of blocks that wait or are being written; it is held in memory until then.
+    """
+
+    def __init__(self, write: Callable[[Block], None], limit_bytes: int) -> None:
+        self._write, self._limit_bytes = write, limit_bytes
+        self._changed = threading.Condition()
+        self._waiting: dict[Place, Block] = {}
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self.waiting_bytes = 0
+
+    def __contains__(self, place: Place) -> bool:
+        return place in self._waiting
+
+    def has_room(self, nbytes: int) -> bool:
+        fits = not self._waiting or self.waiting_bytes + nbytes <= self._limit_bytes
+        return fits and not self._is_closed
+
+    def offer(self, block: Block) -> bool:
+        """Take a block; False: there is no room, the block waits already, or the queue is closed."""
+        place = block.head.place
+        with self._changed:
+            if place in self._waiting or not self.has_room(block.nbytes):
+                return False
+            if self._thread is None:
+                # A daemon: a process that ends without closing loses what is not written, and nothing else.
+                self._thread = threading.Thread(target=self._run, name="radixcache-store", daemon=True)
+                self._thread.start()
+            self._waiting[place] = block
+            self.waiting_bytes += block.nbytes
+            self._changed.notify_all()
+        return True
+
+    def flush(self, timeout_s: float | None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+
+    def close(self, timeout_s: float | None) -> bool:
+        """Flush, drop the rest and end the thread; False: the thread is still writing its last block."""
+        with self._changed:
+            self._is_closed = True
+            is_written = self._changed.wait_for(lambda: not self._waiting, timeout_s)
+            for place in list(self._waiting)[1:]:
+                self.waiting_bytes -= self._waiting.pop(place).nbytes
+            self._changed.notify_all()
+        if self._thread is not None and is_written:
+            self._thread.join()
+        return is_written
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                if not self._waiting:
+                    return
+                place, block = next(iter(self._waiting.items()))
+            try:
+                self._write(block)
+            except Exception:  # a bug of ours must not lose the blocks behind this one
+                logger.exception("a block could not be written")
+            with self._changed:
+                self.waiting_bytes -= self._waiting.pop(place).nbytes
+                del block
+                self._changed.notify_all()
+
+
+class BlockStore:
+    """Lookup, writing, counts and secret of a store. A backend has `read`, `accepts`, `_look_up`, `_write`, `_delete`.
+
+    Attributes:
+        write_on: when a cache writes; the cache acts on it.
+        budget_bytes: of all files; 0: the store has no limit of its own.
+    """
+
+    tiers: tuple[str, ...] = ("disk",)
+    takes_cuts = True
+    #: Why blocks are dropped while `_stopped`.
+    stopped_words = "writing has stopped"
+
+    def __init__(
+        self, write_on: WriteOn, secret: bytes | None = None, *, budget_bytes: int = 0, queue_bytes: int = 1
+    ) -> None:
+        """ValueError: write_on is unknown, or the secret does not have 16 to 64 bytes."""
+        if write_on not in WRITE_ON:
+            raise ValueError(f"write_on is {write_on!r}; wanted one of {', '.join(WRITE_ON)}.")
+        if secret is not None and not 16 <= len(secret) <= blake2b.MAX_KEY_SIZE:
+            raise ValueError(f"secret has {len(secret)} bytes; wanted 16 to {blake2b.MAX_KEY_SIZE}.")
+        self.write_on: WriteOn = write_on
+        self.budget_bytes = budget_bytes
+        self._secret = secret
+        self._tally = Tally()
+        self._lock = threading.Lock()
+        self._index = Index()
+        self._queue = WriteQueue(self._write_or_count, queue_bytes)
+
+    # What is there
+
+    def match(
+        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
+    ) -> list[Link]:
+        """The longest chain of stored blocks that these tokens (int64 keys) begin with; empty: there is none.
+
+        Args:
+            grid: only blocks of prefills with this step size that were cut nowhere else; 0: any.
+            at_checkpoints: the longest chain up to a checkpoint, for models that resume only there.
+        """
+        if not self._look_up(identity, namespace, tokens, grid):
+            return []
+        return self.known(identity, namespace, tokens, grid=grid, at_checkpoints=at_checkpoints)
+
+    def known(
+        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
+    ) -> list[Link]:
+        """As `match`, without looking for what others have added."""
+        with self._lock:
+            return self._index.match(root_key(identity, namespace), tokens, grid, at_checkpoints)
+
+    def file_bytes(self, key: bytes, kind: Kind = "block") -> int:
+        """0: there is no such file."""
+        with self._lock:
+            return self._index.file_bytes(key, kind)
+
+    def holds(self, key: bytes, kind: Kind = "block") -> bool:
+        """Whether this is stored, or about to be."""
+        return (key, kind) in self._queue or self.file_bytes(key, kind) > 0
+
+    def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]:
+        """The state of these keys, in order, each checked by `codec.decoded`.
+
+        None: the file is gone or damaged; then `match` no longer finds it.
+        """
+        raise NotImplementedError
+
+    # Writing
+
+    def accepts(self, nbytes: int) -> bool:
+        """Whether it makes sense to copy this many bytes of state now, to `put` them."""
+        raise NotImplementedError
+
+    def put(self, block: Block) -> bool:
+        """Have a block written later; False: it is stored, or it is dropped, and `stats` says why.
+
+        Store or put the block before it first: a block that nothing leads to is not written. The queue holds the
+        buffers until they are written; they must not change.
+        """
+        if self.holds(*block.head.place):
+            return False
+        why_not = self.stopped_words if self._stopped else self._take(block)
+        if why_not:
+            self._tally.add_one("dropped", why_not)
+        return not why_not
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Remove blocks whose state was found wrong. Nothing leads to the blocks behind them any more."""
+        gone = list(keys)
+        with self._lock:
+            for key in gone:
+                self._forget(key)
+        self._delete(gone)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all blocks that were put are written or dropped; False: the time is over."""
+        return self._queue.flush(timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Flush and stop writing; stored blocks can still be read. A second call does nothing."""
+        return self._queue.close(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    __reduce_ex__ = refuse_copy
+
+    @property
+    def stats(self) -> StoreStats:
+        """Counts since the store was opened, and what there is now."""
+        with self._lock:
+            blocks, checkpoints = self._index.count("block"), self._index.count("checkpoint")
+            held = (blocks, checkpoints, self._index.nbytes, self.budget_bytes)
+        return StoreStats(*held, self._queue.waiting_bytes, self._stopped, **self._tally.counts())
+
+    def check(self) -> None:
+        """Assert the invariants of the index."""
+        with self._lock:
+            self._index.check()
+
+    # What a backend does
+
+    @property
+    def _stopped(self) -> str:
+        """Why nothing is written now; empty: blocks are written."""
+        return ""
+
+    def _look_up(self, identity: Identity, namespace: str, tokens: Keys, grid: int) -> bool:
+        """Bring the index up to date for a prompt; False: the answer is a miss."""
+        return True
+
+    def _write(self, head: Head, parts: Sequence[Any], nbytes: int) -> str:
+        """Write a file of these parts; empty, or why it was not written. Runs in the writing thread."""
+        raise NotImplementedError
+
+    def _delete(self, keys: Sequence[bytes]) -> None:
+        """Delete the files of these blocks; the index has forgotten them."""
+        raise NotImplementedError
+
+    # For backends
+
+    def _take(self, block: Block) -> str:
+        return "" if self._queue.offer(block) else "the queue is full"
+
+    def _write_or_count(self, block: Block) -> None:
+        try:
+            parts = encoded(block, self._secret)
+        except ValueError:
+            why_not = "its head is too long"
+        else:
+            why_not = self._write(block.head, parts, sum(memoryview(part).nbytes for part in parts))
+        if why_not:
+            self._tally.add_one("dropped", why_not)
+
+    def _add(self, head: Head, nbytes: int, used_ns: int) -> None:
+        """A file is there."""
+        with self._lock:
+            self._index.add(head, nbytes, used_ns)
+
+    def _forget(self, key: bytes, *kinds: Kind) -> None:
+        """Files are not there, or wrong; no kind: all of a block. Callers hold the lock."""
+        for kind in kinds or KINDS:
+            self._index.drop(key, kind)
+
+
+class BudgetedStore(BlockStore):
+    """Evicts the block that was used longest ago, and no block before the blocks that follow it.
+
+    A backend has `_write_file`, `_delete_file`, and what of the hooks below is not nothing for it.
+    """
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """These blocks were used: evict them later, with the blocks before them."""
+        now_ns = time.time_ns()
+        for key in keys:
+            with self._lock:
+                self._index.touch(key, now_ns)
+            self._mark_used(key, now_ns)
+
+    def _write(self, head: Head, parts: Sequence[Any], nbytes: int) -> str:
+        if self.file_bytes(*head.place):
+            return "it is there"
+        if not head.is_first and not self.file_bytes(head.before):
+            return "what comes before it is not stored"
+        if why_not := self._reason_not_to_write(nbytes):
+            return why_not
+        if nbytes > self.budget_bytes:
+            return "it is larger than the budget"
+        self.touch([head.before])
+        if not self._make_room(nbytes, head.before):
+            return "the budget is full of what comes before it"
+        self._write_file(head, parts, nbytes)
+        now_ns = time.time_ns()
+        self._add(head, nbytes, now_ns)
+        self._mark_used(head.key, now_ns)  # the time that the file system gives a file may lag behind
+        self._tally.add(written_files=1, written_bytes=nbytes)
+        return ""
+
+    def _make_room(self, nbytes: int, spared: bytes) -> bool:
+        """Evict until `nbytes` more fit; False: only `spared` and the blocks before it are left."""
+        while True:
+            with self._lock:
+                if self._index.nbytes + nbytes <= self.budget_bytes:
+                    return True
+                victim = self._index.oldest()
+                if victim is None or self._index.is_on_path(victim.key, spared):
+                    return False
+                files = list(victim.file_bytes.items())
+            used_ns = self._last_use_ns(victim.key)
+            if used_ns > victim.used_ns:  # by another process
+                with self._lock:
+                    self._index.touch(victim.key, used_ns)
+                continue
+            for kind, freed_bytes in files:
+                is_ours = self._delete_file(victim.key, kind)
+                self._tally.add(evicted_files=is_ours, evicted_bytes=is_ours * freed_bytes)
+                with self._lock:
+                    self._index.drop(victim.key, kind)
+
+    def _write_file(self, head: Head, parts: Sequence[Any], nbytes: int) -> None:
+        raise NotImplementedError
+
+    def _delete_file(self, key: bytes, kind: Kind) -> bool:
+        """False: another process has deleted it."""
+        raise NotImplementedError
+
+    def _reason_not_to_write(self, nbytes: int) -> str:
+        """Why a file of this size must not be written, besides the budget."""
+        return ""
+
+    def _mark_used(self, key: bytes, now_ns: int) -> None:
+        """Record a use where other processes see it."""
+
+    def _last_use_ns(self, key: bytes) -> int:
+        """When any process used a block last, if that is known."""
+        return 0
