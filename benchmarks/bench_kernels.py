@@ -18,7 +18,7 @@ import mlx.core as mx
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
 from benchmarks.harness.record import arguments, publish
-from radixcache.groups.attention import Plan, cascade
+from radixcache.groups.attention import Readers, cascade
 
 ROWS, HEADS, KEY_HEADS, WIDTH, OWN, SEGMENT = 16, 9, 3, 64, 100, 300
 VIEWS = frozenset(
@@ -57,7 +57,7 @@ def _ways() -> dict[str, list[tuple[int, ...] | None]]:
 def _cascade(readers: list[tuple[int, ...] | None], rows: int = ROWS) -> mx.array:
     queries, keys, values = _arrays(rows, OWN)
     segments = [_arrays(1, SEGMENT)[1:] for _ in readers]
-    plan = Plan(rows, readers)
+    plan = Readers(rows, readers)
     mx.eval([level.places for level in plan.levels if level.places is not None])
     return cascade(queries, keys, values, plan, segments, scale=WIDTH**-0.5)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixcache.groups import attention
-from radixcache.groups.attention import BLOCK_TOKENS, Plan, cascade
+from radixcache.groups.attention import BLOCK_TOKENS, Readers, cascade
 
 #: Who reads each segment, of 5 rows; None: all.
 LEVELS: list[list[tuple[int, ...] | None]] = [
@@ -76,7 +76,7 @@ def test_rows_get_what_one_softmax_over_all_that_they_see_gives(
     found = cascade(
         mx.array(queries),
         *map(mx.array, tails),
-        Plan(ROWS, readers),
+        Readers(ROWS, readers),
         [(mx.array(keys), mx.array(values)) for keys, values in segments],
         scale=16**-0.5,
         mask=mx.array(padding)[:, None],
@@ -105,7 +105,7 @@ def test_one_row_alone_gets_what_one_softmax_over_all_parts_gives(
     found = cascade(
         mx.array(queries),
         *map(mx.array, tails),
-        Plan(1, [None] * segments_read),
+        Readers(1, [None] * segments_read),
         [(mx.array(keys), mx.array(values)) for keys, values in segments],
         scale=0.25,
         mask=mx.array(seen)[:, None],
@@ -122,7 +122,7 @@ def test_several_tokens_of_a_row_see_all_segments_and_the_tail_in_front_of_them(
     found = cascade(
         mx.array(queries),
         *map(mx.array, tails),
-        Plan(1, [None, None]),
+        Readers(1, [None, None]),
         [(mx.array(keys), mx.array(values)) for keys, values in segments],
         scale=0.25,
         mask=mx.array(causal),
@@ -144,7 +144,7 @@ def test_so_many_tokens_that_they_are_attended_in_blocks_see_no_token_before_its
         found = cascade(
             mx.array(queries),
             *map(mx.array, tails),
-            Plan(2, readers),
+            Readers(2, readers),
             [(mx.array(keys), mx.array(values)) for keys, values in segments],
             scale=0.25,
             mask=mx.array(mask),
@@ -163,7 +163,7 @@ def test_scores_of_any_size_in_any_part_do_not_overflow(seed: int, scale: float,
     found = cascade(
         mx.array(queries),
         *map(mx.array, tails),
-        Plan(3, readers),
+        Readers(3, readers),
         [(mx.array(keys), mx.array(values)) for keys, values in segments],
         scale=0.25,
     )
@@ -185,7 +185,7 @@ def test_in_half_precision_it_is_as_near_as_mlx_lms_own_attention(dtype: mx.Dtyp
         np.ones((ROWS, 1, 7), dtype=bool),
         None,
     )
-    found = cascade(*halves, Plan(ROWS, readers), pairs, scale=0.25)
+    found = cascade(*halves, Readers(ROWS, readers), pairs, scale=0.25)
     assert found.dtype == dtype
     whole = [
         mx.concatenate([*(mx.repeat(pair[name], ROWS, axis=0) for pair in pairs), halves[name + 1]], axis=2)

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache, make_prom
 from radixcache import PrefixCache, UnsupportedCacheError
 from radixcache.adapters.contract import Spans
 from radixcache.groups import passes
-from radixcache.groups.attention import NAME, handed, serve
+from radixcache.groups.attention import NAME, handed_out, serve
 from radixcache.groups.batch import Batch
 from radixcache.groups.passes import Way, way_of
 from radixcache.groups.tails import PassError
@@ -99,7 +99,7 @@ def test_attention_is_replaced_once_and_passes_on_what_is_not_ours() -> None:
     for named in ({}, {"sinks": None}):
         found = first(keys, keys, keys, cache=None, scale=1.0, mask=None, **named)
         assert bool(mx.allclose(found, base.scaled_dot_product_attention(keys, keys, keys, None, 1.0, None)))
-    assert not handed.by_keys
+    assert not handed_out.by_keys
 
 
 def test_keys_that_are_read_in_place_and_attended_elsewhere_are_an_error() -> None:
@@ -119,7 +119,7 @@ def test_keys_that_are_read_in_place_and_attended_elsewhere_are_an_error() -> No
     for model, found in ((fetching, "not attended"), (masking, "mask of the model's own")):
         with pytest.raises(PassError, match=found):
             caches.forward(model, mx.array([[1]]), [(None, spans)], ours=True)
-        assert not handed.by_keys
+        assert not handed_out.by_keys
         assert caches.columns.positions == [0]
 
 
