@@ -170,10 +170,10 @@ class RowStoring:
             kept = [*checkpoints]
             if takes:
                 core.capture(row.own, match.path, self._points(row), end)
-                leaves = batch.copied_points(row.at, end, copying=core.pager.allocating, emptying=is_alone)
+                leaves = batch.copied_points(row.at, end, core.pager.allocating, emptying=is_alone)
                 kept.append(layout.checkpoint_of(leaves, end, kind))
             bounds = segment_bounds(start, end)
-            spans = batch.copied(row.at, bounds, copying=core.pager.allocating, emptying=is_alone)
+            spans = batch.copied(row.at, bounds, core.pager.allocating, emptying=is_alone)
             if is_alone:
                 self._room.booking.book_live(self._room.booking.live_bytes - held + batch.nbytes)
             found = layout.spans_of(spans, start, end) if start < end else None

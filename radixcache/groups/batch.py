@@ -1,16 +1,19 @@
-"""Batch: rows that go through forward passes together, or one row by itself.
+"""Batch: caches of rows that go through forward passes together, or of one row by itself.
 
 One row alone has the caches that a session would have: mlx-lm's own windows and recurrent states, and tails of one row
-for keys and values. Rows that decode together have mlx-lm's batched windows, recurrent states with a row for each, and
-tails of as many. `gathered` makes every batch out of others: rows join, leave and part by it. It copies tails and
-states; what is read in place stays where it is. `take_in` lets rows join where there is room for them, and copies no
-tails but theirs.
+for keys and values. Several rows have mlx-lm's batched windows, recurrent states with a row for each, and tails of as
+many rows.
+
+A row joins a batch by `take_in` where the batch has room for it, which copies only the new row's tails. Otherwise
+`gathered` makes a new batch out of rows of others, which copies all tails and states. What rows read in place stays
+where it is.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -24,15 +27,17 @@ from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part, TailLayer, fi
 
 
 class LostStateError(RuntimeError):
-    """A forward pass broke off behind what cannot be taken back."""
+    """A forward pass raised after it had overwritten what cannot be restored."""
 
 
 #: A batch and the number of one of its rows.
 Place = tuple["Batch", int]
 #: Of one leaf what its tokens have in the tails; None: nothing.
 Copied = SpanSnapshot | None
-#: What undoes a forward pass: lengths and end of the columns, and by leaf what else there is.
-Held = tuple[list[int], int, list[Any]]
+#: Runs a copy, and may run it again when its allocation fails.
+Copying = Callable[[Callable[[], Any]], Any]
+#: What undoes a forward pass: lengths and end of the columns, and by leaf what `_held` returned.
+Held = tuple[list[int], int, list[Callable[[], bool]]]
 
 
 class Batch:
@@ -54,11 +59,11 @@ class Batch:
     def of_one(cls, caches: Sequence[Any], row: Any, in_place: int = 0) -> Batch:
         """One row without state but for so many tokens in place; tails take the place of mlx-lm's own.
 
-        UnsupportedCacheError: a layer's state is nothing that mlx-lm's batches have.
+        UnsupportedCacheError: mlx-lm's batches have no such layer.
         """
         columns = Columns([0], [in_place])
-        indices = iter(range(len(leaves(caches))))
-        return cls(columns, with_leaves(caches, lambda leaf: _own(leaf, columns, next(indices))), [row])
+        made = [_own(leaf, columns, index) for index, leaf in enumerate(leaves(caches))]
+        return cls(columns, _replaced(caches, made), [row])
 
     @classmethod
     def gathered(cls, places: Sequence[Place], spare: int = 0, spare_rows: int = 0) -> Batch:
@@ -79,23 +84,23 @@ class Batch:
         for index, column in enumerate(zip(*(batch.leaves for batch in sources), strict=True)):
             of_batch = dict(zip(map(id, sources), column, strict=True))
             leaf = _joined([(of_batch[id(batch)], first, last) for batch, first, last in runs], columns, index)
-            mx.eval(arrays_of(leaf))
+            mx.eval(_arrays_of(leaf))
             made.append(leaf)
             for batch in emptied:
                 _empty(of_batch[id(batch)])
-        replaced = iter(made)
-        return cls(columns, with_leaves(sources[0].caches, lambda _: next(replaced)), rows)
+        return cls(columns, _replaced(sources[0].caches, made), rows)
 
     def take_over(self) -> None:
-        """The rows are in this batch from now on, and have left the one that they were in."""
+        """Make this the batch of its rows, which leave the batches that they were in."""
         for at, row in enumerate(self.rows):
             row.batch.rows[row.at] = None
             row.batch, row.at = self, at
 
     def take_in(self, rows: Sequence[Any]) -> bool:
-        """Let rows of other batches join, in the place of holes or behind the last row, evaluated.
+        """Let rows of other batches join, evaluated, in the place of holes or behind the last row.
 
-        False: there is no room for all of them, and nothing was done.
+        Returns:
+            Whether there was room for all of them; otherwise nothing was done.
         """
         columns = self.columns
         holes = [at for at, row in enumerate(self.rows) if row is None]
@@ -112,10 +117,9 @@ class Batch:
                     leaf.take_row(at, leaves_of[id(batch)][index], its)
             else:
                 leaf = _joined([(leaves_of[id(batch)][index], *its) for batch, *its in runs], columns, index)
-            mx.eval(arrays_of(leaf))
+            mx.eval(_arrays_of(leaf))
             made.append(leaf)
-        replaced = iter(made)
-        self.caches = with_leaves(self.caches, lambda _: next(replaced))
+        self.caches = _replaced(self.caches, made)
         for at, row in zip(free, rows, strict=True):
             batch, its = row.batch, row.at
             own = slice(at, at + 1)
@@ -125,21 +129,21 @@ class Batch:
         self._idle_tokens = 0
         return True
 
-    @property
-    def open_rows(self) -> list[Any]:
-        """The rows that have not left."""
-        return [row for row in self.rows if row is not None]
-
     def goes_on(self, tokens: int) -> bool:
-        """Whether the rows take so many tokens in this batch as it is.
+        """Whether the rows should take so many tokens in this batch, or move to a new one.
 
-        What is evaluated for holes comes to no more than one step of the batch since the last one joined, and tails do
-        not grow where they have columns that nobody has anything in.
+        They move if holes have cost more than one step of the batch since the last row joined, or if its tails would
+        have to grow although some columns are empty in all rows.
         """
         columns = self.columns
         self._idle_tokens += self.rows.count(None) * tokens
         is_full = columns.end + tokens >= columns.capacity and columns.end - columns.width >= GROWTH_COLUMNS
         return self._idle_tokens <= len(self.rows) and not is_full
+
+    @property
+    def open_rows(self) -> list[Any]:
+        """The rows that have not left."""
+        return [row for row in self.rows if row is not None]
 
     @property
     def leaves(self) -> list[Any]:
@@ -149,7 +153,7 @@ class Batch:
     @property
     def arrays(self) -> list[mx.array]:
         """All arrays, for mx.eval."""
-        return [array for leaf in self.leaves for array in arrays_of(leaf)]
+        return [array for leaf in self.leaves for array in _arrays_of(leaf)]
 
     @property
     def nbytes(self) -> int:
@@ -165,11 +169,11 @@ class Batch:
 
         Args:
             parts: what rows read in place.
-            ours: whether the model's attention may be cascade attention; it must be where there are any.
-            is_prompt: the tokens are of prompts: the pass can be undone at the cost of a copy of what goes round.
+            ours: whether the model's attention may be cascade attention; it must be where there are any parts.
+            is_prompt: the tokens are of prompts: the pass can be undone at the cost of a copy of wrapped windows.
 
         Raises:
-            LostStateError: it does not; see `roll_back`.
+            LostStateError: the model raised, and the rows could not be restored.
         """
         held = self.hold(ids.shape[1], is_prompt=is_prompt)
         try:
@@ -186,47 +190,37 @@ class Batch:
         return columns.lengths, columns.end, [_held(leaf, tokens, is_prompt) for leaf in self.leaves]
 
     def roll_back(self, held: Held, error: BaseException) -> None:
-        """Undo a forward pass, or what of it was done before it raised this. LostStateError: it cannot be undone."""
-        self.columns.lengths, self.columns.end, states = held
-        undone = [_rolled_back(leaf, each) for leaf, each in zip(self.leaves, states, strict=True)]
+        """Undo a forward pass, or what it did before it raised this error. LostStateError: it cannot be undone."""
+        self.columns.lengths, self.columns.end, undo = held
+        undone = [each() for each in undo]
         if not all(undone):
-            raise LostStateError(
-                f"windows that had gone round were written when the model raised: {error!r}"
-            ) from error
-
-    # One row
+            raise LostStateError(f"the model raised after it had overwritten wrapped windows: {error!r}") from error
 
     def refilled(self, columns: Columns, pieces: Callable[[int], Sequence[Pair]]) -> Batch:
-        """The one row with other tails: for each leaf these keys and values side by side. Evaluated, leaf by leaf."""
-        indices = iter(range(len(self.leaves)))
-
-        def of(leaf: Any) -> Any:
-            index = next(indices)
-            if not isinstance(leaf, TailLayer):
-                return leaf
-            tail = filled(columns, index, pieces(index))
-            mx.eval(tail.state)
-            return tail
-
-        return Batch(columns, with_leaves(self.caches, of), self.rows)
-
-    # Any row
+        """A batch of one row with other tails: for each leaf these keys and values side by side, evaluated."""
+        made = []
+        for index, leaf in enumerate(self.leaves):
+            if isinstance(leaf, TailLayer):
+                leaf = filled(columns, index, pieces(index))
+                mx.eval(leaf.state)
+            made.append(leaf)
+        return Batch(columns, _replaced(self.caches, made), self.rows)
 
     def own_points(self) -> None:
-        """Replace the arrays that may be views, or have room to spare, by copies, evaluated."""
+        """Copy the arrays that may be views, or have room to spare, evaluated."""
         for leaf in self.leaves:
             if isinstance(leaf, BatchRotatingKVCache):
                 more = leaf._idx - leaf.max_size  # columns of a pass of several tokens
                 if more > 0:
                     leaf.keys, leaf.values = (owned(array[..., more:, :]) for array in (leaf.keys, leaf.values))
                     leaf.left_padding, leaf._idx = leaf.left_padding - more, leaf.max_size
-                    mx.eval(arrays_of(leaf))
+                    mx.eval(_arrays_of(leaf))
             elif not isinstance(leaf, TailLayer):
                 mx.eval(adapter_for(leaf).own(leaf))
                 adapter_for(leaf).reserve(leaf, 0)  # a row takes what was asked for it, and no more
 
     def specimen(self, caches: Sequence[Any]) -> list[Any]:
-        """Fresh mlx-lm caches with a token of one row in every layer that it uses: to look at only."""
+        """Fresh mlx-lm caches with a token of one row in every layer that is used: for its shapes only."""
         for cache, leaf in zip(leaves(caches), self.leaves, strict=True):
             if isinstance(leaf, ArraysCache):
                 cache.cache = [None if array is None else array[:1] for array in leaf.cache]
@@ -237,74 +231,62 @@ class Batch:
         return list(caches)
 
     def points(self, at: int, caches: Sequence[Any]) -> list[Any]:
-        """Fresh mlx-lm caches, but with a row's state in the place of all that are no tails."""
-        pairs = iter(self.leaves)
+        """Fresh mlx-lm caches, but with one row's state in all layers that are not tails."""
+        own = self.leaves if len(self.rows) == 1 else [_alone(leaf, at) for leaf in self.leaves]
+        pairs = zip(leaves(caches), own, strict=True)
+        return _replaced(caches, [cache if isinstance(leaf, TailLayer) else leaf for cache, leaf in pairs])
 
-        def of(cache: Any) -> Any:
-            leaf = next(pairs)
-            if isinstance(leaf, TailLayer):
-                return cache
-            return leaf if len(self.rows) == 1 else _alone(leaf, at)
-
-        return with_leaves(caches, of)
-
-    def copied(
-        self,
-        at: int,
-        bounds: Sequence[tuple[int, int]],
-        *,
-        copying: Callable[[Callable[[], Copied]], Copied] = lambda make: make(),
-        emptying: bool = False,
-    ) -> list[Copied]:
+    def copied(self, at: int, bounds: Sequence[tuple[int, int]], copying: Copying, *, emptying: bool) -> list[Copied]:
         """Copies of a row's tokens in its tails, by leaf, evaluated.
 
         Args:
             bounds: of the pieces, one behind the other, behind all that is in place.
             copying: runs a copy, and may run it again when its allocation fails.
-            emptying: let go of each layer once it is copied, so that no more than one is held twice.
+            emptying: release each layer once it is copied, so that no more than one is held twice.
         """
         away = self.columns.in_place[at]
 
-        def of(leaf: Any) -> Copied:
+        def copy_of(leaf: TailLayer) -> Copied:
             if not bounds or leaf.empty():
                 return None
             pieces = [leaf.copied_columns(at, low - away, high - away) for low, high in bounds]
             mx.eval(pieces)
             return SpanSnapshot(bounds[0][0], bounds[-1][1], [*pieces])
 
-        found = []
-        for leaf in self.leaves:
-            is_tail = isinstance(leaf, TailLayer)
-            found.append(copying(lambda leaf=leaf: of(leaf)) if is_tail else None)  # type: ignore[misc]
-            if emptying and is_tail:
-                _empty(leaf)
-        return found
+        return self._copies(copy_of, copying, are_tails=True, emptying=emptying)
 
-    def copied_points(
-        self, at: int, offset: int, *, copying: Callable[[Callable[[], Any]], Any], emptying: bool = False
-    ) -> list[Any]:
-        """Copies of a row's state at `offset` in layers that are neither tails nor windows, by leaf, evaluated.
+    def copied_points(self, at: int, offset: int, copying: Copying, *, emptying: bool) -> list[Any]:
+        """Copies of a row's state at `offset` in its recurrent layers, by leaf, evaluated; otherwise as `copied`.
 
-        Args:
-            copying, emptying: as for `copied`; windows are let go of as well.
+        Windows are not copied, but released as well.
         """
 
-        def of(leaf: Any) -> Any:
-            alone = _alone(leaf, at)
-            snapshot = adapter_for(alone).snapshot(alone, 0, offset)
+        def copy_of(leaf: Any) -> Any:
+            if not isinstance(leaf, ArraysCache):
+                return None
+            snapshot = adapter_for(leaf).snapshot(_alone(leaf, at), 0, offset)
             mx.eval([] if snapshot is None else snapshot.arrays())
             return snapshot
 
+        return self._copies(copy_of, copying, are_tails=False, emptying=emptying)
+
+    def _copies(self, copy_of: Callable[[Any], Any], copying: Copying, are_tails: bool, emptying: bool) -> list[Any]:
         found = []
         for leaf in self.leaves:
-            found.append(copying(lambda leaf=leaf: of(leaf)) if isinstance(leaf, ArraysCache) else None)  # type: ignore[misc]
-            if emptying and not isinstance(leaf, TailLayer):
+            is_copied = isinstance(leaf, TailLayer) is are_tails
+            found.append(copying(partial(copy_of, leaf)) if is_copied else None)
+            if is_copied and emptying:
                 _empty(leaf)
         return found
 
 
-def arrays_of(leaf: Any) -> list[mx.array]:
-    """All arrays of a leaf."""
+def _replaced(caches: Sequence[Any], made: Sequence[Any]) -> list[Any]:
+    """The same nesting of caches with these leaves."""
+    waiting = iter(made)
+    return with_leaves(caches, lambda _: next(waiting))
+
+
+def _arrays_of(leaf: Any) -> list[mx.array]:
     if isinstance(leaf, ArraysCache):
         return [array for array in leaf.cache if array is not None]
     if leaf.keys is None:
@@ -335,29 +317,28 @@ def _runs(places: Sequence[Place]) -> list[tuple[Batch, int, int]]:
 
 
 def _joined(runs: Sequence[tuple[Any, int, int]], columns: Columns, index: int) -> Any:
-    """Rows [first, last) of each leaf, all of one kind, as one."""
+    """Rows [first, last) of each leaf, all of one kind, as one leaf."""
     if isinstance(runs[0][0], TailLayer):
         return joined(columns, index, runs)
     if isinstance(runs[0][0], ArraysCache):
-        return _arrays([each.cache for each, _, _ in runs], [slice(first, last) for _, first, last in runs])
+        return _rows_of([each.cache for each, _, _ in runs], [slice(first, last) for _, first, last in runs])
     alone = [_alone(each, at) for each, first, last in runs for at in range(first, last)]
     if len(alone) > 1:
         return RotatingKVCache.merge(alone)
-    if alone[0] is runs[0][0]:  # its batch may be emptied: an object of its own
-        alone[0] = copy.copy(alone[0])
-    return alone[0]
+    # The row's batch may be emptied: an object of its own.
+    return copy.copy(alone[0]) if alone[0] is runs[0][0] else alone[0]
 
 
 def _alone(leaf: Any, at: int) -> Any:
-    """One row's state of a leaf that is no tail, in a cache for one row."""
+    """One row's state of a leaf, in a cache for one row; a tail as it is."""
     if isinstance(leaf, ArraysCache):
-        return _arrays([leaf.cache], [slice(at, at + 1)])
-    if isinstance(leaf, RotatingKVCache):
+        return _rows_of([leaf.cache], [slice(at, at + 1)])
+    if isinstance(leaf, RotatingKVCache | TailLayer):
         return leaf
     return RotatingKVCache(leaf.max_size) if leaf.keys is None else leaf.extract(at)
 
 
-def _arrays(caches: Sequence[list[Any]], rows: Sequence[slice]) -> ArraysCache:
+def _rows_of(caches: Sequence[list[Any]], rows: Sequence[slice]) -> ArraysCache:
     """Rows of several lists of arrays as one cache; a slot that any of them has nothing in is empty."""
     found = ArraysCache(len(caches[0]))
     for index, slot in enumerate(zip(*caches, strict=True)):
@@ -374,31 +355,24 @@ def _empty(leaf: Any) -> None:
         leaf.keys = leaf.values = None
 
 
-def _held(leaf: Any, tokens: int, is_prompt: bool) -> Any:
-    """What `_rolled_back` needs of a leaf that is no tail."""
+def _held(leaf: Any, tokens: int, is_prompt: bool) -> Callable[[], bool]:
+    """A function that undoes a forward pass of so many tokens on a leaf, and returns whether it could."""
     if isinstance(leaf, TailLayer):
-        return None
+        return lambda: True
     if isinstance(leaf, ArraysCache):
-        return [None if array is None else mx.array(array) for array in leaf.cache]
+        return partial(_put_back, leaf, "cache", [None if array is None else mx.array(array) for array in leaf.cache])
     if isinstance(leaf, BatchRotatingKVCache):
         keys, values, *changing = leaf.state
         if tokens == 1 and keys is not None:  # which is written in place; several come into new arrays
             if is_prompt:
                 keys, values = mx.array(keys), mx.array(values)
-            elif leaf.rotated or leaf._offset >= leaf.max_size:  # not only behind the tokens that are held
-                return None
-        return keys, values, *(each + 0 for each in changing)
-    return adapter_for(leaf).hold(leaf, tokens)
+            elif leaf.rotated or leaf._offset >= leaf.max_size:  # it overwrites tokens that are held
+                return lambda: False
+        return partial(_put_back, leaf, "state", (keys, values, *(each + 0 for each in changing)))
+    adapter = adapter_for(leaf)
+    return partial(adapter.roll_back, leaf, adapter.hold(leaf, tokens))
 
 
-def _rolled_back(leaf: Any, held: Any) -> bool:
-    if isinstance(leaf, TailLayer):
-        return True
-    if isinstance(leaf, ArraysCache):
-        leaf.cache = held
-        return True
-    if isinstance(leaf, BatchRotatingKVCache):
-        if held is not None:
-            leaf.state = held
-        return held is not None
-    return adapter_for(leaf).roll_back(leaf, held)
+def _put_back(leaf: Any, name: str, value: Any) -> bool:
+    setattr(leaf, name, value)
+    return True

@@ -308,7 +308,7 @@ def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, *, is_wide: 
 
 
 def _spans(batch: Batch, start: int, end: int) -> Spans:
-    return Spans(start, end, batch.copied(0, [(start, end)]), 0)
+    return Spans(start, end, batch.copied(0, [(start, end)], lambda make: make(), emptying=False), 0)
 
 
 def _behind(batch: Batch, end: int) -> Batch:

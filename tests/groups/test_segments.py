@@ -229,7 +229,7 @@ def test_rows_whose_windows_a_failed_pass_has_written_are_lost_alone_and_stored_
                 self.model(ids, cache=cache)
                 raise ValueError("the model broke off")
 
-        with pytest.raises(Exception, match="gone round"):
+        with pytest.raises(Exception, match="wrapped windows"):
             group.step(Breaking(model, 1, ValueError), rows[:2], [1, 2])
         with pytest.raises(Exception, match="Close it and admit"):
             group.step(model, rows[:1], [1])
