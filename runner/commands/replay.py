@@ -221,7 +221,7 @@ def _require_parallel(
         not exact,
         "--exact compares bits, which differ with the number of users in a forward pass. Leave it or --parallel out.",
     )
-    from runner.engine.admission import PARALLEL_STEP_SIZE
+    from runner.engine.engine import PARALLEL_STEP_SIZE
 
     # One request at a time delays nobody, so chunks may be larger there.
     return step_size if is_given(context, "step_size") else PARALLEL_STEP_SIZE

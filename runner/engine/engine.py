@@ -1,27 +1,47 @@
-"""The rounds of a ParallelGenerator: what the running requests' rows go through, one call at a time.
+"""Engine: the rounds of a ParallelGenerator. Its queue decides who runs, its rounds move the rows of those who run.
 
-    admit      who there is room for gets a row
+How a request joins: `AdmissionQueue.next` picks it, `Engine._admit` has the cache's group give it a row, `_prefill`
+evaluates its prompt chunk by chunk, and from then on `_step` takes it along. The group puts its row into the batch
+(`Batch.take_in` of radixcache/groups/batch.py).
+
+A round:
+
+    admit      the queue's next requests get rows, as far as there is room
     prefill    one chunk is evaluated, of one prompt or of several; the last token of a long one goes with the next step
-    first      where first tokens come of that they are read and handed out; what follows is the next round's
-    step       the next forward pass of all replies that go on is dispatched, on tokens that nobody has read
-    read       the tokens of the step before are read and handed out; where a chunk was evaluated, those of this one
+    first      first tokens that come of the chunk are read and handed out; the rest is for the next round
+    step       the next forward pass of all replies is dispatched, on tokens that nobody has read
+    read       the tokens of the step before are read and handed out; after a chunk, those of this step
 
-Ways in which a request, or all of them, leave this order:
+What breaks this order:
 
-    no room           the one that came last goes back to waiting; what it evaluated is stored, so it resumes there
-    context full      the oldest turns are taken out of the row; where that cannot be, the reply ends
-    one failed        a sampler, a callback or a prompt's forward pass raised: that request ends, nobody else notices
+    cancelled         before its first token a request ends at once; a reply ends with the token that is on its way
+    no room           the request that came last waits again; what it evaluated is stored, so it resumes there
+    context full      the oldest turns are taken out of the row; if that cannot be, the reply ends
+    one failed        a sampler, a callback or a prompt's forward pass raised: that request ends alone
     a step failed     the model raised in a pass of several: they all end, each with that error
-    state lost        an evaluation failed: all that run end, those that wait go on in a new group
-    not a number      a row's logits are NaN: that request ends, and nothing is stored but what was good for a token
+    state lost        an evaluation failed: all running requests end, waiting ones go on in a new group
+    not a number      a row's logits are NaN: that request ends; what is stored ends before it
 
-Not thread-safe. No signal may come into a round.
+Admission. A request waits for two things: tokens of the group's capacity, those that running requests hold (shared ones
+once) and will hold, and bytes of the cache's budget for that many tokens, with all evictable state gone. Nobody is
+overtaken for want of room: what does not fit waits, and so do those behind it. One exception: a request that shares a
+prompt which is being prefilled, further than with anything evaluated so far, waits until that part is evaluated. Those
+behind it that have nothing to wait for go on meanwhile. Pins and open sessions come and go, and requests may reserve
+less than they ask for, so the group can still refuse; then the engine makes room.
+
+Chunks of prefill go in turn to the request that came first and to the one with the least left. First come, first served
+alone would let one long document delay all first tokens. A chunk for each in turn would bring the first tokens of
+requests that came together all at the very end. With half of all chunks for the first, a request is prefilled after at
+most twice the chunks of its own prompt and of those before it.
+
+The same calls give the same order: nothing here reads a clock. Not thread-safe. No signal may come into a round.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -30,22 +50,136 @@ from radixcache import BudgetFullError, CacheFullError, Group, Row, SessionClose
 from radixcache.errors import ShiftError
 from radixcache.generate import RELEASE_INTERVAL_TOKENS
 from radixcache.groups.batch import LostStateError
-from runner.engine.admission import AdmissionQueue, ChunkTurns
 from runner.engine.replies import Piece
 from runner.engine.sequence import (
     ContextError,
     ContextWindow,
-    ParallelRequest,
     Sampled,
     Ticket,
+    TokenSequence,
     next_tokens,
     sample_each,
 )
 
-# A part of a chunk is evaluated where it is no less than one in so many: a pass over few tokens costs more of each.
+# Tokens of a chunk: a second or less of a small model on slow cores, a few hundredths on a GPU. It bounds the pauses of
+# running replies.
+PARALLEL_STEP_SIZE = 1024
+# A part of a chunk is evaluated if it is at least 1 / LEAST_PART of it: a pass over few tokens costs more per token.
 LEAST_PART = 4
 # No room for a row: others have to end first.
 NO_ROOM = (CacheFullError, BudgetFullError)
+
+
+# The queue ------------------------------------------------------------------------------------------------------------
+
+
+class ChunkTurns:
+    """Hands out chunks of prefill."""
+
+    def __init__(self) -> None:
+        self._first_comes_next = True
+
+    def choose(self, prefilling: Sequence[TokenSequence]) -> TokenSequence:
+        """Whose chunk is next, of at least one."""
+        first = min(prefilling, key=lambda each: each.number)
+        shortest = min(prefilling, key=lambda each: (each.remaining_tokens, each.number))
+        chosen = first if self._first_comes_next else shortest
+        self._first_comes_next = chosen is not first
+        return chosen
+
+
+class AdmissionQueue:
+    """The requests of one generator, in order of arrival.
+
+    Args:
+        capacity: tokens.
+        max_rows: most requests that run at a time.
+        context: most tokens that a request holds; None: no such bound.
+        step_size: tokens per chunk of prefill.
+
+    Attributes:
+        waiting, running: to read; they change through the methods.
+    """
+
+    def __init__(self, capacity: int, max_rows: int, context: int | None, step_size: int) -> None:
+        self.waiting: list[TokenSequence] = []
+        self.running: list[TokenSequence] = []
+        self._capacity, self._max_rows, self._context, self._step_size = capacity, max_rows, context, step_size
+        self._is_refused = False
+
+    @property
+    def prefilling(self) -> list[TokenSequence]:
+        """Those whose prompt is not evaluated yet."""
+        return [each for each in self.running if not each.is_decoding]
+
+    @property
+    def stepping(self) -> list[TokenSequence]:
+        """Those that the next step evaluates a token of."""
+        return [each for each in self.running if each.is_stepping]
+
+    def next(self, group: Group) -> TokenSequence | None:
+        """Who comes in next; None: nobody may now."""
+        if len(self.running) >= self._max_rows or (self._is_refused and self.running):
+            return None
+        for sequence in self.waiting:
+            if not self._gains(sequence, group):
+                return sequence if self._fits(sequence, group) else None
+        return None
+
+    def waits(self, sequence: TokenSequence, others: Iterable[TokenSequence], group: Group) -> bool:
+        """Whether a new row can share more once these others, which are prefilled now, have their chunk."""
+        return sequence.row.is_fresh and self._later(sequence, others, group) > sequence.row.position
+
+    def refuse(self) -> None:
+        """The group has no room after all: nobody comes in before a running request ends."""
+        self._is_refused = True
+
+    def start(self, sequence: TokenSequence, row: Row) -> None:
+        """A waiting request got a row."""
+        sequence.held_row = row
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+
+    def send_back(self, sequence: TokenSequence) -> None:
+        """A running request waits again, at its old place."""
+        self.end(sequence)
+        sequence.go_back()
+        insort(self.waiting, sequence, key=lambda each: each.number)
+
+    def end(self, sequence: TokenSequence) -> None:
+        """A request is over."""
+        self._is_refused = False
+        for sequences in (self.waiting, self.running):
+            if sequence in sequences:
+                sequences.remove(sequence)
+
+    def _fits(self, sequence: TokenSequence, group: Group) -> bool:
+        """Whether there are tokens and bytes for it, beside what the others hold and will still take."""
+        if not self.running:
+            return True
+        ends = {each.row: max(self._needed(each), each.row.position) for each in self.running}
+        needed = self._needed(sequence)
+        own = needed - group.sharable_tokens(sequence.keys, sequence.namespace)
+        owed = sum(end - row.position for row, end in ends.items())
+        fits = group.used_tokens + owed + own <= self._capacity
+        return fits and group.has_bytes_for(ends, sequence.keys, needed, sequence.namespace)
+
+    def _gains(self, sequence: TokenSequence, group: Group) -> bool:
+        """Whether it shares more with a prompt that is being prefilled than with all that is evaluated yet."""
+        later = self._later(sequence, self.prefilling, group)
+        return later > 0 and later > group.sharable_tokens(sequence.keys, sequence.namespace)
+
+    def _later(self, sequence: TokenSequence, others: Iterable[TokenSequence], group: Group) -> int:
+        """How many tokens of its prompt the others will have at some moment of their prefill."""
+        rows = [each.row for each in others if each.namespace == sequence.namespace]
+        return max((group.sharable_later(sequence.keys, row, self._step_size) for row in rows), default=0)
+
+    def _needed(self, sequence: TokenSequence) -> int:
+        needed = sequence.needed_tokens
+        return needed if self._context is None else min(needed, self._context)
+
+
+# The rounds -----------------------------------------------------------------------------------------------------------
 
 
 class Engine:
@@ -53,7 +187,7 @@ class Engine:
 
     Args:
         new_group: opens a group of the cache.
-        admission: the requests; who waits is put there by the caller.
+        queue: the requests; the caller adds those that wait.
         window: bound on a conversation, or None.
         step_size: tokens per chunk of prefill.
 
@@ -66,17 +200,14 @@ class Engine:
         self,
         model: Any,
         new_group: Callable[[], Group],
-        admission: AdmissionQueue,
+        queue: AdmissionQueue,
         window: ContextWindow | None,
         step_size: int,
     ) -> None:
         self.ready: deque[tuple[Ticket, Piece]] = deque()
         self.group = new_group()
-        self._model = model
-        self._new_group = new_group
-        self._admission = admission
-        self._window = window
-        self._step_size = step_size
+        self._model, self._new_group, self._queue = model, new_group, queue
+        self._window, self._step_size = window, step_size
         self._turns = ChunkTurns()
         self._steps = 0
         #: Whether a chunk was evaluated, and no step since.
@@ -84,122 +215,108 @@ class Engine:
         self._failure: Exception | None = None
 
     def round(self) -> None:
-        """Do what there is to do once; where first tokens come of a chunk they are handed out before the step."""
+        """Do one round."""
         self._end_cancelled()
         has_prefilled, self._owes_step = self._owes_step, False
         if not has_prefilled:
             self._admit()
-            self._end_cancelled()  # a callback may have asked for it just now
+            self._end_cancelled()  # a callback may just have cancelled one
             has_prefilled = self._prefill()
-            first = [request for request in self._admission.stepping if request.unread and not request.reply.tokens]
+            first = [each for each in self._queue.stepping if each.unread and not each.reply.tokens]
             if first and not self.group.is_lost:
                 self._read(first)
                 self._owes_step = True
                 return
-        stepping = self._admission.stepping
+        stepping = self._queue.stepping
         # First those that end: a row that is still there and takes no part would have to be taken out of the batch.
-        self._read([request for request in stepping if request.reply.left == len(request.unread)])
-        first = [request for request in stepping if not request.is_decoding]
+        self._read([each for each in stepping if each.reply.left == len(each.unread)])
+        first = [each for each in stepping if not each.is_decoding]
         continuing = self._continuing(stepping)
         self._step(continuing)
-        self._found(first)
-        # What is computed right now is read in the next round; first tokens, and where a chunk may come before, now.
+        self._tell_progress(first)
+        # What is computed right now is read in the next round; first tokens, and tokens before a chunk, are read now.
         soon = continuing if has_prefilled else first
         late = [each for each in continuing if each not in soon and len(each.unread) == 1 and each.failure is None]
-        self._read([request for request in stepping if request not in late])
-        for request in stepping:
-            if request.unread or request not in self._admission.running:
+        self._read([each for each in stepping if each not in late])
+        for sequence in stepping:
+            if sequence.unread or sequence not in self._queue.running:
                 continue
-            if request.failure is not None:
-                self.fail(request, request.failure)
-            elif request not in continuing:
-                self.finish(request, request.reply.end("length", note=request.note))
+            if sequence.failure is not None:
+                self.fail(sequence, sequence.failure)
+            elif sequence not in continuing:
+                self.finish(sequence, sequence.reply.end("length", note=sequence.note))
         if self.group.is_lost:
             self._lose_all(self._failure or SessionClosedError("the state of all requests was lost."))
 
-    def finish(self, request: ParallelRequest, piece: Piece) -> None:
+    def finish(self, sequence: TokenSequence, piece: Piece) -> None:
         """Hand out a last piece, and store what was evaluated."""
-        request.ticket.completion = piece.completion
-        self.ready.append((request.ticket, piece))
-        self._admission.end(request)
-        request.unread.clear()
-        if request.held_row is not None:
-            request.held_row.close()
+        sequence.ticket.completion = piece.completion
+        self.ready.append((sequence.ticket, piece))
+        self._queue.end(sequence)
+        sequence.unread.clear()
+        if sequence.held_row is not None:
+            sequence.held_row.close()
 
-    def fail(self, request: ParallelRequest, error: Exception) -> None:
+    def fail(self, sequence: TokenSequence, error: Exception) -> None:
         """End a request with what was raised."""
-        self.finish(request, request.reply.end("error", error=error))
-
-    # In order
+        self.finish(sequence, sequence.reply.end("error", error=error))
 
     def _end_cancelled(self) -> None:
-        """End what was cancelled before its first token; a reply ends with the token that is on its way."""
-        for request in [*self._admission.waiting, *self._admission.running]:
-            if request.ticket.cancelled() and not request.is_decoding:
-                self.finish(request, request.reply.end("cancelled"))
+        """End what was cancelled before its first token; `_hand_out` ends replies."""
+        for sequence in [*self._queue.waiting, *self._queue.running]:
+            if sequence.ticket.cancelled() and not sequence.is_decoding:
+                self.finish(sequence, sequence.reply.end("cancelled"))
 
     def _admit(self) -> None:
-        self._refuse()
-        while request := self._admission.next(self.group):
+        # A request that needs more bytes than the budget has ends now, instead of after all others.
+        waiting = self._queue.waiting
+        while waiting and (refusal := self.group.refusal_of(len(waiting[0].tokens))) is not None:
+            self.fail(waiting[0], refusal)
+        while each := self._queue.next(self.group):
             try:
-                row = self.group.admit(
-                    request.tokens, keys=request.keys, marks=request.marks, namespace=request.namespace
-                )
-                self._admission.start(request, row)
+                row = self.group.admit(each.tokens, keys=each.keys, marks=each.marks, namespace=each.namespace)
+                self._queue.start(each, row)
             except NO_ROOM as error:
-                if self._admission.running:
-                    self._admission.refuse()
+                if self._queue.running:
+                    self._queue.refuse()
                     return
-                self.fail(request, error)
+                self.fail(each, error)
             except Exception as error:
-                self.fail(request, error)
+                self.fail(each, error)
             else:
-                request.admitted()
-                self._report(request)
-
-    def _refuse(self) -> None:
-        """End those that come next and take more bytes than the budget has, instead of waiting for all others to go."""
-        waiting = self._admission.waiting
-        while waiting and (error := self.group.refusal_of(len(waiting[0].tokens))) is not None:
-            self.fail(waiting[0], error)
+                if not each.reply.tokens:
+                    each.reply.start()
+                each.note_match()
+                self._report(each)
 
     def _prefill(self) -> bool:
-        """Evaluate a chunk: of one prompt, with it the ends of others, and of one more what makes the chunk full.
+        """Evaluate one chunk: of the prompt whose turn it is, the ends of others, and a part of one more to fill it.
 
         False: there is none to evaluate.
         """
-        prefilling = [request for request in self._admission.prefilling if not request.is_stepping]
+        prefilling = [each for each in self._queue.prefilling if not each.is_stepping]
         if not prefilling:
             return False
         chosen, part = [self._turns.choose(prefilling)], []
         left_tokens = self._step_size - chosen[0].remaining_tokens
-        for request in sorted(prefilling, key=lambda each: each.remaining_tokens):
-            if request is chosen[0] or self._admission.waits(request, chosen, self.group):
+        for sequence in sorted(prefilling, key=lambda each: each.remaining_tokens):
+            if sequence is chosen[0] or self._queue.waits(sequence, chosen, self.group):
                 continue
-            if request.remaining_tokens > left_tokens:
-                part = [request] if left_tokens >= self._step_size // LEAST_PART else []
+            if sequence.remaining_tokens > left_tokens:
+                part = [sequence] if left_tokens >= self._step_size // LEAST_PART else []
                 break
-            left_tokens -= request.remaining_tokens
-            chosen.append(request)
+            left_tokens -= sequence.remaining_tokens
+            chosen.append(sequence)
         self._prefill_chunks(chosen, self._step_size)
         self._prefill_chunks(part, left_tokens)
-        self._found([*chosen, *part])
+        self._tell_progress([*chosen, *part])
         return True
 
-    def _found(self, requests: Iterable[ParallelRequest]) -> None:
-        """Tell how far these have come, or end them where that failed."""
-        for request in requests:
-            if request.failure is not None and request in self._admission.running:
-                self.fail(request, request.failure)
-            elif request in self._admission.running:
-                request.found()
-                self._report(request)
-
-    def _prefill_chunks(self, requests: list[ParallelRequest], tokens: int) -> None:
-        """Evaluate so many tokens of each; where a prompt is through with it the first token is on its way."""
-        rows: dict[Row, ParallelRequest] = {}
+    def _prefill_chunks(self, sequences: list[TokenSequence], tokens: int) -> None:
+        """Evaluate so many tokens of each. Where that ends a prompt, the first token is dispatched."""
+        rows: dict[Row, TokenSequence] = {}
         try:
-            while rows := {each.row: each for each in requests if self._has_chunk(each)}:
+            while rows := {each.row: each for each in sequences if self._has_chunk(each)}:
                 try:
                     for row, logits in self.group.prefill_many(self._model, [*rows], tokens, leaves_last=True):
                         sample_each([rows[row]], logits)
@@ -208,133 +325,141 @@ class Engine:
                     self._make_room(error)
         except Exception as error:
             self._failure = error
-            for request in [] if self.group.is_lost else rows.values():
+            for sequence in [] if self.group.is_lost else rows.values():
                 if len(rows) == 1:
-                    self.fail(request, error)
+                    self.fail(sequence, error)
                 else:  # one of them raised; the others go on
-                    self._prefill_chunks([request], tokens)
+                    self._prefill_chunks([sequence], tokens)
 
-    def _has_chunk(self, request: ParallelRequest) -> bool:
-        return request in self._admission.running and not request.is_stepping and request.failure is None
+    def _has_chunk(self, sequence: TokenSequence) -> bool:
+        return sequence in self._queue.running and not sequence.is_stepping and sequence.failure is None
 
-    def _report(self, request: ParallelRequest) -> None:
-        if request.on_progress is not None:
-            try:
-                request.on_progress(request.row.position, len(request.tokens))
-            except Exception as error:
-                self.fail(request, error)
-
-    def _continuing(self, stepping: list[ParallelRequest]) -> list[ParallelRequest]:
-        """Those that take part in the next step. A conversation that has filled its context is shifted for it."""
-        window, continuing = self._window, []
-        for request in stepping:
-            if request not in self._admission.running or request.reply.left == len(request.unread):
+    def _tell_progress(self, sequences: Iterable[TokenSequence]) -> None:
+        """Report how far the prompts of these are, or end those that failed."""
+        for sequence in sequences:
+            if sequence not in self._queue.running:
                 continue
-            if window is None or request.row.position < window.tokens or self._shift(request, window):
-                continuing.append(request)
+            if sequence.failure is not None:
+                self.fail(sequence, sequence.failure)
+            else:
+                sequence.note_match()
+                self._report(sequence)
+
+    def _report(self, sequence: TokenSequence) -> None:
+        if sequence.on_progress is not None:
+            try:
+                sequence.on_progress(sequence.row.position, len(sequence.tokens))
+            except Exception as error:
+                self.fail(sequence, error)
+
+    def _continuing(self, stepping: list[TokenSequence]) -> list[TokenSequence]:
+        """Those that take part in the next step. A conversation that fills its context is shifted for it."""
+        window, continuing = self._window, []
+        for sequence in stepping:
+            if sequence not in self._queue.running or sequence.reply.left == len(sequence.unread):
+                continue
+            if window is None or sequence.row.position < window.tokens or self._shift(sequence, window):
+                continuing.append(sequence)
         return continuing
 
-    def _step(self, requests: list[ParallelRequest]) -> None:
-        while requests := [request for request in requests if request in self._admission.running]:
-            # As they stand in their batch: else tokens and logits are put in order there and back.
-            requests.sort(key=lambda request: request.row.at)
+    def _step(self, sequences: list[TokenSequence]) -> None:
+        while sequences := [each for each in sequences if each in self._queue.running]:
+            # In the order of their batch: otherwise tokens and logits would be reordered there and back.
+            sequences.sort(key=lambda each: each.row.at)
             try:
-                tokens = next_tokens(requests)
-                logits = self.group.step(self._model, [request.row for request in requests], tokens)
-                sample_each(requests, logits)
+                tokens = next_tokens(sequences)
+                logits = self.group.step(self._model, [each.row for each in sequences], tokens)
+                sample_each(sequences, logits)
                 break
             except NO_ROOM as error:
-                if len(self._admission.running) > 1:
+                if len(self._queue.running) > 1:
                     self._make_room(error)
                     continue
-                requests[0].failure = error
+                sequences[0].failure = error
                 break
             except Exception as error:
                 self._failure = error
                 raised = error.__cause__ if isinstance(error, LostStateError) else error
-                for request in requests:
-                    request.failure = raised if isinstance(raised, Exception) else error
+                for sequence in sequences:
+                    sequence.failure = raised if isinstance(raised, Exception) else error
                 break
         self._steps += 1
         if self._steps % RELEASE_INTERVAL_TOKENS == 0:
             mx.clear_cache()
 
-    def _read(self, requests: list[ParallelRequest]) -> None:
+    def _read(self, sequences: list[TokenSequence]) -> None:
         """Wait for the next token of each of these that run, and hand it out."""
         try:
-            running = [request for request in requests if request in self._admission.running and request.unread]
-            read = [(request, request.unread[0], request.unread[0].token) for request in running]
+            running = [each for each in sequences if each in self._queue.running and each.unread]
+            read = [(each, each.unread[0], each.unread[0].token) for each in running]
         except Exception as error:
             self._lose_all(error)
             return
-        for request, sampled, token in read:
-            if request in self._admission.running:  # else one of the others took it along
-                self._hand_out(request, sampled, token)
+        for sequence, sampled, token in read:
+            if sequence in self._queue.running:  # otherwise another one's failure has ended it
+                self._hand_out(sequence, sampled, token)
 
-    def _hand_out(self, request: ParallelRequest, sampled: Sampled, token: int) -> None:
+    def _hand_out(self, sequence: TokenSequence, sampled: Sampled, token: int) -> None:
         if sampled.is_wrong:
-            request.row.distrust_from(request.proven_tokens)
-            self.fail(request, FloatingPointError("the model's logits for this request are not numbers."))
+            sequence.row.distrust_from(sequence.proven_tokens)
+            self.fail(sequence, FloatingPointError("the model's logits for this request are not numbers."))
             return
-        request.unread.popleft()
+        sequence.unread.popleft()
         try:
-            piece = request.reply.add(token, sampled.logprobs, request.ticket.cancelled, sampled.logprob)
+            piece = sequence.reply.add(token, sampled.logprobs, sequence.ticket.cancelled, sampled.logprob)
         except Exception as error:
-            self.fail(request, error)
+            self.fail(sequence, error)
             return
         if piece.completion is not None:
-            self.finish(request, piece)
+            self.finish(sequence, piece)
             return
-        self.ready.append((request.ticket, piece))
-        if request.failure is not None:
-            self.fail(request, request.failure)
+        self.ready.append((sequence.ticket, piece))
+        if sequence.failure is not None:
+            self.fail(sequence, sequence.failure)
 
-    # Out of order
+    # Without room, a full context, lost state
 
     def _make_room(self, error: Exception) -> None:
-        """Let the request that came last wait again; raises the error when it is the only one."""
-        if len(self._admission.running) == 1:
+        """Let the request that came last wait again; raises the error if it is the only one."""
+        if len(self._queue.running) == 1:
             raise error
-        request = self._admission.last_come
-        while request in self._admission.running and request.unread:
-            self._read([request])
-        if request not in self._admission.running:
+        sequence = max(self._queue.running, key=lambda each: each.number)
+        while sequence in self._queue.running and sequence.unread:
+            self._read([sequence])
+        if sequence not in self._queue.running:
             return
-        request.row.close()
-        self._admission.send_back(request)
+        sequence.row.close()
+        self._queue.send_back(sequence)
         if self._window is not None:
-            self._cut_waiting(request, self._window)
+            # It may come back with its context full, and one token more: that is shifted before it is prefilled.
+            try:
+                sequence.shift(self._window.excess(sequence.outline, len(sequence.tokens), 0, sequence.dropped))
+            except ContextError as full:
+                self.finish(sequence, sequence.reply.end("length", note=_full(self._window, full)))
 
-    def _cut_waiting(self, request: ParallelRequest, window: ContextWindow) -> None:
-        """What went back to waiting with its context full, and one token more, is shifted before it is prefilled."""
-        try:
-            request.shift(window.excess(request.outline, len(request.tokens), 0, request.dropped))
-        except ContextError as error:
-            self.finish(request, request.reply.end("length", note=_full(window, error)))
-
-    def _shift(self, request: ParallelRequest, window: ContextWindow) -> bool:
+    def _shift(self, sequence: TokenSequence, window: ContextWindow) -> bool:
         """Take the oldest turns out of the row; False, with a note why: nothing can be taken out."""
-        begin = request.outline.keep
+        begin = sequence.outline.head
         try:
-            length = window.excess(request.outline, request.row.position, 1, request.dropped)
-            while request in self._admission.running:
+            length = window.excess(sequence.outline, sequence.row.position, 1, sequence.dropped)
+            while sequence in self._queue.running:
                 try:
-                    self.group.remove(self._model, request.row, begin, begin + length)
-                    request.shift(length)
+                    self.group.remove(self._model, sequence.row, begin, begin + length)
+                    sequence.shift(length)
                     return True
                 except NO_ROOM as error:
                     self._make_room(error)
         except (ContextError, ShiftError, *NO_ROOM) as error:
-            request.note = _full(window, error)
+            sequence.note = _full(window, error)
         except Exception as error:
-            self._failure = request.failure = error
+            self._failure = sequence.failure = error
         return False
 
     def _lose_all(self, error: Exception) -> None:
-        """An evaluation failed, and with it the rows' state. What waits goes on in a new group."""
+        """An evaluation failed, and with it the rows' state. Waiting requests go on in a new group."""
         self.group.close_after(error)
-        for request in list(self._admission.running):
-            self.fail(request, error)
+        for sequence in list(self._queue.running):
+            self.fail(sequence, error)
         self.group, self._failure = self._new_group(), None
 
 

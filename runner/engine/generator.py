@@ -1,4 +1,4 @@
-"""Generate many replies at once: every decode step is one forward pass for all of them, on one PrefixCache.
+"""ParallelGenerator: many replies at once on one PrefixCache. Every decode step is one forward pass for all of them.
 
     with ParallelGenerator(cache, model, tokenizer, capacity=16384) as generator:
         first = generator.submit(tokens, marks=marks, max_tokens=200)
@@ -6,22 +6,21 @@
         for ticket, piece in generator:
             print(ticket.number, piece.text)
 
-A round admits what there is room for, evaluates one chunk of prompts, dispatches a decode step for all replies that
-go on, and reads the tokens of the step before. First tokens are handed out between chunk and step. So between two
-tokens of a running reply lie one step and at most one chunk: `step_size` bounds its pauses, and what prefill takes from
-those who are being served.
+A round (runner/engine/engine.py) admits requests, evaluates one chunk of prompts, dispatches a decode step for all
+replies, and reads the tokens of the step before. Between two tokens of a running reply lie one step and at most one
+chunk: `step_size` bounds its pauses, and what prefill takes from running replies.
 
 Invariants, each with a test:
 
-  PG1  Each reply is what it would be alone: no other joining, leaving, failing or being cancelled changes it.
-  PG2  The next step is dispatched before the tokens of the last one are read, but for replies that `max_tokens` ends.
-       First tokens that a chunk of prefill brings are handed out before it.
-  PG3  Cells and bytes for prompt and reply are there before a request comes in. Where they are not after all, the one
-      that came last goes back to waiting, with its text, and goes on later from what the tree kept of it.
-  PG4  What was evaluated and is right is stored when a request ends, whatever ends it; nothing behind a shift is.
-  PG5  MLX's compiled mode is what it was before whenever no iteration is under way.
+  PG1  Each reply is what it would be alone: no other request joining, leaving, failing or being cancelled changes it.
+  PG2  The next step is dispatched before the tokens of the last one are read, unless `max_tokens` ends the reply. First
+       tokens of a chunk of prefill are handed out before the step.
+  PG3  Cells and bytes for prompt and reply are there before a request comes in. If they run out after all, the request
+       that came last waits again, with its text, and resumes from what the tree has of it.
+  PG4  However a request ends, what was evaluated and is right is stored; nothing behind a shift is.
+  PG5  Between iterations, MLX's compiled mode is what it was before.
 
-`submit`, `wait` and `Ticket` may be used by any thread; iterating and closing are one thread's business.
+Any thread may use `submit`, `wait` and a Ticket; one thread iterates and closes.
 """
 
 from __future__ import annotations
@@ -36,28 +35,27 @@ from radixcache import Group, PrefixCache
 from radixcache.lock import uninterrupted
 from radixcache.settings import require_count
 from radixcache.tokens import checked_prompt, require_namespace, vocabulary_size
-from runner.engine.admission import PARALLEL_STEP_SIZE, AdmissionQueue
-from runner.engine.engine import Engine
+from runner.engine.engine import PARALLEL_STEP_SIZE, AdmissionQueue, Engine
 from runner.engine.replies import Piece, ProgressCallback, Reply, Sampler, StopTokens, compile_mode
-from runner.engine.sequence import FREE_SHARE, ContextWindow, LogitsProcessor, Outline, ParallelRequest, Ticket
+from runner.engine.sequence import FREE_SHARE, ContextWindow, LogitsProcessor, Outline, Ticket, TokenSequence
 
 DEFAULT_MAX_ROWS = 16
 
 
 class ParallelGenerator:
-    """Serves requests together. A context manager; leaving it cancels what still runs.
+    """Serves requests together. A context manager; its exit cancels what still runs.
 
     Args:
         cache: a PrefixCache of the model.
         model: an mlx-lm model.
         tokenizer: mlx-lm's TokenizerWrapper.
-        capacity: tokens of all running requests together; what several share counts once.
-        max_rows: requests that run at a time at most.
+        capacity: tokens of all running requests together; shared ones count once.
+        max_rows: most requests that run at a time.
         step_size: tokens per chunk of prefill.
-        context: tokens of a conversation at a time at most; None: no bound but `capacity`. A longer conversation loses
-            its oldest turns, before prefill or while its reply grows, and keeps its beginning.
+        context: most tokens of a conversation at a time; None: no bound but `capacity`. A longer conversation loses its
+            oldest turns, before prefill or while its reply grows, but not its beginning.
         free_share: what such a cut frees, as a share of the context; see `runner.engine.sequence`.
-        namespace, priority: as for `PrefixCache.begin`, for all requests that name no other namespace.
+        namespace, priority: as for `PrefixCache.begin`, for requests without a namespace of their own.
 
     Raises:
         ValueError: an argument out of its range.
@@ -86,12 +84,12 @@ class ParallelGenerator:
         self._window = None if context is None else ContextWindow(context, free_share)
         self._model, self._tokenizer, self._capacity, self._namespace = model, tokenizer, capacity, namespace
         self._vocabulary_length = vocabulary_size(model)
-        self._admission = AdmissionQueue(capacity, max_rows, context, step_size)
+        self._queue = AdmissionQueue(capacity, max_rows, context, step_size)
         new_group = partial(cache.begin_many, capacity=capacity, namespace=namespace, priority=priority)
-        self._engine = Engine(model, new_group, self._admission, self._window, step_size)
-        # The only state that several threads change.
+        self._engine = Engine(model, new_group, self._queue, self._window, step_size)
+        # What several threads change, under this condition:
         self._arrivals = threading.Condition()
-        self._submitted: list[ParallelRequest] = []
+        self._submitted: list[TokenSequence] = []
         self._tickets = 0
         self._is_closed = False
 
@@ -102,8 +100,6 @@ class ParallelGenerator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # What is asked
 
     def submit(
         self,
@@ -122,21 +118,21 @@ class ParallelGenerator:
         on_progress: ProgressCallback | None = None,
         arrived_at_s: float | None = None,
     ) -> Ticket:
-        """Hand in a request; it is served while the generator is iterated over. Any thread may call this.
+        """Hand in a request; iterating over the generator serves it. Any thread may call this.
 
         Args:
             tokens: ids of the whole prompt.
-            max_tokens: tokens to sample at most, at least 1.
-            marks: as `render_chat` gives them: where the system prompt and each message end.
+            max_tokens: most tokens to sample, at least 1.
+            marks: as from `render_chat`: where the system prompt and each message end.
             keys: as for `PrefixCache.begin`.
-            keep: with a context: tokens that stay at the beginning. Default: up to the first mark, which is where the
-                system prompt ends if there is one.
+            keep: with a context: tokens that stay at the beginning. Default: up to the first mark, which is the end of
+                the system prompt if there is one.
             sampler, on_progress, arrived_at_s: as for `runner.engine.replies.generate`.
             logits_processors: mlx-lm's, called with prompt and reply so far (T,) and logits (1, V), float32.
             stop_tokens, cuts_characters: as for `runner.engine.replies.Reply`.
             namespace: None: the generator's.
-            reserve: tokens of the reply to keep room for. Default: max_tokens. With less, more requests come in, and
-                one may have to go back to waiting in the middle of its reply.
+            reserve: tokens of the reply to reserve room for. Default: max_tokens. With less, more requests come in, and
+                one may have to wait again in the middle of its reply.
 
         Raises:
             ValueError: an argument out of its range, or a request that can never run: prompt and reply have more tokens
@@ -157,7 +153,7 @@ class ParallelGenerator:
             arrived_at_s=arrived_at_s,
             cuts_characters=cuts_characters,
         )
-        request = ParallelRequest(
+        sequence = TokenSequence(
             ticket=Ticket(-1, len(ids)),
             tokens=ids,
             keys=own_keys,
@@ -172,8 +168,8 @@ class ParallelGenerator:
         )
         if self._window is not None:
             room = min(max_tokens, self._window.quantum)
-            request.drop(self._window.excess(outline, len(ids), room))
-            reply.omitted_tokens = request.dropped
+            sequence.drop(self._window.excess(outline, len(ids), room))
+            reply.omitted_tokens = sequence.dropped
         elif len(ids) + max_tokens - 1 > self._capacity:
             raise ValueError(
                 f"a prompt of {len(ids)} tokens and a reply of {max_tokens} take {len(ids) + max_tokens - 1} of a "
@@ -182,27 +178,27 @@ class ParallelGenerator:
         with self._arrivals:
             if self._is_closed:
                 raise ValueError("the generator is closed; nothing can be handed in any more.")
-            request.ticket.number = self._tickets
+            sequence.ticket.number = self._tickets
             self._tickets += 1
-            self._submitted.append(request)
+            self._submitted.append(sequence)
             self._arrivals.notify_all()
-        return request.ticket
+        return sequence.ticket
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until something is handed in that was not served yet; whether there is. Any thread may call this."""
+        """Wait for a request that was not served yet; whether there is one. Any thread may call this."""
         with self._arrivals:
             self._arrivals.wait_for(lambda: self._submitted or self._is_closed, timeout_s)
             return bool(self._submitted)
 
     def __iter__(self) -> Iterator[tuple[Ticket, Piece]]:
-        """Serve until all that was handed in is done. Whoever breaks off may go on with another iteration."""
+        """Serve until all requests are done. After a break another iteration goes on."""
         with compile_mode(self._model):
             while self._engine.ready or self._round():
                 while self._engine.ready:
                     yield self._engine.ready.popleft()
 
     def round(self) -> list[tuple[Ticket, Piece]]:
-        """Serve one round, and return the pieces that it brought, if any."""
+        """Serve one round, and return its pieces."""
         with compile_mode(self._model):
             self._round()
         pieces = [*self._engine.ready]
@@ -210,15 +206,15 @@ class ParallelGenerator:
         return pieces
 
     def close(self) -> None:
-        """Cancel what waits and runs, keeping what was evaluated. Closing twice is fine."""
+        """Cancel what waits and runs; what was evaluated is stored. Closing twice is fine."""
         with self._arrivals:
             self._is_closed = True
             self._arrivals.notify_all()
-            self._admission.arrive(self._submitted)
+            self._queue.waiting += self._submitted
             self._submitted.clear()
         with uninterrupted():
-            for request in [*self._admission.waiting, *self._admission.running]:
-                self._engine.finish(request, request.reply.end("cancelled"))
+            for sequence in [*self._queue.waiting, *self._queue.running]:
+                self._engine.finish(sequence, sequence.reply.end("cancelled"))
             self._engine.ready.clear()
             self._engine.group.close()
 
@@ -228,11 +224,11 @@ class ParallelGenerator:
         return self._engine.group
 
     def _round(self) -> bool:
-        """Do what there is to do once; False: nothing was left."""
+        """Do one round; False: nothing was left."""
         with self._arrivals:
-            self._admission.arrive(self._submitted)
+            self._queue.waiting += self._submitted
             self._submitted.clear()
-        if not self._admission.waiting and not self._admission.running:
+        if not self._queue.waiting and not self._queue.running:
             return False
         with uninterrupted():
             self._engine.round()

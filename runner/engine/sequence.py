@@ -1,16 +1,18 @@
-"""A request among others: the ticket its owner holds, and where it stands.
+"""TokenSequence: one request in the engine, from its prompt to its last token. Also which tokens a full context drops.
 
-Which tokens of a conversation go when it is longer than the context. Plain arithmetic on offsets; never imports MLX.
+A user holds the Ticket; the engine moves the TokenSequence. While it runs, it has a row of the cache's group.
+
+A conversation longer than the context (`ContextWindow`) loses tokens:
 
     system | message | message | message | question | opening | reply ...
-    stays    go first, whole, the oldest first        stays     stays
+    stays    dropped first, whole, the oldest first   stays     stays
 
-The beginning stays: the system prompt, or a few tokens where there is none, since models lean on the first ones
-whatever they say (attention sinks; Xiao et al. 2023, Efficient Streaming Language Models). So do the opening of the
-reply and the reply. The last message goes, token by token, only where all others are gone, as does what has no marks.
+The beginning stays: the system prompt, or a few tokens without one, because models rely on the first tokens whatever
+they say (attention sinks; Xiao et al. 2023, Efficient Streaming Language Models). The reply and its opening stay too.
+The last message loses tokens only once all others are gone, and so does a prompt without marks.
 
-How much goes is a multiple of a share of the context, rounded up to the end of a message. A conversation that grows
-turn by turn is therefore cut at one place for several turns, and what is stored of one turn is found by the next.
+The number of dropped tokens is a multiple of a share of the context, rounded up to the end of a message. A growing
+conversation is therefore cut at one place for several turns, and the next turn finds what one turn has stored.
 """
 
 from __future__ import annotations
@@ -35,10 +37,16 @@ from runner.engine.replies import Completion, ProgressCallback, Reply, Sampler, 
 
 # Tokens that stay at the beginning of a prompt without marks.
 SINK_TOKENS = 4
-# Tokens behind the last mark that stay at most: the opening of the reply.
+# Most tokens that stay behind the last mark: the opening of the reply.
 OPENING_TOKENS = 16
-# A quarter: what is left is most of the conversation, and a shift comes once in many replies.
+# Most of the conversation stays, and a shift comes once in many replies.
 FREE_SHARE = 0.25
+
+#: mlx-lm's: the tokens so far (T,) and logits (1, V) to logits (1, V).
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+# A full context -------------------------------------------------------------------------------------------------------
 
 
 class ContextError(ValueError):
@@ -47,42 +55,38 @@ class ContextError(ValueError):
 
 @dataclass(frozen=True)
 class Outline:
-    """A prompt, as far as it matters what may go. Offsets are those of the whole prompt, before anything went.
+    """Which parts of a prompt may be dropped. Offsets are those of the whole prompt.
 
     Attributes:
         length: tokens of the prompt.
-        keep: so many tokens stay at its beginning.
-        ends: where the messages behind them end, rising; the last one is the end of the question.
+        head: tokens that stay at its beginning.
+        ends: rising ends of the messages behind the head; the last one is the end of the question.
     """
 
     length: int
-    keep: int
+    head: int
     ends: tuple[int, ...]
 
     @classmethod
-    def of(cls, length: int, marks: Sequence[int], keep: int | None = None) -> Outline:
-        """Take the first mark for the end of the system prompt, unless `keep` says what stays.
-
-        Raises:
-            ValueError: `keep` is not in 0 to `length`.
-        """
+    def of(cls, length: int, marks: Sequence[int], head: int | None = None) -> Outline:
+        """Without `head`, the first mark is the end of the system prompt. ValueError: head is not in 0 to `length`."""
         inner = sorted(mark for mark in marks if mark > 0)
-        if keep is None:
-            keep = inner[0] if inner else min(SINK_TOKENS, length)
-        elif not 0 <= keep <= length:
-            raise ValueError(f"keep is {keep} tokens; wanted 0 to {length}, the length of the prompt.")
-        return cls(length, keep, tuple(mark for mark in inner if mark > keep))
+        if head is None:
+            head = inner[0] if inner else min(SINK_TOKENS, length)
+        elif not 0 <= head <= length:
+            raise ValueError(f"keep is {head} tokens; wanted 0 to {length}, the length of the prompt.")
+        return cls(length, head, tuple(mark for mark in inner if mark > head))
 
     @property
     def limit(self) -> int:
-        """From here on nothing goes."""
+        """From this offset on everything stays."""
         opening = min(OPENING_TOKENS, self.length - self.ends[-1]) if self.ends else 0
-        return max(self.keep, self.length - max(opening, 1))
+        return max(self.head, self.length - max(opening, 1))
 
 
 @dataclass(frozen=True)
 class ContextWindow:
-    """At most `tokens` tokens of a conversation at a time; what goes at once is a multiple of `free_share` of them.
+    """At most `tokens` tokens of a conversation at a time; a cut drops a multiple of `free_share` of them.
 
     Raises:
         ValueError: fewer than 2 tokens, or a share that is not above 0 and at most 1.
@@ -99,14 +103,14 @@ class ContextWindow:
 
     @property
     def quantum(self) -> int:
-        """What goes at once is a multiple of this."""
+        """Tokens of which each cut is a multiple."""
         return max(1, int(self.tokens * self.free_share))
 
     def excess(self, outline: Outline, length: int, room: int, dropped: int = 0) -> int:
-        """How many tokens behind the first `outline.keep` have to go, so that `room` more find place.
+        """How many tokens behind the head to drop, so that `room` more fit.
 
         Args:
-            length: tokens there are now, those of the reply among them.
+            length: tokens there are now, with those of the reply.
             dropped: how many of the prompt are gone already.
 
         Raises:
@@ -117,20 +121,19 @@ class ContextWindow:
         # Counted from the beginning of the conversation, so that the next turns are cut at the same place.
         least = dropped + length + room - self.tokens
         aim = -(-least // self.quantum) * self.quantum
-        ends = [end - outline.keep for end in outline.ends[:-1] if end - outline.keep >= least]
-        most = outline.limit - outline.keep
+        ends = [end - outline.head for end in outline.ends[:-1] if end - outline.head >= least]
         if ends:
             return next((end for end in ends if end >= aim), ends[-1]) - dropped
+        most = outline.limit - outline.head
         if most < least:
             raise ContextError(
-                f"{length} tokens and {room} more do not fit {self.tokens}: the first {outline.keep} and the last "
+                f"{length} tokens and {room} more do not fit {self.tokens}: the first {outline.head} and the last "
                 f"{length - (outline.limit - dropped)} stay, and the {most - dropped} between them are too few to go."
             )
         return min(aim, most) - dropped
 
 
-#: mlx-lm's: what was said so far (T,) and logits (1, V) to logits (1, V).
-LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+# A request ------------------------------------------------------------------------------------------------------------
 
 
 class Ticket:
@@ -139,13 +142,12 @@ class Ticket:
     Attributes:
         number: order of arrival, from 0.
         prompt_tokens: length of the prompt as it was handed in.
-        matched_tokens, reason: what the cache found of the prompt, as for a Session; 0 and None until it is admitted.
-        completion: what came of it, once it is over; the last piece carries the same.
+        matched_tokens, reason: what the cache found of the prompt, as for a Session; 0 and None before admission.
+        completion: the result, once the request is over; the last piece carries the same.
     """
 
     def __init__(self, number: int, prompt_tokens: int) -> None:
-        self.number = number
-        self.prompt_tokens = prompt_tokens
+        self.number, self.prompt_tokens = number, prompt_tokens
         self.matched_tokens = 0
         self.reason: str | None = None
         self.completion: Completion | None = None
@@ -158,76 +160,70 @@ class Ticket:
     __reduce_ex__ = refuse_copy
 
     def cancel(self) -> None:
-        """End the reply after the token that is being computed; what was evaluated stays in the cache."""
+        """End the reply after the token that is being computed; computed state stays in the cache."""
         self._cancelled.set()
 
     def cancelled(self) -> bool:
-        """Whether it was asked to end."""
+        """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
 
 class Predictions:
-    """What a forward pass predicts, pending: tokens (N,), log-probabilities (N, V), and what those sum up to (N, 1)."""
+    """Pending results of a forward pass: tokens (N,), log-probabilities (N, V), and their normalizers (N, 1)."""
 
     def __init__(self, tokens: mx.array, logprobs: mx.array, totals: mx.array) -> None:
         self.tokens, self.logprobs, self._totals = tokens, logprobs, totals
-        self._own = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)  # of a token -1 the last one's
+        self._own = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)  # a token -1 reads the last one's
         mx.async_eval(tokens, logprobs, totals, self._own)
 
     @cached_property
     def read(self) -> tuple[list[int], list[float], list[bool]]:
-        """Tokens, their log-probabilities, and whether the model said anything but numbers.
-
-        Waits for them, once for all rows.
-        """
+        """Tokens, their log-probabilities, and whether logits were not numbers. Waits, once for all rows."""
         lists: list[Any] = [array.tolist() for array in (self.tokens, self._own, self._totals)]
         tokens, own, totals = lists
         return tokens, [each for (each,) in own], [not math.isfinite(total) for (total,) in totals]
 
 
 class Sampled(NamedTuple):
-    """One row of what a forward pass predicts."""
+    """One row of Predictions. All but `logprobs` (V,) wait for it."""
 
     of: Predictions
     row: int
 
     @property
     def logprobs(self) -> mx.array:
-        """Log-probabilities (V,)."""
         return self.of.logprobs[self.row]
 
     @property
     def token(self) -> int:
-        """The next token; waits for it."""
         return self.of.read[0][self.row]
 
     @property
-    def is_wrong(self) -> bool:
-        """Whether the model said anything but numbers; waits for it."""
-        return self.of.read[2][self.row]
+    def logprob(self) -> float:
+        return self.of.read[1][self.row]
 
     @property
-    def logprob(self) -> float:
-        """The token's log-probability; waits for it."""
-        return self.of.read[1][self.row]
+    def is_wrong(self) -> bool:
+        """Whether the model's logits are not numbers."""
+        return self.of.read[2][self.row]
 
 
 @dataclass(eq=False)
-class ParallelRequest:
-    """Everything about one request. Its tokens are those that its row holds, or is to hold.
+class TokenSequence:
+    """One request's tokens: those that its row holds, or is to hold.
 
     Attributes:
-        tokens, keys: the prompt, less what was left out or shifted out; once it has gone back to waiting the reply too.
+        tokens, keys: the prompt without what was dropped; after a return to waiting the reply so far too.
         marks: offsets in `tokens`.
         namespace: of the tree; None: the group's.
-        processors: of logits, before they are sampled.
-        outline: of the whole prompt; `dropped` tokens behind its beginning are not in `tokens` any more.
-        held_row: in the cache's group; None: it waits.
-        last: what the last forward pass predicts, which the next one goes on with; None: there was none.
-        unread: predictions that were dispatched and not read: two while a step is under way.
-        failure: what its sampler raised, or the step it was in; said once the tokens before are read.
+        processors: of logits, before sampling.
+        outline: of the whole prompt; `dropped` tokens behind its head are not in `tokens` any more.
+        held_row: in the cache's group; None while it waits.
+        last: the latest prediction, which the next forward pass continues; None before the first.
+        unread: predictions that nobody has read: two while a step runs.
+        failure: what its sampler or its step raised; reported once the tokens before it are read.
         in_reply: how many of the reply's tokens are part of `tokens`.
-        reserve: tokens of the reply to keep room for.
+        reserve: tokens of the reply to reserve room for.
         note: why the reply cannot go on, though nothing failed.
     """
 
@@ -251,7 +247,7 @@ class ParallelRequest:
     def __post_init__(self) -> None:
         self.last: Sampled | None = None
         self.unread: deque[Sampled] = deque()
-        #: Prompt and reply, as the processors are told of them.
+        #: Prompt and reply, for the processors.
         self._said: TokenBuffer | None = None
 
     @property
@@ -272,60 +268,48 @@ class ParallelRequest:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its prompt is through."""
+        """Whether its prompt is evaluated."""
         return self.last is not None
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the next step takes a token of it: its prompt is through, or all but a last token is there."""
+        """Whether the next step evaluates a token of it: its prompt is evaluated but for a last token at most."""
         return self.is_decoding or (self.row.position > 0 and self.row.prompt_left == 1)
 
     @property
     def needed_tokens(self) -> int:
-        """Cells that the prompt and the reply it keeps room for will hold; the last token is never put into one."""
+        """Cells for the prompt and the reserved reply; the last token never takes one."""
         left = max(min(self.reserve, self.reply.max_tokens) - self.in_reply, 1)
         return len(self.tokens) + left - 1
 
     @property
     def proven_tokens(self) -> int:
-        """Tokens of its row whose state was good enough for a token that was read; 0 before the first."""
+        """Tokens of its row from whose state a token was read; 0 before the first."""
         read = len(self.reply.tokens) - self.in_reply
         return len(self.tokens) + read - 1 if read else 0
 
-    def admitted(self) -> None:
-        """It got its row."""
-        if not self.reply.tokens:
-            self.reply.start()
-        self.found()
-
-    def found(self) -> None:
-        """Note what the cache had of the prompt; a row's first chunk may find more."""
+    def note_match(self) -> None:
+        """Note what the cache has of the prompt, at admission and after a first chunk, which may find more."""
         if not self.reply.tokens:
             self.reply.cached_tokens = self.row.cached_tokens
             self.ticket.matched_tokens, self.ticket.reason = self.row.matched_tokens, self.row.reason
 
-    @property
-    def next_token(self) -> mx.array:
-        """The token (1,) that it goes on with."""
-        last = self.last
-        return mx.array(self.tokens[-1:]) if last is None else last.of.tokens[last.row : last.row + 1]
-
     def drop(self, length: int) -> None:
-        """Leave out so many tokens behind those that stay at the beginning."""
-        begin = self.outline.keep
+        """Leave out so many tokens behind the head."""
+        begin = self.outline.head
         gone = slice(begin, begin + length)
         self.tokens, self.keys = np.delete(self.tokens, gone), np.delete(self.keys, gone)
-        kept = {mark for mark in self.marks if mark <= begin}
-        self.marks = tuple(sorted(kept | {mark - length for mark in self.marks if mark > begin + length}))
+        left = {mark for mark in self.marks if mark <= begin}
+        self.marks = tuple(sorted(left | {mark - length for mark in self.marks if mark > begin + length}))
         self.dropped += length
 
     def shift(self, length: int) -> None:
-        """Note that so many tokens behind those that stay at the beginning were taken out during the reply."""
+        """Note that so many tokens behind the head were removed from the row during the reply."""
         self.drop(length)
         self.reply.shifted_tokens += length
 
     def go_back(self) -> None:
-        """Wait again, to go on where the reply stands."""
+        """Wait again; the prompt now ends with the reply so far."""
         fresh = np.array(self.reply.tokens[self.in_reply :], np.int32)
         self.tokens, self.keys = np.append(self.tokens, fresh), np.append(self.keys, fresh)
         self.in_reply = len(self.reply.tokens)
@@ -333,8 +317,8 @@ class ParallelRequest:
         self.held_row = self._said = self.last = None
         self.unread.clear()
 
-    def processed(self, logits: mx.array) -> mx.array:
-        """Run the processors on the logits (1, V) that follow what was said last. Raises whatever they raise."""
+    def process(self, logits: mx.array) -> mx.array:
+        """Run the processors on the logits (1, V) of the next token. Raises whatever they raise."""
         if self._said is None:
             self._said = TokenBuffer(self.tokens[:-1].tolist())
         said = self._said.update_and_fetch(next_tokens([self]))
@@ -343,46 +327,46 @@ class ParallelRequest:
         return logits
 
 
-def sample_each(requests: Sequence[ParallelRequest], logits: mx.array) -> None:
-    """Dispatch the sampling of each request's next token.
+def sample_each(sequences: Sequence[TokenSequence], logits: mx.array) -> None:
+    """Dispatch the sampling of each sequence's next token from logits (N, T, V).
 
-    A processor or a sampler that fails does so for its own request alone.
-
-    Args:
-        logits: (N, T, V) of a forward pass, a row for each request.
+    A processor or a sampler that raises fails its own request alone.
     """
     last = logits[:, -1].astype(mx.float32)
-    processing = {row: request for row, request in enumerate(requests) if request.processors}
-    last = _with_own(last, processing, lambda row, request: request.processed(last[row : row + 1]))
+    processing = {row: each for row, each in enumerate(sequences) if each.processors}
+    last = _replace_rows(last, processing, lambda row, each: each.process(last[row : row + 1]))
     logprobs, totals = log_probabilities(last)
-    sampling = {row: each for row, each in enumerate(requests) if each.sampler is not None and each.failure is None}
-    tokens = _with_own(
-        greedy(logprobs), sampling, lambda row, request: sample(request.sampler, logprobs[row : row + 1])
-    )
+    sampling = {row: each for row, each in enumerate(sequences) if each.sampler is not None and each.failure is None}
+    tokens = _replace_rows(greedy(logprobs), sampling, lambda row, each: sample(each.sampler, logprobs[row : row + 1]))
     predictions = Predictions(tokens, logprobs, totals)
-    for row, request in enumerate(requests):
-        if request.failure is None:
-            request.last = Sampled(predictions, row)
-            request.unread.append(request.last)
+    for row, sequence in enumerate(sequences):
+        if sequence.failure is None:
+            sequence.last = Sampled(predictions, row)
+            sequence.unread.append(sequence.last)
 
 
-def _with_own(
-    values: mx.array, requests: Mapping[int, ParallelRequest], make: Callable[[int, ParallelRequest], mx.array]
+def _replace_rows(
+    values: mx.array, sequences: Mapping[int, TokenSequence], make: Callable[[int, TokenSequence], mx.array]
 ) -> mx.array:
-    """Put what is made for some requests in the place of their rows; what is raised is the request's failure."""
+    """Replace the rows of these sequences by what `make` returns; what it raises is the sequence's failure."""
     own = {}
-    for row, request in requests.items():
+    for row, sequence in sequences.items():
         try:
-            own[row] = make(row, request)
+            own[row] = make(row, sequence)
         except Exception as error:
-            request.failure = error
+            sequence.failure = error
     return mx.concatenate([own.get(row, values[row : row + 1]) for row in range(len(values))]) if own else values
 
 
-def next_tokens(requests: Sequence[ParallelRequest]) -> mx.array:
-    """The tokens (N,) that these requests go on with, unread: predicted ones, or the last of a prompt."""
-    last = [request.last for request in requests]
+def next_tokens(sequences: Sequence[TokenSequence]) -> mx.array:
+    """The tokens (N,) that continue these sequences, unread: predicted ones, or the last of a prompt."""
+    last = [each.last for each in sequences]
     of = None if last[0] is None else last[0].of
     if of is not None and [each and (each.of, each.row) for each in last] == [(of, at) for at in range(len(of.tokens))]:
         return of.tokens
-    return mx.concatenate([request.next_token for request in requests])
+    return mx.concatenate(
+        [
+            mx.array(sequence.tokens[-1:]) if each is None else each.of.tokens[each.row : each.row + 1]
+            for sequence, each in zip(sequences, last, strict=True)
+        ]
+    )

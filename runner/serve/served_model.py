@@ -26,7 +26,7 @@ import mlx.core as mx
 import numpy as np
 
 from radixcache import PrefixCache, stream_generate
-from runner.engine.admission import PARALLEL_STEP_SIZE
+from runner.engine.engine import PARALLEL_STEP_SIZE
 from runner.engine.generator import ParallelGenerator
 from runner.engine.replies import Piece, Sampler
 from runner.engine.sequence import LogitsProcessor, Ticket

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.engine.admission import ChunkTurns, admissible
+from runner.engine.engine import AdmissionQueue, ChunkTurns
 
 
 @dataclass
@@ -61,8 +61,20 @@ def test_a_prompt_is_through_after_twice_its_own_chunks_and_those_before_it(arri
         assert before - served_before_arrival <= 2 * sum(chunks[: number + 1]) + 1
 
 
+class Queue(AdmissionQueue):
+    def __init__(self, waiting, fitting, gaining):
+        super().__init__(100, 8, None, 10)
+        self.waiting, self._fitting, self._gaining = waiting, fitting, gaining
+
+    def _fits(self, sequence, group):
+        return sequence in self._fitting
+
+    def _gains(self, sequence, group):
+        return sequence in self._gaining
+
+
 def choose(waiting, fitting=(), gaining=()):
-    return admissible(waiting, lambda each: each in fitting, lambda each: each in gaining)
+    return Queue(waiting, fitting, gaining).next(None)
 
 
 def test_the_first_that_waits_comes_in_first():

@@ -6,7 +6,7 @@ import pytest
 from radixcache import PrefixCache, UnsupportedCacheError
 from runner.engine.generator import ParallelGenerator
 from runner.engine.replies import Reply
-from runner.engine.sequence import Outline, ParallelRequest, Ticket
+from runner.engine.sequence import Outline, Ticket, TokenSequence
 from runner.models.load import load_model
 from tests.replay.test_pipeline import Uncompiled, is_compiling
 
@@ -183,7 +183,7 @@ def test_a_long_prompt_gets_every_second_chunk_while_short_ones_keep_coming(tiny
 def request(loaded, marks=(20, 40, 60), max_tokens=10):
     reply = Reply(loaded.tokenizer, max_tokens=max_tokens, stop_tokens=(), prompt_tokens=100)
     outline = Outline.of(100, marks)
-    return ParallelRequest(Ticket(0, 100), PROMPT, PROMPT.copy(), marks, outline, reply, None, max_tokens, None)
+    return TokenSequence(Ticket(0, 100), PROMPT, PROMPT.copy(), marks, outline, reply, None, max_tokens, None)
 
 
 def test_a_request_that_goes_back_twice_has_its_reply_in_its_tokens_once(tiny):

@@ -35,7 +35,7 @@ def test_the_question_goes_last_and_then_by_the_token():
 
 def test_a_prompt_without_marks_loses_its_oldest_tokens_but_the_very_first():
     outline = Outline.of(120, ())
-    assert outline.keep == SINK_TOKENS
+    assert outline.head == SINK_TOKENS
     assert WINDOW.excess(outline, length=120, room=1) == 25
 
 
@@ -45,13 +45,13 @@ def test_a_prompt_with_a_mark_for_the_system_prompt_alone_can_be_cut_behind_it()
 
 def test_keep_overrides_the_first_mark():
     # No system prompt: the first mark is where the first message ends, and that one may go.
-    assert WINDOW.excess(Outline.of(120, (30, 60, 114), keep=0), length=120, room=1) == 30
+    assert WINDOW.excess(Outline.of(120, (30, 60, 114), head=0), length=120, room=1) == 30
 
 
 @pytest.mark.parametrize("keep", [-1, 121])
 def test_keep_outside_the_prompt_is_refused_with_the_numbers(keep):
     with pytest.raises(ValueError, match=rf"keep is {keep} tokens; wanted 0 to 120"):
-        Outline.of(120, (), keep=keep)
+        Outline.of(120, (), head=keep)
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers():
@@ -111,14 +111,14 @@ def test_a_cut_makes_the_room_and_leaves_beginning_opening_and_reply(outline, re
         gone = window.excess(outline, length, room)
     except ContextError:
         opening = max(1, min(OPENING_TOKENS, outline.length - outline.ends[-1]) if outline.ends else 1)
-        assert outline.keep + opening + reply + room > tokens
+        assert outline.head + opening + reply + room > tokens
         return
     assert gone >= 0
     assert length - gone + room <= tokens
-    assert gone == 0 or outline.keep + gone <= outline.limit < outline.length
+    assert gone == 0 or outline.head + gone <= outline.limit < outline.length
     # Going on from there is going on from the same place: what is gone is not asked for again.
     assert window.excess(outline, length - gone, room, dropped=gone) == 0
-    whole = {end - outline.keep for end in outline.ends[:-1]}
+    whole = {end - outline.head for end in outline.ends[:-1]}
     if gone and max(whole, default=0) >= length + room - tokens:
         assert gone in whole
 

@@ -8,7 +8,7 @@ from runner.replay.servers import ReplayOptions
 from runner.script.conversation import Conversation
 from runner.script.schedule import schedule
 from runner.script.script import Script
-from tests.parallel.test_parallel_generate import load
+from tests.engine.test_parallel_generate import load
 from tests.replay.test_replay import CONVERSATIONS, Silence
 
 BUDGET_BYTES = 64 << 20

@@ -17,7 +17,7 @@ from runner.engine.replies import generate
 from runner.engine.sequence import OPENING_TOKENS, Ticket
 from runner.models.load import LoadedModel
 from tests import inside
-from tests.parallel.test_parallel_generate import alone, done, drain, load, new_cache, new_generator, tokens_of
+from tests.engine.test_parallel_generate import alone, done, drain, load, new_cache, new_generator, tokens_of
 
 CONTEXT = 128
 QUARTER = CONTEXT // 4
