@@ -187,10 +187,10 @@ class Copying:
         keys, prompt = np.array(self.tokens), [*self.tokens, 1]
         store = opened(self.path / "stored")
         with store, PrefixCache(self.model, budget_bytes=LARGE_BYTES, store=store) as cache:
-            tier, use = cache._core.tier, cache._core.next_use()
+            tier, use = cache._core._tier, cache._core.next_use()
             assert tier is not None
             forget(self.files)
-            get_ms = elapsed_ms(lambda: tier.bring(keys, "", use))
+            get_ms = elapsed_ms(lambda: tier.read(keys, "", use))
             began = time.perf_counter()
             with cache.begin(prompt) as session:
                 rest_ms = (time.perf_counter() - began) * 1e3
@@ -369,7 +369,7 @@ def _request_pairs(model: Any, store: DiskStore, quick: bool) -> Iterator[tuple[
         )
         side.run([side.conversation])
         if store.write_on == "eviction":
-            ledger = side.cache._core.ledger
+            ledger = side.cache._core._ledger
             ledger.budget_bytes = 3 * ledger.total_bytes
         sides.append(side)
 

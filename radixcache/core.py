@@ -1,172 +1,72 @@
-"""Core: the parts of one cache, built once and complete, and what every request does with them.
+"""Core: what every request does with the parts of one cache: open, plan, commit, release, quarantine.
 
-    ledger, account    bytes                     pins        what a user keeps
-    states, events     tree, state, what happens slots       the live paths
-    evictor            makes room                pager       moves a live path, copies in and out
-    recorder           stores                    quarantine  what was found wrong
-    verifier           who is checked            tally       what was found, in numbers
-    tier               disk, if there is one
+PrefixCache builds the parts (`assemble`); Core shares none. It knows no Session, Group or Row: its methods take a
+PrefixRequest, a LivePath and checkpoints. Callers hold `lock`, except where a method says otherwise.
 
-It knows no Session, Group or Row: its methods take a Request, a LivePath, checkpoints. The lock is taken wherever
-nothing else is said: `with core.lock`.
-
-Invariants, asserted by `check`, besides those of its parts:
+Invariants, asserted by `check` together with those of the parts:
 
   C1  Between public calls every node's spans are LIVE or PAGED, none is LEAVING.
   C2  live + paged bytes <= budget after every public call, if dropping evictable state can achieve it.
   C3  A leaf without a checkpoint is live, kept, or the model has no point layers: nothing else could resume on it.
-  C4  The account's live bytes are those of the slots and of the bookings, one per open group, and so are the
-      checkpoints that requests have and the tree does not, and the second states.
-
-Tally: how many requests there were, and how much of their prompts was there.
-
-expel: takes state that was found wrong out of the tree, whoever stands on it.
-
-root ── a ── b ── c        the keys end on b, start lies inside it: b is cut there, its lower part and all below
-              └── d        go; pins on them are void; live paths that stand on them step back
-
-GuardedPolicy: an eviction policy of somebody else's, whose mistakes do not cut the cache's bookkeeping in two.
-
-The first hook that raises, or the first victim that may not go, is the last that is asked of it. The entries are filed
-anew under LRU, the hook counts as done, and whoever called the cache hears of it when that call is over.
+  C4  The account's live bytes, booked checkpoint bytes and second bytes are the sums over the slots and open groups.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
-from policies import LRU, OFFLINE_POLICIES, POLICIES, CostModel, Entry, EvictionPolicy
-from radixcache.errors import PolicyError, SessionClosedError, described
-from radixcache.layers.layout import NATIVE_ERRORS, Layout
-from radixcache.ledger import Ledger
+from radixcache.errors import SessionClosedError
+from radixcache.layers.layout import NATIVE_ERRORS
+from radixcache.ledger import Booking
 from radixcache.paging.evictor import Evictor
 from radixcache.paging.live_path import LivePath, Slots
-from radixcache.paging.own_state import Booking, Owner, OwnState
 from radixcache.paging.pager import Pager
 from radixcache.paging.pins import Pins
-from radixcache.paging.recorder import Recorder
-from radixcache.paging.resume import Request, ResumePlan, ShortReason, Tails, floor, plan_resume, stored_from
-from radixcache.paging.tier import Disk, Tier
+from radixcache.paging.resume import (
+    OwnState,
+    PrefixRequest,
+    ResumePlan,
+    ShortReason,
+    Tails,
+    floor,
+    plan_resume,
+    stored_from,
+)
+from radixcache.paging.tier import Foreseen, Tier
 from radixcache.settings import Settings
-from radixcache.tokens import Keys, Quarantine
+from radixcache.tokens import Keys, Quarantine, TokenIds
 from radixcache.tree.entries import NodeState, StateNode
-from radixcache.tree.history import Events
 from radixcache.tree.radix_tree import Match
 from radixcache.tree.state_tree import StateTree, Use
-from radixcache.verify import Verifier
+from radixcache.verify import Check, Mismatch, Verifier
 
-
-class RequestTally:
-    """Counters of one cache; CacheStats says what they mean."""
-
-    def __init__(self) -> None:
-        self.requests = self.hit_tokens = self.miss_tokens = self.off_grid_tokens = 0
-        self.short_reasons: dict[str, int] = {}
-
-    def count(self, plan: ResumePlan, prompt_tokens: int) -> None:
-        """A request was planned."""
-        self.requests += 1
-        self.hit_tokens += plan.resume
-        self.miss_tokens += prompt_tokens - plan.resume
-        self.off_grid_tokens += plan.off_grid
-        if plan.reason is not None:
-            self.short_reasons[plan.reason] = self.short_reasons.get(plan.reason, 0) + 1
-
-    def found_more(self, tokens: int) -> None:
-        """Of a prompt that was counted already so many tokens more need not be evaluated."""
-        self.hit_tokens += tokens
-        self.miss_tokens -= tokens
-
-
-#: Classes that are tested here, and go unguarded.
-OWN: tuple[object, ...] = (*POLICIES.values(), *OFFLINE_POLICIES.values())
-
-
-class GuardedPolicy:
-    """Forwards every hook to a policy until it fails, and to LRU from then on."""
-
-    def __init__(self, policy: EvictionPolicy, on_failure: Callable[[PolicyError], object]) -> None:
-        self._policy = policy
-        self._on_failure = on_failure
-        self._entries: dict[int, Entry] = {}
-        self._evictable: set[int] = set()
-        self.ranks_whole_edges = getattr(policy, "ranks_whole_edges", True)
-
-    def inserted(self, entry: Entry) -> None:
-        self._entries[entry.entry_id] = entry
-        self._ask("inserted", entry)
-
-    def touched(self, entry: Entry) -> None:
-        self._ask("touched", entry)
-
-    def split(self, upper: Entry, lower: Entry) -> None:
-        self._entries.update({each.entry_id: each for each in (upper, lower)})
-        self._ask("split", upper, lower)
-
-    def merged(self, gone: Entry, into: Entry) -> None:
-        self._entries.pop(gone.entry_id, None)
-        self._evictable.discard(gone.entry_id)
-        self._ask("merged", gone, into)
-
-    def evicted(self, entry: Entry) -> None:
-        self._entries.pop(entry.entry_id, None)
-        self._evictable.discard(entry.entry_id)
-        self._ask("evicted", entry)
-
-    def evictable_changed(self, entry: Entry, evictable: bool) -> None:
-        (self._evictable.add if evictable else self._evictable.discard)(entry.entry_id)
-        self._ask("evictable_changed", entry, evictable)
-
-    def victim(self) -> Entry | None:
-        entry: Any = self._ask("victim")
-        if entry is None or (isinstance(entry, Entry) and entry.entry_id in self._evictable):
-            return entry
-        self._replace("victim", f"gave {entry!r}, which may not go")
-        return self._policy.victim()
-
-    def _ask(self, hook: str, *arguments: Any) -> Any:
-        try:
-            return getattr(self._policy, hook)(*arguments)
-        except Exception as error:
-            self._replace(hook, f"raised {described(error)}{_line_of(error)}", error)
-        return self._policy.victim() if hook == "victim" else None
-
-    def _replace(self, hook: str, what: str, cause: Exception | None = None) -> None:
-        failure = PolicyError(type(self._policy).__name__, hook, what)
-        failure.__cause__ = cause
-        self._policy = LRU()
-        self.ranks_whole_edges = True
-        for entry in self._entries.values():
-            self._policy.inserted(entry)
-            self._policy.evictable_changed(entry, entry.entry_id in self._evictable)
-        self._on_failure(failure)
-
-
-def _line_of(error: BaseException) -> str:
-    """The line that raised it."""
-    step = error.__traceback__
-    while step is not None and step.tb_next is not None:
-        step = step.tb_next
-    return "" if step is None else f" ({step.tb_frame.f_code.co_filename}:{step.tb_lineno})"
-
-
-#: Tokens of windows that are copied out at a time at least, where they are not about to be lost.
+#: Windows are copied out at least this many tokens at a time, unless they are about to be lost.
 LEAST_TOKENS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """What a prompt finds.
+class Owner(Protocol):
+    """A group, as Core sees it."""
+
+    def distrust(self, keys: Keys, start: int, namespace: str) -> None:
+        """State of these keys is wrong from offset `start` on: store and share none of it."""
+
+    def abandon(self) -> None:
+        """The cache is about to close: give all state back and store nothing."""
+
+
+class Lookup(NamedTuple):
+    """What the cache has of a prompt.
 
     Attributes:
-        match: what the tree holds of it, as far as it is not quarantined.
-        live: the slot it is to go on in; None: in none.
-        plan: where it resumes.
+        match: what the tree holds of the part that is not quarantined.
+        live: the slot that a session would use; None: no slot was asked for.
+        plan: where the request resumes.
     """
 
     match: Match[NodeState]
@@ -174,233 +74,295 @@ class Lookup:
     plan: ResumePlan
 
 
-@dataclass(frozen=True, slots=True)
-class Foresight:
+class Foresight(NamedTuple):
     """What `begin` would find, and how far it would get if all buffers could be read.
 
     Attributes:
-        windows: for each window how many layers have it, and from which token on it is stored up to where it resumes.
+        windows: for each window the number of layers that have it, and the token from which on it is stored, without a
+            gap, up to where the request resumes.
+        quarantined_from: offset from which on the keys are quarantined; None: they are not.
+        in_store: what the store has of the prompt beyond memory; None: there is no store.
     """
 
     match: Match[NodeState]
     plan: ResumePlan
     readable: ResumePlan
     windows: tuple[tuple[int, int], ...]
-
-
-#: Chooses a slot for a path, of which so many tokens count.
-Choose = Callable[[list[StateNode], int], LivePath]
+    quarantined_from: int | None
+    in_store: Foreseen | None
 
 
 class Core:
-    """One cache. Arguments are checked already; `trace` is a TraceWriter, closed with it if it is its own, or None."""
+    """What requests do with one cache. Arguments are checked already.
+
+    Args:
+        trace: a TraceWriter or None; closed with the cache if `owns_trace`.
+    """
 
     def __init__(
         self,
-        layout: Layout,
-        ledger: Ledger,
-        policy: EvictionPolicy,
-        cost: CostModel,
         settings: Settings,
-        trace: Any = None,
-        *,
-        owns_trace: bool = True,
-        disk: Disk | None = None,
+        states: StateTree,
+        slots: Slots,
+        pins: Pins,
+        quarantine: Quarantine,
+        evictor: Evictor,
+        pager: Pager,
+        tier: Tier | None,
+        trace: Any,
+        owns_trace: bool,
     ) -> None:
-        self.layout = layout
         self.settings = settings
+        self.layout = states.layout
+        self.lock = states.account.ledger.lock
+        self._states, self._account, self._ledger = states, states.account, states.account.ledger
+        self._slots, self._pins, self._quarantine = slots, pins, quarantine
+        self._evictor, self._pager, self._tier = evictor, pager, tier
         self._trace, self._owns_trace = trace, owns_trace
-        self.ledger = ledger
-        self.lock = ledger.lock
-        self.account = ledger.open_account(self._give_back)
-        self.events = Events(settings.on_event, self.lock)
-        self.states = StateTree(
-            layout,
-            self._guarded(policy),
-            self.account,
-            cost,
-            self.events,
-            grid_tokens=settings.grid_tokens,
-            merges=settings.merges,
-        )
-        self.pins = Pins(layout, self.states, ledger.budget_bytes)
-        self.slots = Slots(layout, self.states, self.pins, settings.live_slots)
-        cap = settings.checkpoint_budget_bytes or ledger.budget_bytes // 2
-        self.evictor = Evictor(self.states, self.slots, cap, settings.trim_step_tokens)
-        self.pager = Pager(layout, self.states, self.evictor, self.slots)
-        self.recorder = Recorder(layout, self.states, self.evictor, self.pager)
-        self.quarantine = Quarantine()
-        self.verifier = Verifier(settings.verify, settings.verify_seed, self.lock, self.events)
-        self.tails = Tails()
-        self.tally = RequestTally()
-        #: What joins it to a store; None: there is none.
-        self.tier: Tier | None = None
-        if disk is not None:
-            self.tier = Tier(disk, layout, self.states, self.evictor, self.slots, self.recorder)
-        #: What open groups have on the account, each with its group.
-        self.bookings: list[tuple[Booking, weakref.ref[Owner]]] = []
+        self._verifier = Verifier(settings.verify, settings.verify_seed, self.lock, states.events)
+        self._tails = Tails()
+        #: The booking of each open group.
+        self._bookings: list[tuple[Booking, weakref.ref[Owner]]] = []
         self._tick = 0
+        self._requests = self._hit_tokens = self._miss_tokens = self._off_grid_tokens = 0
+        self._short_reasons: Counter[str] = Counter()
 
-    # A request comes
+    # Before a request
 
     def next_use(self, priority: int = 0, turn: int | None = None, kind: str = "") -> Use:
-        """Who uses state with the request that is coming; its tick is later than the one before."""
+        """Start a tick, later than the last one, and return the use of state by the request that comes with it."""
         clock = self.settings.clock
         self._tick = max(self._tick + 1, 0 if clock is None else clock())
-        self.events.tick = self._tick
+        self._states.events.tick = self._tick
         return Use(self._tick, priority, turn, kind)
 
-    def take_back(self) -> None:
-        """Take back what sessions and groups have that vanished without closing, their finalizers interrupted."""
-        for path in self.slots.vanished():
-            self.slots.lose(path)
-            self.release(path)
-        for booking in [booking for booking, group in self.bookings if group() is None]:
-            self.end_booking(booking)
+    def reclaim_vanished(self) -> None:
+        """Take back the state of sessions and groups that vanished without closing (interrupted finalizers)."""
+        for path in self._slots.vanished():
+            self.lose(path)
+            self._release(path)
+        for booking in [booking for booking, group in self._bookings if group() is None]:
+            self.close_booking(booking)
 
-    def end_booking(self, booking: Booking) -> None:
-        """A group is over."""
+    def require_slot(self, namespace: str) -> None:
+        """Raise CacheBusyError if every live slot is taken."""
+        self.reclaim_vanished()
+        self._slots.require_free(namespace)
+
+    def open_booking(self, group: Owner) -> Booking:
+        """Return a booking for a new group, which is told of wrong state and of the cache's end."""
+        booking = Booking(self._account)
+        self._bookings.append((booking, weakref.ref(group)))
+        return booking
+
+    def close_booking(self, booking: Booking) -> None:
+        """Give back all that a group has booked."""
         booking.end()
-        self.bookings = [each for each in self.bookings if each[0] is not booking]
+        self._bookings = [each for each in self._bookings if each[0] is not booking]
 
-    def bring(self, request: Request) -> AbstractContextManager[None]:
-        """Have the store add to the tree what it has of a prompt, before it is looked up.
+    def groups(self) -> list[Owner]:
+        """The open groups."""
+        return [group for _, reference in self._bookings if (group := reference()) is not None]
 
-        In what is returned that is copied into live caches: reading takes so long too.
+    def unquarantined(self, keys: Keys, namespace: str) -> Keys:
+        """The keys up to where they are quarantined."""
+        return keys[: self._quarantine.limit(keys, namespace)]
+
+    # Restoring
+
+    def read_store(self, request: PrefixRequest) -> AbstractContextManager[None]:
+        """Have the store add what it has of a prompt to the tree; call this before `lookup`.
+
+        Returns a context in which to copy that into live caches: the copy is part of the measured reading time.
         """
-        tier = self.tier
+        tier = self._tier
         if tier is None:
             return nullcontext()
-        keys = self.allowed(request.keys, request.namespace)[: request.limit]
-        is_brought = tier.bring(keys, request.namespace, request.use)
-        return tier.rates.timing_move() if is_brought else nullcontext()
-
-    def keep(self, keys: Keys, request: Request, used: int) -> None:
-        """A request left these keys in the tree, and had found the first `used` there: have the store keep them."""
-        if self.tier is not None:
-            self.tier.closed(keys, request, used)
-
-    def allowed(self, keys: Keys, namespace: str) -> Keys:
-        """The keys up to where they are quarantined."""
-        return keys[: self.quarantine.limit(keys, namespace)]
+        keys = self.unquarantined(request.keys, request.namespace)[: request.limit]
+        is_read = tier.read(keys, request.namespace, request.use)
+        return tier.rates.timing_move() if is_read else nullcontext()
 
     def lookup(
         self,
         keys: Keys,
         namespace: str,
         limit: int,
-        choose: Choose | None = None,
         *,
+        takes_slot: bool = False,
         behind: int = 0,
         evaluate: bool = True,
     ) -> Lookup:
-        """Find what the tree has of a prompt, and plan where a request resumes.
+        """Find what the tree has of a prompt, and plan where the request resumes.
 
         Args:
             limit: the most tokens that may be restored.
-            choose: the slot to go on in. The match is cut then from what lies behind it: that is not this request's,
-                neither touched nor guarded with it. None: in no slot; nothing is changed.
-            behind: what ends at or before this offset need not be read.
-            evaluate: find out whether what is pending in buffers that are to be read succeeds.
+            takes_slot: choose a live slot, and split the tree where the match ends: the rest of that edge belongs to
+                other prompts and is neither touched nor guarded. Else nothing is changed.
+            behind: nodes that end at or before this offset need not be readable.
+            evaluate: evaluate pending buffers that are to be read, to see whether they are intact.
         """
-        allowed = self.allowed(keys, namespace)
+        keys = self.unquarantined(keys, namespace)
 
-        def matched() -> Match[NodeState]:
-            match = self.states.match(allowed, namespace)
-            if choose is None or match.offset in (0, match.node.end):
+        def find_match() -> Match[NodeState]:
+            match = self._states.match(keys, namespace)
+            if not takes_slot or match.offset in (0, match.node.end):
                 return match
-            return Match(self.states.split(match.node, match.offset), match.offset)
+            return Match(self._states.split(match.node, match.offset), match.offset)
 
-        # Matched anew where there is no room to cut at first: what is evicted for that may be on the path.
-        match = self.pager.allocating(matched)
+        # If the split finds no memory, the second try matches again: evicting for it may take nodes of the path.
+        match = self._pager.allocating(find_match)
         path = match.path
-        live = None if choose is None else choose(path, limit)
+        live = self._slots.choose(path, limit) if takes_slot else None
         needed = [node for node in path if node.end > behind] if behind else path
-        hidden = self.slots.hidden(needed, live, evaluate=evaluate)
-        return Lookup(match, live, self._plan(match, allowed, limit, live, hidden))
+        hidden = self._slots.hidden(needed, live, evaluate=evaluate)
+        return Lookup(match, live, self._plan(match, keys, limit, live, hidden))
 
-    def foresee(self, keys: Keys, limit: int, namespace: str) -> Foresight:
-        """What a session would find, or `fetch` while no slot is free; changes nothing and evaluates nothing.
-
-        Args:
-            keys: of the prompt, up to where it is quarantined.
-        """
-        match = self.states.match(keys, namespace)
-        gone = sum(1 << path.slot for path in self.slots.vanished())
+    def foresee(self, keys: Keys, namespace: str) -> Foresight:
+        """What a session on a prompt would find, or `fetch` if no slot is free; changes and evaluates nothing."""
+        limit, states = len(keys) - 1, self._states
+        quarantined_from = self._quarantine.offset(keys, namespace)
+        keys = keys[:quarantined_from]
+        match = states.match(keys, namespace)
+        gone = sum(1 << path.slot for path in self._slots.vanished())
         for node in match.path if gone else []:
             if node.payload.spans is None and not node.payload.live_mask & ~gone:
-                # The next request gives up what is only in the buffers of a session that nobody closed.
+                # The next request gives up what only the buffers of a vanished session hold.
                 match = Match(node.parent or node, node.start)
                 break
-        is_free = not all(path.is_open for path in self.slots.paths)
-        live = self.slots.choose(match.path, min(match.offset, limit)) if is_free else None
-        hidden = self.slots.hidden(match.path, live, evaluate=False)
+        has_slot = not all(path.is_open for path in self._slots.paths)
+        live = self._slots.choose(match.path, min(match.offset, limit)) if has_slot else None
+        hidden = self._slots.hidden(match.path, live, evaluate=False)
         plan = self._plan(match, keys, limit, live, hidden)
         readable = plan if hidden is None else self._plan(match, keys, limit, live, None)
         windows = self.layout.windows if plan.resume else ()
-        stored = [(self.layout.layers_of(each), stored_from(self.layout, plan, each)) for each in windows]
-        return Foresight(match, plan, readable, tuple(stored))
+        stored = tuple((self.layout.layers_of(each), stored_from(self.layout, plan, each)) for each in windows)
+        in_store = None if self._tier is None else self._tier.foresee(keys[:limit], namespace)
+        return Foresight(match, plan, readable, stored, quarantined_from, in_store)
 
     def is_resumable(self, keys: Keys, namespace: str) -> bool:
-        """Whether a request that goes on from these keys would resume at their end; it counts as a use if so.
+        """Whether a longer prompt would resume at the end of these keys; counts as a use of them if so.
 
-        In exact mode their end is that of their last whole chunk.
+        In exact mode it would resume at the end of their last whole chunk.
         """
-        match = self.states.match(self.allowed(keys, namespace), namespace)
-        plan = plan_resume(self.layout, match, len(keys), None, grid_tokens=self.states.grid_tokens)
-        if plan.resume < floor(len(keys), self.states.grid_tokens):
+        match = self._states.match(self.unquarantined(keys, namespace), namespace)
+        plan = plan_resume(self.layout, match, len(keys), None, grid_tokens=self._states.grid_tokens)
+        if plan.resume < floor(len(keys), self._states.grid_tokens):
             return False
-        self.states.touch(plan.path, plan.source, self.next_use())
+        self._states.touch(plan.path, plan.source, self.next_use())
         return True
 
-    def counted(self, request: Request, plan: ResumePlan, by: str) -> None:
-        """A request was restored: count it, and tell whoever listens."""
-        self.tally.count(plan, len(request.prompt))
-        self.pins.request_passed()
+    def open(self, request: PrefixRequest) -> tuple[LivePath, ResumePlan]:
+        """Restore the longest usable prefix into the free slot that already has the most of it."""
+        use, length = request.use, len(request.prompt)
+        moving = self.read_store(request)
+        match, live, plan = self.lookup(request.keys, request.namespace, request.limit, takes_slot=True)
+        assert live is not None, plan
+        live.open(match.node, use.tick)
+        try:
+            self._pager.checkpoint_live(live, use)
+            with moving:
+                self._pager.move(live, plan, length + request.reserve, length)
+            # The session may come back to here, and other prompts may branch off here as it does.
+            self._pager.checkpoint_live(live, use, "branch")
+        except BaseException:
+            self.lose(live)
+            self._release(live)
+            raise
+        guarded = [] if live.guarded is None else live.guarded.path()
+        self._states.touch(guarded, live.tip if plan.source is None else plan.source, use)
+        self.count_request(request, plan, "begin")
+        return live, plan
+
+    def draw_check(self, request: PrefixRequest, live: LivePath, plan: ResumePlan) -> Check | None:
+        """The check of a restored session, if it is drawn for verification."""
+        if not self.settings.verify or not self._verifier.is_drawn(plan.resume):
+            return None
+        return Check(self._verifier, self.layout, request.prompt, live.caches, plan.resume)
+
+    def fetch(self, request: PrefixRequest) -> tuple[list[Any], TokenIds]:
+        """Restore the longest usable prefix into fresh caches; returns them and the token ids left."""
+        self.read_store(request)
+        match, _, plan = self.lookup(request.keys, request.namespace, request.limit)
+        nodes = [each for each in plan.path if each.start < plan.resume]
+        stored = self._states.windows.stored(nodes)
+        with self._states.guarded(match.node):
+            caches = self._pager.allocating(lambda: self._pager.restored(nodes, plan, stored))
+        self._states.touch(nodes, plan.source, request.use)
+        self._evictor.tidy(match.node)
+        self.count_request(request, plan, "fetch")
+        self.write_store(request.keys[: plan.resume], request, plan.resume)
+        self.tidy_unpinned()
+        self.write_trace(request)
+        return caches, request.prompt[plan.resume :].copy()
+
+    def count_request(self, request: PrefixRequest, plan: ResumePlan, by: str) -> None:
+        """Count a restored request and emit its event; `by` is the public call that restored it."""
+        self._requests += 1
+        self._hit_tokens += plan.resume
+        self._miss_tokens += len(request.prompt) - plan.resume
+        self._off_grid_tokens += plan.off_grid
+        if plan.reason is not None:
+            self._short_reasons[plan.reason] += 1
+        self._pins.request_passed()
         if by != "begin":
-            self.verifier.pass_over(plan.resume)
+            self._verifier.pass_over(plan.resume)
         detail = {"matched_tokens": plan.matched, "reason": plan.reason, "by": by}
         nbytes = plan.resume * self.layout.token_bytes
-        self.events.asked(request.keys, request.namespace, plan.resume, nbytes, detail)
+        self._states.events.asked(request.keys, request.namespace, plan.resume, nbytes, detail)
 
-    # A request is served
+    def count_more_hits(self, tokens: int) -> None:
+        """Count tokens of a request as hits that `count_request` counted as misses."""
+        self._hit_tokens += tokens
+        self._miss_tokens -= tokens
+
+    # Serving
+
+    def grow(self, live: LivePath, need_tokens: int) -> None:
+        """Grow live buffers beyond `need_tokens` tokens."""
+        self._pager.grow(live, need_tokens)
+
+    def timing_prefill(self, start: int, end: int) -> AbstractContextManager[None]:
+        """A context in which to prefill the tokens [start, end), measured if a store needs that; takes no lock."""
+        return nullcontext() if self._tier is None else self._tier.rates.timing_prefill(start, end)
 
     def fall_back(self, live: LivePath, own: OwnState, limit: int) -> int:
         """Return live caches to the deepest checkpoint at or below `limit`, the request's own or the tree's."""
-        path = live.nodes()
+        path, states = live.nodes(), self._states
         found = [each for each in own.checkpoints if each.offset <= limit]
         found += [node.payload.checkpoint for node in path if node.end <= limit and node.payload.checkpoint is not None]
-        whole = (each for each in found if not self.states.windows.lacking(path, each.offset, own.windows))
+        whole = (each for each in found if not states.windows.lacking(path, each.offset, own.windows))
         checkpoint = max(whole, key=lambda each: each.offset, default=None)
         target = 0 if checkpoint is None else checkpoint.offset
         if target < live.offset:
-            self.pager.retreat(live, target)
+            self._pager.retreat(live, target)
         self.layout.rewind_spans(live.caches, target)
-        live.restore_points(checkpoint, target, [*self.states.windows.stored(live.nodes()), *own.windows])
+        live.restore_points(checkpoint, target, [*states.windows.stored(live.nodes()), *own.windows])
         own.cut(0, target)
         live.measure()
-        self.keep_budget()
+        self.enforce_budget()
         return target
 
-    def measured(self, live: LivePath, caches: Sequence[Any], request: Request, own: OwnState, wait: bool) -> None:
-        """A forward pass may have changed the live buffers: learn from them, book them, keep the budget."""
+    def after_forward(
+        self, live: LivePath, caches: Sequence[Any], request: PrefixRequest, own: OwnState, wait: bool
+    ) -> None:
+        """Learn from the buffers that a forward pass may have changed, book them and enforce the budget."""
         if not live.is_open:
             raise SessionClosedError("the cache was closed during the forward pass.")
         self.layout.learn(caches)
         ours = {id(cache) for cache in live.caches}
         replaced = [cache for cache in caches if id(cache) not in ours]
-        self.pager.fit_capacity(live, len(request.prompt), request.reserve, wait)
+        self._pager.fit_capacity(live, len(request.prompt), request.reserve, wait)
         live.measure(replaced)
         self.thin(own)
 
-    def keep_windows(self, own: OwnState, caches: Sequence[Any], start: int, end: int, *, is_last: bool) -> None:
-        """Keep what windows have of the tokens [start, end) that were just evaluated, if there is room to spare.
+    def copy_windows(self, own: OwnState, caches: Sequence[Any], start: int, end: int, *, is_last: bool) -> None:
+        """Copy the tokens [start, end), just evaluated, out of sliding windows, if there is room to spare.
 
-        A few of them wait for others, so that not each token is a copy of its own, while the windows still have them.
-        Beside recurrent layers nothing resumes but at checkpoints, which keep what they need themselves.
+        Few tokens wait for more while the windows still hold them, so that not every token is a copy of its own. Beside
+        recurrent layers nothing is copied: requests resume only at checkpoints there, which copy what they need.
 
         Args:
-            is_last: nothing follows soon that they could wait for.
+            is_last: no tokens follow soon.
         """
         if self.layout.has_states:
             return
@@ -410,87 +372,130 @@ class Core:
             return
         own.pending = None
         need = sum(self.layout.window_bytes(window) for window in windows) * (end - start)
-        room = self.evictor.checkpoint_budget_bytes - self.account.checkpoint_bytes
-        if need and need <= room and not self.evictor.over_bytes(need):
-            wanted = self.states.windows.new({window: [(start, end)] for window in windows}, own.windows)
+        room = self._evictor.checkpoint_budget_bytes - self._account.checkpoint_bytes
+        if need and need <= room and not self._evictor.over_bytes(need):
+            wanted = self._states.windows.new({window: [(start, end)] for window in windows}, own.windows)
             try:
                 found = self.layout.capture(caches, start, end, wanted)
             except NATIVE_ERRORS:
-                self.layout.release()  # it was only to spare
+                self.layout.release()  # The copy was optional.
                 return
-            self.states.copied_window_bytes += found.nbytes
+            self._states.copied_window_bytes += found.nbytes
             own.add_windows(found, is_spare=True)
 
     def take_checkpoint(
         self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int, kind: str
     ) -> None:
-        """Take a request's checkpoint where its caches stand; of windows only what is nowhere yet is copied.
+        """Take a request's checkpoint where its caches stand; of windows only what is stored nowhere is copied.
 
         Args:
-            path: of the tree, up to where the request's own state begins.
+            path: nodes of the tree up to where the request's own state begins.
         """
         self.capture(own, path, caches, offset)
-        own.add_checkpoint(self.pager.allocating(lambda: self.layout.checkpoint(caches, offset, kind)))
+        own.add_checkpoint(self._pager.allocating(lambda: self.layout.checkpoint(caches, offset, kind)))
         self.thin(own)
 
     def capture(self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int) -> None:
-        """Copy what windows need at an offset, and is neither on the path nor the request's own yet."""
-        found = self.pager.captured(caches, path, offset, own.windows)
+        """Copy what windows need at an offset and neither the path nor the request has yet."""
+        found = self._pager.captured(caches, path, offset, own.windows)
         if found is not None:
             own.add_windows(found)
 
     def thin(self, own: OwnState) -> None:
-        """A request has grown, or took a checkpoint: for cap and budget what nothing needs goes, and its interval ones.
+        """Bring checkpoints under their cap and the cache under its budget, at the cost of a request's own state.
 
-        Those that take more than they are worth go before anything that others have stored.
+        Own checkpoints that are not worth their bytes go before anything that the tree has stored.
         """
-        while self.evictor.over_bytes() and own.give_up(only_dear=True):
+        while self._evictor.over_bytes() and own.give_up(only_dear=True):
             pass
-        self.evictor.thin_checkpoints()
-        fits = self.evictor.make_room()
-        while not fits or self.account.checkpoint_bytes > self.evictor.checkpoint_budget_bytes:
+        self._evictor.thin_checkpoints()
+        fits = self._evictor.make_room()
+        while not fits or self._account.checkpoint_bytes > self._evictor.checkpoint_budget_bytes:
             if not own.give_up():
                 return
-            fits = self.evictor.over_bytes() == 0
+            fits = self._evictor.over_bytes() == 0
 
     def book_second(self, live: LivePath, nbytes: int) -> bool:
-        """Book the state of a cold run beside a session, in all; False: it does not fit, and nothing is booked."""
+        """Book `nbytes` in all for the state of a cold run beside a session; False: no room, and nothing is booked."""
         growth = nbytes - live.booking.second_bytes
-        fits = growth <= 0 or self.evictor.find_room(growth)
+        fits = growth <= 0 or self._evictor.find_room(growth)
         live.booking.book_second(nbytes if fits else 0)
         return fits
 
-    # A request is over
+    # Storing
 
-    def commit(self, live: LivePath, request: Request, keys: Keys, end: int, own: OwnState) -> None:
-        """Make the first `end` of these keys, all evaluated, a path of the tree, LIVE, with what the request kept."""
+    def commit(self, live: LivePath, request: PrefixRequest, keys: Keys, end: int, own: OwnState) -> None:
+        """Make the first `end` of these keys, all evaluated, a LIVE path of the tree, with the request's own state."""
         if end < live.offset:
-            self.pager.retreat(live, end)
-        self.recorder.record_live(live, keys[:end], request.namespace, own, request.use)
+            self._pager.retreat(live, end)
+        self._pager.record_live(live, keys[:end], request.namespace, own, request.use)
         if self.settings.exact:
-            tip = live.tip if live.tip is not None else self.states.tree.root(request.namespace)
-            self.tails.add(tip, keys[end:])
+            tip = live.tip if live.tip is not None else self._states.tree.root(request.namespace)
+            self._tails.add(tip, keys[end:])
 
-    def release(self, live: LivePath) -> None:
-        """Free a slot, and join what was cut for its session in vain."""
-        node = live.release()
-        if node is not None:
-            self.evictor.tidy(node)
+    def lose(self, live: LivePath) -> None:
+        """Drop the state of a slot whose buffers cannot be trusted; paged copies stay."""
+        self._slots.lose(live)
 
-    def keep_budget(self) -> None:
-        """Keep the caps, and give up what nothing keeps any more."""
+    def end_session(self, live: LivePath, request: PrefixRequest, stored: Keys, used: int, output_tokens: int) -> None:
+        """Free a slot whose state was committed or lost.
+
+        Args:
+            stored: the keys that the session left in the tree; it had found the first `used` of them there.
+        """
+        self._release(live)
+        # Not earlier: from here on the closing thread may read the buffers, whichever thread that is.
+        self.write_store(stored, request, used)
+        self._states.coalesce_all(live.nodes())
+        live.measure()
+        self.enforce_budget()
+        self.write_trace(request, output_tokens)
+
+    def insert(self, request: PrefixRequest, caches: Sequence[Any]) -> int:
+        """Store what the tree lacks of foreign caches; returns how many of the tokens it has then.
+
+        Raises:
+            SnapshotError, ValueError: the caches do not fit, or the cache is exact; nothing was changed.
+        """
+        if self.settings.exact:
+            raise ValueError(
+                "insert() into an exact cache: it cannot know whether these caches were prefilled in whole chunks of "
+                f"{self.settings.step_size} tokens from offset 0. Use begin() and session.prefill(), or exact=False."
+            )
+        keys = self.unquarantined(request.keys, request.namespace)
+        if len(keys) < len(request.keys) and self.layout.has_points:
+            self.layout.compare(caches)  # Point state cannot be cut back to where the quarantine begins.
+            end = len(keys)
+        else:
+            end = self._pager.record_foreign(caches, keys, request.namespace, request.use)
+        self.write_store(request.keys[:end], request, 0)
+        self.enforce_budget()
+        return self._states.match(request.keys[:end], request.namespace).offset
+
+    def write_store(self, keys: Keys, request: PrefixRequest, used: int) -> None:
+        """Write to the store what a request left in the tree; it had found the first `used` of these keys there."""
+        if self._tier is not None:
+            self._tier.write(keys, request, used)
+
+    def enforce_budget(self) -> None:
+        """Enforce the checkpoint cap and the budget, and drop what pins no longer hold."""
         self.tidy_unpinned()
-        self.evictor.thin_checkpoints()
-        self.evictor.make_room()
+        self._evictor.thin_checkpoints()
+        self._evictor.make_room()
+
+    def make_room(self) -> None:
+        """Enforce the budget, and drop what pins no longer hold."""
+        self.tidy_unpinned()
+        self._evictor.make_room()
 
     def tidy_unpinned(self) -> None:
-        """Join, or give up, what pins have kept till now."""
-        for node in self.pins.take_unpinned():
+        """Join or drop nodes whose pins have ended."""
+        for node in self._pins.take_unpinned():
             if node.payload is not None:
-                self.evictor.tidy(node)
+                self._evictor.tidy(node)
 
-    def write_trace(self, request: Request, output_tokens: int = 0) -> None:
-        """Write a request to the trace; a trace that cannot be written is no reason not to serve."""
+    def write_trace(self, request: PrefixRequest, output_tokens: int = 0) -> None:
+        """Write a request to the trace; a trace that cannot be written warns and never fails a request."""
         trace, use = self._trace, request.use
         if trace is None:
             return
@@ -502,38 +507,140 @@ class Core:
         except OSError as error:
             warnings.warn(f"{trace.path}: a request could not be recorded: {error}", RuntimeWarning, stacklevel=2)
 
+    def expel(self, live: LivePath, keys: Keys, start: int | None, namespace: str, *, is_branch: bool = False) -> int:
+        """Quarantine all that begins with `keys` from offset `start` on, remove it from the tree, and empty `live`.
+
+            root ── a ── b ── c        the keys end on b, start lies inside it: b is cut there, its lower part and all
+                          └── d        below go; pins on them are void; live paths that stand on them step back
+
+        What other prompts share in front of `start` stays. Idle slots that stand on wrong state are emptied too.
+        Another open session keeps its caches, ahead of its path from then on; its close stores only what was in front.
+
+        Args:
+            start: None: where the keys are quarantined already, after a check of another session on the same path; else
+                the start of the node on which they end. In exact mode it moves down to a multiple of step_size.
+            is_branch: move `start` to the beginning of the branch on which the keys end.
+
+        Returns:
+            The start.
+        """
+        states, quarantine = self._states, self._quarantine
+        match = states.match(keys, namespace)
+        if is_branch and match.offset == len(keys):
+            start = _branch(match.node).start
+        if start is None:
+            start = quarantine.offset(keys, namespace)
+        if start is None:
+            start = match.node.start if match.offset == len(keys) else 0
+        start = floor(start, states.grid_tokens)
+        quarantine.add(keys, start, namespace)
+        if self._tier is not None:
+            self._tier.remove(keys, start, namespace)
+        for group in self.groups():
+            group.distrust(keys, start, namespace)
+        guarded = [] if live.guarded is None else [live.guarded]
+        live.guard(None)
+        chain = match.node.path()
+        if match.offset == len(keys):
+            chain = self._cut_off(match.node, start)
+        self._empty(live)
+        for node in reversed(chain):
+            if node.payload is None or node.end <= start or not node.is_leaf:
+                break
+            if node.payload.live or node.payload.is_kept:
+                break
+            states.remove(node, was_wrong=True)
+        for left in guarded + chain[::-1]:
+            if left.payload is not None:
+                self._evictor.tidy(left)
+        self.enforce_budget()
+        return start
+
+    # The cache as a whole
+
+    def counters(self) -> dict[str, Any]:
+        """What the cache has done and holds now, by the names of CacheStats."""
+        account, states, verifier, tier = self._account, self._states, self._verifier, self._tier
+        return {
+            "requests": self._requests,
+            "hit_tokens": self._hit_tokens,
+            "miss_tokens": self._miss_tokens,
+            "off_grid_tokens": self._off_grid_tokens,
+            "short_reasons": dict(self._short_reasons),
+            "evictions": self._evictor.evictions,
+            "evicted_bytes": self._evictor.evicted_bytes,
+            "copied_bytes": states.copied_bytes,
+            "paged_in_bytes": states.paged_in_bytes,
+            "paged_out_bytes": states.paged_out_bytes,
+            "brought_tokens": 0,
+            "kept_blocks": 0,
+            "brought_bytes": {},
+            "store_decisions": {},
+            **({} if tier is None else tier.counters()),
+            "live_bytes": account.live_bytes,
+            "paged_bytes": account.paged_bytes,
+            "checkpoint_bytes": account.checkpoint_bytes,
+            "window_bytes": states.windows.nbytes,
+            "duplicate_bytes": states.duplicate_bytes,
+            "spare_bytes": self._slots.spare_nbytes(),
+            "pinned_bytes": self._pins.nbytes,
+            "nodes": states.tree.node_count,
+            "tokens": states.tree.key_count,
+            "budget_bytes": self._ledger.budget_bytes,
+            "peak_bytes": self._ledger.peak_bytes,
+            "verified_requests": verifier.verified,
+            "verify_skipped": verifier.skipped,
+            "verify_mismatches": verifier.mismatch_count,
+            "verify_largest_error": verifier.largest_error,
+            "verify_bytes": account.second_bytes,
+            "quarantined": len(self._quarantine),
+            "event_failures": states.events.failures,
+            "dropped_events": states.events.dropped,
+        }
+
+    def slots(self) -> list[tuple[bool, int, int]]:
+        """For each live slot whether a session is open on it, its offset in tokens, and its bytes; takes no lock."""
+        return [(path.is_open, path.offset, path.booking.live_bytes) for path in self._slots.paths]
+
+    def mismatches(self) -> tuple[Mismatch, ...]:
+        """The last mismatches that verification found, oldest first."""
+        return tuple(self._verifier.mismatches)
+
     def clear(self) -> None:
-        """Drop everything that no open session stands on, and what is remembered of prompts."""
-        self.pins.clear()
-        self.keep_budget()
-        self.tails.clear()
-        with self.states.losing_silently():
-            self.evictor.shrink_to(0)
-        self.events.history.clear()
+        """Drop everything that no open session uses, and the history of prompts."""
+        self._pins.clear()
+        self.enforce_budget()
+        self._tails.clear()
+        with self._states.losing_silently():
+            self._evictor.shrink_to(0)
+        self._states.events.history.clear()
         self.layout.release()
 
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until the store has written everything; False: not within this time. Takes no lock."""
+        return self._tier is None or self._tier.store.flush(timeout_s)
+
     def close(self) -> None:
-        """Give all state back, that of open sessions and groups too, which lose it, and the account."""
+        """Give back all state, including that of open sessions and groups, and the account. Takes the lock."""
         with self.lock:
-            for _, group in list(self.bookings):
-                owner = group()
-                if owner is not None:
-                    owner.abandon()
-            for path in self.slots.paths:
+            for group in self.groups():
+                group.abandon()
+            for path in self._slots.paths:
                 if path.is_open:
-                    self.slots.lose(path)
-                    self.release(path)
-            if self.tier is not None:
-                self.tier.keep_all()
+                    self.lose(path)
+                    self._release(path)
+            if self._tier is not None:
+                self._tier.write_all()
             self.clear()
-            self.ledger.close_account(self.account)
+            self._ledger.close_account(self._account)
             if self._trace is not None and self._owns_trace:
                 self._trace.close()
 
     def check(self) -> None:
         """Assert C1 to C4 and the invariants of all parts."""
-        states, account = self.states, self.account
-        for part in (states, self.events.history, self.ledger, self.slots, self.pins, self.quarantine, self.tails):
+        states, account, paths = self._states, self._account, self._slots.paths
+        parts = (states, states.events.history, self._ledger, self._slots, self._pins, self._quarantine, self._tails)
+        for part in parts:
             part.check()
         assert states.leaving_bytes == 0, states.leaving_bytes
         for node in states.tree.nodes():
@@ -542,122 +649,60 @@ class Core:
             bare = node.is_leaf and state.checkpoint is None and not state.live and not state.is_kept
             assert not (bare and self.layout.has_points), node
             assert state.checkpoint is None or node.end % states.grid_tokens == 0, node
-        bookings = [path.booking for path in self.slots.paths] + [booking for booking, _ in self.bookings]
+        bookings = [path.booking for path in paths] + [booking for booking, _ in self._bookings]
         booked = [sum(column) for column in zip(*(each.amounts for each in bookings), strict=True)]
-        wanted = [account.live_bytes, states.booked_checkpoint_bytes, account.second_bytes]
+        wanted = [account.live_bytes, account.booked_checkpoint_bytes, account.second_bytes]
         assert booked == wanted, (booked, wanted)
-        idle = not self.bookings and not any(path.is_open for path in self.slots.paths)
-        if idle and not self.pins.nbytes and self.ledger.is_sole(account):
-            assert self.ledger.over_bytes() == 0, self.ledger.total_bytes
+        is_idle = not self._bookings and not any(path.is_open for path in paths)
+        if is_idle and not self._pins.nbytes and self._ledger.is_sole(account):
+            assert self._ledger.over_bytes() == 0, self._ledger.total_bytes
 
     # Private
 
     def _plan(
         self, match: Match[NodeState], keys: Keys, limit: int, live: LivePath | None, hidden: int | None
     ) -> ResumePlan:
-        plan = plan_resume(self.layout, match, limit, live, hidden, grid_tokens=self.states.grid_tokens)
-        tail = self.tails.matched(match, keys) if self.settings.exact else 0
+        plan = plan_resume(self.layout, match, limit, live, hidden, grid_tokens=self._states.grid_tokens)
+        tail = self._tails.matched(match, keys) if self.settings.exact else 0
         if not tail:
             return plan
-        # An earlier request had evaluated more of it, off the grid.
+        # An earlier request had evaluated more of the prompt, off the grid.
         off_grid = plan.off_grid + min(tail, limit - match.offset)
         reason = plan.reason or (ShortReason.OFF_GRID if off_grid else ShortReason.LAST_TOKEN)
         return replace(plan, matched=match.offset + tail, reason=reason, off_grid=off_grid)
 
-    def _guarded(self, policy: EvictionPolicy) -> EvictionPolicy:
-        """A policy of the user's, whose errors come out of the call that met them, once the lock is free."""
-        if any(type(policy) is each for each in OWN):
-            return policy
+    def _release(self, live: LivePath) -> None:
+        """Free a slot, and join nodes that were split for its session in vain."""
+        node = live.release()
+        if node is not None:
+            self._evictor.tidy(node)
 
-        def on_failure(error: PolicyError) -> None:
-            def fail() -> None:
-                raise error
+    def _cut_off(self, node: StateNode, start: int) -> list[StateNode]:
+        """Remove a node from `start` on, and all below it; returns the path that is left."""
+        if node.start < start:
+            try:
+                self._states.split(node, start)
+            except NATIVE_ERRORS:
+                self.layout.release()  # No memory even for the split: all of the node goes.
+        rest = [] if node.parent is None else node.parent.path()
+        for path in self._slots.remove_branch(node, was_wrong=True):
+            if not path.is_open:
+                self._evictor.empty_slot(path, self._evictor.over_bytes)
+        return rest
 
-            self.lock.afterwards.append(fail)
-
-        return GuardedPolicy(policy, on_failure)
-
-    def _give_back(self, amount_bytes: int) -> int:
-        """Another cache on the ledger wants bytes."""
-        return self.evictor.shrink_to(max(0, self.account.total_bytes - amount_bytes))
-
-
-def expel(core: Core, live: LivePath, keys: Keys, start: int | None, namespace: str, *, is_branch: bool = False) -> int:
-    """Quarantine what begins with `keys` from offset `start` on, take it out of the tree, and empty `live`.
-
-    What other prompts share with it stays. An idle slot that had any of it is emptied as well. Another open
-    session keeps its caches, ahead of its path from then on; at its close only what was in front is stored.
-
-    Args:
-        start: None: where they are quarantined already, by a check of another session on the same path, or else
-            where the node begins on which they end. In exact mode it moves to the multiple of step_size below.
-
-        is_branch: it moves to where the branch begins of which the keys are a part.
-
-    Returns:
-        The start.
-    """
-    match = core.states.match(keys, namespace)
-    if is_branch and match.offset == len(keys):
-        start = _branch(match.node).start
-    if start is None:
-        start = core.quarantine.offset(keys, namespace)
-    if start is None:
-        start = match.node.start if match.offset == len(keys) else 0
-    start = floor(start, core.states.grid_tokens)
-    core.quarantine.add(keys, start, namespace)
-    if core.tier is not None:
-        core.tier.distrust(keys, start, namespace)
-    for _, reference in core.bookings:
-        owner = reference()
-        if owner is not None:
-            owner.distrust(keys, start, namespace)
-    guarded = [] if live.guarded is None else [live.guarded]
-    live.guard(None)
-    chain = match.node.path()
-    if match.offset == len(keys):
-        chain = _cut_off(core, match.node, start)
-    _empty(core, live)
-    for node in reversed(chain):
-        if node.payload is None or node.end <= start or not node.is_leaf:
-            break
-        if node.payload.live or node.payload.is_kept:
-            break
-        core.states.remove(node, was_wrong=True)
-    for left in guarded + chain[::-1]:
-        if left.payload is not None:
-            core.evictor.tidy(left)
-    core.keep_budget()
-    return start
+    def _empty(self, live: LivePath) -> None:
+        """Leave the path that a session stands on, keeping what is right of it, and empty its caches in place."""
+        nodes = live.nodes()
+        try:
+            self._pager.retreat(live, 0)
+        except NATIVE_ERRORS:
+            self.lose(live)
+        live.empty()
+        self._states.coalesce_all(nodes)
 
 
 def _branch(node: StateNode) -> StateNode:
-    """The first of the nodes up to this one behind which the tree does not fork."""
+    """The topmost node from which the tree runs down to this one without a fork."""
     while node.parent is not None and not node.parent.is_root and len(node.parent.children) == 1:
         node = node.parent
     return node
-
-
-def _cut_off(core: Core, node: StateNode, start: int) -> list[StateNode]:
-    """Remove a node from `start` on, and all below it; returns the path that is left."""
-    if node.start < start:
-        try:
-            core.states.split(node, start)
-        except NATIVE_ERRORS:
-            core.layout.release()  # there is not even room to cut it: all of it goes
-    rest = [] if node.parent is None else node.parent.path()
-    for path in core.slots.remove_branch(node, was_wrong=True):
-        if not path.is_open:
-            core.evictor.empty_slot(path, core.evictor.over_bytes)
-    return rest
-
-
-def _empty(core: Core, live: LivePath) -> None:
-    """Leave the path that a session stands on, keeping what is right of it, and empty its caches in place."""
-    nodes = live.nodes()
-    try:
-        core.pager.retreat(live, 0)
-    except NATIVE_ERRORS:
-        core.slots.lose(live)
-    live.empty()
-    core.states.coalesce_all(nodes)

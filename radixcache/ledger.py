@@ -36,6 +36,8 @@ class Account:
     live_bytes: int = 0
     span_bytes: int = 0
     checkpoint_bytes: int = 0
+    #: Checkpoints that requests have taken and the tree does not have yet; part of `checkpoint_bytes`.
+    booked_checkpoint_bytes: int = field(default=0, repr=False)
     #: What the owner's pins keep, when they last changed; part of the above.
     pinned_bytes: int = field(default=0, repr=False)
     second_bytes: int = 0
@@ -61,6 +63,10 @@ class Account:
     def add_checkpoints(self, amount_bytes: int) -> None:
         self.checkpoint_bytes += amount_bytes
         self.ledger.changed(amount_bytes)
+
+    def book_checkpoints(self, amount_bytes: int) -> None:
+        self.booked_checkpoint_bytes += amount_bytes
+        self.add_checkpoints(amount_bytes)
 
     def add_second(self, amount_bytes: int) -> None:
         self.second_bytes += amount_bytes
@@ -119,3 +125,58 @@ class Ledger:
             amounts = (account.live_bytes, account.span_bytes, account.checkpoint_bytes, account.second_bytes)
             assert min(amounts) >= 0, account
         assert self.total_bytes == sum(a.total_bytes for a in self._accounts), self.total_bytes
+
+
+class Booking:
+    """Bytes held, as they were last told.
+
+    Attributes:
+        live_bytes: buffers.
+        checkpoint_bytes: checkpoints that requests took and the tree does not have yet.
+        second_bytes: the state of a cold run that verifies a request.
+    """
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self.live_bytes = self.checkpoint_bytes = self.second_bytes = 0
+        self._is_over = False
+
+    @property
+    def budget_bytes(self) -> int:
+        """What all that is held may take."""
+        return self._account.ledger.budget_bytes
+
+    @property
+    def amounts(self) -> tuple[int, int, int]:
+        """Bytes of buffers, checkpoints and second state."""
+        return self.live_bytes, self.checkpoint_bytes, self.second_bytes
+
+    def book_live(self, nbytes: int) -> None:
+        """The buffers hold so many bytes now."""
+        nbytes = 0 if self._is_over else nbytes
+        if nbytes != self.live_bytes:
+            self._account.add_live(nbytes - self.live_bytes)
+            self.live_bytes = nbytes
+
+    def book_checkpoint(self, change_bytes: int) -> None:
+        """The request's own checkpoints hold so many bytes more."""
+        if change_bytes and not self._is_over:
+            self.checkpoint_bytes += change_bytes
+            self._account.book_checkpoints(change_bytes)
+
+    def book_second(self, nbytes: int) -> None:
+        """The cold run's state holds so many bytes now."""
+        if nbytes != self.second_bytes:
+            self._account.add_second(nbytes - self.second_bytes)
+            self.second_bytes = nbytes
+
+    def end_request(self) -> None:
+        """Nothing but the buffers is held any more."""
+        self.book_checkpoint(-self.checkpoint_bytes)
+        self.book_second(0)
+
+    def end(self) -> None:
+        """Nothing is held any more, whatever is told later."""
+        self.book_live(0)
+        self.end_request()
+        self._is_over = True

@@ -28,9 +28,8 @@ from numpy.typing import NDArray
 
 from policies import Entry, OrderedPolicy
 from radixcache.adapters.registry import adapter_for, leaves
-from radixcache.core import Core
 from radixcache.ledger import Ledger
-from radixcache.prefix_cache import PrefixCache
+from radixcache.prefix_cache import Parts, PrefixCache
 from radixcache.tree.entries import StateNode
 
 #: mlx-lm's types of caches, and the priority that the state of each has.
@@ -119,20 +118,21 @@ class RadixPromptCache:
         """Give up state until at most so many sequences and bytes are left, of the model used longest ago first."""
         with self._ledger.lock:
             if n_sequences is not None:
-                stored = [(core, leaf) for core in self._cores() for leaf in _leaves(core)]
-                for core, leaf in stored[: max(0, len(stored) - max(0, n_sequences))]:
-                    _drop(core, leaf)
+                stored = [(parts, leaf) for parts in self._parts() for leaf in _leaves(parts)]
+                for parts, leaf in stored[: max(0, len(stored) - max(0, n_sequences))]:
+                    _drop(parts, leaf)
             if n_bytes is not None:
-                for core in self._cores():
-                    core.evictor.shrink_to(max(0, core.account.total_bytes - self.nbytes + max(0, n_bytes)))
+                for parts in self._parts():
+                    held_bytes = parts.states.account.total_bytes
+                    parts.evictor.shrink_to(max(0, held_bytes - self.nbytes + max(0, n_bytes)))
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Sequences and bytes of each type; what several types were stored for is the last one's of PRIORITIES."""
         found = {cache_type: {"n_sequences": 0, "n_bytes": 0} for cache_type in PRIORITIES}
         by_priority = list(found.values())
         with self._ledger.lock:
-            for core in self._cores():
-                for node in core.states.tree.nodes():
+            for parts in self._parts():
+                for node in parts.states.tree.nodes():
                     entry = node.payload.entry
                     by_priority[entry.priority]["n_sequences"] += node.is_leaf
                     by_priority[entry.priority]["n_bytes"] += entry.weight_bytes
@@ -144,16 +144,16 @@ class RadixPromptCache:
             assert self.nbytes <= self.max_bytes, (self.nbytes, self.max_bytes)
             assert len(self) <= self.max_size, (len(self), self.max_size)
             assert sum(each["n_bytes"] for each in self.stats_by_type().values()) == self.nbytes, self.stats_by_type()
-            for core in self._cores():
-                core.check()
+            for parts in self._parts():
+                parts.core.check()
 
     def _used(self, model: Any) -> dict[tuple[type, ...], PrefixCache]:
         """The caches of a model, which is the one used last now."""
         self._models[model] = caches = self._models.pop(model, {})
         return caches
 
-    def _cores(self) -> Iterator[Core]:
-        return (cache._core for caches in self._models.values() for cache in caches.values())
+    def _parts(self) -> Iterator[Parts]:
+        return (cache._open for caches in self._models.values() for cache in caches.values())
 
 
 class _HeadStart(OrderedPolicy):
@@ -184,15 +184,15 @@ def _fresh_like(caches: Sequence[Any]) -> Callable[[], list[Any]]:
     return lambda: copy.deepcopy(empty)
 
 
-def _leaves(core: Core) -> list[StateNode]:
+def _leaves(parts: Parts) -> list[StateNode]:
     """What ends each sequence, the one used longest ago first."""
-    ends = (node for node in core.states.tree.nodes() if node.is_leaf)
+    ends = (node for node in parts.states.tree.nodes() if node.is_leaf)
     return sorted(ends, key=lambda node: node.payload.entry.last_used)
 
 
-def _drop(core: Core, leaf: StateNode) -> None:
+def _drop(parts: Parts, leaf: StateNode) -> None:
     """Give up a sequence: a leaf, and above it what nothing else goes on from."""
     node = leaf
     while node.is_leaf and not node.is_root:
-        node = core.states.remove(node)
-    core.evictor.tidy(node)
+        node = parts.states.remove(node)
+    parts.evictor.tidy(node)

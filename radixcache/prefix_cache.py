@@ -4,7 +4,7 @@ Caches on the same ledger share the lock; forward passes run outside of it. A se
 and those on different slots may run in different ones. MLX does not promise that several threads may evaluate at once:
 let them take turns, forward passes, begin and close. Only with a store a clock is read, and only `verify` draws.
 
-make_core: the Core behind a cache, on layers that hold arrays or sizes, and what is told of it.
+assemble: builds the parts of a cache, on layers that hold arrays or sizes.
 
 What a model's size says: a byte budget, and a prefill cost, for those who did not name one.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import psutil
@@ -27,29 +27,42 @@ from radixcache.groups.group import Group, open_group
 from radixcache.layers.layout import Layout
 from radixcache.layers.stored import state_identity
 from radixcache.ledger import Ledger
-from radixcache.observe.explain import About, Explanation, explanation_of, in_a_line, snapshot_of, stats_of, view_of
+from radixcache.observe.explain import About, Explanation, explanation_of, in_a_line, snapshot_of, view_of
 from radixcache.observe.hints import Edge, edges_of
 from radixcache.observe.page import render_view
 from radixcache.observe.stats import CacheStats, StatsSnapshot
 from radixcache.observe.trace import Clock, TraceFile, TraceWriter, opened_trace
 from radixcache.observe.tree_view import TreeView
-from radixcache.paging.pins import NamedPin
-from radixcache.paging.resume import Request
-from radixcache.paging.tier import Disk
-from radixcache.sessions.session import Session, fetch, insert, open_session
-from radixcache.sessions.warming import Warming, pin, unpin
-from radixcache.settings import Settings, require_about, require_amount, require_caches, require_use
+from radixcache.paging.evictor import Evictor, guarded
+from radixcache.paging.live_path import Slots
+from radixcache.paging.pager import Pager
+from radixcache.paging.pins import NamedPin, Pins
+from radixcache.paging.resume import PrefixRequest
+from radixcache.paging.tier import Disk, Tier
+from radixcache.sessions.session import Session, open_session, warm
+from radixcache.settings import (
+    Settings,
+    require_about,
+    require_amount,
+    require_caches,
+    require_one,
+    require_pin,
+    require_use,
+)
 from radixcache.stores.block import Identity
-from radixcache.stores.store import Store, joined
+from radixcache.stores.store import Store, joined, moments
 from radixcache.tokens import (
     Keys,
+    Quarantine,
     TokenIds,
     checked_prompt,
     require_namespace,
     require_namespace_or_all,
     vocabulary_size,
 )
-from radixcache.tree.history import OnEvent
+from radixcache.tree.entries import StateNode
+from radixcache.tree.history import Events, OnEvent
+from radixcache.tree.state_tree import StateTree
 from radixcache.verify import Mismatch
 
 
@@ -85,7 +98,18 @@ def analytic_cost(model: Any) -> CostModel:
     return CostModel.analytic(parameters=max(1, parameter_bytes(model) // 4), layers=layers, hidden_size=width)
 
 
-def make_core(
+class Parts(NamedTuple):
+    """What one cache is made of: Core, and the parts that are handed to the rooms that work on them."""
+
+    core: Core
+    states: StateTree
+    pins: Pins
+    quarantine: Quarantine
+    evictor: Evictor
+    pager: Pager
+
+
+def assemble(
     layout: Layout,
     budget_bytes: int | Ledger | None,
     policy: str | EvictionPolicy,
@@ -96,22 +120,44 @@ def make_core(
     *,
     clock: Clock = "requests",
     disk: Disk | None = None,
-) -> tuple[Core, About]:
-    """Arguments as PrefixCache takes them. A trace that is given as a path is the core's own, and closed with it."""
+) -> tuple[Parts, About]:
+    """Build a cache from arguments as PrefixCache takes them; it closes a trace that is given as a path."""
     source = "given"
     if budget_bytes is None:
         budget_bytes, source = default_budget_bytes(settings.model)
-    core = Core(
+    ledger = budget_bytes if isinstance(budget_bytes, Ledger) else Ledger(budget_bytes)
+    chosen = guarded(make_policy(policy), ledger.lock)
+    cost = cost or analytic_cost(settings.model)
+    writer = opened_trace(trace, clock)
+    tier: Tier | None = None
+
+    def on_loss(node: StateNode) -> None:
+        if tier is not None:
+            tier.lose(node)
+
+    account = ledger.open_account(lambda nbytes: evictor.shrink_to(max(0, account.total_bytes - nbytes)))
+    states = StateTree(
         layout,
-        budget_bytes if isinstance(budget_bytes, Ledger) else Ledger(budget_bytes),
-        make_policy(policy),
-        cost or analytic_cost(settings.model),
-        settings,
-        opened_trace(trace, clock),
-        owns_trace=not isinstance(trace, TraceWriter),
-        disk=disk,
+        chosen,
+        account,
+        cost,
+        Events(settings.on_event, ledger.lock),
+        grid_tokens=settings.grid_tokens,
+        merges=settings.merges,
+        on_loss=on_loss if disk is not None and "eviction" in moments(disk.store) else None,
     )
-    return core, About(policy if isinstance(policy, str) else type(policy).__name__, source, tokenizer)
+    quarantine = Quarantine()
+    pins = Pins(settings, states, quarantine)
+    slots = Slots(layout, states, pins, settings.live_slots)
+    checkpoint_budget_bytes = settings.checkpoint_budget_bytes or ledger.budget_bytes // 2
+    evictor = Evictor(states, slots, checkpoint_budget_bytes, settings.trim_step_tokens)
+    pager = Pager(layout, states, evictor, slots)
+    if disk is not None:
+        tier = Tier(disk, layout, states, evictor, slots, pager)
+    owns_trace = not isinstance(trace, TraceWriter)
+    core = Core(settings, states, slots, pins, quarantine, evictor, pager, tier, writer, owns_trace)
+    about = About(policy if isinstance(policy, str) else type(policy).__name__, source, tokenizer)
+    return Parts(core, states, pins, quarantine, evictor, pager), about
 
 
 class PrefixCache:
@@ -174,18 +220,17 @@ class PrefixCache:
         vocab_size = vocabulary_size(model)
         settings = Settings(*sizes, verify, verify_seed, exact, step_size, vocab_size, on_event, model=model)
         layout = Layout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size)
-        self._open_core: Core | None
+        self._parts: Parts | None
         disk = None
         if store is not None:
             leaves = [leaf for leaf, _ in layout.leaves(layout.fresh())]
             about = state_identity(leaves, model, identity, exact=exact)
             disk = Disk(joined(store), about, step_size if exact else 0)
-        self._open_core, self._about = make_core(
-            layout, budget_bytes, policy, cost, settings, trace, tokenizer, disk=disk
-        )
+        self._parts, self._about = assemble(layout, budget_bytes, policy, cost, settings, trace, tokenizer, disk=disk)
 
     def __repr__(self) -> str:
-        return f"<PrefixCache {in_a_line(self._open_core, self._about)}>"
+        parts = self._parts
+        return f"<PrefixCache {'closed' if parts is None else in_a_line(parts.core, parts.states, self._about)}>"
 
     __reduce_ex__ = refuse_copy
 
@@ -202,16 +247,14 @@ class PrefixCache:
 
         Closing twice is fine; any other call raises CacheClosedError from then on, and theirs SessionClosedError.
         """
-        core, self._open_core = self._open_core, None
-        if core is not None:
-            core.close()
-            if core.tier is not None:
-                core.tier.store.flush()
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.core.close()
+            parts.core.flush()
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all that was given to the store is written; False: not within this time. True without a store."""
-        tier = self._core.tier
-        return tier is None or tier.store.flush(timeout_s)
+        return self._core.flush(timeout_s)
 
     def begin(
         self,
@@ -241,8 +284,8 @@ class PrefixCache:
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
         reserve = require_amount("reserve", reserve, "tokens")
-        request = partial(Request, prompt, prompt_keys, namespace, marks=tuple(map(int, marks)), reserve=reserve)
-        return open_session(self._core, request, namespace, require_use(priority, turn, kind))
+        use = require_use(priority, turn, kind)
+        return open_session(self._core, prompt, prompt_keys, namespace, tuple(map(int, marks)), reserve, use)
 
     def begin_many(
         self,
@@ -268,7 +311,8 @@ class PrefixCache:
             CacheFullError, BudgetFullError: no room for what is to be restored.
         """
         require_namespace(namespace)
-        return open_group(self._core, prompts, capacity, namespace, priority, segment_bytes)
+        core, states, _, _, evictor, pager = self._open
+        return open_group(core, states, evictor, pager, prompts, capacity, namespace, priority, segment_bytes)
 
     def fetch(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> tuple[list[Any], TokenIds]:
         """Restore the longest usable prefix into fresh caches that the caller owns, outside of the budget.
@@ -277,8 +321,9 @@ class PrefixCache:
         never empty. On a miss the caches are empty. In exact mode go on in whole chunks, or it is in vain.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
-        with self._core.lock:
-            return fetch(self._core, Request(prompt, prompt_keys, namespace, self._core.next_use()))
+        core = self._core
+        with core.lock:
+            return core.fetch(PrefixRequest(prompt, prompt_keys, namespace, core.next_use()))
 
     def insert(
         self, tokens: Any, caches: Sequence[Any], namespace: str = "", priority: int = 0, *, keys: Any = None
@@ -296,8 +341,9 @@ class PrefixCache:
             SnapshotError, ValueError: the caches do not fit, nothing was changed; the cache is exact.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
-        with self._core.lock:
-            return insert(self._core, Request(prompt, prompt_keys, namespace, self._core.next_use(priority)), caches)
+        core = self._core
+        with core.lock:
+            return core.insert(PrefixRequest(prompt, prompt_keys, namespace, core.next_use(priority)), caches)
 
     def pin(
         self,
@@ -318,21 +364,31 @@ class PrefixCache:
             ValueError: the prefix is not stored whole or is quarantined, or all pins on the ledger would not fit.
         """
         _, prompt_keys = self._checked(tokens, keys, namespace)
-        with self._core.lock:
-            return pin(self._core, prompt_keys, namespace, name, ttl_requests)
+        require_pin(name, ttl_requests)
+        core, pins = self._core, self._open.pins
+        with core.lock:
+            pins.add(prompt_keys, namespace, name, ttl_requests)
+            core.enforce_budget()
+            return pins.nbytes
 
     def unpin(self, tokens: Any = None, namespace: str = "", *, name: str | None = None, keys: Any = None) -> None:
         """Take one pin() of exactly these tokens back (an unnamed one first), or the one of that name."""
         require_namespace(namespace)
         prompt_keys = None if tokens is None else self._checked(tokens, keys, namespace)[1]
-        with self._core.lock:
-            unpin(self._core, prompt_keys, namespace, name)
+        require_one(tokens, name)
+        core, pins = self._core, self._open.pins
+        with core.lock:
+            if prompt_keys is not None:
+                pins.remove(prompt_keys, namespace)
+            elif name is not None:
+                pins.remove_named(name, namespace)
+            core.enforce_budget()
 
     def names(self, namespace: str = "") -> dict[str, NamedPin]:
         """The named pins of one namespace, in the order they were made. ValueError: it is no str."""
         require_namespace(namespace)
         with self._core.lock:
-            return self._core.pins.named(namespace)
+            return self._open.pins.named(namespace)
 
     def warm(
         self,
@@ -360,21 +416,21 @@ class PrefixCache:
             CacheBusyError: it has to be evaluated, and every live slot is taken.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
-        warming = Warming(self._core, prompt, prompt_keys, namespace, name, ttl_requests)
         begin = partial(self.begin, namespace=namespace, marks=[*marks, len(prompt)], reserve=0, priority=priority)
-        return warming.run(begin, model, draft_model, step_size, on_progress)
+        what = (prompt, prompt_keys, namespace, name, ttl_requests)
+        return warm(self._core, self._open.pins, begin, *what, model, draft_model, step_size, on_progress)
 
     def make_room(self, nbytes: int) -> bool:
         """Evict until so many bytes more fit the budget, as a request does; whether they do now."""
         nbytes = require_amount("nbytes", nbytes, "bytes")
         with self._core.lock:
-            return self._core.evictor.make_room(nbytes)
+            return self._open.evictor.make_room(nbytes)
 
     def reclaim(self, target_bytes: int) -> int:
         """Give back what no open session or pin keeps, until live + paged bytes are at most that; the bytes freed."""
         target_bytes = require_amount("target_bytes", target_bytes, "bytes")
         with self._core.lock:
-            freed = self._core.evictor.shrink_to(target_bytes)
+            freed = self._open.evictor.shrink_to(target_bytes)
             self._core.layout.release()
             return freed
 
@@ -387,13 +443,13 @@ class PrefixCache:
     def mismatches(self) -> tuple[Mismatch, ...]:
         """The last mismatches that verification found, of all namespaces, oldest first."""
         with self._core.lock:
-            return tuple(self._core.verifier.mismatches)
+            return self._core.mismatches()
 
     def clear_quarantine(self, namespace: str | None = None) -> None:
         """Let quarantined prefixes of a namespace (None: of all) be stored and resumed again."""
         require_namespace_or_all(namespace)
         with self._core.lock:
-            self._core.quarantine.clear(namespace)
+            self._open.quarantine.clear(namespace)
 
     def explain(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> Explanation:
         """What begin() would restore of a prompt now, in this thread, and why not more; changes nothing.
@@ -401,18 +457,18 @@ class PrefixCache:
         While all live slots are taken it says what fetch() would find. It looks only into its namespace.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
-        return explanation_of(self._core, prompt, prompt_keys, namespace, self._about)
+        return explanation_of(self._core, self._open.states, prompt, prompt_keys, namespace, self._about)
 
     @property
     def stats(self) -> CacheStats:
         """What the cache has done and holds, as a frozen CacheStats."""
         with self._core.lock:
-            return stats_of(self._core, self._about)
+            return CacheStats(budget_source=self._about.budget_source, **self._core.counters())
 
     def snapshot_stats(self, namespace: str | None = None) -> StatsSnapshot:
         """Everything a metrics endpoint needs, at one moment; of one namespace what its nodes and pins come to."""
         require_namespace_or_all(namespace)
-        return snapshot_of(self._core, namespace, self._about)
+        return snapshot_of(self._core, self._open.states, self._open.pins, namespace, self._about)
 
     def check(self) -> None:
         """Assert all invariants; AssertionError names the first that does not hold."""
@@ -438,17 +494,22 @@ class PrefixCache:
     def view(self, *, namespace: str | None = None, tokenizer: Any = None) -> TreeView:
         """A plain description of the tree, of which `render` makes text and pictures; arguments as there."""
         require_namespace_or_all(namespace)
-        return view_of(self._core, namespace, self._about, tokenizer)
+        core, states, pins, *_ = self._open
+        return view_of(states, pins, core.settings.live_slots, namespace, self._about, tokenizer)
 
     def edges(self) -> list[Edge]:
         """Which prefixes are stored: the edges of all trees, parents before children. For whoever tells others."""
-        return edges_of(self._core.lock, self._core.states.tree)
+        return edges_of(self._core.lock, self._open.states.tree)
+
+    @property
+    def _open(self) -> Parts:
+        if self._parts is None:
+            raise CacheClosedError("the cache is closed; make another PrefixCache.")
+        return self._parts
 
     @property
     def _core(self) -> Core:
-        if self._open_core is None:
-            raise CacheClosedError("the cache is closed; make another PrefixCache.")
-        return self._open_core
+        return self._open.core
 
     def _checked(self, tokens: Any, keys: Any, namespace: Any, marks: Sequence[int] = ()) -> tuple[TokenIds, Keys]:
         """The ids and keys of a prompt. ValueError: they, its marks or the namespace are out of their range."""

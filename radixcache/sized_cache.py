@@ -10,7 +10,7 @@ from radixcache.layers.sizes import SizedLayout
 from radixcache.ledger import Ledger
 from radixcache.observe.trace import TraceFile
 from radixcache.paging.tier import Disk
-from radixcache.prefix_cache import PrefixCache, make_core
+from radixcache.prefix_cache import PrefixCache, assemble
 from radixcache.settings import Settings, require_about
 from radixcache.tokens import Keys
 from radixcache.tree.history import OnEvent
@@ -47,7 +47,7 @@ def sized_cache(
         raise ValueError("verify needs the state of a model; a layout that holds sizes has none.")
     require_about(tokenizer, cost)
     cache = PrefixCache.__new__(PrefixCache)
-    cache._open_core, cache._about = make_core(
+    cache._parts, cache._about = assemble(
         layout,
         budget_bytes,
         policy,
@@ -63,9 +63,9 @@ def sized_cache(
 
 def stored_keys(cache: PrefixCache, keys: Keys) -> int:
     """How many keys a prompt begins with that the cache's tree has. It counts as no use."""
-    return cache._core.states.match(keys, "").offset
+    return cache._open.states.match(keys, "").offset
 
 
 def last_key(cache: PrefixCache, entry: Entry) -> int | None:
     """The last key on the edge that a policy's entry stands for; None when the entry is gone."""
-    return cache._core.states.last_key(entry)
+    return cache._open.states.last_key(entry)

@@ -337,7 +337,7 @@ class Check:
     def __init__(
         self, verifier: Verifier, layout: Layout, prompt: TokenIds, caches: Sequence[Any], resume: int
     ) -> None:
-        self._verifier, self._layout, self._prompt, self._resume = verifier, layout, prompt, resume
+        self.verifier, self._layout, self._prompt, self._resume = verifier, layout, prompt, resume
         self._offsets = self._leaf_offsets(caches)
         self._step_size, self._tolerance = 0, 0.0
         self._was_made = False
@@ -367,7 +367,7 @@ class Check:
         except Exception as error:
             self._cold_logits = None
             if not isinstance(error, NATIVE_ERRORS):
-                self._verifier.warn_of_failure(error)
+                self.verifier.warn_of_failure(error)
         finally:
             book(0)
             self._layout.release()
@@ -384,13 +384,13 @@ class Check:
             return None
         cold, self._cold_logits = self._cold_logits, None
         difference = compare_logits(logits[0, index], cold)
-        self._verifier.count([difference], is_state=False)
+        self.verifier.count([difference], is_state=False)
         return None if difference.error <= self._tolerance else self._finding([difference])
 
     def close(self) -> None:
         """Count a check that was not made as skipped."""
         if not self._was_made:
-            self._verifier.skipped += 1
+            self.verifier.skipped += 1
         self.is_pending, self._was_made, self._cold_logits = False, True, None
 
     def _run_cold(self, model: Any, restored: Sequence[Any], book: Book) -> list[Difference]:
@@ -411,7 +411,7 @@ class Check:
                     self._tolerance = tolerance_of(self._layout, caches, logits.dtype)
                     differences = compare_states(self._layout, restored, caches, position, self._offsets)
                     self._was_made = True
-                    self._verifier.count(differences, is_state=True)
+                    self.verifier.count(differences, is_state=True)
                     if any(each.error > self._tolerance for each in differences):
                         return differences
                 self._layout.release()
@@ -454,5 +454,5 @@ class Check:
         where = (first.part, first.layer, first.cache_class, first.array, row)
         error = max(each.error for each in wrong)
         return Finding(
-            Mismatch(*request, *where, error, self._tolerance, 0, self._verifier.seed), length, start, is_branch
+            Mismatch(*request, *where, error, self._tolerance, 0, self.verifier.seed), length, start, is_branch
         )

@@ -23,7 +23,6 @@ from radixcache.adapters.registry import adapter_for, leaves
 from radixcache.cells import causal
 from radixcache.cells.causal import CausalCache
 from radixcache.cells.table import CellTable, DefragPlan
-from radixcache.core import expel
 from radixcache.groups import passes
 from radixcache.groups.tails import GROWTH_COLUMNS, TailLayer
 from radixcache.paging.live_path import LivePath
@@ -46,17 +45,17 @@ def settings(**more: Any) -> Iterator[None]:
 
 def nodes(cache: PrefixCache, namespace: str | None = None) -> list[StateNode]:
     """All nodes, of all namespaces or of one."""
-    return list(cache._core.states.tree.nodes(namespace))
+    return list(cache._open.states.tree.nodes(namespace))
 
 
 def stored_path(cache: PrefixCache, tokens: Any, namespace: str = "") -> list[StateNode]:
     """The nodes that some tokens go along, root side first."""
-    return cache._core.states.match(np.asarray(tokens, np.int64), namespace).node.path()
+    return cache._open.states.match(np.asarray(tokens, np.int64), namespace).node.path()
 
 
 def stored_tokens(cache: PrefixCache, tokens: Any, namespace: str = "") -> int:
     """How many of these tokens, from the first on, the tree holds."""
-    return cache._core.states.match(np.asarray(tokens, np.int64), namespace).offset
+    return cache._open.states.match(np.asarray(tokens, np.int64), namespace).offset
 
 
 def spans_of(node: StateNode) -> Any:
@@ -71,7 +70,7 @@ def checkpoint_of(node: StateNode) -> Any:
 
 def window_pieces(cache: PrefixCache) -> int:
     """In how many pieces the tree has its state of windows."""
-    stored = [node.payload.windows for node in cache._core.states.tree.nodes()]
+    stored = [node.payload.windows for node in cache._open.states.tree.nodes()]
     return sum(len(leaf.pieces) for spans in stored if spans is not None for leaf in spans.leaves if leaf is not None)
 
 
@@ -98,18 +97,18 @@ def entries(cache: PrefixCache) -> list[Entry]:
 
 def before_each_split(cache: PrefixCache, call: Callable[[], object], patch: pytest.MonkeyPatch) -> None:
     """Have something called whenever a node is about to be cut in two."""
-    split = cache._core.states.split
+    split = cache._open.states.split
 
     def calling(*arguments: Any) -> Any:
         call()
         return split(*arguments)
 
-    patch.setattr(cache._core.states, "split", calling)
+    patch.setattr(cache._open.states, "split", calling)
 
 
 def forget_history(cache: PrefixCache) -> None:
     """Forget what was evicted, and which prompts there were."""
-    cache._core.events.history = History()
+    cache._open.states.events.history = History()
 
 
 # Bytes
@@ -138,7 +137,7 @@ def first_offset(cache: PrefixCache, caches: list[Any]) -> int | None:
 
 def peak_bytes(cache: PrefixCache) -> int:
     """The most bytes that the budget's ledger had to account for."""
-    return cache._core.ledger.peak_bytes
+    return cache._core._ledger.peak_bytes
 
 
 # Live slots
@@ -146,7 +145,7 @@ def peak_bytes(cache: PrefixCache) -> int:
 
 def paths(cache: PrefixCache) -> list[LivePath]:
     """What is live, a path per slot."""
-    return cache._core.slots.paths
+    return cache._core._slots.paths
 
 
 def live_caches(cache: PrefixCache, slot: int) -> list[Any]:
@@ -200,17 +199,17 @@ def slots_bytes(cache: PrefixCache) -> int:
 
 def quarantine(cache: PrefixCache, tokens: Any, start: int, namespace: str = "") -> None:
     """Quarantine what begins with these tokens, from an offset on, and leave the tree as it is."""
-    cache._core.quarantine.add(np.asarray(tokens, np.int64), start, namespace)
+    cache._open.quarantine.add(np.asarray(tokens, np.int64), start, namespace)
 
 
 def quarantined_from(cache: PrefixCache, tokens: Any, namespace: str = "") -> int | None:
     """The offset from which on these tokens are quarantined; None: they are not."""
-    return cache._core.quarantine.offset(np.asarray(tokens, np.int64), namespace)
+    return cache._open.quarantine.offset(np.asarray(tokens, np.int64), namespace)
 
 
 def unquarantined_tokens(cache: PrefixCache, tokens: Any, namespace: str = "") -> int:
     """How many of these tokens, from the first on, are not quarantined."""
-    return cache._core.quarantine.limit(np.asarray(tokens, np.int64), namespace)
+    return cache._open.quarantine.limit(np.asarray(tokens, np.int64), namespace)
 
 
 def find_wrong(cache: PrefixCache, session: Session, length: int, start: int) -> None:
@@ -219,7 +218,7 @@ def find_wrong(cache: PrefixCache, session: Session, length: int, start: int) ->
     with core.lock:
         session.checkpoints.clear()
         session._live.booking.end_request()
-        expel(core, session._live, session._request.keys[:length], start, session.namespace)
+        core.expel(session._live, session._request.keys[:length], start, session.namespace)
 
 
 def quarantined_names(quarantine: Quarantine) -> list[bytes]:
@@ -275,7 +274,7 @@ def book_second_state(session: Session, nbytes: int) -> bool:
 
 def has_bookings(cache: PrefixCache) -> bool:
     """Whether bytes are booked for some group."""
-    return bool(cache._core.bookings)
+    return bool(cache._core._bookings)
 
 
 def known_tokens(row: Row) -> list[int]:
@@ -316,25 +315,25 @@ def expel_tokens(cache: PrefixCache, tokens: Sequence[int], start: int) -> None:
     """Have what begins with these tokens count as found wrong from an offset on."""
     core = cache._core
     with core.lock:
-        expel(core, core.slots.paths[0], np.array(tokens, dtype=np.int64), start, "")
+        core.expel(core._slots.paths[0], np.array(tokens, dtype=np.int64), start, "")
 
 
 def drop_unneeded_windows(cache: PrefixCache) -> None:
     """Have the tree give up all tokens of windows that no checkpoint needs."""
-    cache._core.states.windows.drop_unneeded(lambda: 1)
+    cache._open.states.windows.drop_unneeded(lambda: 1)
 
 
 def set_clock(cache: PrefixCache, clock: Callable[[], float]) -> None:
     """Have a cache time prefill and reading by another clock."""
-    assert cache._core.tier is not None
-    cache._core.tier.rates.clock = clock
+    assert cache._core._tier is not None
+    cache._core._tier.rates.clock = clock
 
 
 def keep_on_disk(cache: PrefixCache, tokens: Sequence[int]) -> None:
     """Have a cache's store keep the path to the end of these tokens."""
-    match = cache._core.states.match(np.array(tokens, dtype=np.int64), "")
-    assert cache._core.tier is not None
-    (keeping,) = cache._core.tier._keeping.values()
+    match = cache._open.states.match(np.array(tokens, dtype=np.int64), "")
+    assert cache._core._tier is not None
+    (keeping,) = cache._core._tier._keeping.values()
     keeping.keep(match.node, match.offset)
 
 
@@ -494,7 +493,7 @@ def after_each_sync(call: Callable[[Any], object], patch: pytest.MonkeyPatch) ->
 
 def everything(cache: PrefixCache) -> dict[str, Any]:
     """All that a cache keeps, by value: tree, entries, victim, bytes, slots, ticks, history and counters."""
-    states, history = cache._core.states, cache._core.events.history
+    states, history = cache._open.states, cache._open.states.events.history
     found = nodes(cache)
     victim = states.victim()
     return {

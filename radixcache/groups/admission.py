@@ -40,7 +40,7 @@ class RowStoring:
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self._core = room.core
+        self._core, self._states, self._evictor, self._pager = room.core, room.states, room.evictor, room.pager
         self._layout = room.layout
 
     def reach(self, row: Row, keys: Keys) -> int:
@@ -58,7 +58,7 @@ class RowStoring:
         own = max((each.offset for each in row.own.checkpoints if each.offset <= limit), default=0)
         if self._layout.has_states:
             return own
-        stored = [*self._core.states.windows.stored(row.path()), *row.own.windows]
+        stored = [*self._states.windows.stored(row.path()), *row.own.windows]
         held = self._layout.held(self._points(row)) if is_there else {}
         return max(own, deepest_whole(self._layout, stored, limit, held))
 
@@ -75,7 +75,7 @@ class RowStoring:
             for each in row.own.checkpoints
             if each.offset in ((end,) if self._layout.has_states else range(end + 1))
         ]
-        if len(known) < end or not self._put(row, known, wanted, self._core.evictor.find_room, "branch"):
+        if len(known) < end or not self._put(row, known, wanted, self._evictor.find_room, "branch"):
             return
         given = set(map(id, wanted))
         row.own.drop(lambda each: id(each) in given)
@@ -83,10 +83,10 @@ class RowStoring:
         start, before = row.path_end, row.node
         if end <= start:
             return
-        row.node = self._core.states.match(known, row.request.namespace).node
-        self._core.states.read(row.node, 1)
+        row.node = self._states.match(known, row.request.namespace).node
+        self._states.read(row.node, 1)
         if before is not None:
-            self._core.states.read(before, -1)
+            self._states.read(before, -1)
         if row.in_segments and is_long(row.path_end - start) and not row.orphans:
             self._leave_in_place(row, start, row.path_end)
 
@@ -101,7 +101,7 @@ class RowStoring:
                 stack.callback(self._close, row, is_intact)
 
     def _close(self, row: Row, is_intact: bool) -> None:
-        core, node = self._core, row.node
+        node = row.node
         try:
             if is_intact:
                 self._store(row)
@@ -112,9 +112,9 @@ class RowStoring:
             row.node, row.orphans = None, []
             row.own.clear()
             if node is not None and node.payload is not None:
-                core.states.read(node, -1)
-                core.evictor.tidy(node)
-            core.write_trace(row.request, max(0, row.known_tokens - len(row.prompt)))
+                self._states.read(node, -1)
+                self._evictor.tidy(node)
+            self._core.write_trace(row.request, max(0, row.known_tokens - len(row.prompt)))
 
     def take_checkpoint(self, row: Row, offset: int, kind: str) -> None:
         """Take a row's checkpoint where it stands, or where its windows still have what is needed."""
@@ -122,13 +122,13 @@ class RowStoring:
 
     def _store(self, row: Row) -> None:
         """Copy what a row evaluated, and the tree lacks, out of its tails into the tree."""
-        keys = self._core.allowed(row.clean_keys(), row.request.namespace)
+        keys = self._core.unquarantined(row.clean_keys(), row.request.namespace)
         if self._layout.has_points:
             if row.lost is None and row.position == len(keys) <= row.cached_tokens:
                 return
             keys = keys[: self._end(row, len(keys))]
-        self._put(row, keys, row.own.checkpoints, self._core.evictor.make_room, "end", closing=True)
-        self._core.keep(keys, row.request, row.cached_tokens)
+        self._put(row, keys, row.own.checkpoints, self._evictor.make_room, "end", closing=True)
+        self._core.write_store(keys, row.request, row.cached_tokens)
 
     def _put(
         self,
@@ -148,7 +148,7 @@ class RowStoring:
             closing: the row's own state goes, and what it takes is free.
         """
         core, layout, batch = self._core, self._layout, row.batch
-        match = core.states.match(keys, row.request.namespace)
+        match = self._states.match(keys, row.request.namespace)
         start, end = match.offset, len(keys)
         in_place = any(start < high for _, high in row.in_place)  # of that nothing is in the tails
         if not layout.has_points if start == end else in_place:
@@ -158,29 +158,29 @@ class RowStoring:
         held = batch.nbytes
         # Of a batch with others in it nothing is free before they have moved to another one.
         freed_bytes = held if is_alone else 0
-        with core.states.guarded(match.node):
+        with self._states.guarded(match.node):
             need = (end - start) * layout.token_bytes - freed_bytes
             need += self._room.point_bytes(end) if takes else 0
             if need > 0 and not fits(need):
                 if layout.has_points:
                     return False
-                end = max(start, end - -(-core.evictor.over_bytes(need) // max(1, layout.token_bytes)))
+                end = max(start, end - -(-self._evictor.over_bytes(need) // max(1, layout.token_bytes)))
                 if start == end:
                     return False
             kept = [*checkpoints]
             if takes:
                 core.capture(row.own, match.path, self._points(row), end)
-                leaves = batch.copied_points(row.at, end, core.pager.allocating, emptying=is_alone)
+                leaves = batch.copied_points(row.at, end, self._pager.allocating, emptying=is_alone)
                 kept.append(layout.checkpoint_of(leaves, end, kind))
             bounds = segment_bounds(start, end)
-            spans = batch.copied(row.at, bounds, core.pager.allocating, emptying=is_alone)
+            spans = batch.copied(row.at, bounds, self._pager.allocating, emptying=is_alone)
             if is_alone:
                 self._room.booking.book_live(self._room.booking.live_bytes - held + batch.nbytes)
             found = layout.spans_of(spans, start, end) if start < end else None
             windows = row.own.windows
             if closing:
                 row.own.clear()  # what is in the tree is booked there
-            core.recorder.put(keys[:end], row.request.namespace, found, None, row.request.use, windows, kept)
+            self._pager.put(keys[:end], row.request.namespace, found, None, row.request.use, windows, kept)
         return True
 
     def _leave_in_place(self, row: Row, start: int, end: int) -> None:
@@ -230,7 +230,8 @@ class Admission:
 
     def __init__(self, room: Room, storing: RowStoring, segment_bytes: int) -> None:
         self._room = room
-        self._core = room.core
+        self._core, self._states, self._evictor, self._pager = room.core, room.states, room.evictor, room.pager
+        self._layout = room.layout
         self._storing = storing
         self._segment_bytes = segment_bytes
 
@@ -241,14 +242,14 @@ class Admission:
             CacheFullError, BudgetFullError: there is no room for it.
         """
         core, request = self._core, row.request
-        core.bring(request)
+        core.read_store(request)
         self._offer(row)
         plan = self._stand(row)
         path = [] if row.node is None else row.node.path()
-        core.states.touch(path, plan.source, request.use)
-        core.counted(request, plan, "begin_many")
+        self._states.touch(path, plan.source, request.use)
+        core.count_request(request, plan, "begin_many")
         core.tidy_unpinned()
-        if core.layout.has_points:
+        if self._layout.has_points:
             for other in self._room.rows_of(request.namespace):
                 # Where the two part: what goes on from there needs a checkpoint, which cannot be made later.
                 common = common_length(other.prompt_keys, request.keys)
@@ -262,11 +263,11 @@ class Admission:
         found = self._core.lookup(row.prompt_keys, row.request.namespace, row.request.limit, evaluate=False)
         if found.plan.resume > before:
             self._stand(row)
-            self._core.tally.found_more(row.position - before)
+            self._core.count_more_hits(row.position - before)
 
     def sharable_tokens(self, keys: Keys, namespace: str) -> int:
         """How many tokens of a prompt would share what the rows hold, were it admitted now; changes nothing."""
-        allowed = self._core.allowed(keys, namespace)
+        allowed = self._core.unquarantined(keys, namespace)
         rows = self._room.rows_of(namespace)
         common = max((row.common(allowed) for row in rows), default=0)
         limit = len(keys) - 1
@@ -283,32 +284,32 @@ class Admission:
         row.in_segments = in_segments
         if row.node is None:
             return
-        core, path = self._core, row.node.path()
+        path = row.node.path()
         kept = [node for node in path if in_segments and self.is_long(node.end - node.start)]
         away = sum(node.end - node.start for node in kept)
         columns = Columns([row.position - away], [away])
-        token_bytes = core.layout.token_bytes
+        token_bytes = self._layout.token_bytes
         spare = row.prompt_left
         columns.capacity = columns.end + 1 + self._room.ask(lambda more: (columns.end + 1 + more) * token_bytes, spare)
         pieces = [spans for node in path if node not in kept and (spans := node.payload.spans) is not None]
         for node in kept:
-            core.pager.allocating(lambda spans=node.payload.spans: join(spans))  # type: ignore[misc]
+            self._pager.allocating(lambda spans=node.payload.spans: join(spans))  # type: ignore[misc]
         row.batch = self._restoring(lambda: row.batch.refilled(columns, lambda leaf: _pieces(pieces, leaf)))
         row.in_place = [(node.start, node.end) for node in kept]
-        core.states.paged_in_bytes += columns.end * token_bytes
+        self._states.paged_in_bytes += columns.end * token_bytes
         for node in path:
             if node not in kept:
-                core.events.paged_in(node, node.start, node.end, token_bytes)
+                self._states.events.paged_in(node, node.start, node.end, token_bytes)
 
     def is_long(self, tokens: int) -> bool:
         """Whether so many tokens are worth a segment."""
-        layout = self._core.layout
+        layout = self._layout
         layers = sum(1 for _, adapter in layout.leaves(layout.fresh()) if not adapter.is_point)
         return layers > 0 and tokens * layout.token_bytes >= self._segment_bytes * layers
 
     def _offer(self, row: Row) -> None:
         """Store what open rows have of a prompt beyond the tree, so that it can be taken up from there."""
-        allowed = self._core.allowed(row.prompt_keys, row.request.namespace)
+        allowed = self._core.unquarantined(row.prompt_keys, row.request.namespace)
         others = [other for other in self._room.rows_of(row.request.namespace) if other is not row]
         reaches = [(self._storing.reach(other, allowed), other) for other in others]
         most, other = max(reaches, key=lambda each: each[0], default=(0, None))
@@ -323,26 +324,26 @@ class Admission:
         """
         core, request = self._core, row.request
         plan = core.lookup(request.keys, request.namespace, request.limit).plan
-        stored = core.states.windows.stored(plan.path)
-        before, row.node = (row.node, vars(row).get("batch")), core.pager.allocating(lambda: self._cut(plan))
+        stored = self._states.windows.stored(plan.path)
+        before, row.node = (row.node, vars(row).get("batch")), self._pager.allocating(lambda: self._cut(plan))
         node = row.node
         if node is not None:
-            core.states.read(node, 1)
+            self._states.read(node, 1)
         try:
-            row.batch = Batch.of_one(core.layout.fresh(), row, plan.resume)
+            row.batch = Batch.of_one(self._layout.fresh(), row, plan.resume)
             if row.id in self._room.rows:
                 self._room.require_tokens(0)
             else:
                 self._room.require_tokens(self._room.used_tokens(row) - self._room.used_tokens())
             if node is not None:
                 self._page_out(node)
-            if core.layout.has_points and node is not None:
+            if self._layout.has_points and node is not None:
                 self._room.ask(lambda _: self._room.point_bytes(plan.resume), 0)
-                points = row.batch.points(0, core.layout.fresh())
-                copy = partial(core.layout.restore_points, points, plan.checkpoint, plan.resume, stored)
+                points = row.batch.points(0, self._layout.fresh())
+                copy = partial(self._layout.restore_points, points, plan.checkpoint, plan.resume, stored)
                 self._restoring(copy)
                 if node.payload.checkpoint is None:
-                    core.pager.add_checkpoint(node, points, "branch", request.use)
+                    self._pager.add_checkpoint(node, points, "branch", request.use)
         except BaseException:
             self._release(node)
             row.node, batch = before
@@ -364,40 +365,33 @@ class Admission:
         left = gone[0].parent
         before, row.node = row.node, None if left is None or left.is_root else left
         if row.node is not None:
-            self._core.states.read(row.node, 1)
+            self._states.read(row.node, 1)
         if before is not None:
-            self._core.states.read(before, -1)
+            self._states.read(before, -1)
 
     def _release(self, node: StateNode | None) -> None:
         if node is not None and node.payload is not None:
-            self._core.states.read(node, -1)
-            self._core.evictor.tidy(node)
+            self._states.read(node, -1)
+            self._evictor.tidy(node)
 
     def _cut(self, plan: ResumePlan) -> StateNode | None:
         """The node that ends where a plan resumes, which is cut there if need be; None: it resumes at 0."""
         for node in plan.path:
             if node.start < plan.resume < node.end:
-                return self._core.states.split(node, plan.resume)
+                return self._states.split(node, plan.resume)
             if node.end == plan.resume:
                 return node
         return None
 
     def _page_out(self, node: StateNode) -> None:
         """See to it that the tree has the state of a path: what is in live buffers alone is copied there."""
-        core = self._core
         for each in node.path():
-            if each.payload.spans is not None:
-                continue
-            source = core.slots.source(each)
-            if source.is_open:
-                copy = partial(core.layout.page_out, source.caches, each.start, each.end)
-                core.states.set_spans(each, core.pager.allocating(copy))
-            else:
-                core.evictor.empty_slot(source, core.evictor.over_bytes)  # its buffers go, all of it is paged out
+            if each.payload.spans is None:
+                self._pager.page_out_live(each)
 
     def _restoring(self, make: Callable[[], Any]) -> Any:
         try:
-            return self._core.pager.allocating(make)
+            return self._pager.allocating(make)
         except NATIVE_ERRORS as error:
             raise LiveStateError(f"restoring a row failed: {error}") from error
 

@@ -44,10 +44,12 @@ from radixcache.groups.row import Row
 from radixcache.groups.tails import CASCADE_TOKENS
 from radixcache.layers.layout import Layout, is_evaluation_failure, one_each
 from radixcache.layers.sizes import SizedLayout
-from radixcache.paging.own_state import OwnState
-from radixcache.paging.resume import Request, checkpoint_stops
+from radixcache.paging.evictor import Evictor
+from radixcache.paging.pager import Pager
+from radixcache.paging.resume import OwnState, PrefixRequest, checkpoint_stops
 from radixcache.settings import require_count, require_group
 from radixcache.tokens import Keys, checked_prompt, common_length, require_namespace
+from radixcache.tree.state_tree import StateTree
 
 #: A pass's logits are (R, T, V), all of them at once: beyond so many tokens the last goes by itself for its own.
 LOGITS_TOKENS = 32
@@ -67,19 +69,28 @@ class Group:
         is_lost: whether an evaluation failed, and with it the rows' state.
     """
 
-    def __init__(self, core: Core, capacity: int, namespace: str, priority: int, least_bytes: int | None) -> None:
+    def __init__(
+        self,
+        core: Core,
+        states: StateTree,
+        evictor: Evictor,
+        pager: Pager,
+        capacity: int,
+        namespace: str,
+        priority: int,
+        least_bytes: int | None,
+    ) -> None:
         layout = _require_rows(core)
         self.namespace = namespace
         self.priority = priority
         self.is_lost = False
-        self._core = core
+        self._core, self._states, self._evictor = core, states, evictor
         self._layout = layout
         self._lock = core.lock
         Batch.of_one(layout.fresh(), None)  # raises for what can be in none
         with self._lock:
-            core.take_back()
-            self._room = Room(core, layout, capacity)
-            core.bookings.append((self._room.booking, weakref.ref(self)))
+            core.reclaim_vanished()
+            self._room = Room(core, states, evictor, pager, layout, core.open_booking(self), capacity)
         self._storing = RowStoring(self._room)
         self._admission = Admission(self._room, self._storing, segment_bytes() if least_bytes is None else least_bytes)
         self._passes = Passes(self._room)
@@ -134,7 +145,7 @@ class Group:
         tails = [stop - row.batch.columns.in_place[row.at] for row, stop in ends.items()]
         with self._lock:
             shared = self._admission.sharable_tokens(keys, namespace)
-            match = self._core.states.match(self._core.allowed(keys, namespace), namespace)
+            match = self._states.match(self._core.unquarantined(keys, namespace), namespace)
             kept = max((node.end for node in match.path if node.payload.readers), default=0)
             own = end - shared if self._admission.is_long(shared) else end
             return self._room.has_bytes_for([*tails, own], max([*ends.values(), end]), max(0, shared - kept))
@@ -163,7 +174,7 @@ class Group:
             chunk_tokens: what each call of `prefill` evaluates.
         """
         with self._lock:
-            allowed = self._core.allowed(keys, row.request.namespace)
+            allowed = self._core.unquarantined(keys, row.request.namespace)
             return row.common_later(allowed[: len(keys) - 1], chunk_tokens, self._layout.has_states)
 
     def admit(self, tokens: Any, keys: Any = None, marks: Sequence[int] = (), *, namespace: str | None = None) -> Row:
@@ -189,9 +200,9 @@ class Group:
         namespace = self.namespace if namespace is None else namespace
         require_namespace(namespace)
         with self._lock:
-            self._core.take_back()
+            self._core.reclaim_vanished()
             use = self._core.next_use(self.priority)
-            row = self._opened(Request(prompt, prompt_keys, namespace, use, tuple(map(int, marks))))
+            row = self._opened(PrefixRequest(prompt, prompt_keys, namespace, use, tuple(map(int, marks))))
             self._room.rows[row.id] = row
             self._room.book()
         return row
@@ -322,9 +333,9 @@ class Group:
                 self._storing.close(rows, self._is_intact(rows))
             finally:
                 self._room.rows.clear()
-                self._core.end_booking(self._room.booking)
+                self._core.close_booking(self._room.booking)
                 self._layout.release()
-                self._core.keep_budget()
+                self._core.enforce_budget()
 
     def close_after(self, error: BaseException | None) -> None:
         """Close the group after an error; where that is of an evaluation, nothing of its rows is stored."""
@@ -348,9 +359,9 @@ class Group:
                 for row in rows:
                     self._room.rows.pop(row.id, None)
                 self._room.booking.book_live(self.nbytes)
-                if self._core.evictor.over_bytes():
+                if self._evictor.over_bytes():
                     self._passes.settle()
-                self._core.keep_budget()
+                self._core.enforce_budget()
 
     def distrust(self, keys: Keys, start: int, namespace: str) -> None:
         """What begins with these keys was found wrong from `start` on: rows that were admitted on it give none away."""
@@ -375,16 +386,15 @@ class Group:
                 reads = sum(spans.end - spans.start for spans in row.reads())
                 away = row.batch.columns.in_place[row.at]
                 assert reads == away or not self._layout.token_bytes, (row.id, reads, away, row.in_place)
-        others = [reference() for _, reference in self._core.bookings]
-        if all(other is None or other is self for other in others):
-            found = {id(node): node.payload.readers for node in self._core.states.tree.nodes() if node.payload.readers}
+        if all(group is self for group in self._core.groups()):
+            found = {id(node): node.payload.readers for node in self._states.tree.nodes() if node.payload.readers}
             assert found == readers, (found, readers)
         checkpoint_bytes = sum(row.own.nbytes for row in self._room.rows.values())
         assert self._room.booking.amounts == (self.nbytes, checkpoint_bytes, 0), self._room.booking.amounts
 
     # Private
 
-    def _opened(self, request: Request) -> Row:
+    def _opened(self, request: PrefixRequest) -> Row:
         """A row on a prompt, restored."""
         core = self._core
         row = Row(self._next_id, request, core.settings.vocab_size, weakref.WeakMethod(self.close_rows))
@@ -500,9 +510,9 @@ class Group:
     def _evaluate(self, model: Any, rows: Sequence[Row], count: int) -> mx.array | None:
         """Evaluate so many prompt tokens of each row; logits (R, 1, V); None: there is no room for them together."""
         ids = mx.array(np.stack([row.next_ids(count) for row in rows]))
-        row, tier = rows[0], self._core.tier
-        timing = None if tier is None or len(rows) > 1 else tier.rates.timing_prefill
-        with nullcontext() if timing is None else timing(row.position, row.position + count):
+        row = rows[0]
+        start, end = row.position, row.position + count
+        with nullcontext() if len(rows) > 1 else self._core.timing_prefill(start, end):
             found = self._run(lambda: self._passes.prefill(model, rows, ids))
             if found is None:
                 return None
@@ -534,7 +544,7 @@ class Group:
                 points = row.batch.points(row.at, self._layout.fresh())
                 start, end = row.position - count, row.position
                 is_last = row.prompt_left <= 1 or any(start < at <= end for at in row.stops)
-                self._core.keep_windows(row.own, points, start, end, is_last=is_last)
+                self._core.copy_windows(row.own, points, start, end, is_last=is_last)
                 if not self._layout.has_states:
                     self._take_checkpoints(row, count)
 
@@ -543,7 +553,7 @@ class Group:
         with self._lock:
             for at, kind in row.stops.items():
                 is_here = row.position - count < at <= row.position
-                if is_here and self._core.evictor.find_room(self._room.point_bytes(at)):
+                if is_here and self._evictor.find_room(self._room.point_bytes(at)):
                     self._storing.take_checkpoint(row, at, kind)
 
     def _close_unattended(self) -> None:
@@ -555,13 +565,21 @@ class Group:
 
 
 def open_group(
-    core: Core, prompts: Iterable[Any], capacity: int, namespace: str, priority: int, least_bytes: int | None
+    core: Core,
+    states: StateTree,
+    evictor: Evictor,
+    pager: Pager,
+    prompts: Iterable[Any],
+    capacity: int,
+    namespace: str,
+    priority: int,
+    least_bytes: int | None,
 ) -> Group:
     """Make a group and admit these prompts; it is closed again where one of them cannot be."""
     capacity, priority = require_group(capacity, priority, prompts)
     group = None
     try:
-        group = Group(core, capacity, namespace, priority, least_bytes)
+        group = Group(core, states, evictor, pager, capacity, namespace, priority, least_bytes)
         for prompt in prompts:
             group.admit(prompt)
     except BaseException:

@@ -108,7 +108,7 @@ class Passes:
                 spare_rows = 0 if is_prompt else room.coming(rows, longest)
                 # Twice: what they evaluate is in the tree as well once they are through, and nothing is to go for that.
                 wanted = 2 * room.bytes_of(len(rows) + spare_rows, size + GROWTH_COLUMNS, position) - held
-                if room.core.evictor.over_bytes(wanted):
+                if room.evictor.over_bytes(wanted):
                     spare_rows = 0
                 all_rows = len(rows) + spare_rows
                 spare = room.ask(lambda more: room.bytes_of(all_rows, size + more, position), GROWTH_COLUMNS, held)

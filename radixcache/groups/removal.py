@@ -52,8 +52,7 @@ class Removal:
             Batch.gathered([(row.batch, row.at)]).take_over()
         self._require_points()
         rotating = [None] * len(row.batch.leaves) if self._is_rewind else self._rotations(model)
-        core = self._room.core
-        with nullcontext() if row.node is None else core.states.guarded(row.node):
+        with nullcontext() if row.node is None else self._room.states.guarded(row.node):
             kept = [(low, high) for low, high in self._reads() if high <= begin]
             away = sum(high - low for low, high in kept)
             length = row.position - (end - begin) - away
@@ -146,7 +145,7 @@ class Removal:
 
     def _step_back(self) -> None:
         """The row stands on what of its path is whole in front of the gap."""
-        row, states = self._row, self._room.core.states
+        row, states = self._row, self._room.states
         node = before = row.node
         while node is not None and node.end > self._begin:
             node = None if node.parent is None or node.parent.is_root else node.parent
@@ -155,4 +154,4 @@ class Removal:
                 states.read(node, 1)
             row.node = node
             states.read(before, -1)
-            self._room.core.evictor.tidy(before)
+            self._room.evictor.tidy(before)

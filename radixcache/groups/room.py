@@ -9,7 +9,10 @@ from radixcache.errors import BudgetFullError, CacheFullError
 from radixcache.groups.batch import Batch
 from radixcache.groups.row import Row
 from radixcache.layers.layout import Layout
-from radixcache.paging.own_state import Booking
+from radixcache.ledger import Booking
+from radixcache.paging.evictor import Evictor
+from radixcache.paging.pager import Pager
+from radixcache.tree.state_tree import StateTree
 
 
 class Room:
@@ -20,11 +23,20 @@ class Room:
         booking: what the rows have on the account.
     """
 
-    def __init__(self, core: Core, layout: Layout, capacity: int) -> None:
-        self.core = core
+    def __init__(
+        self,
+        core: Core,
+        states: StateTree,
+        evictor: Evictor,
+        pager: Pager,
+        layout: Layout,
+        booking: Booking,
+        capacity: int,
+    ) -> None:
+        self.core, self.states, self.evictor, self.pager = core, states, evictor, pager
         self.layout = layout
         self.capacity = capacity
-        self.booking = Booking(core.states)
+        self.booking = booking
         #: The open rows, by id, in order of admission.
         self.rows: dict[int, Row] = {}
         #: The most tokens that a leaf's state depends on: a window's; 0: it does not grow; None: it is no point state.
@@ -84,11 +96,11 @@ class Room:
         nbytes = sum(self.bytes_of(1, tail + 1, position) for tail in tails)
         if shared:
             nbytes += self.bytes_of(1, shared, shared)
-        return self.core.evictor.could_fit(nbytes - self.booking.live_bytes)
+        return self.evictor.could_fit(nbytes - self.booking.live_bytes)
 
     def refusal_of(self, tokens: int) -> BudgetFullError | None:
         """Why a row of so many tokens would not fit the budget even alone; None: it would, as far as is known."""
-        needed_bytes, budget_bytes = self.bytes_of(1, tokens, tokens), self.core.ledger.budget_bytes
+        needed_bytes, budget_bytes = self.bytes_of(1, tokens, tokens), self.booking.budget_bytes
         return BudgetFullError(budget_bytes, 0, needed_bytes) if needed_bytes > budget_bytes else None
 
     def ask(self, nbytes: Callable[[int], int], spare: int, freed_bytes: int = 0) -> int:
@@ -100,7 +112,7 @@ class Room:
         Raises:
             BudgetFullError: there is no room; nothing but what may go has changed.
         """
-        evictor = self.core.evictor
+        evictor = self.evictor
         generous = nbytes(spare) - freed_bytes
         if not evictor.over_bytes(generous):
             self.booking.book_live(self.booking.live_bytes + max(0, generous))
@@ -111,7 +123,7 @@ class Room:
                 for row in self.rows.values():
                     row.own.clear()
             if not evictor.find_room(need):
-                raise BudgetFullError(self.core.ledger.budget_bytes, evictor.fixed_bytes(), need)
+                raise BudgetFullError(self.booking.budget_bytes, evictor.fixed_bytes(), need)
         self.booking.book_live(self.booking.live_bytes + max(0, need))
         return 0
 
@@ -128,7 +140,7 @@ class Room:
     def book(self) -> None:
         """Book what the rows hold now, keep the budget."""
         self.booking.book_live(self.nbytes)
-        self.core.evictor.make_room()
+        self.evictor.make_room()
 
     def measure(self) -> None:
         """Book what the rows have come to hold, if that is not what they held; takes the lock only then."""

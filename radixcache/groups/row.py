@@ -16,8 +16,7 @@ import mlx.core as mx
 from radixcache.adapters.contract import Spans
 from radixcache.errors import refuse_copy
 from radixcache.groups.batch import Batch
-from radixcache.paging.own_state import OwnState
-from radixcache.paging.resume import Request, ResumePlan, ShortReason
+from radixcache.paging.resume import OwnState, PrefixRequest, ResumePlan, ShortReason
 from radixcache.tokens import Keys, KnownTokens, TokenIds, common_length
 from radixcache.tree.entries import StateNode
 
@@ -36,7 +35,11 @@ class Row:
     """
 
     def __init__(
-        self, row_id: int, request: Request, vocab_size: int | None, close: WeakMethod[Callable[[Sequence[Row]], None]]
+        self,
+        row_id: int,
+        request: PrefixRequest,
+        vocab_size: int | None,
+        close: WeakMethod[Callable[[Sequence[Row]], None]],
     ) -> None:
         self.id = row_id
         self.request = request

@@ -25,11 +25,13 @@ from radixcache.observe.hints import variations
 from radixcache.observe.stats import CacheStats, Metric, SlotState, StatsSnapshot, metrics_of_cache, snapshot
 from radixcache.observe.tree_view import TreeView, collect
 from radixcache.observe.words import bytes_words
+from radixcache.paging.pins import Pins
 from radixcache.paging.resume import ShortReason
 from radixcache.tokens import Keys, TokenIds, token_text
 from radixcache.tree.entries import StateNode
 from radixcache.tree.history import History, Loss
 from radixcache.tree.radix_tree import Match
+from radixcache.tree.state_tree import StateTree
 
 #: Tokens shown in front of a divergence, and behind it on either side.
 BEFORE_TOKENS = 24
@@ -188,14 +190,12 @@ def explain(
     foresight: Foresight,
     history: History,
     cost: CostModel,
-    quarantined_from: int | None = None,
 ) -> Explanation:
     """Explain one prompt; changes nothing. `with_text` adds what needs a tokenizer.
 
     Args:
         tokens, keys: the prompt's ids, for showing, and what the tree goes by.
         foresight: of the same prompt and moment.
-        quarantined_from: the offset from which the prompt's path must not be stored; None: it may.
     """
     plan, length = foresight.plan, len(keys)
     checkpoint = None
@@ -203,14 +203,18 @@ def explain(
         checkpoint = history.evicted_checkpoint(keys, namespace, foresight.readable.resume, plan.matched)
     evicted = history.evicted_tokens(keys, namespace, plan.matched) if plan.matched < length else []
     stored = _stored_gaps(foresight, checkpoint, length)
-    missing = _missing_gaps(foresight.match, plan.matched, tokens, evicted, quarantined_from)
+    missing = _missing_gaps(foresight.match, plan.matched, tokens, evicted, foresight.quarantined_from)
     gaps = tuple(replace(gap, cost=cost.cost(gap.start, gap.end)) for gap in (*stored, *missing))
     hints = []
     for each in variations(keys, history.prompts(namespace)):
         start, end, behind = each.start, each.end, each.behind
         shown = _shown(tokens[start:end]), _shown(each.other)
         hints.append(Hint(start, end, each.values, each.requests, behind, cost.cost(end, end + behind), *shown))
-    return Explanation(length, plan.matched, plan.resume, gaps, tuple(hints), cost.unit, foresight.windows)
+    found = Explanation(length, plan.matched, plan.resume, gaps, tuple(hints), cost.unit, foresight.windows)
+    store = foresight.in_store
+    if store is None:
+        return found
+    return replace(found, disk_tokens=store.tokens, read_tokens=store.read_tokens, tiers=store.tiers)
 
 
 def with_text(explanation: Explanation, tokenizer: Any) -> Explanation:
@@ -342,99 +346,61 @@ class About(NamedTuple):
     tokenizer: Any
 
 
-def in_a_line(core: Core | None, about: About) -> str:
-    """A cache in a few words; None: it is closed."""
-    if core is None:
-        return "closed"
-    ledger, slots = core.ledger, core.slots.paths
-    taken = sum(path.is_open for path in slots)
-    held = f"{bytes_words(core.account.total_bytes)} of {bytes_words(ledger.budget_bytes)}"
-    return f"{about.policy}: {core.states.tree.node_count} nodes, {held}, {taken} of {len(slots)} live slots taken"
-
-
-def stats_of(core: Core, about: About) -> CacheStats:
-    """What a cache has done and holds now; the lock is held."""
-    account, states, tally, verifier, tier = core.account, core.states, core.tally, core.verifier, core.tier
-    return CacheStats(
-        requests=tally.requests,
-        hit_tokens=tally.hit_tokens,
-        miss_tokens=tally.miss_tokens,
-        off_grid_tokens=tally.off_grid_tokens,
-        short_reasons=dict(tally.short_reasons),
-        evictions=core.evictor.evictions,
-        evicted_bytes=core.evictor.evicted_bytes,
-        copied_bytes=states.copied_bytes,
-        paged_in_bytes=states.paged_in_bytes,
-        paged_out_bytes=states.paged_out_bytes,
-        brought_tokens=0 if tier is None else tier.bringing.brought_tokens,
-        kept_blocks=0 if tier is None else tier.kept_blocks,
-        brought_bytes={} if tier is None else dict(tier.bringing.read_bytes),
-        store_decisions={} if tier is None else dict(tier.decisions),
-        live_bytes=account.live_bytes,
-        paged_bytes=account.paged_bytes,
-        checkpoint_bytes=account.checkpoint_bytes,
-        window_bytes=states.windows.nbytes,
-        duplicate_bytes=states.duplicate_bytes,
-        spare_bytes=core.slots.spare_nbytes(),
-        pinned_bytes=core.pins.nbytes,
-        nodes=states.tree.node_count,
-        tokens=states.tree.key_count,
-        budget_bytes=core.ledger.budget_bytes,
-        budget_source=about.budget_source,
-        peak_bytes=core.ledger.peak_bytes,
-        verified_requests=verifier.verified,
-        verify_skipped=verifier.skipped,
-        verify_mismatches=verifier.mismatch_count,
-        verify_largest_error=verifier.largest_error,
-        verify_bytes=account.second_bytes,
-        quarantined=len(core.quarantine),
-        event_failures=core.events.failures,
-        dropped_events=core.events.dropped,
-    )
+def in_a_line(core: Core, states: StateTree, about: About) -> str:
+    """A cache in a few words; takes no lock."""
+    ledger, slots = states.account.ledger, core.slots()
+    taken = sum(is_open for is_open, _, _ in slots)
+    held = f"{bytes_words(states.account.total_bytes)} of {bytes_words(ledger.budget_bytes)}"
+    return f"{about.policy}: {states.tree.node_count} nodes, {held}, {taken} of {len(slots)} live slots taken"
 
 
 def view_of(
-    core: Core, namespace: str | None, about: About, tokenizer: Any = None, meanwhile: Callable[[], object] = dict
+    states: StateTree,
+    pins: Pins,
+    slot_count: int,
+    namespace: str | None,
+    about: About,
+    tokenizer: Any = None,
+    meanwhile: Callable[[], object] = dict,
 ) -> TreeView:
     """A description of the tree; None: of all namespaces. `meanwhile` is called under the lock too."""
-    budget_bytes = core.ledger.budget_bytes
-    told = [("policy", about.policy), ("budget", bytes_words(budget_bytes) if budget_bytes < 1 << 60 else "no limit")]
+    ledger, layout = states.account.ledger, states.layout
+    budget = bytes_words(ledger.budget_bytes) if ledger.budget_bytes < 1 << 60 else "no limit"
     return collect(
-        core.lock,
-        lambda: core.states.tree.roots(namespace),
-        token_bytes=core.layout.token_bytes,
-        windows_of=lambda spans: core.layout.stored(spans, max(core.layout.windows)),
-        pin_names=core.pins.names_at,
+        ledger.lock,
+        lambda: states.tree.roots(namespace),
+        token_bytes=layout.token_bytes,
+        windows_of=lambda spans: layout.stored(spans, max(layout.windows)),
+        pin_names=pins.names_at,
         tokenizer=tokenizer or about.tokenizer,
-        about=told if namespace is None else [],
-        slot_count=len(core.slots.paths),
+        about=[("policy", about.policy), ("budget", budget)] if namespace is None else [],
+        slot_count=slot_count,
         meanwhile=meanwhile,
     )
 
 
-def snapshot_of(core: Core, namespace: str | None, about: About) -> StatsSnapshot:
-    """All metrics; of one namespace only what its nodes and pins come to."""
+def snapshot_of(core: Core, states: StateTree, pins: Pins, namespace: str | None, about: About) -> StatsSnapshot:
+    """All metrics; of one namespace only the counts of its nodes and pins."""
     of_cache: list[Metric] = []
     counts: list[int] = []
 
     def meanwhile() -> None:
-        counts.extend((core.pins.count(namespace), core.pins.count(namespace, named=True)))
+        counts.extend((pins.count(namespace), pins.count(namespace, named=True)))
         if namespace is None:
-            slots = [SlotState(path.is_open, path.offset, path.booking.live_bytes) for path in core.slots.paths]
-            stats, namespaces = stats_of(core, about), len(core.states.tree.roots())
-            of_cache.extend(metrics_of_cache(stats, slots, about.policy, core.ledger.total_bytes, namespaces))
+            stats = CacheStats(budget_source=about.budget_source, **core.counters())
+            slots = [SlotState(*slot) for slot in core.slots()]
+            total_bytes, namespaces = states.account.ledger.total_bytes, len(states.tree.roots())
+            of_cache.extend(metrics_of_cache(stats, slots, about.policy, total_bytes, namespaces))
 
-    view = view_of(core, namespace, about._replace(tokenizer=None), meanwhile=meanwhile)
+    count = core.settings.live_slots
+    view = view_of(states, pins, count, namespace, about._replace(tokenizer=None), meanwhile=meanwhile)
     return snapshot(of_cache, view, *counts)
 
 
-def explanation_of(core: Core, prompt: TokenIds, keys: Keys, namespace: str, about: About) -> Explanation:
+def explanation_of(
+    core: Core, states: StateTree, prompt: TokenIds, keys: Keys, namespace: str, about: About
+) -> Explanation:
     """What a request for a prompt would find, and why not more."""
     with core.lock:
-        quarantined_from = core.quarantine.offset(keys, namespace)
-        seen = core.foresee(keys[:quarantined_from], len(prompt) - 1, namespace)
-        found = explain(prompt, keys, namespace, seen, core.events.history, core.states.cost, quarantined_from)
-        if core.tier is not None:
-            stored = core.tier.foresee(keys[:quarantined_from][: len(prompt) - 1], namespace)
-            found = replace(found, disk_tokens=stored.tokens, read_tokens=stored.read_tokens, tiers=stored.tiers)
+        found = explain(prompt, keys, namespace, core.foresee(keys, namespace), states.events.history, states.cost)
     return with_text(found, about.tokenizer)

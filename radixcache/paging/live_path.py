@@ -38,7 +38,7 @@ from typing import Any, Protocol
 from radixcache.adapters.contract import Checkpoint, Spans
 from radixcache.errors import CacheBusyError
 from radixcache.layers.layout import NATIVE_ERRORS, Layout
-from radixcache.paging.own_state import Booking
+from radixcache.ledger import Booking
 from radixcache.paging.pins import Pins
 from radixcache.tokens import TokenIds
 from radixcache.tree.entries import StateNode
@@ -81,7 +81,7 @@ class LivePath:
         self.slot = slot
         self.caches: list[Any] = layout.fresh()
         self.tip: StateNode | None = None
-        self.booking = Booking(states)
+        self.booking = Booking(states.account)
         self.is_open = False
         self.guarded: StateNode | None = None
         self.right_tokens: int | None = None

@@ -17,8 +17,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from radixcache.adapters.contract import Checkpoint
-from radixcache.layers.layout import Layout
-from radixcache.tokens import Keys
+from radixcache.settings import Settings
+from radixcache.tokens import Keys, Quarantine
 from radixcache.tree.entries import StateNode
 from radixcache.tree.state_tree import StateTree, Use
 
@@ -67,10 +67,12 @@ class PinnedPath:
 class Pins:
     """The pinned sequences of one cache."""
 
-    def __init__(self, layout: Layout, states: StateTree, budget_bytes: int) -> None:
-        self._layout = layout
+    def __init__(self, settings: Settings, states: StateTree, quarantine: Quarantine) -> None:
+        self._settings = settings
+        self._layout = states.layout
         self._states = states
-        self._budget_bytes = budget_bytes
+        self._quarantine = quarantine
+        self.budget_bytes = states.account.ledger.budget_bytes
         self._pinned: dict[Pinned, PinnedPath] = {}
         self._named: dict[tuple[str, str], tuple[Pinned, Pin]] = {}
         self._requests = 0
@@ -105,14 +107,45 @@ class Pins:
             found.setdefault(id(self._pinned[sequence].nodes[0]), []).append(name)
         return found
 
-    def add(self, keys: Keys, namespace: str, name: str | None, ttl_requests: int | None, asked_keys: Keys) -> None:
-        """Pin a stored sequence, once more if it is pinned already; a name that is taken changes over to it.
+    def add(self, keys: Keys, namespace: str, name: str | None, ttl_requests: int | None) -> None:
+        """Pin a stored sequence, once more if it is pinned already; a name that is taken moves to it.
 
-        `asked_keys` is what the pin was asked for, of which `keys` is kept.
+        In exact mode its whole chunks are pinned: the last one of exactly these tokens only if it is stored.
 
         Raises:
-            ValueError: it is not stored whole, or the pins would not fit the budget. Nothing was changed.
+            ValueError: it is not stored whole or is quarantined, or the pins would not fit the budget. Nothing was
+                changed.
         """
+        pinned = self.whole_chunks(keys)
+        if self._settings.exact and self._states.match(pinned, namespace).offset < len(pinned):
+            # A prefill of exactly these tokens stores only the chunks in front of the last one.
+            pinned = self.whole_chunks(keys, len(keys) - 1)
+        self.require_allowed(pinned, namespace)
+        self._pin(pinned, namespace, name, ttl_requests, keys)
+
+    def stored_tokens(self, keys: Keys, namespace: str) -> int:
+        """How many of these keys the tree has."""
+        return self._states.match(keys, namespace).offset
+
+    def whole_chunks(self, keys: Keys, length: int | None = None) -> Keys:
+        """The first `length` keys (None: all); in exact mode only their whole chunks."""
+        end = len(keys) if length is None else length
+        end -= end % self._settings.grid_tokens
+        if end == 0:
+            raise ValueError(f"{len(keys)} tokens: no whole chunk of {self._settings.step_size} to keep.")
+        return keys[:end]
+
+    def require_allowed(self, keys: Keys, namespace: str) -> None:
+        """Raise ValueError if some of these keys are quarantined."""
+        start = self._quarantine.limit(keys, namespace)
+        if start < len(keys):
+            stored = self._states.match(keys, namespace).offset
+            raise ValueError(
+                f"only {stored} of {len(keys)} tokens are stored; from offset {start} on they are quarantined: what "
+                "was stored there was found wrong. clear_quarantine() lets it be stored again."
+            )
+
+    def _pin(self, keys: Keys, namespace: str, name: str | None, ttl_requests: int | None, asked_keys: Keys) -> None:
         match = self._states.match(keys, namespace)
         if match.offset < len(keys):
             raise ValueError(f"only {match.offset} of {len(keys)} tokens are stored; prefill them before pinning.")
@@ -256,10 +289,10 @@ class Pins:
         wanted += (len(keys) - match.offset) * self._layout.token_bytes + checkpoint_bytes
         account = self._states.account
         elsewhere = account.ledger.pinned_bytes - account.pinned_bytes
-        if wanted + elsewhere > self._budget_bytes:
+        if wanted + elsewhere > self.budget_bytes:
             others = f", {elsewhere} of them for caches that share the budget" if elsewhere else ""
             raise ValueError(
-                f"pins would keep {wanted + elsewhere} bytes{others}; the budget is {self._budget_bytes} bytes."
+                f"pins would keep {wanted + elsewhere} bytes{others}; the budget is {self.budget_bytes} bytes."
             )
 
     def _end(self, sequence: Pinned, pin: Pin) -> None:

@@ -8,7 +8,9 @@ With span layers alone that is the match itself. Others need their state at exac
 
 In exact mode only multiples of `grid_tokens` count, for span layers too.
 
-Request: what was asked for, checked and never changed again.
+PrefixRequest: what was asked for, checked and never changed again.
+
+OwnState: checkpoints and windows that one request has taken on its way, and the tree does not have yet.
 
 checkpoint_stops: where a prefill is cut to keep point state.
 
@@ -40,16 +42,17 @@ the same to the bit whatever tokens follow it in its chunk.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, union
+from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, missing, tokens_in, union
 from radixcache.layers.layout import Layout
+from radixcache.ledger import Booking
 from radixcache.paging.live_path import LivePath
 from radixcache.settings import Settings
 from radixcache.tokens import Keys, TokenIds
-from radixcache.tree.entries import NodeState, StateNode
+from radixcache.tree.entries import NodeState, StateNode, is_dear
 from radixcache.tree.radix_tree import Match, Node, RadixTree
 from radixcache.tree.state_tree import Use
 
@@ -203,7 +206,7 @@ def _common_offset(windows: Sequence[Sequence[Range]], limit: int, grid: int) ->
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class PrefixRequest:
     """A prompt and what goes with it.
 
     Attributes:
@@ -333,3 +336,124 @@ def _place(node: StateNode) -> str:
     """
     entry_id = -1 if node.is_root else node.payload.entry.entry_id
     return f"{entry_id} {node.end} {node.namespace}"
+
+
+class OwnState:
+    """Checkpoints, and tokens of windows, in order of their offsets; booked as long as they are here.
+
+    Attributes:
+        start: where it begins: what is in front of it the tree has.
+        prompt_tokens: where the request's prompt ends.
+        pending: from which token on too few have come by to be kept; None: none are waiting.
+    """
+
+    def __init__(self, layout: Layout, booking: Booking) -> None:
+        self._layout = layout
+        self._booking = booking
+        self._booked_bytes = 0
+        # Whether there may be tokens that no checkpoint needs.
+        self._has_spare = False
+        self.start = self.prompt_tokens = 0
+        self.checkpoints: list[Checkpoint] = []
+        self.windows: list[Spans] = []
+        self.pending: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(each.nbytes for each in self.checkpoints) + sum(each.nbytes for each in self.windows)
+
+    def bytes_at(self, offset: int) -> int:
+        """Bytes that the checkpoint at an offset keeps, if there is one here."""
+        windows = self._layout.windows
+        needed = sum(tokens_in(window.needs(offset)) * self._layout.window_bytes(window) for window in windows)
+        return sum(each.nbytes + needed for each in self.checkpoints if each.offset == offset)
+
+    def add_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint was taken."""
+        self.checkpoints.append(checkpoint)
+        self._book()
+
+    def add_windows(self, spans: Spans, *, is_spare: bool = False) -> None:
+        """Tokens were copied out of windows, of which none are here; `is_spare`: no checkpoint may need them."""
+        if spans.nbytes:
+            self.windows.append(spans)
+            self._has_spare |= is_spare
+            self._book()
+
+    def drop(self, gone: Callable[[Checkpoint], bool]) -> None:
+        """Give up some of the checkpoints; what of windows only they needed stays as long as there is room."""
+        self.checkpoints = [each for each in self.checkpoints if not gone(each)]
+        self._has_spare = bool(self.windows)
+        self._book()
+
+    def cut(self, start: int, end: int) -> None:
+        """Give up the tokens that are not in [start, end), and the checkpoints behind `end`."""
+        self.pending = None
+        self._keep({window: [(start, end)] for window in self._layout.windows})
+        self.drop(lambda each: each.offset > end)
+
+    def give_up(self, *, only_dear: bool = False) -> bool:
+        """Give up what is missed least: tokens that no checkpoint needs, then an interval checkpoint; False: none.
+
+        Args:
+            only_dear: no checkpoint that is worth its bytes.
+        """
+        if not self._has_spare:
+            gap, victim = _least_covering(self.start, self.checkpoints, self._last_to_fit())
+            if victim is None:
+                return False
+            if only_dear and not is_dear(gap * self._layout.token_bytes, self.bytes_at(victim.offset)):
+                return False
+            self.drop(lambda each: each is victim)
+        self.trim()
+        return True
+
+    def trim(self) -> None:
+        """Give up the tokens that no checkpoint needs."""
+        self._has_spare = False
+        self._keep(
+            {
+                window: union(sorted(needed for each in self.checkpoints for needed in window.needs(each.offset)))
+                for window in self._layout.windows
+            }
+        )
+
+    def clear(self) -> None:
+        """Nothing is kept any more."""
+        self.checkpoints, self.windows, self.pending = [], [], None
+        self._book()
+
+    def _last_to_fit(self) -> Checkpoint | None:
+        """Where a path is to be cut that the budget has no room for: the last checkpoint up to which it has room."""
+
+        def fits(offset: int, checkpoint: Checkpoint) -> bool:
+            point_bytes = self.bytes_at(checkpoint.offset)
+            return offset * self._layout.token_bytes + 2 * point_bytes <= self._booking.budget_bytes  # it is live, too
+
+        if not self.checkpoints or fits(self.prompt_tokens, self.checkpoints[-1]):
+            return None
+        return next((each for each in reversed(self.checkpoints) if fits(each.offset, each)), None)
+
+    def _keep(self, kept: Mapping[Window, Sequence[Range]]) -> None:
+        for index, spans in enumerate(self.windows):
+            if any(missing(self._layout.stored(spans, window), its) for window, its in kept.items()):
+                self.windows[index] = self._layout.within(spans, kept)[0]
+        self.windows = [each for each in self.windows if each.nbytes]
+        self._book()
+
+    def _book(self) -> None:
+        nbytes = self.nbytes
+        self._booking.book_checkpoint(nbytes - self._booked_bytes)
+        self._booked_bytes = nbytes
+
+
+def _least_covering(
+    start: int, checkpoints: list[Checkpoint], spared: Checkpoint | None
+) -> tuple[int, Checkpoint | None]:
+    """The interval checkpoint whose neighbours are closest together, and how close; never the newest or `spared`."""
+    offsets = [start, *(c.offset for c in checkpoints)]
+    given = ((i, c) for i, c in enumerate(checkpoints[:-1]) if c.kind == "interval" and c is not spared)
+    gaps = [(offsets[i + 2] - offsets[i], i) for i, _ in given]
+    gap, index = min(gaps, default=(0, -1))
+    return gap, checkpoints[index] if gaps else None

@@ -55,9 +55,9 @@ from radixcache.layers.layout import Layout
 from radixcache.layers.stored import Buffers
 from radixcache.paging.evictor import Evictor
 from radixcache.paging.live_path import Slots
+from radixcache.paging.pager import Pager
 from radixcache.paging.rates import StoreRates
-from radixcache.paging.recorder import Recorder
-from radixcache.paging.resume import Request, deepest_whole, floor, plan_resume
+from radixcache.paging.resume import PrefixRequest, deepest_whole, floor, plan_resume
 from radixcache.stores.block import Block, Head, Identity, Kind, root_key
 from radixcache.stores.index import Index, Link, chain_end
 from radixcache.stores.store import Store, moments
@@ -114,10 +114,10 @@ class Bringing:
     """
 
     def __init__(
-        self, disk: Disk, layout: Layout, states: StateTree, evictor: Evictor, recorder: Recorder, rates: StoreRates
+        self, disk: Disk, layout: Layout, states: StateTree, evictor: Evictor, pager: Pager, rates: StoreRates
     ) -> None:
         self._disk, self._layout, self._states = disk, layout, states
-        self._evictor, self._recorder, self._rates = evictor, recorder, rates
+        self._evictor, self._pager, self._rates = evictor, pager, rates
         self._grid = states.grid_tokens
         self.brought_tokens = 0
         self.read_bytes: Counter[str] = Counter()
@@ -259,7 +259,7 @@ class Bringing:
             return "windows are not whole"
         checkpoints = [layout.checkpoint_of(leaves, end, "end")] if layout.has_points else []
         spans = self._joined(rows, held, end) if end > held else None
-        self._recorder.put(keys[:end], namespace, spans, None, use, windows, checkpoints)
+        self._pager.put(keys[:end], namespace, spans, None, use, windows, checkpoints)
         self.brought_tokens += end - resume
         return "brought"
 
@@ -442,26 +442,28 @@ class Tier:
     """
 
     def __init__(
-        self, disk: Disk, layout: Layout, states: StateTree, evictor: Evictor, slots: Slots, recorder: Recorder
+        self, disk: Disk, layout: Layout, states: StateTree, evictor: Evictor, slots: Slots, pager: Pager
     ) -> None:
         self.store = disk.store
         self.rates = StoreRates(states.cost, disk.clock)
         self.decisions: Counter[str] = Counter()
-        self.bringing = Bringing(disk, layout, states, evictor, recorder, self.rates)
+        self.bringing = Bringing(disk, layout, states, evictor, pager, self.rates)
         self._keeping = {
             moment: Keeping(disk._replace(store=store), layout, states, slots)
             for moment, store in moments(disk.store).items()
         }
         self._states = states
-        if "eviction" in self._keeping:
-            states.on_loss = self.lost
 
-    @property
-    def kept_blocks(self) -> int:
-        """Blocks and checkpoints that were given to the stores, to several at the same moment once."""
-        return sum(each.kept_blocks for each in self._keeping.values())
+    def counters(self) -> dict[str, Any]:
+        """What was read and written, and why not more, by the names of CacheStats."""
+        return {
+            "brought_tokens": self.bringing.brought_tokens,
+            "brought_bytes": dict(self.bringing.read_bytes),
+            "kept_blocks": sum(each.kept_blocks for each in self._keeping.values()),
+            "store_decisions": dict(self.decisions),
+        }
 
-    def bring(self, keys: Keys, namespace: str, use: Use) -> bool:
+    def read(self, keys: Keys, namespace: str, use: Use) -> bool:
         """Put into the tree what the store has of a prompt beyond memory, if that is worth it and there is room."""
         for _ in range(ATTEMPTS):
             decision = self._safely(lambda: self.bringing.bring(keys, namespace, use))
@@ -475,7 +477,7 @@ class Tier:
         """What `bring` would do."""
         return self._safely(lambda: self.bringing.foresee(keys, namespace)) or Foreseen()
 
-    def closed(self, keys: Keys, request: Request, used: int) -> None:
+    def write(self, keys: Keys, request: PrefixRequest, used: int) -> None:
         """A request is over, and left these in the tree; the first `used` of them it had found there."""
         mark = min(request.marks, default=0)
         for moment, keeping in self._keeping.items():
@@ -484,15 +486,15 @@ class Tier:
                 match = self._states.match(keys[:end], request.namespace)
                 self._safely(lambda its=keeping, at=match: its.keep(at.node, at.offset, mark))  # type: ignore[misc]
 
-    def lost(self, node: StateNode) -> None:
+    def lose(self, node: StateNode) -> None:
         """A node is about to lose state."""
         self._safely(lambda: self._keeping["eviction"].keep(node, node.end))
 
-    def distrust(self, keys: Keys, start: int, namespace: str) -> None:
+    def remove(self, keys: Keys, start: int, namespace: str) -> None:
         """State of these keys was found wrong from offset `start` on."""
         self._safely(lambda: self.bringing.remove(keys, start, namespace))
 
-    def keep_all(self) -> None:
+    def write_all(self) -> None:
         """Keep what a cache that writes at eviction holds as it is closed, what was used last first; waits for room."""
         keeping = self._keeping.get("eviction")
         if keeping is not None:

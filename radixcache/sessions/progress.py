@@ -30,8 +30,7 @@ import mlx.core as mx
 from radixcache.core import Core
 from radixcache.layers.layout import Layout, is_evaluation_failure
 from radixcache.paging.live_path import LivePath
-from radixcache.paging.own_state import OwnState
-from radixcache.paging.resume import Request, floor
+from radixcache.paging.resume import OwnState, PrefixRequest, floor
 from radixcache.tokens import TokenIds
 
 
@@ -84,7 +83,7 @@ class Progress:
         raised: what a forward pass raised last, and was dealt with.
     """
 
-    def __init__(self, core: Core, live: LivePath, request: Request, offset: int) -> None:
+    def __init__(self, core: Core, live: LivePath, request: PrefixRequest, offset: int) -> None:
         self._core = core
         self._layout = core.layout
         self._live = live
@@ -214,13 +213,13 @@ class Progress:
         self._layout.evaluate(self.caches)
         with self._core.lock:
             self._layout.learn(self.caches)
-            self._core.keep_windows(self.own, self.caches, start, self.position, is_last=is_last)
+            self._core.copy_windows(self.own, self.caches, start, self.position, is_last=is_last)
 
     def _forward(self, model: Any, array: mx.array, count: int, held: list[Any]) -> mx.array:
         if self._span_capacity and self.position + count >= self._span_capacity:
             with self._core.lock:
                 # Room for these tokens and then some; copies the buffers once, without waiting for it.
-                self._core.pager.grow(self._live, self.position + count)
+                self._core.grow(self._live, self.position + count)
                 self._span_capacity = self._layout.span_capacity(self.caches)
         try:
             logits: mx.array = model(array, cache=self.caches)
@@ -240,7 +239,7 @@ class Progress:
     def _measure(self, wait: bool) -> None:
         """Book the bytes of the live buffers, which may have changed, and keep the budget; `wait`: may evaluate."""
         with self._core.lock:
-            self._core.measured(self._live, self.caches, self._request, self.own, wait)
+            self._core.after_forward(self._live, self.caches, self._request, self.own, wait)
         self._span_capacity = self._layout.span_capacity(self.caches)
         self._recheck_at = self._layout.capacity(self.caches)
         self._blind.note(self.caches)

@@ -26,8 +26,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -36,15 +35,14 @@ import mlx.core as mx
 import numpy as np
 
 from radixcache.adapters.contract import Checkpoint
-from radixcache.core import Core, expel
+from radixcache.core import Core
 from radixcache.errors import SessionClosedError, refuse_copy
 from radixcache.layers.layout import is_evaluation_failure
-from radixcache.layers.sizes import SizedLayout
 from radixcache.paging.live_path import LivePath
-from radixcache.paging.own_state import OwnState
-from radixcache.paging.resume import Request, ResumePlan, ShortReason, checkpoint_stops, stops_on_grid
+from radixcache.paging.pins import Pins
+from radixcache.paging.resume import OwnState, PrefixRequest, ResumePlan, ShortReason, checkpoint_stops, stops_on_grid
 from radixcache.sessions.progress import Progress
-from radixcache.settings import require_count
+from radixcache.settings import require_count, require_pin
 from radixcache.tokens import Keys, KnownTokens, TokenIds, token_ids
 from radixcache.tree.state_tree import Use
 from radixcache.verify import Check, Finding, Mismatch
@@ -66,7 +64,9 @@ class Session:
         thread: the thread that began or last used the session; sessions of other threads do not read its buffers.
     """
 
-    def __init__(self, core: Core, live: LivePath, plan: ResumePlan, request: Request) -> None:
+    def __init__(
+        self, core: Core, live: LivePath, plan: ResumePlan, request: PrefixRequest, check: Check | None
+    ) -> None:
         self.cached_tokens = plan.resume
         self.matched_tokens = plan.matched
         self.reason: ShortReason | None = plan.reason
@@ -83,7 +83,7 @@ class Session:
         self._request = request
         self._known = KnownTokens(request.prompt, request.keys, core.settings.vocab_size)
         self._progress = Progress(core, live, request, plan.resume)
-        self._check: Check | None = None
+        self._check = check
         self._broke_off = False
         self._step_size = core.settings.step_size
         #: Prompt tokens that a session which started over had evaluated before.
@@ -234,22 +234,17 @@ class Session:
             try:
                 keys = self._settled_keys()
                 if keys is None:
-                    core.slots.lose(live)
+                    core.lose(live)
                 else:
                     end, evaluated = progress.settle(len(keys), self._broke_off)
                     core.commit(live, self._request, keys[:evaluated], end, progress.own)
                     left = keys[:end]
             except BaseException:
-                core.slots.lose(live)
+                core.lose(live)
                 raise
             finally:
-                core.release(live)
-                # Only now whoever closes it may read the buffers: another thread, or the garbage collector.
-                core.keep(left, self._request, self.cached_tokens)
-                core.states.coalesce_all(live.nodes())
-                live.measure()
-                core.keep_budget()
-                core.write_trace(self._request, self.known_tokens - len(self.prompt))
+                output_tokens = self.known_tokens - len(self.prompt)
+                core.end_session(live, self._request, left, self.cached_tokens, output_tokens)
                 # Whoever keeps the closed session must not keep the state with it.
                 progress.own = OwnState(core.layout, live.booking)
                 progress.forget()
@@ -264,10 +259,6 @@ class Session:
     def checkpoint_bytes(self, offset: int) -> int:
         """Bytes that the checkpoint taken at an offset keeps; 0: there is none."""
         return self._progress.own.bytes_at(offset)
-
-    def verify_with(self, check: Check) -> None:
-        """Have this session verified before its first forward pass."""
-        self._check = check
 
     # Private
 
@@ -287,7 +278,7 @@ class Session:
                 self.is_lost = True
         if self.is_lost:
             return None
-        return self._core.allowed(self._known.keys(), self.namespace)[: self._live.right_tokens]
+        return self._core.unquarantined(self._known.keys(), self.namespace)[: self._live.right_tokens]
 
     def _require_open(self) -> None:
         self.thread = threading.current_thread()
@@ -303,13 +294,13 @@ class Session:
     def _evaluate_prompt(self, model: Any, last: int, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Evaluate the prompt up to offset `last` in chunks, with checkpoints on the way."""
         progress, step_size = self._progress, self._step_size
-        stops, tier = self._checkpoint_stops(last), self._core.tier
+        stops = self._checkpoint_stops(last)
         if on_progress is not None:
             on_progress(min(progress.position, last), len(self.prompt))
         while progress.position < last:
             start = progress.position
             end = min(last, (start // step_size + 1) * step_size, *(stop for stop in stops if stop > start))
-            with nullcontext() if tier is None else tier.rates.timing_prefill(start, end):
+            with self._core.timing_prefill(start, end):
                 progress.prefill(model, self.prompt[start:end], step_size)
             if end in stops:
                 progress.take_checkpoint(stops[end])
@@ -372,11 +363,12 @@ class Session:
         Args:
             position: where the next tokens given to step() belong; what is before them is evaluated first.
         """
-        core, live = self._core, self._live
+        core, live, check = self._core, self._live, self._check
+        assert check is not None
         with core.lock:
             self._progress.own.clear()
             wrong = self._request.keys[: found.length]
-            start = expel(core, live, wrong, found.start, self.namespace, is_branch=found.is_branch)
+            start = core.expel(live, wrong, found.start, self.namespace, is_branch=found.is_branch)
             mismatch = replace(found.mismatch, namespace=self.namespace, tick=self.use.tick, quarantined_from=start)
             self.mismatch = mismatch
             self.cached_tokens = self.matched_tokens = 0
@@ -384,54 +376,14 @@ class Session:
             self.remaining = self.prompt.copy()
             self._owed = position
             self._progress.stand_at(0)
-            core.verifier.record(mismatch)
-        core.verifier.warn(mismatch)
+            check.verifier.record(mismatch)
+        check.verifier.warn(mismatch)
 
     def _catch_up(self, model: Any) -> None:
         """Evaluate what a session that started over had evaluated before."""
         if self._owed:
             self._evaluate_prompt(model, self._owed)
             self._owed = 0
-
-
-def fetch(core: Core, request: Request) -> tuple[list[Any], TokenIds]:
-    """Restore the longest usable prefix into fresh caches; returns them and the ids left. The lock is held."""
-    core.bring(request)
-    found = core.lookup(request.keys, request.namespace, request.limit)
-    plan, node = found.plan, found.match.node
-    nodes = [each for each in plan.path if each.start < plan.resume]
-    stored = core.states.windows.stored(nodes)
-    with core.states.guarded(node):
-        caches = core.pager.allocating(lambda: core.pager.restored(nodes, plan, stored))
-    core.states.touch(nodes, plan.source, request.use)
-    core.evictor.tidy(node)
-    core.counted(request, plan, "fetch")
-    core.keep(request.keys[: plan.resume], request, plan.resume)
-    core.tidy_unpinned()
-    core.write_trace(request)
-    return caches, request.prompt[plan.resume :].copy()
-
-
-def insert(core: Core, request: Request, caches: Sequence[Any]) -> int:
-    """Store what the tree lacks of foreign caches; returns how many tokens it has then. The lock is held.
-
-    Raises:
-        SnapshotError, ValueError: the caches do not fit, or the cache is exact; nothing was changed.
-    """
-    if core.settings.exact:
-        raise ValueError(
-            "insert() into an exact cache: nobody knows whether these caches were prefilled in whole chunks of "
-            f"{core.settings.step_size} tokens from offset 0. Use begin() and session.prefill(), or exact=False."
-        )
-    allowed = core.allowed(request.keys, request.namespace)
-    if len(allowed) < len(request.keys) and core.layout.has_points:
-        core.layout.compare(caches)  # point state cannot be cut back to where the quarantine begins
-        end = len(allowed)
-    else:
-        end = core.recorder.record_foreign(caches, allowed, request.namespace, request.use)
-    core.keep(request.keys[:end], request, 0)
-    core.keep_budget()
-    return core.states.match(request.keys[:end], request.namespace).offset
 
 
 def both_models(model: Any, draft_model: Any, cache_count: int) -> Callable[..., Any]:
@@ -454,11 +406,18 @@ def both_models(model: Any, draft_model: Any, cache_count: int) -> Callable[...,
     return both
 
 
-def open_session(core: Core, request_of: Callable[[Use], Request], namespace: str, use: Sequence[Any]) -> Session:
-    """Restore the longest usable prefix into the live caches, and open a session on them.
+def open_session(
+    core: Core,
+    prompt: TokenIds,
+    keys: Keys,
+    namespace: str,
+    marks: tuple[int, ...],
+    reserve: int,
+    use: tuple[int, int | None, str],
+) -> Session:
+    """Restore the longest usable prefix into live caches, and open a session on them.
 
     Args:
-        request_of: makes the request, once it is known when it comes.
         use: priority, turn and kind.
 
     Raises:
@@ -467,9 +426,12 @@ def open_session(core: Core, request_of: Callable[[Use], Request], namespace: st
     session = None
     try:
         with core.lock:
-            core.take_back()
-            core.slots.require_free(namespace)
-            session = _opened(core, request_of(core.next_use(*use)))
+            core.require_slot(namespace)
+            request = PrefixRequest(prompt, keys, namespace, core.next_use(*use), marks, reserve)
+            live, plan = core.open(request)
+            session = Session(core, live, plan, request, core.draw_check(request, live, plan))
+            live.seat(session)
+            core.make_room()
     except BaseException:
         if session is not None:
             session.close()
@@ -477,30 +439,63 @@ def open_session(core: Core, request_of: Callable[[Use], Request], namespace: st
     return session
 
 
-def _opened(core: Core, request: Request) -> Session:
-    use, length = request.use, len(request.prompt)
-    moving = core.bring(request)
-    found = core.lookup(request.keys, request.namespace, request.limit, core.slots.choose)
-    live, plan = found.live, found.plan
-    assert live is not None, found
-    live.open(found.match.node, use.tick)
-    try:
-        core.pager.keep_point_state(live, use)
-        with moving:
-            core.pager.move(live, plan, length + request.reserve, length)
-        # Where the session comes back to, and others may branch off as it does.
-        core.pager.keep_point_state(live, use, "branch")
-    except BaseException:
-        core.slots.lose(live)
-        core.release(live)
-        raise
-    guarded = [] if live.guarded is None else live.guarded.path()
-    core.states.touch(guarded, live.tip if plan.source is None else plan.source, use)
-    core.counted(request, plan, "begin")
-    session = Session(core, live, plan, request)
-    if core.verifier.is_drawn(plan.resume) and not isinstance(core.layout, SizedLayout):
-        session.verify_with(Check(core.verifier, core.layout, request.prompt, live.caches, plan.resume))
-    live.seat(session)
-    core.tidy_unpinned()
-    core.evictor.make_room()
-    return session
+def warm(
+    core: Core,
+    pins: Pins,
+    begin: Callable[..., Session],
+    prompt: TokenIds,
+    keys: Keys,
+    namespace: str,
+    name: str | None,
+    ttl_requests: int | None,
+    model: Any,
+    draft_model: Any,
+    step_size: int | None,
+    on_progress: Callable[[int, int], None] | None,
+) -> int:
+    """Prefill what is missing of a prefix, and pin it if it has a name or a time; returns the tokens evaluated.
+
+    Args:
+        begin: opens a session on ids and keys.
+
+    Raises:
+        ValueError: it is quarantined or was found wrong just now, has no whole chunk, or cannot be kept.
+    """
+    require_pin(name, ttl_requests)
+    is_pinned = name is not None or ttl_requests is not None
+    chunks, length = pins.whole_chunks(keys), len(keys)
+
+    def require_room(checkpoint_bytes: int, requests: int = 0) -> None:
+        if is_pinned:
+            pins.require_room(chunks, namespace, name, checkpoint_bytes, requests)
+
+    def pin_if_there() -> bool:
+        """Pin the prefix if a longer prompt would resume at its end; whether it would."""
+        if not core.is_resumable(keys, namespace):
+            return False
+        if is_pinned:
+            pins.add(keys, namespace, name, ttl_requests)
+        core.tidy_unpinned()
+        return True
+
+    with core.lock:
+        pins.require_allowed(chunks, namespace)
+        if pin_if_there():
+            return 0
+        # As far as it is known before anything is evaluated: without checkpoints, and without a model's first tokens.
+        require_room(0, requests=1)
+    # With any token behind it the prefix is prefilled to its very end.
+    with begin(*(np.append(values, values[-1]) for values in (prompt, keys))) as session:
+        run = model if draft_model is None else both_models(model, draft_model, len(session.caches))
+        session.prefill(run, step_size, None if on_progress is None else lambda done, _: on_progress(done, length))
+        with core.lock:
+            pins.require_allowed(chunks, namespace)
+            session.drop_checkpoints("tail")  # Nothing rewrites the end of this prompt.
+            require_room(session.checkpoint_bytes(len(chunks)))
+            session.close()
+            if not pin_if_there():
+                raise ValueError(
+                    f"{pins.stored_tokens(keys, namespace)} of {length} tokens could be stored: open sessions and pins"
+                    f" leave no room in the budget of {pins.budget_bytes} bytes."
+                )
+    return length - session.cached_tokens

@@ -67,6 +67,7 @@ class StateTree:
         *,
         grid_tokens: int = 1,
         merges: bool = True,
+        on_loss: Callable[[StateNode], object] | None = None,
     ) -> None:
         self.layout = layout
         self.policy = policy
@@ -79,7 +80,6 @@ class StateTree:
         self.match = self.tree.match
         self.leaving_bytes = 0
         self.duplicate_bytes = 0
-        self.booked_checkpoint_bytes = 0
         self.paged_in_bytes = 0
         self.paged_out_bytes = 0
         self.cut_bytes = 0
@@ -89,7 +89,7 @@ class StateTree:
         self.windows = Windows(layout, self._copied, self._windows_changed)
         self._next_entry_id = 0
         #: Called with a node that is about to lose state by which a request might have resumed, while it is all there.
-        self.on_loss: Callable[[StateNode], object] | None = None
+        self._on_loss = on_loss
         #: Checkpoints that go before the policy is asked.
         self.thinning = Thinning()
         self._merges = merges
@@ -343,27 +343,22 @@ class StateTree:
 
     def about_to_lose(self, node: StateNode) -> None:
         """Tell whoever wants to keep it that a node is about to lose state."""
-        if self.on_loss is not None:
-            self.on_loss(node)
+        if self._on_loss is not None:
+            self._on_loss(node)
 
     @contextmanager
     def losing_silently(self) -> Iterator[None]:
         """Nobody is told of what goes until the block ends."""
-        on_loss, self.on_loss = self.on_loss, None
+        on_loss, self._on_loss = self._on_loss, None
         try:
             yield
         finally:
-            self.on_loss = on_loss
+            self._on_loss = on_loss
 
     @property
     def copied_bytes(self) -> int:
         """Spans copied: paged in, paged out, out of windows, and cut or joined at a split or merge."""
         return self.paged_in_bytes + self.paged_out_bytes + self.copied_window_bytes + self.cut_bytes
-
-    def book_checkpoints(self, change_bytes: int) -> None:
-        """Book checkpoints that an open session holds and the tree does not have yet."""
-        self.booked_checkpoint_bytes += change_bytes
-        self.account.add_checkpoints(change_bytes)
 
     def guard(self, node: StateNode, change: int) -> None:
         """Guard (+1) or release (-1) the path from the root to `node`."""
@@ -466,7 +461,7 @@ class StateTree:
         assert seen == set(self._node_of), seen ^ set(self._node_of)
         assert self._evictable <= seen, self._evictable - seen
         assert spans == self.account.span_bytes, (spans, self.account.span_bytes)
-        total = checkpoints + self.booked_checkpoint_bytes
+        total = checkpoints + self.account.booked_checkpoint_bytes
         assert total == self.account.checkpoint_bytes, (total, self.account.checkpoint_bytes)
         assert (leaving, duplicates) == (self.leaving_bytes, self.duplicate_bytes), (leaving, duplicates)
         self.thinning.check(thinned)

@@ -71,7 +71,7 @@ def test_a_name_changes_over_only_when_the_new_prefix_is_stored_beside_the_old_o
     cache = sized_cache(SizedLayout(1), budget_bytes=100)
     model = SizedModel()
     cache.warm(model, [1] * 60, name="a")
-    with pytest.raises(ValueError, match=r"of 70 tokens could be kept: .* under the budget of 100 bytes"):
+    with pytest.raises(ValueError, match=r"of 70 tokens could be stored: .* in the budget of 100 bytes"):
         cache.warm(model, [2] * 70, name="a")
     assert cache.names()["a"].tokens == 60
     assert cache.warm(model, [1] * 60) == 0
@@ -308,7 +308,7 @@ def test_a_prefix_that_cannot_stay_is_refused_with_the_numbers(llama: Any) -> No
         cache.warm(llama, tokens(8, 50), name="more")
     cache.check()
     assert list(cache.names()) == ["kept"]
-    with pytest.raises(ValueError, match=rf"of 50 tokens could be kept: .* {budget_bytes} bytes"):
+    with pytest.raises(ValueError, match=rf"of 50 tokens could be stored: .* {budget_bytes} bytes"):
         cache.warm(llama, tokens(8, 50))
     assert serve(cache, llama, [*SYSTEM, 3]).cached_tokens == 40
 
