@@ -85,7 +85,7 @@ SPANS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_bigcode", "lfm2"])
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
 def test_nonsense_is_refused_and_changes_nothing(kind: str) -> None:
     rows = busy(shared_model(kind))
     before = inside.table_fields(rows.causal.table)
@@ -98,7 +98,7 @@ def test_nonsense_is_refused_and_changes_nothing(kind: str) -> None:
     unharmed(rows)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_bigcode", "lfm2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt_bigcode"])
 def test_what_does_not_fit_is_refused_with_the_numbers_until_someone_leaves(kind: str) -> None:
     rows = Rows(shared_model(kind), capacity=20)
     for sequence in range(3):
@@ -116,20 +116,6 @@ def test_what_does_not_fit_is_refused_with_the_numbers_until_someone_leaves(kind
     rows.step({0: 6, 2: 7})
 
     assert rows.error <= ROUNDING
-
-
-def test_more_rows_than_capacity_are_a_mistake_and_not_a_full_cache() -> None:
-    model = shared_model("llama")
-    causal = CausalCache(model, capacity=4)
-    causal.add(0)
-    causal.prefill(model, 0, [1])
-    for sequence in range(1, 6):
-        causal.add(sequence)
-        causal.copy_prefix(0, sequence, 1)
-
-    with pytest.raises(ValueError, match="never fits 4 cells"):
-        causal.step(model, range(6), [1] * 6)
-    causal.check()
 
 
 class Fuse:
@@ -155,11 +141,8 @@ class Fuse:
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        ("llama", RuntimeError("layer")),
-        ("step3p5", KeyboardInterrupt()),
-        ("deepseek_v3", KeyboardInterrupt()),
+        ("llama", KeyboardInterrupt()),
         ("falcon_h1", RuntimeError("layer")),
-        ("mamba2", KeyboardInterrupt()),
     ],
     ids=lambda each: each if isinstance(each, str) else type(each).__name__,
 )
@@ -182,9 +165,8 @@ def test_a_pass_that_fails_in_any_layer_leaves_no_trace(kind: str, error: BaseEx
         unharmed(rows)
 
 
-@pytest.mark.parametrize("kind", ["gpt_bigcode", "gemma2"])
-def test_a_pass_row_by_row_that_fails_in_the_second_row_takes_back_the_first(kind: str) -> None:
-    rows = Rows(build(kind_of(kind)), CAPACITY)
+def test_a_pass_row_by_row_that_fails_in_the_second_row_takes_back_the_first() -> None:
+    rows = Rows(build(kind_of("gpt_bigcode")), CAPACITY)
     rows.join(1, words(1, 5))
     rows.join(2, words(2, 7))
     rows.step({1: 1, 2: 2})
@@ -234,9 +216,8 @@ def test_a_failure_in_the_trial_itself_is_passed_on_and_the_next_call_works() ->
     assert rows.error <= ROUNDING
 
 
-@pytest.mark.parametrize("other", ["llama", "qwen3", "gemma3_text"])
-def test_another_model_is_refused_while_there_is_state(other: str) -> None:
-    rows, stranger = busy(shared_model("llama")), tiny_model(other, seed=5)
+def test_another_model_is_refused_while_there_is_state() -> None:
+    rows, stranger = busy(shared_model("llama")), tiny_model("llama", seed=5)
     for call in (
         lambda: rows.causal.step(stranger, [1, 2], [1, 2]),
         lambda: rows.causal.step(stranger, [1], [1]),
@@ -297,22 +278,7 @@ def test_keys_of_other_heads_never_reach_the_cells() -> None:
     unharmed(rows)
 
 
-def test_cells_out_of_a_pass_are_not_read_and_a_pass_of_another_shape_is_refused() -> None:
-    rows = busy(shared_model("llama"))
-    layer = inside.cell_layers(rows.causal)[0]
-    for call in (
-        lambda: layer.offset,
-        lambda: layer.make_mask(1),
-        lambda: layer.update_and_fetch(mx.zeros((1, 2, 1, 8)), mx.zeros((1, 2, 1, 8))),
-    ):
-        with pytest.raises(ValueError, match="no forward pass"):
-            call()
-
-    unharmed(rows)
-
-
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "falcon_h1"])
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", mx.float16), ("falcon_h1", mx.bfloat16)])
 def test_half_precision_rows_are_those_of_each_alone_but_for_rounding(kind: str, dtype: mx.Dtype) -> None:
     model = tiny_model(kind)
     model.set_dtype(dtype)
@@ -347,18 +313,6 @@ def test_a_row_that_is_cancelled_between_two_lazy_steps_takes_nothing_from_the_o
     rows.tokens[9] = []
     rows.note(9, words(9, 12), late[0])
     assert rows.error <= ROUNDING
-
-
-def test_a_callable_around_the_model_passes_for_it_before_and_after() -> None:
-    rows = busy(shared_model("llama"))
-    plain = rows.model
-    before = rows.causal.steps_together(plain)
-    logits = rows.causal.step(lambda ids, cache: plain(ids, cache=cache), [1], [3])
-    mx.eval(logits)
-    rows.causal.remove(plain, 1, rows.causal.length(1) - 1, rows.causal.length(1))
-
-    assert rows.causal.steps_together(plain) == before
-    unharmed(rows)
 
 
 def test_a_callable_may_come_first_and_the_model_after_it() -> None:

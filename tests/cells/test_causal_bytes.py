@@ -9,16 +9,15 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from radixcache.cells.causal import CausalCache
 from runner.models.tiny import build, kind_of
 from tests import inside
 from tests.cells.causal_rows import words
 
-USERS = 16
+USERS = 8
 COMMON = 900
-OWN = 44
+OWN = 24
 TOKENS = COMMON + USERS * OWN
 
 
@@ -55,12 +54,11 @@ def common_prompt(model: Any, capacity: int) -> CausalCache:
     return causal
 
 
-@pytest.mark.parametrize("capacity", [TOKENS, 20_000])
-def test_a_common_prefix_is_in_memory_once_whatever_the_capacity(capacity: int) -> None:
+def test_a_common_prefix_is_in_memory_once_whatever_the_capacity() -> None:
     model = build(kind_of("llama"))
     mx.eval(CausalCache(model, capacity=8).steps_together(model))
 
-    memory, causal = held_bytes(lambda: common_prompt(model, capacity))
+    memory, causal = held_bytes(lambda: common_prompt(model, capacity=20_000))
 
     ideal = TOKENS * causal.token_bytes
     assert causal.table.used == TOKENS
@@ -68,33 +66,9 @@ def test_a_common_prefix_is_in_memory_once_whatever_the_capacity(capacity: int) 
     assert ideal <= memory <= 1.05 * ideal
 
 
-def test_mlx_lms_batch_holds_the_common_prefix_once_per_user() -> None:
-    model = build(replace(kind_of("qwen3"), overrides={"num_hidden_layers": 1}))
-    token_bytes = sum(layer.nbytes // layer.keys.shape[2] for layer in filled(model))
-
-    def batch() -> list[BatchKVCache]:
-        caches = [BatchKVCache([0] * USERS) for _ in make_prompt_cache(model)]
-        for start in range(0, COMMON + OWN, 100):
-            model(mx.array([words(start, 100)] * USERS), cache=caches)
-            mx.eval([cache.state[:2] for cache in caches])
-        return caches
-
-    memory, _ = held_bytes(batch)
-
-    assert memory >= USERS * (COMMON + OWN) * token_bytes
-    assert memory > 9 * TOKENS * token_bytes
-
-
-def filled(model: Any) -> list[Any]:
-    caches = make_prompt_cache(model)
-    mx.eval(model(mx.array([[1, 2, 3]]), cache=caches))
-    return caches
-
-
 WIDE = {
     "llama": {"head_dim": 128, "num_key_value_heads": 2, "num_attention_heads": 4},
     "deepseek_v3": {"kv_lora_rank": 512},
-    "gpt_bigcode": {"n_embd": 128, "n_head": 1},
 }
 
 
@@ -122,6 +96,7 @@ def test_a_step_writes_its_tokens_in_place_and_fetches_views(kind: str) -> None:
     assert peak < buffer / 2, (peak, buffer)
 
 
+@pytest.mark.slow
 def test_lazy_steps_several_deep_hold_no_second_buffer() -> None:
     model = build(replace(kind_of("llama"), overrides={**kind_of("llama").overrides, **WIDE["llama"]}))
     causal = CausalCache(model, capacity=4_000)
@@ -139,9 +114,8 @@ def test_lazy_steps_several_deep_hold_no_second_buffer() -> None:
     assert mx.get_peak_memory() - before < inside.cell_layers(causal)[0].nbytes / 2
 
 
-@pytest.mark.parametrize("kind", ["rwkv7", "mamba", "falcon_h1"])
-def test_recurrent_state_after_a_prefill_keeps_no_activations(kind: str) -> None:
-    model = build(kind_of(kind))
+def test_recurrent_state_after_a_prefill_keeps_no_activations() -> None:
+    model = build(kind_of("mamba"))
 
     def prefilled() -> CausalCache:
         causal = CausalCache(model, capacity=300)
@@ -161,8 +135,8 @@ def test_recurrent_state_after_a_chunk_of_one_token_is_no_view_either() -> None:
     CausalCache(model, capacity=64).steps_together(model)
 
     def prefilled() -> CausalCache:
-        causal = CausalCache(model, capacity=32 * 7)
-        for sequence in range(32):
+        causal = CausalCache(model, capacity=12 * 7)
+        for sequence in range(12):
             causal.add(sequence)
             for chunk in (words(sequence, 6), [5]):
                 mx.eval(causal.prefill(model, sequence, chunk), causal.state)
@@ -218,7 +192,7 @@ def test_buffers_grow_by_a_twentieth_so_that_each_cell_is_copied_twenty_times_at
     causal = CausalCache(model, capacity=10_000)
     causal.add(1)
     copied = held = 0
-    for start in range(0, 2_000, 40):
+    for start in range(0, 1_000, 40):
         causal.prefill(model, 1, words(start, 40))
         cells = inside.cell_layers(causal)[0].keys.shape[2]  # type: ignore[union-attr]
         copied += held if cells != held else 0

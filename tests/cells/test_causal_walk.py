@@ -18,7 +18,7 @@ MOVES = 60
 WEIGHED = ("join",) * 3 + ("grow", "leave", "share", "cancel", "tidy") + ("step",) * 6
 #: With two heads every fourth key scores 0 in the index; which of equal ones are picked is argpartition's whim.
 MORE = {"deepseek_v32": {"index_n_heads": 32}}
-KINDS = ("llama", "gpt_oss", "deepseek_v32", "gemma4_text", "falcon_h1", "mamba")
+KINDS = ("llama", "gpt_oss", "falcon_h1")
 
 
 class Walk:
@@ -118,7 +118,7 @@ def test_random_walk_on_too_few_cells(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_longer_random_walks(seed: int) -> None:
-    kind = str(np.random.default_rng(seed).choice(["llama", "gemma3_text", "falcon_h1", "deepseek_v32", "gpt_oss"]))
+    kind = str(np.random.default_rng(seed).choice(["mamba", "gemma4_text", "falcon_h1", "deepseek_v32", "gpt_oss"]))
     walk = Walk(kind, seed=1000 + seed)
     for _ in range(3 * MOVES):
         walk.move()

@@ -60,9 +60,9 @@ def spelled_out(mask: Any, tokens: int, cells: int) -> NDArray[np.bool_]:
 
 
 @pytest.mark.parametrize("as_array", [False, True])
-@pytest.mark.parametrize("asked", [None, 3, 8])
-@pytest.mark.parametrize("window", [None, 4, 8, 100])
-@pytest.mark.parametrize("rows", [[(1, 1)], [(1, 7)], [(4, 1)], [(4, 9)], [(1, 1), (2, 1)], [(2, 1), (4, 1), (1, 1)]])
+@pytest.mark.parametrize("asked", [None, 3])
+@pytest.mark.parametrize("window", [None, 4, 8])
+@pytest.mark.parametrize("rows", [[(1, 1)], [(1, 7)], [(4, 1)], [(4, 9)], [(2, 1), (4, 1), (1, 1)]])
 def test_a_token_sees_what_its_position_lets_it_see(
     rows: list[tuple[int, int]], window: int | None, asked: int | None, as_array: bool
 ) -> None:
@@ -82,8 +82,8 @@ def test_a_token_sees_what_its_position_lets_it_see(
 
 
 @pytest.mark.parametrize("as_array", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3, 6, 20])
-@pytest.mark.parametrize("before", [0, 3, 12])
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("before", [0, 12])
 @pytest.mark.parametrize("window", [None, 8])
 def test_a_sequence_in_order_gets_the_kind_of_mask_that_it_gets_from_mlx_lm(
     window: int | None, before: int, tokens: int, as_array: bool
@@ -152,8 +152,7 @@ def test_layers_may_be_iterated_like_caches_before_and_after_they_are_written() 
     assert layer.size() == 0
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("bad", "dtype"), [(float("nan"), mx.float32), (-float("inf"), mx.float16)])
 def test_a_value_that_is_not_finite_marks_its_token_and_no_other(bad: float, dtype: mx.Dtype) -> None:
     keys, values = mx.ones((1, HEADS, 3, SIZE), dtype=dtype), mx.ones((1, HEADS, 3, SIZE), dtype=dtype)
     values[0, 1, 2, 1] = bad

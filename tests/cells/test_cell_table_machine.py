@@ -320,4 +320,4 @@ class CellMachine(RuleBasedStateMachine):
 
 
 TestCellMachine = CellMachine.TestCase
-TestCellMachine.settings = settings(max_examples=35, stateful_step_count=50, deadline=None)
+TestCellMachine.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
