@@ -39,6 +39,12 @@ def test_a_prompt_without_marks_loses_its_oldest_tokens_but_the_very_first():
     assert WINDOW.excess(outline, length=120, room=1) == 25
 
 
+def test_a_second_cut_leaves_out_what_the_first_one_took():
+    outline = Outline.of(400, ())
+    assert WINDOW.excess(outline, length=100, room=1) == 25
+    assert WINDOW.excess(outline, length=100, room=1, dropped=25) == 25
+
+
 def test_a_prompt_with_a_mark_for_the_system_prompt_alone_can_be_cut_behind_it():
     assert WINDOW.excess(Outline.of(120, (50,)), length=120, room=1) == 25
 

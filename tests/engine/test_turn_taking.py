@@ -1,6 +1,7 @@
 """Nobody is starved: neither a long prompt by short ones nor the other way round, and nobody is overtaken for room."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,3 +93,13 @@ def test_who_waits_to_share_lets_the_others_pass():
 
 def test_nobody_waits_where_nobody_is():
     assert choose([]) is None
+
+
+def test_a_request_that_is_sent_back_waits_in_front_of_later_ones():
+    admission = AdmissionQueue(capacity=100, max_rows=2, context=None, step_size=10)
+    first, second, third = requests = [SimpleNamespace(number=number, go_back=lambda: None) for number in range(3)]
+    admission.arrive(requests)
+    admission.start(first, row=None)
+    admission.start(second, row=None)
+    admission.send_back(second)
+    assert (admission.running, admission.waiting) == ([first], [second, third])

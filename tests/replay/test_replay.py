@@ -341,6 +341,14 @@ def test_a_prompt_beyond_the_models_context_is_named_before_anything_runs():
         Script(loaded, schedule([long]), max_tokens=4, skip_bad=True)
 
 
+def test_a_prompt_that_leaves_no_room_for_its_reply_is_refused():
+    loaded, requests = load_model("tiny:llama"), schedule([conversation("a", "bob", "hello")])
+    room_tokens = loaded.context_length - len(Script(loaded, requests, max_tokens=1)[0].prompt.tokens)
+    assert len(Script(loaded, requests, max_tokens=room_tokens)) == 1
+    with pytest.raises(ScriptError, match="for the reply do not fit the model's context"):
+        Script(loaded, requests, max_tokens=room_tokens + 1)
+
+
 def test_a_text_too_long_whatever_its_tokens_are_is_not_tokenized_first(monkeypatch):
     loaded = load_model("tiny:llama")
     longest = max(map(len, loaded.tokenizer.get_vocab()))

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from runner.routing.dispatcher import HALF_LIFE_S, Choice, Dispatcher
+from runner.routing.dispatcher import HALF_LIFE_S, Choice, Directory, Dispatcher
 from runner.routing.routers import ROUTERS, UNEVEN, Ask, Coefficients, RoutingRates, View, make_router, weighed_s
 
 #: A token takes a second to prefill, and nothing to decode.
@@ -31,6 +31,12 @@ def test_a_second_request_with_the_same_prefix_goes_where_the_first_one_went() -
     tested.end(1, 35.0)
     second = sent(tested, 2, Ask([1, 2, 3, 4], 45), 36.0)
     assert (second.replica, second.matched_tokens, second.work_s) == (first.replica, 30, 15.0)
+
+
+def test_a_full_directory_forgets_the_end_of_a_prefix_first() -> None:
+    directory = Directory(max_digests=2)
+    directory.add("a", [1, 2, 3])
+    assert directory.matched_blocks("a", [1, 2, 3]) == 2
 
 
 def chosen(ask: Ask, *views: View) -> str:

@@ -20,7 +20,7 @@ from runner.serve.request import (
 )
 from runner.serve.service import Delta
 
-PROMPT_TOKENS, CACHED_TOKENS = 20, 12
+PROMPT_TOKENS, MATCHED_TOKENS, CACHED_TOKENS = 20, 16, 12
 
 
 def said(
@@ -40,8 +40,9 @@ def said(
 def record(opened: OpenRequest, **changes: Any) -> RequestRecord:
     """How a scripted request ended."""
     values: dict[str, Any] = {
-        "prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS, "matched_tokens": CACHED_TOKENS, "reason": None,
-        "completion_tokens": 3, "queue_ms": 1.0, "ttft_ms": 2.0, "gaps_ms": (1.0, 1.0), "outcome": "stop",
+        "prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS, "matched_tokens": MATCHED_TOKENS,
+        "reason": None, "completion_tokens": 3, "queue_ms": 1.0, "ttft_ms": 2.0, "gaps_ms": (1.0, 1.0),
+        "outcome": "stop",
     }  # fmt: skip
     return RequestRecord(opened.id, opened.request.names, opened.request.namespace, **{**values, **changes})
 

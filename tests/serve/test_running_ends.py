@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,19 @@ def test_what_is_not_through_by_then_ends_with_what_it_has(tiny: LoadedModel, op
         assert [waiting.record.outcome for waiting in asked] == ["cancelled", "cancelled"]
         assert asked[0].record.completion_tokens > 0
         thread.stop(0)
+
+
+def test_a_second_stop_shortens_the_time() -> None:
+    with running() as thread:
+        waiting = Waiting(thread, max_tokens=2000, penalties=Penalties({1: -1e6}))
+        waiting.until(Token)
+        first = threading.Thread(target=thread.stop, args=(600,))
+        first.start()
+        while thread.is_healthy:
+            time.sleep(0.001)
+        thread.stop(0)
+        first.join()
+        assert waiting.record.outcome == "cancelled"
 
 
 def test_a_context_is_shifted_where_it_was_asked_for(tiny: LoadedModel) -> None:

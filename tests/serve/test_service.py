@@ -44,3 +44,22 @@ def test_the_loop_is_woken_once_for_what_comes_at_a_time(monkeypatch: pytest.Mon
 
     assert asyncio.run(both()) == ["one two", "one two"]
     assert len(wakes) == 1
+
+
+def test_the_time_limit_of_a_request_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays_s = []
+
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+        later = loop.call_later
+
+        def noted(delay_s: float, *args: Any) -> asyncio.TimerHandle:
+            delays_s.append(delay_s)
+            return later(delay_s, *args)
+
+        monkeypatch.setattr(loop, "call_later", noted)
+        reply = await Service(ScriptedRuns(said("x")), timeout_s=60).ask(Request(ModelNames(), 8))
+        assert [part.text async for part in reply if isinstance(part, Delta)] == ["x", ""]
+
+    asyncio.run(ask())
+    assert delays_s == [60]
