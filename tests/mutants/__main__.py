@@ -34,20 +34,18 @@ from tests.mutants.mutants import Code, Mutant, read_mutants
 ROOT = Path(__file__).resolve().parents[2]
 #: Which test caught each mutant last, by the mutant's name.
 CAUGHT = Path(__file__).with_name("caught.json")
-#: Time limits of a test process, for some files and for the whole suite.
-FIRST_SECONDS, SUITE_SECONDS = 600, 2400
+#: Time limits of a test, and of a test process for some files and for the whole suite.
+TEST_SECONDS, FIRST_SECONDS, SUITE_SECONDS = 120, 600, 2400
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist")
 #: The test of the list fails wherever a mutant is in place.
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutants.own_copy"]
-PYTEST += ["--ignore-glob=*/mutants/test_list.py"]
+PYTEST += [f"--timeout={TEST_SECONDS}", "--ignore-glob=*/mutants/test_list.py"]
+#: Exit status of pytest for a test that is gone, and for no tests at all.
+TEST_IS_GONE = (4, 5)
 FAILED = r"^(?:FAILED|ERROR) (\S+::.+?|\S+)(?: - .*)?$"
 #: Mutants that run at a time, unless `--jobs` says otherwise.
 JOBS = min(2, os.cpu_count() or 1)
 IN_PARALLEL = ["-n", "auto", "--maxprocesses=4", "--dist", "worksteal"]
-
-
-#: Exit status of pytest for a test that is gone, and for no tests at all.
-TEST_IS_GONE = (4, 5)
 
 
 @dataclass(frozen=True, slots=True)
