@@ -98,7 +98,7 @@ def test_nobody_waits_where_nobody_is():
 def test_a_request_that_is_sent_back_waits_in_front_of_later_ones():
     admission = AdmissionQueue(capacity=100, max_rows=2, context=None, step_size=10)
     first, second, third = requests = [SimpleNamespace(number=number, go_back=lambda: None) for number in range(3)]
-    admission.arrive(requests)
+    admission.waiting.extend(requests)
     admission.start(first, row=None)
     admission.start(second, row=None)
     admission.send_back(second)
