@@ -1,17 +1,13 @@
-"""Hints: a short span that differs in prompt after prompt while what follows is the same. Never imports MLX.
+"""Hints: a short span that differs in prompt after prompt while the tokens behind it are equal. Never imports MLX.
 
-A date or a request id in a header parts two prompts, and everything behind it is evaluated anew although it is equal:
+A date or a request id in a header parts two prompts, and everything behind it is prefilled again although it is equal:
 
     mine     You are ... Today is [ 21 Nov ]. Answer in ...      start, end: of the span in mine
     other    You are ... Today is [ 1 Dec  ]. Answer in ...      behind: equal tokens behind it
 
-Two prompts are set side by side again at the first run of ANCHOR equal tokens. It is a hint where several prompts part,
-each with a value of its own, and much more follows than the span is long: questions that differ have only the
-template's few tokens in common behind them, or, where they got the same reply, there are prompts that end with them.
-
-Edges: which prefixes a cache has stored, as the keys of its tree. Never imports MLX.
-
-An edge's keys are the array that the tree has, which is replaced and never written: to be read, not changed.
+Two prompts meet again at the first run of ANCHOR equal tokens. It is a hint if several prompts part there, each with
+its own value, and much more follows than the span is long. Two questions are no hint: they have only a few tokens of
+the template in common behind them, or, with equal replies, there are prompts that end with the question.
 """
 
 from __future__ import annotations
@@ -27,14 +23,14 @@ from numpy.typing import NDArray
 from radixcache.tokens import Keys, common_length
 from radixcache.tree.radix_tree import RadixTree, below
 
-#: The longest span that counts as short, in tokens; a UUID takes 36 even with a tokenizer of bytes.
+#: The longest short span, in tokens; a UUID takes 36 with a tokenizer of bytes.
 MAX_SPAN = 48
-#: Equal tokens in a row by which two prompts are found to go on together.
+#: Equal tokens in a row at which two prompts meet again.
 ANCHOR = 32
-#: Equal tokens behind the span, beyond which it is worth a word; and how many times the span at least.
+#: Fewest equal tokens behind the span that make a hint; and how many times the span at least.
 MIN_BEHIND = 40
 MIN_BEHIND_SPANS = 4
-#: Different values of the span that make a hint, one of them the prompt's own.
+#: Fewest different values of the span, with the prompt's own.
 MIN_VALUES = 3
 
 # Powers of an odd number and of its inverse: all arithmetic is modulo 2**64.
@@ -45,7 +41,7 @@ _INVERSES = np.array([pow(_ODD, -i, 1 << 64) for i in range(MAX_SPAN + 1)], np.u
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where two prompts part for a short while: mine[start:end] against other[start:other_end], then `behind` equal."""
+    """Where two prompts part: mine[start:end] against other[start:other_end], then `behind` equal tokens."""
 
     start: int
     end: int
@@ -55,14 +51,13 @@ class Parting:
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """A short span of a prompt that varies.
+    """A short span [start, end) of a prompt that varies.
 
     Attributes:
-        start, end: the span in this prompt, in tokens.
-        values: different values of it, this prompt's among them.
-        requests: prompts that agree with this one in front of it, this one among them.
-        behind: tokens behind it that another prompt has just so: the most of any.
-        other: keys that another prompt has in the span's place.
+        values: different values of the span, with this prompt's own.
+        requests: prompts that are equal in front of the span, with this one.
+        behind: equal tokens behind the span, the most that any prompt has.
+        other: keys of another prompt in place of the span.
     """
 
     start: int
@@ -74,7 +69,7 @@ class Variation:
 
 
 def variations(mine: Keys, prompts: Iterable[Keys]) -> list[Variation]:
-    """The spans of a prompt that differ in one recent prompt after the other, in order; newest prompts first."""
+    """The spans of a prompt that vary among recent prompts, in order; `prompts` newest first."""
     others = [(keys, common_length(mine, keys)) for keys in prompts]
     others = [(keys, common) for keys, common in others if not common == len(keys) == len(mine)]
     found = [(each, keys) for keys, common in others if (each := parting(mine, keys, common)) is not None]
@@ -93,9 +88,9 @@ def variations(mine: Keys, prompts: Iterable[Keys]) -> list[Variation]:
 
 
 def parting(mine: Keys, other: Keys, start: int | None = None) -> Parting | None:
-    """The span of at most MAX_SPAN tokens by which two prompts differ first; None when they do not, or for good.
+    """The first span of at most MAX_SPAN tokens where two prompts differ; None: none, or they never meet again.
 
-    `start`: how many tokens they have in common, where that is known.
+    `start`: how many first tokens are equal, if known.
     """
     start = common_length(mine, other) if start is None else start
     width = MAX_SPAN + ANCHOR
@@ -112,7 +107,7 @@ def parting(mine: Keys, other: Keys, start: int | None = None) -> Parting | None
 
 
 def _anchors(keys: Keys) -> NDArray[np.uint64]:
-    """A hash of each ANCHOR keys in a row: of keys[i : i + ANCHOR], the sum of key * _ODD**place."""
+    """A hash of each keys[i : i + ANCHOR]: the sum of key * _ODD**place."""
     sums = np.zeros(len(keys) + 1, np.uint64)
     np.cumsum(keys.astype(np.uint64) * _POWERS[: len(keys)], out=sums[1:])
     hashes: NDArray[np.uint64] = (sums[ANCHOR:] - sums[:-ANCHOR]) * _INVERSES[: len(keys) - ANCHOR + 1]
@@ -120,7 +115,7 @@ def _anchors(keys: Keys) -> NDArray[np.uint64]:
 
 
 def _overlapping(found: Sequence[tuple[Parting, Keys]]) -> list[list[tuple[Parting, Keys]]]:
-    """Groups of partings whose spans overlap or touch, in order of where they begin; each as ordered as `found`."""
+    """Groups of partings whose spans overlap or touch, by their start; each group in the order of `found`."""
     reach = -1
     members: list[list[int]] = []
     for start, end, index in sorted((each.start, each.end, index) for index, (each, _) in enumerate(found)):
@@ -132,11 +127,10 @@ def _overlapping(found: Sequence[tuple[Parting, Keys]]) -> list[list[tuple[Parti
 
 
 class Edge(NamedTuple):
-    """A run of keys behind another edge.
+    """The keys of an edge of the tree, (T,) int64: to be read, not changed, as the tree has the same array.
 
     Attributes:
-        parent: index of the edge before it, which comes earlier; -1: it begins a sequence of `namespace`.
-        keys: (T,) int64, one for each token.
+        parent: index of the edge before it, which comes earlier; -1: it starts a sequence of `namespace`.
     """
 
     namespace: str
@@ -145,7 +139,7 @@ class Edge(NamedTuple):
 
 
 def edges_of(lock: AbstractContextManager[Any], tree: RadixTree[Any]) -> list[Edge]:
-    """The edges of all namespaces, parents before children. Takes the lock for O(edges), and copies no keys."""
+    """All edges, parents before children. Takes the lock for O(edges), and copies no keys."""
     edges: list[Edge] = []
     with lock:
         for root in tree.roots():

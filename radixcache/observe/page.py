@@ -1,10 +1,19 @@
-"""page: a description as one HTML page that needs nothing from elsewhere.
+"""render_view: a TreeView as text, as an SVG picture, as an HTML page, or as JSON.
 
-The nodes are in the page as JSON and become elements when their parent is expanded, so a large tree loads at once.
-Text of prompts is made visible here (no control, format or bidi character is left), is JSON without a `<` in the page,
-and comes onto it as text, never as markup. The page's own policy lets no other script or style in, and no request out.
+The picture has a row for each node. Its bar lies along the axis of tokens; children start where their parent ends.
 
-render_view: the description of a tree in one of FORMATS.
+    0        100       200
+    ██████████████                    [0, 140)    the parent
+                 ┝━━━━━━━━ ...        [140, 220)  a child starts where its parent ends
+                 ┕━━━ ...             [140, 170)
+
+Orange is live, blue is paged, half and half is both. A diamond is a checkpoint, a red pin is a pin. The colours follow
+the light or dark scheme of the reader, and colour-blind readers can tell them apart.
+
+The page needs nothing from elsewhere. It holds the nodes as JSON, and a node becomes elements when its parent is
+expanded, so a large tree loads at once. Text of prompts is hostile. It is made visible here (no control, format or bidi
+character is left), has no `<` in the JSON, and is shown as text, never as markup. The policy of the page allows no
+other script or style, and no request.
 """
 
 from __future__ import annotations
@@ -17,24 +26,69 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from radixcache.observe.picture import picture
-from radixcache.observe.tree_view import TreeView
+from radixcache.observe.tree_view import NodeView, TreeView
 from radixcache.observe.words import (
     NodeLine,
     about_words,
+    bytes_words,
     choose,
+    fit,
     more_words,
+    node_words,
     place_words,
     text,
+    text_words,
     total_words,
     visible,
     whole_text,
 )
 
+#: The formats, and how many nodes each shows by default.
+FORMATS: dict[str, int] = {"text": 200, "svg": 200, "html": 50_000, "json": 1 << 62}
+
+WIDTH = 1240
+MARGIN = 24
+AXIS_WIDTH = 560
+ROW_HEIGHT = 24
+BAR_HEIGHT = 14
+HEAD_HEIGHT = 112
+#: Average width of a character in the small type.
+COLUMN_WIDTH = 6.8
+
+STYLE = """
+svg{--ground:#fff;--ink:#1c2128;--soft:#656d76;--line:#d5dae0;--live:#e08a00;--paged:#2f6fd0;--mark:#8250df;--pin:#cf222e;
+background:var(--ground);font:12px system-ui,-apple-system,"Segoe UI",sans-serif}
+@media (prefers-color-scheme:dark){svg{--ground:#0f1319;--ink:#e6e9ed;--soft:#98a2ad;--line:#30363d;--live:#f0a83c;
+--paged:#5c9bf5;--mark:#b78af7;--pin:#ff7b72}}
+.ground{fill:var(--ground)}text{fill:var(--ink)}.soft{fill:var(--soft)}.text{fill:var(--soft);unicode-bidi:isolate}
+.title{font-size:17px;font-weight:600}.live{fill:var(--live)}.paged{fill:var(--paged)}.mark{fill:var(--mark)}
+.pin{fill:var(--pin)}.line{stroke:var(--line);fill:none}.join{stroke:var(--soft);fill:none}
+.open{stroke:var(--ink);stroke-width:1.5;fill:none}
+.rest{fill:none;stroke:var(--soft);stroke-dasharray:3 3}.more{fill:var(--soft);font-style:italic}
+""".strip()
+
+
+def render_view(view: TreeView, format: str = "text", max_nodes: int | None = None) -> str:
+    """Show a view.
+
+    Args:
+        format: a key of FORMATS.
+        max_nodes: how many nodes to show, those with the most tokens below them; the rest is counted in its place.
+            JSON has all nodes.
+
+    Raises:
+        ValueError: the format is unknown, or max_nodes is below 1.
+    """
+    if format not in _RENDERERS:
+        raise ValueError(f"format is {format!r}; wanted one of {', '.join(FORMATS)}.")
+    if max_nodes is not None and (isinstance(max_nodes, bool) or not isinstance(max_nodes, int) or max_nodes < 1):
+        raise ValueError(f"max_nodes is {max_nodes!r}; wanted a whole number of nodes, 1 or more.")
+    return _RENDERERS[format](view, FORMATS[format] if max_nodes is None else max_nodes)
+
 
 def page(view: TreeView, max_nodes: int) -> str:
     """The tree as an HTML document."""
-    # ASCII, so that lone surrogates too are spelled out; without "<" nothing in it can end the element.
+    # ASCII, so that lone surrogates are escaped too; without "<" nothing in it can end the element.
     embedded = json.dumps(tree_data(view, max_nodes), separators=(",", ":")).replace("<", "\\u003c")
     about = f"<p>{escape(about_words(view))}</p>" if view.about else ""
     body = f"""{tree_markup(total_words(view), about)}
@@ -44,7 +98,7 @@ def page(view: TreeView, max_nodes: int) -> str:
 
 
 def document(title: str, body: str, style: str, script: str, more_policy: str = "") -> str:
-    """An HTML document whose policy, to which `more_policy` is added, lets in no other style or script."""
+    """An HTML document whose policy, with `more_policy` added, allows no other style or script."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{content_policy(style, script)}{more_policy}">'
@@ -55,12 +109,12 @@ def document(title: str, body: str, style: str, script: str, more_policy: str = 
 
 
 def content_policy(style: str, script: str) -> str:
-    """A Content-Security-Policy: this style and this script, and nothing else."""
+    """A Content-Security-Policy that allows this style and this script, and nothing else."""
     return f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'sha256-{_sha256(style)}'"
 
 
 def tree_markup(totals: str = "", about: str = "") -> str:
-    """What page.js fills and works on: heading, legend, tools, and the place of the rows."""
+    """What page.js fills: heading, legend, tools, and the place of the rows."""
     legend = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in _LEGEND.items())
     return (
         f'<header><h1>Prefix tree</h1><p id="totals">{escape(totals)}</p>{about}\n'
@@ -74,12 +128,12 @@ def tree_markup(totals: str = "", about: str = "") -> str:
 
 
 def tree_data(view: TreeView, max_nodes: int) -> dict[str, Any]:
-    """What page.js shows, as values that JSON has. Text in it is visible, and yet to be shown as text alone."""
+    """What page.js shows, as JSON values. Its text is made visible, and must still be shown as text only."""
     return {"longest": max((node.end for node in view.nodes), default=1), "rows": _rows(view, max_nodes)}
 
 
 def page_file(name: str, package: str = "radixcache.observe") -> str:
-    """A file that goes into a page."""
+    """A file that is part of a page."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
@@ -90,9 +144,9 @@ _LEGEND = {
 
 
 def _rows(view: TreeView, max_nodes: int) -> list[list[Any]]:
-    """What the script reads: [parent, kind, depth, start, ...]; named namespaces are rows of their own."""
+    """What the script reads: [parent, kind, depth, start, ...]; a named namespace has a row of its own."""
     rows: list[list[Any]] = []
-    number_of = {-1: -1}  # by the number among the lines; of what has no parent it is the heading
+    number_of = {-1: -1}  # row numbers by line number; -1 is the heading
     for number, row in enumerate(choose(view, max_nodes)):
         if row.heading is not None:
             number_of[-1] = len(rows)
@@ -118,8 +172,118 @@ def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-#: How a description can be shown, and how many nodes each shows unless told otherwise.
-FORMATS: dict[str, int] = {"text": 200, "svg": 200, "html": 50_000, "json": 1 << 62}
+def picture(view: TreeView, max_nodes: int) -> str:
+    """The tree as an SVG document."""
+    rows = choose(view, max_nodes)
+    longest = max((node.end for node in view.nodes), default=1)
+    scale = AXIS_WIDTH / longest
+    lines, body, y = [], [], float(HEAD_HEIGHT)
+    y_of: list[float] = []
+    for row in rows:
+        if row.heading is not None:
+            name = escape(repr(fit(row.heading, 120)))
+            body.append(f'<text x="{MARGIN}" y="{y + 16:g}" class="soft">namespace {name}</text>')
+            y += ROW_HEIGHT
+        y_of.append(y)
+        if row.parent >= 0:
+            x, top = MARGIN + row.start * scale, y_of[row.parent] + ROW_HEIGHT / 2 + BAR_HEIGHT / 2
+            lines.append(f'<path class="join" d="M{x:.1f} {top:.1f}V{y + ROW_HEIGHT / 2:.1f}"/>')
+        body.append(_drawn_node(row.node, y, scale, view.slot_count) if row.node else _more(row, y, scale))
+        y += ROW_HEIGHT
+    height = y + MARGIN
+    drawn = "\n".join([*_head(view, longest, scale, height), *lines, *body])
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
+        f'height="{height:g}" role="img" aria-label="{escape(total_words(view))}">\n<style>{STYLE}</style>\n'
+        f'<rect class="ground" width="{WIDTH}" height="{height:g}"/>\n{drawn}\n</svg>\n'
+    )
+
+
+def _head(view: TreeView, longest: int, scale: float, height: float) -> list[str]:
+    parts = [
+        f'<text x="{MARGIN}" y="34" class="title">Prefix tree</text>',
+        f'<text x="{MARGIN + 116}" y="34">{escape(total_words(view))}</text>',
+        f'<text x="{MARGIN}" y="54" class="soft">{escape(fit(about_words(view), 180))}</text>',
+    ]
+    x = float(MARGIN)
+    for name, sign in _PICTURE_LEGEND:
+        parts.append(f'<g transform="translate({x:g} 66)">{sign}<text x="26" y="11" class="soft">{name}</text></g>')
+        x += 40 + len(name) * COLUMN_WIDTH
+    for tick in range(0, longest + 1, tick_step(longest)) if view.nodes else ():
+        at = MARGIN + tick * scale
+        anchor, label = ("middle", f"{tick:,}") if tick else ("start", "0 tokens")
+        parts.append(f'<path class="line" d="M{at:.1f} {HEAD_HEIGHT - 6}V{height - MARGIN + 4:g}" opacity=".6"/>')
+        parts.append(f'<text x="{at:.1f}" y="{HEAD_HEIGHT - 11}" class="soft" text-anchor="{anchor}">{label}</text>')
+    return parts
+
+
+def tick_step(longest: int) -> int:
+    """A round number of tokens, so that the axis has four to ten of them."""
+    step = 1  # then 2, 5, 10, 20, 50 ...
+    while longest > 8 * step:
+        step = step // 2 * 5 if str(step)[0] == "2" else step * 2
+    return step
+
+
+def _drawn_node(node: NodeView, y: float, scale: float, slot_count: int) -> str:
+    x, width = MARGIN + node.start * scale, max(2.0, node.tokens * scale)
+    top = y + (ROW_HEIGHT - BAR_HEIGHT) / 2
+    parts = [_bar(x, top, width, node)]
+    if node.is_open:
+        parts.append(f'<rect class="open" x="{x:.1f}" y="{top:g}" width="{width:.1f}" height="{BAR_HEIGHT}" rx="3"/>')
+    at, middle = x + width + 8, y + ROW_HEIGHT / 2
+    if node.checkpoint:
+        parts.append(f'<path class="mark" d="M{at:.1f} {middle:g}l5 -5 5 5 -5 5z"/>')
+        at += 15
+    if node.is_pinned:
+        parts.append(f'<path class="pin" d="{_pin(at + 4, middle)}"/>')
+        at += 14
+    span, tokens, nbytes, *facts = node_words(node, slot_count)
+    label = f"{span}  {tokens}, {bytes_words(node.nbytes)}"
+    names = fit(f" {', '.join(visible(name) for name in node.pin_names)}", 40) if node.pin_names else ""
+    columns = int((WIDTH - MARGIN - at) / COLUMN_WIDTH)
+    shown = text_words(node, max(8, columns - len(label) - len(names) - 3))
+    label = f'<tspan font-weight="600">{label}</tspan>'
+    if names:
+        label += f'<tspan class="pin">{escape(names)}</tspan>'
+    if shown:
+        label += f'<tspan dx="10" class="text">{escape(shown)}</tspan>'
+    parts.append(f'<text x="{at:.1f}" y="{middle + 4:g}">{label}</text>')
+    facts = [f"{span} {tokens}, {nbytes}", *facts, f"used {node.uses} times, last at tick {node.last_used}"]
+    title = escape("\n".join([*facts, *([text_words(node, 400)] if node.text else [])]))
+    return f"<g><title>{title}</title>{''.join(parts)}</g>"
+
+
+def _bar(x: float, y: float, width: float, node: NodeView) -> str:
+    place = f'x="{x:.1f}" width="{width:.1f}"'
+    if node.residency != "both":
+        return f'<rect class="{node.residency}" {place} y="{y:g}" height="{BAR_HEIGHT}" rx="{min(3, width / 2):g}"/>'
+    half = BAR_HEIGHT / 2
+    live = f'<rect class="live" {place} y="{y:g}" height="{half:g}"/>'
+    return f'{live}<rect class="paged" {place} y="{y + half:g}" height="{half:g}"/>'
+
+
+def _more(row: NodeLine, y: float, scale: float) -> str:
+    x, middle = MARGIN + row.start * scale, y + ROW_HEIGHT / 2
+    rest = f'<rect class="rest" x="{x + 0.5:.1f}" y="{middle - 5:g}" width="26" height="10" rx="3"/>'
+    return f'{rest}<text class="more" x="{x + 36:.1f}" y="{middle + 4:g}">{escape(more_words(row.left_out))}</text>'
+
+
+def _pin(x: float, y: float) -> str:
+    """A round head and a point."""
+    return f"M{x:.1f} {y + 7:g}l-3.6 -7a4 4 0 1 1 7.2 0z"
+
+
+_PICTURE_LEGEND = (
+    ("live", '<rect class="live" width="20" height="14" rx="3"/>'),
+    ("paged", '<rect class="paged" width="20" height="14" rx="3"/>'),
+    ("both", '<rect class="live" width="20" height="7"/><rect class="paged" y="7" width="20" height="7"/>'),
+    ("checkpoint", '<path class="mark" d="M8 7l5 -5 5 5 -5 5z"/>'),
+    ("pinned", f'<path class="pin" d="{_pin(13, 6)}"/>'),
+    ("in use", '<rect class="open" x="1" y="1" width="18" height="12" rx="3"/>'),
+    ("left out", '<rect class="rest" x="0.5" y="2" width="19" height="10" rx="3"/>'),
+)
+
 
 _RENDERERS: dict[str, Callable[[TreeView, int], str]] = {
     "text": text,
@@ -127,21 +291,3 @@ _RENDERERS: dict[str, Callable[[TreeView, int], str]] = {
     "html": page,
     "json": lambda view, _: view.to_json(),
 }
-
-
-def render_view(view: TreeView, format: str = "text", max_nodes: int | None = None) -> str:
-    """Show a description.
-
-    Args:
-        format: a key of FORMATS. A picture is SVG, a page HTML that needs nothing from elsewhere.
-        max_nodes: nodes shown; those with the most tokens behind them are, the rest is counted where it hangs. JSON
-            has all of them.
-
-    Raises:
-        ValueError: a format that is not known, or max_nodes below 1.
-    """
-    if format not in _RENDERERS:
-        raise ValueError(f"format is {format!r}; wanted one of {', '.join(FORMATS)}.")
-    if max_nodes is not None and (isinstance(max_nodes, bool) or not isinstance(max_nodes, int) or max_nodes < 1):
-        raise ValueError(f"max_nodes is {max_nodes!r}; wanted a whole number of nodes, 1 or more.")
-    return _RENDERERS[format](view, FORMATS[format] if max_nodes is None else max_nodes)

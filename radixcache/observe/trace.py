@@ -1,29 +1,29 @@
-"""TraceWriter: records which prefixes were asked for, without saying what is in them. This file never imports MLX.
+"""TraceWriter: records which prefixes were asked for, without their content. This file never imports MLX.
 
-A trace is JSONL: a header, then a line per request.
+A trace is JSONL: a header, then a line for each request.
 
     {"format": "radixcache-trace", "version": 1, "block_tokens": 64, "salt_id": "...", "plain": false, "clock": "ms"}
     {"request": 0, "time": 1, "tokens": 130, "output": 20, "blocks": "<base64 of 3 digests>"}
     {"request": 1, "time": 2, "tokens": 200, "output": 9, "after": [0, 2], "blocks": "<base64 of 2 digests>"}
 
-    request     number of the line within its header, from 0
-    time        in the header's clock: "requests" counts them, "ms" are milliseconds, "synthetic_ms" are made-up ones
-    tokens      of the prompt: ceil(tokens / block_tokens) blocks, the last one perhaps not full; output: the reply's
-    after       [request, count]: the prompt's first `count` blocks are those of that earlier request; left out for none
-    blocks      the digests of the blocks that follow, 8 bytes each, in base64; in a plain trace ids: the token ids
-    namespace   digest of the namespace (the namespace itself in a plain trace); left out for ""
+    request     number of the line behind its header, from 0
+    time        in the clock of the header: "requests" counts them, "ms" is milliseconds, "synthetic_ms" made-up ones
+    tokens      of the prompt: ceil(tokens / block_tokens) blocks, the last may not be full; output: of the reply
+    after       [request, count]: the first `count` blocks are those of that earlier request; left out if there are none
+    blocks      the digests of the other blocks, 8 bytes each, in base64; in a plain trace ids: the token ids
+    namespace   digest of the namespace (in a plain trace its name); left out for ""
     session, turn, kind, priority     as the caller gave them; left out for "", None, "", 0
 
-A block's digest is a salted BLAKE2b of the digest before it and the block's keys, the first one of the namespace. So
-equal digests mean equal whole prefixes, and whoever has no salt cannot try texts against them.
+The digest of a block is a salted BLAKE2b of the digest before it and the keys of the block; the first one starts from
+the namespace. So equal digests mean equal prefixes, and without the salt nobody can test texts against them.
 
-  W1  A line is written whole and at once, and never changed: what is killed leaves at most its last line torn.
-  W2  After a failed write the next line begins a new part with a header of its own. So a torn line is the last one of
-      the file or stands before a header, and nothing refers to it.
-  W3  Without `plain` no token id, text or name of a namespace gets into the file, and the salt never does.
+  W1  A line is written whole and never changed: a killed process tears at most the last line.
+  W2  After a failed write the next line starts a new part with its own header. So a torn line is the last one of the
+      file or stands before a header, and nothing refers to it.
+  W3  Without `plain`, no token id, text or name of a namespace gets into the file. The salt never does.
 
-O(blocks of the prompt) per request. What was written is remembered up to a bound, then forgotten and written anew.
-Not thread-safe: PrefixCache holds the only lock.
+O(blocks of the prompt) for each request. The writer remembers written blocks up to a bound, then forgets all and writes
+them again. Not thread-safe: PrefixCache holds the only lock.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from radixcache.tokens import Keys
 
 FORMAT = "radixcache-trace"
 VERSION = 1
-#: How a trace file begins.
+#: The first bytes of a trace file.
 _START = f'{{"format":"{FORMAT}"'.encode()
 DIGEST_BYTES = 8
-#: Blocks whose digests are remembered; about 100 bytes each.
+#: Remembered blocks; each takes about 100 bytes.
 KNOWN_BLOCKS = 1 << 18
 
 Clock = Literal["requests", "ms", "synthetic_ms"]
@@ -58,7 +58,7 @@ CLOCKS: tuple[Clock, ...] = get_args(Clock)
 
 
 class TraceWriter(AbstractContextManager["TraceWriter"]):
-    """Appends requests to a trace file. A file that has lines already is continued by a new part."""
+    """Appends requests to a trace file. A file that has lines gets a new part."""
 
     def __init__(
         self,
@@ -73,15 +73,14 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         """Open the file and write a header.
 
         Args:
-            block_tokens: tokens per digest; reuse is seen in steps of so many.
-            salt: up to 64 bytes, on which only digests depend; parts of a file that have the same one share blocks.
-                None: drawn from the system and known to nobody afterwards.
+            block_tokens: tokens of a digest; a trace shows reuse in steps of this size.
+            salt: up to 64 bytes for the digests; parts of a file with the same salt share blocks. None: a random salt
+                that is stored nowhere.
             plain: write token ids instead of digests.
-            clock: what `time` counts.
             known_blocks: how many blocks to remember.
 
         Raises:
-            ValueError: an argument is out of range, another writer has the file open, or it holds no trace.
+            ValueError: an argument is out of range, another writer has the file open, or the file holds no trace.
             OSError: the file cannot be written.
         """
         if block_tokens < 1:
@@ -115,11 +114,11 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         kind: str = "",
         priority: int = 0,
     ) -> None:
-        """Write a request. `keys` are the prompt's, one per token.
+        """Write a request. `keys` are those of the prompt, one for each token.
 
         Raises:
             ValueError: there is no key, `time` or `output_tokens` is negative, or the writer is closed.
-            OSError: the line could not be written; the next one can be.
+            OSError: the line was not written; later lines can be.
         """
         keys = np.ascontiguousarray(keys, dtype=np.int64)
         digests = block_digests(keys, self.block_tokens, salt=self._salt, namespace=namespace)
@@ -139,10 +138,10 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         kind: str = "",
         priority: int = 0,
     ) -> None:
-        """Write a request whose blocks were hashed elsewhere: 8 bytes each, equal only for equal prefixes.
+        """Write a request with digests from elsewhere: 8 bytes each, equal only for equal prefixes.
 
         Raises:
-            ValueError: the digests do not fit the prompt's length, or this is a plain trace; else as for `append`.
+            ValueError: the digests do not fit the length of the prompt, or the trace is plain; else as `append`.
         """
         wanted = -(-tokens // self.block_tokens)
         if self._plain or len(digests) != wanted or any(len(digest) != DIGEST_BYTES for digest in digests):
@@ -154,7 +153,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         self._append(list(digests), tokens, time, output_tokens, about, None)
 
     def close(self) -> None:
-        """Close the file; doing it twice does nothing."""
+        """Close the file; a second call does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
@@ -186,7 +185,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         else:
             line["ids"] = keys[shared * self.block_tokens :].tolist()
         line.update({name: value for name, value in about.items() if value not in ("", None)})
-        # Taken before it is written: a number that nobody used is harmless, one that was used twice is not.
+        # Counted before the write: an unused number is harmless, a number that is used twice is not.
         self._next_request = number + 1
         self._write([line])
         self._known.update(dict.fromkeys(digests[shared:], number))
@@ -195,7 +194,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if not self._is_locked(handle):
-                gc.collect()  # perhaps it is that of a cache that nobody has any more
+                gc.collect()  # perhaps a cache that is no longer used has it
                 if not self._is_locked(handle):
                     raise ValueError(f"{self.path}: another writer has this trace open; name another file.")
             start = os.pread(handle, len(_START), 0) if stat.S_ISREG(os.fstat(handle).st_mode) else b""
@@ -208,7 +207,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
 
     @staticmethod
     def _is_locked(handle: int) -> bool:
-        """Lock a file; False: another writer has."""
+        """Lock a file; False: another writer has locked it."""
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -218,12 +217,12 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         return True
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
-        """Write lines at once, behind a header where a new part begins."""
+        """Write lines at once, behind a header if a new part starts."""
         if self._handle is None:
             raise ValueError(f"{self.path}: the trace is closed; open a new TraceWriter to continue it.")
         content = b"".join(map(_encoded, [self._header(), *lines] if self._is_torn else lines))
         if self._is_torn:
-            # Ends the line that the file ends in, if there is one.
+            # End a torn last line.
             length_bytes = os.fstat(self._handle).st_size
             ends = length_bytes == 0 or os.pread(self._handle, 1, length_bytes - 1) == b"\n"
             content = content if ends else b"\n" + content
@@ -241,9 +240,9 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
 def block_digests(
     keys: Keys, block_tokens: int, *, salt: bytes = b"", namespace: str = "", before: bytes | None = None
 ) -> list[bytes]:
-    """Digests of the blocks of a prompt, the last of which may be partly filled.
+    """Digests of the blocks of a prompt; the last block may be partly filled.
 
-    `before` is the digest of the block before the first one; None: they begin the prompt.
+    `before` is the digest of the block before the first one; None: these start the prompt.
     """
     content = keys.astype("<i8", copy=False).tobytes()
     step = 8 * block_tokens
@@ -264,12 +263,12 @@ def _encoded(line: dict[str, Any]) -> bytes:
     return json.dumps(line, separators=(",", ":")).encode() + b"\n"
 
 
-#: A file to record into, or a writer of one's own.
+#: A file to write, or a writer of the caller.
 TraceFile = str | os.PathLike[str] | TraceWriter
 
 
 def opened_trace(trace: TraceFile | None, clock: Clock = "requests") -> TraceWriter | None:
-    """A writer on the file that somebody names, or the one that they bring."""
+    """A writer for a file name, or the given writer."""
     if trace is None or isinstance(trace, TraceWriter):
         return trace
     if not isinstance(trace, (str, os.PathLike)):

@@ -1,16 +1,13 @@
-"""TreeView: what a tree holds, as plain values, in an order that a reader can go through.
+"""TreeView: what a tree holds, as plain values, in an order that a reader can follow.
 
-Nodes come in preorder, siblings with the most tokens behind them first, so that all that hangs below a node follows it
-at once. As JSON a description can be kept, and shown again later.
+Nodes come in preorder, siblings with the most tokens below them first, so all nodes below a node follow it at once. A
+view can be written as JSON and shown again later. `collect` makes a view: it copies little under the lock and does the
+rest afterwards. The array of an edge is replaced, never written, so a reference to it is a copy.
 
-Invariants, asserted when one is read back:
+Invariants, asserted by `read_view`:
 
-  D1  A node's parent comes before it, or is -1; it begins where its parent ends, in the same namespace.
-  D2  The nodes below a node are those that follow it, `below` in number.
-
-collect: the description of a tree. What is copied under the lock is little; the rest is worked out after it.
-
-Edges are arrays that are replaced and never written, so a reference to one is a copy of it.
+  D1  The parent of a node comes before it, or is -1; a node starts where its parent ends, in the same namespace.
+  D2  The nodes below a node are the next `below` nodes.
 """
 
 from __future__ import annotations
@@ -28,8 +25,13 @@ FORMAT = "radixcache-tree"
 VERSION = 1
 
 
+#: Tokens of an edge that are decoded, at its start and at its end.
+HEAD_TOKENS = 64
+TAIL_TOKENS = 16
+
+
 class ViewError(Exception):
-    """What was to be a description of a tree is none; the message says why, in one line."""
+    """This is no saved TreeView; the message says why, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +41,18 @@ class NodeView:
     Attributes:
         parent, namespace: index of the parent, -1 at the top of a namespace; index into TreeView.namespaces.
         start, end: offsets of its tokens from the start of the sequence.
-        span_bytes: bytes of its spans, where they are: in the live buffers, or as a snapshot.
-        is_live, is_paged: in the live buffers of a slot; as a snapshot beside them.
-        slots: the slots in which it is live.
-        checkpoint, checkpoint_bytes: kind of the point state kept at its end, "" for none; its bytes.
-        window_bytes, windows: bytes of what it has of layers with sliding windows; the tokens [start, end) that is of.
-        is_pinned: some pin holds it itself; what is above a pinned node stays with it.
+        span_bytes: of its spans, in the live buffers or as a snapshot.
+        is_live, is_paged: in the live buffers of a slot; as a snapshot.
+        slots: where it is live.
+        checkpoint, checkpoint_bytes: kind and bytes of the checkpoint at its end; "": there is none.
+        window_bytes, windows: bytes of its sliding windows; the tokens [start, end) that they are of.
+        is_pinned: a pin holds it; nodes above a pinned node stay with it.
         pin_names: names of the pins that end here.
         is_open: an open session stands on it.
-        uses, last_used: requests that used its spans, and the tick of the last.
-        below, below_tokens, below_bytes: how many nodes hang below it, and what those hold.
-        text: how it begins, decoded; None where no tokenizer was at hand.
-        text_end: how it ends, where that is not in `text`.
+        uses, last_used: how many requests used its spans, and the tick of the last use.
+        below, below_tokens, below_bytes: nodes below it, and what they hold.
+        text: its start, decoded; None: there was no tokenizer.
+        text_end: its end, if that is not in `text`.
     """
 
     parent: int
@@ -96,10 +98,9 @@ class TreeView:
     """A tree.
 
     Attributes:
-        namespaces: names, in the order their nodes come.
+        namespaces: names, in the order of their nodes.
         nodes: in preorder.
-        about: what else there is to say, by what it is: the policy, the budget.
-        slot_count: slots that could be live.
+        about: other facts by name, such as the policy and the budget.
     """
 
     namespaces: tuple[str, ...]
@@ -116,7 +117,7 @@ class TreeView:
         return sum(node.nbytes for node in self.nodes)
 
     def to_json(self) -> str:
-        """The description as JSON, a list per node in the order of `columns`."""
+        """The view as JSON, with a list for each node in the order of `columns`."""
         columns = [field.name for field in fields(NodeView)]
         document = {"format": FORMAT, "version": VERSION, "namespaces": self.namespaces, "about": dict(self.about)}
         document |= {"slot_count": self.slot_count, "columns": columns}
@@ -126,11 +127,7 @@ class TreeView:
 
 
 def read_view(content: str | bytes) -> TreeView:
-    """Read back what `to_json` wrote.
-
-    Raises:
-        ViewError: it is something else, of another version, or does not hold together.
-    """
+    """Read what `to_json` wrote. ViewError: it is something else, another version, or damaged."""
     try:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -153,7 +150,7 @@ def read_view(content: str | bytes) -> TreeView:
 
 
 def _node(row: dict[str, Any]) -> NodeView:
-    # Trees that were saved before windows were told of have none.
+    # Older files have no windows.
     row = {"window_bytes": 0, "windows": (), **row}
     for field in fields(NodeView):
         value = row[field.name]
@@ -169,7 +166,7 @@ def _node(row: dict[str, Any]) -> NodeView:
 
 
 def _require_sound(view: TreeView) -> None:
-    path: list[tuple[int, int]] = []  # of the ancestors of the node at hand: index, and where what is below them ends
+    path: list[tuple[int, int]] = []  # for each ancestor of the node: its index, and where the nodes below it end
     for index, node in enumerate(view.nodes):
         while path and index >= path[-1][1]:
             path.pop()
@@ -189,29 +186,14 @@ def _require_sound(view: TreeView) -> None:
         path.append((index, until))
 
 
-#: Tokens of an edge that are decoded, at its beginning and at its end.
-HEAD_TOKENS = 64
-TAIL_TOKENS = 16
-
-
-class _Raw(NamedTuple):
-    """What is copied of a node while the lock is held: as little work as can be."""
+class _Copy(NamedTuple):
+    """What is copied of a node under the lock. `about`: fields of NodeView."""
 
     node_id: int
     parent_id: int
-    namespace: int
-    start: int
     edge: Keys
-    paged_bytes: int | None
     live_mask: int
-    checkpoint: str
-    checkpoint_bytes: int
-    window_bytes: int
-    windows: tuple[tuple[int, int], ...]
-    pins: int
-    guards: int
-    uses: int
-    last_used: int
+    about: dict[str, Any]
 
 
 def collect(
@@ -229,100 +211,88 @@ def collect(
     """Describe the trees below some roots.
 
     Args:
-        lock: held while the nodes are gone through, and no longer.
-        roots: one per namespace; called under the lock, as are `pin_names` and `meanwhile`.
-        token_bytes: bytes of a token that is in the live buffers alone.
-        windows_of: the tokens that state of windows is of.
-        pin_names: names of pins by the id() of the node at which they end.
-        tokenizer: decodes how edges begin and end; None: no text.
-        meanwhile: what belongs to the same moment.
+        lock: held only while the nodes are copied.
+        roots: one for each namespace; called under the lock, like `pin_names` and `meanwhile`.
+        token_bytes: of a token that is only in the live buffers.
+        windows_of: the tokens that a state of windows is of.
+        pin_names: names of pins by the id() of the node where they end.
+        tokenizer: decodes the ends of edges; None: no text.
+        meanwhile: reads what must be of the same moment.
     """
     with lock:
         found = list(roots())
-        raw, names = _copied(found, windows_of), pin_names()
+        copies, names = _copied(found, token_bytes, windows_of), pin_names()
         meanwhile()
-    index = {node.node_id: number for number, node in enumerate(raw)}
-    parents = [index.get(node.parent_id, -1) for node in raw]
-    spans = [token_bytes * len(node.edge) if node.paged_bytes is None else node.paged_bytes for node in raw]
-    below_nodes, below_tokens, below_bytes = [0] * len(raw), [0] * len(raw), [0] * len(raw)
-    for number in reversed(range(len(raw))):
+    index = {node.node_id: number for number, node in enumerate(copies)}
+    parents = [index.get(node.parent_id, -1) for node in copies]
+    below_nodes, below_tokens, below_bytes = [0] * len(copies), [0] * len(copies), [0] * len(copies)
+    for number in reversed(range(len(copies))):
         if (above := parents[number]) >= 0:
+            its = copies[number].about
             below_nodes[above] += 1 + below_nodes[number]
-            below_tokens[above] += len(raw[number].edge) + below_tokens[number]
-            below_bytes[above] += spans[number] + below_bytes[number]
-            below_bytes[above] += raw[number].checkpoint_bytes + raw[number].window_bytes
+            below_tokens[above] += len(copies[number].edge) + below_tokens[number]
+            below_bytes[above] += below_bytes[number]
+            below_bytes[above] += its["span_bytes"] + its["checkpoint_bytes"] + its["window_bytes"]
     nodes: list[NodeView] = []
     new_index = {-1: -1}
-    for number in _order(raw, parents, below_tokens):
-        node = raw[number]
+    for number in _order(copies, parents, below_tokens):
+        node = copies[number]
         new_index[number] = len(nodes)
         text, text_end = (None, None) if tokenizer is None else _texts(node.edge, tokenizer)
         nodes.append(
             NodeView(
                 parent=new_index[parents[number]],
-                namespace=node.namespace,
-                start=node.start,
-                end=node.start + len(node.edge),
-                span_bytes=spans[number],
-                is_live=node.live_mask != 0,
-                is_paged=node.paged_bytes is not None,
                 slots=tuple(slot for slot in range(slot_count) if node.live_mask >> slot & 1),
-                checkpoint=node.checkpoint,
-                checkpoint_bytes=node.checkpoint_bytes,
-                is_pinned=node.pins > 0,
                 pin_names=tuple(names.get(node.node_id, ())),
-                is_open=node.guards > 0,
-                uses=node.uses,
-                last_used=node.last_used,
                 below=below_nodes[number],
                 below_tokens=below_tokens[number],
                 below_bytes=below_bytes[number],
                 text=text,
                 text_end=text_end,
-                window_bytes=node.window_bytes,
-                windows=node.windows,
+                **node.about,
             )
         )
     return TreeView(tuple(root.namespace for root in found), tuple(nodes), tuple(about), slot_count)
 
 
-def _copied(roots: Sequence[Node[Any]], windows_of: Callable[[Any], Sequence[tuple[int, int]]]) -> list[_Raw]:
+def _copied(
+    roots: Sequence[Node[Any]], token_bytes: int, windows_of: Callable[[Any], Sequence[tuple[int, int]]]
+) -> list[_Copy]:
     """The nodes below the roots, parents first."""
-    raw: list[_Raw] = []
+    copies: list[_Copy] = []
     for namespace, root in enumerate(roots):
         for node in below(root):
-            state = node.payload
+            state, edge = node.payload, node.edge
             assert state is not None, node
-            paged_bytes = None if state.spans is None else state.spans.nbytes
-            place = (id(node), id(node.parent), namespace, node.start, node.edge, paged_bytes, state.live_mask)
-            kept: tuple[str, int] = (
-                ("", 0) if state.checkpoint is None else (state.checkpoint.kind, state.checkpoint.nbytes)
-            )
-            windows = () if state.windows is None else tuple(windows_of(state.windows))
-            window_bytes = 0 if state.windows is None else state.windows.nbytes
-            raw.append(
-                _Raw(
-                    *place,
-                    *kept,
-                    window_bytes,
-                    windows,
-                    state.pins,
-                    state.guards,
-                    state.entry.uses,
-                    state.entry.last_used,
-                )
-            )
-    return raw
+            spans, checkpoint, windows = state.spans, state.checkpoint, state.windows
+            about = {
+                "namespace": namespace,
+                "start": node.start,
+                "end": node.start + len(edge),
+                "span_bytes": token_bytes * len(edge) if spans is None else spans.nbytes,
+                "is_live": state.live_mask != 0,
+                "is_paged": spans is not None,
+                "checkpoint": "" if checkpoint is None else checkpoint.kind,
+                "checkpoint_bytes": 0 if checkpoint is None else checkpoint.nbytes,
+                "window_bytes": 0 if windows is None else windows.nbytes,
+                "windows": () if windows is None else tuple(windows_of(windows)),
+                "is_pinned": state.pins > 0,
+                "is_open": state.guards > 0,
+                "uses": state.entry.uses,
+                "last_used": state.entry.last_used,
+            }
+            copies.append(_Copy(id(node), id(node.parent), edge, state.live_mask, about))
+    return copies
 
 
-def _order(raw: Sequence[_Raw], parents: Sequence[int], below_tokens: Sequence[int]) -> Iterator[int]:
-    """Numbers of the nodes in preorder, of siblings the one with the most tokens to its name first."""
+def _order(copies: Sequence[_Copy], parents: Sequence[int], below_tokens: Sequence[int]) -> Iterator[int]:
+    """Numbers of the nodes in preorder, siblings with the most tokens first."""
     children: dict[int, list[int]] = {}
     for number, parent in enumerate(parents):
         children.setdefault(parent, []).append(number)
     for siblings in children.values():
-        # The last of them is taken off the stack first. Namespaces stay in their order.
-        siblings.sort(key=lambda n: (-raw[n].namespace, len(raw[n].edge) + below_tokens[n], -n))
+        # The last one is taken off the stack first. Namespaces stay in their order.
+        siblings.sort(key=lambda n: (-copies[n].about["namespace"], len(copies[n].edge) + below_tokens[n], -n))
     stack = children.get(-1, [])
     while stack:
         number = stack.pop()

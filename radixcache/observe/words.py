@@ -1,8 +1,7 @@
-"""Numbers and text as people read them. Text of prompts is hostile: nothing of it may act on what shows it.
+"""Words: numbers, nodes and text of prompts for people, and a TreeView as lines of text.
 
-choose: which nodes of a large tree are shown, and what the others come to.
-
-text: a description as lines, one a node, an only child straight under its parent.
+Text of prompts is hostile: `visible` leaves nothing in it that acts on a terminal or a page. `choose` picks which nodes
+of a large tree are shown. `text` writes a line for each node; an only child stands straight under its parent.
 """
 
 from __future__ import annotations
@@ -17,9 +16,11 @@ from radixcache.observe.tree_view import NodeView, TreeView
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _SHORT = {"\n": "\u21b5", "\t": "\u21e5"}
-#: Categories of characters that do something instead of showing: control, format (bidi marks among them), surrogates,
-#: private use, unassigned, line and paragraph separators.
+#: Categories of characters that act and do not show: control, format (with bidi marks), surrogates, private use,
+#: unassigned, line and paragraph separators.
 _UNSHOWN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
+#: Characters of a node's text in a line.
+TEXT_CHARACTERS = 60
 
 
 def bytes_words(nbytes: int) -> str:
@@ -33,7 +34,7 @@ def bytes_words(nbytes: int) -> str:
 
 
 def tokens_words(tokens: int) -> str:
-    """12,345 as it is, 1,234,567 as "1.23 M"."""
+    """1,234,567 as "1.23 M tokens"."""
     return "1 token" if tokens == 1 else f"{tokens:,} tokens" if tokens < 1e6 else f"{tokens / 1e6:,.2f} M tokens"
 
 
@@ -42,13 +43,13 @@ def _held(what: str, nodes: int, tokens: int, nbytes: int) -> str:
 
 
 def more_words(nodes: Sequence[NodeView]) -> str:
-    """What is left out below a node: "312 more nodes, 1.2 M tokens, 3.4 GiB"."""
+    """Nodes that are not shown: "312 more nodes, 1.2 M tokens, 3.4 GiB"."""
     tokens = sum(node.tokens + node.below_tokens for node in nodes)
     return _held("more node", sum(1 + n.below for n in nodes), tokens, sum(n.nbytes + n.below_bytes for n in nodes))
 
 
 def total_words(view: TreeView) -> str:
-    """Nodes, tokens and bytes of all, the bytes by where they are."""
+    """Nodes, tokens and bytes of a tree, with the bytes of each place."""
     if not view.nodes:
         return "The tree is empty."
     by_place = {"live": 0, "live and paged": 0, "paged": 0}
@@ -66,7 +67,7 @@ def about_words(view: TreeView) -> str:
 
 
 def node_words(node: NodeView, slot_count: int) -> list[str]:
-    """A node's span, tokens, bytes and place, then what marks it: checkpoint, pins and sessions."""
+    """Span, tokens, bytes and place of a node, then its checkpoint, pins and sessions."""
     words = [f"[{node.start:,}, {node.end:,})", tokens_words(node.tokens), bytes_words(node.span_bytes)]
     words.append(place_words(node, slot_count))
     if node.checkpoint:
@@ -81,7 +82,7 @@ def node_words(node: NodeView, slot_count: int) -> list[str]:
 
 
 def place_words(node: NodeView, slot_count: int) -> str:
-    """live, paged or live and paged; of several slots, in which. And of which tokens windows are stored."""
+    """Live (in which slots), paged, or both; and the tokens whose windows are stored."""
     live = "live" if slot_count == 1 or not node.slots else f"live in {', '.join(map(str, node.slots))}"
     place = {"live": live, "paged": "paged", "both": f"{live} and paged"}[node.residency]
     ranges = ", ".join(f"[{start:,}, {end:,})" for start, end in node.windows)
@@ -89,18 +90,18 @@ def place_words(node: NodeView, slot_count: int) -> str:
 
 
 def text_words(node: NodeView, columns: int) -> str:
-    """The node's text in one line of at most so many columns; "" without any."""
+    """The text of a node in at most so many columns; "": there is none."""
     return "" if node.text is None else fit(whole_text(node), columns)
 
 
 def whole_text(node: NodeView) -> str:
-    """All that is known of the node's text, made visible."""
+    """All known text of a node, made visible."""
     text = node.text or ""
     return visible(text if node.text_end is None else f"{text} \u2026 {node.text_end}")
 
 
 def fit(text: str, columns: int) -> str:
-    """Cut a text to so many columns, of which some characters take two."""
+    """Cut a text to so many columns; wide characters take two."""
     left = columns
     for index, character in enumerate(text):
         left -= 2 if unicodedata.east_asian_width(character) in "WF" else 1
@@ -110,7 +111,7 @@ def fit(text: str, columns: int) -> str:
 
 
 def visible(text: str) -> str:
-    """Text without anything that acts: line ends and tabs as signs, other control and format characters by number."""
+    """Text in which nothing acts: line ends and tabs as signs, other control and format characters as numbers."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(_SHORT.get(c) or (_number(c) if unicodedata.category(c) in _UNSHOWN else c) for c in text)
@@ -123,15 +124,15 @@ def _number(character: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NodeLine:
-    """A line of a drawing: a node, or what is left out below one.
+    """A line: a node, or the nodes that are left out below one.
 
     Attributes:
-        node: the node; None for what is left out.
-        left_out: the topmost nodes of what is left out here; empty for a node.
+        node: None: this line is for nodes that are left out.
+        left_out: the topmost of those nodes.
         parent: row of the parent, -1 at the top.
-        heading: name of the namespace that begins here, made visible; None: none begins, or there is one without name.
-        depth: branchings above: an only child stands under its parent.
-        start: offset at which it begins.
+        heading: visible name of the namespace that starts here; None: none starts, or it has no name.
+        depth: number of branchings above.
+        start: offset where it starts.
         is_last: no sibling comes after it.
     """
 
@@ -145,10 +146,10 @@ class NodeLine:
 
 
 def choose(view: TreeView, max_nodes: int) -> list[NodeLine]:
-    """Rows for so many nodes, parents before children, each with what is left out below it as its last child.
+    """Lines for so many nodes, parents before children; what is left out below a node is its last child.
 
-    A node is shown only below its parent. Pinned ones and those in use come first, then those with the most tokens. A
-    single leaf that would be left out is shown all the same, in the row that would say so.
+    Pinned nodes and nodes in use come first, then those with the most tokens, each only below its parent. A single leaf
+    that would be left out is shown, as it takes the line that would say so.
     """
     children: defaultdict[int, list[int]] = defaultdict(list)
     for index, node in enumerate(view.nodes):
@@ -161,7 +162,7 @@ def choose(view: TreeView, max_nodes: int) -> list[NodeLine]:
         shown = [index for index in siblings if index in chosen]
         rest = [index for index in siblings if index not in chosen]
         if len(rest) == 1 and not view.nodes[rest[0]].below:
-            shown, rest = shown + rest, []  # it takes the line that would say that it is left out
+            shown, rest = shown + rest, []
         found = [(index, view.nodes[index], ()) for index in shown]
         lines = [*found, *([(-1, None, tuple(view.nodes[index] for index in rest))] if rest else [])]
         start, row = (view.nodes[above].end, len(rows) - 1) if above >= 0 else (0, -1)
@@ -208,15 +209,11 @@ def _chosen(nodes: Sequence[NodeView], children: defaultdict[int, list[int]], ma
     return chosen
 
 
-#: Characters of a node's text.
-TEXT_CHARACTERS = 60
-
-
 def text(view: TreeView, max_nodes: int) -> str:
-    """The tree as lines that end without a newline."""
+    """The tree as lines, without a final newline."""
     rows = choose(view, max_nodes)
     lines = [total_words(view), *([about_words(view)] if view.about else [])]
-    before: dict[int, str] = {}  # what stands before the children of a row
+    before: dict[int, str] = {}  # the indent of the children of a row
     for number, row in enumerate(rows):
         if row.heading is not None:
             lines.append(f"namespace {row.heading!r}")

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixcache.observe.page import FORMATS, render_view
-from radixcache.observe.picture import tick_step
+from radixcache.observe.page import FORMATS, render_view, tick_step
 from radixcache.observe.tree_view import NodeView, TreeView, ViewError, read_view
 from radixcache.observe.words import bytes_words, choose, fit, tokens_words, visible
 
