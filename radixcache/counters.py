@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -19,24 +19,20 @@ from radixcache.errors import RadixCacheError
 Number = int | float
 
 
-def counter(unit: str, help: str, *, label: str = "", read: Callable[[Any], Any] | None = None) -> Any:
-    """A field that only grows; with a label one number for each value of the label, as a dict.
-
-    Args:
-        read: finds the number where a Tally does not count it.
-    """
-    about = {"kind": "counter", "unit": unit, "help": help, "label": label, "read": read}
+def counter(unit: str, help: str, *, label: str = "") -> Any:
+    """A field that only grows, from 0; with a label, a dict with a number for each value of the label."""
+    about = {"kind": "counter", "unit": unit, "help": help, "label": label}
     return field(default_factory=dict, metadata=about) if label else field(default=0, metadata=about)
 
 
-def gauge(unit: str, help: str, *, read: Callable[[Any], Any] | None = None) -> Any:
-    """A field for what there is now. Of a text the metric is 1, or 0 if the text is empty."""
-    return field(metadata={"kind": "gauge", "unit": unit, "help": help, "read": read})
+def gauge(unit: str, help: str, *, label: str = "") -> Any:
+    """A field for what there is now. The metric of a text is 1, or 0 if the text is empty."""
+    return field(metadata={"kind": "gauge", "unit": unit, "help": help, "label": label})
 
 
 def fact(help: str) -> Any:
     """A text that is no metric."""
-    return field(metadata={"kind": "", "unit": "", "help": help, "read": None})
+    return field(metadata={"kind": "", "unit": "", "help": help})
 
 
 class Tally:
@@ -70,9 +66,6 @@ class Sample:
     labels: tuple[tuple[str, str], ...] = ()
 
 
-Samples = tuple[Sample, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Metric:
     """Numbers of one kind.
@@ -88,7 +81,7 @@ class Metric:
     kind: str
     unit: str
     help: str
-    samples: Samples
+    samples: tuple[Sample, ...]
 
 
 def metrics_of(stats: Any, prefix: str) -> Iterator[Metric]:
@@ -98,15 +91,12 @@ def metrics_of(stats: Any, prefix: str) -> Iterator[Metric]:
         if not about["kind"]:
             continue
         name = f"{prefix}{each.name}" + ("_total" if about["kind"] == "counter" else "")
-        if isinstance(value, Mapping):
-            samples = labelled(about["label"], dict(sorted(value.items())))
+        if about["label"]:
+            numbers = sorted(value.items()) if about["kind"] == "counter" else value.items()
+            samples = tuple(Sample(number, ((about["label"], key),)) for key, number in numbers)
         else:
             samples = (Sample(int(bool(value)) if isinstance(value, str) else value),)
         yield Metric(name, about["kind"], about["unit"], about["help"], samples)
-
-
-def labelled(label: str, values: Mapping[str, Number]) -> Samples:
-    return tuple(Sample(value, ((label, key),)) for key, value in values.items())
 
 
 def families(sources: Iterable[tuple[Mapping[str, str], Iterable[Metric]]]) -> list[Any]:

@@ -45,7 +45,7 @@ class StoreStats:
     budget_bytes: int = gauge("bytes", "What they may take at most.")
     waiting_bytes: int = gauge("bytes", "State in memory that waits to be written.")
     stopped: str = gauge("", "1 while nothing is written.")
-    dropped: dict[str, int] = counter("blocks", "Blocks that were not written, by why.", label="reason")  # noqa: RUF009
+    dropped: dict[str, int] = counter("blocks", "Blocks that were not written, by why.", label="reason")
     read_files: int = counter("files", "Files that were read and found right.")
     read_bytes: int = counter("bytes", "Their bytes.")
     read_seconds: float = counter("seconds", "What that took, summed over readers.")
@@ -56,7 +56,7 @@ class StoreStats:
     damaged_files: int = counter("files", "Files that were no blocks, or not as they were written, and were set aside.")
     vanished_files: int = counter("files", "Files that were gone when they were to be read.")
     read_errors: int = counter("errors", "Files or folders that the system could not read.")
-    failed_calls: dict[str, int] = counter("calls", "Calls of a server that failed, by how.", label="kind")  # noqa: RUF009
+    failed_calls: dict[str, int] = counter("calls", "Calls of a server that failed, by how.", label="kind")
 
 
 def total(parts: Mapping[str, StoreStats]) -> StoreStats:

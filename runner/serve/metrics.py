@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from radixcache.counters import families, metrics_of
 from radixcache.errors import CacheClosedError
 from radixcache.stores.store import StoreStats
 from radixcache.tree.history import Event, EventKind
@@ -60,31 +61,6 @@ HISTOGRAMS = {
     "queue": ("From arrival until the request was let in.", SECONDS),
     "time_to_first_token": ("From arrival to the first token of the reply.", SECONDS),
     "inter_token": ("From one token of a reply to the next.", TOKEN_SECONDS),
-}
-#: Metrics of stores, by field of StoreStats: kind, help; for a field with a count per reason, the label of the reason.
-STORE_METRICS: dict[str, tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str | None]] = {
-    "blocks": (GaugeMetricFamily, "Files of blocks.", None),
-    "checkpoints": (GaugeMetricFamily, "Files of checkpoints.", None),
-    "stored_bytes": (GaugeMetricFamily, "Files of both.", None),
-    "budget_bytes": (GaugeMetricFamily, "What they may take at most.", None),
-    "waiting_bytes": (GaugeMetricFamily, "State in memory that waits to be written.", None),
-    "read_files": (CounterMetricFamily, "Files that were read and found right.", None),
-    "read_bytes": (CounterMetricFamily, "Their bytes.", None),
-    "read_seconds": (CounterMetricFamily, "What that took, summed over readers.", None),
-    "written_files": (CounterMetricFamily, "Files that were written.", None),
-    "written_bytes": (CounterMetricFamily, "Their bytes.", None),
-    "evicted_files": (CounterMetricFamily, "Files that were removed to keep the budget.", None),
-    "evicted_bytes": (CounterMetricFamily, "Their bytes.", None),
-    "damaged_files": (
-        CounterMetricFamily,
-        "Files that were no blocks, or not as they were written, and were set aside.",
-        None,
-    ),
-    "vanished_files": (CounterMetricFamily, "Files that were gone when they were to be read.", None),
-    "read_errors": (CounterMetricFamily, "Files or folders that the system could not read.", None),
-    "dropped": (CounterMetricFamily, "Blocks that were not written, by why.", "reason"),
-    "failed_calls": (CounterMetricFamily, "Calls of a server that failed, by how.", "kind"),
-    "stopped": (GaugeMetricFamily, "1 while nothing is written.", None),
 }
 
 # Otherwise each counter has a gauge beside it with its time of creation, which is that of the process.
@@ -231,26 +207,13 @@ class Watch(Collector):
         assert watched is not None, "attach registers it"
         yield GaugeMetricFamily("radixcache_serve_waiting_requests", "Requests that wait for room.", watched.waiting)
         yield GaugeMetricFamily("radixcache_serve_running_requests", "Requests being evaluated.", watched.running)
-        found: dict[str, Metric] = {}
-        for names, snapshot in read_caches(watched, lambda cache: cache.snapshot_stats()):
-            labels = {"model": names.model, "adapter": names.adapter or "", "draft": names.draft or ""}
-            for metric in snapshot.metrics:
-                new = Metric(metric.name.removesuffix("_total"), metric.help, metric.kind)
-                family = found.setdefault(metric.name, new)
-                for sample in metric.samples:
-                    family.add_sample(metric.name, {**labels, **dict(sample.labels)}, sample.value)
-        yield from found.values()
-        stores = watched.store_stats()
-        for field, (kind, help, label) in STORE_METRICS.items() if stores else ():
-            of_store = kind(f"radixcache_store_{field}", help, labels=["tier", label] if label else ["tier"])
-            for tier, stats in stores.items():
-                value = getattr(stats, field)
-                if label:
-                    for reason, count in sorted(value.items()):
-                        of_store.add_metric([tier, reason], count)
-                else:
-                    of_store.add_metric([tier], bool(value) if field == "stopped" else value)
-            yield of_store
+        caches = [
+            ({"model": names.model, "adapter": names.adapter or "", "draft": names.draft or ""}, snapshot.metrics)
+            for names, snapshot in read_caches(watched, lambda cache: cache.snapshot_stats())
+        ]
+        stores = watched.store_stats().items()
+        yield from families(caches)
+        yield from families(({"tier": tier}, metrics_of(stats, "radixcache_store_")) for tier, stats in stores)
 
 
 def in_a_line(record: RequestRecord) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("mlx", "mlx_lm", "transformers", "runner")
+HEAVY = ("mlx", "mlx_lm", "transformers", "prometheus_client", "runner")
 
 
 def _loaded_by(statement: str) -> set[str]:
@@ -36,6 +36,7 @@ def _loaded_by(statement: str) -> set[str]:
         "import radixcache.cells.table; from radixcache import CacheFullError",
         "from radixcache import POLICIES, CostModel, Entry, EvictionPolicy, Ledger, RadixTree, RadixCacheError",
         "import radixcache.stores.files; from radixcache import DiskStore, StoreError",
+        "import radixcache.observe.stats; from radixcache import CacheStats, StatsSnapshot",
         "import radixcache.errors, radixcache.lock, radixcache.tokens",
     ],
 )
