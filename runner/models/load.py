@@ -1,19 +1,17 @@
-"""Load the language model that a specification names: the demo model, a tiny random one, a folder, or a hub id.
+"""Load the language model that a specification names. What cannot be loaded is a `ModelError` of one line.
 
-    demo                 SmolLM2-135M-Instruct, fetched once (demo.py)
-    tiny, tiny:KIND      random weights and a tokenizer of bytes, there at once (tiny.py); tiny is tiny:llama
-    PATH                 a folder in mlx-lm's format
-    OWNER/NAME           a repository of the model hub, fetched by mlx-lm
-
-Whatever cannot be loaded ends in a `ModelError` of one line.
+demo                 SmolLM2-135M-Instruct, fetched once (demo.py)
+tiny, tiny:KIND      random weights and a tokenizer of bytes (tiny.py); tiny is tiny:llama
+PATH                 a folder in mlx-lm's format
+OWNER/NAME           a repository of the model hub, fetched by mlx-lm
 """
 
-import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from mlx_lm.processors import load_processor
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from runner.models.demo import FetchError, ModelError, OnProgress, demo_model_folder
+from runner.models.demo import FetchError, ModelError, demo_model_folder
 from runner.models.tiny import TINY_KINDS, tiny_model, tiny_tokenizer
 from runner.text import ProgressLines
 
@@ -38,27 +36,29 @@ TINY = "tiny"
 DEFAULT_TINY_KIND = "llama"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
-# What a tokenizer is made from, and the model's configuration.
+# Files of a tokenizer, and the model's configuration.
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.py", "*.tiktoken", "*.txt", "tokenizer.model"]
 
-# The names under which architectures keep the longest sequence they were made for, the most binding first.
-CONTEXT_KEYS = (
+# How architectures call the longest sequence that they were made for, the most binding first.
+CONTEXT_KEYS = [
     "max_position_embeddings",
     "n_positions",
     "model_max_length",
     "max_sequence_length",
     "max_seq_len",
     "n_ctx",
-)
+]
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready for inference, and what its users need to know of it.
+    """A model ready for inference.
 
-    `context_length` is in tokens, None where the model has no such bound (recurrent models). Token ids are below
-    `vocabulary_length`. `weight_bytes` is what the weights take in memory. `processor` is mlx-lm's of images; None:
-    the model takes none.
+    Attributes:
+        context_length: in tokens; None where the model has no bound (recurrent models).
+        vocabulary_length: token ids are below it.
+        weight_bytes: what the weights take in memory.
+        processor: mlx-lm's of images; None: the model takes none.
     """
 
     model: nn.Module
@@ -72,7 +72,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """What there is of a model without its weights. `context_length` is in tokens, None where there is no bound."""
+    """A model without its weights. `context_length` is in tokens, None where there is no bound."""
 
     tokenizer: Any
     name: str
@@ -91,7 +91,6 @@ def load_model(
     """Load the model that `spec` names; see the head of this file.
 
     Args:
-        spec: what to load.
         show_progress: show the fetching of the demo model on stderr.
         adapter_path, tokenizer_config, trust_remote_code: as for mlx_lm.load; tiny models take none of them.
 
@@ -99,19 +98,25 @@ def load_model(
         FetchError: the demo model could not be fetched.
         ModelError: `spec` names nothing, or what it names cannot be loaded.
     """
-    folder = model_folder(spec, show_progress=show_progress)
-    if folder is None:
+    if (kind := _tiny_kind(spec)) is not None:
         if adapter_path is not None:
             raise ModelError(f"adapter {adapter_path}: model {spec} is random, and no adapter was made for it.")
-        return _load_tiny(_tiny_kind(spec))
+        return _describe(tiny_model(kind), tiny_tokenizer(), TINY_KINDS[kind].config, f"{TINY}:{kind}")
+    folder = model_folder(spec, show_progress=show_progress)
+    assert folder is not None, "only tiny models have none"
     is_hub_id = spec != DEMO and _folder(spec) is None
-    return _load_with_mlx_lm(
-        str(folder),
-        name=DEMO_NAME if spec == DEMO else spec if is_hub_id else folder.resolve().name,
-        adapter_path=adapter_path,
-        tokenizer_config=dict(tokenizer_config or {}),
-        trust_remote_code=trust_remote_code,
-    )
+    name = DEMO_NAME if spec == DEMO else spec if is_hub_id else folder.resolve().name
+    try:
+        model, tokenizer, config = mlx_lm.load(
+            str(folder),
+            return_config=True,
+            adapter_path=adapter_path,
+            tokenizer_config=dict(tokenizer_config or {}),
+            trust_remote_code=trust_remote_code,
+        )
+    except Exception as error:  # files and networks fail in more ways than mlx-lm, the hub and the tokenizers name
+        raise _cannot_be_loaded(folder, error) from error
+    return _describe(model, tokenizer, config, name)
 
 
 def model_folder(spec: str, *, show_progress: bool = True) -> Path | None:
@@ -121,106 +126,72 @@ def model_folder(spec: str, *, show_progress: bool = True) -> Path | None:
         FetchError: the demo model could not be fetched.
         ModelError: `spec` names nothing.
     """
+    if _tiny_kind(spec) is not None:
+        return None
     if spec == DEMO:
         return _demo_folder(show_progress)
-    if spec == TINY or spec.startswith(f"{TINY}:"):
-        _tiny_config(_tiny_kind(spec))
-        return None
-    folder = _folder(spec)
-    if folder is not None:
-        _require_model_folder(folder)
+    if (folder := _folder(spec)) is not None:
+        _read_config(folder)
+        if not any(folder.glob("model*.safetensors")):
+            raise ModelError(f"model {folder}: has no model*.safetensors; convert it with mlx_lm.convert first.")
         return folder
-    _require_hub_id(spec)
-    try:
-        return Path(mlx_lm.utils._download(spec))
-    except Exception as error:  # files and networks fail in more ways than the hub's client names
-        raise ModelError(
-            f"model {spec!r}: no such folder, and as a hub id: {spec} cannot be loaded: "
-            f"{type(error).__name__}: {_one_line(error)}"
-        ) from error
+    return _fetched(spec, mlx_lm.utils._download)
 
 
 def load_outline(
     spec: str = DEMO, *, show_progress: bool = True, tokenizer_config: Mapping[str, Any] | None = None
 ) -> ModelOutline:
-    """Load what there is of a model without its weights: arguments as for `load_model`; of a hub id a few small files.
+    """Load a model without its weights: arguments as for `load_model`. A hub id fetches a few small files.
 
     Raises:
         FetchError: the demo model could not be fetched.
         ModelError: `spec` names nothing, or what it names cannot be loaded.
     """
-    if spec == TINY or spec.startswith(f"{TINY}:"):
-        kind = _tiny_kind(spec)
-        return _outline(tiny_tokenizer(), {**_tiny_config(kind), "dtype": "float32"}, f"{TINY}:{kind}")
+    if (kind := _tiny_kind(spec)) is not None:
+        config = {**TINY_KINDS[kind].config, "dtype": "float32"}
+        return ModelOutline(tiny_tokenizer(), f"{TINY}:{kind}", config, _context_length(config))
     if spec == DEMO:
         folder, name = _demo_folder(show_progress), DEMO_NAME
     elif (found := _folder(spec)) is not None:
         folder, name = found, found.resolve().name
     else:
-        _require_hub_id(spec)
-        try:
-            folder, name = Path(snapshot_download(spec, allow_patterns=TOKENIZER_FILES)), spec
-        except Exception as error:  # files and networks fail in more ways than the hub's client names
-            raise ModelError(
-                f"model {spec!r}: no such folder, and as a hub id: {type(error).__name__}: {_one_line(error)}"
-            ) from error
+        folder, name = _fetched(spec, partial(snapshot_download, allow_patterns=TOKENIZER_FILES)), spec
     config = _read_config(folder)
     try:
-        return _outline(mlx_lm.utils.load_tokenizer(folder, dict(tokenizer_config or {})), config, name)
+        tokenizer = mlx_lm.utils.load_tokenizer(folder, dict(tokenizer_config or {}))
     except Exception as error:
-        raise ModelError(f"{folder} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
+        raise _cannot_be_loaded(folder, error) from error
+    return ModelOutline(tokenizer, name, config, _context_length(config))
 
 
-def _demo_folder(show_progress: bool) -> Path:
-    with _progress_on_stderr() if show_progress else contextlib.nullcontext() as on_progress:
-        return demo_model_folder(on_progress=on_progress)
+def _tiny_kind(spec: str) -> str | None:
+    """The kind of a tiny model; None: `spec` names another one."""
+    if spec != TINY and not spec.startswith(f"{TINY}:"):
+        return None
+    kind = spec.partition(":")[2] or DEFAULT_TINY_KIND
+    if kind not in TINY_KINDS:
+        raise ModelError(f"model {TINY}:{kind}: no such kind. Known: {', '.join(sorted(TINY_KINDS))}.")
+    return kind
 
 
 def _folder(spec: str) -> Path | None:
-    """The folder or file at a path; None: there is none, nor could there be."""
+    """The folder or file at a path; None: there is none."""
     path = os.path.expanduser(spec)
     return Path(path) if spec and os.path.exists(path) else None
 
 
-def _require_hub_id(spec: str) -> None:
+def _fetched(spec: str, fetch: Callable[[str], str | Path]) -> Path:
+    """The folder that `fetch` makes of a hub id."""
     if not HUB_ID.fullmatch(spec):
         raise ModelError(
             f"model {spec!r:.200}: no such folder. "
             f"Give {DEMO}, {TINY}, {TINY}:KIND, a folder in mlx-lm's format, or a hub id OWNER/NAME."
         )
-
-
-def _outline(tokenizer: Any, config: Mapping[str, Any], name: str) -> ModelOutline:
-    return ModelOutline(tokenizer, name, config, _context_length(config))
-
-
-def _context_length(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence that a configuration says the model was made for, in tokens; None where it says nothing."""
-    text_config = config.get("text_config") or {}
-    lengths = [source[key] for source in (config, text_config) for key in CONTEXT_KEYS if source.get(key)]
-    return int(lengths[0]) if lengths else None
-
-
-def _tiny_kind(spec: str) -> str:
-    return spec.partition(":")[2] or DEFAULT_TINY_KIND
-
-
-def _load_tiny(kind: str) -> LoadedModel:
-    config = _tiny_config(kind)
-    return _describe(tiny_model(kind), tiny_tokenizer(), config, name=f"{TINY}:{kind}")
-
-
-def _tiny_config(kind: str) -> Mapping[str, Any]:
-    if kind not in TINY_KINDS:
-        raise ModelError(f"model {TINY}:{kind}: no such kind. Known: {', '.join(sorted(TINY_KINDS))}.")
-    return TINY_KINDS[kind].config
-
-
-def _require_model_folder(folder: Path) -> None:
-    """Refuse what is clearly not a model folder, saying what is missing."""
-    _read_config(folder)
-    if not any(folder.glob("model*.safetensors")):
-        raise ModelError(f"model {folder}: has no model*.safetensors; convert it with mlx_lm.convert first.")
+    try:
+        return Path(fetch(spec))
+    except Exception as error:  # files and networks fail in more ways than the hub's client names
+        reason = _cannot_be_loaded(spec, error)
+        raise ModelError(f"model {spec!r}: no such folder, and as a hub id: {reason}") from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -238,16 +209,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _load_with_mlx_lm(path: str, *, name: str, **more: Any) -> LoadedModel:
-    try:
-        model, tokenizer, config = mlx_lm.load(path, return_config=True, **more)
-    except Exception as error:
-        # Files and networks fail in more ways than mlx-lm, the hub's client and the tokenizers name.
-        raise ModelError(f"{path} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
-    return _describe(model, tokenizer, config, name=name)
-
-
-def _describe(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], *, name: str) -> LoadedModel:
+def _describe(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], name: str) -> LoadedModel:
     text_config = config.get("text_config") or {}
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     vocabulary_length = config.get("vocab_size") or text_config.get("vocab_size") or len(tokenizer)
@@ -262,28 +224,42 @@ def _describe(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], *, na
     )
 
 
+def _context_length(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence that the model was made for, in tokens; None where the configuration does not say."""
+    text_config = config.get("text_config") or {}
+    lengths = [source[key] for source in (config, text_config) for key in CONTEXT_KEYS if source.get(key)]
+    return int(lengths[0]) if lengths else None
+
+
+def _cannot_be_loaded(what: str | Path, error: Exception) -> ModelError:
+    return ModelError(f"{what} cannot be loaded: {type(error).__name__}: {_one_line(error)}")
+
+
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or "no reason given"
 
 
-@contextlib.contextmanager
-def _progress_on_stderr() -> Iterator[OnProgress]:
-    """Show stages and bytes on stderr, one bar per stage, and nothing when there is nothing to fetch."""
+def _demo_folder(show_progress: bool) -> Path:
+    """The demo model's folder; on stderr one bar per stage of fetching it, if there is anything to fetch."""
+    if not show_progress:
+        return demo_model_folder()
     amount, description = TextColumn("{task.fields[amount]}"), TextColumn("demo model: {task.description}")
+    progress = Progress(description, BarColumn(), amount, TimeElapsedColumn(), console=Console(stderr=True))
     tasks: dict[str, TaskID] = {}
     lines = ProgressLines()
-    with contextlib.ExitStack() as stack:
-        progress = Progress(description, BarColumn(), amount, TimeElapsedColumn(), console=Console(stderr=True))
 
-        def report(stage: str, done_bytes: int, total_bytes: int) -> None:
-            if not tasks:
-                stack.enter_context(progress)
-            if stage not in tasks:
-                for earlier in tasks.values():
-                    progress.stop_task(earlier)
-                tasks[stage] = progress.add_task(stage, total=total_bytes or None, amount="")
-            shown = f"{done_bytes >> 20} of {total_bytes >> 20} MiB" if total_bytes else ""
-            progress.update(tasks[stage], completed=done_bytes, amount=shown)
-            lines.tell(lambda: f"demo model: {stage} {shown}".rstrip())
+    def report(stage: str, done_bytes: int, total_bytes: int) -> None:
+        if stage not in tasks:
+            progress.start()
+            for earlier in tasks.values():
+                progress.stop_task(earlier)
+            tasks[stage] = progress.add_task(stage, total=total_bytes or None, amount="")
+        shown = f"{done_bytes >> 20} of {total_bytes >> 20} MiB" if total_bytes else ""
+        progress.update(tasks[stage], completed=done_bytes, amount=shown)
+        lines.tell(lambda: f"demo model: {stage} {shown}".rstrip())
 
-        yield report
+    try:
+        return demo_model_folder(on_progress=report)
+    finally:
+        if tasks:
+            progress.stop()

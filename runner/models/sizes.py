@@ -1,13 +1,8 @@
 """Bytes per token and per checkpoint of a model, from its config.json alone: no weights.
 
-What mlx-lm keeps in its caches, as the cache layer counts it: spans by the token; windows and recurrent state as one
-checkpoint, with windows that are full (a prompt shorter than a window takes less). `kv_bits` quantizes the spans that
-are keys and values of full attention, as mlx-lm does: packed elements, and a scale and a bias per group.
-
-What the layers of a model keep, told by one forward pass that is never evaluated.
-
-MLX knows shape and dtype of an array before there is one: a model of any size is built in a moment, without weights,
-and its caches fill with arrays that nobody computes. What they look like is what mlx-lm makes of the configuration.
+One forward pass fills the model's caches with arrays that are never evaluated: MLX knows shape and dtype of an array
+before it is computed. Spans count by the token. Windows, counted full, and recurrent state count as one checkpoint.
+`kv_bits` quantizes keys and values of full attention as mlx-lm does: packed elements, and a scale and a bias per group.
 """
 
 from __future__ import annotations
@@ -32,18 +27,24 @@ from runner.models.footprint import INSTEAD, ModelBytes, ModelConfigError
 from runner.models.tiny import text_args
 from runner.text import shortened, shown
 
-#: Tokens of the forward pass: what a layer keeps per token does not depend on it.
+#: Tokens of the forward pass; bytes per token do not depend on it.
 PROMPT_LENGTH = 40
-#: Far more than any model has; a larger number is a mistake and would take for ever.
+#: Far more than any model has; building more would never end.
 MOST_LAYERS = 10_000
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
-#: How a dataclass hints at a whole number, and at a list of kinds.
+#: Hints of a dataclass for a whole number, and for a list of kinds.
 NUMBERS = (int, int | None)
 TEXT_LISTS = (list[str], list[str] | None, List[str], List[str] | None)  # noqa: UP006
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+DEFAULT_DTYPE = "bfloat16"
+KV_BITS = (2, 3, 4, 5, 6, 8)
+KV_GROUP_SIZES = (32, 64, 128)
+
+
 @dataclass
-class KeptState:
+class LayerState:
     """State of all layers.
 
     Attributes:
@@ -57,16 +58,79 @@ class KeptState:
     fixed_bytes: int = 0
 
 
-def kept_state(config: Mapping[str, Any], dtype: str) -> KeptState:
-    """Build the model of a configuration and look at its caches.
+def read_model_bytes(
+    path: str | PathLike[str], *, dtype: str | None = None, kv_bits: int | None = None, kv_group_size: int = 64
+) -> ModelBytes:
+    """`model_bytes` of a config.json, or of a folder that has one. ModelConfigError: also if it cannot be read."""
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    config = read_json(file, "a model's config.json", ModelConfigError)
+    if not isinstance(config, dict):
+        raise ModelConfigError(f"{file}: found {shown(config)}; wanted the object of a model's config.json.")
+    try:
+        return model_bytes(config, dtype=dtype, kv_bits=kv_bits, kv_group_size=kv_group_size)
+    except ModelConfigError as error:
+        raise ModelConfigError(f"{file}: {error}") from error
+
+
+def model_bytes(
+    config: Mapping[str, Any], *, dtype: str | None = None, kv_bits: int | None = None, kv_group_size: int = 64
+) -> ModelBytes:
+    """Compute the bytes.
+
+    Args:
+        config: as in config.json; the text part of a multimodal model counts.
+        dtype: of the activations, and so of the cache; None: the configuration's own, else bfloat16.
+        kv_bits, kv_group_size: quantization of keys and values; None: they are not quantized.
 
     Raises:
-        ModelConfigError: the type is not known, a field is missing or wrong, or a layer keeps what has no rule here.
+        ModelConfigError: the type is not known, a field is missing or wrong, or a head does not fit the groups.
     """
+    dtype = dtype or _dtype(config)
+    if dtype not in DTYPES:
+        raise ModelConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}. {INSTEAD}")
+    if kv_bits is not None and (kv_bits not in KV_BITS or kv_group_size not in KV_GROUP_SIZES):
+        raise ModelConfigError(
+            f"kv_bits is {kv_bits} in groups of {kv_group_size}; wanted one of {', '.join(map(str, KV_BITS))} in groups"
+            f" of {', '.join(map(str, KV_GROUP_SIZES))}."
+        )
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelConfigError(f"model_type is {shown(model_type)}; wanted text. {INSTEAD}")
+    state = layer_state(config, dtype)
+    token_bytes = sum(_span_bytes(*span, kv_bits, kv_group_size) for span in state.spans)
+    found = ModelBytes(model_type, token_bytes, state.fixed_bytes, tuple(sorted(state.windows.items())), dtype)
+    if found.token_bytes + found.checkpoint_bytes <= 0:
+        raise ModelConfigError(f"{found}; wanted more than 0. {INSTEAD}")
+    return found
+
+
+def _span_bytes(heads: int, width: int, element_bytes: int, kv_bits: int | None, group_size: int) -> int:
+    """Bytes of one token in a layer's array, whose heads have `width` elements each."""
+    if kv_bits is None:
+        return heads * width * element_bytes
+    if width % group_size:
+        raise ModelConfigError(f"a head has {width} elements; wanted whole groups of {group_size}, or other groups.")
+    # A group of 32 elements or more always fills whole words of 32 bits.
+    return heads * (width * kv_bits // 8 + 2 * (width // group_size) * element_bytes)
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    """The dtype that a configuration names, of the text part first."""
+    inner = config.get("text_config")
+    for section in (inner if isinstance(inner, Mapping) else {}, config):
+        for name in ("dtype", "torch_dtype"):
+            if section.get(name) is not None:
+                return str(section[name]).removeprefix("torch.")
+    return DEFAULT_DTYPE
+
+
+def layer_state(config: Mapping[str, Any], dtype: str) -> LayerState:
+    """Build the model of a configuration and look at its caches. ModelConfigError: as for `model_bytes`."""
     try:
         with redirect_stdout(sys.stderr):
             model_class, args_class = _get_classes(config)
-    except (Exception, SystemExit) as error:  # one module of mlx-lm ends the process where a package is not installed
+    except (Exception, SystemExit) as error:  # a module may end the process if a package is missing
         raise ModelConfigError(f"model_type {config['model_type']!r} is not known to this mlx-lm. {INSTEAD}") from error
     try:
         _check_fields(args_class, config)
@@ -78,18 +142,18 @@ def kept_state(config: Mapping[str, Any], dtype: str) -> KeptState:
         found = _state_in(leaves(caches))
     except ModelConfigError as error:
         raise ModelConfigError(f"{error} {INSTEAD}") from error
-    except Exception as error:  # mlx-lm checks no configuration: whatever comes is about this one
+    except Exception as error:  # mlx-lm checks no configuration
         raise ModelConfigError(f"{_what_is_wrong(args_class, config, error)} {INSTEAD}") from error
     if not (found.spans or found.windows or found.fixed_bytes):
         raise ModelConfigError(f"model_type {config['model_type']!r}: no layer keeps any state. {INSTEAD}")
     return found
 
 
-def _state_in(caches: Sequence[Any]) -> KeptState:
-    found = KeptState()
+def _state_in(caches: Sequence[Any]) -> LayerState:
+    found = LayerState()
     for layer, cache in enumerate(caches):
         adapter = adapter_for(cache, layer)
-        if adapter.is_empty(cache):  # a model may leave some unused
+        if adapter.is_empty(cache):  # a model may leave caches unused
             continue
         arrays = adapter.buffers(cache)
         if isinstance(cache, (RotatingKVCache, ChunkedKVCache)):
@@ -115,13 +179,10 @@ def _what_is_wrong(args_class: Any, config: Mapping[str, Any], error: Exception)
     return f"model_type {model_type!r}: its fields do not fit together ({type(error).__name__}: {text})."
 
 
-# Fields --------------------------------------------------------------------------------------------------------------
-
-
 def _check_fields(args_class: Any, config: Mapping[str, Any]) -> None:
-    """Find what is plainly wrong before a model is built of it, in the text part of a multimodal one too.
+    """Refuse fields that are plainly wrong before a model is built, also in the text part of a multimodal one.
 
-    mlx-lm's own hints are not to be trusted further: some fields are lists or null where they name a number.
+    mlx-lm's hints cannot be trusted further: some fields are lists or null where the hint is a number.
     """
     for part_class, part in _parts(args_class, config):
         for name in LAYER_COUNTS:
@@ -137,7 +198,7 @@ def _check_fields(args_class: Any, config: Mapping[str, Any]) -> None:
 
 
 def _missing(args_class: Any, config: Mapping[str, Any]) -> str | None:
-    """A number that is null and has no default."""
+    """The name of a number that is null and has no default."""
     for part_class, part in _parts(args_class, config):
         hints = get_type_hints(part_class)
         for each in fields(part_class):
@@ -150,83 +211,5 @@ def _parts(args_class: Any, config: Mapping[str, Any]) -> Iterator[tuple[Any, Ma
     yield args_class, config
     inner = config.get("text_config")
     if isinstance(inner, Mapping) and "text_config" in {each.name for each in fields(args_class)}:
-        # What a text part calls itself need be no module of mlx-lm.
-        with suppress(ImportError):
+        with suppress(ImportError):  # the model_type of a text part need not be a module of mlx-lm
             yield text_args(args_class.__module__.rpartition(".")[2], inner.get("model_type")), inner
-
-
-DTYPES = ("float32", "bfloat16", "float16")
-DEFAULT_DTYPE = "bfloat16"
-KV_BITS = (2, 3, 4, 5, 6, 8)
-KV_GROUP_SIZES = (32, 64, 128)
-
-
-def read_model_bytes(
-    path: str | PathLike[str], *, dtype: str | None = None, kv_bits: int | None = None, kv_group_size: int = 64
-) -> ModelBytes:
-    """Work out the bytes from a config.json, or from a folder that has one. See `model_bytes`.
-
-    Raises:
-        ModelConfigError: it cannot be read, or as for `model_bytes`.
-    """
-    path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
-    config = read_json(file, "a model's config.json", ModelConfigError)
-    if not isinstance(config, dict):
-        raise ModelConfigError(f"{file}: found {shown(config)}; wanted the object of a model's config.json.")
-    try:
-        return model_bytes(config, dtype=dtype, kv_bits=kv_bits, kv_group_size=kv_group_size)
-    except ModelConfigError as error:
-        raise ModelConfigError(f"{file}: {error}") from error
-
-
-def model_bytes(
-    config: Mapping[str, Any], *, dtype: str | None = None, kv_bits: int | None = None, kv_group_size: int = 64
-) -> ModelBytes:
-    """Work out the bytes.
-
-    Args:
-        config: as in config.json; the text part of a multimodal model counts.
-        dtype: of the cache, which is the dtype of the activations; the configuration's own, else bfloat16, where None.
-        kv_bits, kv_group_size: quantization of keys and values; None leaves them as they are.
-
-    Raises:
-        ModelConfigError: the type is not known, a field is missing or wrong, or a head does not fit the groups.
-    """
-    dtype = dtype or _dtype(config)
-    if dtype not in DTYPES:
-        raise ModelConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}. {INSTEAD}")
-    if kv_bits is not None and (kv_bits not in KV_BITS or kv_group_size not in KV_GROUP_SIZES):
-        raise ModelConfigError(
-            f"kv_bits is {kv_bits} in groups of {kv_group_size}; wanted one of {', '.join(map(str, KV_BITS))} in groups"
-            f" of {', '.join(map(str, KV_GROUP_SIZES))}."
-        )
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise ModelConfigError(f"model_type is {shown(model_type)}; wanted text. {INSTEAD}")
-    kept = kept_state(config, dtype)
-    token_bytes = sum(_span_bytes(*span, kv_bits, kv_group_size) for span in kept.spans)
-    found = ModelBytes(model_type, token_bytes, kept.fixed_bytes, tuple(sorted(kept.windows.items())), dtype)
-    if found.token_bytes + found.checkpoint_bytes <= 0:
-        raise ModelConfigError(f"{found}; wanted more than 0. {INSTEAD}")
-    return found
-
-
-def _span_bytes(heads: int, width: int, element_bytes: int, kv_bits: int | None, group_size: int) -> int:
-    """Bytes of one token in an array of a layer, whose heads have `width` elements each."""
-    if kv_bits is None:
-        return heads * width * element_bytes
-    if width % group_size:
-        raise ModelConfigError(f"a head has {width} elements; wanted whole groups of {group_size}, or other groups.")
-    # Bits come in whole words of 32, which a group of 32 elements or more always fills.
-    return heads * (width * kv_bits // 8 + 2 * (width // group_size) * element_bytes)
-
-
-def _dtype(config: Mapping[str, Any]) -> str:
-    """The dtype that a configuration names, of the text part first."""
-    inner = config.get("text_config")
-    for section in (inner if isinstance(inner, Mapping) else {}, config):
-        for name in ("dtype", "torch_dtype"):
-            if section.get(name) is not None:
-                return str(section[name]).removeprefix("torch.")
-    return DEFAULT_DTYPE

@@ -1,33 +1,13 @@
 """Tiny random models of every layer kind by name, and a byte-level tokenizer for them.
 
-A kind is an mlx-lm architecture and a small configuration of it: about 64 wide, two to six layers, windows short enough
-to wrap within a test's prompt. configuration.py and weights.py say how these come about; the kinds here are a choice of
-them that has every class of cache and every mix of classes.
+A kind is an architecture of mlx-lm and a small configuration of it: about 64 wide, two to six layers, windows short
+enough to wrap within a test's prompt. A configuration is made from `ModelArgs`, field by field: fields in `VALUES` get
+the value there, other fields keep their default, and the type decides for the rest. `_EXCEPTIONS` overrides that where
+no rule can know better: which layers are of which kind, and sizes that depend on each other.
 
-Random weights for tiny models, under which a wrong state shows.
-
-A model as its constructor leaves it hardly looks at its own state: weights are small, gates and kernels are zero, and a
-wrong cache would go unnoticed. Here every weight is drawn so that the signal keeps its size through the layers
-(`TinyKind.weight_scale` where that is not enough): the state of another prompt, put into any one layer, moves the next
-logits far beyond rounding. tests/models/ holds every kind to that.
-
-The weights come from the seed alone, not from MLX's global state, so that the same seed gives the same model wherever
-it is built.
-
-A tiny configuration of any architecture of mlx-lm, found from its `ModelArgs`.
-
-A configuration is made field by field. Sizes are known by their names, which most architectures share; a field that has
-a default of its own and is no size keeps it; of the others the type decides. What no rule can know (which layers are of
-which kind, sizes that hang together, odd names) stands in the table of runner/models/tiny.py and wins.
-
-Windows and chunks are short enough to wrap within a test's prompt, and layers come in fours, so that every kind of
-layer that an architecture mixes occurs.
-
-What the rules of runner/models/tiny.py cannot know of an architecture: its layers, and odd names.
-
-An entry names the fields that it sets; it is filed under the module of `mlx_lm.models`, or under a name of its own
-where `_VARIANTS` says which module it configures a second way. The weights of some architectures are drawn larger or
-smaller than usual (`_WEIGHT_SCALES`), or a wrong state would not show, or rounding would.
+The weights are random such that a wrong state shows. A model as its constructor leaves it hardly looks at its state:
+weights are small, gates and kernels are zero. Here the signal keeps its size through the layers, so that the state of
+another prompt in any one layer moves the next logits far beyond rounding. The weights depend only on the seed.
 """
 
 from __future__ import annotations
@@ -62,37 +42,48 @@ EXPERT_WIDTH = 32
 HEAD_WIDTH = 32
 
 #: Value of a field by its name, whether it has a default or not.
-SIZES: dict[str, Any] = {
+VALUES: dict[str, Any] = {
     name: value
     for value, names in (
         (VOCABULARY_LENGTH, "vocab_size num_vocab vocab_size_per_layer_input"),
         (CONTEXT_LENGTH, "max_position_embeddings n_positions n_ctx block_size model_max_length"),
         (WINDOW_LENGTH, "sliding_window sliding_window_size attention_window_size window_size loop_window_size"),
         (CHUNK_LENGTH, "attention_chunk_size"),
-        (WIDTH, "hidden_size hidden_dim d_model model_dim n_embd dim_model_base"),
+        (WIDTH, "hidden_size hidden_dim d_model model_dim n_embd dim_model_base block_dim"),
         (INNER_WIDTH, "intermediate_size intermediate_size_mlp dense_intermediate_size ff_intermediate_size"),
-        (INNER_WIDTH, "ffn_hidden_size n_inner"),
+        (INNER_WIDTH, "ffn_hidden_size n_inner block_ff_dim mamba_d_ssm"),
         (EXPERT_WIDTH, "moe_intermediate_size moe_shared_expert_intermediate_size shared_expert_intermediate_size"),
         (EXPERT_WIDTH, "shared_intermediate_size expert_ffn_hidden_size share_expert_dim moe_hidden_size"),
         (HEAD_WIDTH, "head_dim global_head_dim hidden_size_per_head index_head_dim swa_head_dim swa_v_head_dim"),
         (HEAD_WIDTH, "linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim"),
-        (32, "kv_lora_rank q_lora_rank ssm_state_size mamba_d_state state_size"),
-        (16, "qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim hidden_size_per_layer_input"),
+        (32, "kv_lora_rank q_lora_rank ssm_state_size mamba_d_state state_size block_multiple_of ffn_dim_divisor"),
         # Fewer than a test's prompt has.
         (24, "index_topk"),
+        (16, "qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim hidden_size_per_layer_input kv_channels"),
+        (16, "o_lora_rank a_low_rank_dim v_low_rank_dim gate_low_rank_dim decay_low_rank_dim"),
+        (8, "index_block_size laurel_rank"),
         (LAYER_COUNT, "num_hidden_layers num_layers n_layer n_layers num_transformer_layers"),
         (4, "num_attention_heads num_heads n_heads n_head swa_num_attention_heads linear_num_value_heads"),
         (4, "mamba_num_heads mamba_n_heads num_experts num_local_experts n_routed_experts moe_num_experts"),
-        (4, "conv_kernel mamba_d_conv conv1d_width linear_conv_kernel_dim"),
+        (4, "conv_kernel mamba_d_conv conv1d_width linear_conv_kernel_dim hc_sinkhorn_iters"),
+        (3, "emb_neighbor_num index_topk_blocks"),
         (2, "num_key_value_heads num_kv_heads n_kv_heads num_attention_groups swa_num_key_value_heads n_shared_head"),
         (2, "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k zero_expert_num"),
-        (2, "sliding_window_pattern full_attention_interval layer_group_size num_kv_shared_layers"),
-        (2, "linear_num_key_heads index_n_heads loop_num num_loops"),
+        (2, "sliding_window_pattern full_attention_interval layer_group_size num_kv_shared_layers conv_window"),
+        (2, "linear_num_key_heads index_n_heads loop_num num_loops group_norm_size o_groups hc_mult emb_split_num"),
+        (2, "altup_num_inputs cla_share_factor attn_layer_period expert_layer_period interleave_moe_layer_step"),
+        (2, "ngram_vocab_size_ratio dense_attention_every_n_layers"),
         (1, "n_shared_experts num_shared_experts num_shared_expert moe_num_shared_experts n_group n_groups topk_group"),
-        (1, "num_expert_group mamba_n_groups"),
+        (1, "num_expert_group mamba_n_groups num_kv_reuse_layers attn_layer_offset expert_layer_offset"),
         (1, "first_k_dense_replace num_dense_layers decoder_sparse_step moe_layer_freq"),
-        (1e-5, "rms_norm_eps"),
+        (0, "altup_active_idx"),
+        # Multipliers undo what training with them did; random weights have nothing to undo.
+        (1.0, "attention_out_multiplier embedding_multiplier key_multiplier lm_head_multiplier ssm_in_multiplier"),
+        (1.0, "ssm_out_multiplier block_ffn_dim_multiplier"),
+        (1e-5, "rms_norm_eps norm_eps"),
         (10_000.0, "rope_theta rope_local_base_freq rotary_emb_base"),
+        (True, "altup_correct_scale mla_scale_kv_lora mla_scale_q_lora use_cla use_conv_bias"),
+        (False, "conv_bias"),
     )
     for name in names.split()
 }
@@ -100,94 +91,10 @@ SIZES: dict[str, Any] = {
 #: Fields without a default, by name.
 STRINGS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_act": "silu"}
 EMPTY_LISTS = ("mlp_only_layers",)
-#: What the dataclass of a nested configuration is called, in the modules that have one of their own.
+#: Names of the dataclass of a nested configuration, in the modules that have their own.
 TEXT_ARGS = ("TextConfig", "TextArgs", "TextModelArgs")
-SLIDING_AND_FULL = ("sliding_attention", "full_attention")
-
-
-def architecture(module: str) -> ModuleType:
-    return importlib.import_module(f"mlx_lm.models.{module}")
-
-
-def tiny_config(module: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration from which `ModelArgs.from_dict` of `mlx_lm.models.MODULE` makes a tiny model.
-
-    Args:
-        module: name of a module of `mlx_lm.models`.
-        overrides: fields that the rules cannot know. Of a nested `text_config` they name the fields inside; its
-            `model_type` is the module whose `ModelArgs` it belongs to, if not of this one.
-    """
-    loaded = architecture(module)
-    config = {"model_type": module, **_joined(loaded.ModelArgs, overrides)}
-    if "text_config" in {field.name for field in fields(loaded.ModelArgs)}:
-        config["text_config"] = _text_config(loaded, overrides.get("text_config", {}))
-    return config
-
-
-def _text_config(loaded: ModuleType, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    module = loaded.__name__.rpartition(".")[2]
-    inner = overrides.get("model_type", module)
-    return {"model_type": inner, **_joined(text_args(module, inner), overrides)}
-
-
-def text_args(module: str, inner: str | None) -> Any:
-    """The dataclass of the text part of `mlx_lm.models.MODULE`, whose own model_type is `inner`."""
-    candidates = [architecture(module), architecture(inner or module)]
-    found = (getattr(each, name) for each in candidates for name in TEXT_ARGS if hasattr(each, name))
-    return next(found, candidates[-1].ModelArgs)
-
-
-def _joined(args: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Give every field that needs one its value by the rules, then the overrides."""
-    values = {field.name: _value(field) for field in fields(args) if field.name != "model_type" and _is_wanted(field)}
-    values |= overrides
-    if values.get("layer_types", ()) is None and "layer_types" not in overrides:
-        values["layer_types"] = [SLIDING_AND_FULL[index % 2] for index in range(values["num_hidden_layers"])]
-    return values
-
-
-def _is_wanted(field: Field[Any]) -> bool:
-    has_default = field.default is not MISSING or field.default_factory is not MISSING
-    return field.name in SIZES or field.name == "layer_types" or not has_default
-
-
-def _value(field: Field[Any]) -> Any:
-    name, kind = field.name, str(field.type)
-    if name in SIZES:
-        return SIZES[name]
-    if name in STRINGS:
-        return STRINGS[name]
-    if name in EMPTY_LISTS:
-        return []
-    if "eps" in name:
-        return 1e-5
-    if "theta" in name:
-        return 10_000.0
-    if "Optional" in kind or "None" in kind or "ict" in kind:
-        return None
-    return {"bool": False, "float": 1.0}.get(getattr(field.type, "__name__", kind))
-
-
-@dataclass(frozen=True)
-class TinyKind:
-    """One architecture of `mlx_lm.models`, what to set in its tiny configuration, and the scale of its weights."""
-
-    module: str
-    overrides: Mapping[str, Any] = field(repr=False)
-    weight_scale: float = 1.0
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """The whole configuration, as a model's config.json would have it."""
-        return tiny_config(self.module, self.overrides)
-
-
-def kind_of(name: str) -> TinyKind:
-    """Return the tiny kind of a module of `mlx_lm.models` or of a variant; that there is one shows when it is built."""
-    return TinyKind(_VARIANTS.get(name, name), _EXCEPTIONS.get(name, {}), _WEIGHT_SCALES.get(name, 1.0))
-
-
-_VARIANTS = {"llama_sliding": "llama"}
+# Names of matrices and kernels; `fn` mixes the streams of deepseek_v41, `conv_k` and `conv_v` are of baichuan_m1.
+MATRIX_NAMES = ("weight", "input_gate_weight", "recurrent_gate_weight", "fn", "conv_k", "conv_v")
 
 _SLIDING_THEN_FULL = ["sliding_attention", "full_attention"]
 _LINEAR_THEN_FULL = ["linear_attention", "full_attention"]
@@ -195,49 +102,29 @@ _CONV_THEN_FULL = ["conv", "full_attention"]
 _DEFAULT_ROPE = {"rope_theta": 10_000.0, "rope_type": "default"}
 _ROPE_BY_KIND = dict.fromkeys(_SLIDING_THEN_FULL, _DEFAULT_ROPE)
 _SCALED_ROPE = {**_DEFAULT_ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192}
-_NO_MULTIPLIERS = {
-    # They undo what training with them did; random weights have nothing to undo.
-    "attention_out_multiplier": 1.0,
-    "embedding_multiplier": 1.0,
-    "key_multiplier": 1.0,
-    "lm_head_multiplier": 1.0,
-    "mlp_multipliers": [1.0] * 2,
-    "ssm_in_multiplier": 1.0,
-    "ssm_multipliers": [1.0] * 5,
-    "ssm_out_multiplier": 1.0,
-}
-_TWO_EQUAL_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
-_LATENT_THREE = {**_TWO_EQUAL_HEADS, "num_hidden_layers": 3}
-_LINEAR_ATTENTION = {
-    "num_heads": 2,
-    "head_dim": HEAD_WIDTH,
-    "short_conv_kernel_size": 4,
-    "kda_layers": [1, 3],
-    "full_attn_layers": [2, 4],
-}
-_LONGCAT = {"num_layers": 2, "num_attention_heads": 2, "mla_scale_q_lora": True, "mla_scale_kv_lora": True}
-_LFM2 = {"norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "layer_types": _CONV_THEN_FULL * 2}
+_TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+_LATENT_THREE = {**_TWO_HEADS, "num_hidden_layers": 3}
+_KDA_LAYERS = {"kda_layers": [1, 3], "full_attn_layers": [2, 4]}
+_LINEAR_ATTENTION = {"num_heads": 2, "head_dim": HEAD_WIDTH, "short_conv_kernel_size": 4, **_KDA_LAYERS}
+_LONGCAT = {"num_layers": 2, "num_attention_heads": 2}
+_LFM2 = {"conv_L_cache": 3, "layer_types": _CONV_THEN_FULL * 2}
 
-_LFM2_DENSE = {
-    **_LFM2,
-    "block_dim": WIDTH,
-    "block_ff_dim": INNER_WIDTH,
-    "block_multiple_of": 32,
-    "block_ffn_dim_multiplier": 1.0,
+#: Module of a kind that configures it a second way.
+_VARIANTS = {"llama_sliding": "llama"}
+#: Weights larger or smaller than usual, where a wrong state would not show, or rounding would: the linear attention of
+#: most of these sums up the whole prompt, and smaller weights keep the rounding of large sums small.
+_WEIGHT_SCALES = {
+    **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear", "granitemoehybrid", "olmo_hybrid", "falcon_h1"), 0.7),
+    "deepseek_v32": 1.3,
 }
 
+#: Fields that no rule knows, by the kind: a module of `mlx_lm.models` or a variant.
 _EXCEPTIONS: dict[str, dict[str, Any]] = {
-    "afm7": {"num_kv_reuse_layers": 1},
     # Neighbouring keys and values are joined by a convolution of two; only some layers have a window.
     "baichuan_m1": {
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        **{"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4},
         "sliding_window_layers": [0, 2],
-        "conv_window": 2,
     },
-    "bailing_hybrid": {"group_norm_size": 2},
-    "bailing_moe_linear": {"group_norm_size": 2},
     "cohere2": {"head_dim": 16},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
@@ -250,40 +137,27 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     # A window, compressed groups of four, and an open group. Heads of 24 leave out the rounding to 8 and 4 bits, which
     # turns a difference in the last bit into a large one.
     "deepseek_v41": {
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "head_dim": 24,
-        "qk_rope_head_dim": 8,
-        "o_groups": 2,
-        "o_lora_rank": 16,
-        "compress_ratios": (4, 4, 0),
-        "kv_source_layer_ids": (0, 1),
-        "index_source_layer_ids": (0, 1),
-        "index_head_dim": 24,
-        "index_topk": 6,
-        "hc_mult": 2,
-        "hc_sinkhorn_iters": 4,
+        **{"num_hidden_layers": 3, "num_attention_heads": 2, "index_topk": 6},
+        **{"head_dim": 24, "index_head_dim": 24, "qk_rope_head_dim": 8},
+        **{"compress_ratios": (4, 4, 0), "kv_source_layer_ids": (0, 1), "index_source_layer_ids": (0, 1)},
     },
     "exaone": {"head_dim": 16},
     "exaone4": {"sliding_window_pattern": "LG"},
     "exaone_moe": {"is_moe_layer": [False, True, False, True]},
-    "falcon_h1": {"num_hidden_layers": 3, "mamba_chunk_size": 32, "mamba_d_ssm": 128, **_NO_MULTIPLIERS},
+    "falcon_h1": {
+        "num_hidden_layers": 3,
+        "mamba_chunk_size": 32,
+        "mlp_multipliers": [1.0] * 2,
+        "ssm_multipliers": [1.0] * 5,
+    },
     "gear": {"layer_types": ["conv_mixer", "sliding_attention", "full_attention", "conv_mixer"]},
     "gemma3": {"text_config": {"model_type": "gemma3_text"}},
     "gemma3_text": {"query_pre_attn_scalar": 32},
     # The last layers have no cache of their own and read another layer's.
     "gemma3n": {
         "text_config": {
-            "intermediate_size": [INNER_WIDTH] * 6,
-            "num_hidden_layers": 6,
-            "layer_types": _SLIDING_THEN_FULL * 3,
-            "activation_sparsity_pattern": [0.0] * 6,
-            "final_logit_softcapping": 30.0,
-            "altup_num_inputs": 2,
-            "altup_coef_clip": 120.0,
-            "altup_correct_scale": True,
-            "altup_active_idx": 0,
-            "laurel_rank": 8,
+            **{"num_hidden_layers": 6, "layer_types": _SLIDING_THEN_FULL * 3, "intermediate_size": [INNER_WIDTH] * 6},
+            **{"activation_sparsity_pattern": [0.0] * 6, "final_logit_softcapping": 30.0, "altup_coef_clip": 120.0},
         }
     },
     "gemma4": {"text_config": {"model_type": "gemma4_text", "num_hidden_layers": 6}},
@@ -293,51 +167,25 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"n_layer": 3, "num_key_value_heads": None},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     # Every second layer reads the keys and values of the one before and leaves its own cache empty.
-    "hunyuan": {
-        "rope_scaling": {"alpha": 1.0, "factor": 1.0, "type": "dynamic"},
-        "use_cla": True,
-        "cla_share_factor": 2,
-    },
-    "jamba": {
-        "attn_layer_offset": 1,
-        "attn_layer_period": 2,
-        "expert_layer_offset": 1,
-        "expert_layer_period": 2,
-        "mamba_d_state": 16,
-        "mamba_expand": 2,
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-    },
-    "kimi_k3": {"text_config": {**_TWO_EQUAL_HEADS, "linear_attn_config": _LINEAR_ATTENTION}},
-    "kimi_linear": {**_TWO_EQUAL_HEADS, "linear_attn_config": _LINEAR_ATTENTION},
-    "lfm2": _LFM2_DENSE,
-    "lfm2-vl": {"text_config": {"model_type": "lfm2", **_LFM2_DENSE}},
+    "hunyuan": {"rope_scaling": {"alpha": 1.0, "factor": 1.0, "type": "dynamic"}},
+    "jamba": {"mamba_d_state": 16, "mamba_expand": 2, "num_experts": 2, "num_experts_per_tok": 1},
+    "kimi_k3": {"text_config": {**_TWO_HEADS, "linear_attn_config": _LINEAR_ATTENTION}},
+    "kimi_linear": {**_TWO_HEADS, "linear_attn_config": _LINEAR_ATTENTION},
+    "lfm2": _LFM2,
+    "lfm2-vl": {"text_config": {"model_type": "lfm2", **_LFM2}},
     "lfm2_moe": _LFM2,
     # Heads of 64, so that its cache can be quantized in groups of 64.
     "llama": {"num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 64, "layer_types": None},
     "llama_sliding": {"layer_types": _SLIDING_THEN_FULL * 2},
     # Chunked attention, with a full layer every fourth.
-    "llama4": {
-        "text_config": {
-            "interleave_moe_layer_step": 2,
-            "num_experts_per_tok": 1,
-            "num_local_experts": 2,
-            "use_qk_norm": True,
-        }
-    },
+    "llama4": {"text_config": {"num_experts_per_tok": 1, "num_local_experts": 2, "use_qk_norm": True}},
     "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
     "longcat_flash": {**_LONGCAT, "attention_method": "MLA", "zero_expert_type": "identity"},
     # The cache of the first entry belongs to no layer: it holds the last token ids for the n-gram embeddings.
-    "longcat_flash_ngram": {
-        **_LONGCAT,
-        "ngram_vocab_size_ratio": 2,
-        "emb_neighbor_num": 3,
-        "emb_split_num": 2,
-    },
-    "mamba": {"num_hidden_layers": 3, "state_size": 16, "use_conv_bias": True, "time_step_rank": 8},
+    "longcat_flash_ngram": _LONGCAT,
+    "mamba": {"num_hidden_layers": 3, "state_size": 16, "time_step_rank": 8},
     "mamba2": {
         "num_hidden_layers": 3,
-        "use_conv_bias": True,
         "time_step_limit": (0.0, float("inf")),
         "time_step_rank": "auto",
         "tie_word_embeddings": True,
@@ -351,12 +199,7 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "minicpm3": {"rope_scaling": {"short_factor": 1.0, "long_factor": 1.0}},
     # Full attention, and attention to the blocks of keys that an index of their own picks.
     "minimax_m3_vl": {
-        "text_config": {
-            "layer_types": ["full_attention", "sparse_attention"] * 2,
-            "moe_layer_freq": [0, 1, 1, 1],
-            "index_block_size": 8,
-            "index_topk_blocks": 3,
-        }
+        "text_config": {"layer_types": ["full_attention", "sparse_attention"] * 2, "moe_layer_freq": [0, 1, 1, 1]}
     },
     "ministral3": {"rope_parameters": _SCALED_ROPE},
     "mistral3": {"text_config": {"model_type": "ministral3", "rope_parameters": _SCALED_ROPE}},
@@ -378,19 +221,10 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
             {"attention": {"replace_with_linear": True}, "ffn": {"ffn_mult": 1.0}},
         ]
     },
-    "nemotron_h": {
-        "use_conv_bias": True,
-        "layer_types": None,
-        "hybrid_override_pattern": ["M", "-", "*", "M", "-", "*"],
-    },
+    "nemotron_h": {"layer_types": None, "hybrid_override_pattern": ["M", "-", "*", "M", "-", "*"]},
     "olmo_hybrid": {"layer_types": _LINEAR_THEN_FULL * 2},
-    "openelm": {
-        "ffn_dim_divisor": 32,
-        "num_query_heads": [4] * 4,
-        "num_kv_heads": [2, 2, 1, 1],
-        "ffn_multipliers": [1.0, 2.0, 1.0, 2.0],
-    },
-    "phi3small": {"dense_attention_every_n_layers": 2, "gegelu_limit": 20.0},
+    "openelm": {"num_query_heads": [4] * 4, "num_kv_heads": [2, 2, 1, 1], "ffn_multipliers": [1.0, 2.0, 1.0, 2.0]},
+    "phi3small": {"gegelu_limit": 20.0},
     "pixtral": {"text_config": {"model_type": "llama", "layer_types": None}},
     "prism_hadamard_qwen35": {
         "tensor_namespace": "mlx-vlm-qwen3_5",
@@ -398,7 +232,6 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
         "modules": [{"path": "model.layers.1.mlp.down_proj", "embedding": False, "dtype": "float16", "block": 0}],
         "text_config": {"model_type": "qwen3_5", "num_experts": 0},
     },
-    "qwen": {"kv_channels": 16},
     "qwen2_vl": {"text_config": {"model_type": "qwen2"}},
     "qwen3": {"num_hidden_layers": 3, "tie_word_embeddings": True},
     "qwen3_5_moe": {"text_config": {"model_type": "qwen3_5"}},
@@ -406,38 +239,91 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"text_config": {"model_type": "qwen3"}},
     "qwen3_vl_moe": {"text_config": {"model_type": "qwen3_moe"}},
     "recurrent_gemma": {
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "logits_soft_cap": 30.0,
-        "block_types": ["recurrent", "recurrent", "attention"],
+        **{"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1},
+        **{"logits_soft_cap": 30.0, "block_types": ["recurrent", "recurrent", "attention"]},
     },
-    "rwkv7": {
-        "num_hidden_layers": 3,
-        "a_low_rank_dim": 16,
-        "v_low_rank_dim": 16,
-        "gate_low_rank_dim": 16,
-        "decay_low_rank_dim": 16,
-    },
+    "rwkv7": {"num_hidden_layers": 3},
     "spark2_5": {"rope_parameters": _ROPE_BY_KIND},
     # A window in every layer, and nothing else.
     "step3p5": {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 3},
 }
 
-_WEIGHT_SCALES = {
-    # The linear attention of these sums up the whole prompt: smaller weights keep the rounding of large sums small.
-    "bailing_hybrid": 0.7,
-    "bailing_moe_linear": 0.7,
-    "granitemoehybrid": 0.7,
-    "olmo_hybrid": 0.7,
-    "falcon_h1": 0.7,
-    "deepseek_v32": 1.3,
-}
+
+@dataclass(frozen=True)
+class TinyKind:
+    """One architecture of `mlx_lm.models`, what to set in its tiny configuration, and the scale of its weights."""
+
+    module: str
+    overrides: Mapping[str, Any] = field(repr=False)
+    weight_scale: float = 1.0
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The whole configuration, as a model's config.json would have it."""
+        return tiny_config(self.module, self.overrides)
 
 
-# What the architectures call their matrices and kernels; `fn` mixes the streams of deepseek_v41, `conv_k` and `conv_v`
-# join neighbouring keys and values in baichuan_m1.
-MATRIX_NAMES = ("weight", "input_gate_weight", "recurrent_gate_weight", "fn", "conv_k", "conv_v")
+def kind_of(name: str) -> TinyKind:
+    """Return the tiny kind of a module of `mlx_lm.models`, or of a variant; building it shows whether there is one."""
+    return TinyKind(_VARIANTS.get(name, name), _EXCEPTIONS.get(name, {}), _WEIGHT_SCALES.get(name, 1.0))
+
+
+def architecture(module: str) -> ModuleType:
+    return importlib.import_module(f"mlx_lm.models.{module}")
+
+
+def tiny_config(module: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration from which `ModelArgs.from_dict` of `mlx_lm.models.MODULE` makes a tiny model.
+
+    Args:
+        overrides: fields that the rules cannot know. Those in `text_config` are of the nested configuration; its
+            `model_type` is the module whose `ModelArgs` it belongs to, if it is another one.
+    """
+    args = architecture(module).ModelArgs
+    config = {"model_type": module, **_joined(args, overrides)}
+    if "text_config" in {field.name for field in fields(args)}:
+        nested = overrides.get("text_config", {})
+        inner = nested.get("model_type", module)
+        config["text_config"] = {"model_type": inner, **_joined(text_args(module, inner), nested)}
+    return config
+
+
+def text_args(module: str, inner: str | None) -> Any:
+    """The dataclass of the text part of `mlx_lm.models.MODULE`, whose own model_type is `inner`."""
+    candidates = [architecture(module), architecture(inner or module)]
+    found = (getattr(each, name) for each in candidates for name in TEXT_ARGS if hasattr(each, name))
+    return next(found, candidates[-1].ModelArgs)
+
+
+def _joined(args: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Give every field that needs one its value by the rules, then the overrides."""
+    values = {field.name: _value(field) for field in fields(args) if field.name != "model_type" and _is_wanted(field)}
+    values |= overrides
+    if values.get("layer_types", ()) is None and "layer_types" not in overrides:
+        values["layer_types"] = [_SLIDING_THEN_FULL[index % 2] for index in range(values["num_hidden_layers"])]
+    return values
+
+
+def _is_wanted(field: Field[Any]) -> bool:
+    has_default = field.default is not MISSING or field.default_factory is not MISSING
+    return field.name in VALUES or field.name == "layer_types" or not has_default
+
+
+def _value(field: Field[Any]) -> Any:
+    name, kind = field.name, str(field.type)
+    if name in VALUES:
+        return VALUES[name]
+    if name in STRINGS:
+        return STRINGS[name]
+    if name in EMPTY_LISTS:
+        return []
+    if "eps" in name:
+        return 1e-5
+    if "theta" in name:
+        return 10_000.0
+    if "Optional" in kind or "None" in kind or "ict" in kind:
+        return None
+    return {"bool": False, "float": 1.0}.get(getattr(field.type, "__name__", kind))
 
 
 def build(kind: TinyKind, seed: int = 0) -> nn.Module:
@@ -481,18 +367,6 @@ def _draw(name: str, value: mx.array, scale: float, random: np.random.Generator)
     return np.asarray(value.astype(mx.float32), dtype=np.float32) + np.float32(0.3) * noise
 
 
-__all__ = [
-    "CHUNK_LENGTH",
-    "CONTEXT_LENGTH",
-    "SPECIAL_TOKENS",
-    "TINY_KINDS",
-    "VOCABULARY_LENGTH",
-    "WINDOW_LENGTH",
-    "TinyKind",
-    "tiny_model",
-    "tiny_tokenizer",
-]
-
 TINY_KINDS: dict[str, TinyKind] = {
     name: kind_of(name)
     for name in (
@@ -530,15 +404,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_model(kind: str, seed: int = 0) -> nn.Module:
-    """Build the tiny model of `kind` in float32, ready for inference.
-
-    Args:
-        kind: a key of `TINY_KINDS`.
-        seed: the same seed gives the same weights.
-
-    Raises:
-        ValueError: `kind` is not known.
-    """
+    """Build a tiny model of `TINY_KINDS` in float32. ValueError: `kind` is not known."""
     if kind not in TINY_KINDS:
         raise ValueError(f"tiny model {kind!r} is not known. Known: {', '.join(sorted(TINY_KINDS))}.")
     return build(TINY_KINDS[kind], seed)
