@@ -1,4 +1,4 @@
-"""A recorded conversation in OpenAI chat form, and the check that data is one.
+"""A recorded conversation in OpenAI chat form, and the checks that data is one.
 
 Invariants of a `Conversation` that a reader returns:
 
@@ -17,7 +17,7 @@ from typing import Any
 from runner.text import shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# The other keys that messages come with (refusal, annotations, audio ...) mean nothing to a chat template.
+# Other keys of messages (refusal, annotations, audio ...) mean nothing to a chat template.
 _MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
 
 
@@ -31,7 +31,7 @@ class Conversation:
 
     Attributes:
         conversation_id: distinct within what was read.
-        user: whose conversation it is; a user may have several.
+        user: a user may have several conversations.
         messages: OpenAI chat messages (role, content, tool_calls, tool_call_id, name).
         tools: function definitions in OpenAI form, or None.
         first_turn: the first user turn (0-based) that is asked. A regenerated or edited conversation repeats the
@@ -54,12 +54,14 @@ class Conversation:
         return sum(message["role"] == "user" for message in self.messages)
 
 
-def checked_conversation(conversation: Conversation, where: str) -> Conversation:
-    """Return the conversation if it has a turn to ask, and raise otherwise.
+def expect(holds: bool, found: str, value: Any, wanted: str) -> None:
+    """Raise ConversationError "FOUND VALUE; wanted WANTED." unless it holds."""
+    if not holds:
+        raise ConversationError(f"{found} {shown(value)}; wanted {wanted}.")
 
-    Raises:
-        ConversationError: no message, no user turn, or a first turn that does not exist.
-    """
+
+def checked_conversation(conversation: Conversation, where: str) -> Conversation:
+    """Return the conversation if it has a turn to ask. ConversationError: no message, no user turn, no `first_turn`."""
     turns = conversation.turn_count
     if not conversation.messages:
         raise ConversationError(f"{where}: the conversation is empty; wanted at least one message of role user.")
@@ -74,34 +76,31 @@ def checked_conversation(conversation: Conversation, where: str) -> Conversation
 
 
 def checked_messages(values: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """Return messages with the keys that templates know, or raise ConversationError for the first bad one."""
-    if not isinstance(values, list):
-        raise ConversationError(f"{where}: messages is {shown(values)}; wanted a list of messages.")
+    """Return messages with the keys that templates know. ConversationError: the first bad one."""
+    expect(isinstance(values, list), f"{where}: messages is", values, "a list of messages")
     return tuple(_checked_message(value, f"{where}: message {index}") for index, value in enumerate(values))
 
 
 def checked_tools(values: Any, where: str) -> tuple[dict[str, Any], ...] | None:
-    """Return function definitions, or None for none."""
+    """Return function definitions, or None for none. ConversationError: the first bad one."""
     if values is None:
         return None
-    if not isinstance(values, list):
-        raise ConversationError(f"{where}: tools is {shown(values)}; wanted a list of function definitions.")
+    expect(isinstance(values, list), f"{where}: tools is", values, "a list of function definitions")
     for index, tool in enumerate(values):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ConversationError(f"{where}: tool {index} is {shown(tool)}; wanted a function with a name.")
+        expect(_has_name(function), f"{where}: tool {index} is", tool, "a function with a name")
         require_unicode(tool, f"{where}: tool {index}")
     return tuple(values) or None
 
 
 def require_unicode(value: Any, where: str) -> None:
-    """Raise ConversationError where any text inside a value could not be written as UTF-8."""
+    """Raise ConversationError where any text inside a value cannot be written as UTF-8."""
     for text in _texts(value):
         try:
             text.encode()
         except UnicodeEncodeError as error:
             code = ord(text[error.start])
-            # This is how a reader that goes on after bad bytes lets them through, up to here.
+            # A reader that goes on after bad bytes lets them through as these surrogates.
             is_byte = 0xDC80 <= code <= 0xDCFF
             found = f"the byte 0x{code - 0xDC00:02x}" if is_byte else f"the lone surrogate U+{code:04X}"
             raise ConversationError(
@@ -110,22 +109,17 @@ def require_unicode(value: Any, where: str) -> None:
 
 
 def _checked_message(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConversationError(f"{where} is {shown(value)}; wanted an object with role and content.")
+    expect(isinstance(value, dict), f"{where} is", value, "an object with role and content")
     role = value.get("role")
-    if role not in ROLES:
-        raise ConversationError(f"{where} has role {shown(role)}; wanted one of {', '.join(ROLES)}.")
+    expect(role in ROLES, f"{where} has role", role, f"one of {', '.join(ROLES)}")
     message = {key: value[key] for key in _MESSAGE_KEYS if value.get(key) is not None}
     if isinstance(message.get("content"), list):
         message["content"] = _joined_parts(message["content"], where)
-    calls = message.get("tool_calls")
-    if calls == []:
+    if message.get("tool_calls") == []:
         del message["tool_calls"]
-    elif calls is not None:
-        _check_tool_calls(calls, where)
+    _check_tool_calls(message.get("tool_calls", []), where)
     for key in ("content", "reasoning_content", "tool_call_id", "name"):
-        if not isinstance(message.get(key, ""), str):
-            raise ConversationError(f"{where} has {key} {shown(message[key])}; wanted text.")
+        expect(isinstance(message.get(key, ""), str), f"{where} has {key}", message.get(key), "text")
     if "content" not in message and not (role == "assistant" and "tool_calls" in message):
         raise ConversationError(f"{where} (role {role}) has no content; wanted text.")
     require_unicode(message, where)
@@ -133,26 +127,24 @@ def _checked_message(value: Any, where: str) -> dict[str, Any]:
 
 
 def _joined_parts(parts: list[Any], where: str) -> str:
-    texts = []
     for index, part in enumerate(parts):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ConversationError(f"{where}: content part {index} is {shown(part)}; wanted a part of type text.")
-        texts.append(part["text"])
-    return "".join(texts)
+        is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        expect(is_text, f"{where}: content part {index} is", part, "a part of type text")
+    return "".join(part["text"] for part in parts)
 
 
 def _check_tool_calls(calls: Any, where: str) -> None:
-    if not isinstance(calls, list):
-        raise ConversationError(f"{where} has tool_calls {shown(calls)}; wanted a list of calls.")
+    expect(isinstance(calls, list), f"{where} has tool_calls", calls, "a list of calls")
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ConversationError(f"{where}: tool call {index} is {shown(call)}; wanted a function with a name.")
-        if not isinstance(function.get("arguments", ""), (str, dict)):
-            raise ConversationError(
-                f"{where}: tool call {index} has arguments {shown(function['arguments'])};"
-                " wanted JSON text or an object."
-            )
+        expect(_has_name(function), f"{where}: tool call {index} is", call, "a function with a name")
+        arguments = function.get("arguments", "")
+        found = f"{where}: tool call {index} has arguments"
+        expect(isinstance(arguments, (str, dict)), found, arguments, "JSON text or an object")
+
+
+def _has_name(function: Any) -> bool:
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _texts(value: Any) -> Iterable[str]:

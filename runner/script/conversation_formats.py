@@ -1,8 +1,7 @@
 """From a JSON record to a conversation: OpenAI messages, ShareGPT, and what benchmarks and agents record.
 
 Those are tau-bench's trajectories, mt-bench's questions, dialogues of SGD, SWE-agent's .traj and InterCode's logs.
-
-A format is known by the key that holds its turns. Adding one: a function here and a line in `_FORMATS`.
+A format is known by the key that holds its turns. To add one, write a function here and a line in `_FORMATS`.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from runner.script.conversation import (
     checked_conversation,
     checked_messages,
     checked_tools,
+    expect,
     require_unicode,
 )
 from runner.text import printable, shortened, shown
@@ -29,20 +29,12 @@ from runner.text import printable, shortened, shown
 # ShareGPT's speakers, as its many converters name them.
 _SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-#: Tool lists that lie beside trajectories.
+_SGD_ROLES = {"USER": "user", "SYSTEM": "assistant"}
+#: Tool lists beside trajectories.
 TOOL_FILES = ("airline_tools.json", "retail_tools.json")
 
 
@@ -70,16 +62,24 @@ def is_message(value: Any) -> bool:
     return isinstance(value, dict) and "role" in value
 
 
+def expanded(value: Any) -> list[Any]:
+    """The conversations in one JSON value: InterCode files them by number in one object."""
+    if isinstance(value, dict) and value and all(isinstance(v, dict) and "turn_history" in v for v in value.values()):
+        return list(value.values())
+    return [value]
+
+
 def parse_record(value: Any, origin: Origin) -> Conversation:
     """Turn one record of any known format into a conversation.
 
     Raises:
-        ConversationError: the format is not known, or something in it is not as it should be.
+        ConversationError: the format is not known, or something in it is wrong.
     """
     if isinstance(value, list):
         value = {"messages": value}
+    wanted = f"a list of messages or an object with {', '.join(_FORMATS)}"
     if not isinstance(value, dict):
-        raise ConversationError(f"{origin.where}: found {shown(value)}; wanted a conversation: {_wanted()}.")
+        raise ConversationError(f"{origin.where}: found {shown(value)}; wanted a conversation: {wanted}.")
     for key, parse in _FORMATS.items():
         if key in value:
             return checked_conversation(parse(value, origin), origin.where)
@@ -89,85 +89,31 @@ def parse_record(value: Any, origin: Origin) -> Conversation:
             "read those."
         )
     keys = shortened(", ".join(value), 80) or "none"
-    raise ConversationError(f"{origin.where}: no known kind of conversation (keys: {keys}); wanted {_wanted()}.")
-
-
-def _parse_swe_agent(record: dict[str, Any], origin: Origin) -> Conversation:
-    history = record["history"]
-    if not isinstance(history, list):
-        raise ConversationError(f"{origin.where}: history is {shown(history)}; wanted a list of messages.")
-    # A thought stands beside the content where the model wrote it apart; what else there is concerns the agent alone.
-    return _conversation({"id": printable(origin.path.stem)}, origin, checked_messages(history, origin.where))
-
-
-def _parse_sgd(record: dict[str, Any], origin: Origin) -> Conversation:
-    roles = {"USER": "user", "SYSTEM": "assistant"}
-    messages = []
-    for index, turn in enumerate(record["turns"]):
-        speaker, utterance = (turn.get("speaker"), turn.get("utterance")) if isinstance(turn, dict) else (None, None)
-        if speaker not in roles or not isinstance(utterance, str):
-            raise ConversationError(
-                f"{origin.where}: turn {index} is {shown(turn)}; wanted a speaker, USER or SYSTEM, and an utterance."
-            )
-        messages.append({"role": roles[speaker], "content": utterance})
-    named = {"id": record["dialogue_id"]} if "dialogue_id" in record else {}
-    return _conversation({**named, **record}, origin, checked_messages(messages, origin.where))
-
-
-def _parse_intercode(record: dict[str, Any], origin: Origin) -> Conversation:
-    history = _nested(record, "turn_history")
-    actions, observations = history.get("actions"), history.get("observations")
-    if not isinstance(actions, list) or not isinstance(observations, list) or len(observations) > len(actions):
-        raise ConversationError(
-            f"{origin.where}: turn_history is {shown(history)}; wanted lists of actions and observations."
-        )
-    messages = [{"role": "user", "content": record.get("query")}]
-    for index, action in enumerate(actions):
-        messages.append({"role": "assistant", "content": _as_text(action)})
-        # What follows the last action was never answered.
-        if index < min(len(observations), len(actions) - 1):
-            messages.append({"role": "user", "content": _as_text(observations[index])})
-    task_id = record.get("task_id")
-    named = {} if task_id is None else {"id": f"{printable(origin.path.stem)}/{task_id}"}
-    return _conversation(named, origin, checked_messages(messages, origin.where))
-
-
-def _as_text(value: Any) -> str:
-    """What an environment said, which may be rows of a table."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def expanded(value: Any) -> list[Any]:
-    """The conversations in one JSON value: InterCode files them by number in one object."""
-    if isinstance(value, dict) and value and all(isinstance(v, dict) and "turn_history" in v for v in value.values()):
-        return list(value.values())
-    return [value]
+    raise ConversationError(f"{origin.where}: no known kind of conversation (keys: {keys}); wanted {wanted}.")
 
 
 def _parse_openai(record: dict[str, Any], origin: Origin) -> Conversation:
-    return _conversation(record, origin, checked_messages(record["messages"], origin.where))
+    return _conversation(record, origin, record["messages"])
 
 
 def _parse_sharegpt(record: dict[str, Any], origin: Origin) -> Conversation:
     turns = record["conversations"]
-    if not isinstance(turns, list):
-        raise ConversationError(f"{origin.where}: conversations is {shown(turns)}; wanted a list of turns.")
+    expect(isinstance(turns, list), f"{origin.where}: conversations is", turns, "a list of turns")
     messages = [_sharegpt_message(turn, f"{origin.where}: turn {index}") for index, turn in enumerate(turns)]
     if isinstance(record.get("system"), str) and record["system"] and (not turns or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": record["system"]})
-    return _conversation(record, origin, checked_messages(messages, origin.where))
+    return _conversation(record, origin, messages)
 
 
 def _sharegpt_message(turn: Any, where: str) -> dict[str, Any]:
     if is_message(turn):
         return dict(turn)
-    if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
-        raise ConversationError(f"{where} is {shown(turn)}; wanted an object with from and value.")
+    is_turn = isinstance(turn, dict) and "from" in turn and "value" in turn
+    expect(is_turn, f"{where} is", turn, "an object with from and value")
     speaker, value = turn["from"], turn["value"]
-    if not isinstance(speaker, str) or speaker not in _SHAREGPT_ROLES:
-        raise ConversationError(f"{where} is from {shown(speaker)}; wanted one of {', '.join(_SHAREGPT_ROLES)}.")
-    if not isinstance(value, str):
-        raise ConversationError(f"{where} has value {shown(value)}; wanted text.")
+    is_known = isinstance(speaker, str) and speaker in _SHAREGPT_ROLES
+    expect(is_known, f"{where} is from", speaker, f"one of {', '.join(_SHAREGPT_ROLES)}")
+    expect(isinstance(value, str), f"{where} has value", value, "text")
     call = _sharegpt_call(value) if speaker == "function_call" else None
     return {"role": "assistant", "tool_calls": [call]} if call else {"role": _SHAREGPT_ROLES[speaker], "content": value}
 
@@ -180,16 +126,16 @@ def _sharegpt_call(value: str) -> dict[str, Any] | None:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    arguments = call.get("arguments", {})
-    return {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
+    return {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
 
 
 def _parse_tau_bench(record: dict[str, Any], origin: Origin) -> Conversation:
     messages = checked_messages(record["traj"], origin.where)
-    task = _nested(record, "info", "task")
+    info = record.get("info")
+    task = info.get("task") if isinstance(info, dict) else None
+    user = task.get("user_id") if isinstance(task, dict) else None
     task_id, trial = record.get("task_id"), record.get("trial", 0)
     tau_id = origin.default_id if task_id is None else f"{origin.path.stem}/{task_id}.{trial}"
-    user = task.get("user_id")
     return Conversation(
         conversation_id=tau_id,
         user=user if isinstance(user, str) and user else tau_id,
@@ -199,21 +145,10 @@ def _parse_tau_bench(record: dict[str, Any], origin: Origin) -> Conversation:
     )
 
 
-def _nested(record: dict[str, Any], *keys: str) -> dict[str, Any]:
-    value: Any = record
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, dict) else {}
-
-
 def _tau_tools(messages: tuple[dict[str, Any], ...], path: Path) -> tuple[dict[str, Any], ...] | None:
-    """The tool list that lies beside the trajectories, or one folder up: by the file's name, else by the calls made."""
-    found = [
-        folder / name
-        for folder in (path.parent, path.parent.parent)
-        for name in TOOL_FILES
-        if (folder / name).is_file()
-    ]
+    """The tool list beside the trajectories, or one folder up: by the file's name, else by the calls made."""
+    folders = (path.parent, path.parent.parent)
+    found = [folder / name for folder in folders for name in TOOL_FILES if (folder / name).is_file()]
     named = [tools for tools in found if tools.name.split("_")[0] in path.name]
     called = {call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
     for candidate in named or found:
@@ -225,33 +160,74 @@ def _tau_tools(messages: tuple[dict[str, Any], ...], path: Path) -> tuple[dict[s
 
 @lru_cache(maxsize=len(TOOL_FILES))
 def _read_tools(path: Path, modified_ns: int) -> tuple[dict[str, Any], ...] | None:
-    """A tool list; kept, as every trajectory of a file asks for it again."""
+    """A tool list; cached, since every trajectory of a file asks for it."""
     return checked_tools(read_json(path, "a list of tools", ConversationError), str(path))
 
 
-def _parse_mt_bench(record: dict[str, Any], origin: Origin) -> Conversation:
+def _parse_turns(record: dict[str, Any], origin: Origin) -> Conversation:
+    """A question of mt-bench, of which only the user's texts are known, or a dialogue of SGD."""
     turns = record["turns"]
     if isinstance(turns, list) and any(isinstance(turn, dict) and "speaker" in turn for turn in turns):
         return _parse_sgd(record, origin)
-    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
-        raise ConversationError(f"{origin.where}: turns is {shown(turns)}; wanted a list of the user's texts.")
-    messages = checked_messages([{"role": "user", "content": turn} for turn in turns], origin.where)
-    question_id = {"id": record["question_id"]} if "question_id" in record else {}
-    return _conversation({**question_id, **record}, origin, messages, replies_recorded=False)
+    is_texts = isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
+    expect(is_texts, f"{origin.where}: turns is", turns, "a list of the user's texts")
+    messages = [{"role": "user", "content": turn} for turn in turns]
+    named = {"id": record["question_id"]} if "question_id" in record else {}
+    return _conversation({**named, **record}, origin, messages, replies_recorded=False)
+
+
+def _parse_sgd(record: dict[str, Any], origin: Origin) -> Conversation:
+    messages = []
+    for index, turn in enumerate(record["turns"]):
+        speaker, utterance = (turn.get("speaker"), turn.get("utterance")) if isinstance(turn, dict) else (None, None)
+        is_turn = speaker in _SGD_ROLES and isinstance(utterance, str)
+        expect(is_turn, f"{origin.where}: turn {index} is", turn, "a speaker, USER or SYSTEM, and an utterance")
+        messages.append({"role": _SGD_ROLES[speaker], "content": utterance})
+    named = {"id": record["dialogue_id"]} if "dialogue_id" in record else {}
+    return _conversation({**named, **record}, origin, messages)
+
+
+def _parse_swe_agent(record: dict[str, Any], origin: Origin) -> Conversation:
+    history = record["history"]
+    expect(isinstance(history, list), f"{origin.where}: history is", history, "a list of messages")
+    # The other keys of the record and of its messages concern only the agent.
+    return _conversation({"id": printable(origin.path.stem)}, origin, history)
+
+
+def _parse_intercode(record: dict[str, Any], origin: Origin) -> Conversation:
+    history = record["turn_history"] if isinstance(record["turn_history"], dict) else {}
+    actions, observations = history.get("actions"), history.get("observations")
+    are_lists = isinstance(actions, list) and isinstance(observations, list) and len(observations) <= len(actions)
+    expect(are_lists, f"{origin.where}: turn_history is", history, "lists of actions and observations")
+    messages = [{"role": "user", "content": record.get("query")}]
+    for index, action in enumerate(actions):
+        messages.append({"role": "assistant", "content": _as_text(action)})
+        # Nothing answered the observation after the last action.
+        if index < min(len(observations), len(actions) - 1):
+            messages.append({"role": "user", "content": _as_text(observations[index])})
+    task_id = record.get("task_id")
+    named = {} if task_id is None else {"id": f"{printable(origin.path.stem)}/{task_id}"}
+    return _conversation(named, origin, messages)
+
+
+def _as_text(value: Any) -> str:
+    """What an environment said, which may be rows of a table."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _conversation(
-    record: dict[str, Any], origin: Origin, messages: tuple[dict[str, Any], ...], replies_recorded: bool = True
+    record: dict[str, Any], origin: Origin, messages: Any, *, replies_recorded: bool = True
 ) -> Conversation:
     """A conversation with the fields that may stand beside the messages: id, user, tools, first_turn."""
+    checked = checked_messages(messages, origin.where)
     conversation_id = _name(record, "id", origin) or origin.default_id
     first_turn = record.get("first_turn", 0)
-    if not isinstance(first_turn, int) or isinstance(first_turn, bool):
-        raise ConversationError(f"{origin.where}: first_turn is {shown(first_turn)}; wanted a whole number.")
+    is_number = isinstance(first_turn, int) and not isinstance(first_turn, bool)
+    expect(is_number, f"{origin.where}: first_turn is", first_turn, "a whole number")
     return Conversation(
         conversation_id=conversation_id,
         user=_name(record, "user", origin) or conversation_id,
-        messages=messages,
+        messages=checked,
         tools=checked_tools(_tools_value(record, origin), origin.where),
         first_turn=first_turn,
         source=origin.source,
@@ -264,8 +240,8 @@ def _name(record: dict[str, Any], key: str, origin: Origin) -> str:
     value = record.get(key)
     if value is None:
         return ""
-    if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
-        raise ConversationError(f"{origin.where}: {key} is {shown(value)}; wanted text that is not empty.")
+    is_name = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
+    expect(is_name, f"{origin.where}: {key} is", value, "text that is not empty")
     require_unicode(str(value), f"{origin.where}: {key}")
     return str(value)
 
@@ -281,15 +257,11 @@ def _tools_value(record: dict[str, Any], origin: Origin) -> Any:
         raise ConversationError(f"{origin.where}: tools is not JSON ({error}); wanted a list of tools.") from error
 
 
-def _wanted() -> str:
-    return "a list of messages or an object with " + ", ".join(_FORMATS)
-
-
 _FORMATS: dict[str, Callable[[dict[str, Any], Origin], Conversation]] = {
     "messages": _parse_openai,
     "conversations": _parse_sharegpt,
     "traj": _parse_tau_bench,
-    "turns": _parse_mt_bench,
+    "turns": _parse_turns,
     "history": _parse_swe_agent,
     "turn_history": _parse_intercode,
 }

@@ -1,7 +1,7 @@
 """Which request comes when: conversations of several users, interleaved.
 
-A request is a conversation up to a point where the model owes a reply: after a user's or a tool's message that an
-assistant's message follows, or that ends the conversation. Where only the user's turns are recorded, after each.
+A request is a conversation up to a message that the model answers: a user's or a tool's message that an assistant's
+message follows, or that ends the conversation. Where only the user's turns are recorded, each is answered.
 
   SQ1  A user's requests come in the order of the user's conversations and, within one, of its turns.
   SQ2  The same conversations, users and seed give the same requests.
@@ -30,9 +30,9 @@ class ScheduledRequest:
         messages: the conversation up to the message that is to be answered.
         tools: function definitions in OpenAI form, or None.
         recorded_reply: the assistant's message that followed, or None where none is recorded.
-        reply_slots: positions in `messages` of what the model replied in words before: at each stands a recorded reply,
-            or, where none is recorded, the user's next message. Replies that call tools are not among them, since
-            the results that follow belong to them.
+        reply_slots: positions in `messages` of the model's earlier replies in words: at each stands a recorded reply,
+            or, where none is recorded, the user's next message. Replies that call tools are left out, since results
+            follow them.
         source: file and line of the conversation.
     """
 
@@ -54,25 +54,25 @@ class ScheduledRequest:
 
 
 class GeneratedReplies:
-    """What the model replied so far, to be put where a recording has its own replies.
+    """What the model replied so far, to take the place of recorded replies.
 
-    A reply is filed under the recorded conversation up to and including the reply it stands for, so that conversations
-    which share their recorded beginning go on sharing it.
+    A reply is filed under the recorded conversation up to and including the reply that it replaces, so conversations
+    that share their recorded beginning go on sharing it.
     """
 
     def __init__(self) -> None:
         self._texts: dict[bytes, str] = {}
 
     def record(self, request: ScheduledRequest, text: str) -> None:
-        """Keep the reply to a request."""
+        """Store the reply to a request."""
         *_, end = beginnings(request.messages)
         self._texts[_reply_key(end, request.recorded_reply)] = text
 
     def messages(self, request: ScheduledRequest) -> tuple[dict[str, Any], ...]:
-        """The request's messages with generated replies in place of recorded ones, as far as there are any.
+        """The request's messages with generated replies in place of recorded ones, where there are any.
 
         Raises:
-            ValueError: a reply that is neither recorded nor generated is needed.
+            ValueError: a reply that is needed was neither recorded nor generated.
         """
         digests = list(beginnings(request.messages))
         filled: list[dict[str, Any]] = []
@@ -110,8 +110,17 @@ def schedule(
     Raises:
         ValueError: no conversation, `users` or `max_requests` below 1, or more users than there are.
     """
-    waiting = _by_user(conversations)
-    _check_counts(len(waiting), users, max_requests)
+    waiting: dict[str, list[Conversation]] = {}
+    for conversation in conversations:
+        waiting.setdefault(conversation.user, []).append(conversation)
+    if not waiting:
+        raise ValueError("no conversations to schedule; wanted at least one.")
+    if users is not None and not 1 <= users <= len(waiting):
+        raise ValueError(
+            f"users is {users}; wanted 1 to {len(waiting)}, as the conversations have {len(waiting)} users."
+        )
+    if max_requests is not None and max_requests < 1:
+        raise ValueError(f"max_requests is {max_requests}; wanted at least 1.")
     queues = [deque(request for each in own for request in requests_of(each)) for own in list(waiting.values())[:users]]
     queues = [queue for queue in queues if queue]
     draw = random.Random(seed)
@@ -134,53 +143,26 @@ def requests_of(conversation: Conversation) -> Iterator[ScheduledRequest]:
         if not _is_reply_due(message, following, conversation.replies_recorded):
             continue
         if turn >= conversation.first_turn:
-            yield _request(conversation, index, turn, position, following, tuple(slots))
+            yield ScheduledRequest(
+                index=index,
+                user=conversation.user,
+                conversation_id=conversation.conversation_id,
+                turn=turn,
+                messages=conversation.messages[: position + 1],
+                tools=conversation.tools,
+                recorded_reply=following if conversation.replies_recorded else None,
+                reply_slots=tuple(slots),
+                source=conversation.source,
+            )
             index += 1
         if following is not None and not following.get("tool_calls"):
             slots.append(position + 1)
-
-
-def _request(
-    conversation: Conversation,
-    index: int,
-    turn: int,
-    position: int,
-    following: dict[str, Any] | None,
-    reply_slots: tuple[int, ...],
-) -> ScheduledRequest:
-    return ScheduledRequest(
-        index=index,
-        user=conversation.user,
-        conversation_id=conversation.conversation_id,
-        turn=turn,
-        messages=conversation.messages[: position + 1],
-        tools=conversation.tools,
-        recorded_reply=following if conversation.replies_recorded else None,
-        reply_slots=reply_slots,
-        source=conversation.source,
-    )
 
 
 def _is_reply_due(message: Mapping[str, Any], following: Mapping[str, Any] | None, replies_recorded: bool) -> bool:
     if message["role"] not in ("user", "tool"):
         return False
     return following is None or not replies_recorded or following["role"] == "assistant"
-
-
-def _by_user(conversations: Sequence[Conversation]) -> dict[str, list[Conversation]]:
-    waiting: dict[str, list[Conversation]] = {}
-    for conversation in conversations:
-        waiting.setdefault(conversation.user, []).append(conversation)
-    return waiting
-
-
-def _check_counts(user_count: int, users: int | None, max_requests: int | None) -> None:
-    if user_count == 0:
-        raise ValueError("no conversations to schedule; wanted at least one.")
-    if users is not None and not 1 <= users <= user_count:
-        raise ValueError(f"users is {users}; wanted 1 to {user_count}, as the conversations have {user_count} users.")
-    if max_requests is not None and max_requests < 1:
-        raise ValueError(f"max_requests is {max_requests}; wanted at least 1.")
 
 
 def beginnings(messages: Sequence[Mapping[str, Any]], digest: bytes = b"") -> Iterator[bytes]:
