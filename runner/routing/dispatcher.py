@@ -1,41 +1,29 @@
-"""Dispatcher: what a router knows, kept up to date, and its decision. A server and a simulation both drive this.
+"""Dispatcher: what a router knows of replicas, and its decision. A server and a simulation both use it.
 
-    choose(ask) ──► Choice ──► send(request, choice) ──► end(request)            of each request
-    tell(replica, added, removed), forget(replica), rates.prefilled(...), rates.decoded(...)     of each replica
+    choose(ask) ──► Choice ──► send(request, choice) ──► end(request)            for each request
+    tell(replica, added, removed), forget(replica), rates.prefilled(...), rates.decoded(...)     for each replica
 
-`choose` changes nothing but the state of a router that draws or counts; `send` books the work and takes the prompt's
-digests as stored there. So a server that may have to choose again, since a replica refused, sends once.
+`choose` changes only the state of a router that draws or counts. `send` books the work and takes the prompt's digests
+as stored there, so the next request with this prefix follows. A server that has to choose again, since a replica
+refused, sends once.
+
+A digest stands for a whole prefix up to a block border, for the model and for the namespace:
+
+    root_digest(model, namespace) ── digest of [0, 256) ── digest of [0, 512) ── ...
+
+Digests have 64 bits: two of N prefixes collide with a chance of N² / 2^65. A wrong digest sends a request to a replica
+that has to prefill it: the cost is one miss. Tokens behind the last whole block have no digest.
+
+Invariants:
 
   DP1  A request is open at one replica at most.
   DP2  A forgotten replica has no digests and no open requests; `join` makes it known again.
-
-Time is an argument, in seconds from any beginning. O(replicas x blocks) a choice. Not thread-safe. Never imports MLX.
-
-Backlog: the requests that were sent to one replica and have not ended, its work of late, and the seconds of both.
-
-    sent ──► [ first │ second │ third ]  work_s each ──► ended
-               └ at work since: what it has had by now is not waited for any more
-
-A replica is taken to serve one after the other, in the order they were sent. Where it serves several together, their
-sum is right and only the first one's progress is guessed. One that takes longer than expected counts for nothing.
-Work of late is what it was sent, halved with every hour since.
-
   BA1  `waiting_s` and `recent_s` are 0 or more; `waiting_s` is 0 where nothing is open.
-
-All in O(1). Time is an argument, in seconds from any beginning. Not thread-safe.
-
-Directory: which prefixes each replica is thought to store, by their digests, bounded in size. Never imports MLX.
-
-    sent, told as added ──► a replica's digests, oldest first ──► told as removed, beyond the bound, replica forgotten
-
-What was sent to a replica counts as there at once, so that the next request with this prefix follows it; what the
-replica tells later corrects that. A digest that is wrong sends a request to where it is prefilled: it costs a miss, and
-nothing else.
-
-  DI1  A replica has `max_digests` at most; the oldest went for room. Sending and telling make digests young again.
+  DI1  A replica has `max_digests` at most. The oldest go first; sending and telling make digests young again.
   DI2  Of digests that came together, the deepest is the oldest: a prefix loses its end first.
 
-Matching takes O(blocks) of a replica, sending and telling O(digests). Not thread-safe.
+Time is an argument, in seconds from any beginning. A choice takes O(replicas x blocks), digests about 5 us a block.
+Not thread-safe. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -43,158 +31,30 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from hashlib import blake2b
 from statistics import fmean
 from typing import NamedTuple
 
-from runner.routing.digests import BLOCK_TOKENS
+import numpy as np
+from numpy.typing import NDArray
+
 from runner.routing.routers import Ask, Router, RoutingRates, View
 
-#: After which work counts for half of late.
-HALF_LIFE_S = 3600.0
-
-
-class Backlog:
-    """The open requests of one replica.
-
-    Args:
-        recent_s: the work it is taken to have had of late as it comes, at `now_s`.
-    """
-
-    def __init__(self, recent_s: float = 0.0, now_s: float = 0.0) -> None:
-        self._recent_s, self._recent_at_s = recent_s, now_s
-        self._total_s = 0.0
-        self._work_s: dict[Hashable, float] = {}
-        self._began_s = 0.0
-
-    def send(self, request: Hashable, work_s: float, now_s: float) -> None:
-        """Add a request.
-
-        Raises:
-            ValueError: it is open already.
-        """
-        if request in self._work_s:
-            raise ValueError(f"request {request!r} was sent here before, and has not ended.")
-        if not self._work_s:
-            self._began_s = now_s
-        self._work_s[request] = work_s
-        self._total_s += work_s
-        self._add_recent(work_s, now_s)
-
-    def end(self, request: Hashable, now_s: float, work_s: float | None = None) -> None:
-        """Take a request out: answered, failed or cancelled.
-
-        Args:
-            work_s: what it turned out to be; None: what it was expected to be.
-
-        Raises:
-            KeyError: it is not open.
-        """
-        if self._first == request:
-            self._began_s = now_s
-        expected_s = self._work_s.pop(request)
-        self._total_s = self._total_s - expected_s if self._work_s else 0.0  # whatever rounding has left
-        if work_s is not None:
-            self._add_recent(work_s - expected_s, now_s)
-
-    def waiting_s(self, now_s: float) -> float:
-        """Seconds of work before a request that comes now is looked at."""
-        first_s = self._work_s.get(self._first, 0.0)
-        return max(0.0, self._total_s - min(first_s, max(0.0, now_s - self._began_s)))
-
-    def recent_s(self, now_s: float) -> float:
-        """Seconds of work that it was sent of late."""
-        age_s = max(0.0, now_s - self._recent_at_s)
-        return self._recent_s * math.exp2(-age_s / HALF_LIFE_S)
-
-    def __len__(self) -> int:
-        return len(self._work_s)
-
-    def _add_recent(self, work_s: float, now_s: float) -> None:
-        self._recent_s = max(0.0, self.recent_s(now_s) + work_s)
-        self._recent_at_s = max(now_s, self._recent_at_s)
-
-    @property
-    def _first(self) -> Hashable:
-        return next(iter(self._work_s), None)
-
-
-#: Of a replica: at 256 tokens a block 16 million tokens, in some 20 MB.
+#: Tokens from one block border to the next.
+BLOCK_TOKENS = 256
+DIGEST_BYTES = 8
+#: Of one replica: 16 million tokens, in about 20 MB.
 MAX_DIGESTS = 65_536
-
-
-class Directory:
-    """Replicas by name, each with its digests. Nobody need say that a replica is there before it has digests.
-
-    Args:
-        max_digests: the most that are kept of one replica.
-
-    Raises:
-        ValueError: `max_digests` is below 1.
-    """
-
-    def __init__(self, max_digests: int = MAX_DIGESTS) -> None:
-        if max_digests < 1:
-            raise ValueError(f"max_digests is {max_digests}; wanted at least 1.")
-        self.max_digests = max_digests
-        self._digests: dict[str, OrderedDict[int, None]] = {}
-
-    def add(self, replica: str, digests: Sequence[int]) -> None:
-        """Take digests as stored: they were sent there, or it told so.
-
-        Args:
-            digests: of one prompt, from its beginning on; or of several, one behind the other.
-        """
-        known = self._digests.setdefault(replica, OrderedDict())
-        for digest in reversed(digests):
-            known[digest] = None
-            known.move_to_end(digest)
-        while len(known) > self.max_digests:
-            known.popitem(last=False)
-
-    def remove(self, replica: str, digests: Iterable[int]) -> None:
-        """Take digests as gone: the replica told so. Unknown ones are passed over."""
-        known = self._digests.get(replica, OrderedDict())
-        for digest in digests:
-            known.pop(digest, None)
-
-    def forget(self, replica: str) -> None:
-        """Take everything of a replica as gone: it died, or tells all anew."""
-        self._digests.pop(replica, None)
-
-    def matched_blocks(self, replica: str, digests: Iterable[int]) -> int:
-        """How many blocks a prompt begins with that this replica has; 0 of one that is not known."""
-        known = self._digests.get(replica, ())
-        count = 0
-        for digest in digests:
-            if digest not in known:
-                break
-            count += 1
-        return count
-
-    def count(self, replica: str) -> int:
-        """How many digests of a replica are known."""
-        return len(self._digests.get(replica, ()))
-
-    def check(self) -> None:
-        """Assert the invariants.
-
-        Raises:
-            AssertionError: DI1 does not hold.
-        """
-        for replica, known in self._digests.items():
-            assert len(known) <= self.max_digests, (replica, len(known), self.max_digests)
-
-    def dump(self) -> str:
-        """A line per replica: its name and how many digests it has."""
-        return "\n".join(f"{replica}: {len(known):,} digests" for replica, known in sorted(self._digests.items()))
+#: Recent work counts for half after this time.
+HALF_LIFE_S = 3600.0
 
 
 class Choice(NamedTuple):
     """Where a request goes.
 
     Attributes:
-        matched_tokens: tokens of its prompt that the replica is thought to have.
-        waiting_s: seconds of work that it has to do first.
+        matched_tokens: tokens of its prompt that the replica probably has.
+        waiting_s: seconds of work that the replica has to do first.
         work_s: seconds of work that the request is.
     """
 
@@ -209,11 +69,11 @@ class Dispatcher:
     """Sends requests to replicas.
 
     Args:
-        router: what decides.
+        router: decides.
         replicas: those that are there from the beginning.
-        rates: what tokens cost; for all replicas the same, and shared with whoever measures.
+        rates: cost of tokens, the same for all replicas; whoever measures updates them.
         block_tokens: tokens that a digest stands for.
-        max_digests: kept of a replica.
+        max_digests: the most that are stored for a replica.
     """
 
     def __init__(
@@ -238,7 +98,7 @@ class Dispatcher:
         return sorted(self._backlogs)
 
     def join(self, replica: str) -> None:
-        """Make a replica known, as one with the mean work of late; one that is known already stays as it is."""
+        """Make a replica known, with the mean recent work of all; a known one stays as it is."""
         if replica not in self._backlogs:
             recent_s = [backlog.recent_s(self._now_s) for backlog in self._backlogs.values()]
             self._backlogs[replica] = Backlog(fmean(recent_s) if recent_s else 0.0, self._now_s)
@@ -250,16 +110,12 @@ class Dispatcher:
         self._open = {request: where for request, where in self._open.items() if where != replica}
 
     def tell(self, replica: str, added: Sequence[int] = (), removed: Iterable[int] = ()) -> None:
-        """Learn what a replica has stored, and what it has given up, since it last told.
-
-        Args:
-            added: digests of prefixes, the shorter before the longer.
-        """
+        """Learn what a replica has stored and evicted since the last call; `added` has shorter prefixes first."""
         self.directory.remove(replica, removed)
         self.directory.add(replica, added)
 
     def views(self, ask: Ask, now_s: float, among: Iterable[str] | None = None) -> list[View]:
-        """What is known of the replicas for a request; `among`: of these alone, which become known thereby."""
+        """What is known of the replicas for a request; `among`: only of these, which become known by it."""
         self._now_s = max(now_s, self._now_s)
         for replica in among or ():
             self.join(replica)
@@ -292,11 +148,7 @@ class Dispatcher:
         return Choice(view.replica, ask, view.matched_tokens, view.waiting_s, work_s)
 
     def send(self, request: Hashable, choice: Choice, now_s: float) -> None:
-        """Take it that a request was sent where it was chosen to go.
-
-        Raises:
-            ValueError: it is open already.
-        """
+        """Book a request where it was chosen to go. ValueError: it is open already."""
         if request in self._open:
             raise ValueError(f"request {request!r} was sent to {self._open[request]}, and has not ended.")
         self.join(choice.replica)
@@ -305,21 +157,164 @@ class Dispatcher:
         self.directory.add(choice.replica, choice.ask.digests)
 
     def end(self, request: Hashable, now_s: float, work_s: float | None = None) -> None:
-        """Take it that a request is over, in whatever way; one that is not open is passed over.
+        """End a request, in whatever way; one that is not open is ignored.
 
         Args:
-            work_s: the replica's work for it, in seconds, where it is known by now; None: what was expected.
+            work_s: the seconds of work that it was; None: what was expected.
         """
         replica = self._open.pop(request, None)
         if replica is not None:
             self._backlogs[replica].end(request, now_s, work_s)
 
     def check(self) -> None:
-        """Assert the invariants.
-
-        Raises:
-            AssertionError: DP1 or DP2 does not hold, or one of the directory.
-        """
+        """Assert the invariants DP1, DP2 and DI1."""
         self.directory.check()
         assert set(self._open.values()) <= self._backlogs.keys(), (self._open, self.replicas)
         assert len(self._open) == sum(map(len, self._backlogs.values())), self._open
+
+
+class Backlog:
+    """The open requests of one replica, in the order they were sent, and the seconds of its work. All in O(1).
+
+        sent ──► [ first │ second │ third ]  work_s each ──► ended
+                   └ at work since `_began_s`: the work it has had by now is not waited for any more
+
+    The replica is assumed to serve one request after the other. Where it serves several together, their sum is right
+    and only the progress of the first is a guess. A request that takes longer than expected counts for 0.
+
+    Args:
+        recent_s: recent work to begin with, at `now_s`.
+    """
+
+    def __init__(self, recent_s: float = 0.0, now_s: float = 0.0) -> None:
+        self._recent_s, self._recent_at_s = recent_s, now_s
+        self._total_s = 0.0
+        self._work_s: dict[Hashable, float] = {}
+        self._began_s = 0.0
+
+    def send(self, request: Hashable, work_s: float, now_s: float) -> None:
+        if not self._work_s:
+            self._began_s = now_s
+        self._work_s[request] = work_s
+        self._total_s += work_s
+        self._add_recent(work_s, now_s)
+
+    def end(self, request: Hashable, now_s: float, work_s: float | None = None) -> None:
+        """Take an open request out; `work_s`: its work, if it is known by now."""
+        if self._first == request:
+            self._began_s = now_s
+        expected_s = self._work_s.pop(request)
+        self._total_s = self._total_s - expected_s if self._work_s else 0.0  # 0: no rounding is left over
+        if work_s is not None:
+            self._add_recent(work_s - expected_s, now_s)
+
+    def waiting_s(self, now_s: float) -> float:
+        """Seconds of work before a request that comes now begins."""
+        first_s = self._work_s.get(self._first, 0.0)
+        return max(0.0, self._total_s - min(first_s, max(0.0, now_s - self._began_s)))
+
+    def recent_s(self, now_s: float) -> float:
+        """Seconds of recent work, halved with every HALF_LIFE_S."""
+        age_s = max(0.0, now_s - self._recent_at_s)
+        return self._recent_s * math.exp2(-age_s / HALF_LIFE_S)
+
+    def __len__(self) -> int:
+        return len(self._work_s)
+
+    def _add_recent(self, work_s: float, now_s: float) -> None:
+        self._recent_s = max(0.0, self.recent_s(now_s) + work_s)
+        self._recent_at_s = max(now_s, self._recent_at_s)
+
+    @property
+    def _first(self) -> Hashable:
+        return next(iter(self._work_s), None)
+
+
+class Directory:
+    """The digests of each replica, by its name. Matching takes O(blocks), sending and telling O(digests).
+
+    Raises:
+        ValueError: `max_digests` is below 1.
+    """
+
+    def __init__(self, max_digests: int = MAX_DIGESTS) -> None:
+        if max_digests < 1:
+            raise ValueError(f"max_digests is {max_digests}; wanted at least 1.")
+        self.max_digests = max_digests
+        self._digests: dict[str, OrderedDict[int, None]] = {}
+
+    def add(self, replica: str, digests: Sequence[int]) -> None:
+        """Take digests as stored; those of one prompt come with the shorter prefix first."""
+        known = self._digests.setdefault(replica, OrderedDict())
+        for digest in reversed(digests):
+            known[digest] = None
+            known.move_to_end(digest)
+        while len(known) > self.max_digests:
+            known.popitem(last=False)
+
+    def remove(self, replica: str, digests: Iterable[int]) -> None:
+        """Take digests as gone; unknown ones are ignored."""
+        known = self._digests.get(replica, OrderedDict())
+        for digest in digests:
+            known.pop(digest, None)
+
+    def forget(self, replica: str) -> None:
+        """Take everything of a replica as gone."""
+        self._digests.pop(replica, None)
+
+    def matched_blocks(self, replica: str, digests: Iterable[int]) -> int:
+        """How many of a prompt's first blocks the replica has."""
+        known = self._digests.get(replica, ())
+        count = 0
+        for digest in digests:
+            if digest not in known:
+                break
+            count += 1
+        return count
+
+    def count(self, replica: str) -> int:
+        """How many digests of a replica are known."""
+        return len(self._digests.get(replica, ()))
+
+    def check(self) -> None:
+        """Assert DI1."""
+        for replica, known in self._digests.items():
+            assert len(known) <= self.max_digests, (replica, len(known), self.max_digests)
+
+
+def root_digest(model: str, namespace: str = "", secret: bytes = b"") -> int:
+    """The digest that the first block of a prompt follows.
+
+    Args:
+        model: a name, or an identity in hex.
+        secret: up to 64 bytes; without them nobody can test by a digest whether a guessed prompt was asked.
+    """
+    inner = blake2b(model.encode(), digest_size=DIGEST_BYTES, key=secret, person=b"rc route model").digest()
+    return _number(blake2b(inner + namespace.encode(), digest_size=DIGEST_BYTES, key=secret, person=b"rc route root"))
+
+
+def chain_digests(tokens: NDArray[np.integer], root: int, block_tokens: int = BLOCK_TOKENS) -> list[int]:
+    """The digest at each block border of a prompt: T // block_tokens numbers of 64 bits.
+
+    Args:
+        tokens: (T,) ids or keys.
+        root: of the model and the namespace; or the digest at the border that `tokens` follow.
+
+    Raises:
+        ValueError: `block_tokens` is below 1.
+    """
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens is {block_tokens}; wanted at least 1.")
+    step = 8 * block_tokens
+    content = memoryview(tokens[: len(tokens) // block_tokens * block_tokens].astype("<i8").tobytes())
+    digests = []
+    for start in range(0, len(content), step):
+        block = blake2b(root.to_bytes(DIGEST_BYTES, "little"), digest_size=DIGEST_BYTES, person=b"rc route block")
+        block.update(content[start : start + step])
+        root = _number(block)
+        digests.append(root)
+    return digests
+
+
+def _number(content: blake2b) -> int:
+    return int.from_bytes(content.digest(), "little")

@@ -1,28 +1,25 @@
 """Routers: which replica a request goes to. Each decides by plain data alone, in a server as in a simulation.
 
-    random        any one, by a seed
+    random        any replica, by a seed
     round-robin   one after the other
-    hash          by the session, or where there is none by how the prompt begins, always the same one (rendezvous
-                  hashing: where a replica comes or goes, only what was its own moves)
-    prefix        where it takes the least time, its own and that of others, in seconds:
+    hash          by the session, or without one by how the prompt begins, always the same replica (rendezvous
+                  hashing: if a replica joins or dies, only its own requests move)
+    prefix        where the request takes the least time of itself and of others, in seconds:
 
                       work that waits there
-                    + what prefilling the rest of the prompt takes there, PREFILL_WEIGHT times
-                    + where work waits: work of late there beyond UNEVEN times the mean, EVENING_WEIGHT times
+                    + PREFILL_WEIGHT times the prefill of the rest of the prompt there
+                    + if work waits there: EVENING_WEIGHT times the recent work there beyond UNEVEN times the mean
 
-Each by itself the first two are the time to the first token. But a token that is prefilled again is work for those that
-come behind too, and takes the room of another prefix: weighed once, an hour of a chat service finds 0.81 to 0.87 of
-what can be found at 8 replicas, weighed three times 0.92 to 0.94, and nobody waits longer for it
-(benchmarks/results/routing-parts.json). The last one moves long conversations off a replica that has had more of
-them than others, once somebody has to wait for it; idle replicas are left uneven.
+The first two terms, each with weight 1, are the time to the first token. But prefill also delays later requests and
+takes the room of another prefix. On an hour of a chat service with 8 replicas, weight 1 finds 0.81 to 0.87 of what can
+be found and weight 3 finds 0.92 to 0.94, at the same waiting times (benchmarks/results/routing-parts.json). The third
+term moves long conversations off a replica with more work than others, but only if requests wait there. Ties go to the
+replica with the least recent work, then by a hash of prompt and replica.
 
-Ties of `prefix` go to the replica that had the least work of late, then by a hash of prompt and replica. A router sees
-only what it is given, no clock and no other chance than its seed. Never imports MLX.
+Rates: measured cost of tokens. A rate is seconds over tokens, both sums, which are halved every `HALF_LIFE`
+measurements: many small measurements and a large one count for the time they took.
 
-Rates: what a token costs, as measured, recent measurements counting for more. Never imports MLX.
-
-A rate is seconds over tokens, both sums; what is new adds to them once what was there is halved every `HALF_LIFE`
-measurements. So many small measurements and one large one weigh what they took, and one odd request moves little.
+A router sees only its arguments: no clock, and no randomness but its seed. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -34,16 +31,18 @@ from typing import NamedTuple, Protocol
 
 #: Measurements after which an old one counts for half.
 HALF_LIFE = 32
-_KEPT = 0.5 ** (1 / HALF_LIFE)
+#: How many blocks say how a prompt begins, for `hash`: more than a common system prompt has.
+HASH_BLOCKS = 4
+PREFILL_WEIGHT = 3.0
+UNEVEN, EVENING_WEIGHT = 1.1, 2.0
 
 
 class Coefficients(NamedTuple):
-    """What a replica takes.
+    """Cost of tokens on a replica.
 
     Attributes:
         prefill_s: seconds to prefill a token.
-        decode_s: seconds of a replica for a generated token; where several are decoded together, their share of the
-            step.
+        decode_s: seconds for a generated token; if several requests decode together, the request's share of a step.
         output_tokens: tokens of a reply, on average.
     """
 
@@ -52,22 +51,18 @@ class Coefficients(NamedTuple):
     output_tokens: float
 
     def work_s(self, prefill_tokens: float, output_tokens: float | None = None) -> float:
-        """Seconds of a replica for a request; its reply is taken to be an average one where it is not known."""
+        """Seconds of work for a request; without `output_tokens`, with a reply of average length."""
         return prefill_tokens * self.prefill_s + self.decode_s * (
             self.output_tokens if output_tokens is None else output_tokens
         )
 
 
-#: Before anything was measured: a model of 8 billion parameters on a laptop, about.
+#: Before the first measurement: about a model of 8 billion parameters on a laptop.
 FIRST = Coefficients(prefill_s=1e-3, decode_s=2.5e-2, output_tokens=256.0)
 
 
 class RoutingRates:
-    """Coefficients that learn. Until something was measured they are the first ones.
-
-    Raises:
-        ValueError: one of the first ones is negative or not a number.
-    """
+    """Coefficients that are measured. ValueError: a first one is negative or not a number."""
 
     def __init__(self, first: Coefficients = FIRST) -> None:
         if not all(0 <= each < float("inf") for each in first):
@@ -75,11 +70,11 @@ class RoutingRates:
         self._prefill, self._decode, self._replies = (_Ratio(each) for each in first)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """Learn that so many tokens took so long to prefill, without any waiting."""
+        """Learn from a prefill, without any waiting."""
         self._prefill.add(seconds, tokens)
 
     def decoded(self, tokens: int, seconds: float) -> None:
-        """Learn that a reply of so many tokens took a replica so long, apart from prefill; a reply's length as well."""
+        """Learn from a reply: how long it took the replica without prefill, and its length."""
         self._decode.add(seconds, tokens)
         self._replies.add(tokens, 1)
 
@@ -89,32 +84,28 @@ class RoutingRates:
 
 
 class _Ratio:
-    """A sum over another one, old summands fading."""
+    """A sum over another one; old summands fade."""
+
+    _DECAY = 0.5 ** (1 / HALF_LIFE)
 
     def __init__(self, first: float) -> None:
         self.value = first
         self._upper = self._lower = 0.0
 
     def add(self, upper: float, lower: float) -> None:
-        self._upper = self._upper * _KEPT + upper
-        self._lower = self._lower * _KEPT + lower
+        self._upper = self._upper * self._DECAY + upper
+        self._lower = self._lower * self._DECAY + lower
         if self._lower > 0:
             self.value = self._upper / self._lower
 
 
-#: How many blocks say how a prompt begins, for `hash`: beyond a system prompt that many share.
-HASH_BLOCKS = 4
-PREFILL_WEIGHT = 3.0
-UNEVEN, EVENING_WEIGHT = 1.1, 2.0
-
-
 class Ask(NamedTuple):
-    """A request that comes.
+    """A new request.
 
     Attributes:
         digests: of its prompt, at the block borders.
         tokens: length of the prompt.
-        session: what tells conversations apart, where it is known.
+        session: tells conversations apart, if it is known.
     """
 
     digests: Sequence[int]
@@ -123,12 +114,12 @@ class Ask(NamedTuple):
 
 
 class View(NamedTuple):
-    """What is known of a replica at that moment.
+    """What is known of a replica for a request.
 
     Attributes:
         waiting_s: seconds of work that it has to do first.
-        matched_tokens: tokens of the prompt that it is thought to have.
-        recent_s: seconds of work that it had of late.
+        matched_tokens: tokens of the prompt that it probably has.
+        recent_s: seconds of its recent work.
     """
 
     replica: str
@@ -141,7 +132,7 @@ class Router(Protocol):
     """Chooses a replica."""
 
     def choose(self, ask: Ask, views: Sequence[View], coefficients: Coefficients) -> View:
-        """The one of `views`, which are one or more and in no particular order, that the request goes to."""
+        """The view of the replica that the request goes to; there is at least one, in any order."""
 
 
 class RandomRouter:
@@ -172,7 +163,7 @@ class HashRouter:
 
 
 class PrefixRouter:
-    """Weights other than the deployed ones are for finding out what they do."""
+    """Weights other than the deployed ones are for benchmarks."""
 
     def __init__(
         self, seed: int = 0, prefill_weight: float = PREFILL_WEIGHT, evening_weight: float = EVENING_WEIGHT
@@ -201,11 +192,7 @@ ROUTERS: dict[str, Callable[[int], Router]] = {
 
 
 def make_router(name: str, seed: int = 0) -> Router:
-    """A router by its name.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
+    """A router by its name. ValueError: there is none of that name."""
     if name not in ROUTERS:
         raise ValueError(f"no router {name!r}; known: {', '.join(ROUTERS)}.")
     return ROUTERS[name](seed)
@@ -219,10 +206,10 @@ def weighed_s(
     prefill_weight: float = PREFILL_WEIGHT,
     evening_weight: float = EVENING_WEIGHT,
 ) -> float:
-    """What `prefix` compares: seconds that a request takes of itself and of others, at one replica.
+    """What `prefix` compares: seconds that a request takes of itself and of others at one replica.
 
     Args:
-        even_s: work of late up to which a replica has no more than others.
+        even_s: recent work above which a replica has more than others.
     """
     prefill_s = coefficients.prefill_s * max(0, ask.tokens - view.matched_tokens)
     uneven_s = max(0.0, view.recent_s - even_s) if view.waiting_s > 0 else 0.0

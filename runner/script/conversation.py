@@ -136,7 +136,7 @@ def _joined_parts(parts: list[Any], where: str) -> str:
 def _check_tool_calls(calls: Any, where: str) -> None:
     expect(isinstance(calls, list), f"{where} has tool_calls", calls, "a list of calls")
     for index, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
+        function: Any = call.get("function") if isinstance(call, dict) else None
         expect(_has_name(function), f"{where}: tool call {index} is", call, "a function with a name")
         arguments = function.get("arguments", "")
         found = f"{where}: tool call {index} has arguments"

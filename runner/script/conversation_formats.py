@@ -33,7 +33,7 @@ _SHAREGPT_ROLES = {
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-_SGD_ROLES = {"USER": "user", "SYSTEM": "assistant"}
+_SGD_ROLES: dict[Any, str] = {"USER": "user", "SYSTEM": "assistant"}
 #: Tool lists beside trajectories.
 TOOL_FILES = ("airline_tools.json", "retail_tools.json")
 
@@ -179,7 +179,8 @@ def _parse_turns(record: dict[str, Any], origin: Origin) -> Conversation:
 def _parse_sgd(record: dict[str, Any], origin: Origin) -> Conversation:
     messages = []
     for index, turn in enumerate(record["turns"]):
-        speaker, utterance = (turn.get("speaker"), turn.get("utterance")) if isinstance(turn, dict) else (None, None)
+        known: dict[str, Any] = turn if isinstance(turn, dict) else {}
+        speaker, utterance = known.get("speaker"), known.get("utterance")
         is_turn = speaker in _SGD_ROLES and isinstance(utterance, str)
         expect(is_turn, f"{origin.where}: turn {index} is", turn, "a speaker, USER or SYSTEM, and an utterance")
         messages.append({"role": _SGD_ROLES[speaker], "content": utterance})
@@ -196,7 +197,8 @@ def _parse_swe_agent(record: dict[str, Any], origin: Origin) -> Conversation:
 
 def _parse_intercode(record: dict[str, Any], origin: Origin) -> Conversation:
     history = record["turn_history"] if isinstance(record["turn_history"], dict) else {}
-    actions, observations = history.get("actions"), history.get("observations")
+    actions: Any = history.get("actions")
+    observations: Any = history.get("observations")
     are_lists = isinstance(actions, list) and isinstance(observations, list) and len(observations) <= len(actions)
     expect(are_lists, f"{origin.where}: turn_history is", history, "lists of actions and observations")
     messages = [{"role": "user", "content": record.get("query")}]

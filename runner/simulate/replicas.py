@@ -25,8 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from radixcache.sized_cache import stored_keys
-from runner.routing.digests import BLOCK_TOKENS
-from runner.routing.dispatcher import Dispatcher
+from runner.routing.dispatcher import BLOCK_TOKENS, Dispatcher
 from runner.routing.routers import FIRST, Ask, Coefficients, Router, RoutingRates, make_router
 from runner.simulate.rows import DiskPlan, ReplicaRow, SharedUse
 from runner.simulate.simulator import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.routing.digests import chain_digests, root_digest
+from runner.routing.dispatcher import chain_digests, root_digest
 
 ROOT = root_digest("model")
 TOKENS = st.lists(st.integers(0, 3), max_size=24)

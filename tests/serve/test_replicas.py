@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from radixcache.observe.hints import Edge
-from runner.routing.digests import BLOCK_TOKENS, chain_digests, root_digest
+from runner.routing.dispatcher import BLOCK_TOKENS, chain_digests, root_digest
 from runner.routing.routers import Ask
 from runner.serve.options import ServeOptions
 from runner.serve.request import (

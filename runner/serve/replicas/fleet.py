@@ -31,7 +31,7 @@ from fastapi import FastAPI
 
 from radixcache.prefix_cache import default_budget_bytes
 from runner.models.load import ModelError
-from runner.routing.digests import chain_digests, root_digest
+from runner.routing.dispatcher import chain_digests, root_digest
 from runner.routing.routers import Ask
 from runner.serve.app import assemble_app
 from runner.serve.metrics import in_a_line

@@ -27,8 +27,7 @@ import numpy as np
 from starlette.types import ASGIApp, Message, Scope
 
 from radixcache.observe.hints import Edge
-from runner.routing.digests import BLOCK_TOKENS, chain_digests, root_digest
-from runner.routing.dispatcher import MAX_DIGESTS, Dispatcher
+from runner.routing.dispatcher import BLOCK_TOKENS, MAX_DIGESTS, Dispatcher, chain_digests, root_digest
 from runner.routing.routers import Ask, make_router
 from runner.serve.request import RequestRecord
 
