@@ -1,16 +1,15 @@
-"""What breaks the prefix in recorded conversations: the requests run through a cache of sizes, each is explained first.
+"""What breaks the prefix in recorded conversations, and the report of `radixcache explain` on it.
 
-No forward pass is run: which tokens a request would resume depends on the tokens, the layers' kinds and the budget.
+The requests run through a cache of sizes, and each is explained before. No forward pass is run: which tokens a request
+would resume depends on the tokens, the layers' kinds and the budget.
 
-A token is *lost* when it has to be evaluated although an earlier request had it at the same place behind the same
-messages, or behind a short span that differs (a date, an id). The rest of what is evaluated is new. Lost tokens are put
-down to the reason that `explain` gives for them, and to the message in which the prefix breaks:
+A token is *lost* if it has to be evaluated although an earlier request had it at the same place behind the same
+messages, or behind a short span that differs (a date, an id). Other evaluated tokens are new. Lost tokens are counted
+by the reason that `explain` gives, and by the message in which the prefix breaks:
 
-    message     the message itself differs from the stored one: a date in the system prompt, an edited question
-    template    the messages are the same and the template writes them otherwise: reasoning left out of an earlier reply
-    memory      stored once: the checkpoint or the tokens are not there (any more)
-
-The report of `radixcache explain`, as text for people and as a document for programs.
+    message     the message differs from the stored one: a date in the system prompt, an edited question
+    template    the messages are the same, but the template writes them in another way: it leaves out earlier reasoning
+    memory      stored once: the checkpoint or the tokens are missing (now)
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -35,11 +34,23 @@ from runner.script.schedule import ScheduledRequest, beginnings
 from runner.script.script import AWAITED_REPLY, RenderedRequest, Script
 from runner.text import plural, shortened
 
-#: Prompts with which each one is compared for short spans that differ.
+#: Earlier prompts with which each prompt is compared for short spans that differ.
 COMPARED_PROMPTS = 16
-#: Role of what stands behind the last message: the opening of the reply.
+#: Role of the text behind the last message.
 OPENING = "opening of the reply"
-MEMORY = frozenset((Reason.EVICTED, Reason.NO_CHECKPOINT, Reason.QUARANTINED, Reason.LIVE_ELSEWHERE, Reason.OFF_GRID))
+#: Characters of text shown in front of a divergence, and behind it on either side.
+BEFORE_CHARS, AFTER_CHARS = 48, 60
+#: Messages named by their index, and varying spans shown.
+NAMED_MESSAGES, SHOWN_HINTS = 4, 3
+#: Reasons for which a stored token is lost.
+MEMORY_REASONS = {
+    Reason.EVICTED: "evicted before it was asked for again",
+    Reason.NO_CHECKPOINT: "stored, but the model's layers have no checkpoint there",
+    Reason.QUARANTINED: "quarantined",
+    Reason.LIVE_ELSEWHERE: "stored, but only in the live buffers of another session",
+    Reason.OFF_GRID: "stored, but not made on the prefill grid",
+}
+REASONS = {Reason.NEVER_STORED: "not stored as the prompt has it", **MEMORY_REASONS}
 
 
 @dataclass(eq=False)
@@ -49,11 +60,10 @@ class Break:
     Attributes:
         reason: as `explain` gives it.
         piece: "message", "template" or "memory", see above.
-        role: whose message it is.
-        lost_tokens, cost: what had to be evaluated again, in tokens and in the cost's unit.
-        requests: how many requests it happened to.
+        role: of the message.
+        lost_tokens, cost: evaluated again, in tokens and in the cost's unit.
         messages: indices of the messages, with how many requests broke there first.
-        example: the gap that lost most, and the conversation and turn it was in.
+        example: the gap that lost most, with its conversation, turn and lost tokens.
     """
 
     reason: Reason
@@ -71,7 +81,7 @@ class Break:
 
 @dataclass
 class VaryingSpan:
-    """A hint as it stood when most requests bore it out, and what it cost over all requests."""
+    """A hint as most requests confirmed it, and its cost over all requests."""
 
     hint: Hint
     requests: int = 0
@@ -80,7 +90,7 @@ class VaryingSpan:
 
 @dataclass
 class BreakReport:
-    """What became of all prompt tokens, and why; `breaks` with the dearest first."""
+    """How many prompt tokens were resumed and lost, and why; the break with most lost tokens first."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -97,11 +107,11 @@ class BreakReport:
 
 
 def with_replies(conversations: Iterable[Conversation]) -> list[Conversation]:
-    """The conversations; where only the user's turns are recorded, with a short reply after each.
+    """The conversations, with a short reply after each turn where only the user's turns are recorded.
 
-    A reply has to stand there: without one the prompts of later turns would break where it belongs.
+    Without a reply the prompts of later turns would break where it belongs.
     """
-    return [each if each.replies_recorded else _replied(each) for each in conversations]
+    return [each if each.replies_recorded else _with_replies(each) for each in conversations]
 
 
 def find_breaks(
@@ -114,7 +124,7 @@ def find_breaks(
     skip_bad: bool = False,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[BreakReport, int]:
-    """Run the requests in their order; returns the report and how many requests were left out (with `skip_bad`).
+    """Run the requests in order; returns the report and how many requests were left out.
 
     Raises:
         ScriptError: a request cannot be rendered, and `skip_bad` is off.
@@ -130,7 +140,7 @@ def find_breaks(
 
 
 class _Search:
-    """The requests so far, and what broke in them."""
+    """The requests so far, and their breaks."""
 
     def __init__(self, tokenizer: Any, cache: PrefixCache) -> None:
         self._tokenizer = tokenizer
@@ -174,13 +184,13 @@ class _Search:
         broken: set[Break] = set()
         for gap in found.gaps:
             # What is or was stored has been evaluated before, whatever message it is in.
-            lost = gap.tokens if gap.reason in MEMORY else _covered(gap.start, gap.end, ranges)
+            lost = gap.tokens if gap.reason in MEMORY_REASONS else _covered(gap.start, gap.end, ranges)
             if gap.reason == Reason.LAST_TOKEN or lost == 0:
                 continue
             index = next((k for k, end in enumerate(ends) if end > gap.start), len(ends))
             role = request.messages[index]["role"] if index < len(ends) else OPENING
             is_same = gap.start < known_end or (gap.start < opening and request.messages[0]["role"] != "system")
-            piece = "memory" if gap.reason in MEMORY else "template" if is_same else "message"
+            piece = "memory" if gap.reason in MEMORY_REASONS else "template" if is_same else "message"
             each = self._note(request, gap, lost, role, piece)
             if each not in broken:
                 broken.add(each)
@@ -189,24 +199,20 @@ class _Search:
         self._note_hints(found, borders)
 
     def _known_messages(self, request: ScheduledRequest) -> int:
-        """How many messages from the first on an earlier request had, reply included."""
-        count = 0
-        for digest in _known_by(request.tools, request.messages):
-            if digest not in self._seen:
-                break
-            count += 1
-        return count
+        """How many of the first messages an earlier request had, its reply included."""
+        digests = _known_by(request.tools, request.messages)
+        return sum(1 for _ in takewhile(self._seen.__contains__, digests))
 
     def _realigned(self, keys: Any, borders: Sequence[int]) -> tuple[int, int]:
         """The longest range behind a short span by which this prompt differs from an earlier one."""
-        found = [each for prompt in self._prompts if (each := parting(keys, prompt)) is not None]
-        worth = [
+        found = [
             each
-            for each in found
-            if each.behind >= max(MIN_BEHIND, MIN_BEHIND_SPANS * (each.end - each.start))
+            for prompt in self._prompts
+            if (each := parting(keys, prompt)) is not None
+            and each.behind >= max(MIN_BEHIND, MIN_BEHIND_SPANS * (each.end - each.start))
             and _goes_on(each.start, each.end, borders)
         ]
-        best = max(worth, key=lambda each: each.behind, default=None)
+        best = max(found, key=lambda each: each.behind, default=None)
         return (0, 0) if best is None else (best.end, best.end + best.behind)
 
     def _note(self, request: ScheduledRequest, gap: Gap, lost: int, role: str, piece: str) -> Break:
@@ -225,8 +231,8 @@ class _Search:
             if not _goes_on(hint.start, hint.end, borders):
                 continue
             lost = _covered(hint.end, hint.end + hint.tokens, [(found.resumable_tokens, found.prompt_tokens)])
-            same = (each for each in self._report.hints if _overlap(each.hint, hint))
-            known = next(same, None)
+            spans = ((each, each.hint) for each in self._report.hints)
+            known = next((each for each, old in spans if old.start <= hint.end and hint.start <= old.end), None)
             if known is None:
                 known = VaryingSpan(hint)
                 self._report.hints.append(known)
@@ -236,7 +242,7 @@ class _Search:
             known.lost_tokens += lost
 
 
-def _replied(conversation: Conversation) -> Conversation:
+def _with_replies(conversation: Conversation) -> Conversation:
     messages: list[dict[str, Any]] = []
     for message in conversation.messages:
         messages.append(message)
@@ -251,9 +257,9 @@ def _known_by(tools: Any, messages: Sequence[dict[str, Any]]) -> Iterator[bytes]
 
 
 def _goes_on(start: int, end: int, borders: Sequence[int]) -> bool:
-    """Whether the message in which a span begins goes on behind it for a while.
+    """Whether the message in which a span begins goes on for a while behind it.
 
-    A question that differs ends with the span; that the replies to it are the same is nobody's to change.
+    A question that differs ends with the span; nobody can change that the replies to it are the same.
     """
     return next((border for border in borders if border > start), 0) - end >= ANCHOR
 
@@ -269,29 +275,8 @@ def _covered(start: int, end: int, ranges: Sequence[tuple[int, int]]) -> int:
     return count
 
 
-def _overlap(one: Hint, two: Hint) -> bool:
-    return one.start <= two.end and two.start <= one.end
-
-
-#: Characters of text shown in front of a divergence, and behind it on either side.
-BEFORE_CHARS = 48
-AFTER_CHARS = 60
-#: Messages named by their index, and varying spans shown.
-NAMED_MESSAGES = 4
-SHOWN_HINTS = 3
-
-REASONS = {
-    Reason.NEVER_STORED: "not stored as the prompt has it",
-    Reason.EVICTED: "evicted before it was asked for again",
-    Reason.NO_CHECKPOINT: "stored, but the model's layers have no checkpoint there",
-    Reason.QUARANTINED: "quarantined",
-    Reason.LIVE_ELSEWHERE: "stored, but only in the live buffers of another session",
-    Reason.OFF_GRID: "stored, but not made on the prefill grid",
-}
-
-
 def breaks_text(report: BreakReport, *, top: int = 10) -> str:
-    """What was resumed and what was lost; then each break with where, how often, why and the text around it."""
+    """Tokens resumed and lost; then each break: where, how often, why, and the text around it."""
     total = max(1, report.prompt_tokens)
     lines = [
         f"{plural(report.requests, 'request')}, {report.prompt_tokens:,} prompt tokens: "

@@ -29,7 +29,7 @@ def explain(
         float | None, typer.Option(help="Byte budget, in MiB; what it evicts is explained too.  [default: no limit]")
     ] = None,
     policy: Annotated[str, typer.Option(help="What the cache evicts first.")] = "lru",
-    top: Annotated[int, typer.Option(help="Breaks to show, the dearest first.")] = 10,
+    top: Annotated[int, typer.Option(help="Breaks to show; the one with most lost tokens is first.")] = 10,
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read or does not fit the model.")
     ] = False,
@@ -37,9 +37,9 @@ def explain(
 ) -> None:
     """Say what breaks the prefix of conversations.
 
-    Messages and template pieces, ranked by tokens lost. The requests are rendered and run through the cache as replay
-    does, with sizes in place of layer state: nothing is computed by the model, and its weights are not loaded. A token
-    is lost when an earlier request had it evaluated and this one has to do so again.
+    Messages and template pieces, ranked by tokens lost. The requests are rendered and run through the cache as in
+    replay, with sizes in place of layer state: the model computes nothing, and its weights are not loaded. A token is
+    lost if an earlier request evaluated it and this one has to evaluate it again.
     """
     for option, value in (("--users", users), ("--requests", requests), ("--top", top)):
         require(value is None or value >= 1, f"{option} is {value}; wanted at least 1.")
@@ -96,7 +96,7 @@ def _read(files: list[Path], skip_bad: bool) -> "list[Conversation]":
 
 
 def _layout(outline: "ModelOutline") -> "SizedLayout":
-    """The model's layers as sizes; full attention alone where its layers are not known."""
+    """The model's layers as sizes; full attention alone if its layers are not known."""
     from radixcache.layers.sizes import SizedLayout
     from runner.models.footprint import ModelConfigError
     from runner.models.sizes import model_bytes
