@@ -25,9 +25,8 @@ from policies import OFFLINE_POLICIES, POLICIES
 from runner.files import write_atomically
 from runner.simulate.curve import lru_curve
 from runner.simulate.grid import SimulationJob, run_locally
-from runner.simulate.rows import SimulationRow
-from runner.simulate.simulator import BlockSizes, Simulation, infinite_ratio, simulate
-from runner.simulate.tables import footnotes, picture
+from runner.simulate.report import SimulationRow, infinite_ratio, policies_picture, policy_notes
+from runner.simulate.simulator import BlockSizes, Simulation, simulate
 from runner.traces.trace import Trace, TraceRequest
 
 CAPACITIES = (1_000, 3_000, 10_000, 30_000, 50_000, 100_000)
@@ -56,10 +55,10 @@ def main(given: Sequence[str] | None = None) -> None:
     table = _table(rows, capacities)
     infinite = {trace.name: infinite_ratio(trace) for trace in traces}
     title = "Block hit ratio: blocks of prompts found / blocks of prompts"
-    about = "\n".join([conclusion(rows, minutes), *footnotes(traces, rows)])
+    about = "\n".join([conclusion(rows, minutes), *policy_notes(traces, rows)])
     more = {"infinite_block_hit_ratio": infinite, "grid": [asdict(row) for row in rows]}
     publish("policies", title, table, folder=options.results, repeats=1, conclusion=about, **more)
-    write_atomically(options.results / "policies.png", picture(rows, infinite))
+    write_atomically(options.results / "policies.png", policies_picture(rows, infinite))
     speed = list(_speeds(traces[0], options.quick))
     publish("policies-speed", "What the simulator takes", speed, folder=options.results, repeats=REPEATS)
 

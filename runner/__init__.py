@@ -1,7 +1,7 @@
-"""Models, conversations, replay and the command line around the cache layer.
+"""Models, conversations, replay, simulator, server and command line around the cache.
 
-Importing this package loads OpenBLAS where MLX needs it (see `runner.blas`), so it comes before any import of MLX.
-`BLAS_ADVICE` is the one line to show to a person when that was not possible, else None.
+Importing this package loads OpenBLAS for MLX (see `runner.blas`), so import it before MLX. `BLAS_ADVICE` is the line to
+show to the user if that failed, else None.
 """
 
 from runner.blas import load_openblas

@@ -1,11 +1,9 @@
-"""Load the system's OpenBLAS before MLX is loaded. This file never imports MLX.
+"""Load the system's OpenBLAS before MLX. This file never imports MLX.
 
-MLX's CPU build for Linux brings the reference BLAS, whose float32 products are about 70 times slower than OpenBLAS's. A
-library that is loaded globally first answers for both, so loading OpenBLAS before the first `import mlx.core` is all it
-takes; afterwards it is too late. On macOS MLX uses Metal and Accelerate, and there is nothing to do.
-
-`runner/__init__.py` calls `load_openblas` once, so that whatever imports anything of `runner` has it. Loading twice is
-harmless. Not thread-safe; the import lock holds it.
+MLX's CPU build for Linux contains the reference BLAS, whose float32 products are about 70 times slower than OpenBLAS's.
+A library that is loaded globally before the first `import mlx.core` answers for both; afterwards it is too late. On
+macOS MLX uses Metal and Accelerate, and nothing is loaded. `runner/__init__.py` calls `load_openblas` once; a second
+call is harmless.
 """
 
 import ctypes
@@ -17,31 +15,19 @@ ADVICE = (
     f"{LIBRARY} not found: MLX multiplies float32 matrices with its slow reference BLAS. "
     "Install OpenBLAS (Debian and Ubuntu: apt-get install libopenblas0-pthread) and start again."
 )
-CUDA_DISTRIBUTIONS = ("mlx-cuda", "mlx-cuda-12", "mlx-cuda-13")
+CUDA_PACKAGES = ("mlx-cuda", "mlx-cuda-12", "mlx-cuda-13")
 
 
 def load_openblas(library: str = LIBRARY) -> str | None:
-    """Load `library` for every later one to use; return one line of advice when that failed, else None.
+    """Load `library` for all later ones; if that fails, return one line of advice.
 
-    Advice is only given where OpenBLAS would help: on Linux, with MLX not loaded yet and no CUDA build of it installed.
+    There is no advice if OpenBLAS would not help: not on Linux, MLX is loaded already, or MLX computes with CUDA.
     """
     if sys.platform != "linux" or "mlx.core" in sys.modules:
         return None
     try:
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     except OSError:
-        return None if has_cuda_build() else ADVICE
+        installed = {package.metadata["Name"] for package in metadata.distributions()}
+        return ADVICE if installed.isdisjoint(CUDA_PACKAGES) else None
     return None
-
-
-def has_cuda_build() -> bool:
-    """Tell whether a CUDA build of MLX is installed, without loading it."""
-    return any(_is_installed(name) for name in CUDA_DISTRIBUTIONS)
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        metadata.distribution(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True

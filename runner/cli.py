@@ -1,10 +1,9 @@
 """The command line `radixcache`. stdout is the result, stderr is progress.
 
-Exit codes: 0 fine, 1 a check failed, 2 a mistake of the user's or an output that cannot be written, 128 and a signal's
-number when that stopped it.
+Exit codes: 0 fine; 1 a check failed; 2 a mistake of the user, or an output that cannot be written; 128 plus the number
+of the signal that stopped the command. A mistake is one line on stderr that starts with `error:`; a traceback is a bug.
 
-MLX, numpy and matplotlib are imported once a command really needs them, so that `--help` and mistakes answer at once.
-Whatever the user got wrong is one line on stderr that starts with `error:`; a traceback means a bug of ours.
+Commands import MLX, numpy and matplotlib only when they need them, so `--help` and mistakes answer at once.
 """
 
 import errno
@@ -31,10 +30,11 @@ from runner.commands.store import store
 from runner.commands.synth import synth
 from runner.commands.tree import tree
 
-# What writing to stdout fails with: a full disk, a quota, a reader that went away.
+#: How writing to stdout fails: a full disk, a quota, a reader that is gone.
 OUTPUT_ERRORS = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE)
-
-# typer brings a copy of click in newer releases and uses click itself in older ones: take the class from typer.
+#: Signals that stop a command as Ctrl-C does, if the system has them.
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+#: typer contains a copy of click in newer releases and imports click in older ones: take the class from typer.
 CommandLineError: type[Exception] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
@@ -43,10 +43,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-#: Signals that stop a command as Ctrl-C does, where the system has them.
-STOPS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _stopped_by: list[int] = []
 
 
@@ -54,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal may not know every letter, and a file's name may be none in any encoding.
+            # A terminal may lack letters, and a file name may not be text in any encoding.
             stream.reconfigure(errors="backslashreplace")
     _stopped_by.clear()
-    heard = _listen()
+    handled = _handle_stop_signals()
     try:
         code = _exit_code(sys.argv[1:] if arguments is None else list(arguments))
         if sys.stdout is not None:
@@ -66,39 +62,40 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if error.filename is not None or error.errno not in OUTPUT_ERRORS:
             raise
         code = 0
-        if error.errno != errno.EPIPE:  # who reads no further needs no word
+        if error.errno != errno.EPIPE:  # a reader that is gone needs no message
             code = _complain(f"the output cannot be written ({error.strerror}).")
         discard_stdout()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     finally:
-        for number in heard:
+        for number in handled:
             signal.signal(number, signal.SIG_DFL)
     if code == EXIT_INTERRUPTED and _stopped_by:
         code = 128 + _stopped_by[0]
     sys.exit(code)
 
 
-def _listen() -> list[int]:
-    """Let other signals to stop do what Ctrl-C does, but for those that are ignored; returns which."""
+def _handle_stop_signals() -> list[int]:
+    """Make each stop signal act as Ctrl-C unless the caller ignores or handles it; returns the signals changed."""
 
     def stop(number: int, _: object) -> None:
         _stopped_by.append(number)
         raise KeyboardInterrupt
 
     is_main = threading.current_thread() is threading.main_thread()
-    heard = [number for number in STOPS if is_main and signal.getsignal(number) is signal.SIG_DFL]
-    for number in heard:
+    handled = [number for number in STOP_SIGNALS if is_main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in handled:
         signal.signal(number, stop)
-    return heard
+    return handled
 
 
 def _exit_code(arguments: Sequence[str]) -> int:
-    """Run a command; whatever the user got wrong is told."""
+    """Run a command; print a mistake of the user as one line."""
     try:
         return app(args=arguments, prog_name="radixcache", standalone_mode=False, obj=arguments) or 0
     except CommandLineError as error:
-        return _complain(f"{_explain(error)} See radixcache --help.")
+        describe = getattr(error, "format_message", error.__str__)
+        return _complain(f"{describe()} See radixcache --help.")
     except UsageError as error:
         return _complain(str(error))
     except PolicyError as error:
@@ -108,7 +105,12 @@ def _exit_code(arguments: Sequence[str]) -> int:
         return EXIT_INTERRUPTED
 
 
-def _say_version(is_asked: bool) -> None:
+def _complain(message: str) -> int:
+    say(f"error: {message}")
+    return EXIT_USAGE
+
+
+def _print_version(is_asked: bool) -> None:
     if is_asked:
         print(f"radixcache {__version__}")
         raise typer.Exit
@@ -117,7 +119,7 @@ def _say_version(is_asked: bool) -> None:
 @app.callback()
 def radixcache(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say which version this is.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """A prefix cache for MLX language models, and tools that show what it saves."""
@@ -130,14 +132,3 @@ for command in (tree, explain, replay):
 for command in (synth, serve):
     app.command()(command)
 app.add_typer(store)
-
-
-def _complain(message: str) -> int:
-    say(f"error: {message}")
-    return EXIT_USAGE
-
-
-def _explain(error: Exception) -> str:
-    """What was wrong with the command line, with the option's name where there is one."""
-    describe = getattr(error, "format_message", None)
-    return str(describe() if describe is not None else error)

@@ -1,4 +1,4 @@
-"""What figures were measured on: the machine, and the versions of what they depend on. This file never imports MLX."""
+"""The machine that figures were measured on, and the versions of the packages. This file never imports MLX."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("radixcache", "mlx", "mlx-lm", "numpy", "transformers")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on: no name of the computer, nothing about its owner."""
+    """The hardware and the system: nothing that identifies the computer or its owner."""
     return {
         "processor": _processor(),
         "device": _device(),
@@ -25,7 +25,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the figures depend on; a package run from its source folder is `source`."""
+    """Versions of Python and of `PACKAGES`; a package that is not installed is `source`."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -45,7 +45,7 @@ def _processor() -> str:
 
 
 def _device() -> str | None:
-    """The accelerator MLX would use, or None where it computes on the processor."""
+    """The accelerator that MLX uses; None: MLX is not loaded, or computes on the CPU."""
     mx = sys.modules.get("mlx.core")
     if mx is None or mx.default_device().type == mx.DeviceType.cpu:
         return None

@@ -1,11 +1,12 @@
-"""Pictures: a figure of its own, and its bytes as PNG, SVG or PDF. Matplotlib is imported when one is asked for.
+"""Pictures as PNG, SVG or PDF. This file never imports MLX, and imports matplotlib only to draw.
 
-This file never imports MLX.
+The extra [plot] brings matplotlib. Commands ask `can_draw` before they start.
 """
 
 from __future__ import annotations
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 120
-FORMATS = ("png", "svg", "pdf")
+ENDINGS = (".png", ".svg", ".pdf")
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def picture_format(path: Path) -> str:
+    """The format that a file's ending names; PNG if there is no ending."""
+    return path.suffix.lower().removeprefix(".") or "png"
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
-    """An empty figure. It is not pyplot's: nothing global is set, and no display is looked for."""
+    """An empty figure without pyplot: nothing global is set, and no display is needed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -27,7 +38,7 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
 
 
 def picture_bytes(figure: Figure, file_format: str = "png") -> bytes:
-    """Draw a figure. The same figure gives the same bytes: no date, and ids that do not change."""
+    """Draw a figure. Equal figures give equal bytes: no date, and fixed ids."""
     from matplotlib import rc_context
 
     image = io.BytesIO()
@@ -35,15 +46,3 @@ def picture_bytes(figure: Figure, file_format: str = "png") -> bytes:
         metadata = {"Date": None} if file_format == "svg" else None
         figure.savefig(image, format=file_format, dpi=DPI, metadata=metadata)
     return image.getvalue()
-
-
-def picture_format(path: Path) -> str:
-    """The format that a file's suffix asks for, PNG where it has none.
-
-    Raises:
-        ValueError: another format.
-    """
-    suffix = path.suffix.lower().removeprefix(".") or "png"
-    if suffix not in FORMATS:
-        raise ValueError(f"{path}: a picture in format {suffix!r}; wanted .png, .svg or .pdf.")
-    return suffix

@@ -1,11 +1,4 @@
-"""A value as an error message shows it.
-
-Tables for people.
-
-How bytes and counts are shown.
-
-Progress where no bar can be drawn: a line on stderr now and then. This file never imports MLX.
-"""
+"""How values, sizes, counts and progress are shown to people. This file never imports MLX."""
 
 from __future__ import annotations
 
@@ -17,25 +10,46 @@ from typing import Any
 
 from rich.table import Table
 
+MIB = 1 << 20
+GIB = 1 << 30
 _SHOWN_CHARS = 40
+FIRST_AFTER_S, INTERVAL_S = 10.0, 30.0
+
+
+class ProgressLines:
+    """Progress as a line on stderr every `INTERVAL_S`; nothing on a terminal, which shows a bar."""
+
+    def __init__(self) -> None:
+        self._next_s = float("inf") if sys.stderr.isatty() else time.monotonic() + FIRST_AFTER_S
+
+    def tell(self, text: Callable[[], str]) -> None:
+        """Print the line if one is due."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + INTERVAL_S
+            with suppress(OSError):
+                print(text(), file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:
-    """A text that every file takes: names of files may hold bytes that are no UTF-8."""
+    """A text that any file can hold: file names may contain bytes that are not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def shown(value: Any) -> str:
-    """A value as an error message shows it: its type, and a short beginning."""
-    if value is None:
-        return "missing"
-    return f"{type(value).__name__} {shortened(repr(value), _SHOWN_CHARS)}"
+    """A value for an error message: its type, and how it begins."""
+    return "missing" if value is None else f"{type(value).__name__} {shortened(repr(value), _SHOWN_CHARS)}"
 
 
 def shortened(text: str, length_chars: int) -> str:
-    """A text of at most this length that fits on one line of any terminal."""
+    """A text on one line, of at most this length."""
     text = " ".join(printable(text).split())
     return text if len(text) <= length_chars else text[: length_chars - 3] + "..."
+
+
+def plural(count: int, noun: str) -> str:
+    """1 user, 2,000 users."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def table_of_figures(first: str, *figures: str) -> Table:
@@ -45,30 +59,3 @@ def table_of_figures(first: str, *figures: str) -> Table:
     for header in figures:
         table.add_column(header, justify="right")
     return table
-
-
-MIB = 1 << 20
-GIB = 1 << 30
-
-
-def plural(count: int, noun: str) -> str:
-    """1 user, 2,000 users."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-FIRST_AFTER_S, INTERVAL_S = 10.0, 30.0
-
-
-class ProgressLines:
-    """Says how far something is, seldom; nothing on a terminal, where a bar does."""
-
-    def __init__(self) -> None:
-        self._next_s = float("inf") if sys.stderr.isatty() else time.monotonic() + FIRST_AFTER_S
-
-    def tell(self, text: Callable[[], str]) -> None:
-        """Say it if it is time to."""
-        now_s = time.monotonic()
-        if now_s >= self._next_s:
-            self._next_s = now_s + INTERVAL_S
-            with suppress(OSError):
-                print(text(), file=sys.stderr, flush=True)

@@ -1,8 +1,6 @@
-"""What commands are given: conversations and models. Whatever is wrong with them is one line.
+"""What commands read: conversations, models and traces, and the options that all commands over traces share.
 
-What commands read, as their help shows it. The marker of click's keeps the lines as they are.
-
-Options that every command over traces has, and what comes of them: a trace, and a model's bytes.
+Everything that is wrong with an input becomes a UsageError, which is one line.
 """
 
 from __future__ import annotations
@@ -10,8 +8,9 @@ from __future__ import annotations
 import atexit
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import cache, cached_property, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -20,78 +19,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from runner.commands.outputs import UsageError, require, say
+from runner.commands.outputs import UsageError, require, require_counts, say
 from runner.text import plural
 
 if TYPE_CHECKING:
+    from runner.models.footprint import ModelBytes
     from runner.models.load import LoadedModel, ModelOutline
     from runner.script.conversation import Conversation
     from runner.script.schedule import ScheduledRequest
+    from runner.traces.trace import Trace
 
-
-def given_files(paths: Sequence[Path]) -> list[Path]:
-    """The files that were named; what `-` stands for is taken from stdin into a file, as readers look at it twice."""
-    return [_from_stdin() if path == Path("-") else path for path in paths]
-
-
-@cache
-def _from_stdin() -> Path:
-    folder = TemporaryDirectory(prefix="radixcache-")
-    atexit.register(folder.cleanup)
-    path = Path(folder.name) / "stdin"
-    with path.open("wb") as file:
-        shutil.copyfileobj(sys.stdin.buffer, file)
-    return path
-
-
-def read_chosen(paths: Sequence[Path] | None, skip_bad: bool) -> Sequence[Conversation]:
-    """Read the files, and say on stderr what of them was left out; without any the built-in conversations."""
-    from runner.script.conversation import ConversationError
-    from runner.script.conversation_reader import builtin_conversations, read_conversations
-
-    if not paths:
-        return builtin_conversations()
-    try:
-        result = read_conversations(*given_files(paths), skip_bad=skip_bad)
-    except ConversationError as error:
-        raise UsageError(str(error)) from error
-    if result.skipped:
-        say(f"note: {plural(len(result.skipped), 'record')} skipped, the first: {result.skipped[0]}")
-    return result.conversations
-
-
-def scheduled_requests(
-    conversations: Sequence[Conversation], *, users: int | None, seed: int, max_requests: int | None
-) -> list[ScheduledRequest]:
-    """The requests of conversations, as `schedule` interleaves them."""
-    from runner.script.schedule import schedule
-
-    try:
-        return schedule(conversations, users=users, seed=seed, max_requests=max_requests)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-def load_model(spec: str) -> LoadedModel:
-    """The model that a --model names."""
-    from runner.models.load import ModelError, load_model
-
-    try:
-        return load_model(spec)
-    except ModelError as error:
-        raise UsageError(str(error)) from error
-
-
-def load_outline(spec: str) -> ModelOutline:
-    """What there is without weights of the model that a --model names."""
-    from runner.models.load import ModelError, load_outline
-
-    try:
-        return load_outline(spec)
-    except ModelError as error:
-        raise UsageError(str(error)) from error
-
-
+# Input formats for --help. click keeps the line breaks after \b.
 CONVERSATIONS = """
 \b
 Conversations are JSON, or JSONL with one per line; id and tools may stand beside the messages:
@@ -112,24 +50,113 @@ Also a coding agent's sessions, what PrefixCache(trace=FILE) recorded, what radi
 --model, and folders with all below them; - is stdin.
 """
 
-
-if TYPE_CHECKING:
-    from runner.models.footprint import ModelBytes
-    from runner.traces.trace import Trace
-
-
 ModelConfig = Annotated[Path | None, typer.Option(help="A model's config.json (or its folder), for sizes in bytes.")]
 BytesPerToken = Annotated[float | None, typer.Option(help="Bytes of cache per token, instead of --model-config.")]
 BytesPerCheckpoint = Annotated[
     float | None, typer.Option(help="With --bytes-per-token: bytes of windows and recurrent state per checkpoint.")
 ]
-KvBits = Annotated[int | None, typer.Option(help="Bits per element of quantized keys and values of the model.")]
+KvBits = Annotated[int | None, typer.Option(help="Bits per element of the model's quantized keys and values.")]
 KvGroupSize = Annotated[int, typer.Option(help="With --kv-bits: elements per group.")]
+
+
+@contextmanager
+def usage_errors(*errors: type[Exception], prefix: str = "") -> Iterator[None]:
+    """Turn these errors into a UsageError with the same message."""
+    try:
+        yield
+    except errors as error:
+        raise UsageError(f"{prefix}{error}") from error
+
+
+def given_files(paths: Sequence[Path]) -> list[Path]:
+    """The files that the user named. `-` is stdin, copied into a file, since readers read a file twice."""
+    return [_from_stdin() if path == Path("-") else path for path in paths]
+
+
+@cache
+def _from_stdin() -> Path:
+    folder = TemporaryDirectory(prefix="radixcache-")
+    atexit.register(folder.cleanup)
+    path = Path(folder.name) / "stdin"
+    with path.open("wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+    return path
+
+
+def read_chosen(paths: Sequence[Path] | None, skip_bad: bool) -> Sequence[Conversation]:
+    """Read conversations, the built-in ones if no file is named; say on stderr what is left out."""
+    from runner.script.conversation import ConversationError
+    from runner.script.conversation_reader import builtin_conversations, read_conversations
+
+    if not paths:
+        return builtin_conversations()
+    with usage_errors(ConversationError):
+        result = read_conversations(*given_files(paths), skip_bad=skip_bad)
+    if result.skipped:
+        say(f"note: {plural(len(result.skipped), 'record')} skipped, the first: {result.skipped[0]}")
+    return result.conversations
+
+
+def scheduled_requests(
+    conversations: Sequence[Conversation], *, users: int | None, seed: int, max_requests: int | None
+) -> list[ScheduledRequest]:
+    """The requests of conversations, as `schedule` interleaves them."""
+    from runner.script.schedule import schedule
+
+    with usage_errors(ValueError):
+        return schedule(conversations, users=users, seed=seed, max_requests=max_requests)
+
+
+def load_model(spec: str) -> LoadedModel:
+    """The model that a --model names."""
+    from runner.models.load import ModelError, load_model
+
+    with usage_errors(ModelError):
+        return load_model(spec)
+
+
+def load_outline(spec: str) -> ModelOutline:
+    """The tokenizer and the configuration of the model that a --model names, without its weights."""
+    from runner.models.load import ModelError, load_outline
+
+    with usage_errors(ModelError):
+        return load_outline(spec)
+
+
+def load_model_bytes(
+    model_config: Path | None,
+    bytes_per_token: float | None,
+    bytes_per_checkpoint: float | None,
+    kv_bits: int | None,
+    kv_group_size: int,
+) -> ModelBytes | None:
+    """The sizes that these options name; None without a configuration and without bytes per token."""
+    from runner.models.footprint import ModelBytes, ModelConfigError
+
+    for option, value in (("--bytes-per-token", bytes_per_token), ("--bytes-per-checkpoint", bytes_per_checkpoint)):
+        require(value is None or 0 <= value < float("inf"), f"{option} is {value}; wanted 0 or more.")
+    require(
+        model_config is None or bytes_per_token is None, "give --model-config or --bytes-per-token; wanted only one."
+    )
+    require(
+        bytes_per_checkpoint is None or bytes_per_token is not None, "--bytes-per-checkpoint needs --bytes-per-token."
+    )
+    if bytes_per_token is not None:
+        sizes = ModelBytes("the model", round(bytes_per_token), round(bytes_per_checkpoint or 0), (), "its dtype")
+        require(sizes.token_bytes + sizes.state_bytes > 0, f"{sizes}; wanted more than 0.")
+        return sizes
+    if model_config is None:
+        return None
+    # Imported here: sizes that the user gives need no MLX.
+    from runner.models.sizes import read_model_bytes
+
+    with usage_errors(ModelConfigError):
+        return read_model_bytes(model_config, kv_bits=kv_bits, kv_group_size=kv_group_size)
 
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """What was given; a field is an option of its name."""
+    """The options of all commands over traces; a field is an option."""
 
     trace: Annotated[
         list[Path],
@@ -145,7 +172,7 @@ class TraceOptions:
     kv_bits: KvBits = None
     kv_group_size: KvGroupSize = 64
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read.")] = False
-    seed: Annotated[int, typer.Option(help="Seed of whatever is drawn: arrivals that are not recorded, samples.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of all that is random: arrivals that are not recorded, samples.")] = 0
     sessions_per_hour: Annotated[
         float, typer.Option(help="Rate at which sessions begin, for data that does not record it (synthetic arrivals).")
     ] = 30.0
@@ -153,26 +180,22 @@ class TraceOptions:
         str | None, typer.Option(help="Model whose tokenizer reads conversations: demo, tiny, a folder, or a hub id.")
     ] = None
     block_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens per block, for conversations and for other Mooncake hashes than by 512."),
+        int | None, typer.Option(help="Tokens per block, for conversations and for Mooncake hashes of other than 512.")
     ] = None
 
     @property
     def inputs(self) -> list[Path]:
-        """What is read, and not to be overwritten."""
+        """Paths that the command reads and must not overwrite."""
         given = [*self.trace, self.model_config, None if self.model is None else Path(self.model)]
         return [path for path in given if path is not None]
 
     def read(self, *paths: Path) -> Trace:
-        """Read these paths, or all, as one trace, and say on stderr what of it was left out or made up."""
+        """Read these paths, or all, as one trace; say on stderr what is left out or made up."""
         from runner.traces.trace import Pace
         from runner.traces.trace_reader import read_trace
 
-        require(
-            self.block_tokens is None or self.block_tokens >= 1,
-            f"--block-tokens is {self.block_tokens}; wanted at least 1.",
-        )
-        try:
+        require_counts(block_tokens=self.block_tokens)
+        with usage_errors(ValueError):
             trace = read_trace(
                 *given_files(paths or self.trace),
                 skip_bad=self.skip_bad,
@@ -181,8 +204,6 @@ class TraceOptions:
                 tokenizer=self._tokenizer,
                 block_tokens=self.block_tokens,
             )
-        except ValueError as error:
-            raise UsageError(str(error)) from error
         if trace.skipped:
             say(f"note: {plural(len(trace.skipped), 'line')} skipped, the first: {trace.skipped[0]}")
         if trace.is_timing_synthetic:
@@ -191,7 +212,7 @@ class TraceOptions:
 
     @cached_property
     def model_bytes(self) -> ModelBytes | None:
-        """The sizes that were asked for, or None for none."""
+        """The model's bytes, if the user gave them or a configuration."""
         require(self.kv_bits is None or self.model_config is not None, "--kv-bits needs --model-config.")
         return load_model_bytes(
             self.model_config, self.bytes_per_token, self.bytes_per_checkpoint, self.kv_bits, self.kv_group_size
@@ -199,43 +220,7 @@ class TraceOptions:
 
     @cached_property
     def _tokenizer(self) -> object:
-        if self.model is None:
-            return None
-        return load_outline(self.model).tokenizer
-
-
-def load_model_bytes(
-    model_config: Path | None,
-    bytes_per_token: float | None,
-    bytes_per_checkpoint: float | None,
-    kv_bits: int | None,
-    kv_group_size: int,
-) -> ModelBytes | None:
-    """The sizes that these options name, or None where there is neither a configuration nor bytes per token."""
-    from runner.models.footprint import ModelBytes, ModelConfigError
-
-    for option, value in (("--bytes-per-token", bytes_per_token), ("--bytes-per-checkpoint", bytes_per_checkpoint)):
-        require(value is None or 0 <= value < float("inf"), f"{option} is {value}; wanted 0 or more.")
-    require(
-        model_config is None or bytes_per_token is None,
-        "give --model-config or --bytes-per-token; wanted only one.",
-    )
-    require(
-        bytes_per_checkpoint is None or bytes_per_token is not None, "--bytes-per-checkpoint needs --bytes-per-token."
-    )
-    if bytes_per_token is not None:
-        sizes = ModelBytes("the model", round(bytes_per_token), round(bytes_per_checkpoint or 0), (), "its dtype")
-        require(sizes.token_bytes + sizes.state_bytes > 0, f"{sizes}; wanted more than 0.")
-        return sizes
-    if model_config is None:
-        return None
-    # Imported here: sizes that the user gives need no MLX.
-    from runner.models.sizes import read_model_bytes
-
-    try:
-        return read_model_bytes(model_config, kv_bits=kv_bits, kv_group_size=kv_group_size)
-    except ModelConfigError as error:
-        raise UsageError(str(error)) from error
+        return None if self.model is None else load_outline(self.model).tokenizer
 
 
 def with_trace_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -245,10 +230,10 @@ def with_trace_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(context: typer.Context, **given: Any) -> None:
-        options = TraceOptions(**{each.name: given.pop(each.name) for each in (trace, *shared)})
+        options = TraceOptions(**{field.name: given.pop(field.name) for field in fields(TraceOptions)})
         command(context, options, **given)
 
-    # typer reads what to offer off the signature.
+    # typer reads the options from the signature.
     named = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in (trace, *own, *shared)]
     run.__signature__ = Signature([context, *named])  # type: ignore[attr-defined]
     return run

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from runner.commands.inputs import TraceOptions, with_trace_options
-from runner.commands.outputs import Outputs, UsageError, about, require, say
+from runner.commands.inputs import TraceOptions, usage_errors, with_trace_options
+from runner.commands.outputs import Outputs, about, require, say
 from runner.text import plural
 
 
@@ -33,28 +33,27 @@ def mrc(
     )
     from runner.files import json_bytes
     from runner.picture import picture_format
-    from runner.simulate.curve import COUNTS, curve_document, curve_picture, curve_table, lru_curve
+    from runner.simulate.curve import CURVE_COUNTS, curve_document, curve_picture, curve_table, lru_curve
 
-    read = options.read()
-    try:
-        curve = lru_curve(read, sample_rate=sample, seed=options.seed)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    block_bytes = None if sizes is None else sizes.token_bytes * read.block_tokens
+    trace = options.read()
+    with usage_errors(ValueError):
+        curve = lru_curve(trace, sample_rate=sample, seed=options.seed)
+    block_bytes = None if sizes is None else sizes.token_bytes * trace.block_tokens
     if sizes is not None and sizes.checkpoint_bytes:
         say(f"note: {sizes}; the checkpoints are not in the GiB below, radixcache simulate counts them.")
     if math.isnan(curve.block_error_at(1) or 0.0):
         say("note: the sample is too small to tell its error; follow more of the blocks.")
     outputs.show(
-        curve_table(curve, read, block_bytes),
-        f"{read.name}: {plural(len(read.requests), 'request')}, {curve.block_refs:,} block references,"
-        f" {curve.unique_blocks:,} distinct blocks of {read.block_tokens} tokens. Infinite cache:"
-        f" {curve.infinite_block_hit_ratio:.4f} by block, {curve.infinite_token_hit_ratio:.4f} by token. {COUNTS}",
+        curve_table(curve, trace, block_bytes),
+        f"{trace.name}: {plural(len(trace.requests), 'request')}, {curve.block_refs:,} block references,"
+        f" {curve.unique_blocks:,} distinct blocks of {trace.block_tokens} tokens. Infinite cache:"
+        f" {curve.infinite_block_hit_ratio:.4f} by block, {curve.infinite_token_hit_ratio:.4f} by token."
+        f" {CURVE_COUNTS}",
     )
-    made = {"source": read.source, **about(context)}
-    outputs.write("--json", lambda: json_bytes(curve_document(curve, read, block_bytes, **made)))
+    document = {**curve_document(curve, trace, block_bytes), "source": trace.source, **about(context)}
+    outputs.write("--json", lambda: json_bytes(document))
     if plot_file is not None:
         marks = {"knee": knee_blocks} if (knee_blocks := curve.knee_blocks()) else {}
         form = picture_format(plot_file)
-        outputs.write("--plot", lambda: curve_picture(curve, read, block_bytes, marks=marks, file_format=form))
+        outputs.write("--plot", lambda: curve_picture(curve, trace, block_bytes, marks=marks, file_format=form))
     outputs.finish()

@@ -1,12 +1,7 @@
-"""Outputs: where results go. All are checked before a command runs; each is written whatever becomes of the others.
+"""Where a command's results go: tables for people, files for programs, and one line on stderr for what is wrong.
 
-`-` is stdout: what is shown to people goes to stderr then.
-
-What commands say when something is not as it should be: one line on stderr, and an exit code.
-
-Light on purpose: nothing here imports MLX, numpy or matplotlib.
-
-Files that a tree is shown in: their ending says as what.
+All files are checked before a command runs. One that cannot be written at the end does not stop the others. `-` is
+stdout; tables then go to stderr. This file imports no MLX, numpy or matplotlib.
 """
 
 from __future__ import annotations
@@ -26,18 +21,34 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from runner import picture
 from runner.files import require_writable, write_atomically
 from runner.origin import machine, versions
+
+if TYPE_CHECKING:
+    from radixcache import TreeView
 
 EXIT_CHECK_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-#: Of a cache that keeps everything.
+#: The budget of a cache that never evicts.
 UNLIMITED_BYTES = 1 << 62
+STDOUT = Path("-")
+#: The largest value of an option: floats beyond it are not whole numbers.
+MOST = 1e15
+MOST_COLUMNS = 10_000
+#: Width of tables in a file or a pipe.
+PIPE_COLUMNS = 120
+#: The endings that an option accepts. Both options draw with matplotlib.
+ENDINGS = {"--plot": picture.ENDINGS, "--html": (".html", ".htm")}
+#: The format of a tree by the ending of its file.
+VIEW_ENDINGS = {".txt": "text", ".svg": "svg", ".html": "html", ".json": "json"}
+#: Line-drawing characters of trees, for terminals without them.
+PLAIN = str.maketrans({"├": "|", "└": "`", "│": "|", "─": "-", "…": "~", "±": "~"})
 
 
 class UsageError(Exception):
-    """Something the user can put right; the message is one line."""
+    """A mistake that the user can correct; the message is one line."""
 
 
 def require(holds: bool, message: str) -> None:
@@ -46,14 +57,36 @@ def require(holds: bool, message: str) -> None:
         raise UsageError(message)
 
 
+def require_positive(**given: float | None) -> None:
+    """Refuse values of options that are not above 0, or above `MOST`. A keyword is an option's name."""
+    for name, value in given.items():
+        require(value is None or 0 < value <= MOST, f"--{name.replace('_', '-')} is {value}; wanted more than 0.")
+
+
+def require_counts(**given: int | None) -> None:
+    """Refuse values of options below 1. A keyword is an option's name."""
+    for name, value in given.items():
+        require(value is None or value >= 1, f"--{name.replace('_', '-')} is {value}; wanted at least 1.")
+
+
 def require_policy(policy: str) -> None:
-    """Find out before a long run that there is no such policy."""
+    """Refuse an unknown policy before a long run."""
     from policies import make_policy
 
     try:
         make_policy(policy)
     except ValueError as error:
         raise UsageError(f"--policy: {error}") from error
+
+
+def require_view_file(path: Path) -> str:
+    """The format that the ending of a tree's file names."""
+    ending = path.suffix.lower()
+    require(
+        ending in VIEW_ENDINGS,
+        f"{path}: ends in {path.suffix or 'nothing'!r}; wanted one of {', '.join(VIEW_ENDINGS)}.",
+    )
+    return VIEW_ENDINGS[ending]
 
 
 def bytes_of(budget_mib: float) -> int:
@@ -63,45 +96,42 @@ def bytes_of(budget_mib: float) -> int:
 
 
 def is_given(context: typer.Context, name: str) -> bool:
-    """Whether an option was typed, and is not its default."""
+    """Whether the user typed an option."""
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
 
 
 def command_line(context: typer.Context) -> str:
-    """What was typed, for the JSON of a result."""
+    """The command as it was typed."""
     return shlex.join(["radixcache", *context.obj])
 
 
 def about(context: typer.Context) -> dict[str, Any]:
-    """What made a result, for its JSON."""
+    """The command, the machine and the versions, for the JSON of a result."""
     return {"command": command_line(context), "machine": machine(), "versions": versions()}
 
 
 def say(message: str) -> None:
-    """One line on stderr, whatever the message holds, if there still is one."""
+    """Print one line on stderr, if stderr is still open."""
     with suppress(OSError):
         print(" ".join(message.split()), file=sys.stderr, flush=True)
 
 
-STDOUT = Path("-")
-MOST_COLUMNS = 10_000
-# Wide enough for tables where the output is a file or a pipe, which have no width of their own.
-PIPE_COLUMNS = 120
-#: The endings that say what is written, where an option does not leave that open.
-ENDINGS = {"--plot": (".png", ".svg", ".pdf"), "--html": (".html", ".htm")}
-# What trees are drawn with, for terminals that have none of it.
-PLAIN = str.maketrans({"├": "|", "└": "`", "│": "|", "─": "-", "…": "~", "±": "~"})
+def view_bytes(view: TreeView, format_name: str, max_nodes: int | None = None) -> bytes:
+    """A tree in one of the formats of `VIEW_ENDINGS`."""
+    from radixcache.observe.page import render_view
+
+    return (render_view(view, format_name, max_nodes).rstrip("\n") + "\n").encode("utf-8", "backslashreplace")
 
 
 class Outputs:
-    """The files of one command, by the option that names each.
+    """The files that a command writes, by option.
 
     Args:
-        inputs: files and folders that are read, and not to be overwritten.
+        inputs: files and folders that the command reads and must not overwrite.
 
     Raises:
-        UsageError: one cannot be written, is an input, or is named twice.
+        UsageError: a file cannot be written, is an input, or is named twice; or matplotlib is missing for a picture.
     """
 
     def __init__(self, files: Mapping[str, Path | None], inputs: Iterable[Path | None] = ()) -> None:
@@ -110,17 +140,22 @@ class Outputs:
         for (one, path), (other, same) in combinations(self._files.items(), 2):
             require(not _is_one_file(path, same), f"{one} and {other} are both {path}; wanted a file for each.")
         for option, path in self._files.items():
+            endings = ENDINGS.get(option, ())
+            require(
+                not endings or picture.can_draw(),
+                f'{option} draws with matplotlib, which is not installed: pip install "radixcache[plot]".',
+            )
+            if path == STDOUT:
+                continue
             for given in inputs:
                 if given is not None and _holds(given, path):
                     raise UsageError(f"{option} {path} is read as well, and would be overwritten. Name another file.")
-            endings = ENDINGS.get(option, ())
-            if path != STDOUT and path.suffix and endings:
+            if path.suffix and endings:
                 require(path.suffix.lower() in endings, f"{option} {path}: wanted {', '.join(endings)}.")
-            if path != STDOUT:
-                try:
-                    require_writable(path)
-                except OSError as error:
-                    raise UsageError(f"{path}: cannot be written ({error.strerror}). Name another file.") from error
+            try:
+                require_writable(path)
+            except OSError as error:
+                raise UsageError(f"{path}: cannot be written ({error.strerror}). Name another file.") from error
 
     def show(self, *parts: str | Table) -> None:
         """Show text and tables to people."""
@@ -140,17 +175,17 @@ class Outputs:
         self._attempt(lambda: _print(text.getvalue(), stream), "the output")
 
     def print(self, text: str) -> None:
-        """Write a result that is text itself to stdout, whatever else is written there."""
+        """Print a result that is text itself on stdout."""
         self._attempt(lambda: _print(text.rstrip("\n") + "\n", sys.stdout), "the output")
 
     def write(self, option: str, content: Callable[[], bytes]) -> None:
-        """Write what an option asks for, if it was given."""
+        """Write the file of an option if the user named one."""
         path = self._files.get(option)
         if path is not None:
             self._attempt(lambda: _write(path, content()), str(path))
 
     def finish(self) -> None:
-        """Exit with 2 if anything could not be written."""
+        """Exit with 2 if an output could not be written."""
         if self._has_failed:
             raise typer.Exit(EXIT_USAGE)
 
@@ -158,7 +193,7 @@ class Outputs:
         try:
             write()
         except BrokenPipeError:
-            discard_stdout()  # who reads no further needs no word
+            discard_stdout()  # a reader that is gone needs no message
         except OSError as error:
             self._has_failed = True
             say(f"error: {what}: cannot be written ({error.strerror}).")
@@ -167,7 +202,7 @@ class Outputs:
 
 
 def discard_stdout() -> None:
-    """What is left in its buffer would fail once more when Python ends."""
+    """Drop stdout's buffer: Python would try to write it once more when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -190,7 +225,7 @@ def _print(text: str, stream: TextIO) -> None:
 
 
 def _is_one_file(one: Path, other: Path) -> bool:
-    """Whether two paths lead to one file, or will; devices and pipes take any number of writers."""
+    """Whether two paths lead to the same file. Devices and pipes take any number of writers."""
     try:
         return os.path.samefile(one, other) and one.is_file()
     except OSError:
@@ -198,8 +233,8 @@ def _is_one_file(one: Path, other: Path) -> bool:
 
 
 def _holds(given: Path, path: Path) -> bool:
-    """Whether an output is an input, or a file that is there in a folder of them."""
-    if path == STDOUT or given == STDOUT:
+    """Whether an output is an input, or an existing file in an input folder."""
+    if given == STDOUT:
         return False
     inside = path.is_file() and Path(os.path.realpath(given)) in Path(os.path.realpath(path)).parents
     return _is_one_file(given, path) or (given.is_dir() and inside)
@@ -210,7 +245,7 @@ def _fits(table: Table, console: Console) -> bool:
 
 
 def _as_lines(table: Table) -> str:
-    """A table that is too wide: a line for each of its rows, which the terminal wraps."""
+    """A table that is too wide, as a line per row, which the terminal wraps."""
     columns = [(str(column.header).replace("\n", " "), list(column.cells)) for column in table.columns]
     (_, names), *figures = columns
     lines = [
@@ -218,26 +253,3 @@ def _as_lines(table: Table) -> str:
         for index, name in enumerate(names)
     ]
     return "\n".join(lines)
-
-
-if TYPE_CHECKING:
-    from radixcache import TreeView
-
-#: Formats of `PrefixCache.render` by the ending of the file.
-VIEW_ENDINGS = {".txt": "text", ".svg": "svg", ".html": "html", ".json": "json"}
-
-
-def require_view_file(path: Path) -> str:
-    """The format that a file's ending asks for."""
-    wanted = ", ".join(VIEW_ENDINGS)
-    require(
-        path.suffix.lower() in VIEW_ENDINGS, f"{path}: ends in {path.suffix or 'nothing'!r}; wanted one of {wanted}."
-    )
-    return VIEW_ENDINGS[path.suffix.lower()]
-
-
-def view_bytes(view: TreeView, format_name: str, max_nodes: int | None = None) -> bytes:
-    """A tree in one of these formats, for a file."""
-    from radixcache.observe.page import render_view
-
-    return (render_view(view, format_name, max_nodes).rstrip("\n") + "\n").encode("utf-8", "backslashreplace")

@@ -15,14 +15,15 @@ import typer
 
 import runner
 from radixcache.errors import RadixCacheError
+from runner.commands.inputs import usage_errors
 from runner.commands.outputs import UsageError, require, require_policy, say
 from runner.serve.options import ServeOptions, require_compatible
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-#: What the extra [serve] brings.
-EXTRA = ("fastapi", "prometheus_client", "starlette", "uvicorn")
+#: The modules that the extra [serve] installs.
+EXTRA = ("PIL", "fastapi", "prometheus_client", "starlette", "uvicorn")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
@@ -56,14 +57,14 @@ def serve(
     ] = None,
     prompt_cache_size: Annotated[int | None, typer.Option(help="Accepted, without effect.", hidden=True)] = None,
     namespace_by: Annotated[
-        str, typer.Option(help="key: what holders of two keys ask shares nothing.  none.")
+        str, typer.Option(help="key: requests with different API keys share no prefix.  none: all requests share.")
     ] = "none",
     pipeline: Annotated[bool, typer.Option("--pipeline", help="Refused.", hidden=True)] = False,
 ) -> None:
     """Serve models to clients of OpenAI's and Anthropic's APIs.
 
-    Takes the options of mlx_lm.server. Requests are decoded together, and each prompt starts from the longest beginning
-    that the cache has seen. Ctrl-C ends it, after what runs.
+    Takes the options of mlx_lm.server. Requests are decoded together, and each prompt starts from the longest prefix
+    that the cache has. Ctrl-C ends the server when the running requests have finished.
     """
     for name, value in (("budget_gib", budget_gib), *vars(options).items()):
         option = "--" + name.replace("_", "-")
@@ -94,14 +95,9 @@ def serve(
     _run(options)
 
 
-# What was asked for ---------------------------------------------------------------------------------------------------
-
-
 def _json_object(text: str) -> dict[str, Any]:
-    try:
+    with usage_errors(ValueError, prefix="--chat-template-args is no JSON: "):
         value = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"--chat-template-args is no JSON: {error}") from error
     require(isinstance(value, dict), f"--chat-template-args is {text}; wanted a JSON object.")
     return dict(value)
 
@@ -123,7 +119,7 @@ def _budget_bytes(budget_gib: float | None, prompt_cache_bytes: str | None) -> i
 
 
 def _require_compatible(options: ServeOptions) -> None:
-    """Refuse what contradicts itself, before anything is loaded."""
+    """Refuse options that contradict each other before anything is loaded."""
     require(
         options.kv_bits is None or options.kv_bits in KV_BITS,
         f"--kv-bits is {options.kv_bits}; wanted one of {', '.join(map(str, KV_BITS))}.",
@@ -140,29 +136,23 @@ def _require_compatible(options: ServeOptions) -> None:
     )
 
 
-# What comes of it -----------------------------------------------------------------------------------------------------
-
-
 def _run(options: ServeOptions) -> None:
-    with _extra():
+    with _needs_extra():
         from runner.serve.http_server import HttpServer, listen, url_of
     try:
         listening = listen(options.host, options.port)
     except OSError as error:
         raise UsageError(f"--host {options.host} --port {options.port}: {error.strerror}.") from error
     with listening, ExitStack() as stack:
-        try:
-            with _extra():
-                app, stop = (_one_process if options.replicas is None else _replicas)(options, stack)
-        except (ValueError, OSError, RadixCacheError) as error:
-            raise UsageError(str(error)) from error
+        with usage_errors(ValueError, OSError, RadixCacheError), _needs_extra():
+            app, stop = (_one_process if options.replicas is None else _replicas)(options, stack)
         print(_welcome(options, url_of(listening)), flush=True)
         HttpServer(app, partial(stop, options.drain_s)).run(sockets=[listening])
 
 
 @contextmanager
-def _extra() -> Iterator[None]:
-    """Say how to have what is not installed."""
+def _needs_extra() -> Iterator[None]:
+    """Say how to install a module of the extra [serve] that is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -172,7 +162,7 @@ def _extra() -> Iterator[None]:
 
 
 def _one_process(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Callable[[float], object]]":
-    """The application on a generation thread of this process, and what ends it; `stack` does so at the latest."""
+    """The application on a generation thread of this process, and what stops it; `stack` stops it, too."""
     from runner.serve.app import make_app
     from runner.serve.metrics import Watch
     from runner.serve.scheduler import Scheduler
@@ -186,7 +176,7 @@ def _one_process(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Cal
 
 
 def _replicas(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Callable[[float], object]]":
-    """The same on replicas."""
+    """The same, on replicas."""
     require_compatible(options)
     try:
         from runner.serve.replicas.fleet import Fleet, make_replicas_app
@@ -200,7 +190,7 @@ def _replicas(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Callab
 
 
 def _welcome(options: ServeOptions, url: str) -> str:
-    """Where what is served, and a line that works in a shell."""
+    """The model and the address, and a line to try in a shell."""
     body = {"messages": [{"role": "user", "content": "Which river runs through Rome?"}], "max_tokens": 32}
     key = ' -H "Authorization: Bearer $KEY"' if options.api_keys else ""
     line = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"

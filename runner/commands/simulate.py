@@ -1,15 +1,13 @@
 """`radixcache simulate`: traces through eviction policies at several capacities, or through routers and replicas.
 
-A grid of simulations as a command runs it: under a bar, and with what goes wrong said in a line.
-
-What `radixcache simulate --replicas` takes beyond `radixcache simulate`: routers, speeds, a tier behind all.
+`run_grid` runs any grid of simulations under a progress bar, and turns what goes wrong into one line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -18,224 +16,38 @@ import typer
 from rich.console import Console
 
 from runner.commands.inputs import TraceOptions, with_trace_options
-from runner.commands.outputs import EXIT_INTERRUPTED, Outputs, UsageError, about, is_given, require, require_policy, say
+from runner.commands.outputs import (
+    EXIT_INTERRUPTED,
+    MOST,
+    Outputs,
+    UsageError,
+    about,
+    is_given,
+    require,
+    require_counts,
+    require_policy,
+    require_positive,
+    say,
+)
 from runner.text import GIB, MIB, ProgressLines
 
 if TYPE_CHECKING:
-    from runner.simulate.grid import AnyJob, GridRow
+    from runner.models.footprint import ModelBytes
+    from runner.simulate.grid import AnyJob, ReplicaJob, SimulationJob
+    from runner.simulate.report import DiskPlan, Row, Speeds
     from runner.simulate.simulator import OnProgress
     from runner.traces.trace import Trace
 
-R = TypeVar("R", bound="GridRow")
+R = TypeVar("R", bound="Row")
+WriteOn = Literal["eviction", "second_use", "close"]
 
-
-def run_or_raise(
-    traces: Sequence[Trace], grid: Sequence[AnyJob[R]], jobs: int, ray: str | None
-) -> tuple[list[R], Exception | None]:
-    """What finished of a grid, and what to raise if that is not all; raised at once where nothing has.
-
-    Raises:
-        UsageError: nothing could be simulated.
-    """
-    rows, stop = run_grid(traces, grid, jobs, ray)
-    if isinstance(stop, UsageError) and not rows:
-        raise stop
-    if stop is not None:
-        say(f"interrupted: {len(rows)} of {len(grid)} simulations had finished.")
-    return rows, stop
-
-
-def run_grid(
-    traces: Sequence[Trace], grid: Sequence[AnyJob[R]], jobs: int, ray: str | None = None
-) -> tuple[list[R], Exception | None]:
-    """Run a grid under a bar; returns what finished, and if that is not all, what to raise once it has been shown."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    if not grid:
-        return [], None
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,}/{task.total:,} requests"))
-    total = sum(len(traces[job.trace].requests) for job in grid)
-    rows: list[R] = []
-    lines = ProgressLines()
-    try:
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-            task = progress.add_task("simulating", total=total)
-
-            def advance(requests: int) -> None:
-                progress.advance(task, requests)
-                done = progress.tasks[0].completed
-                lines.tell(lambda: f"simulating: {done:,.0f} of {total:,} requests")
-
-            for row in _rows(traces, grid, jobs, ray, advance):
-                rows.append(row)
-    except KeyboardInterrupt:
-        return rows, typer.Exit(EXIT_INTERRUPTED)
-    except UsageError as error:
-        return rows, error
-    return rows, None
-
-
-def _rows(
-    traces: Sequence[Trace], grid: Sequence[AnyJob[R]], jobs: int, ray: str | None, on_progress: OnProgress
-) -> Iterator[R]:
-    from radixcache.errors import PolicyError
-    from runner.simulate.grid import run_locally, run_on_ray
-
-    try:
-        if ray is None:
-            yield from run_locally(traces, grid, jobs, on_progress)
-        else:
-            yield from run_on_ray(traces, grid, ray, on_progress)
-    except PolicyError as error:
-        # Ray's own exceptions tell a story around the first cause.
-        cause = getattr(error, "cause", error)
-        raise UsageError(f"--policy: policy {cause.policy}: {cause.hook}() {cause.reason}.") from error
-    except BrokenProcessPool as error:
-        raise UsageError("a process of --jobs was killed, perhaps for its memory; take fewer of them.") from error
-    except ConnectionError as error:
-        raise UsageError(f"--ray {ray}: no cluster answers ({error}).") from error
-
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.table import Table
-
-    from runner.commands.inputs import TraceOptions
-    from runner.simulate.grid import ReplicaJob, SimulationJob
-    from runner.simulate.replicas import Speeds
-    from runner.simulate.rows import DiskPlan, ReplicaRow
-    from runner.traces.trace import Trace
-
+#: Speeds of a common NVMe disk, of a common network, and of a laptop with a model of 8 billion parameters.
+DISK_MIB_PER_S, SHARED_GBIT_PER_S, PREFILL_TOKENS_PER_S, DECODE_TOKENS_PER_S = 2000.0, 10.0, 1000.0, 40.0
 ROUTERS = "random,round-robin,hash,prefix"
-#: A common network within a building; a model of 8 billion parameters on a laptop.
-SHARED_GBIT_PER_S, DECODE_TOKENS_PER_S = 10.0, 40.0
 MOST_REPLICAS = 1024
-#: Options that say something of replicas, and of nothing else.
-ALONE = {
-    "router": "--router",
-    "shared_gib": "--shared-gib",
-    "shared_gbit_per_s": "--shared-gbit-per-s",
-    "decode_tokens_per_s": "--decode-tokens-per-s",
-}
-
-
-@dataclass(frozen=True)
-class ReplicaPlan:
-    """What the options describe.
-
-    Attributes:
-        shared: the tier behind all replicas; None: there is none.
-    """
-
-    counts: list[int]
-    routers: list[str]
-    speeds: Speeds
-    shared: DiskPlan | None
-    seed: int
-
-    def grid(self, jobs: Sequence[SimulationJob]) -> list[ReplicaJob]:
-        """A job for each router before each number of replicas, for each of these."""
-        from runner.simulate.grid import ReplicaJob
-
-        return [
-            ReplicaJob(each, router, count, self.speeds, self.seed)
-            for each in jobs
-            for count in self.counts
-            for router in self.routers
-        ]
-
-    def shown(self, traces: Sequence[Trace], rows: Sequence[ReplicaRow]) -> list[Table | str]:
-        """A table, and what has to be said beside it."""
-        from runner.simulate.tables import replica_footnotes, replicas_table
-
-        return [*([replicas_table(rows)] if rows else []), *replica_footnotes(traces, rows, self.speeds)]
-
-
-def replica_plan(
-    context: typer.Context,
-    options: TraceOptions,
-    replicas: str | None,
-    router: str,
-    shared_gib: float | None,
-    shared_gbit_per_s: float,
-    prefill_tokens_per_s: float,
-    decode_tokens_per_s: float,
-) -> ReplicaPlan | None:
-    """The replicas that these options describe; None: none."""
-    if replicas is None:
-        for name, option in ALONE.items():
-            require(not is_given(context, name), f"{option} is for replicas; say how many with --replicas.")
-        return None
-    for name, option in (("disk_gib", "--disk-gib"), ("plot_file", "--plot")):
-        require(not is_given(context, name), f"{option} is for one cache; wanted it without --replicas.")
-    from runner.simulate.replicas import Speeds
-    from runner.simulate.rows import DiskPlan
-
-    for option, value in (
-        ("--shared-gib", shared_gib),
-        ("--shared-gbit-per-s", shared_gbit_per_s),
-        ("--prefill-tokens-per-s", prefill_tokens_per_s),
-        ("--decode-tokens-per-s", decode_tokens_per_s),
-    ):
-        require(value is None or 0 < value <= 1e15, f"{option} is {value}; wanted more than 0.")
-    shared = None
-    if shared_gib is not None:
-        require(options.model_bytes is not None, "--shared-gib needs --model-config or --bytes-per-token.")
-        read_bytes_per_s = shared_gbit_per_s * 1e9 / 8
-        shared = DiskPlan(max(1, int(shared_gib * GIB)), read_bytes_per_s, prefill_tokens_per_s, "close")
-    speeds = Speeds(prefill_tokens_per_s, decode_tokens_per_s)
-    return ReplicaPlan(_counts(replicas), _routers(router), speeds, shared, options.seed)
-
-
-def require_routable(policies: Sequence[str]) -> None:
-    """Refuse policies that no server could have."""
-    from policies import OFFLINE_POLICIES
-
-    for name in policies:
-        require(name not in OFFLINE_POLICIES, f"--policy: {name} knows the future of one cache; not with --replicas.")
-
-
-def replica_document(traces: Sequence[Trace], rows: Sequence[ReplicaRow]) -> dict[str, Any]:
-    """The same figures for programs."""
-    from runner.simulate.tables import REPLICA_COUNTS
-
-    return {
-        "rows": [{**asdict(row), "share_of_infinite": row.share_of_infinite} for row in rows],
-        "sources": [trace.source for trace in traces],
-        "skipped": [len(trace.skipped) for trace in traces],
-        "counts": REPLICA_COUNTS,
-    }
-
-
-def _counts(listed: str) -> list[int]:
-    words = [word.strip() for word in listed.split(",")]
-    for word in words:
-        is_count = word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_REPLICAS
-        require(is_count, f"--replicas has {word!r}; wanted whole numbers from 1 to {MOST_REPLICAS:,}.")
-    return list(dict.fromkeys(map(int, words)))
-
-
-def _routers(listed: str) -> list[str]:
-    from runner.routing.routers import ROUTERS
-
-    names = list(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
-    require(bool(names), "--router names no router.")
-    for name in names:
-        require(name in ROUTERS, f"--router: no router {name!r}; known: {', '.join(ROUTERS)}.")
-    return names
-
-
-if TYPE_CHECKING:
-    from runner.models.footprint import ModelBytes
-    from runner.simulate.grid import SimulationJob
-    from runner.simulate.rows import DiskPlan, SimulationRow
-    from runner.traces.trace import Trace
-
-#: Of blocks or GiB; beyond it floats are no longer whole numbers.
-MOST_CAPACITY = 1e15
-#: A common NVMe disk reads, and a laptop prefills with a model of 8 billion parameters, about so fast.
-DISK_MIB_PER_S, PREFILL_TOKENS_PER_S = 2000.0, 1000.0
+#: Options that need --replicas, and options that exclude it.
+FOR_REPLICAS = ("router", "shared_gib", "shared_gbit_per_s", "decode_tokens_per_s")
+FOR_ONE_CACHE = {"disk_gib": "--disk-gib", "plot_file": "--plot"}
 
 DiskMibPerS = Annotated[float, typer.Option(help="How fast the disk reads.")]
 
@@ -258,11 +70,9 @@ def simulate(
         float | None, typer.Option(help="A disk beside the budget, in GiB; needs the bytes of a model.")
     ] = None,
     disk_mib_per_s: DiskMibPerS = DISK_MIB_PER_S,
-    disk_write_on: Annotated[
-        Literal["eviction", "second_use", "close"], typer.Option(help="When something is written to it.")
-    ] = "eviction",
+    disk_write_on: Annotated[WriteOn, typer.Option(help="When state is written to the disk.")] = "eviction",
     prefill_tokens_per_s: Annotated[
-        float, typer.Option(help="How fast the model prefills: where a disk or a network is slower, nothing is read.")
+        float, typer.Option(help="How fast the model prefills: a disk or a network that is slower is not read.")
     ] = PREFILL_TOKENS_PER_S,
     replicas: Annotated[
         str | None,
@@ -282,7 +92,7 @@ def simulate(
         float, typer.Option(help="With --replicas: how fast the model generates.")
     ] = DECODE_TOKENS_PER_S,
     separate: Annotated[
-        bool, typer.Option("--separate", help="Take each file or folder for a trace of its own.")
+        bool, typer.Option("--separate", help="Treat each file or folder as a trace of its own.")
     ] = False,
     jobs: Annotated[int, typer.Option(help="Processes to simulate in.")] = 1,
     ray: Annotated[
@@ -297,80 +107,160 @@ def simulate(
 ) -> None:
     """Simulate eviction policies on traces, or routers before several replicas.
 
-    It is the cache that a server would use: tree, budget and policies are the deployed ones, and only state is replaced
-    by its size. `belady` and `belady-bypass` know the future: no policy can do better where all blocks weigh the same.
+    The simulator is the cache of a server: tree, budget and policies are the deployed ones, and only state is replaced
+    by its size. `belady` and `belady-bypass` know the future: no policy can do better if all blocks weigh the same.
     With --replicas requests come by their arrival times, the deployed router decides, and --policy is lru by default.
     """
-    require(jobs >= 1, f"--jobs is {jobs}; wanted at least 1.")
+    require_counts(jobs=jobs)
     require(ray is None or find_spec("ray") is not None, "--ray needs the package ray: pip install 'radixcache[ray]'.")
     outputs = Outputs({"--json": json_file, "--plot": plot_file}, options.inputs)
-    speeds = (prefill_tokens_per_s, decode_tokens_per_s)
-    many = replica_plan(context, options, replicas, router, shared_gib, shared_gbit_per_s, *speeds)
-    if many is not None:
-        policy = policy if is_given(context, "policy") else "lru"
-        disk = many.shared
+    for name in FOR_REPLICAS if replicas is None else ():
+        option = "--" + name.replace("_", "-")
+        require(not is_given(context, name), f"{option} is for replicas; say how many with --replicas.")
+    for name, option in FOR_ONE_CACHE.items() if replicas is not None else ():
+        require(not is_given(context, name), f"{option} is for one cache; wanted it without --replicas.")
+    require_positive(
+        disk_gib=disk_gib,
+        disk_mib_per_s=disk_mib_per_s,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        shared_gib=shared_gib,
+        shared_gbit_per_s=shared_gbit_per_s,
+        decode_tokens_per_s=decode_tokens_per_s,
+    )
+    sizes = options.model_bytes
+    if replicas is None:
+        disk = disk_plan("--disk-gib", disk_gib, disk_mib_per_s * MIB, prefill_tokens_per_s, sizes, disk_write_on)
+        policies = _policies(policy, sizes, disk)
     else:
-        disk = disk_plan(disk_gib, disk_mib_per_s, prefill_tokens_per_s, options.model_bytes, disk_write_on)
-    policies = _policies(policy, options.model_bytes, disk)
-    if many is not None:
-        require_routable(policies)
-    capacities = _capacities(capacity_blocks, budget_gib, options.model_bytes)
-    from runner.simulate.grid import SimulationJob
+        counts, routers = _replica_counts(replicas), _router_names(router)
+        read_bytes_per_s = shared_gbit_per_s * 1e9 / 8
+        disk = disk_plan("--shared-gib", shared_gib, read_bytes_per_s, prefill_tokens_per_s, sizes, "close")
+        policies = _policies(policy if is_given(context, "policy") else "lru", sizes, disk, is_routed=True)
+    capacities = _capacities(capacity_blocks, budget_gib, sizes)
+
+    from runner.files import json_bytes
+    from runner.simulate.grid import ReplicaJob, SimulationJob
+    from runner.simulate.report import Speeds
 
     traces = _separate(options) if separate else [options.read()]
     grid = [
-        SimulationJob(index, name, blocks, nbytes, options.model_bytes, disk)
+        SimulationJob(index, name, blocks, nbytes, sizes, disk)
         for index in range(len(traces))
         for name in policies
         for blocks, nbytes in capacities
     ]
-    if many is None:
-        stop = _simulate_policies(context, traces, grid, jobs, ray, outputs, plot_file)
+    if replicas is None:
+        document, stop = _simulate_policies(traces, grid, jobs, ray, outputs, plot_file)
     else:
-        stop = _simulate_replicas(context, traces, many, grid, jobs, ray, outputs)
+        speeds = Speeds(prefill_tokens_per_s, decode_tokens_per_s)
+        routed = [
+            ReplicaJob(each, name, count, speeds, options.seed) for each in grid for count in counts for name in routers
+        ]
+        document, stop = _simulate_replicas(traces, routed, jobs, ray, outputs, speeds)
+    if document["rows"]:
+        document |= {"interrupted": stop is not None, **about(context)}
+        outputs.write("--json", lambda: json_bytes(document))
     if stop is not None:
         raise stop
     outputs.finish()
 
 
 def _simulate_policies(
-    context: typer.Context,
     traces: Sequence[Trace],
     grid: Sequence[SimulationJob],
     jobs: int,
     ray: str | None,
     outputs: Outputs,
     plot_file: Path | None,
-) -> Exception | None:
-    """Run, show and write; returns what to raise if not all has finished."""
-    rows, stop = run_or_raise(traces, grid, jobs, ray)
-    from runner.simulate.tables import footnotes, rows_table
+) -> tuple[dict[str, Any], Exception | None]:
+    """Run and show; returns the rows for JSON, and what to raise if not all has finished."""
+    from runner.picture import picture_format
+    from runner.simulate import report
 
-    outputs.show(*([rows_table(rows)] if rows else []), *footnotes(traces, rows))
-    if rows:
-        _write(context, traces, rows, outputs, plot_file, interrupted=stop is not None)
-    return stop
+    rows, stop = _run_or_raise(traces, grid, jobs, ray)
+    infinite = {trace.name: report.infinite_ratio(trace) for trace in traces}
+    outputs.show(*([report.policies_table(rows)] if rows else []), *report.policy_notes(traces, rows))
+    if rows and plot_file is not None:
+        form = picture_format(plot_file)
+        outputs.write("--plot", lambda: report.policies_picture(rows, infinite, form))
+    return report.rows_document(traces, rows, report.POLICY_COUNTS, infinite_block_hit_ratio=infinite), stop
 
 
 def _simulate_replicas(
-    context: typer.Context,
-    traces: Sequence[Trace],
-    many: ReplicaPlan,
-    grid: Sequence[SimulationJob],
-    jobs: int,
-    ray: str | None,
-    outputs: Outputs,
-) -> Exception | None:
-    """Run, show and write; returns what to raise if not all has finished."""
-    rows, stop = run_or_raise(traces, many.grid(grid), jobs, ray)
-    outputs.show(*many.shown(traces, rows))
-    if rows:
-        _write_json(context, outputs, replica_document(traces, rows), interrupted=stop is not None)
-    return stop
+    traces: Sequence[Trace], grid: Sequence[ReplicaJob], jobs: int, ray: str | None, outputs: Outputs, speeds: Speeds
+) -> tuple[dict[str, Any], Exception | None]:
+    """Run and show; returns the rows for JSON, and what to raise if not all has finished."""
+    from runner.simulate import report
+
+    rows, stop = _run_or_raise(traces, grid, jobs, ray)
+    outputs.show(*([report.replicas_table(rows)] if rows else []), *report.replica_notes(traces, rows, speeds))
+    return report.rows_document(traces, rows, report.REPLICA_COUNTS), stop
+
+
+def _run_or_raise(
+    traces: Sequence[Trace], grid: Sequence[AnyJob[R]], jobs: int, ray: str | None
+) -> tuple[list[R], Exception | None]:
+    """The rows that finished, and what to raise if not all did. UsageError: none finished."""
+    rows, stop = run_grid(traces, grid, jobs, ray)
+    if isinstance(stop, UsageError) and not rows:
+        raise stop
+    if stop is not None:
+        say(f"interrupted: {len(rows)} of {len(grid)} simulations had finished.")
+    return rows, stop
+
+
+def run_grid(
+    traces: Sequence[Trace], grid: Sequence[AnyJob[R]], jobs: int, ray: str | None = None
+) -> tuple[list[R], Exception | None]:
+    """Run a grid under a bar. Returns the rows that finished, and what to raise later if not all did."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    if not grid:
+        return [], None
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,}/{task.total:,} requests"))
+    total = sum(len(traces[job.trace].requests) for job in grid)
+    rows: list[R] = []
+    lines = ProgressLines()
+    try:
+        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+            task = progress.add_task("simulating", total=total)
+
+            def advance(requests: int) -> None:
+                progress.advance(task, requests)
+                done = progress.tasks[0].completed
+                lines.tell(lambda: f"simulating: {done:,.0f} of {total:,} requests")
+
+            rows.extend(_rows(traces, grid, jobs, ray, advance))
+    except KeyboardInterrupt:
+        return rows, typer.Exit(EXIT_INTERRUPTED)
+    except UsageError as error:
+        return rows, error
+    return rows, None
+
+
+def _rows(
+    traces: Sequence[Trace], grid: Sequence[AnyJob[R]], jobs: int, ray: str | None, on_progress: OnProgress
+) -> Iterator[R]:
+    from radixcache.errors import PolicyError
+    from runner.simulate.grid import run_locally, run_on_ray
+
+    try:
+        if ray is None:
+            yield from run_locally(traces, grid, jobs, on_progress)
+        else:
+            yield from run_on_ray(traces, grid, ray, on_progress)
+    except PolicyError as error:
+        # Ray wraps the first cause into an exception of its own.
+        cause = getattr(error, "cause", error)
+        raise UsageError(f"--policy: policy {cause.policy}: {cause.hook}() {cause.reason}.") from error
+    except BrokenProcessPool as error:
+        raise UsageError("a process of --jobs was killed, perhaps for its memory; take fewer of them.") from error
+    except ConnectionError as error:
+        raise UsageError(f"--ray {ray}: no cluster answers ({error}).") from error
 
 
 def _separate(options: TraceOptions) -> list[Trace]:
-    """Each path as a trace, under a name of its own."""
+    """Each path as a trace with a name of its own."""
     paths = options.trace
     require(len(set(paths)) == len(paths), "--separate: a path was given twice; wanted each once.")
     traces = [options.read(path) for path in paths]
@@ -382,31 +272,26 @@ def _separate(options: TraceOptions) -> list[Trace]:
 
 
 def disk_plan(
-    disk_gib: float | None,
-    disk_mib_per_s: float,
+    option: str,
+    gib: float | None,
+    read_bytes_per_s: float,
     prefill_tokens_per_s: float,
     sizes: ModelBytes | None,
-    write_on: Literal["eviction", "second_use", "close"] = "eviction",
+    write_on: WriteOn = "eviction",
 ) -> DiskPlan | None:
-    """The disk that these options describe; None: none."""
-    from runner.simulate.rows import DiskPlan
+    """The disk of this size that `option` names; None: no size was given."""
+    from runner.simulate.report import DiskPlan
 
-    for option, value in (
-        ("--disk-gib", disk_gib),
-        ("--disk-mib-per-s", disk_mib_per_s),
-        ("--prefill-tokens-per-s", prefill_tokens_per_s),
-    ):
-        require(value is None or 0 < value <= MOST_CAPACITY, f"{option} is {value}; wanted more than 0.")
-    if disk_gib is None:
+    if gib is None:
         return None
-    require(sizes is not None, "--disk-gib needs --model-config or --bytes-per-token.")
-    return DiskPlan(max(1, int(disk_gib * GIB)), disk_mib_per_s * MIB, prefill_tokens_per_s, write_on)
+    require(sizes is not None, f"{option} needs --model-config or --bytes-per-token.")
+    return DiskPlan(max(1, int(gib * GIB)), read_bytes_per_s, prefill_tokens_per_s, write_on)
 
 
-def _policies(listed: str, sizes: ModelBytes | None, disk: DiskPlan | None) -> list[str]:
+def _policies(listed: str, sizes: ModelBytes | None, disk: DiskPlan | None, *, is_routed: bool = False) -> list[str]:
     from policies import OFFLINE_POLICIES, POLICIES
 
-    names = [name.strip() for name in listed.split(",") if name.strip()]
+    names = _words(listed)
     require(bool(names), "--policy names no policy.")
     has_checkpoints = sizes is not None and sizes.checkpoint_bytes > 0
     require(
@@ -424,17 +309,40 @@ def _policies(listed: str, sizes: ModelBytes | None, disk: DiskPlan | None) -> l
     for name in names:
         if name not in OFFLINE_POLICIES:
             require_policy(name)
+        else:
+            require(not is_routed, f"--policy: {name} knows the future of one cache; not with --replicas.")
     return list(dict.fromkeys(names))
+
+
+def _router_names(listed: str) -> list[str]:
+    from runner.routing.routers import ROUTERS
+
+    names = list(dict.fromkeys(_words(listed)))
+    require(bool(names), "--router names no router.")
+    for name in names:
+        require(name in ROUTERS, f"--router: no router {name!r}; known: {', '.join(ROUTERS)}.")
+    return names
+
+
+def _replica_counts(listed: str) -> list[int]:
+    words = [word.strip() for word in listed.split(",")]
+    for word in words:
+        is_count = word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_REPLICAS
+        require(is_count, f"--replicas has {word!r}; wanted whole numbers from 1 to {MOST_REPLICAS:,}.")
+    return list(dict.fromkeys(map(int, words)))
+
+
+def _words(listed: str) -> list[str]:
+    return [word.strip() for word in listed.split(",") if word.strip()]
 
 
 def _capacities(
     capacity_blocks: str | None, budget_gib: str | None, sizes: ModelBytes | None
 ) -> list[tuple[int | None, int | None]]:
     """Pairs of blocks and bytes, one of them None."""
-    require(capacity_blocks is not None or budget_gib is not None, "give --capacity-blocks or --budget-gib.")
     require(capacity_blocks is None or budget_gib is None, "give --capacity-blocks or --budget-gib; wanted only one.")
     if capacity_blocks is not None:
-        blocks = [_number(each, "--capacity-blocks") for each in capacity_blocks.split(",")]
+        blocks = _numbers(capacity_blocks, "--capacity-blocks")
         require(
             all(each == int(each) for each in blocks), f"--capacity-blocks is {capacity_blocks}; wanted whole numbers."
         )
@@ -442,51 +350,20 @@ def _capacities(
             sizes is None or sizes.token_bytes > 0, f"{sizes}: blocks have no size of their own; give --budget-gib."
         )
         return [(int(each), None) for each in dict.fromkeys(blocks)]
-    assert budget_gib is not None
+    if budget_gib is None:
+        raise UsageError("give --capacity-blocks or --budget-gib.")
     require(sizes is not None, "--budget-gib needs --model-config or --bytes-per-token.")
-    budgets = [max(1, int(_number(each, "--budget-gib") * GIB)) for each in budget_gib.split(",")]
+    budgets = [max(1, int(each * GIB)) for each in _numbers(budget_gib, "--budget-gib")]
     return [(None, each) for each in dict.fromkeys(budgets)]
 
 
-def _number(text: str, option: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    require(
-        0 < value <= MOST_CAPACITY, f"{option} has {text.strip()!r}; wanted numbers above 0, {MOST_CAPACITY:g} at most."
-    )
-    return value
-
-
-def _write(
-    context: typer.Context,
-    traces: Sequence[Trace],
-    rows: Sequence[SimulationRow],
-    outputs: Outputs,
-    plot_file: Path | None,
-    *,
-    interrupted: bool,
-) -> None:
-    from runner.picture import picture_format
-    from runner.simulate.simulator import infinite_ratio
-    from runner.simulate.tables import COUNTS, picture
-
-    infinite = {trace.name: infinite_ratio(trace) for trace in traces}
-    document = {
-        "rows": [asdict(row) for row in rows],
-        "infinite_block_hit_ratio": infinite,
-        "sources": [trace.source for trace in traces],
-        "skipped": [len(trace.skipped) for trace in traces],
-        "counts": COUNTS,
-    }
-    _write_json(context, outputs, document, interrupted=interrupted)
-    if plot_file is not None:
-        form = picture_format(plot_file)
-        outputs.write("--plot", lambda: picture(rows, infinite, form))
-
-
-def _write_json(context: typer.Context, outputs: Outputs, document: dict[str, Any], *, interrupted: bool) -> None:
-    from runner.files import json_bytes
-
-    outputs.write("--json", lambda: json_bytes({**document, "interrupted": interrupted, **about(context)}))
+def _numbers(listed: str, option: str) -> list[float]:
+    numbers = []
+    for text in listed.split(","):
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        require(0 < value <= MOST, f"{option} has {text.strip()!r}; wanted numbers above 0, {MOST:g} at most.")
+        numbers.append(value)
+    return numbers

@@ -1,16 +1,16 @@
-"""`radixcache store`: what lies in the folder of a store on disk, whether it is sound, and removal of some of it."""
+"""`radixcache store`: list, check and tidy the folder of a store on disk."""
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from runner.commands.outputs import EXIT_CHECK_FAILED, Outputs, UsageError, say
-from runner.text import MIB, plural
+from radixcache.errors import StoreError
+from runner.commands.inputs import usage_errors
+from runner.commands.outputs import EXIT_CHECK_FAILED, Outputs, say
+from runner.text import MIB, plural, table_of_figures
 
 if TYPE_CHECKING:
     from radixcache.stores.files import StoredFile
@@ -23,11 +23,9 @@ DAY_S = 24 * 60 * 60
 
 @store.command("ls")
 def list_all(path: Folder) -> None:
-    """List what is there, by model and namespace. One model has several lines where weights or settings differ."""
-    from runner.text import table_of_figures
-
+    """List the files by model and namespace. A model has several lines if weights or settings differ."""
     groups: dict[tuple[str, str, str], list[StoredFile]] = defaultdict(list)
-    for file in _scanned(path):
+    for file in _scan(path):
         identity = file.head.identity
         groups[identity.model, identity.digest.hex()[:8], file.head.namespace].append(file)
     table = table_of_figures("model", "identity", "namespace", "tokens", "files", "MiB", "last used (UTC)")
@@ -53,12 +51,11 @@ def verify(
     from radixcache.stores import files
 
     damaged = count = 0
-    with _usable():
+    with usage_errors(StoreError, OSError):
         secret = None if secret_file is None else secret_file.read_bytes()
         total = sum(1 for _ in files.scan(path))
         checked = files.verify(path, secret)
-        console = Console(stderr=True)
-        for name, _, wrong in track(checked, "checking", total, console=console, transient=True):
+        for name, _, wrong in track(checked, "checking", total, console=Console(stderr=True), transient=True):
             count += 1
             if wrong:
                 damaged += 1
@@ -71,51 +68,40 @@ def verify(
 @store.command()
 def gc(
     path: Folder,
-    model: Annotated[str | None, typer.Option(help="Remove what is of this model, as `ls` names it.")] = None,
-    unused_days: Annotated[float | None, typer.Option(help="Remove what was not used for so many days.", min=0)] = None,
+    model: Annotated[str | None, typer.Option(help="Remove the files of this model, as `ls` names it.")] = None,
+    unused_days: Annotated[float | None, typer.Option(help="Remove files not used for so many days.", min=0)] = None,
 ) -> None:
-    """Remove what nothing leads to any more, and what the options say, with all that follows it."""
+    """Remove files that no prefix leads to, those that the options name, and all that follows them."""
     from radixcache.stores.files import remove
 
-    files = sorted(_scanned(path), key=lambda file: (file.head.start, file.head.kind))
+    files = sorted(_scan(path), key=lambda file: (file.head.start, file.head.kind))
     oldest_s = None if unused_days is None else time.time() - unused_days * DAY_S
-    gone = _unwanted(files, model, oldest_s)
-    with _usable():
-        removed = remove(path, [file.name for file in gone])
-    print(f"{plural(removed, 'file')} removed, {sum(file.nbytes for file in gone) / MIB:,.1f} MiB.")
+    unwanted = _unwanted(files, model, oldest_s)
+    with usage_errors(StoreError, OSError):
+        removed = remove(path, [file.name for file in unwanted])
+    print(f"{plural(removed, 'file')} removed, {sum(file.nbytes for file in unwanted) / MIB:,.1f} MiB.")
 
 
 def _unwanted(files: "list[StoredFile]", model: str | None, oldest_s: float | None) -> "list[StoredFile]":
-    """Those that are asked for, and those that only they lead to; files come in the order of their offsets."""
+    """Files to remove, and those that only they lead to. `files` are in the order of their offsets."""
     from radixcache.stores.block import root_key
 
     reached: set[bytes] = set()
-    gone = []
+    unwanted = []
     for file in files:
         head = file.head
         before = head.parent if head.kind == "block" else head.key
         leads = before in reached or before == root_key(head.identity, head.namespace)
         is_old = oldest_s is not None and file.used_s < oldest_s and head.kind == "block"
         if not leads or is_old or head.identity.model == model:
-            gone.append(file)
+            unwanted.append(file)
         elif head.kind == "block":
             reached.add(head.key)
-    return gone
+    return unwanted
 
 
-def _scanned(path: Path) -> "list[StoredFile]":
+def _scan(path: Path) -> "list[StoredFile]":
     from radixcache.stores.files import scan
 
-    with _usable():
+    with usage_errors(StoreError, OSError):
         return list(scan(path))
-
-
-@contextmanager
-def _usable() -> Iterator[None]:
-    """Say in one line what is wrong with a folder."""
-    from radixcache.errors import StoreError
-
-    try:
-        yield
-    except (StoreError, OSError) as error:
-        raise UsageError(str(error)) from error

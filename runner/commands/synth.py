@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
-from runner.commands.outputs import Outputs, UsageError, require, say
+from runner.commands.inputs import usage_errors
+from runner.commands.outputs import Outputs, require, say
 
 
 class Format(StrEnum):
-    """What the file is written as."""
+    """The format of the file."""
 
     COMPACT = "compact"
     MOONCAKE = "mooncake"
@@ -21,7 +22,7 @@ def synth(
     file_format: Annotated[
         Format, typer.Option("--format", help="compact: our own, labelled synthetic; mooncake: JSONL.")
     ] = Format.COMPACT,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     seed: Annotated[int, typer.Option(help="Same seed and options, same trace.")] = 0,
     requests: Annotated[int, typer.Option(help="Requests to make.")] = 10_000,
     block_tokens: Annotated[int, typer.Option(help="Tokens per block; Mooncake's own is 512.")] = 64,
@@ -49,23 +50,22 @@ def synth(
     require(force or not file.is_file(), f"{file}: is there already; --force writes over it.")
     from dataclasses import replace
 
-    from runner.traces.compact import compact_bytes
     from runner.traces.synthesis import Synth, synthesize
     from runner.traces.trace import Pace
-    from runner.traces.trace_formats import mooncake_bytes
+    from runner.traces.trace_formats import compact_bytes, mooncake_bytes
 
     default = Synth()
-    try:
+    with usage_errors(ValueError):
         parameters = Synth(
-            requests=requests,
-            block_tokens=block_tokens,
-            applications=applications,
-            zipf=zipf,
-            agent_share=agent_share,
-            turns=turns,
-            tool_calls=tool_calls,
-            branching=branching,
-            context_tokens=context_tokens,
+            requests,
+            block_tokens,
+            applications,
+            zipf,
+            agent_share,
+            turns,
+            tool_calls,
+            branching,
+            context_tokens,
             system=replace(default.system, median_tokens=system_tokens),
             user=replace(default.user, median_tokens=user_tokens),
             reply=replace(default.reply, median_tokens=reply_tokens),
@@ -73,8 +73,6 @@ def synth(
             pace=Pace(sessions_per_hour, think_s, tool_s, output_tokens_per_s),
         )
         trace = synthesize(parameters, seed=seed, name=file.stem)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     outputs.write("FILE", lambda: (mooncake_bytes if file_format is Format.MOONCAKE else compact_bytes)(trace))
     outputs.finish()
     if file_format is Format.MOONCAKE:

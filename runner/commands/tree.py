@@ -18,6 +18,7 @@ from runner.commands.inputs import (
     load_outline,
     read_chosen,
     scheduled_requests,
+    usage_errors,
 )
 from runner.commands.outputs import (
     STDOUT,
@@ -28,6 +29,7 @@ from runner.commands.outputs import (
     bytes_of,
     is_given,
     require,
+    require_counts,
     require_policy,
     require_view_file,
     say,
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from radixcache import TreeView
     from runner.models.footprint import ModelBytes
     from runner.models.load import ModelOutline
-    from runner.script.schedule import ScheduledRequest
-    from runner.simulate.simulator import GrownTree
 
 #: How a saved tree begins.
 SAVED = re.compile(rb'\s*\{\s*"format":\s*"radixcache-tree"')
@@ -92,8 +92,7 @@ def tree(
     require(
         format_name in VIEW_ENDINGS.values(), f"--format is {format_name!r}; wanted {', '.join(VIEW_ENDINGS.values())}."
     )
-    for option, value in (("--max-nodes", max_nodes), ("--requests", requests), ("--users", users)):
-        require(value is None or value >= 1, f"{option} is {value}; wanted at least 1.")
+    require_counts(max_nodes=max_nodes, requests=requests, users=users)
     budget_bytes = UNLIMITED_BYTES if budget_mib is None else bytes_of(budget_mib)
     if out is not None and out != STDOUT:
         ending = require_view_file(out)
@@ -103,38 +102,43 @@ def tree(
         )
         format_name = ending
     outputs = Outputs({"--out": out}, [*(inputs or []), model_config, Path(model)])
-    view, told = _saved(inputs or []), ""
+    view, note = _saved_tree(inputs or []), ""
     if view is None:
-        given = load_model_bytes(model_config, bytes_per_token, bytes_per_checkpoint, kv_bits, kv_group_size)
+        sizes = load_model_bytes(model_config, bytes_per_token, bytes_per_checkpoint, kv_bits, kv_group_size)
         require_policy(policy)
-        chosen = read_chosen(inputs, skip_bad)
+        conversations = read_chosen(inputs, skip_bad)
         outline = load_outline(model)
-        sizes = given or _sizes_of(outline, model, kv_bits, kv_group_size)
-        scheduled = scheduled_requests(chosen, users=users, seed=seed, max_requests=requests)
-        grown = _grown(scheduled, outline, sizes, budget_bytes, policy, skip_bad)
-        view, told = grown.view, _told(grown, budget_mib, policy)
+        sizes = sizes or _sizes_of(outline, model, kv_bits, kv_group_size)
+        scheduled = scheduled_requests(conversations, users=users, seed=seed, max_requests=requests)
+
+        from runner.script.script import ScriptError
+        from runner.simulate.simulator import grow_tree
+
+        with usage_errors(ScriptError, ValueError):
+            grown = grow_tree(
+                scheduled, outline.tokenizer, sizes, budget_bytes=budget_bytes, policy=policy, skip_bad=skip_bad
+            )
+        if grown.skipped:
+            say(f"note: {plural(len(grown.skipped), 'request')} skipped, the first: {grown.skipped[0]}")
+        view, note = grown.view, f"{plural(grown.requests, 'request')} read; "
+        if budget_mib is None:
+            note += "without --budget-mib nothing was evicted."
+        else:
+            note += f"{plural(grown.evictions, 'eviction')} by {policy} under a budget of {budget_mib:g} MiB."
     if out is None or out == STDOUT:
         from radixcache.observe.page import render_view
 
         outputs.print(render_view(view, format_name, max_nodes))
     else:
         outputs.write("--out", lambda: view_bytes(view, format_name, max_nodes))
-        told = f"{told} Written to {out}.".strip()
-    if told:
-        say(told)
+        note = f"{note} Written to {out}.".strip()
+    if note:
+        say(note)
     outputs.finish()
 
 
-def _told(grown: "GrownTree", budget_mib: float | None, policy: str) -> str:
-    """What was done, in a line."""
-    served = plural(grown.requests, "request")
-    if budget_mib is None:
-        return f"{served} read; without --budget-mib nothing was evicted."
-    return f"{served} read; {plural(grown.evictions, 'eviction')} by {policy} under a budget of {budget_mib:g} MiB."
-
-
-def _saved(paths: Sequence[Path]) -> "TreeView | None":
-    """The tree that was saved in the one file given; None when it is something else."""
+def _saved_tree(paths: Sequence[Path]) -> "TreeView | None":
+    """The tree that was saved in the only file given; None: it is something else."""
     if len(paths) != 1:
         return None
     from radixcache.observe.tree_view import ViewError, read_view
@@ -142,13 +146,11 @@ def _saved(paths: Sequence[Path]) -> "TreeView | None":
     try:
         content = given_files(paths)[0].read_bytes()
     except OSError:
-        return None  # whoever reads conversations says why
+        return None  # the reader of conversations says why
     if not SAVED.match(content):
         return None
-    try:
+    with usage_errors(ViewError, prefix=f"{paths[0]}: "):
         return read_view(content)
-    except ViewError as error:
-        raise UsageError(f"{paths[0]}: {error}") from error
 
 
 def _sizes_of(outline: "ModelOutline", model: str, kv_bits: int | None, kv_group_size: int) -> "ModelBytes":
@@ -159,25 +161,3 @@ def _sizes_of(outline: "ModelOutline", model: str, kv_bits: int | None, kv_group
         return model_bytes(outline.config, kv_bits=kv_bits, kv_group_size=kv_group_size)
     except ModelConfigError as error:
         raise UsageError(f"{model}: {error} Give --model-config or --bytes-per-token.") from error
-
-
-def _grown(
-    requests: "Sequence[ScheduledRequest]",
-    outline: "ModelOutline",
-    sizes: "ModelBytes",
-    budget_bytes: int,
-    policy: str,
-    skip_bad: bool,
-) -> "GrownTree":
-    from runner.script.script import ScriptError
-    from runner.simulate.simulator import grow_tree
-
-    try:
-        grown = grow_tree(
-            requests, outline.tokenizer, sizes, budget_bytes=budget_bytes, policy=policy, skip_bad=skip_bad
-        )
-    except (ScriptError, ValueError) as error:
-        raise UsageError(str(error)) from error
-    if grown.skipped:
-        say(f"note: {plural(len(grown.skipped), 'request')} skipped, the first: {grown.skipped[0]}")
-    return grown

@@ -1,27 +1,19 @@
-"""Advice on a trace: what a prefix cache can save at all, how many bytes that takes, and which policy to take.
+"""Advice on a trace: what a prefix cache saves at most, how many bytes that takes, and which policy to take.
 
-Computed from the LRU curve alone (`advice_of`); with rows of a simulation policies are compared too (`best_policy`).
-Shares are of prompt tokens, since those are what prefill is paid for.
+`advice_of` needs only the LRU curve; `best_policy` compares policies by rows of a simulation. Shares are of prompt
+tokens, since prefill is paid for by the token.
 
-  AD1  A figure that cannot be known is None, and the text says what it lacks: no bytes without a model, no seconds
+  AD1  A figure that cannot be known is None, and the text names what it needs: no bytes without a model, no seconds
       without a speed.
 
-DiskAdvice: what a disk besides would bring LRU, from a simulation with one, or from the curve of a long trace.
-
-Memory and disk together hold no more than an LRU cache of their size would, and each block that is found in neither is
-written once it has left memory. So the curve bounds what is found and what is written, for models without checkpoints:
-what is on disk may be in memory as well, and a prompt may find no room in memory.
-
-Samples of a trace: some of its conversations, drawn by hash, for a cache that is smaller in the same ratio.
-
-Policies differ by less between a sample and the whole than from one another, so samples tell which of them are worth a
-run over all of a long trace; several samples tell how far to trust that. A cache that holds only a few prompts is no
-small version of one that holds many: parts are as large as it takes, and a sample is the beginning of one.
+For long traces policies are compared on samples: some conversations, chosen by hash, with a cache smaller in the same
+ratio. Policies differ less between a sample and the whole trace than from one another. Several samples show how far to
+trust that. A cache with room for a few prompts only behaves unlike a large one, so a sample is as large as it must be
+(`parts_of`) and covers the beginning of the trace. This file never imports MLX.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import html
 from collections import defaultdict
@@ -33,76 +25,35 @@ from typing import Any
 
 from radixcache.paging.rates import SURE
 from radixcache.stores.sized_store import HEAD_BYTES
-from runner.simulate.curve import COUNTS, Curve
-from runner.simulate.rows import DiskPlan, SimulationRow
+from runner.simulate.curve import CURVE_COUNTS, Curve
+from runner.simulate.report import Column, DiskPlan, SimulationRow, cells
 from runner.text import GIB, MIB, plural
-from runner.traces.trace import Trace
-from runner.traces.trace_reader import TurnInference
+from runner.traces.trace import Trace, TurnInference
 
-
-@dataclass(frozen=True, slots=True)
-class DiskAdvice:
-    """What comes of a disk over a whole trace.
-
-    Attributes:
-        plan: the disk.
-        alone, token_hit_ratio: prompt tokens that need no prefill without it and with it, as shares.
-        written_bytes: what is written to it.
-        is_estimate: they are bounds, by the curve: no more is found, no less is written. Else it was simulated.
-    """
-
-    plan: DiskPlan
-    alone: float
-    token_hit_ratio: float
-    written_bytes: int
-    is_estimate: bool
-
-    @classmethod
-    def simulated(cls, row: SimulationRow, alone: float) -> DiskAdvice:
-        """What a simulation with a disk came to, and without one the token hit ratio."""
-        assert row.disk is not None, row
-        return cls(row.disk.plan, alone, row.token_hit_ratio, row.disk.written_bytes, is_estimate=False)
-
-    @classmethod
-    def estimated(
-        cls, curve: Curve, plan: DiskPlan, capacity_blocks: int, block_tokens: int, block_bytes: int
-    ) -> DiskAdvice:
-        """What a disk beside memory for so many blocks comes to at best; where it is too slow it is not read."""
-        file_bytes = block_bytes + HEAD_BYTES
-        is_read = file_bytes / plan.read_bytes_per_s <= SURE * block_tokens / plan.prefill_tokens_per_s
-        together = capacity_blocks + plan.budget_bytes // file_bytes
-        missed = round((1 - curve.block_hit_ratio_at(together)) * curve.block_refs)
-        return cls(
-            plan,
-            curve.token_hit_ratio_at(capacity_blocks),
-            curve.token_hit_ratio_at(together if is_read else capacity_blocks),
-            max(0, missed - capacity_blocks) * file_bytes,
-            is_estimate=True,
-        )
-
-    @property
-    def note(self) -> str:
-        """That in a sentence."""
-        plan, most, more = self.plan, "up to " if self.is_estimate else "", " or more" if self.is_estimate else ""
-        return (
-            f"With a disk of {plan.budget_bytes / GIB:,.2f} GiB besides, lru saves {most}{self.token_hit_ratio:.1%} of"
-            f" prefill instead of {self.alone:.1%}, and writes {self.written_bytes / GIB:,.2f} GiB{more} to it, if"
-            f" that reads {plan.read_bytes_per_s / MIB:,.0f} MiB/s and the model prefills"
-            f" {plan.prefill_tokens_per_s:,.0f} tokens/s."
-        )
-
-
-#: How many samples there are, block references of each, and how many prompts at least its cache has room for.
+#: How many samples there are, block references per sample, and prompts that a sample's cache has room for at least.
 SAMPLES, SAMPLE_REFS, LEAST_PROMPTS = 3, 25_000, 8
-#: Up to so many block references every policy is simulated on the whole trace.
+#: Up to this many block references all policies run on the whole trace.
 WHOLE_REFS = 200_000
+#: Budgets are named that save these shares of what an infinite cache saves.
+SHARES = (0.9, 0.99)
+#: Policies that know the future: bounds, not advice.
+BOUNDS = ("belady", "belady-bypass")
+#: How many policies a note on samples names.
+NAMED = 4
+#: The default size of a disk, as a multiple of the budget.
+DISK_FACTOR = 10
+#: Ratios closer than this are called level.
+LEVEL = 0.0005
+
+
+# Samples
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """How much more of prompt tokens a policy finds than LRU, as a share, over samples, and the standard error of that.
+    """How much more prompt tokens a policy finds than LRU, as a mean over samples, and its standard error.
 
-    The samples differ by far more than the policies on each of them, so differences are what is averaged.
+    Samples differ far more than policies do on one sample, so the differences are averaged.
     """
 
     policy: str
@@ -111,14 +62,14 @@ class Estimate:
 
 
 def parts_of(trace: Trace, capacity_blocks: int) -> int:
-    """Into how many parts a trace is cut for samples at a capacity."""
+    """The number of parts into which a trace is cut for samples at a capacity."""
     prompt_blocks = trace.block_refs / len(trace.requests)
     most = int(capacity_blocks / (LEAST_PROMPTS * prompt_blocks))
     return max(1, min(most, trace.block_refs // SAMPLE_REFS))
 
 
 def samples_of(trace: Trace, parts: int, *, seed: int = 0) -> list[Trace]:
-    """The beginnings of SAMPLES of so many parts of a trace; of fewer parts also what comes behind those beginnings."""
+    """The beginnings of SAMPLES of the parts; with fewer parts, also the windows that follow those beginnings."""
     inference = TurnInference(trace.block_tokens)
     drawn: dict[int, list[int]] = defaultdict(list)
     for index, request in enumerate(trace.requests):
@@ -138,7 +89,7 @@ def samples_of(trace: Trace, parts: int, *, seed: int = 0) -> list[Trace]:
 
 
 def estimates_of(rows: Sequence[SimulationRow]) -> list[Estimate]:
-    """What rows over samples come to, LRU's among them, the best policy first; LRU before those that do as well."""
+    """Estimates from rows over samples, LRU's among them: the best policy first, LRU before its equals."""
     lru = {row.trace: row.token_hit_ratio for row in rows if row.policy == "lru"}
     gains: dict[str, list[float]] = defaultdict(list)
     for row in rows:
@@ -150,35 +101,94 @@ def estimates_of(rows: Sequence[SimulationRow]) -> list[Estimate]:
     return sorted(found, key=lambda each: (-each.gain, each.policy != "lru"))
 
 
-def apart(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Of policies that come to the same the first."""
+def distinct(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """The first one of policies with equal gains."""
     return list({f"{each.gain:.6f}": each for each in reversed(estimates)}.values())[::-1]
 
 
 def best_two(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """The two best that are worth a run: LRU, and those that are ahead of it by more than their standard error."""
-    return [each for each in apart(estimates) if each.policy == "lru" or each.gain > each.error][:2]
+    """The two best of LRU and the policies that are ahead of it by more than their standard error."""
+    return [each for each in distinct(estimates) if each.policy == "lru" or each.gain > each.error][:2]
 
 
-#: Shares of what an infinite cache saves at which a budget is named.
-SHARES = (0.9, 0.99)
-#: Policies that look into the future: bounds, not advice.
-BOUNDS = ("belady", "belady-bypass")
-#: How many policies are named of those that were compared on samples.
-NAMED = 4
-#: How many times the budget a disk is that was not named.
-DISK_FACTOR = 10
-#: Ratios closer than this are called level.
-LEVEL = 0.0005
+def sample_note(estimates: Sequence[Estimate], samples: Sequence[Trace], whole: Trace) -> str:
+    """How policies were compared, and how far to trust that."""
+    share = fmean(sample.block_refs for sample in samples) / whole.block_refs
+    listed = ", ".join(
+        f"{each.policy} {100 * each.gain:+.1f} ± {100 * each.error:.1f}" for each in estimates[:NAMED] if each.gain
+    )
+    return (
+        f"Compared on {len(samples)} samples of {share:.1%} of the trace, by conversation; points more than lru, and "
+        f"their standard error: {listed or 'none'}. The two best, lru among them where fewer are ahead by more than "
+        "that error, then ran on all of it; --full runs every policy, and the optimum."
+    )
+
+
+# A disk
+
+
+@dataclass(frozen=True, slots=True)
+class DiskAdvice:
+    """What a disk brings LRU over a whole trace, by a simulation or, for a long trace, as bounds by the curve.
+
+    Memory and disk together hold no more than one LRU cache of their total size, and a block is written once it has
+    left memory. So the curve bounds what is found and what is written, for models without checkpoints: a block may be
+    in both places, and a prompt may find no room in memory.
+
+    Attributes:
+        alone, token_hit_ratio: the share of prompt tokens without prefill, without the disk and with it.
+        is_estimate: the figures are bounds: at most `token_hit_ratio`, at least `written_bytes`.
+    """
+
+    plan: DiskPlan
+    alone: float
+    token_hit_ratio: float
+    written_bytes: int
+    is_estimate: bool
+
+    @classmethod
+    def simulated(cls, row: SimulationRow, alone: float) -> DiskAdvice:
+        assert row.disk is not None, row
+        return cls(row.disk.plan, alone, row.token_hit_ratio, row.disk.written_bytes, is_estimate=False)
+
+    @classmethod
+    def estimated(
+        cls, curve: Curve, plan: DiskPlan, capacity_blocks: int, block_tokens: int, block_bytes: int
+    ) -> DiskAdvice:
+        """Bounds for a disk beside memory of `capacity_blocks`. A disk that is too slow is not read."""
+        file_bytes = block_bytes + HEAD_BYTES
+        is_read = file_bytes / plan.read_bytes_per_s <= SURE * block_tokens / plan.prefill_tokens_per_s
+        together = capacity_blocks + plan.budget_bytes // file_bytes
+        missed = round((1 - curve.block_hit_ratio_at(together)) * curve.block_refs)
+        return cls(
+            plan,
+            curve.token_hit_ratio_at(capacity_blocks),
+            curve.token_hit_ratio_at(together if is_read else capacity_blocks),
+            max(0, missed - capacity_blocks) * file_bytes,
+            is_estimate=True,
+        )
+
+    @property
+    def note(self) -> str:
+        plan, most, more = self.plan, "up to " if self.is_estimate else "", " or more" if self.is_estimate else ""
+        return (
+            f"With a disk of {plan.budget_bytes / GIB:,.2f} GiB besides, lru saves {most}{self.token_hit_ratio:.1%} of"
+            f" prefill instead of {self.alone:.1%}, and writes {self.written_bytes / GIB:,.2f} GiB{more} to it, if"
+            f" that reads {plan.read_bytes_per_s / MIB:,.0f} MiB/s and the model prefills"
+            f" {plan.prefill_tokens_per_s:,.0f} tokens/s."
+        )
+
+
+# Budgets and policies
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A capacity and what LRU saves with it.
+    """A capacity, what it stands for, and what LRU saves with it.
 
     Attributes:
-        name: what the capacity stands for.
-        saved_s: seconds of prefill saved over the trace; None where the speed is not known.
+        saved_s: seconds of prefill saved over the trace.
+        saved_s_per_gib: the same per GiB of the budget.
     """
 
     name: str
@@ -187,13 +197,7 @@ class Budget:
     block_hit_ratio: float
     token_hit_ratio: float
     saved_s: float | None
-
-    @property
-    def saved_s_per_gib(self) -> float | None:
-        """Seconds saved over the trace per GiB of budget."""
-        if self.saved_s is None or not self.capacity_bytes:
-            return None
-        return self.saved_s / (self.capacity_bytes / GIB)
+    saved_s_per_gib: float | None
 
 
 @dataclass(frozen=True)
@@ -201,8 +205,8 @@ class BestPolicy:
     """The best online policy of a simulation at one capacity.
 
     Attributes:
-        gain: its token hit ratio less LRU's; None where LRU was not simulated.
-        bound: token hit ratio of the offline optimum, and which; None where it was not simulated.
+        gain: its token hit ratio less LRU's; None: LRU was not simulated.
+        bound: the best policy that knows the future, and its token hit ratio; None: none was simulated.
     """
 
     policy: str
@@ -214,7 +218,7 @@ class BestPolicy:
 
 @dataclass(frozen=True)
 class Advice:
-    """What there is to say of a trace. `budgets` are ascending in capacity, `own` is the user's."""
+    """Figures about a trace. `budgets` are ascending in capacity; `own` is the user's."""
 
     trace: Trace
     curve: Curve
@@ -225,18 +229,21 @@ class Advice:
     prefill_tokens_per_s: float | None
 
     @property
+    def all_budgets(self) -> list[Budget]:
+        return [*self.budgets, *([self.own] if self.own else [])]
+
+    @property
     def prefill_s(self) -> float | None:
         """Seconds of prefill over the trace without a cache."""
         return None if self.prefill_tokens_per_s is None else self.curve.prompt_tokens / self.prefill_tokens_per_s
 
     @property
     def disk_bytes(self) -> int | None:
-        """A disk for the user's budget: some times as large, or room for everything; None where it has no bytes."""
+        """The default disk: `DISK_FACTOR` times the user's budget, or room for everything; None: no bytes known."""
         if self.own is None or self.own.capacity_bytes is None or self.block_bytes is None:
             return None
-        return min(
-            DISK_FACTOR * self.own.capacity_bytes, self.curve.capacity_for(1.0) * (self.block_bytes + HEAD_BYTES)
-        )
+        everything = self.curve.capacity_for(1.0) * (self.block_bytes + HEAD_BYTES)
+        return min(DISK_FACTOR * self.own.capacity_bytes, everything)
 
 
 def advice_of(
@@ -252,10 +259,9 @@ def advice_of(
     """Work out the advice.
 
     Args:
-        token_bytes: bytes of cache per token; None or 0 where blocks have no size.
+        token_bytes: bytes of cache per token; None or 0: blocks have no size.
         checkpoint_bytes: bytes of windows and recurrent state per checkpoint, which the curve does not count.
         budget_bytes, budget_blocks: the user's budget, at most one of them; bytes need `token_bytes`.
-        prefill_tokens_per_s: how fast the model prefills.
     """
     block_bytes = token_bytes * trace.block_tokens if token_bytes else None
     if budget_bytes is not None:
@@ -264,15 +270,11 @@ def advice_of(
         budget_blocks = int(budget_bytes // block_bytes)
 
     def budget(name: str, capacity_blocks: int) -> Budget:
-        token_ratio = curve.token_hit_ratio_at(capacity_blocks)
-        return Budget(
-            name,
-            capacity_blocks,
-            None if block_bytes is None else capacity_blocks * block_bytes,
-            curve.block_hit_ratio_at(capacity_blocks),
-            token_ratio,
-            None if prefill_tokens_per_s is None else token_ratio * curve.prompt_tokens / prefill_tokens_per_s,
-        )
+        ratio = curve.token_hit_ratio_at(capacity_blocks)
+        nbytes = None if block_bytes is None else capacity_blocks * block_bytes
+        saved_s = None if prefill_tokens_per_s is None else ratio * curve.prompt_tokens / prefill_tokens_per_s
+        rate = None if saved_s is None or not nbytes else saved_s / (nbytes / GIB)
+        return Budget(name, capacity_blocks, nbytes, curve.block_hit_ratio_at(capacity_blocks), ratio, saved_s, rate)
 
     named = [("the knee", curve.knee_blocks())]
     named += [(_name_of(share), curve.capacity_for(share)) for share in SHARES]
@@ -289,12 +291,12 @@ def _name_of(share: float) -> str:
 def best_policy(
     rows: Sequence[Mapping[str, Any]], *, trace: str | None = None, capacity_blocks: int | None = None
 ) -> BestPolicy | None:
-    """The best online policy among a simulation's rows at one capacity; None where no row fits.
+    """The best online policy among a simulation's rows at one capacity; None: no row fits.
 
     Args:
-        rows: with trace, policy, capacity_blocks and token_hit_ratio, as `radixcache simulate --json` writes them.
-        trace: only rows of this trace; None for all, which must then be of one.
-        capacity_blocks: the user's budget; the largest simulated capacity within it counts, or the smallest at all.
+        rows: as `radixcache simulate --json` writes them.
+        trace: only rows of this trace; None: all rows are of one trace.
+        capacity_blocks: the user's budget. The largest simulated capacity within it is used, else the smallest.
     """
     rows = [row for row in rows if trace in (None, row["trace"]) and row["token_hit_ratio"] is not None]
     capacities = sorted({row["capacity_blocks"] for row in rows if row["capacity_blocks"] is not None})
@@ -306,25 +308,35 @@ def best_policy(
     online = {policy: ratio for policy, ratio in ratios.items() if policy not in BOUNDS}
     if not online:
         return None
-    # LRU wins a tie: what is no better than the default is no reason to leave it.
+    # LRU wins a tie, as it is the default.
     policy = max(online, key=lambda name: (round(online[name], 6), name == "lru"))
     gain = online[policy] - online["lru"] if "lru" in online else None
     bound = max(((name, ratios[name]) for name in BOUNDS if name in ratios), key=lambda each: each[1], default=None)
     return BestPolicy(policy, capacity, online[policy], gain, bound)
 
 
+# Text, JSON and page
+
+
 def lru_text(advice: Advice) -> str:
-    """What LRU saves, which is known before any policy was simulated."""
-    return "\n".join([*_what_can_be_saved(advice), "", *_budget_lines(advice), ""])
+    """What LRU saves, which is known before any policy is simulated."""
+    found = _budget_cells(advice)
+    aligned = [
+        [text.rjust(width) if number else text.ljust(width) for text in texts]
+        for number, texts in enumerate(found)
+        for width in [max(map(len, texts))]
+    ]
+    lines = ["  ".join(row) for row in zip(*aligned, strict=True)]
+    return "\n".join([*_savable(advice), "", *lines, ""])
 
 
 def policy_text(advice: Advice, best: BestPolicy | None = None, notes: Sequence[str] = ()) -> str:
-    """What policies make of it, and a line to paste. `notes` say how they were compared, or why not."""
+    """The best policy, and a line to paste. `notes` say how policies were compared, or why they were not."""
     return "\n".join([*_remarks(advice, best, notes), "", paste_line(advice, best)])
 
 
 def paste_line(advice: Advice, best: BestPolicy | None = None) -> str:
-    """The cache that is advised, in Python: the given budget, or room for most of what can be saved."""
+    """The advised cache in Python: the user's budget, or room for most of what can be saved."""
     policy = "lru" if best is None else best.policy
     budget = advice.own or next(each for each in advice.budgets if each.name == _name_of(SHARES[0]))
     if budget.capacity_bytes is not None:
@@ -332,19 +344,6 @@ def paste_line(advice: Advice, best: BestPolicy | None = None) -> str:
     else:
         size = f"budget_bytes={budget.capacity_blocks * advice.trace.block_tokens:_} * bytes_per_token, "
     return f'PrefixCache(model, {size if budget.capacity_blocks else ""}policy="{policy}")'
-
-
-def sample_note(estimates: Sequence[Estimate], samples: Sequence[Trace], whole: Trace) -> str:
-    """How policies were compared, and how far that can be trusted."""
-    share = fmean(sample.block_refs for sample in samples) / whole.block_refs
-    listed = ", ".join(
-        f"{each.policy} {100 * each.gain:+.1f} ± {100 * each.error:.1f}" for each in estimates[:NAMED] if each.gain
-    )
-    return (
-        f"Compared on {len(samples)} samples of {share:.1%} of the trace, by conversation; points more than lru, and "
-        f"their standard error: {listed or 'none'}. The two best, lru among them where fewer are ahead by more than "
-        "that error, then ran on all of it; --full runs every policy, and the optimum."
-    )
 
 
 def advice_document(
@@ -355,65 +354,28 @@ def advice_document(
     *,
     interrupted: bool = False,
 ) -> dict[str, Any]:
-    """The same figures for programs."""
-    curve = advice.curve
-    every = [*advice.budgets, *([advice.own] if advice.own else [])]
+    """The same figures for JSON."""
+    curve, trace = advice.curve, advice.trace
     return {
-        "trace": advice.trace.name,
-        "requests": len(advice.trace.requests),
-        "block_tokens": advice.trace.block_tokens,
+        "trace": trace.name,
+        "requests": len(trace.requests),
+        "block_tokens": trace.block_tokens,
         "block_bytes": advice.block_bytes,
         "checkpoint_bytes": advice.checkpoint_bytes,
         "prompt_tokens": curve.prompt_tokens,
-        "is_timing_synthetic": advice.trace.is_timing_synthetic,
+        "is_timing_synthetic": trace.is_timing_synthetic,
         "sample_rate": curve.sample_rate,
         "savable_token_ratio": curve.infinite_token_hit_ratio,
         "savable_block_ratio": curve.infinite_block_hit_ratio,
         "prefill_s": advice.prefill_s,
-        "budgets": [{**vars(budget), "saved_s_per_gib": budget.saved_s_per_gib} for budget in every],
-        "best_policy": None if best is None else vars(best),
+        "budgets": [asdict(budget) for budget in advice.all_budgets],
+        "best_policy": None if best is None else asdict(best),
         "samples": [asdict(each) for each in estimates],
         "with_disk": None if with_disk is None else asdict(with_disk),
-        "sessions_per_hour": advice.trace.sessions_per_hour,
+        "sessions_per_hour": trace.sessions_per_hour,
         "paste": paste_line(advice, best),
         "interrupted": interrupted,
     }
-
-
-def advice_html(
-    advice: Advice,
-    picture_svg: bytes,
-    best: BestPolicy | None = None,
-    notes: Sequence[str] = (),
-    more: Sequence[bytes] = (),
-) -> str:
-    """The advice as a page of its own: no script, nothing fetched.
-
-    Args:
-        picture_svg: the curve.
-        notes: as for `policy_text`.
-        more: further pictures, PNG, to show below it.
-    """
-    header, *rows = _budget_cells(advice)
-    table = "".join(
-        f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
-        for tag, cells in [("th", header), *(("td", row) for row in rows)]
-    )
-    paragraphs = "".join(
-        f"<p>{html.escape(line)}</p>" for line in [*_what_can_be_saved(advice), *_remarks(advice, best, notes)]
-    )
-    paragraphs += f"<pre>{html.escape(paste_line(advice, best))}</pre>"
-    # Behind the XML prolog, which has no place inside a page.
-    svg = picture_svg[picture_svg.index(b"<svg") :].decode()
-    pictures = "".join(
-        f'<p><img alt="" src="data:image/png;base64,{base64.b64encode(image).decode()}"></p>' for image in more
-    )
-    title = html.escape(f"Prefix cache for {advice.trace.name}")
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style></head>"
-        f"<body><h1>{title}</h1><table>{table}</table>{paragraphs}{svg}{pictures}</body></html>\n"
-    )
 
 
 _STYLE = (
@@ -423,7 +385,26 @@ _STYLE = (
 )
 
 
-def _what_can_be_saved(advice: Advice) -> list[str]:
+def advice_html(advice: Advice, picture_svg: bytes, best: BestPolicy | None = None, notes: Sequence[str] = ()) -> str:
+    """The advice, and the picture of the curve, as one HTML page that loads nothing: no script, no link."""
+    header, *rows = zip(*_budget_cells(advice), strict=True)
+    table = "".join(
+        f"<tr>{''.join(f'<{tag}>{html.escape(text)}</{tag}>' for text in texts)}</tr>"
+        for tag, texts in [("th", header), *(("td", row) for row in rows)]
+    )
+    paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in [*_savable(advice), *_remarks(advice, best, notes)])
+    paragraphs += f"<pre>{html.escape(paste_line(advice, best))}</pre>"
+    # Without the XML prolog, which a page must not contain.
+    svg = picture_svg[picture_svg.index(b"<svg") :].decode()
+    title = html.escape(f"Prefix cache for {advice.trace.name}")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{_STYLE}</style></head>"
+        f"<body><h1>{title}</h1><table>{table}</table>{paragraphs}{svg}</body></html>\n"
+    )
+
+
+def _savable(advice: Advice) -> list[str]:
     curve, trace = advice.curve, advice.trace
     lines = [
         f"{trace.name}: {plural(len(trace.requests), 'request')}, {curve.prompt_tokens:,} prompt tokens"
@@ -445,36 +426,19 @@ def _what_can_be_saved(advice: Advice) -> list[str]:
     return lines
 
 
-def _budget_lines(advice: Advice) -> list[str]:
-    cells = _budget_cells(advice)
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = []
-    for row in cells:
-        padded = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        lines.append("  ".join([row[0].ljust(widths[0]), *padded]))
-    return lines
-
-
 def _budget_cells(advice: Advice) -> list[list[str]]:
-    """A header and a row per budget, with the columns that are known."""
-    every = [*advice.budgets, *([advice.own] if advice.own else [])]
-    header = ["LRU with room for", "blocks", "tokens"]
-    header += [] if advice.block_bytes is None else ["GiB"]
-    header += ["prefill saved"]
-    header += [] if advice.prefill_tokens_per_s is None else ["seconds saved"]
-    has_rate = advice.prefill_tokens_per_s is not None and advice.block_bytes is not None
-    header += ["s per GiB"] if has_rate else []
-    rows = [header]
-    for budget in every:
-        tokens = budget.capacity_blocks * advice.trace.block_tokens
-        row = [budget.name, f"{budget.capacity_blocks:,}", f"{tokens:,}"]
-        row += [] if budget.capacity_bytes is None else [f"{budget.capacity_bytes / GIB:,.2f}"]
-        row += [f"{budget.token_hit_ratio:.1%}"]
-        row += [] if budget.saved_s is None else [f"{budget.saved_s:,.0f}"]
-        rate = budget.saved_s_per_gib
-        row += ["-" if rate is None else f"{rate:,.1f}"] if has_rate else []
-        rows.append(row)
-    return rows
+    """The columns that are known, with a figure per budget."""
+    columns = [
+        Column("LRU with room for", "name"),
+        Column("blocks", "capacity_blocks", ","),
+        Column("tokens", lambda budget: budget.capacity_blocks * advice.trace.block_tokens, ","),
+        Column("GiB", "capacity_bytes", ",.2f", GIB, is_optional=True),
+        Column("prefill saved", "token_hit_ratio", ".1%"),
+        Column("seconds saved", "saved_s", ",.0f", is_optional=True),
+    ]
+    if advice.prefill_tokens_per_s is not None and advice.block_bytes is not None:
+        columns.append(Column("s per GiB", "saved_s_per_gib", ",.1f"))
+    return cells(columns, advice.all_budgets)
 
 
 def _remarks(advice: Advice, best: BestPolicy | None, notes: Sequence[str]) -> list[str]:
@@ -497,7 +461,7 @@ def _remarks(advice: Advice, best: BestPolicy | None, notes: Sequence[str]) -> l
             f"Estimated from {advice.curve.sample_rate:.1%} of the blocks; the standard error of the block hit ratio at"
             f" the knee is {spread}."
         )
-    return [*remarks, COUNTS]
+    return [*remarks, CURVE_COUNTS]
 
 
 def _best_sentence(best: BestPolicy) -> str:

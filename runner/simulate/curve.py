@@ -1,35 +1,31 @@
-"""The LRU hit rate at every capacity from one pass over a trace: Mattson's stack distances, and a sampled estimate.
+"""LRU's hit ratio at every capacity from one pass over a trace: Mattson's stack distances, exact or sampled.
 
-LRU on a tree whose leaves go first is a stack algorithm: a cache of C blocks holds the C blocks used last, where a
-request uses its blocks deepest first, so that a prefix is newer than what hangs below it. What a request finds is
-settled when it arrives: a block is a hit in every cache of at least
+LRU on a tree whose leaves go first is a stack algorithm: a cache of C blocks holds the C blocks used last. A request
+uses its blocks deepest first, so a prefix counts as newer than its continuations. What a request finds is decided when
+it arrives: a block is a hit in every cache of at least
 
     need = 1 + distinct blocks used since its own last use, up to the arrival of the request
 
-blocks. (Counting distances while the request's blocks are being used, deepest first, would push each block down by its
-own continuation and is wrong; the order matters for what the next request finds.) That is exact for any capacity, since
-the blocks of one request that do not fit are the deepest ones.
+blocks. This is exact for any capacity, since blocks of a request that do not fit are its deepest ones. Do not count
+distances while the request uses its blocks: each block would be pushed down by its own continuation.
 
-The count is done offline and for all blocks at once. With `previous[y]` the place of the use before use y of the same
-block, or -1, and S the place where the request's uses begin:
+All blocks are counted at once. With `previous[y]` the place of the use before use y of the same block, or -1, and S the
+place where the request's uses begin:
 
     distinct blocks used in (q, S)  =  S - q - 1 - #{y < S: previous[y] > q}
 
-The last term asks "how many of the first S values are above q" for many (S, q): a wavelet matrix answers all of them
-in one sweep over the bits, which takes the place of the Fenwick tree of the usual one-by-one pass.
-O(n log n) time in NumPy, O(n) memory, n block references.
+The last term asks for many (S, q) how many of the first S values are above q. A wavelet matrix answers all of them in
+one sweep over the bits. O(n log n) time in NumPy and O(n) memory for n block references.
 
-Sampling: SHARDS (Waldspurger et al., FAST 2015) keeps the blocks whose hash falls below a rate R, measures distances
-among them and divides by R; the difference between the sampled and the expected number of references is put at distance
-0 (their "adj"). The same is done for disjoint parts of the sample, and their spread gives the standard error.
-
-A curve of LRU hit ratios as a table, as JSON and as a picture. This file never imports MLX.
+Sampling is SHARDS (Waldspurger et al., FAST 2015): keep the blocks whose hash is below a rate R, measure distances
+among them, divide by R. The difference between the sampled and the expected number of references counts as distance 0
+(their "adj"). The spread over disjoint parts of the sample gives the standard error. This file never imports MLX.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -37,28 +33,35 @@ import numpy.typing as npt
 from rich.table import Table
 
 from runner.picture import new_figure, picture_bytes
+from runner.simulate.report import RATIO_LABEL, Column, filled
 from runner.text import GIB
 from runner.traces.trace import Trace
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-#: Disjoint parts of a sample, for its error.
+#: Disjoint parts of a sample, for its standard error.
 PARTS = 8
-#: A part with fewer references than this says nothing about the error.
+#: With fewer references in a part the error is unknown.
 _LEAST_PART_REFS = 50
 _NEVER = np.iinfo(np.int64).max
+#: Most points of a curve in JSON and pictures.
+MOST_POINTS = 400
+FIGURE_INCHES = (10.0, 6.0)
+CURVE_COUNTS = (
+    "Block hit ratio: blocks found in the cache over all blocks of all prompts. Token hit ratio: their tokens over all"
+    " prompt tokens. LRU on whole blocks; what a running request uses is never evicted."
+)
 
 
 @dataclass(frozen=True, eq=False)
 class References:
-    """Every block reference of a trace, requests in order, each request's blocks from the root side down.
+    """Every block reference of a trace, in the order of the requests and, within one, from the root down.
 
     Attributes:
-        blocks: number of the block, in the order blocks first appear.
-        tokens: tokens of the block that the request's prompt fills.
-        first: index of the first reference of the request that a reference belongs to.
-        last: one past the request's last reference.
+        blocks: the block's number, in the order of first use.
+        tokens: the prompt's tokens in the block.
+        first, last: the references [first, last) of the same request.
     """
 
     blocks: Ints
@@ -75,12 +78,12 @@ class Curve:
     """Hit ratios of LRU over capacity, a step function.
 
     Attributes:
-        capacity_blocks: ascending capacities at which the ratio rises.
-        block_hit_ratio: at and above each of them: block hits over block references.
-        token_hit_ratio: at and above each of them: tokens of the blocks hit over prompt tokens.
-        block_error: standard error of `block_hit_ratio` by sampling; None where nothing was sampled.
+        capacity_blocks: ascending capacities at which the ratios rise.
+        block_hit_ratio: from each capacity on: block hits / block references.
+        token_hit_ratio: from each capacity on: tokens of the blocks hit / prompt tokens.
+        block_error: standard error of `block_hit_ratio`; None: the curve is exact.
         block_refs, unique_blocks, prompt_tokens: of the whole trace.
-        sample_rate: share of the blocks that were followed, 1 for all.
+        sample_rate: share of the blocks that were followed.
     """
 
     capacity_blocks: Ints
@@ -93,37 +96,34 @@ class Curve:
     sample_rate: float = 1.0
 
     def block_hit_ratio_at(self, capacity_blocks: float) -> float:
-        """Share of block references that a cache of this capacity serves."""
         return _step(self.capacity_blocks, self.block_hit_ratio, capacity_blocks)
 
     def token_hit_ratio_at(self, capacity_blocks: float) -> float:
-        """Share of prompt tokens in the blocks that a cache of this capacity serves."""
         return _step(self.capacity_blocks, self.token_hit_ratio, capacity_blocks)
 
     def block_error_at(self, capacity_blocks: float) -> float | None:
-        """Standard error of `block_hit_ratio_at`, None where nothing was sampled."""
         return None if self.block_error is None else _step(self.capacity_blocks, self.block_error, capacity_blocks)
 
     @property
     def infinite_block_hit_ratio(self) -> float:
-        """What a cache that never evicts serves."""
+        """The ratio of a cache that never evicts."""
         return float(self.block_hit_ratio[-1]) if len(self.block_hit_ratio) else 0.0
 
     @property
     def infinite_token_hit_ratio(self) -> float:
-        """What a cache that never evicts serves, by token."""
+        """The ratio of a cache that never evicts."""
         return float(self.token_hit_ratio[-1]) if len(self.token_hit_ratio) else 0.0
 
     def capacity_for(self, share: float) -> int:
-        """The smallest capacity with at least this share of the tokens an infinite cache serves; 0 if that is none."""
+        """The smallest capacity with this share of the tokens that an infinite cache finds; 0 if that finds none."""
         enough = self.token_hit_ratio >= share * self.infinite_token_hit_ratio * (1 - 1e-12)
         return int(self.capacity_blocks[int(np.argmax(enough))]) if len(enough) else 0
 
     def knee_blocks(self) -> int:
-        """Where more capacity stops paying: the point farthest above the chord of the curve, capacity on a linear axis.
+        """The capacity where the curve is farthest above its chord; 0 without hits.
 
-        The definition of Satopaa et al., "Finding a Kneedle in a Haystack" (2011), without smoothing; the chord
-        runs from the empty cache to the smallest capacity that reaches the infinite cache's hits.
+        The definition of Satopaa et al., "Finding a Kneedle in a Haystack" (2011), without smoothing. The chord runs
+        from the empty cache to the smallest capacity with the infinite cache's hits, on a linear axis.
         """
         if not len(self.capacity_blocks) or not self.infinite_block_hit_ratio:
             return 0
@@ -131,28 +131,37 @@ class Curve:
         return int(self.capacity_blocks[int(np.argmax(above))])
 
 
+@dataclass(frozen=True, slots=True)
+class CurveRow:
+    """A curve at one capacity, as JSON and tables have it; `block_error` is NaN if the sample is too small."""
+
+    capacity_blocks: int
+    capacity_bytes: int | None
+    block_hit_ratio: float
+    token_hit_ratio: float
+    block_error: float | None
+
+
 def lru_curve(trace: Trace, *, sample_rate: float = 1.0, seed: int = 0) -> Curve:
     """The curve of a trace.
 
     Args:
-        sample_rate: share of the blocks to follow, above 0 and at most 1; 1 is exact.
-        seed: of the hash that picks them.
+        sample_rate: share of the blocks to follow; 1 is exact.
+        seed: of the hash that picks the blocks.
 
     Raises:
-        ValueError: the trace or the sample is empty, or `sample_rate` is out of range.
+        ValueError: the trace or the sample is empty, or `sample_rate` is not in (0, 1].
     """
     if not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate is {sample_rate:g}; wanted more than 0 and at most 1.")
     references = references_of(trace)
     if not len(references):
         raise ValueError(f"{trace.source}: no request to make a curve of.")
-    if sample_rate == 1:
-        return _exact(references)
-    return _sampled(references, sample_rate, seed)
+    return _exact(references) if sample_rate == 1 else _sampled(references, sample_rate, seed)
 
 
 def references_of(trace: Trace) -> References:
-    """All block references of a trace in one row."""
+    """All block references of a trace."""
     lengths = np.fromiter((len(request.keys) for request in trace.requests), np.int64, len(trace.requests))
     keys = np.concatenate([request.keys for request in trace.requests]) if len(lengths) else np.empty(0, np.int64)
     ends = np.cumsum(lengths)
@@ -163,10 +172,7 @@ def references_of(trace: Trace) -> References:
 
 
 def needed_blocks(references: References) -> Ints:
-    """The smallest capacity at which each reference is a hit; the largest int64 for a first use.
-
-    Exact for a tree under LRU whose leaves go first and whose running request is never evicted.
-    """
+    """The smallest capacity at which each reference is a hit; the largest int64 for a first use."""
     # Place of each use in time: within a request deepest first.
     places = references.first + references.last - 1 - np.arange(len(references), dtype=np.int64)
     by_place = np.empty_like(references.blocks)
@@ -178,7 +184,7 @@ def needed_blocks(references: References) -> Ints:
     if not len(seen):
         return needs
     starts, lasts = references.first[seen], own_previous[seen]
-    # Blocks last used one right after the other need one block more each: the first of such a run tells for all.
+    # Blocks last used one right after the other need one block more each: compute the first one of such a run.
     is_head = np.ones(len(seen), bool)
     is_head[1:] = (starts[1:] != starts[:-1]) | (lasts[1:] != lasts[:-1] - 1)
     heads = np.flatnonzero(is_head)
@@ -202,22 +208,15 @@ def _sampled(references: References, rate: float, seed: int) -> Curve:
     hashes, unique = _hashed(references.blocks, seed), int(references.blocks.max()) + 1
     if not (hashes < rate).any():
         raise ValueError(f"a sample of {rate:g} has none of the {unique:,} blocks; wanted a larger one.")
-    whole = _estimate(references, hashes < rate, rate)
-    capacities = whole[0]
+    capacities, block_ratios, token_ratios = _estimate(references, hashes < rate, rate)
     errors = np.full(len(capacities), np.nan)
     parts = [(hashes >= rate * part / PARTS) & (hashes < rate * (part + 1) / PARTS) for part in range(PARTS)]
     if min(int(part.sum()) for part in parts) >= _LEAST_PART_REFS:
         curves = [_estimate(references, part, rate / PARTS) for part in parts]
         ratios = np.stack([_steps_at(curve[0], curve[1], capacities) for curve in curves])
         errors = ratios.std(axis=0, ddof=1) / np.sqrt(PARTS)
-    return Curve(
-        *whole,
-        errors,
-        len(references),
-        unique,
-        int(references.tokens.sum()),
-        rate,
-    )
+    prompt_tokens = int(references.tokens.sum())
+    return Curve(capacities, block_ratios, token_ratios, errors, len(references), unique, prompt_tokens, rate)
 
 
 def _estimate(references: References, chosen: npt.NDArray[np.bool_], rate: float) -> tuple[Ints, Floats, Floats]:
@@ -226,10 +225,10 @@ def _estimate(references: References, chosen: npt.NDArray[np.bool_], rate: float
     needs = needed_blocks(sample)
     reused = needs != _NEVER
     needs[reused] = np.maximum(1, np.rint(needs[reused] / rate)).astype(np.int64)
-    # A first step at capacity 1, however few blocks the sample has.
+    # The curve's first step is at capacity 1, however few blocks the sample has.
     capacities, blocks, tokens = _steps(np.append(needs, 1), np.append(sample.tokens, 0))
     blocks = blocks - 1
-    # What is missing from (or too much in) the sample is taken to be the hottest blocks: hits at any capacity.
+    # References that the sample lacks, or has too many, count as those of the hottest blocks: hits at any capacity.
     expected_refs = rate * len(references)
     expected_tokens = rate * float(references.tokens.sum())
     block_ratio = (blocks + (expected_refs - len(sample))) / expected_refs
@@ -269,9 +268,9 @@ def _previous_uses(blocks: Ints) -> Ints:
 def _count_above(values: Ints, lengths: Ints, bounds: Ints) -> Ints:
     """For each query, how many of the first `lengths` values are above its bound.
 
-    A wavelet matrix, level by level from the highest bit and never kept: at each level the values stand in an order
-    where each query's candidates are one run [low, high); the run goes on among the values with the bound's bit, and
-    where that bit is 0 the values with a 1 are above the bound and counted.
+    A wavelet matrix, built level by level from the highest bit and never stored. At each level a query's candidates are
+    one run [low, high) of the values. The run goes on among the values that have the bound's bit; if that bit is 0,
+    the values with a 1 are above the bound and are counted.
     """
     # -1, the mark of a first use, becomes 0.
     values, bounds = values + 1, bounds + 1
@@ -318,17 +317,11 @@ def _steps_at(capacities: Ints, ratios: Floats, wanted: Ints | Sequence[int]) ->
     return np.where(index >= 0, ratios[np.maximum(index, 0)], 0.0) if len(ratios) else np.zeros(len(wanted))
 
 
-#: JSON and pictures hold at most so many points of a curve, even on a logarithmic axis.
-MOST_POINTS = 400
-FIGURE_INCHES = (10.0, 6.0)
-COUNTS = (
-    "Block hit ratio: blocks found in the cache over all blocks of all prompts. Token hit ratio: their tokens over all"
-    " prompt tokens. LRU on whole blocks; what a running request uses is never evicted."
-)
+# Table, JSON and picture
 
 
 def capacities_of(curve: Curve) -> list[int]:
-    """Round capacities, 1, 2 and 5 times the powers of ten, up to the first one that no more than all blocks fill."""
+    """Round capacities, 1, 2 and 5 times the powers of ten, up to the first one with room for all blocks."""
     capacities = []
     power = 1
     while True:
@@ -340,7 +333,7 @@ def capacities_of(curve: Curve) -> list[int]:
 
 
 def points_of(curve: Curve) -> list[int]:
-    """Capacities for JSON and pictures: at most `MOST_POINTS`, with the knee and the round ones among them."""
+    """Capacities for JSON and pictures: at most `MOST_POINTS` steps, the knee and the round ones."""
     steps = curve.capacity_blocks
     if len(steps) > MOST_POINTS:
         wanted = np.geomspace(max(1, steps[0]), steps[-1], MOST_POINTS)
@@ -349,42 +342,36 @@ def points_of(curve: Curve) -> list[int]:
     return sorted({int(step) for step in steps} | {capacity for capacity in special if capacity > 0})
 
 
-def curve_rows(curve: Curve, capacities: list[int], block_bytes: int | None) -> list[dict[str, Any]]:
-    """A row per capacity; `capacity_bytes` is None where the size of a block is not known."""
+def _rows(curve: Curve, capacities: Sequence[int], block_bytes: int | None) -> list[CurveRow]:
     return [
-        {
-            "capacity_blocks": capacity,
-            "capacity_bytes": None if block_bytes is None else capacity * block_bytes,
-            "block_hit_ratio": curve.block_hit_ratio_at(capacity),
-            "token_hit_ratio": curve.token_hit_ratio_at(capacity),
-            "block_error": curve.block_error_at(capacity),
-        }
+        CurveRow(
+            capacity,
+            None if block_bytes is None else capacity * block_bytes,
+            curve.block_hit_ratio_at(capacity),
+            curve.token_hit_ratio_at(capacity),
+            curve.block_error_at(capacity),
+        )
         for capacity in capacities
     ]
 
 
 def curve_table(curve: Curve, trace: Trace, block_bytes: int | None) -> Table:
-    """The round capacities, those where the ratio begins to rise and those where it is within reach of its end."""
-    table = Table()
-    headers = ["capacity\nblocks", "capacity\ntokens"]
-    headers += [] if block_bytes is None else ["capacity\nGiB"]
-    headers += ["block hit\nratio", "token hit\nratio"]
-    headers += [] if curve.block_error is None else ["standard\nerror"]
-    for header in headers:
-        table.add_column(header, justify="right")
+    """The round capacities from the first hit on."""
+    columns = (
+        Column("capacity\nblocks", "capacity_blocks", ","),
+        Column("capacity\ntokens", lambda row: row.capacity_blocks * trace.block_tokens, ","),
+        Column("capacity\nGiB", "capacity_bytes", ",.2f", GIB, is_optional=True),
+        Column("block hit\nratio", "block_hit_ratio", ".4f"),
+        Column("token hit\nratio", "token_hit_ratio", ".4f"),
+        Column("standard\nerror", "block_error", ".4f", is_optional=True),
+    )
     least = int(curve.capacity_blocks[0]) if len(curve.capacity_blocks) else 1
-    for row in curve_rows(curve, [c for c in capacities_of(curve) if c >= least], block_bytes):
-        capacity = row["capacity_blocks"]
-        cells = [f"{capacity:,}", f"{capacity * trace.block_tokens:,}"]
-        cells += [] if block_bytes is None else [f"{row['capacity_bytes'] / GIB:,.2f}"]
-        cells += [f"{row['block_hit_ratio']:.4f}", f"{row['token_hit_ratio']:.4f}"]
-        cells += [] if curve.block_error is None else [_error_cell(row["block_error"])]
-        table.add_row(*cells)
-    return table
+    rows = _rows(curve, [capacity for capacity in capacities_of(curve) if capacity >= least], block_bytes)
+    return filled(Table(), columns, rows)
 
 
-def curve_document(curve: Curve, trace: Trace, block_bytes: int | None, **about: Any) -> dict[str, Any]:
-    """Everything, for JSON."""
+def curve_document(curve: Curve, trace: Trace, block_bytes: int | None) -> dict[str, Any]:
+    """Everything, for JSON; an unknown error is None."""
     return {
         "trace": trace.name,
         "policy": "lru",
@@ -400,28 +387,27 @@ def curve_document(curve: Curve, trace: Trace, block_bytes: int | None, **about:
         "infinite_block_hit_ratio": curve.infinite_block_hit_ratio,
         "infinite_token_hit_ratio": curve.infinite_token_hit_ratio,
         "knee_blocks": curve.knee_blocks(),
-        "counts": COUNTS,
+        "counts": CURVE_COUNTS,
         "rows": [
-            {**row, "block_error": None if row["block_error"] != row["block_error"] else row["block_error"]}
-            for row in curve_rows(curve, points_of(curve), block_bytes)
+            {**asdict(row), "block_error": None if row.block_error != row.block_error else row.block_error}
+            for row in _rows(curve, points_of(curve), block_bytes)
         ],
-        **about,
     }
 
 
 def curve_picture(
     curve: Curve, trace: Trace, block_bytes: int | None, *, marks: dict[str, int], file_format: str
 ) -> bytes:
-    """The curve over capacity, its error where it was sampled, and marked capacities; PNG, SVG or PDF."""
+    """The curve over capacity, its standard error, and marked capacities by name."""
     figure = new_figure(*FIGURE_INCHES)
     axes = figure.subplots()
-    unit_blocks, unit = (1.0, "blocks") if block_bytes is None else (GIB / block_bytes, "GiB")
-    capacities = points_of(curve)
-    positions = [capacity / unit_blocks for capacity in capacities]
-    ratios = np.array([curve.block_hit_ratio_at(capacity) for capacity in capacities])
+    unit_blocks = 1.0 if block_bytes is None else GIB / block_bytes
+    rows = _rows(curve, points_of(curve), block_bytes)
+    positions = [row.capacity_blocks / unit_blocks for row in rows]
+    ratios = np.array([row.block_hit_ratio for row in rows])
     axes.step(positions, ratios, where="post", color="#D55E00", label="LRU")
     if curve.block_error is not None:
-        errors = np.array([curve.block_error_at(capacity) for capacity in capacities], dtype=float)
+        errors = np.array([row.block_error for row in rows], dtype=float)
         axes.fill_between(
             positions, ratios - errors, ratios + errors, step="post", color="#D55E00", alpha=0.2, label="standard error"
         )
@@ -430,14 +416,10 @@ def curve_picture(
         axes.axvline(capacity / unit_blocks, color=color, linestyle="--", linewidth=1, label=name)
     axes.set_xscale("log")
     axes.set_ylim(0, max(0.01, 1.08 * curve.infinite_block_hit_ratio))
-    axes.set_xlabel(f"capacity, {unit} of {trace.block_tokens} tokens" if unit == "blocks" else "capacity, GiB")
-    axes.set_ylabel("block hit ratio: blocks found / blocks asked for")
+    axes.set_xlabel(f"capacity, {f'blocks of {trace.block_tokens} tokens' if block_bytes is None else 'GiB'}")
+    axes.set_ylabel(RATIO_LABEL)
     synthetic = ", synthetic arrivals" if trace.is_timing_synthetic else ""
     axes.set_title(f"{trace.name}: {len(trace.requests):,} requests{synthetic}", parse_math=False)
     axes.grid(visible=True, which="both", alpha=0.25)
     axes.legend(loc="upper left")
     return picture_bytes(figure, file_format)
-
-
-def _error_cell(error: float) -> str:
-    return f"{error:.4f}" if error == error else "unknown"

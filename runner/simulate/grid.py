@@ -1,10 +1,11 @@
-"""Grid: simulations that differ in one thing or another, in this process, in several, or on a Ray cluster.
+"""Grid: simulations that differ in policy, capacity, router or trace, in one process, several, or on a Ray cluster.
 
-    Job           a policy at a capacity          ReplicaJob    a router before so many replicas
+    SimulationJob      a policy at a capacity
+    ReplicaJob         a router before a number of replicas
 
-A job is small (names and numbers), a trace is large: a worker is given the traces once and keeps them. Rows come back
-in the order of the jobs wherever they were computed, and are the same but for `seconds`. When the grid is interrupted
-or a job fails, the rows that have finished out of their turn come before the exception.
+A job is small and a trace is large: a worker gets the traces once. Rows come in the order of the jobs and are the same
+wherever they were computed, except for `seconds`. If a job fails or the user interrupts, the rows that have finished
+come before the exception.
 """
 
 from __future__ import annotations
@@ -15,47 +16,31 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process
 from typing import Any, Protocol, TypeVar
 
 from runner.models.footprint import ModelBytes
-from runner.simulate.replicas import Setup, Speeds, simulate_replicas
-from runner.simulate.rows import DiskPlan, ReplicaRow, SimulationRow
+from runner.simulate.replicas import Setup, simulate_replicas
+from runner.simulate.report import DiskPlan, ReplicaRow, Row, SimulationRow, Speeds
 from runner.simulate.simulator import BlockSizes, OnProgress, simulate
 from runner.traces.trace import Trace
 
-#: How often progress in other processes is asked for.
+#: Seconds between two looks at the progress of other processes.
 POLL_S = 0.1
 
-
-class GridRow(Protocol):
-    """What a simulation came to."""
-
-    @property
-    def requests(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-
-
-AnyRow = TypeVar("AnyRow", SimulationRow, ReplicaRow)
-R = TypeVar("R", bound=GridRow)
-R_co = TypeVar("R_co", bound=GridRow, covariant=True)
+R = TypeVar("R", bound=Row)
+R_co = TypeVar("R_co", bound=Row, covariant=True)
 
 
 class AnyJob(Protocol[R_co]):
-    """One simulation of a grid."""
+    """One simulation of a grid, on the trace with this index."""
 
     @property
-    def trace(self) -> int:
-        """Index of the trace."""
+    def trace(self) -> int: ...
 
     def run(self, trace: Trace, on_progress: OnProgress | None = None) -> R_co:
-        """Run it on that trace.
-
-        Raises:
-            PolicyError: the policy is a "module:Class" and failed.
-        """
+        """Run it. PolicyError: the policy is the user's and failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +49,9 @@ class SimulationJob:
 
     Attributes:
         trace: index of the trace.
-        capacity_blocks: budget in blocks, of span state where a model is given; None: `budget_bytes` says it.
-        budget_bytes: budget in bytes, for which a model's bytes are known.
+        capacity_blocks: the budget in blocks of span state; None: `budget_bytes` is the budget.
         model: the model's bytes; None: blocks are counted.
-        disk: beside memory; None: there is none.
+        disk: the tier below memory.
     """
 
     trace: int
@@ -78,24 +62,20 @@ class SimulationJob:
     disk: DiskPlan | None = None
 
     def run(self, trace: Trace, on_progress: OnProgress | None = None) -> SimulationRow:
-        sizes = BlockSizes.of(self.model, trace.block_tokens)
-        return simulate(trace, self.policy, self.bytes_of(sizes), sizes, on_progress, self.disk)
+        return simulate(trace, self.policy, *self.budget(trace), on_progress, self.disk)
 
-    def bytes_of(self, sizes: BlockSizes) -> int:
-        """The budget in bytes."""
+    def budget(self, trace: Trace) -> tuple[int, BlockSizes]:
+        """The budget in bytes, and the sizes of blocks."""
+        sizes = BlockSizes.of(self.model, trace.block_tokens)
         if self.capacity_blocks is not None:
-            return self.capacity_blocks * sizes.span_bytes
+            return self.capacity_blocks * sizes.span_bytes, sizes
         assert self.budget_bytes is not None, self
-        return self.budget_bytes
+        return self.budget_bytes, sizes
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaJob:
-    """A router before so many replicas.
-
-    Attributes:
-        each: what each of them is, beside the router; its disk is theirs together.
-    """
+    """A router before a number of replicas; `each` is one replica's cache, and its disk is the tier behind all."""
 
     each: SimulationJob
     router: str
@@ -108,8 +88,7 @@ class ReplicaJob:
         return self.each.trace
 
     def run(self, trace: Trace, on_progress: OnProgress | None = None) -> ReplicaRow:
-        sizes = BlockSizes.of(self.each.model, trace.block_tokens)
-        cache = (self.each.policy, self.each.bytes_of(sizes), sizes)
+        cache = (self.each.policy, *self.each.budget(trace))
         setup = Setup(self.router, self.replicas, *cache, self.speeds, self.each.disk, self.seed)
         return simulate_replicas(trace, setup, on_progress)
 
@@ -117,52 +96,54 @@ class ReplicaJob:
 def run_locally(
     traces: Sequence[Trace], jobs: Sequence[AnyJob[R]], processes: int = 1, on_progress: OnProgress | None = None
 ) -> Iterator[R]:
-    """Yield a row per job, in order, from this process or from several."""
+    """Yield a row per job, from this process or from several."""
     processes = min(processes, len(jobs))
     if processes <= 1:
         for job in jobs:
             yield job.run(traces[job.trace], on_progress)
         return
-    # Fresh processes: MLX, which the cache imports, is not made for a fork.
+    # Fresh processes: MLX, which the cache imports, does not survive a fork.
     context = get_context("spawn")
     served, stop = context.Value("q", 0), context.Event()
-    told = 0
+    reported = 0
 
-    def tell() -> None:
-        nonlocal told
+    def report_progress() -> None:
+        nonlocal reported
         now = served.value
         if on_progress is not None:
-            on_progress(now - told)
-        told = now
+            on_progress(now - reported)
+        reported = now
 
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_keep, initargs=(traces, served, stop)) as pool:
+    with ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_start_worker, initargs=(traces, served, stop)
+    ) as pool:
         try:
-            with _interrupts_held():
-                futures = [pool.submit(_run_kept, job) for job in jobs]
-            yield from in_order(futures, tell)
+            with _without_interrupts():
+                futures = [pool.submit(_run_in_worker, job) for job in jobs]
+            yield from in_order(futures, report_progress)
         finally:
             stop.set()
-            # It waits: what is not started yet would miss the locks that go with this call.
+            # It waits: a worker that starts later would miss the locks that go with this call.
             pool.shutdown(cancel_futures=True)
 
 
 def run_on_ray(
     traces: Sequence[Trace], jobs: Sequence[AnyJob[R]], address: str, on_progress: OnProgress | None = None
 ) -> Iterator[R]:
-    """Yield a row per job, in order, from a Ray cluster at `address`; "auto" finds one or starts one here.
+    """Yield a row per job from a Ray cluster at `address`; "auto" finds one or starts one here.
 
-    The traces travel to the cluster once: no file needs to be there but the module of a policy of one's own.
+    The traces travel to the cluster once. The cluster needs no file except the module of a user's own policy.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
-        ConnectionError: no cluster answers at the address, or it is none.
+        ConnectionError: the address is not valid, or no cluster answers.
     """
     import ray
 
     started_here = not ray.is_initialized()
     _connect(ray, address)
     try:
-        remote: Any = ray.remote(_run)
+        remote: Any = ray.remote(_run_remotely)
         stored = [ray.put(trace) for trace in traces]
         futures: list[Future[R]] = [remote.remote(stored[job.trace], job).future() for job in jobs]
         for row in in_order(futures):
@@ -174,19 +155,14 @@ def run_on_ray(
             ray.shutdown()
 
 
-def shortened(row: AnyRow) -> AnyRow:
-    """A row without what differs from run to run."""
-    return replace(row, seconds=0.0)
-
-
-def in_order(futures: Sequence[Future[R]], tell: Callable[[], None] = lambda: None) -> Iterator[R]:
-    """Yield the rows in order; before an exception those that have finished out of their turn."""
+def in_order(futures: Sequence[Future[R]], report_progress: Callable[[], None] = lambda: None) -> Iterator[R]:
+    """Yield the rows in order; before an exception, all that have finished."""
     count = 0
     try:
         for future in futures:
             while not wait([future], timeout=POLL_S).done:
-                tell()
-            tell()
+                report_progress()
+            report_progress()
             row = future.result()
             count += 1
             yield row
@@ -198,8 +174,8 @@ def in_order(futures: Sequence[Future[R]], tell: Callable[[], None] = lambda: No
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back for a moment. Processes started meanwhile never see it: who started them stops them."""
+def _without_interrupts() -> Iterator[None]:
+    """Delay Ctrl-C. Processes that start meanwhile ignore it for good: this process stops them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -214,26 +190,22 @@ _served: Any = None
 _stop: Any = None
 
 
-def _keep(traces: Sequence[Trace], served: Any, stop: Any) -> None:
+def _start_worker(traces: Sequence[Trace], served: Any, stop: Any) -> None:
     global _traces, _served, _stop
     _traces, _served, _stop = traces, served, stop
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """Who started this process may be killed, and could not say so then."""
+    """End this process when the parent ends, even if the parent is killed."""
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
         os._exit(1)
 
 
-def _run_kept(job: AnyJob[R]) -> R:
+def _run_in_worker(job: AnyJob[R]) -> R:
     return job.run(_traces[job.trace], _count)
-
-
-def _run(trace: Trace, job: AnyJob[R]) -> R:
-    return job.run(trace)
 
 
 def _count(requests: int) -> None:
@@ -243,12 +215,16 @@ def _count(requests: int) -> None:
         _served.value += requests
 
 
+def _run_remotely(trace: Trace, job: AnyJob[R]) -> R:
+    return job.run(trace)
+
+
 def _connect(ray: Any, address: str) -> None:
     if ray.is_initialized():
         return
     try:
-        # To its own "auto" Ray answers with any cluster of this machine, also one that another process has for itself
-        # and that refuses all others, after 20 seconds. Without an address it joins what `ray start` has started.
+        # Ray's own "auto" also finds a private cluster of another process, which refuses everyone after 20 seconds.
+        # Without an address Ray joins the cluster that `ray start` has started.
         ray.init(address=None if address == "auto" else address, log_to_driver=False)
     except (RuntimeError, ValueError) as error:
         raise ConnectionError(str(error)) from error

@@ -1,21 +1,20 @@
-"""Made-up traffic of many users with documented parameters, for when there is no trace. Same seed, same trace.
+"""Synthetic traffic of many users, for when there is no trace. The same parameters and seed give the same trace.
 
-What happens:
-
-    applications    each has a system prompt of its own (tool list included); a new conversation picks one by Zipf's law
+    applications    each has its own system prompt, tool list included; a new conversation picks one by Zipf's law
     conversations   begin as a Poisson process; each has a geometric number of user turns
     a turn          the user's message, then one request; in an agent's conversation a geometric number of tool calls
                     comes before the answer, each a request of its own that ends in the tool's result
-    branching       before a turn the user may go back to an earlier one and ask it anew (regenerate, edit)
-    time            see runner/traces/trace.py: thinking, tools, and the time it takes to generate the reply
+    branching       before a turn the user may go back to an earlier one and ask again (regenerate, edit)
+    time            see `Pace`: thinking, tools, and the time to generate the reply
 
 Lengths are log-normal, given by their median and the standard deviation of their logarithm. Replies become part of the
-next prompt. Beginnings of unlike conversations differ in every token behind the system prompt.
+next prompt. Different conversations share no token behind the system prompt.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,11 +25,23 @@ import numpy as np
 from runner.traces.trace import Keys, Pace, Trace, TraceRequest
 
 MOST_MEDIAN_TOKENS = 1e9
+#: The range of each parameter of `Synth`.
+RANGES: dict[str, tuple[float, float]] = {
+    "requests": (1, math.inf),
+    "block_tokens": (1, math.inf),
+    "applications": (1, math.inf),
+    "zipf": (0, math.inf),
+    "agent_share": (0, 1),
+    "turns": (1, math.inf),
+    "tool_calls": (0, math.inf),
+    "branching": (0, 1),
+    "context_tokens": (1, math.inf),
+}
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A log-normal length in tokens, at least 1. The median is `MOST_MEDIAN_TOKENS` at most."""
+    """A log-normal length in tokens, at least 1."""
 
     median_tokens: float
     sigma: float
@@ -43,26 +54,20 @@ class Lengths:
             )
 
     def draw(self, source: random.Random) -> int:
-        """One length."""
         return max(1, round(self.median_tokens * source.lognormvariate(0.0, self.sigma)))
 
 
 @dataclass(frozen=True)
 class Synth:
-    """What the traffic is like.
+    """Parameters of the traffic.
 
     Attributes:
-        requests: how many to make.
-        block_tokens: tokens per block.
-        applications: how many there are.
-        zipf: exponent of their popularity, 0 for equal shares.
+        zipf: exponent of the applications' popularity; 0 for equal shares.
         agent_share: share of the applications whose conversations use tools.
-        turns: mean number of user turns of a conversation, at least 1.
-        tool_calls: mean number of tool calls in an agent's turn, 0 or more.
+        turns: mean number of user turns of a conversation.
+        tool_calls: mean number of tool calls in an agent's turn.
         branching: probability that a turn goes back to an earlier one.
-        context_tokens: a conversation ends before a prompt would be longer than this.
-        system, user, reply, tool_result: lengths.
-        pace: how time passes.
+        context_tokens: a conversation ends before a prompt would be longer.
     """
 
     requests: int = 10_000
@@ -81,35 +86,21 @@ class Synth:
     pace: Pace = field(default_factory=lambda: Pace(sessions_per_hour=600.0))
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("requests", 1, None),
-            ("block_tokens", 1, None),
-            ("applications", 1, None),
-            ("zipf", 0, None),
-            ("agent_share", 0, 1),
-            ("turns", 1, None),
-            ("tool_calls", 0, None),
-            ("branching", 0, 1),
-            ("context_tokens", 1, None),
-        ):
+        for name, (low, high) in RANGES.items():
             value = getattr(self, name)
-            if not (value >= low and (high is None or value <= high) and value < float("inf")):
-                above = f"{low} or more" if high is None else f"{low} to {high}"
-                raise ValueError(f"{name} is {value:g}; wanted {above}.")
+            if not (low <= value <= high and value < math.inf):
+                wanted = f"{low} or more" if high == math.inf else f"{low} to {high}"
+                raise ValueError(f"{name} is {value:g}; wanted {wanted}.")
 
 
 def synthesize(parameters: Synth, *, seed: int = 0, name: str = "synth") -> Trace:
-    """Make a trace.
-
-    Raises:
-        ValueError: no conversation fits into `context_tokens`.
-    """
-    traffic = _Traffic(parameters, random.Random(seed))
-    return Trace(name, parameters.block_tokens, list(traffic.requests()), True, f"synth, seed {seed}")
+    """Make a trace. ValueError: no conversation fits into `context_tokens`."""
+    requests = list(_Traffic(parameters, random.Random(seed)).requests())
+    return Trace(name, parameters.block_tokens, requests, True, f"synth, seed {seed}")
 
 
 class _Text:
-    """A growing prompt as block keys. A block is known by the block before it and the pieces of text in it."""
+    """A growing prompt as block keys. A block is identified by the block before it and the pieces of text in it."""
 
     def __init__(self, numbers: dict[object, int], block_tokens: int) -> None:
         self._numbers = numbers
@@ -124,7 +115,7 @@ class _Text:
         return other
 
     def append(self, piece: int, length: int) -> None:
-        """Add a piece of text; the same piece is always the same text."""
+        """Add the first tokens of a piece; a piece's number identifies its text."""
         offset = 0
         while offset < length:
             taken = min(length - offset, self._block_tokens - self.tokens % self._block_tokens)
@@ -136,7 +127,7 @@ class _Text:
                 self._tail = ()
 
     def keys(self) -> Keys:
-        """Keys of all blocks, the last partly filled one included."""
+        """Keys of all blocks, also of a last one that is partly filled."""
         return np.array([*self._keys, self._number()] if self._tail else self._keys, np.int64)
 
     def _number(self) -> int:
@@ -151,22 +142,29 @@ class _Application:
     is_agent: bool
 
 
+@dataclass
 class _Conversation:
-    """One user's conversation; `text` is what the next request asks."""
+    """One user's conversation.
 
-    def __init__(self, name: str, application: _Application, text: _Text, turns: int) -> None:
-        self.name = name
-        self.application = application
-        self.text = text
-        self.turns_left = turns
-        self.turn = 0
-        self.calls_left = 0
-        #: For each of the user's messages so far: the text before it, and the turn before it.
-        self.beginnings: list[tuple[_Text, int]] = []
+    Attributes:
+        text: the prompt of the next request.
+        beginnings: for each of the user's messages so far, the text and the turn before it.
+    """
+
+    name: str
+    application: _Application
+    text: _Text
+    turns_left: int
+    turn: int = 0
+    calls_left: int = 0
+    beginnings: list[tuple[_Text, int]] = field(default_factory=list)
 
 
 class _Traffic:
-    """All conversations on one time axis."""
+    """All conversations on one time axis.
+
+    The agenda holds (time, order, conversation); None stands for the beginning of the next conversation.
+    """
 
     def __init__(self, parameters: Synth, draw: random.Random) -> None:
         self._parameters = parameters
@@ -177,7 +175,6 @@ class _Traffic:
         self._applications = [self._application() for _ in range(parameters.applications)]
         ranks = range(1, parameters.applications + 1)
         self._weights = [rank**-parameters.zipf for rank in ranks]
-        #: (time, order, conversation); None where the next conversation begins.
         self._agenda: list[tuple[float, int, _Conversation | None]] = []
 
     def requests(self) -> Iterator[TraceRequest]:
@@ -202,7 +199,7 @@ class _Traffic:
             made += 1
 
     def _request(self, conversation: _Conversation, at_s: float) -> TraceRequest:
-        """The request that is due, and the plan for the next one."""
+        """Make the request that is due, and plan the next one."""
         text, parameters = conversation.text, self._parameters
         output_tokens = parameters.reply.draw(self._draw)
         request = TraceRequest(
@@ -237,7 +234,7 @@ class _Traffic:
         )
 
     def _ask(self, conversation: _Conversation) -> None:
-        """The user's next message, behind what was said last or, when branching, behind something earlier."""
+        """Add the user's next message at the end or, when branching, after an earlier turn."""
         if conversation.beginnings and self._draw.random() < self._parameters.branching:
             chosen = self._draw.randrange(len(conversation.beginnings))
             text, conversation.turn = conversation.beginnings[chosen]
@@ -254,7 +251,7 @@ class _Traffic:
         text.append(next(self._pieces), self._clipped(length))
 
     def _clipped(self, length: int) -> int:
-        """What there is to append of a piece: beyond the context nobody asks for it."""
+        """A piece's length, cut beyond the context, where nobody asks for it."""
         return min(length, self._parameters.context_tokens + 1)
 
     def _plan(self, at_s: float, conversation: _Conversation | None) -> None:
@@ -265,7 +262,7 @@ class _Traffic:
         return _Application(next(self._pieces), length, self._draw.random() < self._parameters.agent_share)
 
     def _geometric(self, mean: float) -> int:
-        """A number 0, 1, 2 ... with this mean, without memory."""
+        """A number 0, 1, 2 ... with this mean."""
         number = 0
         while self._draw.random() < mean / (1 + mean):
             number += 1

@@ -1,4 +1,4 @@
-"""A trace: who asked for which prefix, when. Every reader returns this, the simulator and the curves take it. No MLX.
+"""A trace: who asked for which prefix, when. Readers return it, the simulator and the curves take it. No MLX.
 
 A prompt is a list of blocks of `block_tokens` tokens; the last one may be partly filled. A block is known by its key.
 
@@ -9,20 +9,15 @@ Invariants of a `Trace` that a reader returns:
   TR3  `time_ms` never decreases; requests that arrived at the same time keep the order of the file.
   TR4  Keys are 0 or more; files that were joined share none.
 
-KeyTable: block ids of one file become keys, and equal ids are held to equal prefixes.
+`TurnInference` finds conversations in a trace that does not name them, from the prompts before a request only. A prompt
+that begins with all full blocks of an earlier prompt continues that conversation. Two rules keep a shared system prompt
+from counting as a conversation:
 
-Ids are numbered from 0 in the order they appear, so the same file gives the same keys whatever its ids look like. Keys
-of different files mean different blocks: `join_traces` numbers them anew.
+  TT1  A block is continued only from the request that used it first, or from a request that continues that one.
+  TT2  A prompt that was continued in `MOST_BRANCHES` different ways is a shared beginning: a later request that begins
+       with it starts a conversation. Earlier requests keep their numbers.
 
-Lines of a trace file as JSON, and what to do with a bad one: stop, or count it and go on.
-
-A file is read line by line, so a trace may be larger than memory. Lines count from 1.
-
-Arrival times for data that has none: conversations begin as a Poisson process, people think, tools take a while.
-
-Everything is drawn from one seeded generator; a trace with such times is labelled synthetic.
-
-Several traces on one time axis, each from its own beginning, without a key in common.
+A prompt shorter than a block counts as a first turn. O(blocks) per request.
 """
 
 from __future__ import annotations
@@ -40,10 +35,11 @@ import numpy.typing as npt
 from runner.text import shown
 
 Keys = npt.NDArray[np.int64]
+MOST_BRANCHES = 3
 
 
 class TraceError(ValueError):
-    """A file that is not a trace, or a line that cannot be one: where, what was found, what was wanted, on one line."""
+    """A file that is not a trace, or a bad line: where, what was found, what was wanted, on one line."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,13 +47,11 @@ class TraceRequest:
     """One request.
 
     Attributes:
-        keys: int64, one key per block of the prompt, unique per whole prefix.
-        tokens: length of the prompt.
-        output_tokens: length of the reply.
-        time_ms: arrival, counted from the start of the trace.
-        session: the conversation, where the trace says so; "" unknown.
-        turn: the conversation's turn, from 1, where known or inferred from the past alone.
-        kind: what sort of request, "main" or "subagent" say; "" unknown.
+        keys: one key per block of the prompt, unique per whole prefix.
+        time_ms: arrival, from the start of the trace.
+        session: the conversation; "" if the trace does not say.
+        turn: the conversation's turn, from 1; None: not known.
+        kind: for example "main" or "subagent"; "" if the trace does not say.
     """
 
     keys: Keys
@@ -74,12 +68,11 @@ class Trace:
     """Requests in the order of their arrival.
 
     Attributes:
-        name: what tables and plots call it.
-        block_tokens: tokens per block.
-        is_timing_synthetic: whether arrival times were made up by the reader; every output says so.
-        source: the path or paths it was read from.
+        name: for tables and plots.
+        is_timing_synthetic: arrival times were made up by the reader; every output says so.
+        source: the path or paths of the files.
         skipped: one line for each bad record that was left out.
-        sessions_per_hour: the rate at which conversations begin, where the reader made arrivals up.
+        sessions_per_hour: the rate of conversations that the reader assumed; None: arrivals are recorded.
     """
 
     name: str
@@ -97,18 +90,17 @@ class Trace:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts together."""
         return sum(request.tokens for request in self.requests)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How time passes.
+    """Arrival times for data without any, drawn from one seeded generator.
 
     Attributes:
-        sessions_per_hour: rate at which conversations begin.
-        think_s: mean time that a person takes from the reply to the next message; exponential.
-        tool_s: mean time that a tool takes; exponential.
+        sessions_per_hour: rate at which conversations begin, as a Poisson process.
+        think_s: mean time of a person from a reply to the next message; exponential.
+        tool_s: mean time of a tool; exponential.
         output_tokens_per_s: how fast replies are generated.
     """
 
@@ -132,18 +124,72 @@ class Pace:
         return output_tokens / self.output_tokens_per_s + wait_s
 
 
+@dataclass(slots=True)
+class _End:
+    """The last full block of a prompt: whose turn ended there, and in how many ways it was continued."""
+
+    conversation: int
+    turn: int
+    branches: int = 0
+
+
+class TurnInference:
+    """Numbers conversations and turns of requests in the order of their arrival."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._ends: dict[int, _End] = {}
+        self._seen: set[int] = set()
+        self._conversations = 0
+
+    def place(self, request: TraceRequest) -> tuple[int, int]:
+        """The number of a request's conversation, and its turn from 1. Call it once per request, in order."""
+        full = request.tokens // self._block_tokens
+        keys = request.keys[:full].tolist()
+        depth, end = self._continued(keys)
+        conversation, turn = (self._conversations, 1) if end is None else (end.conversation, end.turn + 1)
+        self._conversations += end is None
+        if keys:
+            is_new = keys[-1] not in self._seen
+            if end is not None and depth < full and is_new:
+                end.branches += 1
+            if is_new or (end is not None and depth == full):
+                self._ends[keys[-1]] = _End(conversation, turn)
+            self._seen.update(keys)
+        return conversation, turn
+
+    def _continued(self, keys: list[int]) -> tuple[int, _End | None]:
+        """The longest earlier prompt that this one begins with, and its length in blocks."""
+        for index in reversed(range(len(keys))):
+            end = self._ends.get(keys[index])
+            if end is not None and end.branches < MOST_BRANCHES:
+                return index + 1, end
+        return 0, None
+
+
+def infer_turns(trace: Trace) -> Trace:
+    """The trace with a turn for each request; unchanged if the trace knows any turn."""
+    if any(request.turn is not None for request in trace.requests):
+        return trace
+    inference = TurnInference(trace.block_tokens)
+    return replace(trace, requests=[replace(each, turn=inference.place(each)[1]) for each in trace.requests])
+
+
 _NO_PARENT = -1
 
 
 class KeyTable:
-    """The ids of a file with the number of each and of the block before it. O(1) per id."""
+    """Turns the block ids of one file into keys, numbered from 0 in the order of first use. O(1) per id.
+
+    It remembers the block before each id, so an id behind another prefix is noticed.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self._parents: list[int] = []
 
     def conflict(self, ids: Sequence[Hashable]) -> int | None:
-        """Index of the first id that stands behind another prefix than before; None where all agree."""
+        """Index of the first id that was seen behind another prefix; None: all agree."""
         numbers, parents = self._numbers, self._parents
         previous: int | None = _NO_PARENT
         for index, block_id in enumerate(ids):
@@ -156,7 +202,7 @@ class KeyTable:
         return None
 
     def keys(self, ids: Sequence[Hashable], *, unhashed_tail: bool = False) -> Keys:
-        """Keys of a prompt without conflict; an unhashed tail is a last block of its own that nobody shares."""
+        """The keys of a prompt without conflict, and with `unhashed_tail` one for a last block that nobody shares."""
         keys = np.empty(len(ids) + unhashed_tail, np.int64)
         previous = _NO_PARENT
         for index, block_id in enumerate(ids):
@@ -173,24 +219,62 @@ class KeyTable:
         return len(self._parents) - 1
 
 
-#: Numbers up to here are exact as floats.
+def join_traces(traces: Sequence[Trace], *, name: str = "") -> Trace:
+    """Join traces on one time axis, each from its own beginning, with keys numbered anew.
+
+    Requests that arrive at the same time keep the order of the traces.
+
+    Args:
+        name: of the result; the names joined by + if there is none.
+
+    Raises:
+        TraceError: their blocks differ in length.
+    """
+    first = traces[0]
+    if len(traces) == 1:
+        return replace(first, name=name or first.name)
+    for trace in traces:
+        if trace.block_tokens != first.block_tokens:
+            raise TraceError(
+                f"{trace.source}: blocks of {trace.block_tokens} tokens; wanted {first.block_tokens}, as in"
+                f" {first.source}."
+            )
+    requests: list[TraceRequest] = []
+    next_key = 0
+    for trace in traces:
+        if trace.requests:
+            lengths = [len(each.keys) for each in trace.requests]
+            distinct, numbers = np.unique(np.concatenate([each.keys for each in trace.requests]), return_inverse=True)
+            pieces = np.split(numbers.astype(np.int64) + next_key, np.cumsum(lengths)[:-1])
+            requests += [replace(each, keys=keys) for each, keys in zip(trace.requests, pieces, strict=True)]
+            next_key += len(distinct)
+    requests.sort(key=lambda request: request.time_ms)
+    return Trace(
+        name or "+".join(trace.name for trace in traces),
+        first.block_tokens,
+        requests,
+        any(trace.is_timing_synthetic for trace in traces),
+        ", ".join(trace.source for trace in traces),
+        tuple(line for trace in traces for line in trace.skipped),
+    )
+
+
+# What readers share: lines, fields, and what is bad in them
+
+#: Larger whole numbers are not exact as floats.
 MOST_EXACT = 1 << 53
 MOST_BLOCK_TOKENS = 1 << 31
 
 
 class BadLines:
-    """Where readers take what they cannot use. Without `skip_bad` the first one ends the reading."""
+    """Collects bad lines; without `skip_bad` the first one ends the reading."""
 
     def __init__(self, skip_bad: bool) -> None:
         self._skip_bad = skip_bad
         self.skipped: list[str] = []
 
     def add(self, error: TraceError) -> None:
-        """Count a bad line.
-
-        Raises:
-            TraceError: the same, where nothing is skipped.
-        """
+        """Count a bad line, or raise the error."""
         if not self._skip_bad:
             raise error
         self.skipped.append(str(error))
@@ -206,11 +290,7 @@ class TraceLine:
 
 
 def read_lines(path: Path) -> Iterator[TraceLine]:
-    """Every line of a JSONL file that is not blank.
-
-    Raises:
-        TraceError: the file cannot be read.
-    """
+    """Every line of a JSONL file that is not blank, from number 1, one at a time. TraceError: it cannot be read."""
     try:
         with path.open("rb") as file:
             for number, content in enumerate(file, start=1):
@@ -220,19 +300,32 @@ def read_lines(path: Path) -> Iterator[TraceLine]:
         raise unreadable(path, error) from error
 
 
+def _parse(content: bytes, where: str) -> TraceLine:
+    try:
+        value = json.loads(content)
+    except RecursionError:
+        wrong = "nested too deeply; wanted a request."
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{error.object[error.start]:02x} at offset {error.start} is not UTF-8"
+        wrong = f"{found}; wanted one JSON object per line."
+    except ValueError as error:
+        wrong = f"not JSON ({error}); wanted one object per line."
+    else:
+        if isinstance(value, dict):
+            return TraceLine(where, value)
+        wrong = f"found {shown(value)}; wanted an object."
+    return TraceLine(where, None, TraceError(f"{where}: {wrong}"))
+
+
 def unreadable(path: Path, error: OSError) -> TraceError:
-    """The one line for a file that cannot be read."""
+    """The error for a file that cannot be read."""
     return TraceError(f"{path}: cannot be read ({error.strerror}); wanted a trace.")
 
 
 def whole_number(record: dict[str, Any], name: str, where: str, *, at_least: int = 0, at_most: int = MOST_EXACT) -> int:
-    """A field that holds a whole number.
-
-    Raises:
-        TraceError: it holds something else, too little or too much.
-    """
+    """A field with a whole number. TraceError: another value."""
     value = record.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+    if type(value) is not int or value < at_least:
         raise TraceError(f"{where}: {name} is {shown(value)}; wanted a whole number, {at_least} or more.")
     if value > at_most:
         raise TraceError(f"{where}: {name} is {shown(value)}; wanted at most {at_most:,}.")
@@ -240,87 +333,17 @@ def whole_number(record: dict[str, Any], name: str, where: str, *, at_least: int
 
 
 def seconds(record: dict[str, Any], name: str, where: str) -> float:
-    """A field that holds seconds, 0 or more.
-
-    Raises:
-        TraceError: it holds something else.
-    """
+    """A field with seconds. TraceError: another value."""
     value = record.get(name)
-    # Comparisons with NaN are False, so it ends here too.
+    # NaN fails every comparison.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
         raise TraceError(f"{where}: {name} is {shown(value)}; wanted seconds, 0 or more.")
     return float(value)
 
 
-def block_ids(record: dict[str, Any], where: str) -> list[int]:
-    """The field `hash_ids`: a list of whole numbers.
-
-    Raises:
-        TraceError: it holds something else.
-    """
+def hash_ids(record: dict[str, Any], where: str) -> list[int]:
+    """The field `hash_ids`. TraceError: not a list of whole numbers."""
     ids = record.get("hash_ids")
     if not isinstance(ids, list) or not all(type(block_id) is int for block_id in ids):
         raise TraceError(f"{where}: hash_ids is {shown(ids)}; wanted a list of whole numbers.")
     return ids
-
-
-def _parse(content: bytes, where: str) -> TraceLine:
-    try:
-        value = json.loads(content)
-    except RecursionError:
-        return TraceLine(where, None, TraceError(f"{where}: nested too deeply; wanted a request."))
-    except UnicodeDecodeError as error:
-        found = f"byte 0x{error.object[error.start]:02x} at offset {error.start} is not UTF-8"
-        return TraceLine(where, None, TraceError(f"{where}: {found}; wanted one JSON object per line."))
-    except ValueError as error:
-        return TraceLine(where, None, TraceError(f"{where}: not JSON ({error}); wanted one object per line."))
-    if not isinstance(value, dict):
-        return TraceLine(where, None, TraceError(f"{where}: found {shown(value)}; wanted an object."))
-    return TraceLine(where, value)
-
-
-def join_traces(traces: Sequence[Trace], *, name: str = "") -> Trace:
-    """Join traces; requests that arrive at the same time come in the order of the traces.
-
-    Args:
-        name: of the result; the names with a + between them where there is none.
-
-    Raises:
-        TraceError: their blocks differ in length.
-        ValueError: there is no trace.
-    """
-    if not traces:
-        raise ValueError("no trace to join; wanted at least one.")
-    if len(traces) == 1:
-        return traces[0] if not name else replace(traces[0], name=name)
-    first = traces[0]
-    for trace in traces:
-        if trace.block_tokens != first.block_tokens:
-            raise TraceError(
-                f"{trace.source}: blocks of {trace.block_tokens} tokens; wanted {first.block_tokens}, as in"
-                f" {first.source}."
-            )
-    requests: list[TraceRequest] = []
-    next_key = 0
-    for trace in traces:
-        fresh, count = _renumbered(trace.requests, next_key)
-        requests += fresh
-        next_key += count
-    requests.sort(key=lambda request: request.time_ms)
-    return Trace(
-        name or "+".join(trace.name for trace in traces),
-        first.block_tokens,
-        requests,
-        any(trace.is_timing_synthetic for trace in traces),
-        ", ".join(trace.source for trace in traces),
-        tuple(line for trace in traces for line in trace.skipped),
-    )
-
-
-def _renumbered(requests: Sequence[TraceRequest], first_key: int) -> tuple[list[TraceRequest], int]:
-    """Requests with their keys numbered from `first_key`, and how many keys there are."""
-    if not requests:
-        return [], 0
-    distinct, inverse = np.unique(np.concatenate([request.keys for request in requests]), return_inverse=True)
-    pieces = np.split(inverse.astype(np.int64) + first_key, np.cumsum([len(each.keys) for each in requests])[:-1])
-    return [replace(each, keys=keys) for each, keys in zip(requests, pieces, strict=True)], len(distinct)

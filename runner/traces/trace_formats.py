@@ -1,52 +1,33 @@
-"""Mooncake's JSONL: `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}` per line.
+"""Readers and writers of the trace formats with block hashes: `read_compact`, `read_mooncake`, `read_coding_agent`.
 
-A block is 512 tokens, equal ids mean equal prefixes, outputs are not hashed. Source: the traces published with Qin et
-al., Mooncake, arXiv 2407.00079.
-
-Coding-agent sessions: one JSON file each, with block ids of its own; many files make one trace.
-
-A session's `t` counts seconds from its start. When sessions begin is not recorded: here they begin as a seeded Poisson
-process, in the order of the files, so the timing of the joined trace is synthetic (that within a session is not).
-
-Two things about the format that are easily missed:
-
-  CA1  Only full blocks are hashed. The rest of a prompt becomes a last block that no other request shares.
-  CA2  `t` of a sub-agent's entry is when it reported back, its own requests count from when it was sent off, which is
-      `duration_ms` earlier. (In the files at hand agents that were sent off together then start within 0.02 s of one
-      another and of the end of the request that sent them; with `t` as the start they would outlive the wait for them.)
-
-Recorded conversations as a trace: each reply that was due is a request, in blocks of a tokenizer's tokens.
-
-Arrivals are made up (runner/traces/trace.py), so the timing is synthetic. This is the one reader that needs MLX,
-since mlx-lm's tokenizer and the cache's own `chat_tokens` do the rendering.
+A bad line stops a reader, or with `skip_bad` is counted and left out. This file never imports MLX.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from radixcache.observe.trace import block_digests
-from runner.script.conversation import Conversation, ConversationError
-from runner.script.conversation_reader import read_conversations
-from runner.script.schedule import ScheduledRequest, requests_of
+from radixcache.observe.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
 from runner.text import shown
 from runner.traces.trace import (
     MOST_BLOCK_TOKENS,
     BadLines,
     KeyTable,
-    Pace,
     Trace,
     TraceError,
+    TraceLine,
     TraceRequest,
-    block_ids,
+    hash_ids,
     join_traces,
     read_lines,
     seconds,
@@ -55,10 +36,229 @@ from runner.traces.trace import (
 )
 
 MOONCAKE_BLOCK_TOKENS = 512
+SESSIONS_PER_HOUR = 30.0
+
+
+def _list(record: dict[str, Any], name: str, where: str) -> list[Any]:
+    value = record.get(name)
+    if not isinstance(value, list):
+        raise TraceError(f"{where}: {name} is {shown(value)}; wanted a list.")
+    return value
+
+
+def _text(record: dict[str, Any], name: str, where: str) -> str:
+    value = record.get(name, "")
+    if not isinstance(value, str):
+        raise TraceError(f"{where}: {name} is {shown(value)}; wanted text.")
+    return value
+
+
+def _require_known_prefix(table: KeyTable, ids: Sequence[int], where: str) -> None:
+    conflict = table.conflict(ids)
+    if conflict is not None:
+        raise TraceError(
+            f"{where}: hash id {ids[conflict]} (index {conflict}) was seen behind another prefix; wanted equal ids for"
+            " equal prefixes only."
+        )
+
+
+# Compact: what PrefixCache(trace=FILE) records; radixcache/observe/trace.py describes the format
+#
+# A file has several parts if the cache was restarted or a write failed, each behind a header. The times of a part
+# continue from the end of the part before it. Requests are written when they end, and sorted here by their arrival.
+
+
+def is_compact_header(record: dict[str, Any]) -> bool:
+    """Whether a line begins a part of a compact trace."""
+    return record.get("format") == FORMAT
+
+
+def read_compact(path: Path, *, skip_bad: bool = False) -> Trace:
+    """Read a trace. A torn line is left out and counted, even without `skip_bad`.
+
+    Raises:
+        TraceError: the file cannot be read, has no header, or a line is bad and `skip_bad` is off.
+    """
+    reader = _CompactReader(path, BadLines(skip_bad))
+    before: TraceLine | None = None
+    for line in read_lines(path):
+        if before is not None:
+            reader.take(before, is_last_of_part=line.error is None and is_compact_header(line.value))
+        before = line
+    if before is not None:
+        reader.take(before, is_last_of_part=True)
+    return reader.trace()
+
+
+def compact_bytes(trace: Trace) -> bytes:
+    """A trace as a compact one."""
+    clock: Clock = "synthetic_ms" if trace.is_timing_synthetic else "ms"
+    with TemporaryDirectory() as folder:
+        complete = Path(folder) / "trace"
+        with TraceWriter(complete, block_tokens=trace.block_tokens, salt=b"", clock=clock) as writer:
+            for request in trace.requests:
+                writer.append_blocks(
+                    [key.to_bytes(DIGEST_BYTES, "big") for key in request.keys.tolist()],
+                    tokens=request.tokens,
+                    time=request.time_ms,
+                    output_tokens=request.output_tokens,
+                    session=request.session,
+                    turn=request.turn,
+                    kind=request.kind,
+                )
+        return complete.read_bytes()
+
+
+class _CompactReader:
+    """The state between lines: all requests so far, and the part that is being read.
+
+    Of the part it holds whether its header was understood, the index of its first request, and the blocks of its
+    requests by their numbers.
+    """
+
+    def __init__(self, path: Path, bad: BadLines) -> None:
+        self._path = path
+        self._bad = bad
+        self._table = KeyTable()
+        self._requests: list[TraceRequest] = []
+        self._is_timing_synthetic = False
+        self._block_tokens: int | None = None
+        self._salt_id = ""
+        self._is_plain = False
+        self._is_open = False
+        self._part_start = 0
+        self._digests: dict[int, list[bytes]] = {}
+
+    def take(self, line: TraceLine, *, is_last_of_part: bool) -> None:
+        """Read a line."""
+        if is_last_of_part and line.error is not None:
+            self._bad.skipped.append(f"{line.where}: torn, as the writer was stopped here; left out.")
+            return
+        try:
+            if line.error is not None:
+                raise line.error
+            if is_compact_header(line.value):
+                self._begin_part(line.value, line.where)
+            elif not self._is_open:
+                raise TraceError(f"{line.where}: no header; wanted a line with format {FORMAT!r} first.")
+            else:
+                self._requests.append(self._request(line.value, line.where))
+        except TraceError as error:
+            self._bad.add(error)
+
+    def trace(self) -> Trace:
+        self._end_part()
+        return Trace(
+            self._path.stem,
+            self._block_tokens or 1,
+            self._requests,
+            self._is_timing_synthetic,
+            str(self._path),
+            tuple(self._bad.skipped),
+        )
+
+    def _begin_part(self, header: dict[str, Any], where: str) -> None:
+        # Even a bad header ends the part before it.
+        self._end_part()
+        if header.get("version") != VERSION:
+            raise TraceError(f"{where}: version is {shown(header.get('version'))}; wanted {VERSION}.")
+        block_tokens = whole_number(header, "block_tokens", where, at_least=1, at_most=MOST_BLOCK_TOKENS)
+        if self._block_tokens not in (None, block_tokens):
+            raise TraceError(f"{where}: block_tokens is {block_tokens}; wanted {self._block_tokens}, as before.")
+        if header.get("clock") not in CLOCKS:
+            raise TraceError(f"{where}: clock is {shown(header.get('clock'))}; wanted one of {', '.join(CLOCKS)}.")
+        self._is_open = True
+        self._block_tokens = block_tokens
+        self._is_plain = header.get("plain") is True
+        self._salt_id = str(header.get("salt_id"))
+        self._is_timing_synthetic |= header["clock"] != "ms"
+
+    def _end_part(self) -> None:
+        """Sort the part's requests by arrival, and continue the times of the part before it."""
+        part = sorted(self._requests[self._part_start :], key=lambda request: request.time_ms)
+        if part:
+            earlier_ms = self._requests[self._part_start - 1].time_ms if self._part_start else 0
+            shift_ms = earlier_ms - part[0].time_ms
+            self._requests[self._part_start :] = [replace(each, time_ms=each.time_ms + shift_ms) for each in part]
+        self._part_start = len(self._requests)
+        self._digests = {}
+        self._is_open = False
+
+    def _request(self, record: dict[str, Any], where: str) -> TraceRequest:
+        number = whole_number(record, "request", where)
+        if number in self._digests:
+            self._end_part()
+            raise TraceError(f"{where}: request {number} was there before; wanted a header in front of another part.")
+        time_ms = whole_number(record, "time", where)
+        tokens = whole_number(record, "tokens", where, at_least=1)
+        output_tokens = whole_number(record, "output", where)
+        turn = whole_number(record, "turn", where) if "turn" in record else None
+        session, kind = (_text(record, name, where) for name in ("session", "kind"))
+        assert self._block_tokens is not None
+        digests = self._shared(record, where)
+        if self._is_plain:
+            digests = digests + self._plain_blocks(record, where, digests, tokens, self._block_tokens)
+        else:
+            digests = digests + self._hashed_blocks(record, where)
+        wanted = -(-tokens // self._block_tokens)
+        if len(digests) != wanted:
+            raise TraceError(
+                f"{where}: {len(digests)} blocks; tokens {tokens} needs {wanted} blocks of {self._block_tokens} tokens."
+            )
+        ids = [(self._salt_id, digest) for digest in digests]
+        conflict = self._table.conflict(ids)
+        if conflict is not None:
+            raise TraceError(f"{where}: block {conflict} was seen behind another prefix; wanted equal prefixes only.")
+        self._digests[number] = digests
+        return TraceRequest(self._table.keys(ids), tokens, output_tokens, time_ms, session, turn, kind)
+
+    def _shared(self, record: dict[str, Any], where: str) -> list[bytes]:
+        """The first blocks, which an earlier request of the part has too."""
+        after = record.get("after")
+        if after is None:
+            return []
+        if not isinstance(after, list) or len(after) != 2 or not all(type(each) is int for each in after):
+            raise TraceError(f"{where}: after is {shown(after)}; wanted [request, blocks].")
+        earlier, count = after
+        found = self._digests.get(earlier, [])
+        if not 1 <= count <= len(found):
+            raise TraceError(
+                f"{where}: after names {count} blocks of request {earlier}, which has {len(found)} here; wanted an"
+                " earlier request of this part."
+            )
+        return found[:count]
+
+    def _hashed_blocks(self, record: dict[str, Any], where: str) -> list[bytes]:
+        try:
+            content = base64.b64decode(record["blocks"], validate=True)
+        except (KeyError, TypeError, ValueError, binascii.Error):
+            raise TraceError(f"{where}: blocks is {shown(record.get('blocks'))}; wanted base64.") from None
+        if len(content) % DIGEST_BYTES:
+            raise TraceError(f"{where}: blocks has {len(content)} bytes; wanted a multiple of {DIGEST_BYTES}.")
+        return [content[start : start + DIGEST_BYTES] for start in range(0, len(content), DIGEST_BYTES)]
+
+    def _plain_blocks(
+        self, record: dict[str, Any], where: str, shared: list[bytes], tokens: int, block_tokens: int
+    ) -> list[bytes]:
+        ids = record.get("ids")
+        if not isinstance(ids, list) or not all(type(each) is int and abs(each) < 1 << 63 for each in ids):
+            raise TraceError(f"{where}: ids is {shown(ids)}; wanted a list of whole numbers.")
+        wanted = max(0, tokens - len(shared) * block_tokens)
+        if len(ids) != wanted:
+            raise TraceError(f"{where}: {len(ids)} ids behind {len(shared)} blocks; tokens {tokens} needs {wanted}.")
+        namespace = _text(record, "namespace", where)
+        before = shared[-1] if shared else None
+        return block_digests(np.array(ids, np.int64), block_tokens, namespace=namespace, before=before)
+
+
+# Mooncake: {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]} per line
+#
+# A block is 512 tokens, equal ids mean equal prefixes, outputs are not hashed. Source: the traces published with Qin et
+# al., Mooncake, arXiv 2407.00079.
 
 
 def read_mooncake(path: Path, *, block_tokens: int = MOONCAKE_BLOCK_TOKENS, skip_bad: bool = False) -> Trace:
-    """Read a trace; `block_tokens` where it was hashed by blocks of another length.
+    """Read a trace that was hashed by blocks of `block_tokens`.
 
     Raises:
         TraceError: the file cannot be read, or a line is bad and `skip_bad` is off.
@@ -66,42 +266,39 @@ def read_mooncake(path: Path, *, block_tokens: int = MOONCAKE_BLOCK_TOKENS, skip
     bad = BadLines(skip_bad)
     table = KeyTable()
     requests: list[TraceRequest] = []
-    time_ms = 0
     for line in read_lines(path):
         try:
             if line.error is not None:
                 raise line.error
-            request = _request(line.value, line.where, table, block_tokens, time_ms)
+            earlier_ms = requests[-1].time_ms if requests else 0
+            requests.append(_mooncake_request(line.value, line.where, table, block_tokens, earlier_ms))
         except TraceError as error:
             bad.add(error)
-            continue
-        requests.append(request)
-        time_ms = request.time_ms
     return Trace(path.stem, block_tokens, requests, False, str(path), tuple(bad.skipped))
 
 
 def mooncake_bytes(trace: Trace) -> bytes:
-    """A trace's requests; what the format has no field for (session, turn, kind) is left out."""
-    return "".join(_lines(trace.requests)).encode()
-
-
-def _lines(requests: Iterable[TraceRequest]) -> Iterable[str]:
+    """A trace in Mooncake's format, which has no field for session, turn and kind."""
     numbers: dict[int, int] = {}
-    for request in requests:
-        record = {
+    records = (
+        {
             "timestamp": request.time_ms,
             "input_length": request.tokens,
             "output_length": request.output_tokens,
             "hash_ids": [numbers.setdefault(key, len(numbers)) for key in request.keys.tolist()],
         }
-        yield json.dumps(record) + "\n"
+        for request in trace.requests
+    )
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
-def _request(record: dict[str, Any], where: str, table: KeyTable, block_tokens: int, earlier_ms: int) -> TraceRequest:
+def _mooncake_request(
+    record: dict[str, Any], where: str, table: KeyTable, block_tokens: int, earlier_ms: int
+) -> TraceRequest:
     time_ms = whole_number(record, "timestamp", where)
     tokens = whole_number(record, "input_length", where, at_least=1)
     output_tokens = whole_number(record, "output_length", where)
-    ids = block_ids(record, where)
+    ids = hash_ids(record, where)
     wanted = -(-tokens // block_tokens)
     if len(ids) != wanted:
         raise TraceError(
@@ -110,32 +307,25 @@ def _request(record: dict[str, Any], where: str, table: KeyTable, block_tokens: 
         )
     if time_ms < earlier_ms:
         raise TraceError(f"{where}: timestamp {time_ms} is before {earlier_ms} of an earlier line; wanted them sorted.")
-    conflict = table.conflict(ids)
-    if conflict is not None:
-        raise TraceError(
-            f"{where}: hash id {ids[conflict]} (index {conflict}) was seen behind another prefix; wanted equal ids for"
-            " equal prefixes only."
-        )
+    _require_known_prefix(table, ids, where)
     return TraceRequest(table.keys(ids), tokens, output_tokens, time_ms)
 
 
-SESSIONS_PER_HOUR = 30.0
+# Coding agent: a JSON file per session, with block ids of its own
+#
+# A session's `t` counts seconds from its start. The files do not say when sessions begin. Here they begin as a seeded
+# Poisson process, in the order of the files, so the timing between sessions is synthetic. Two traps of the format:
+#
+#   CA1  Only full blocks are hashed. The rest of a prompt becomes a last block that no other request shares.
+#   CA2  `t` of a sub-agent is when it reported back. Its own requests count from when it was sent off, `duration_ms`
+#        earlier. (Then agents that were sent off together start within 0.02 s of one another and of the request that
+#        sent them. With `t` as the start they would outlive the wait for them.)
 
 
 def read_coding_agent(
-    paths: Sequence[Path],
-    *,
-    name: str = "",
-    seed: int = 0,
-    sessions_per_hour: float = SESSIONS_PER_HOUR,
-    skip_bad: bool = False,
+    paths: Sequence[Path], *, seed: int = 0, sessions_per_hour: float = SESSIONS_PER_HOUR, skip_bad: bool = False
 ) -> Trace:
-    """Read sessions into one trace.
-
-    Args:
-        name: of the trace; the first file's stem where there is none.
-        seed: of the arrivals.
-        sessions_per_hour: rate of the Poisson process by which sessions begin; the first one begins at 0.
+    """Read sessions into one trace; the first one begins at 0, and `seed` decides when the others begin.
 
     Raises:
         TraceError: a file cannot be read, a request is bad and `skip_bad` is off, or block sizes differ.
@@ -159,12 +349,12 @@ def read_coding_agent(
         start_s += draw.expovariate(sessions_per_hour / 3600.0)
     trace = join_traces(sessions) if sessions else Trace("", 1, [], True, "")
     source = ", ".join(map(str, paths))
-    return replace(trace, name=name or paths[0].stem, source=source, skipped=tuple(bad.skipped))
+    return replace(trace, name=paths[0].stem, source=source, skipped=tuple(bad.skipped))
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A run of requests with a clock of its own: the main agent's, or a sub-agent's."""
+class _Agent:
+    """The requests of the main agent or a sub-agent, with a clock of their own."""
 
     session: str
     kind: str
@@ -178,55 +368,44 @@ class _Session:
 
     def __init__(self, path: Path, bad: BadLines) -> None:
         self._bad = bad
-        self._path = path
         self._table = KeyTable()
-        document = _load(path)
+        document = _session_document(path)
         self.block_tokens = whole_number(document, "block_size", str(path), at_least=1, at_most=MOST_BLOCK_TOKENS)
-        records = document.get("requests")
-        if not isinstance(records, list):
-            raise TraceError(f"{path}: requests is {shown(records)}; wanted a list.")
-        session_id = document.get("id")
-        self._main = _Part(session_id if isinstance(session_id, str) else path.stem, "main", 0.0, records, str(path))
+        records, session_id = _list(document, "requests", str(path)), document.get("id")
+        self._main = _Agent(session_id if isinstance(session_id, str) else path.stem, "main", 0.0, records, str(path))
 
     def requests(self) -> list[TraceRequest]:
-        """All requests, also those of sub-agents, by time from the session's start."""
-        found = list(self._requests_of(self._main))
-        found.sort(key=lambda request: request.time_ms)
-        return found
+        """All requests, those of sub-agents too, by time from the session's start."""
+        return sorted(self._requests_of(self._main), key=lambda request: request.time_ms)
 
-    def _requests_of(self, part: _Part) -> Iterator[TraceRequest]:
+    def _requests_of(self, agent: _Agent) -> Iterator[TraceRequest]:
         turn = 0
-        for index, record in enumerate(part.records):
-            where = f"{part.where}: requests[{index}]"
+        for index, record in enumerate(agent.records):
+            where = f"{agent.where}: requests[{index}]"
             try:
                 if not isinstance(record, dict):
                     raise TraceError(f"{where} is {shown(record)}; wanted an object.")
                 if record.get("type") == "subagent":
-                    inner = self._subagent(record, part, where)
+                    found = self._requests_of(self._subagent(record, agent, where))
                 else:
-                    request = self._request(record, part, turn + 1, where)
-                    inner, turn = None, turn + 1
+                    found = iter([self._request(record, agent, turn + 1, where)])
+                    turn += 1
             except TraceError as error:
                 self._bad.add(error)
                 continue
-            if inner is not None:
-                yield from self._requests_of(inner)
-            else:
-                yield request
+            yield from found
 
-    def _subagent(self, record: dict[str, Any], part: _Part, where: str) -> _Part:
-        records = record.get("requests")
-        if not isinstance(records, list):
-            raise TraceError(f"{where}: requests is {shown(records)}; wanted a list.")
+    def _subagent(self, record: dict[str, Any], agent: _Agent, where: str) -> _Agent:
+        records = _list(record, "requests", where)
         duration_s = whole_number(record, "duration_ms", where) / 1e3 if "duration_ms" in record else 0.0
-        start_s = part.start_s + max(0.0, seconds(record, "t", where) - duration_s)
-        return _Part(f"{part.session}/{record.get('agent_id', where)}", "subagent", start_s, records, where)
+        start_s = agent.start_s + max(0.0, seconds(record, "t", where) - duration_s)
+        return _Agent(f"{agent.session}/{record.get('agent_id', where)}", "subagent", start_s, records, where)
 
-    def _request(self, record: dict[str, Any], part: _Part, turn: int, where: str) -> TraceRequest:
-        time_s = part.start_s + seconds(record, "t", where)
+    def _request(self, record: dict[str, Any], agent: _Agent, turn: int, where: str) -> TraceRequest:
+        time_s = agent.start_s + seconds(record, "t", where)
         tokens = whole_number(record, "in", where, at_least=1)
         output_tokens = whole_number(record, "out", where)
-        ids = block_ids(record, where)
+        ids = hash_ids(record, where)
         full, rest = divmod(tokens, self.block_tokens)
         # A last block that is only partly filled may be hashed too.
         if len(ids) not in (full, full + bool(rest)):
@@ -234,17 +413,12 @@ class _Session:
                 f"{where}: hash_ids has {len(ids)} ids; in {tokens} needs {full} full blocks of"
                 f" {self.block_tokens} tokens."
             )
-        conflict = self._table.conflict(ids)
-        if conflict is not None:
-            raise TraceError(
-                f"{where}: hash id {ids[conflict]} (index {conflict}) was seen behind another prefix; wanted equal ids"
-                " for equal prefixes only."
-            )
+        _require_known_prefix(self._table, ids, where)
         keys = self._table.keys(ids, unhashed_tail=rest > 0 and len(ids) == full)
-        return TraceRequest(keys, tokens, output_tokens, round(1e3 * time_s), part.session, turn, part.kind)
+        return TraceRequest(keys, tokens, output_tokens, round(1e3 * time_s), agent.session, turn, agent.kind)
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _session_document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_bytes())
     except OSError as error:
@@ -258,88 +432,3 @@ def _load(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise TraceError(f"{path}: found {shown(document)}; wanted an object with block_size and requests.")
     return document
-
-
-CONVERSATION_BLOCK_TOKENS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Rendered:
-    prompt: NDArray[np.int32]
-    output_tokens: int
-    is_tool: bool
-    turn: int
-
-
-def read_conversation_trace(
-    paths: Sequence[Path],
-    tokenizer: Any,
-    *,
-    name: str = "",
-    block_tokens: int = CONVERSATION_BLOCK_TOKENS,
-    pace: Pace | None = None,
-    seed: int = 0,
-    skip_bad: bool = False,
-) -> Trace:
-    """Read conversations into one trace, in the order of the files.
-
-    Args:
-        tokenizer: mlx-lm's or transformers', with a chat template.
-        block_tokens: tokens per block.
-        pace: how time passes; the default is `Pace()`.
-        seed: of the arrivals.
-
-    Raises:
-        TraceError: a file cannot be read, or a conversation cannot be rendered and `skip_bad` is off.
-    """
-    try:
-        read = read_conversations(*paths, skip_bad=skip_bad)
-    except ConversationError as error:
-        raise TraceError(str(error)) from error
-    bad = BadLines(skip_bad)
-    pace, draw = pace or Pace(), random.Random(seed)
-    table = KeyTable()
-    requests: list[TraceRequest] = []
-    start_s = 0.0
-    for conversation in read.conversations:
-        try:
-            rendered = _render(conversation, tokenizer)
-        except TraceError as error:
-            bad.add(error)
-            continue
-        at_s = start_s
-        for each in rendered:
-            digests = block_digests(each.prompt.astype(np.int64), block_tokens)
-            keys, time_ms = table.keys(digests), round(1e3 * at_s)
-            requests.append(
-                TraceRequest(
-                    keys, len(each.prompt), each.output_tokens, time_ms, conversation.conversation_id, each.turn
-                )
-            )
-            at_s += pace.request_gap_s(draw, each.output_tokens, is_tool=each.is_tool)
-        start_s += pace.session_gap_s(draw)
-    requests.sort(key=lambda request: request.time_ms)
-    source = ", ".join(map(str, paths))
-    return Trace(name or paths[0].stem, block_tokens, requests, True, source, (*read.skipped, *bad.skipped))
-
-
-def _render(conversation: Conversation, tokenizer: Any) -> list[_Rendered]:
-    """The requests of a conversation. Replies that were not recorded are left out of later prompts."""
-    from radixcache.chat import chat_tokens
-
-    rendered = []
-    for index, request in enumerate(requests_of(conversation)):
-        try:
-            prompt = chat_tokens(tokenizer, request.messages, request.tools)
-        except ValueError as error:
-            raise TraceError(f"{conversation.source}: conversation {conversation.conversation_id}: {error}") from error
-        is_tool = bool((request.recorded_reply or {}).get("tool_calls"))
-        rendered.append(_Rendered(prompt, _output_tokens(request, tokenizer), is_tool, index + 1))
-    return rendered
-
-
-def _output_tokens(request: ScheduledRequest, tokenizer: Any) -> int:
-    """Tokens of the recorded reply's text and calls, without what the template puts around them; 0 for none."""
-    reply = request.recorded_reply or {}
-    texts = [str(reply.get("content") or ""), *(str(call["function"]) for call in reply.get("tool_calls") or ())]
-    return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if text)

@@ -1,99 +1,97 @@
-"""Read a trace, whatever known format it is in; a folder is the files in it.
+"""Read a trace in any known format; a folder is the files below it.
 
-Formats are told by the first line: a header of ours, Mooncake's requests, a coding agent's session, or conversations,
-which take a tokenizer. Adding one: a line in `_kind` and in `_read_files`.
-
-Which turn of its conversation a request is, told from the prompts that came before it and from nothing later.
-
-A prompt that begins with all full blocks of an earlier request's prompt carries that conversation on. Two rules keep a
-system prompt that many share from being taken for a conversation:
-
-  TT1  Only the request that brought a block in for the first time, or carries on from that one, can be continued there.
-  TT2  A prompt that has been carried on in `MOST_BRANCHES` different ways is a shared beginning: who comes after that
-      starts a conversation. (Those that came before keep their number: nothing is known from the future.)
-
-Prompts shorter than a block cannot be recognized and count as first turns. O(blocks) per request.
+The beginning of a file tells its format, and `READERS` names the reader of each. To add a format, add a line there and
+one in `_format_of`. Conversations have no block hashes: `read_conversation_trace` makes blocks of a tokenizer's tokens.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from radixcache.observe.trace import FORMAT
+import numpy as np
+
+from radixcache.observe.trace import FORMAT, block_digests
 from runner.files import files_below
+from runner.script.conversation import Conversation, ConversationError
+from runner.script.conversation_reader import read_conversations
+from runner.script.schedule import requests_of
 from runner.text import printable, shown
-from runner.traces.compact import is_header, read_compact
-from runner.traces.trace import BadLines, Pace, Trace, TraceError, TraceRequest, join_traces, unreadable
-from runner.traces.trace_formats import read_coding_agent, read_mooncake
+from runner.traces.trace import (
+    BadLines,
+    KeyTable,
+    Pace,
+    Trace,
+    TraceError,
+    TraceRequest,
+    infer_turns,
+    join_traces,
+    unreadable,
+)
+from runner.traces.trace_formats import (
+    MOONCAKE_BLOCK_TOKENS,
+    is_compact_header,
+    read_coding_agent,
+    read_compact,
+    read_mooncake,
+)
 
-MOST_BRANCHES = 3
-
-
-@dataclass(slots=True)
-class _End:
-    """The last full block of a prompt: whose turn ended there, and in how many ways it was carried on."""
-
-    conversation: int
-    turn: int
-    branches: int = 0
-
-
-class TurnInference:
-    """Takes requests in the order they arrive and numbers them."""
-
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
-        self._ends: dict[int, _End] = {}
-        self._seen: set[int] = set()
-        self._conversations = 0
-
-    def place(self, request: TraceRequest) -> tuple[int, int]:
-        """A number for its conversation and the turn, from 1, of a request; call it once per request, in order."""
-        full = request.tokens // self._block_tokens
-        keys = request.keys[:full].tolist()
-        depth, end = self._continued(keys)
-        conversation, turn = (self._conversations, 1) if end is None else (end.conversation, end.turn + 1)
-        self._conversations += end is None
-        if keys:
-            is_new = keys[-1] not in self._seen
-            if end is not None and depth < full and is_new:
-                end.branches += 1
-            if is_new or (end is not None and depth == full):
-                self._ends[keys[-1]] = _End(conversation, turn)
-            self._seen.update(keys)
-        return conversation, turn
-
-    def _continued(self, keys: list[int]) -> tuple[int, _End | None]:
-        """The longest earlier prompt that this one begins with, and its length in blocks."""
-        for index in reversed(range(len(keys))):
-            end = self._ends.get(keys[index])
-            if end is not None and end.branches < MOST_BRANCHES:
-                return index + 1, end
-        return 0, None
-
-
-def infer_turns(trace: Trace) -> Trace:
-    """The same trace with a turn for each request; as it is where the trace knows any turn itself."""
-    if any(request.turn is not None for request in trace.requests):
-        return trace
-    inference = TurnInference(trace.block_tokens)
-    return replace(trace, requests=[replace(each, turn=inference.place(each)[1]) for each in trace.requests])
-
-
-Kind = Literal["compact", "mooncake", "coding-agent", "conversations"]
-
-#: Longest beginning of a file that is looked at.
+CONVERSATION_BLOCK_TOKENS = 64
+#: The longest beginning of a file that is looked at.
 _PROBE_BYTES = 1 << 16
 _SUFFIXES = (".json", ".jsonl")
 #: Blanks, and the mark that some editors put before UTF-8.
 _BLANK = b" \t\r\n\xef\xbb\xbf"
 #: How compressed files begin.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What readers need to know beside the files; see `read_trace`."""
+
+    skip_bad: bool
+    seed: int
+    pace: Pace
+    tokenizer: Any
+    block_tokens: int | None
+
+
+def _read_compact(paths: Sequence[Path], options: ReadOptions) -> list[Trace]:
+    return [read_compact(path, skip_bad=options.skip_bad) for path in paths]
+
+
+def _read_mooncake(paths: Sequence[Path], options: ReadOptions) -> list[Trace]:
+    block_tokens = options.block_tokens or MOONCAKE_BLOCK_TOKENS
+    return [read_mooncake(path, block_tokens=block_tokens, skip_bad=options.skip_bad) for path in paths]
+
+
+def _read_coding_agent(paths: Sequence[Path], options: ReadOptions) -> list[Trace]:
+    rate = options.pace.sessions_per_hour
+    return [read_coding_agent(paths, seed=options.seed, sessions_per_hour=rate, skip_bad=options.skip_bad)]
+
+
+def _read_conversations(paths: Sequence[Path], options: ReadOptions) -> list[Trace]:
+    if options.tokenizer is None:
+        raise TraceError(
+            f"{paths[0]}: no block hashes, so it is no trace; conversations are for radixcache replay, tree and "
+            "explain, and with --model MODEL, whose tokenizer makes blocks of them, for simulate, mrc and advise."
+        )
+    return [read_conversation_trace(paths, options)]
+
+
+#: The reader of each format, which makes one trace or more of files in that format.
+READERS: dict[str, Callable[[Sequence[Path], ReadOptions], list[Trace]]] = {
+    "compact": _read_compact,
+    "mooncake": _read_mooncake,
+    "coding-agent": _read_coding_agent,
+    "conversations": _read_conversations,
+}
 
 
 def read_trace(
@@ -105,39 +103,35 @@ def read_trace(
     tokenizer: Any = None,
     block_tokens: int | None = None,
 ) -> Trace:
-    """Read files or folders into one trace; files of different formats may stand beside one another.
+    """Read files or folders of any formats into one trace.
 
     Args:
-        name: of the trace; a single path's own name where there is none.
-        skip_bad: leave bad lines out and say so in `Trace.skipped` instead of raising.
+        name: of the trace; a single path's own name if there is none.
+        skip_bad: leave bad lines out and list them in `Trace.skipped` instead of raising.
         seed, pace: of arrival times that are not recorded.
-        tokenizer: for conversations.
-        block_tokens: for conversations, 64 where it is None; for Mooncake's format, 512 where it is None.
+        tokenizer: for conversations: mlx-lm's or transformers', with a chat template.
+        block_tokens: for conversations (64 by default) and for Mooncake's format (512 by default).
 
     Raises:
-        TraceError: a file cannot be read or is in no known format, a line is bad and `skip_bad` is off, blocks differ
+        TraceError: a file cannot be read or has no known format, a line is bad and `skip_bad` is off, blocks differ
             in length, or no request is left.
         ValueError: no path was given.
     """
     if not paths:
         raise ValueError("no trace was given; wanted at least one path.")
     bad = BadLines(skip_bad)
-    files: dict[Kind, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     for path in (file for each in paths for file in _files(Path(each))):
         beginning = _beginning(path)
         try:
-            files.setdefault(_kind(path, beginning), []).append(path)
+            files.setdefault(_format_of(path, beginning), []).append(path)
         except TraceError as error:
             bad.add(error)
     if block_tokens is not None and not files.keys() & {"mooncake", "conversations"}:
         kind, (path, *_) = next(iter(files.items()), ("", [Path()]))
         raise TraceError(f"{path}: a {kind} trace says itself how long its blocks are; leave --block-tokens out.")
-    pace = pace or Pace()
-    traces = [
-        trace
-        for kind, own in files.items()
-        for trace in _read_files(kind, own, skip_bad, seed, pace, tokenizer, block_tokens)
-    ]
+    options = ReadOptions(skip_bad, seed, pace or Pace(), tokenizer, block_tokens)
+    traces = [trace for kind, own in files.items() for trace in READERS[kind](own, options)]
     source = ", ".join(map(str, paths))
     skipped = (*bad.skipped, *(line for trace in traces for line in trace.skipped))
     traces = [infer_turns(trace) for trace in traces if trace.requests]
@@ -145,49 +139,66 @@ def read_trace(
         first = f"; the first of {len(skipped)} skipped: {skipped[0]}" if skipped else "."
         raise TraceError(f"{source}: no request found{first}")
     name = name or (printable(Path(paths[0]).resolve().stem) if len(paths) == 1 else "")
-    rate = pace.sessions_per_hour if files.keys() & {"coding-agent", "conversations"} else None
+    rate = options.pace.sessions_per_hour if files.keys() & {"coding-agent", "conversations"} else None
     return replace(join_traces(traces, name=name), source=source, skipped=skipped, sessions_per_hour=rate)
 
 
-def _read_files(
-    kind: Kind,
-    paths: Sequence[Path],
-    skip_bad: bool,
-    seed: int,
-    pace: Pace,
-    tokenizer: Any,
-    block_tokens: int | None,
-) -> list[Trace]:
-    if kind == "compact":
-        return [read_compact(path, skip_bad=skip_bad) for path in paths]
-    if kind == "mooncake":
-        options = {} if block_tokens is None else {"block_tokens": block_tokens}
-        return [read_mooncake(path, skip_bad=skip_bad, **options) for path in paths]
-    if kind == "coding-agent":
-        rate = pace.sessions_per_hour
-        return [read_coding_agent(paths, seed=seed, sessions_per_hour=rate, skip_bad=skip_bad)]
-    if tokenizer is None:
-        raise TraceError(
-            f"{paths[0]}: no block hashes, so it is no trace; conversations are for radixcache replay, tree and "
-            "explain, and with --model MODEL, whose tokenizer makes blocks of them, for simulate, mrc and advise."
-        )
-    # Imported here, as nothing else in this package needs MLX.
-    from runner.traces.trace_formats import CONVERSATION_BLOCK_TOKENS, read_conversation_trace
+def read_conversation_trace(paths: Sequence[Path], options: ReadOptions) -> Trace:
+    """Read conversations into one trace, in the order of the files; each reply that is due is a request.
 
-    return [
-        read_conversation_trace(
-            paths,
-            tokenizer,
-            block_tokens=block_tokens or CONVERSATION_BLOCK_TOKENS,
-            pace=pace,
-            seed=seed,
-            skip_bad=skip_bad,
-        )
-    ]
+    Arrivals are made up. A reply that was not recorded is missing in later prompts, too.
+    """
+    try:
+        read = read_conversations(*paths, skip_bad=options.skip_bad)
+    except ConversationError as error:
+        raise TraceError(str(error)) from error
+    bad = BadLines(options.skip_bad)
+    pace, draw = options.pace, random.Random(options.seed)
+    block_tokens = options.block_tokens or CONVERSATION_BLOCK_TOKENS
+    table = KeyTable()
+    requests: list[TraceRequest] = []
+    start_s = 0.0
+    for conversation in read.conversations:
+        try:
+            rendered = _rendered(conversation, options.tokenizer)
+        except TraceError as error:
+            bad.add(error)
+            continue
+        at_s = start_s
+        for index, (prompt, output_tokens, is_tool) in enumerate(rendered):
+            keys = table.keys(block_digests(prompt.astype(np.int64), block_tokens))
+            name = conversation.conversation_id
+            requests.append(TraceRequest(keys, len(prompt), output_tokens, round(1e3 * at_s), name, index + 1))
+            at_s += pace.request_gap_s(draw, output_tokens, is_tool=is_tool)
+        start_s += pace.session_gap_s(draw)
+    requests.sort(key=lambda request: request.time_ms)
+    source = ", ".join(map(str, paths))
+    return Trace(paths[0].stem, block_tokens, requests, True, source, (*read.skipped, *bad.skipped))
+
+
+def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Any, int, bool]]:
+    """The requests of a conversation: tokens of the prompt, length of the reply, and whether it calls a tool.
+
+    The length is that of the recorded text and calls, without the template's additions; 0 if there is no reply.
+    """
+    from radixcache.chat import chat_tokens  # needs MLX, which no other format does
+
+    rendered = []
+    for request in requests_of(conversation):
+        try:
+            prompt = chat_tokens(tokenizer, request.messages, request.tools)
+        except ValueError as error:
+            raise TraceError(f"{conversation.source}: conversation {conversation.conversation_id}: {error}") from error
+        reply = request.recorded_reply or {}
+        calls = reply.get("tool_calls") or ()
+        texts = [str(reply.get("content") or ""), *(str(call["function"]) for call in calls)]
+        output_tokens = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if text)
+        rendered.append((prompt, output_tokens, bool(calls)))
+    return rendered
 
 
 def _files(path: Path) -> list[Path]:
-    """The path itself, or the JSON and JSONL files of a folder and of those below it, by name."""
+    """The path itself, or the JSON and JSONL files below a folder, by name."""
     try:
         if not path.is_dir():
             return [path]
@@ -209,38 +220,36 @@ def _beginning(path: Path) -> bytes:
         raise unreadable(path, error) from error
 
 
-def _kind(path: Path, beginning: bytes) -> Kind:
+def _format_of(path: Path, beginning: bytes) -> str:
+    """The name of a file's format, as in `READERS`."""
     if beginning.startswith(_COMPRESSED):
         raise TraceError(f"{path}: is compressed; wanted it unpacked.")
     if not beginning.strip():
         raise TraceError(f"{path}: the file is empty; wanted a trace.")
-    first = _first_line(beginning)
-    if is_header(first) or f'"{FORMAT}"'.encode() in beginning:
+    first = _json_of(beginning.lstrip().split(b"\n", 1)[0])
+    first = first if isinstance(first, dict) else {}
+    if is_compact_header(first) or f'"{FORMAT}"'.encode() in beginning:
         return "compact"
     if "hash_ids" in first:
         return "mooncake"
-    # A document of many lines, a line longer than what was read, or a broken one: its keys tell.
+    # A document of many lines, a line longer than the probe, or a broken one: its keys tell.
     if b'"block_size"' in beginning and b'"requests"' in beginning:
         return "coding-agent"
     if b'"hash_ids"' in beginning:
         return "mooncake"
-    if beginning.lstrip(_BLANK)[:1] not in (b"{", b"["):
-        raise TraceError(f"{path}:1: {_what_it_is(beginning)}; wanted a trace as JSON or JSONL.")
+    content = beginning.lstrip(_BLANK)
+    if content[:1] not in (b"{", b"["):
+        value = _json_of(content)
+        found = "not JSON" if value is _NOT_JSON else f"is {shown(value)}"
+        raise TraceError(f"{path}:1: {found}; wanted a trace as JSON or JSONL.")
     return "conversations"
 
 
-def _what_it_is(beginning: bytes) -> str:
-    try:
-        return f"is {shown(json.loads(beginning.lstrip(_BLANK)))}"
-    except (ValueError, RecursionError):
-        return "not JSON"
+_NOT_JSON = object()
 
 
-def _first_line(beginning: bytes) -> dict[str, Any]:
-    """The first line that holds something; empty where it is no JSON object."""
-    line = beginning.lstrip().split(b"\n", 1)[0]
+def _json_of(content: bytes) -> Any:
     try:
-        value = json.loads(line)
+        return json.loads(content)
     except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return _NOT_JSON

@@ -146,6 +146,39 @@ def test_options_that_would_be_ignored_are_refused(command: Command, trace: Path
     assert not (tmp_path / "x.svg").exists()
 
 
+# Pictures need matplotlib, and nothing else does
+
+
+def test_the_library_and_the_commands_work_without_matplotlib(trace: Path) -> None:
+    code = (
+        "import sys\nsys.modules |= dict.fromkeys(('matplotlib', 'PIL', 'fastapi', 'redis', 'ray'))\n"
+        "import radixcache, runner.cli\nfrom radixcache import *\n"
+        "for arguments in (['--help'], ['simulate', sys.argv[1], '--capacity-blocks', '20', '--policy', 'lru']):\n"
+        "    try:\n        runner.cli.main(arguments)\n    except SystemExit as end:\n        assert not end.code\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(trace)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "token hits" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("simulate", "TRACE", "--capacity-blocks", 5, "--plot", "x.svg"),
+        ("mrc", "TRACE", "--plot", "-"),
+        ("advise", "TRACE", "--html", "x.html"),
+        ("replay", "--model", "tiny", "--plot", "x.png"),
+    ],
+)
+def test_a_picture_without_matplotlib_is_one_line_before_anything_runs(
+    command: Command, trace: Path, arguments: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = command(*(trace if argument == "TRACE" else argument for argument in arguments))
+    message = f'{arguments[-2]} draws with matplotlib, which is not installed: pip install "radixcache[plot]".'
+    assert (code, out, err) == (2, "", f"error: {message}\n")
+
+
 # Each output for itself
 
 

@@ -12,11 +12,9 @@ import pytest
 from radixcache import PolicyError
 from runner.models.footprint import ModelBytes
 from runner.routing.routers import ROUTERS
-from runner.simulate.grid import AnyJob, ReplicaJob, SimulationJob, in_order, run_locally, run_on_ray, shortened
-from runner.simulate.replicas import Speeds
-from runner.simulate.rows import DiskPlan, SimulationRow
+from runner.simulate.grid import AnyJob, ReplicaJob, SimulationJob, in_order, run_locally, run_on_ray
+from runner.simulate.report import DiskPlan, SimulationRow, Speeds, policy_notes
 from runner.simulate.simulator import simulate
-from runner.simulate.tables import footnotes
 from runner.traces.trace import Trace, TraceRequest
 
 BLOCK_TOKENS = 256
@@ -61,10 +59,10 @@ JOBS: list[AnyJob] = [*POLICY_JOBS, *DISK_JOBS, *REPLICA_JOBS]
 
 
 def test_a_grid_gives_the_same_rows_in_one_process_and_in_several() -> None:
-    alone = [shortened(row) for row in run_locally(TRACES, JOBS)]
+    alone = [replace(row, seconds=0) for row in run_locally(TRACES, JOBS)]
     assert [row.trace for row in alone] == [TRACES[job.trace].name for job in JOBS]
     served: list[int] = []
-    assert [shortened(row) for row in run_locally(TRACES, JOBS, 2, served.append)] == alone
+    assert [replace(row, seconds=0) for row in run_locally(TRACES, JOBS, 2, served.append)] == alone
     assert sum(served) == sum(row.requests for row in alone)
     assert len({row.token_hit_ratio for row in alone[-len(REPLICA_JOBS) :]}) > 3
 
@@ -72,15 +70,15 @@ def test_a_grid_gives_the_same_rows_in_one_process_and_in_several() -> None:
 @pytest.mark.slow
 def test_a_grid_gives_the_same_rows_on_a_ray_cluster() -> None:
     pytest.importorskip("ray", reason="the extra [ray] is not installed")
-    alone = [shortened(row) for row in run_locally(TRACES, JOBS)]
-    assert [shortened(row) for row in run_on_ray(TRACES, JOBS, "auto")] == alone
+    alone = [replace(row, seconds=0) for row in run_locally(TRACES, JOBS)]
+    assert [replace(row, seconds=0) for row in run_on_ray(TRACES, JOBS, "auto")] == alone
 
 
 def test_rows_of_a_disk_say_what_came_from_it() -> None:
     rows = list(run_locally(TRACES, DISK_JOBS))
     assert all(row.disk is not None and row.disk.hit_tokens for row in rows)
-    assert any("Beside memory there is a disk of 1,024.00 GiB." in note for note in footnotes(TRACES, rows))
-    assert any("with checkpoints or a disk it is a rule" in note for note in footnotes(TRACES, rows))
+    assert any("Beside memory there is a disk of 1,024.00 GiB." in note for note in policy_notes(TRACES, rows))
+    assert any("with checkpoints or a disk it is a rule" in note for note in policy_notes(TRACES, rows))
 
 
 def test_rows_that_finished_out_of_their_turn_come_before_the_failure() -> None:

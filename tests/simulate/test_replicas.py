@@ -15,10 +15,18 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from runner.routing.routers import ROUTERS
-from runner.simulate.replicas import Replicas, Setup, Speeds, simulate_replicas
-from runner.simulate.rows import DiskPlan, ReplicaRow
-from runner.simulate.simulator import BlockSizes, infinite_ratio, infinite_token_ratio, simulate
-from runner.simulate.tables import FULL_NOTE, replica_footnotes, replicas_table
+from runner.simulate.replicas import Replicas, Setup, simulate_replicas
+from runner.simulate.report import (
+    FULL_NOTE,
+    DiskPlan,
+    ReplicaRow,
+    Speeds,
+    infinite_ratio,
+    infinite_token_ratio,
+    replica_notes,
+    replicas_table,
+)
+from runner.simulate.simulator import BlockSizes, simulate
 from runner.traces.synthesis import Synth, synthesize
 from runner.traces.trace import Trace, TraceRequest
 from runner.traces.trace_reader import read_trace
@@ -282,7 +290,7 @@ def test_replicas_that_cannot_keep_up_carry_a_footnote() -> None:
     trace = made([([index], 10, 1) for index in range(50)])
     rows: list[ReplicaRow] = [simulate_replicas(trace, setup("random", count)) for count in (1, 200)]
     full = FULL_NOTE.format(0.95)
-    assert [full in replica_footnotes([trace], [row], SPEEDS) for row in rows] == [True, False]
+    assert [full in replica_notes([trace], [row], SPEEDS) for row in rows] == [True, False]
     assert replicas_table(rows).row_count == 2
 
 

@@ -23,14 +23,21 @@ from hypothesis import given, settings
 from policies import OFFLINE_POLICIES, POLICIES, Entry, make_policy
 from runner.cli import main
 from runner.models.footprint import ModelBytes
-from runner.simulate.simulator import BlockSizes, Simulation, infinite_ratio, infinite_token_ratio, simulate
-from runner.simulate.tables import FIFO_NOTE, footnotes, line_styles, picture
+from runner.simulate.report import (
+    FIFO_NOTE,
+    infinite_ratio,
+    infinite_token_ratio,
+    line_styles,
+    policies_picture,
+    policy_notes,
+)
+from runner.simulate.simulator import BlockSizes, Simulation, simulate
 from runner.traces.synthesis import Synth, synthesize
 from runner.traces.trace import Trace, TraceRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 16
-#: A capacity that tells policies apart, and the block hit ratio of the Mooncake conversation trace there, from an
+#: A capacity that tells policies distinct, and the block hit ratio of the Mooncake conversation trace there, from an
 #: independent simulator (leaf-only tree, path pinned). `make bench-policies` has more of them.
 REFERENCE = {
     "lru": (10_000, 0.2116),
@@ -216,16 +223,16 @@ def test_an_address_that_is_none_is_one_line(trace_file: Path, capsys: Any) -> N
 def test_fifo_beside_lru_carries_its_footnote_where_they_are_alike() -> None:
     trace = made([[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]])
     rows = [simulate(trace, policy, 100) for policy in ("lru", "fifo")]
-    assert FIFO_NOTE in footnotes([trace], rows)
-    assert FIFO_NOTE not in footnotes([trace], rows[:1])
+    assert FIFO_NOTE in policy_notes([trace], rows)
+    assert FIFO_NOTE not in policy_notes([trace], rows[:1])
     # Equal to the digits that the table shows, wherever both ran.
     lru, fifo = rows
     close = [lru, replace(fifo, block_hit_ratio=lru.block_hit_ratio + 0.0002)]
-    assert FIFO_NOTE not in footnotes([trace], close)
+    assert FIFO_NOTE not in policy_notes([trace], close)
     elsewhere = [
         replace(row, capacity_blocks=5, block_hit_ratio=ratio) for row, ratio in zip(rows, (0.1, 0.2), strict=True)
     ]
-    assert FIFO_NOTE not in footnotes([trace], [*rows, *elsewhere])
+    assert FIFO_NOTE not in policy_notes([trace], [*rows, *elsewhere])
 
 
 def test_every_policy_is_drawn_apart_and_a_single_capacity_too() -> None:
@@ -250,7 +257,7 @@ def test_policies_that_coincide_share_a_line_and_the_legend_goes_by_the_right_ed
         }.items()
         for blocks, ratio in zip((2, 4), ratios, strict=True)
     ]
-    drawn = picture(rows, {}, "svg").decode()
+    drawn = policies_picture(rows, {}, "svg").decode()
     texts = re.findall(r"<!-- (.*?) -->", drawn)
     assert [text for text in texts if text in ("arc", "belady", "fifo = lru", "fifo", "lru")] == [
         "arc",
@@ -261,7 +268,7 @@ def test_policies_that_coincide_share_a_line_and_the_legend_goes_by_the_right_ed
 
 def test_a_picture_takes_names_as_they_are() -> None:
     trace = made([[1], [1]], name="cost$_$and <b>")
-    assert b"<svg" in picture([simulate(trace, "lru", 3)], {trace.name: 0.5}, "svg")
+    assert b"<svg" in policies_picture([simulate(trace, "lru", 3)], {trace.name: 0.5}, "svg")
 
 
 # The command

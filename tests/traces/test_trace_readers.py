@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.traces.compact import compact_bytes
 from runner.traces.trace import Pace, Trace, TraceError, TraceRequest, join_traces
-from runner.traces.trace_formats import mooncake_bytes
+from runner.traces.trace_formats import compact_bytes, mooncake_bytes
 from runner.traces.trace_reader import read_trace
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.traces.trace import Trace, TraceRequest
-from runner.traces.trace_reader import MOST_BRANCHES, TurnInference, infer_turns, read_trace
+from runner.traces.trace import MOST_BRANCHES, Trace, TraceRequest, TurnInference, infer_turns
+from runner.traces.trace_reader import read_trace
 
 BLOCK_TOKENS = 4
 PATHS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=30)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from radixcache.observe.trace import TraceWriter
 from runner.files import write_atomically
-from runner.traces.compact import compact_bytes
 from runner.traces.trace import Trace, TraceError, TraceRequest
+from runner.traces.trace_formats import compact_bytes
 from runner.traces.trace_reader import read_trace
 
 PROMPTS = st.lists(

@@ -1,0 +1,467 @@
+"""What simulations come to: rows, their columns, tables, footnotes and pictures. This file never imports MLX.
+
+A row is one simulation, and the JSON of a row is its fields. A `Column` says how a field is shown to people; `cells`
+and `filled` make text and tables from any columns and rows. A ratio's name says what it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from colorsys import hsv_to_rgb
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from radixcache.stores.store import WriteOn
+from runner.picture import new_figure, picture_bytes
+from runner.text import GIB, plural
+from runner.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class Speeds(NamedTuple):
+    """How fast a replica works on a single request."""
+
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPlan:
+    """A disk, or a tier that replicas share: its size, its speed, the model's speed, and when state is written."""
+
+    budget_bytes: int
+    read_bytes_per_s: float
+    prefill_tokens_per_s: float
+    write_on: WriteOn = "eviction"
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What a tier below memory did over a whole trace.
+
+    Attributes:
+        hit_tokens, token_hit_ratio: prompt tokens that were read from the tier, and their share of all prompt tokens.
+    """
+
+    plan: DiskPlan
+    hit_tokens: int
+    token_hit_ratio: float
+    read_bytes: int
+    written_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUse(TierUse):
+    """What a disk did; `decisions` counts reads and the reasons against one, as `CacheStats.store_decisions` does."""
+
+    decisions: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One trace through one or more caches with one policy and budget.
+
+    Attributes:
+        capacity_blocks: budget of each cache in blocks of span state; None: blocks have no size of their own.
+        capacity_bytes: budget of each cache in bytes; None: the bytes of a token are not known.
+        block_refs, block_hits: blocks of all prompts, and those found in memory or in a tier below.
+        block_hit_ratio: block_hits / block_refs.
+        token_hit_ratio: prompt tokens without prefill / prompt tokens. A prompt's last token counts as found with its
+            block, although a model evaluates it again.
+        prefill_tokens: prompt tokens that were not found.
+        seconds: wall time of the simulation.
+        is_timing_synthetic: whether the trace's arrival times were made up.
+    """
+
+    trace: str
+    policy: str
+    capacity_blocks: int | None
+    capacity_bytes: int | None
+    requests: int
+    block_refs: int
+    block_hits: int
+    block_hit_ratio: float
+    token_hit_ratio: float
+    prefill_tokens: int
+    evictions: int
+    seconds: float
+    is_timing_synthetic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationRow(Row):
+    """One cache; `has_checkpoints`: the model has state that is valid at single offsets only."""
+
+    has_checkpoints: bool = False
+    disk: DiskUse | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRow(Row):
+    """Several replicas behind a router, counted together.
+
+    Attributes:
+        infinite_token_hit_ratio: of one cache without limit that sees all requests.
+        share_of_infinite: token_hit_ratio / infinite_token_hit_ratio; 1 if the latter is 0.
+        matched_tokens: prompt tokens that the router expected at the replica it chose.
+        ttft_s_p50, ttft_s_p95, ttft_s_p99: from a request's arrival to the end of its prefill, waiting included.
+        busy: seconds of work of all replicas / (replicas x seconds from the first arrival to the last end).
+        load_p95, load_max: 95th percentile and maximum of the replicas' seconds of work, divided by their mean.
+    """
+
+    router: str
+    replicas: int
+    infinite_token_hit_ratio: float
+    share_of_infinite: float
+    matched_tokens: int
+    ttft_s_p50: float
+    ttft_s_p95: float
+    ttft_s_p99: float
+    busy: float
+    load_p95: float
+    load_max: float
+    shared: TierUse | None = None
+
+
+def infinite_ratio(trace: Trace) -> float:
+    """The block hit ratio of a cache without limit: the share of blocks that were asked for before."""
+    keys = np.concatenate([request.keys for request in trace.requests])
+    return 1.0 - len(np.unique(keys)) / len(keys)
+
+
+def infinite_token_ratio(trace: Trace) -> float:
+    """The token hit ratio of a cache without limit."""
+    seen: set[int] = set()
+    hit_tokens = 0
+    for request in trace.requests:
+        keys = request.keys.tolist()
+        # A key stands for a whole prefix, so the keys seen before come first.
+        hit_tokens += min(sum(key in seen for key in keys) * trace.block_tokens, request.tokens)
+        seen.update(keys)
+    return hit_tokens / trace.prompt_tokens if trace.requests else 0.0
+
+
+def rows_document(traces: Sequence[Trace], rows: Sequence[Row], counts: str, **more: Any) -> dict[str, Any]:
+    """The rows for JSON; `counts` says what the ratios count."""
+    return {
+        "rows": [asdict(row) for row in rows],
+        **more,
+        "sources": [trace.source for trace in traces],
+        "skipped": [len(trace.skipped) for trace in traces],
+        "counts": counts,
+    }
+
+
+# Columns and tables
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """How one figure of a row is shown.
+
+    Attributes:
+        value: the path of a field, as "disk.read_bytes", or a function of the row.
+        form: a format specification, or a function from the value to its text.
+        unit: the value is divided by it.
+        is_optional: the column goes if no row has a value.
+    """
+
+    title: str
+    value: str | Callable[[Any], Any]
+    form: str | Callable[[Any], str] = ""
+    unit: int = 1
+    is_optional: bool = False
+
+    def of(self, row: Any) -> Any:
+        """The row's value; None: it has none."""
+        if not isinstance(self.value, str):
+            return self.value(row)
+        for name in self.value.split("."):
+            row = None if row is None else getattr(row, name)
+        return row
+
+    def cell(self, value: Any) -> str:
+        """The text of a value."""
+        if value is None:
+            return "-"
+        if not isinstance(self.form, str):
+            return self.form(value)
+        if value != value:
+            return "unknown"
+        return format(value if self.unit == 1 else value / self.unit, self.form)
+
+
+def cells(columns: Iterable[Column], rows: Iterable[Any]) -> list[list[str]]:
+    """The columns as text, each with its title first; optional ones without any value are left out."""
+    rows = list(rows)
+    found = [(column, [column.of(row) for row in rows]) for column in columns]
+    return [
+        [column.title, *map(column.cell, values)]
+        for column, values in found
+        if not column.is_optional or any(value is not None for value in values)
+    ]
+
+
+def filled(
+    shown: Table, columns: Iterable[Column], rows: Iterable[Any], *, names: Sequence[str] = (), is_narrow: bool = False
+) -> Table:
+    """Fill an empty table.
+
+    Args:
+        names: titles of columns with text, which are left-aligned.
+        is_narrow: titles and traces wrap, figures do not.
+    """
+    found = cells(columns, rows)
+    for title, *texts in found:
+        words = [*title.split(), *(texts if title != "trace" else ())]
+        shown.add_column(
+            title,
+            justify="left" if title in names else "right",
+            overflow="fold" if is_narrow else "ellipsis",
+            min_width=max(map(len, words)) if is_narrow else None,
+        )
+    for row in list(zip(*found, strict=True))[1:]:
+        shown.add_row(*map(Text, row))
+    return shown
+
+
+def _tier_columns(field: str, origin: str) -> tuple[Column, ...]:
+    return (
+        Column(f"from {origin}", f"{field}.token_hit_ratio", ".4f", is_optional=True),
+        Column("GiB read", f"{field}.read_bytes", ",.2f", GIB, is_optional=True),
+        Column("GiB written", f"{field}.written_bytes", ",.2f", GIB, is_optional=True),
+    )
+
+
+POLICY_COLUMNS = (
+    Column("trace", "trace"),
+    Column("policy", "policy"),
+    Column("blocks", "capacity_blocks", ","),
+    Column("GiB", "capacity_bytes", ".4g", GIB, is_optional=True),
+    Column("block hits", "block_hit_ratio", ".4f"),
+    Column("token hits", "token_hit_ratio", ".4f"),
+    *_tier_columns("disk", "disk"),
+    Column("prefill tokens", "prefill_tokens", ","),
+    Column("evictions", "evictions", ","),
+    Column("s", "seconds", ".1f"),
+)
+
+
+def _wait(value_s: float) -> str:
+    return f"{value_s:,.0f}" if value_s >= 100 else f"{value_s:.3g}"
+
+
+REPLICA_COLUMNS = (
+    Column("router", "router"),
+    Column("replicas", "replicas", ","),
+    Column("GiB each", "capacity_bytes", ".4g", GIB, is_optional=True),
+    Column("blocks each", lambda row: None if row.capacity_bytes else row.capacity_blocks, ",", is_optional=True),
+    Column("token hits", "token_hit_ratio", ".4f"),
+    Column("of best", "share_of_infinite", ".3f"),
+    *_tier_columns("shared", "there"),
+    Column("TTFT s p50", "ttft_s_p50", _wait),
+    Column("p95", "ttft_s_p95", _wait),
+    Column("p99", "ttft_s_p99", _wait),
+    Column("busy", "busy", ".2f"),
+    Column("load p95", "load_p95", ".2f"),
+    Column("max", "load_max", ".2f"),
+)
+
+
+def policies_table(rows: Sequence[SimulationRow]) -> Table:
+    """A row per simulation of one cache."""
+    return filled(Table(box=box.SIMPLE_HEAD), POLICY_COLUMNS, rows, names=("trace", "policy"))
+
+
+def replicas_table(rows: Sequence[ReplicaRow]) -> Table:
+    """A row per simulation of replicas; one trace without a tier fits into 80 columns."""
+    is_one = len({row.trace for row in rows}) == 1
+    columns = REPLICA_COLUMNS if is_one else (POLICY_COLUMNS[0], *REPLICA_COLUMNS)
+    shown = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    return filled(shown, columns, rows, names=("trace", "router"), is_narrow=True)
+
+
+# Footnotes
+
+POLICY_COUNTS = (
+    "Block hit ratio: blocks of prompts that were stored / blocks of prompts. Token hit ratio: prompt tokens in them / "
+    "prompt tokens; a block is found whole or not at all."
+)
+FIFO_NOTE = (
+    "FIFO equals LRU here because a conversation's newest blocks are always its youngest as well: each turn adds a "
+    "leaf, and only leaves can go. It says nothing about FIFO on other data."
+)
+SAME_NOTE = "The same in every row, so nothing here tells them apart: {}."
+DISK_NOTE = (
+    "Beside memory there is a disk of {:,.2f} GiB. Hits are of both; from disk: the prompt tokens that were read from"
+    " it / prompt tokens. What is written to it is there at once."
+)
+BELADY_NOTE = (
+    "belady is the optimum only where all blocks weigh the same; with checkpoints or a disk it is a rule that knows the"
+    " future."
+)
+REPLICA_COUNTS = (
+    "Token hits: prompt tokens that were stored where they were asked for / prompt tokens; of best: the same, by"
+    " those that one cache without limit has. TTFT: from arrival to the end of prefill, waiting included. Busy: of the"
+    " time until all is done, what the replicas worked. Load: the 95th percentile and the most of the replicas' seconds"
+    " of work, by their mean."
+)
+#: From this share of the time on, replicas count as unable to keep up.
+FULL = 0.95
+FULL_NOTE = (
+    "Where replicas are busy for {:.0%} of the time and more, they cannot keep up: the wait grows with the trace, and"
+    " TTFT says little but how long that is."
+)
+SHARED_NOTE = (
+    "Behind the replicas there is a tier of {:,.2f} GiB that all of them write to and read from, each at {:,.1f}"
+    " Gbit/s. From there: the prompt tokens that were read from it / prompt tokens. What is written is there at once."
+)
+
+
+def policy_notes(traces: Sequence[Trace], rows: Sequence[SimulationRow]) -> list[str]:
+    """The footnotes of `policies_table`."""
+    notes = [_trace_note(each, f"{each.block_refs:,} block references", infinite_ratio(each)) for each in traces]
+    notes.append(POLICY_COUNTS)
+    disk = rows[0].disk if rows else None
+    if disk is not None:
+        notes.append(DISK_NOTE.format(disk.plan.budget_bytes / GIB))
+    if _fifo_is_lru(rows):
+        notes.append(FIFO_NOTE)
+    if same := _same_policies(rows):
+        notes.append(SAME_NOTE.format("; ".join(", ".join(group) for group in same)))
+    if any(row.policy.startswith("belady") for row in rows) and any(row.has_checkpoints or row.disk for row in rows):
+        notes.append(BELADY_NOTE)
+    return notes
+
+
+def replica_notes(traces: Sequence[Trace], rows: Sequence[ReplicaRow], speeds: Speeds) -> list[str]:
+    """The footnotes of `replicas_table`."""
+    infinite = {row.trace: row.infinite_token_hit_ratio for row in rows}
+    notes = [_trace_note(each, f"{each.prompt_tokens:,} prompt tokens", infinite.get(each.name)) for each in traces]
+    notes.append(
+        f"A replica serves one request after the other, and takes a second for {speeds.prefill_tokens_per_s:,.0f}"
+        f" tokens of prefill or {speeds.decode_tokens_per_s:,.0f} generated ones."
+    )
+    notes.append(REPLICA_COUNTS)
+    if any(row.busy >= FULL for row in rows):
+        notes.append(FULL_NOTE.format(FULL))
+    if rows and (shared := rows[0].shared) is not None:
+        plan = shared.plan
+        notes.append(SHARED_NOTE.format(plan.budget_bytes / GIB, plan.read_bytes_per_s * 8 / 1e9))
+    return notes
+
+
+def _trace_note(trace: Trace, length: str, infinite: float | None) -> str:
+    found = "." if infinite is None else f"; a cache without limit finds {infinite:.4f} of them."
+    synthetic = " Arrival times are synthetic." if trace.is_timing_synthetic else ""
+    return f"{trace.name}: {plural(len(trace.requests), 'request')}, {length}{found}{synthetic}"
+
+
+def _place(row: Row) -> tuple[object, ...]:
+    return row.trace, row.capacity_blocks, row.capacity_bytes
+
+
+def _fifo_is_lru(rows: Sequence[SimulationRow]) -> bool:
+    """Whether FIFO and LRU show the same digits in every place where both ran."""
+    lru, fifo = (
+        {_place(row): f"{row.block_hit_ratio:.4f}" for row in rows if row.policy == policy}
+        for policy in ("lru", "fifo")
+    )
+    both = lru.keys() & fifo.keys()
+    return bool(both) and all(lru[place] == fifo[place] for place in both)
+
+
+def _same_policies(rows: Sequence[SimulationRow]) -> list[list[str]]:
+    """Groups of policies with equal hits wherever they ran, in two places or more."""
+    found: dict[str, set[tuple[object, ...]]] = {}
+    for row in rows:
+        found.setdefault(row.policy, set()).add((*_place(row), row.block_hits))
+    groups: dict[frozenset[tuple[object, ...]], list[str]] = {}
+    for policy, hits in found.items():
+        groups.setdefault(frozenset(hits), []).append(policy)
+    return [group for hits, group in groups.items() if len(group) > 1 and len(hits) > 1]
+
+
+# The picture of policies
+
+PANEL_INCHES = (9.0, 5.0)
+OFFLINE_LINES = {"belady": "-", "belady-bypass": "--"}
+#: A marker for each policy.
+MARKERS = "osD^v<>pPX*hdH8+x1|"
+#: Steps of this size around the colour wheel keep any number of hues apart.
+GOLDEN = 0.618
+#: The most capacities that fit below the axis.
+MOST_TICKS = 8
+RATIO_LABEL = "block hit ratio: blocks found / blocks asked for"
+
+
+def policies_picture(rows: Sequence[SimulationRow], infinite: Mapping[str, float], file_format: str = "png") -> bytes:
+    """Block hit ratio over capacity, a panel per trace. Policies with equal digits share a line.
+
+    Args:
+        infinite: the ratio of a cache without limit, by trace; drawn as a dotted line.
+    """
+    traces = list(dict.fromkeys(row.trace for row in rows))
+    figure = new_figure(PANEL_INCHES[0], PANEL_INCHES[1] * len(traces))
+    panels = figure.subplots(len(traces), 1, squeeze=False)
+    styles = line_styles(dict.fromkeys(row.policy for row in rows))
+    for axes, trace in zip(panels[:, 0], traces, strict=True):
+        _draw_panel(axes, [row for row in rows if row.trace == trace], infinite.get(trace), styles)
+    return picture_bytes(figure, file_format)
+
+
+def _draw_panel(
+    axes: Axes, rows: Sequence[SimulationRow], infinite: float | None, styles: Mapping[str, dict[str, Any]]
+) -> None:
+    lines: dict[tuple[tuple[float, str], ...], list[str]] = {}
+    for policy in dict.fromkeys(row.policy for row in rows):
+        points = sorted((_capacity(row), f"{row.block_hit_ratio:.4f}") for row in rows if row.policy == policy)
+        lines.setdefault(tuple(points), []).append(policy)
+    # Sorted by the right edge: the legend reads as the lines lie.
+    for line, policies in sorted(lines.items(), key=lambda each: each[0][-1], reverse=True):
+        styled = next((policy for policy in policies if policy in OFFLINE_LINES), policies[0])
+        ratios = [float(ratio) for _, ratio in line]
+        axes.plot([capacity for capacity, _ in line], ratios, label=" = ".join(policies), **styles[styled])
+    if infinite is not None:
+        axes.axhline(infinite, linestyle=":", color="black", label="infinite cache")
+    disk = rows[0].disk
+    beside = "" if disk is None else f", with a disk of {disk.plan.budget_bytes / GIB:,.2f} GiB"
+    synthetic = " (arrival times are synthetic)" if rows[0].is_timing_synthetic else ""
+    # Dollar signs in a name are no formula.
+    axes.set_title(f"{rows[0].trace}{beside}{synthetic}", parse_math=False)
+    axes.set_xscale("log")
+    capacities = sorted({_capacity(row) for row in rows})
+    if len(capacities) <= MOST_TICKS:
+        axes.set_xticks(capacities, [f"{capacity:,.7g}" for capacity in capacities])
+        axes.minorticks_off()
+    axes.set_xlabel("capacity, blocks" if rows[0].capacity_bytes is None else "capacity, GiB")
+    axes.set_ylabel(RATIO_LABEL)
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=True, which="both", alpha=0.25)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
+def _capacity(row: Row) -> float:
+    """In GiB if the bytes are known, else in blocks."""
+    return (row.capacity_blocks or 0) if row.capacity_bytes is None else row.capacity_bytes / GIB
+
+
+def line_styles(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """How each policy is drawn: the bounds in black, the others by colour and marker."""
+    styles: dict[str, dict[str, Any]] = {}
+    for policy in policies:
+        index = len(styles.keys() - OFFLINE_LINES.keys())
+        if policy in OFFLINE_LINES:
+            styles[policy] = {"color": "black", "linestyle": OFFLINE_LINES[policy], "linewidth": 2.0, "marker": "."}
+        else:
+            color = hsv_to_rgb(index * GOLDEN % 1.0, 0.8, (0.85, 0.55)[index % 2])
+            marker = MARKERS[index % len(MARKERS)]
+            styles[policy] = {"color": color, "marker": marker, "markersize": 5.0, "linewidth": 1.2}
+    return styles
