@@ -73,21 +73,6 @@ NO_ROOM = (CacheFullError, BudgetFullError)
 # The queue ------------------------------------------------------------------------------------------------------------
 
 
-class ChunkTurns:
-    """Hands out chunks of prefill."""
-
-    def __init__(self) -> None:
-        self._first_comes_next = True
-
-    def choose(self, prefilling: Sequence[TokenSequence]) -> TokenSequence:
-        """Whose chunk is next, of at least one."""
-        first = min(prefilling, key=lambda each: each.number)
-        shortest = min(prefilling, key=lambda each: (each.remaining_tokens, each.number))
-        chosen = first if self._first_comes_next else shortest
-        self._first_comes_next = chosen is not first
-        return chosen
-
-
 class AdmissionQueue:
     """The requests of one generator, in order of arrival.
 
@@ -99,17 +84,18 @@ class AdmissionQueue:
 
     Attributes:
         waiting, running: to read; they change through the methods.
+        is_refused: the group has no room after all; nobody comes in before a running request ends.
     """
 
     def __init__(self, capacity: int, max_rows: int, context: int | None, step_size: int) -> None:
         self.waiting: list[TokenSequence] = []
         self.running: list[TokenSequence] = []
         self._capacity, self._max_rows, self._context, self._step_size = capacity, max_rows, context, step_size
-        self._is_refused = False
+        self.is_refused = False
+        self._first_comes_next = True
 
     @property
     def prefilling(self) -> list[TokenSequence]:
-        """Those whose prompt is not evaluated yet."""
         return [each for each in self.running if not each.is_decoding]
 
     @property
@@ -119,23 +105,26 @@ class AdmissionQueue:
 
     def next(self, group: Group) -> TokenSequence | None:
         """Who comes in next; None: nobody may now."""
-        if len(self.running) >= self._max_rows or (self._is_refused and self.running):
+        if len(self.running) >= self._max_rows or (self.is_refused and self.running):
             return None
         for sequence in self.waiting:
             if not self._gains(sequence, group):
                 return sequence if self._fits(sequence, group) else None
         return None
 
+    def next_chunk(self, prefilling: Sequence[TokenSequence]) -> TokenSequence:
+        """Whose prompt the next chunk of prefill goes to."""
+        first = min(prefilling, key=lambda each: each.number)
+        shortest = min(prefilling, key=lambda each: (each.remaining_tokens, each.number))
+        chosen = first if self._first_comes_next else shortest
+        self._first_comes_next = chosen is not first
+        return chosen
+
     def waits(self, sequence: TokenSequence, others: Iterable[TokenSequence], group: Group) -> bool:
         """Whether a new row can share more once these others, which are prefilled now, have their chunk."""
         return sequence.row.is_fresh and self._later(sequence, others, group) > sequence.row.position
 
-    def refuse(self) -> None:
-        """The group has no room after all: nobody comes in before a running request ends."""
-        self._is_refused = True
-
     def start(self, sequence: TokenSequence, row: Row) -> None:
-        """A waiting request got a row."""
         sequence.held_row = row
         self.waiting.remove(sequence)
         self.running.append(sequence)
@@ -147,8 +136,7 @@ class AdmissionQueue:
         insort(self.waiting, sequence, key=lambda each: each.number)
 
     def end(self, sequence: TokenSequence) -> None:
-        """A request is over."""
-        self._is_refused = False
+        self.is_refused = False
         for sequences in (self.waiting, self.running):
             if sequence in sequences:
                 sequences.remove(sequence)
@@ -208,14 +196,12 @@ class Engine:
         self.group = new_group()
         self._model, self._new_group, self._queue = model, new_group, queue
         self._window, self._step_size = window, step_size
-        self._turns = ChunkTurns()
         self._steps = 0
         #: Whether a chunk was evaluated, and no step since.
         self._owes_step = False
         self._failure: Exception | None = None
 
     def round(self) -> None:
-        """Do one round."""
         self._end_cancelled()
         has_prefilled, self._owes_step = self._owes_step, False
         if not has_prefilled:
@@ -258,7 +244,6 @@ class Engine:
             sequence.held_row.close()
 
     def fail(self, sequence: TokenSequence, error: Exception) -> None:
-        """End a request with what was raised."""
         self.finish(sequence, sequence.reply.end("error", error=error))
 
     def _end_cancelled(self) -> None:
@@ -278,7 +263,7 @@ class Engine:
                 self._queue.start(each, row)
             except NO_ROOM as error:
                 if self._queue.running:
-                    self._queue.refuse()
+                    self._queue.is_refused = True
                     return
                 self.fail(each, error)
             except Exception as error:
@@ -297,7 +282,7 @@ class Engine:
         prefilling = [each for each in self._queue.prefilling if not each.is_stepping]
         if not prefilling:
             return False
-        chosen, part = [self._turns.choose(prefilling)], []
+        chosen, part = [self._queue.next_chunk(prefilling)], []
         left_tokens = self._step_size - chosen[0].remaining_tokens
         for sequence in sorted(prefilling, key=lambda each: each.remaining_tokens):
             if sequence is chosen[0] or self._queue.waits(sequence, chosen, self.group):

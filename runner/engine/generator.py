@@ -198,7 +198,6 @@ class ParallelGenerator:
                     yield self._engine.ready.popleft()
 
     def round(self) -> list[tuple[Ticket, Piece]]:
-        """Serve one round, and return its pieces."""
         with compile_mode(self._model):
             self._round()
         pieces = [*self._engine.ready]
@@ -220,11 +219,9 @@ class ParallelGenerator:
 
     @property
     def group(self) -> Group:
-        """The cache's group of running rows; to read."""
         return self._engine.group
 
     def _round(self) -> bool:
-        """Do one round; False: nothing was left."""
         with self._arrivals:
             self._queue.waiting += self._submitted
             self._submitted.clear()

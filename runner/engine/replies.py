@@ -74,7 +74,6 @@ class Completion:
 
     @property
     def completion_tokens(self) -> int:
-        """How many tokens were sampled."""
         return len(self.tokens)
 
 
@@ -134,7 +133,6 @@ class Reply:
 
     @property
     def left(self) -> int:
-        """How many more tokens may be sampled."""
         return self.max_tokens - len(self.tokens)
 
     def start(self) -> None:
@@ -210,7 +208,6 @@ def log_probabilities(logits: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def greedy(logprobs: mx.array) -> mx.array:
-    """The sampler that takes the likeliest token: (N, V) to (N,)."""
     return mx.argmax(logprobs, axis=-1)
 
 
@@ -270,7 +267,7 @@ class LiveRun(Protocol):
 
 
 class _CancelledError(Exception):
-    """Raised out of a progress callback to leave a prefill between two chunks."""
+    pass
 
 
 def generate(

@@ -103,7 +103,6 @@ class ContextWindow:
 
     @property
     def quantum(self) -> int:
-        """Tokens of which each cut is a multiple."""
         return max(1, int(self.tokens * self.free_share))
 
     def excess(self, outline: Outline, length: int, room: int, dropped: int = 0) -> int:
@@ -164,7 +163,6 @@ class Ticket:
         self._cancelled.set()
 
     def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
 
@@ -204,7 +202,6 @@ class Sampled(NamedTuple):
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the model's logits are not numbers."""
         return self.of.read[2][self.row]
 
 
@@ -252,18 +249,15 @@ class TokenSequence:
 
     @property
     def number(self) -> int:
-        """Order of arrival."""
         return self.ticket.number
 
     @property
     def row(self) -> Row:
-        """Its row, while it runs."""
         assert self.held_row is not None, self.ticket
         return self.held_row
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens left to prefill."""
         return self.row.prompt_left
 
     @property

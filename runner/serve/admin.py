@@ -60,7 +60,6 @@ SHOWN_FIELDS = (
 
 @functools.cache
 def cache_page() -> tuple[str, dict[str, str]]:
-    """The page, and its headers."""
     style, script = (page_file(f"page.{kind}") + page_file(f"page.{kind}", __package__) for kind in ("css", "js"))
     connect = "; connect-src 'self'"
     body = page_file("page.html", __package__) + tree_markup()
@@ -135,7 +134,6 @@ def _store_words(tier: str, stats: StoreStats) -> list[str]:
 
 
 def title(names: ModelNames) -> str:
-    """A model with its adapter and draft model, for people and for a query."""
     draft = None if names.draft == DEFAULT else names.draft
     return " + ".join(name for name in (names.model, names.adapter, draft) if name)
 
@@ -209,7 +207,6 @@ class WarmBody(PromptBody):
 
 
 def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> APIRouter:
-    """Return the routes. They raise ApiError for a wrong request."""
     router = APIRouter()
     watch.attach(scheduler)
 

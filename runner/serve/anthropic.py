@@ -387,7 +387,6 @@ class MessageDraft:
         return events
 
     def _end(self) -> list[MessageEvent]:
-        """Close the message: why it ended, and what it used."""
         record = self._reply.record
         assert record is not None
         if self._stop_word is not None:
@@ -414,11 +413,12 @@ class MessageDraft:
         self._content[-1][kind] += text
         return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
 
-    def _call(self, call: dict[str, str]) -> list[MessageEvent]:
+    def _call(self, call: dict[str, Any]) -> list[MessageEvent]:
         # JSON has no NaN, but a model's arguments may. The API takes only objects, but the arguments may be anything.
-        arguments = json.loads(call["arguments"], parse_constant=str)
+        function = call["function"]
+        arguments = json.loads(function["arguments"], parse_constant=str)
         arguments = arguments if isinstance(arguments, dict) else {"arguments": arguments}
-        events = self._open({"type": "tool_use", "id": call["id"], "name": call["name"], "input": {}})
+        events = self._open({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
         self._content[-1]["input"] = arguments
         delta = self._delta({"type": "input_json_delta", "partial_json": json.dumps(arguments)})
         return [*events, delta, *self._close()]

@@ -1,10 +1,10 @@
-"""HTTP/1.1 on uvicorn and h11, with a limit to what a client may keep waiting, and an end that lets replies finish.
+"""HTTP/1.1 on uvicorn and h11, with time limits for slow clients, and a shutdown that lets replies finish.
 
-A client owes the head of a request, then its body, then to read what it is sent. Where it takes too long it is told so
-and its connection is closed; until a request is whole (`runner.serve.middleware`) that is all it ever held.
+A client owes the head of a request, then its body, then to read its reply. If one takes too long, the client gets an
+error and its connection is closed. Until a request is whole (`runner.serve.middleware`), a client holds nothing else.
 
-A signal to end: no further connections, `stop` in a thread of its own while replies go on, then the rest of what
-they have is sent. A second signal ends the process at once.
+On a signal the server takes no more connections, calls `stop` on a thread of its own while replies go on, and sends the
+rest. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -29,43 +29,38 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from runner.serve.request import ApiError
 
-#: How long a client may take, in seconds, for what it owes.
+#: Seconds that a client may take for what it owes.
 PATIENCE_S = {"head": 20.0, "body": 60.0, "reading": 60.0, "leaving": 5.0}
-#: What a client may leave a connection idle between two requests, in seconds: longer than clients keep one themselves.
+#: Seconds that a connection may be idle between two requests: longer than clients leave one open themselves.
 IDLE_S = 75
-#: How long replies that have ended may take to be sent, in seconds, before the server ends.
+#: Seconds to send the rest of ended replies before the server ends.
 SEND_S = 30
 MAX_HEAD_BYTES = 64 << 10
-#: Clients at a time, and what a process opens besides. Shells on macOS give it 256 file descriptors to begin with.
+#: Clients at a time, and other open files. Shells on macOS allow a process 256 files by default.
 MAX_CONNECTIONS, OTHER_FILES = 900, 124
 BACKLOG = 512
-#: Signals that end the server, but for those that whoever started it ignores.
+#: Signals that end the server, except those that it was started to ignore.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; requests wait in it until there is a server. OSError: it cannot be had."""
+    """Return a listening socket; requests wait in it until the server runs. OSError: the address cannot be used."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):  # the system's own limit is lower still
+        with suppress(ValueError, OSError):  # the system's limit is lower
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(address, family=family, backlog=BACKLOG)
 
 
 def url_of(listening: socket.socket) -> str:
-    """Where a socket listens, with the port it really has."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class HttpServer(uvicorn.Server):
-    """Serves `app`; `run(sockets=[...])` returns once it is over.
-
-    Args:
-        stop: lets replies end and gives all back that they are made with; runs once, in a thread of its own.
-    """
+    """Serves `app`; `run(sockets=[...])` returns when it has ended. `stop` ends replies and frees the backend."""
 
     def __init__(
         self, app: ASGIApp, stop: Callable[[], object], *, patience_s: Mapping[str, float] = PATIENCE_S
@@ -78,7 +73,7 @@ class HttpServer(uvicorn.Server):
             lifespan="off",
             log_config=None,
             access_log=False,
-            # A header of a client's is no proof of where it is; see runner.serve.middleware.
+            # A client's header is no proof of its address; see runner.serve.middleware.
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=IDLE_S,
@@ -96,7 +91,7 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn's own raises the signals anew in the end, and then a server that ended well has no exit code 0.
+        # uvicorn's own raises the signals again at the end, which would spoil exit code 0.
         is_main = threading.current_thread() is threading.main_thread()
         before = {number: signal.getsignal(number) for number in ENDING if is_main}
         heard = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
@@ -116,7 +111,7 @@ class HttpServer(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """A client's connection, closed when the client takes too long for what it owes."""
+    """A client's connection, with the time limits of `patience_s`."""
 
     def __init__(self, *args: Any, patience_s: Mapping[str, float], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -127,10 +122,10 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # asyncio sets it for sockets that say they are of TCP, which those that create_server's accepts do not. Without
-        # it what is sent in two pieces waits for the client to acknowledge the first: 40 ms.
+        # asyncio does not set it for the sockets of create_server. Without it, the second of two pieces waits 40 ms for
+        # the client to acknowledge the first.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Whatever the system does not take at once counts as not read.
+        # What the system does not take at once counts as unread.
         transport.set_write_buffer_limits(high=0)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
@@ -158,7 +153,7 @@ class Connection(H11Protocol):
         self._look()
 
     def shutdown(self) -> None:
-        # Who has not sent a whole request is not waited for.
+        # An incomplete request is not waited for.
         if self._owed == "body":
             self._refuse(ApiError(503, "the server is stopping."))
         else:
@@ -169,7 +164,7 @@ class Connection(H11Protocol):
         self._refuse(ApiError(status, f"this is no request of HTTP/1.1 that the server takes: {sys.exc_info()[1]}."))
 
     def _look(self) -> None:
-        """Find out what the client owes now."""
+        """Start, restart or stop the time limit, by what the client owes now."""
         state = self.conn.their_state
         if self.flow.write_paused:
             self._await("reading")
@@ -183,7 +178,7 @@ class Connection(H11Protocol):
             self._await(None)
 
     def _await(self, owed: str | None) -> None:
-        """Count from now on for what is owed, or go on where it is the same as before."""
+        """Limit the time for what is owed; if that is the same as before, its timer goes on."""
         if owed == self._owed:
             return
         if self._timer is not None:
@@ -199,7 +194,7 @@ class Connection(H11Protocol):
             self._refuse(ApiError(408, f"the request's {owed} took longer than {self._patience_s[owed]:g} s."))
 
     def _refuse(self, error: ApiError) -> None:
-        """Say it where nothing was said yet, and take nothing in any more."""
+        """Answer with an error if nothing was answered yet, and ignore what comes."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return
@@ -208,7 +203,7 @@ class Connection(H11Protocol):
         response = h11.Response(status_code=error.status, headers=headers)
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        # Closed with something unread in it, a connection would be reset before the client has read this.
+        # If it were closed with unread data in it, it would be reset before the client has read this.
         self.transport.write_eof()
         self._is_refused = True
         self._look()

@@ -71,18 +71,14 @@ class Watched(Protocol):
     """What is watched: the Scheduler. Any thread may ask, and none waits for a forward pass."""
 
     @property
-    def waiting(self) -> int:
-        """Requests that wait for room."""
+    def waiting(self) -> int: ...
 
     @property
-    def running(self) -> int:
-        """Requests whose prompt or reply is being evaluated."""
+    def running(self) -> int: ...
 
-    def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
-        """The caches of all models that were served, the present one last."""
+    def caches(self) -> list[tuple[ModelNames, PrefixCache]]: ...
 
-    def store_stats(self) -> Mapping[str, StoreStats]:
-        """What each store behind the caches has and did, by name."""
+    def store_stats(self) -> Mapping[str, StoreStats]: ...
 
 
 def read_caches(watched: Watched, read: Callable[[PrefixCache], T]) -> list[tuple[ModelNames, T]]:
@@ -143,7 +139,6 @@ class Watch(Collector):
         self._registry.register(self)
 
     def on_http(self, route: str, status: int) -> None:
-        """Count a request that was answered."""
         self._counters["http_requests"].labels(route, str(status)).inc()
 
     def on_event(self, event: Event) -> None:
@@ -198,7 +193,6 @@ class Watch(Collector):
             return list(self._points)
 
     def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format, CONTENT_TYPE."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:

@@ -137,7 +137,6 @@ def _read_key_file(path: Path) -> list[tuple[str, str, str]]:
 
 
 def is_admin_path(path: str) -> bool:
-    """Whether a route is for the admin."""
     return path in ("/metrics", PAGE) or path.startswith(f"{PAGE}/")
 
 

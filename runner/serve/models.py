@@ -1,19 +1,18 @@
-"""Models: which weights are loaded, and what each of them has stored. The generation thread's alone.
+"""Models: which weights are loaded, and what the cache of each model holds. Belongs to the generation thread.
 
-    names of a request ──▶ key ──▶ weights      one model's at a time, as in mlx_lm.server
-                           └──▶ PrefixCache  one each, all on one ledger, kept while others run
+    names of a request ──▶ key ──▶ weights       one model at a time, as in mlx_lm.server
+                           └──▶ PrefixCache   one each, all on one ledger; it stays while other models run
 
-Coming back to a model therefore finds its prefixes, as far as the budget has left them. Where its files have changed
-since, what was stored is of another model, and goes.
+A model that is loaded again finds its prefixes, unless the budget evicted them or its files have changed since.
 
-What is prefilled and pinned at start: a file of system prompts and conversations.
+A warm file (`read_warm_file`) names system prompts and conversations to prefill and pin at start:
 
     "You are a helpful assistant."                                             a system prompt
     {"name": "support", "system": "You answer customers ...", "tools": [...]}
     {"name": "onboarding", "messages": [{"role": "system", "content": "..."}, {"role": "user", "content": "..."}]}
 
-A .jsonl file has one of these a line; any other is JSON, one of them or a list. `name` is that of the pin (by default
-"warm-1" and so on), `namespace` the one whose requests find it: a key's name with --namespace-by key.
+A .jsonl file has one of these a line; any other file is JSON, one of them or a list. `name` is that of the pin (default
+"warm-1" and so on), `namespace` the one whose requests find it: the name of a key with --namespace-by key.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ import copy
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from numpy.typing import NDArray
@@ -49,14 +48,20 @@ from runner.serve.served_model import ServedModel
 
 WANTED = "system prompts or conversations: text, or objects with system or messages"
 
+#: Path, bytes and time of the last change of each file of a model.
+Fingerprint = tuple[tuple[str, int, int], ...]
+
+
+# Warm prefixes --------------------------------------------------------------------------------------------------------
+
 
 class WarmFileError(ValueError):
-    """A file of what to warm cannot be used: where, and what was wanted."""
+    pass
 
 
 @dataclass(frozen=True)
 class WarmEntry:
-    """One prefix to be kept; `where` it was read from."""
+    """One prefix to store and pin. `where` it stands is for errors."""
 
     name: str
     messages: Sequence[dict[str, Any]]
@@ -65,12 +70,12 @@ class WarmEntry:
     where: str
 
     def tokens(self, tokenizer: Any, options: ServeOptions) -> NDArray[Any]:
-        """What every conversation that begins like this begins with.
+        """The tokens that all conversations with this beginning share.
 
         Raises:
-            WarmFileError: the model's chat template does not take it, or makes of it nothing that lasts.
+            WarmFileError: the model's chat template refuses it, or renders nothing of it that they share.
         """
-        is_open = self.messages[-1]["role"] in ("system", "developer")  # templates want something behind it
+        is_open = self.messages[-1]["role"] in ("system", "developer")  # templates want a message behind it
         messages = [*self.messages, *([{"role": "user", "content": "Hello"}] if is_open else [])]
         try:
             tokens, opening, ends = message_ends(tokenizer, messages, self.tools, **options.chat_template_args)
@@ -83,11 +88,7 @@ class WarmEntry:
 
 
 def read_warm_file(path: Path) -> list[WarmEntry]:
-    """Read the file.
-
-    Raises:
-        ValueError: it cannot be read, or is not as the head of this file says.
-    """
+    """Read a warm file. WarmFileError: it cannot be read, or is not as the head of this file says."""
     if path.suffix == ".jsonl":
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -115,12 +116,11 @@ def _entry(value: Any, number: int, where: str) -> WarmEntry:
     return WarmEntry(name, messages, checked_tools(value.get("tools"), where), namespace, where)
 
 
-Fingerprint = tuple[tuple[str, int, int], ...]
+# Models ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Kept:
-    """What stays of a model when others run."""
+class _CachedModel(NamedTuple):
+    """What stays of a model while others run."""
 
     cache: PrefixCache
     fingerprint: Fingerprint
@@ -128,20 +128,22 @@ class _Kept:
 
 
 class Models:
-    """The model that is loaded, and the caches of all.
-
-    StoreError: the folder of --disk cannot be used, or --redis lacks its package. ValueError: its URL is none.
+    """The loaded model, and the caches of all.
 
     Attributes:
-        current: the one that is loaded; None before the first, and where loading failed.
-        ledger: of all caches; None before the first model: its size says what there is to spare.
+        current: the loaded model; None before the first, and after a load that failed.
+        ledger: of all caches; None before the first model, whose size decides the default budget.
+
+    Raises:
+        StoreError: the folder of --disk cannot be used, or --redis lacks its package.
+        ValueError: the URL of --redis is none.
     """
 
     def __init__(self, options: ServeOptions, on_event: OnEvent | None = None) -> None:
         self.current: ServedModel | None = None
         self.ledger = None if options.budget_bytes is None else Ledger(options.budget_bytes)
         self._options, self._on_event = options, on_event
-        self._kept: dict[ModelNames, _Kept] = {}
+        self._cached: dict[ModelNames, _CachedModel] = {}
         self._trace = None if options.trace is None else TraceWriter(options.trace)
         self._stores: list[DiskStore | RedisStore] = []
         if options.disk is not None:
@@ -151,19 +153,14 @@ class Models:
             self._stores.append(RedisStore(options.redis, write_on="close"))
 
     def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
-        """The caches of all models that were loaded so far, the last one's last; any thread may ask."""
-        return [(key, kept.cache) for key, kept in [*self._kept.items()]]
+        """The caches of all models that were loaded so far, the present one last. Any thread may ask."""
+        return [(key, cached.cache) for key, cached in [*self._cached.items()]]
 
     def store_stats(self) -> dict[str, StoreStats]:
-        """What each store has and did, by what it is called. Any thread may ask."""
         return {name: store.stats for store in self._stores for name in store.tiers}
 
     def key_of(self, names: ModelNames) -> ModelNames:
-        """Return the names that these stand for, as in mlx_lm.server: the server's own model has the server's adapter.
-
-        Raises:
-            ApiError: the server was started without a model.
-        """
+        """Replace defaults, as in mlx_lm.server. ApiError: the server was started without a model."""
         options = self._options
         draft = options.draft_model if names.draft == DEFAULT else names.draft
         if names.model != DEFAULT:
@@ -173,24 +170,23 @@ class Models:
         return ModelNames(options.model, options.adapter_path, draft)
 
     def open(self, key: ModelNames) -> ServedModel:
-        """Load a model in the place of the current one, which is idle. What cannot be found changes nothing.
+        """Load a model in the place of the current one, which is idle.
 
-        Raises:
-            ModelError: it cannot be found, or not be loaded; then none is loaded.
+        ModelError: it cannot be found, and nothing changes; or it cannot be loaded, and no model is.
         """
         if self.current is not None and self.current.key == key:
             return self.current
-        fingerprint = tuple(_fingerprint(key))
+        fingerprint = _fingerprint(key)
         self._unload()
         try:
             loaded, draft = self._load(key)
-            kept = self._kept.pop(key, None)
-            if kept is not None and kept.fingerprint != fingerprint:
-                kept.cache.close()
-                kept = None
-            is_new = kept is None
-            kept = self._kept[key] = kept or self._new_cache(key, loaded, draft, fingerprint)
-            self.current = ServedModel(key, loaded, draft, kept.cache, self._options, is_parallel=kept.is_parallel)
+            cached = self._cached.pop(key, None)
+            if cached is not None and cached.fingerprint != fingerprint:
+                cached.cache.close()
+                cached = None
+            is_new = cached is None
+            cached = self._cached[key] = cached or self._new_cache(key, loaded, draft, fingerprint)
+            self.current = ServedModel(key, loaded, draft, cached.cache, self._options, is_parallel=cached.is_parallel)
             if is_new and self._options.warm is not None and self._is_default(key):
                 for entry in read_warm_file(self._options.warm):
                     self.current.warm(entry.tokens(loaded.tokenizer, self._options), entry.namespace, name=entry.name)
@@ -200,22 +196,13 @@ class Models:
         return self.current
 
     def loaded(self, names: ModelNames) -> ServedModel:
-        """The model that these names stand for, which is in memory.
-
-        Raises:
-            ApiError: it is not.
-        """
+        """The loaded model, if it has these names. ApiError: it has others."""
         if self.current is None or self.current.key != self.key_of(names):
             raise ApiError(409, f"model {names.model!r} is not in memory; ask it something first.", param="model")
         return self.current
 
     def count_tokens(self, asked: Request) -> int:
-        """How many tokens a prompt has; of a model that is not loaded its tokenizer is enough.
-
-        Raises:
-            ApiError: it cannot be made.
-            ModelError: there is no such model.
-        """
+        """How many tokens a prompt has, also for a model that is not loaded. ApiError, ModelError: as for a reply."""
         key = self.key_of(asked.names)
         current = self.current if self.current is not None and self.current.key.model == key.model else None
         tokenizer = self.outlined(key.model) if current is None else current.tokenizer
@@ -223,17 +210,16 @@ class Models:
         return len(prompt_of(asked, tokenizer, self._options.chat_template_args, processor=processor).tokens)
 
     def outlined(self, name: str) -> Any:
-        """The tokenizer of a model, as it would be were the model loaded. ModelError: there is no such model."""
+        """The tokenizer of a model, without its weights. ModelError: there is no such model."""
         tokenizer = load_outline(name, show_progress=False, tokenizer_config=self._tokenizer_config()).tokenizer
         self._choose_template(tokenizer)
         return tokenizer
 
     def close(self) -> None:
-        """Give everything back."""
         self._unload()
-        for kept in self._kept.values():
-            kept.cache.close()
-        self._kept.clear()
+        for cached in self._cached.values():
+            cached.cache.close()
+        self._cached.clear()
         for store in self._stores:
             store.close()
         if self._trace is not None:
@@ -243,7 +229,6 @@ class Models:
         return self._options.model is not None and key == self.key_of(ModelNames())
 
     def _unload(self) -> None:
-        """Let go of the weights, before those of another model come."""
         current, self.current = self.current, None
         if current is not None:
             current.close()
@@ -271,13 +256,13 @@ class Models:
         if self._options.use_default_chat_template and tokenizer.chat_template is None:
             tokenizer.chat_template = tokenizer.default_chat_template
 
-    def _new_cache(self, key: ModelNames, loaded: LoadedModel, draft: Any, fingerprint: Fingerprint) -> _Kept:
-        """A cache that holds on to no weights: it goes by copies of empty mlx-lm caches."""
+    def _new_cache(self, key: ModelNames, loaded: LoadedModel, draft: Any, fingerprint: Fingerprint) -> _CachedModel:
+        """A cache that holds no weights: it is made from copies of empty mlx-lm caches."""
         options = self._options
         empty = mlx_lm_border.make_prompt_cache(loaded.model)
         if draft is not None:
             empty += mlx_lm_border.make_prompt_cache(draft)
-            # A window can take tokens back only until it is full.
+            # A full window cannot take tokens back.
             windows = [each for each in empty if isinstance(each, mlx_lm_border.RotatingKVCache)]
             if windows or not mlx_lm_border.can_trim_prompt_cache(empty):
                 raise ModelError(
@@ -302,7 +287,7 @@ class Models:
             kv_group_size=options.kv_group_size,
             trace=self._trace if self._is_default(key) else None,
             tokenizer=loaded.tokenizer if options.show_text else None,
-            # Where requests run together, those that are drawn alone have a session, and all of these are verified.
+            # A drawn request runs alone if others run together. Only such requests have a session: verify all of them.
             verify=1.0 if is_parallel and options.verify else options.verify,
             exact=options.exact,
             step_size=options.prefill_step_size,
@@ -310,11 +295,10 @@ class Models:
             store=self._stores or None,
             identity=None if not self._stores else weights_identity(*models, name=key.model),
         )
-        return _Kept(cache, fingerprint, is_parallel)
+        return _CachedModel(cache, fingerprint, is_parallel)
 
 
 def _can_share(fresh: Callable[[], list[Any]]) -> bool:
-    """Whether the state of a model's layers can be in a batch of rows."""
     try:
         with PrefixCache(caches=fresh, budget_bytes=1) as cache:
             cache.begin_many(capacity=1).close()
@@ -323,20 +307,18 @@ def _can_share(fresh: Callable[[], list[Any]]) -> bool:
     return True
 
 
-def _fingerprint(key: ModelNames) -> Iterator[tuple[str, int, int]]:
-    """The files of a model, its adapter and its draft model: path, bytes, time of the last change.
-
-    Raises:
-        ModelError: one of them is not there.
-    """
+def _fingerprint(key: ModelNames) -> Fingerprint:
+    """Fingerprint of a model, its adapter and its draft model. ModelError: one of them is missing."""
     folders = [model_folder(key.model, show_progress=False)]
     if key.adapter is not None:
         folders.append(Path(os.path.expanduser(key.adapter)))
     if key.draft is not None:
         folders.append(model_folder(key.draft, show_progress=False))
+    found: list[tuple[str, int, int]] = []
     for folder in filter(None, folders):
         try:
             files = [(str(path), path.stat()) for path in sorted(folder.iterdir())]
         except OSError as error:
             raise ModelError(f"{folder!s:.200}: {error.strerror}; wanted a folder.") from error
-        yield from ((path, about.st_size, about.st_mtime_ns) for path, about in files)
+        found += [(path, about.st_size, about.st_mtime_ns) for path, about in files]
+    return tuple(found)

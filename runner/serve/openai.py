@@ -264,8 +264,7 @@ class OpenAIReply:
         if logprobs := self._logprobs(delta.tokens):
             choice["logprobs"] = {"content": logprobs}
         if self._is_chat:
-            calls = [_tool_call(call) for call in delta.tool_calls]
-            choice["message"] = {"content": None, **_message(delta, calls)}
+            choice["message"] = {"content": None, **_message(delta, delta.tool_calls)}
         else:
             choice["text"] = delta.text
         return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
@@ -281,7 +280,7 @@ class OpenAIReply:
                 if isinstance(part, PrefillProgress):
                     yield f": keepalive {part.done_tokens}/{part.prompt_tokens}\n\n"
                 elif self.reply.record or part.text or part.reasoning or part.tool_calls:
-                    calls = [_tool_call(call, call_count + index) for index, call in enumerate(part.tool_calls)]
+                    calls = [{**call, "index": at} for at, call in enumerate(part.tool_calls, call_count)]
                     call_count += len(calls)
                     choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish_reason()}
                     choice |= {"delta": _message(part, calls)} if self._is_chat else {"text": part.text}
@@ -338,13 +337,6 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
 def _message(delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
     fields = {"content": delta.text, "reasoning": delta.reasoning, "tool_calls": calls}
     return {"role": "assistant", **{name: value for name, value in fields.items() if value}}
-
-
-def _tool_call(call: dict[str, str], index: int | None = None) -> dict[str, Any]:
-    """A call in OpenAI's form, with an index in a stream."""
-    function = {"name": call["name"], "arguments": call["arguments"]}
-    indexed = {} if index is None else {"index": index}
-    return {"id": call["id"], "type": "function", "function": function, **indexed}
 
 
 # Routes ---------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""ServeOptions: what the server was asked for on its command line, checked. Never imports MLX."""
+"""ServeOptions: the options of `radixcache serve`, checked. Never imports MLX."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from runner.routing.routers import make_router
 class ServeOptions:
     """Every option of `radixcache serve`; those of mlx_lm.server under its names.
 
-    A field with an Option is one of the command line as it stands; `runner.commands.serve` makes the others.
-
-    Attributes:
-        model: as for `runner.models.load`, so `demo` and `tiny:KIND` work; None: only models named by requests.
-        budget_bytes: of all models' caches together; None: PrefixCache's own default.
+    A field with an Option is an option of the command line; `runner.commands.serve` makes the others.
+    `budget_bytes` is that of all models' caches together; None: PrefixCache's default.
     """
 
     model: Annotated[
@@ -112,7 +109,7 @@ class ServeOptions:
 
 
 def require_compatible(options: ServeOptions) -> None:
-    """Raise ValueError for what cannot be had together, or not at all."""
+    """Raise ValueError for options that exclude each other or do not exist."""
     make_policy(options.policy)
     alone = {
         "--kv-bits": options.kv_bits is not None,
@@ -128,13 +125,6 @@ def require_compatible(options: ServeOptions) -> None:
             f"--quantized-kv-start {options.quantized_kv_start} cannot be honoured: keys and values that are shared "
             "between prompts are quantized from the first token on. Leave it out."
         )
-    _require_replicas(options)
-    for name, file in (("--warm", options.warm), ("--trace", options.trace)):
-        if file is not None and options.model is None:
-            raise ValueError(f"{name} is for the model that the server starts with; name it with --model.")
-
-
-def _require_replicas(options: ServeOptions) -> None:
     for name, value in (("--router", options.router), ("--ray", options.ray)):
         if value is not None and options.replicas is None:
             raise ValueError(f"{name} is for replicas; say how many with --replicas.")
@@ -144,3 +134,6 @@ def _require_replicas(options: ServeOptions) -> None:
         raise ValueError("--trace is written by one cache, and --replicas have one each. Leave one of them out.")
     if options.router is not None:
         make_router(options.router)
+    for name, file in (("--warm", options.warm), ("--trace", options.trace)):
+        if file is not None and options.model is None:
+            raise ValueError(f"{name} is for the model that the server starts with; name it with --model.")

@@ -96,12 +96,11 @@ class Request:
 
 
 FinishReason: TypeAlias = Literal["stop", "length"]
+Outcome: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
 class TopToken:
-    """One of the likeliest tokens at a place."""
-
     id: int
     token: str
     logprob: float
@@ -140,31 +139,31 @@ class Token:
     stop_word: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestRecord:
-    """How a request ended: for the reply's usage, the log line, the metrics and the page.
+    """What is known of a request: for the reply's usage, the log line, the metrics and the page. Final once it ended.
 
     Attributes:
         matched_tokens: prompt tokens that the cache knows; more than `cached_tokens` if their state was lost, and
             `reason` says why.
-        shortfalls: what the cache lacked of the prompt on arrival: start, end and a Reason of PrefixCache.explain.
-        queue_ms: from arrival to admission; None: it was never admitted.
+        queue_ms: from arrival to admission; None before.
         ttft_ms: from arrival to the first token.
         gaps_ms: between one token and the next.
+        shortfalls: what the cache lacked of the prompt on arrival: start, end and a Reason of PrefixCache.explain.
     """
 
     id: str
     names: ModelNames
     namespace: str
-    prompt_tokens: int
-    cached_tokens: int
-    matched_tokens: int
-    reason: str | None
-    completion_tokens: int
-    queue_ms: float | None
-    ttft_ms: float | None
-    gaps_ms: tuple[float, ...]
-    outcome: Literal["stop", "length", "cancelled", "error"]
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    matched_tokens: int = 0
+    reason: str | None = None
+    completion_tokens: int = 0
+    queue_ms: float | None = None
+    ttft_ms: float | None = None
+    gaps_ms: Sequence[float] = ()
+    outcome: Outcome = "cancelled"
     note: str | None = None
     shortfalls: tuple[tuple[int, int, str], ...] = ()
 
@@ -190,8 +189,6 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class Ended:
-    """The reply is over."""
-
     record: RequestRecord
 
 
@@ -209,15 +206,11 @@ ReplyEvent: TypeAlias = Started | PrefillProgress | Token | Ended | Failed
 
 
 class OpenRequest:
-    """A request under way.
-
-    Args:
-        put: takes each event; any thread may call it, and it never blocks.
+    """A request under way. `put` takes each event; any thread may call it, and it never blocks.
 
     Attributes:
-        on_cancel: called by `cancel`, for servers that do not poll `is_cancelled`.
-        on_record: called with the record, before the last event.
-        prompt_tokens, cached_tokens, matched_tokens, reason, shortfalls: as in RequestRecord.
+        on_cancel: called by `cancel`, for backends that do not poll `is_cancelled`.
+        on_record: called with the final record, before the last event.
         tokens: ids of the reply so far.
         is_over: whether the last event was put.
     """
@@ -227,16 +220,12 @@ class OpenRequest:
         self.arrived_s = time.perf_counter()
         self.on_cancel: Callable[[], object] | None = None
         self.on_record: Callable[[RequestRecord], object] | None = None
-        self.prompt_tokens = self.cached_tokens = self.matched_tokens = 0
-        self.reason: str | None = None
-        self.shortfalls: tuple[tuple[int, int, str], ...] = ()
+        self.record = RequestRecord(self.id, request.names, request.namespace)
         self.tokens: list[int] = []
         self.is_over = False
         self._cancelled = threading.Event()
-        self._admitted_s: float | None = None
-        self._first_s: float | None = None
-        self._last_s = 0.0
         self._gaps_ms: list[float] = []
+        self._last_s = 0.0
 
     def cancel(self) -> None:
         """End the request soon; computed state is stored. Any thread may call this, any number of times."""
@@ -246,7 +235,6 @@ class OpenRequest:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
     # For the generation thread
@@ -254,19 +242,18 @@ class OpenRequest:
     @property
     def is_running(self) -> bool:
         """Whether it was admitted and is not over."""
-        return self._admitted_s is not None and not self.is_over
+        return self.record.queue_ms is not None and not self.is_over
 
     def progress(self, done_tokens: int, prompt_tokens: int) -> None:
         """Put a PrefillProgress; the first one says that the request was admitted."""
-        if self._admitted_s is None:
-            self._admitted_s = time.perf_counter()
+        if self.record.queue_ms is None:
+            self.record.queue_ms = (time.perf_counter() - self.arrived_s) * 1e3
         self.put(PrefillProgress(done_tokens, prompt_tokens))
 
     def add(self, token: Token) -> None:
-        """Put a sampled token."""
         now_s = time.perf_counter()
-        if self._first_s is None:
-            self._first_s = now_s
+        if self.record.ttft_ms is None:
+            self.record.ttft_ms = (now_s - self.arrived_s) * 1e3
         else:
             self._gaps_ms.append((now_s - self._last_s) * 1e3)
         self._last_s = now_s
@@ -276,48 +263,32 @@ class OpenRequest:
     def end(self, outcome: Literal["stop", "length", "cancelled"], note: str | None = None) -> None:
         """Put Ended, unless the request is over."""
         if not self.is_over:
-            self.put(Ended(self._close(outcome, note)))
+            self._close(outcome, note)
+            self.put(Ended(self.record))
 
     def fail(self, status: int, message: str, note: str | None = None) -> None:
         """Put Failed, unless the request is over. The record has `note`, by default the message."""
         if not self.is_over:
             message = " ".join(message.split())
-            self.put(Failed(status, message, self._close("error", note or message)))
+            self._close("error", note or message)
+            self.put(Failed(status, message, self.record))
 
     def fail_with(self, error: BaseException | None) -> None:
-        """End with an exception. Where the budget has no room for more tokens, a reply that has begun just ends."""
+        """End with an exception. If the budget has no room for more tokens, a reply that has begun just ends."""
         if not isinstance(error, (BudgetFullError, CacheFullError)):
             self.fail(500, f"{type(error).__name__}: {error}")
         elif self.tokens:
             self.end("length", str(error))
         else:  # The error's own words count what other tenants hold: they are for the record alone.
             room = f"budget of {error.budget_bytes} bytes" if isinstance(error, BudgetFullError) else "cache"
-            self.fail(400, f"a prompt of {self.prompt_tokens} tokens does not fit the {room}.", str(error))
+            self.fail(400, f"a prompt of {self.record.prompt_tokens} tokens does not fit the {room}.", str(error))
 
-    def _close(self, outcome: Literal["stop", "length", "cancelled", "error"], note: str | None) -> RequestRecord:
+    def _close(self, outcome: Outcome, note: str | None) -> None:
         self.is_over = True
-        record = RequestRecord(
-            id=self.id,
-            names=self.request.names,
-            namespace=self.request.namespace,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            matched_tokens=self.matched_tokens,
-            reason=self.reason,
-            completion_tokens=len(self.tokens),
-            queue_ms=self._since_arrival_ms(self._admitted_s),
-            ttft_ms=self._since_arrival_ms(self._first_s),
-            gaps_ms=tuple(self._gaps_ms),
-            outcome=outcome,
-            note=note,
-            shortfalls=self.shortfalls,
-        )
+        self.record.outcome, self.record.note = outcome, note
+        self.record.completion_tokens, self.record.gaps_ms = len(self.tokens), tuple(self._gaps_ms)
         if self.on_record is not None:
-            self.on_record(record)
-        return record
-
-    def _since_arrival_ms(self, moment_s: float | None) -> float | None:
-        return None if moment_s is None else (moment_s - self.arrived_s) * 1e3
+            self.on_record(self.record)
 
 
 class ApiError(Exception):

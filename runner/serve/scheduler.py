@@ -125,18 +125,15 @@ class Scheduler:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether requests are answered."""
         return self._is_open and self._thread is not None and self._thread.is_alive()
 
     @property
     def waiting(self) -> int:
-        """Requests that are not admitted yet."""
         with self._changed:
             return sum(not each.is_running for each in self._open)
 
     @property
     def running(self) -> int:
-        """Requests that are prefilled or decoded."""
         with self._changed:
             return sum(each.is_running for each in self._open)
 
@@ -145,7 +142,6 @@ class Scheduler:
         return [] if self._models is None else self._models.caches()
 
     def store_stats(self) -> dict[str, StoreStats]:
-        """What each store behind the caches has and did, by name."""
         return {} if self._models is None else self._models.store_stats()
 
     def stop(self, drain_s: float) -> None:

@@ -59,7 +59,7 @@ class _Prepared(NamedTuple):
 
 
 class _CancelledError(Exception):
-    """Leaves a prefill between two chunks."""
+    pass
 
 
 class ServedModel:
@@ -103,12 +103,10 @@ class ServedModel:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits or runs."""
         return not self._queue and self._is_free
 
     @property
     def _is_free(self) -> bool:
-        """Whether nothing runs."""
         return self._alone is None and not self._together
 
     def begin(self, opened: OpenRequest) -> None:
@@ -190,7 +188,7 @@ class ServedModel:
         self._queue.append(prepared)
         self._advance()
         if not opened.is_over:
-            opened.prompt_tokens = prompt_tokens
+            opened.record.prompt_tokens = prompt_tokens
             opened.put(Started(prompt_tokens, reader))
 
     def _advance(self) -> None:
@@ -207,10 +205,10 @@ class ServedModel:
 
     def _foresee(self, opened: OpenRequest, prompt: RenderedPrompt) -> None:
         """Note what the cache has of the prompt, and why not more."""
-        found = self.cache.explain(prompt.tokens, opened.request.namespace, keys=prompt.keys)
-        opened.cached_tokens, opened.matched_tokens = found.resumable_tokens, found.matched_tokens
-        opened.shortfalls = tuple((gap.start, gap.end, str(gap.reason)) for gap in found.gaps)
-        opened.reason = str(found.gaps[0].reason) if found.resumable_tokens < found.matched_tokens else None
+        found, record = self.cache.explain(prompt.tokens, opened.request.namespace, keys=prompt.keys), opened.record
+        record.cached_tokens, record.matched_tokens = found.resumable_tokens, found.matched_tokens
+        record.shortfalls = tuple((gap.start, gap.end, str(gap.reason)) for gap in found.gaps)
+        record.reason = str(found.gaps[0].reason) if found.resumable_tokens < found.matched_tokens else None
 
     def _add_token(
         self, opened: OpenRequest, text: str, id: int, logprob: float, logprobs: Any, reason: FinishReason | None
@@ -286,7 +284,7 @@ class ServedModel:
 
     def _hand_out(self, ticket: Ticket, piece: Piece) -> None:
         opened, done = self._together[ticket], piece.completion
-        opened.matched_tokens, opened.reason = ticket.matched_tokens, ticket.reason
+        opened.record.matched_tokens, opened.record.reason = ticket.matched_tokens, ticket.reason
         if piece.token is not None and not opened.is_over:
             reason: FinishReason | None = None
             if done is not None and (done.done_reason == "stop" or done.done_reason == "length"):
@@ -300,7 +298,7 @@ class ServedModel:
         if done is None:
             return
         del self._together[ticket]
-        opened.cached_tokens = done.cached_tokens
+        opened.record.cached_tokens = done.cached_tokens
         if done.done_reason == "error":
             opened.fail_with(done.error)
         else:
@@ -348,7 +346,7 @@ class ServedModel:
         with closing(replies):
             try:
                 for each in replies:
-                    opened.cached_tokens = each.cached_tokens
+                    opened.record.cached_tokens = each.cached_tokens
                     outcome = "stop" if prepared.is_stop(each.token) else each.finish_reason
                     logprob = each.logprobs[each.token].item()
                     self._add_token(opened, each.text, each.token, logprob, each.logprobs, outcome)
@@ -412,7 +410,6 @@ class SeededSampler:
         self._sampler, self._seed = sampler, seed
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Log-probabilities (1, V) to a token (1,)."""
         others = _random_seed()
         mx.random.seed(self._seed)
         try:

@@ -50,8 +50,7 @@ class Backend(Protocol):
     """Who answers requests: the Scheduler of this process, or a Fleet of replicas."""
 
     @property
-    def is_healthy(self) -> bool:
-        """Whether it can serve requests."""
+    def is_healthy(self) -> bool: ...
 
     def ask(self, opened: OpenRequest) -> None:
         """Take a request in; any thread. ApiError: it is full (429) or stopping (503)."""
@@ -63,13 +62,13 @@ class Delta:
 
     Attributes:
         text, reasoning: without control sequences and stop words.
-        tool_calls: whole ones, each {"id", "name", "arguments"}, with arguments as JSON text.
+        tool_calls: whole ones in OpenAI's form, with arguments as JSON text.
         tokens: for logprobs and counts.
     """
 
     text: str
     reasoning: str
-    tool_calls: tuple[dict[str, str], ...]
+    tool_calls: tuple[dict[str, Any], ...]
     tokens: tuple[Token, ...]
 
 
@@ -143,13 +142,13 @@ class ReplyReader:
         self._tool_texts = []
         return delta
 
-    def _tool_calls(self, tool_text: str) -> list[dict[str, str]]:
+    def _tool_calls(self, tool_text: str) -> list[dict[str, Any]]:
         try:
             return [
                 {
                     "id": str(call["id"]),
-                    "name": str(call["function"]["name"]),
-                    "arguments": call["function"]["arguments"],
+                    "type": "function",
+                    "function": {"name": str(call["function"]["name"]), "arguments": call["function"]["arguments"]},
                 }
                 for call in self._format_tool_calls([tool_text])
             ]
@@ -239,7 +238,6 @@ class Service:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether requests can be served."""
         return self._backend.is_healthy
 
     async def ask(self, request: Request) -> ServedReply:
@@ -301,7 +299,6 @@ async def read_json(request: HttpRequest) -> dict[str, Any]:
 
 
 def namespace_of(request: HttpRequest) -> str:
-    """The namespace of the tenant who sent `request`."""
     return str(getattr(getattr(request.state, "tenant", None), "namespace", ""))
 
 
@@ -336,7 +333,6 @@ async def while_connected(request: HttpRequest, work: Coroutine[Any, Any, T]) ->
 
 
 def server_sent_event(data: object, name: str | None = None) -> str:
-    """One event with JSON data; `name` is for clients that listen to events by name."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data)}\n\n"
 

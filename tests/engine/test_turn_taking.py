@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.engine.engine import AdmissionQueue, ChunkTurns
+from runner.engine.engine import AdmissionQueue
 
 
 @dataclass
@@ -17,14 +17,14 @@ class Prompt:
 
 def served(arrivals, chunk=10):
     """Hand out chunks; `arrivals` says how many tokens come in before each. Returns who got each chunk."""
-    turns, prefilling, order, waiting, number = ChunkTurns(), [], [], list(arrivals), 0
+    turns, prefilling, order, waiting, number = AdmissionQueue(100, 8, None, 10), [], [], list(arrivals), 0
     while waiting or prefilling:
         if waiting:
             for tokens in waiting.pop(0):
                 prefilling.append(Prompt(number, tokens))
                 number += 1
         if prefilling:
-            chosen = turns.choose(prefilling)
+            chosen = turns.next_chunk(prefilling)
             chosen.remaining_tokens -= chunk
             order.append(chosen.number)
             prefilling = [each for each in prefilling if each.remaining_tokens > 0]

@@ -32,7 +32,8 @@ def said(
 ) -> Delta:
     """What one token adds to a reply; `calls` are names and arguments of tool calls."""
     tool_calls = tuple(
-        {"id": f"call_{index}", "name": name, "arguments": arguments} for index, (name, arguments) in enumerate(calls)
+        {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for index, (name, arguments) in enumerate(calls)
     )
     return Delta(text, reasoning, tool_calls, (Token(text, 7, -0.5, (), finish, stop_word),))
 

@@ -39,7 +39,6 @@ def fields(of: Any) -> list[str]:
     [
         ("CompletionRequest", ["request_type", "prompt", "messages", "tools", "role_mapping"]),
         ("ToolCallFormatter", ["tool_parser", "tools", "streaming"]),
-        ("TokenBuffer", ["tokens"]),
         ("can_trim_prompt_cache", ["cache"]),
         ("get_system_fingerprint", []),
         ("image_parts", ["messages"]),
@@ -56,11 +55,6 @@ def fields(of: Any) -> list[str]:
 )
 def test_a_name_has_the_parameters_that_the_server_gives(name: str, parameters: list[str]) -> None:
     assert fields(getattr(mlx_lm_border, name)) == parameters
-
-
-def test_the_border_lists_what_it_has() -> None:
-    assert sorted(mlx_lm_border.__all__) == mlx_lm_border.__all__
-    assert all(hasattr(mlx_lm_border, name) for name in mlx_lm_border.__all__)
 
 
 def test_importing_it_leaves_logging_random_numbers_and_the_device_alone() -> None:

@@ -133,7 +133,7 @@ def test_a_tool_call_that_cannot_be_read_is_left_out_and_others_are_not(parsed):
 
     delta = reading(parse).add(Token("a<call>bad</call><call>good</call>b", 1, 0.0, (), None))
     assert delta.text == "ab"
-    assert [call["name"] for call in delta.tool_calls] == ["good"]
+    assert [call["function"]["name"] for call in delta.tool_calls] == ["good"]
 
 
 def test_text_before_a_tool_call_is_held_back_until_the_call_is_through():
