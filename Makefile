@@ -99,7 +99,7 @@ openblas: $(INSTALLED)
 
 # The page of a tree is tested in a browser. Chrome, Chromium or Edge will do; without any that test is skipped, and says so.
 browser: $(INSTALLED)
-	@if $(BIN)/python -m tests.view.browser >/dev/null; then exit 0; fi; \
+	@if $(BIN)/python -m tests.observe.browser >/dev/null; then exit 0; fi; \
 	$(call install,chromium,to test the page of a tree in it,its test will be skipped)
 
 # What is shared through Redis is tested with a real server; and with Valkey, where the system has it.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -124,8 +123,6 @@ class Core:
         #: The booking of each open group.
         self._bookings: list[tuple[Booking, weakref.ref[Owner]]] = []
         self._tick = 0
-        self._requests = self._hit_tokens = self._miss_tokens = self._off_grid_tokens = 0
-        self._short_reasons: Counter[str] = Counter()
 
     # Before a request
 
@@ -297,12 +294,12 @@ class Core:
 
     def count_request(self, request: PrefixRequest, plan: ResumePlan, by: str) -> None:
         """Count a restored request and emit its event; `by` is the public call that restored it."""
-        self._requests += 1
-        self._hit_tokens += plan.resume
-        self._miss_tokens += len(request.prompt) - plan.resume
-        self._off_grid_tokens += plan.off_grid
+        tally, resume = self._states.tally, plan.resume
+        tally.add(
+            requests=1, hit_tokens=resume, miss_tokens=len(request.prompt) - resume, off_grid_tokens=plan.off_grid
+        )
         if plan.reason is not None:
-            self._short_reasons[plan.reason] += 1
+            tally.add_to("short_reasons", plan.reason)
         self._pins.request_passed()
         if by != "begin":
             self._verifier.pass_over(plan.resume)
@@ -312,8 +309,7 @@ class Core:
 
     def count_more_hits(self, tokens: int) -> None:
         """Count tokens of a request as hits that `count_request` counted as misses."""
-        self._hit_tokens += tokens
-        self._miss_tokens -= tokens
+        self._states.tally.add(hit_tokens=tokens, miss_tokens=-tokens)
 
     # Serving
 
@@ -560,23 +556,12 @@ class Core:
 
     def counters(self) -> dict[str, Any]:
         """What the cache has done and holds now, by the names of CacheStats."""
-        account, states, verifier, tier = self._account, self._states, self._verifier, self._tier
+        account, states, verifier = self._account, self._states, self._verifier
         return {
-            "requests": self._requests,
-            "hit_tokens": self._hit_tokens,
-            "miss_tokens": self._miss_tokens,
-            "off_grid_tokens": self._off_grid_tokens,
-            "short_reasons": dict(self._short_reasons),
-            "evictions": self._evictor.evictions,
-            "evicted_bytes": self._evictor.evicted_bytes,
+            **states.tally.counts(),
             "copied_bytes": states.copied_bytes,
             "paged_in_bytes": states.paged_in_bytes,
             "paged_out_bytes": states.paged_out_bytes,
-            "brought_tokens": 0,
-            "kept_blocks": 0,
-            "brought_bytes": {},
-            "store_decisions": {},
-            **({} if tier is None else tier.counters()),
             "live_bytes": account.live_bytes,
             "paged_bytes": account.paged_bytes,
             "checkpoint_bytes": account.checkpoint_bytes,

@@ -47,10 +47,10 @@ class Tally:
             for name, count in counts.items():
                 self._counts[name] = self._counts.get(name, 0) + count
 
-    def add_one(self, name: str, label: str) -> None:
+    def add_to(self, name: str, label: str, count: float = 1) -> None:
         with self._lock:
             counts = self._counts.setdefault(name, {})
-            counts[label] = counts.get(label, 0) + 1
+            counts[label] = counts.get(label, 0) + count
 
     def counts(self) -> dict[str, Any]:
         """A copy of all counts, to make the dataclass of."""

@@ -46,7 +46,6 @@ class Evictor:
 
     Attributes:
         checkpoint_budget_bytes: cap on checkpoints, beyond which interval ones are thinned.
-        evictions, evicted_bytes: entries given up, and what that freed.
     """
 
     def __init__(self, states: StateTree, slots: Slots, checkpoint_budget_bytes: int, trim_tokens: int) -> None:
@@ -59,8 +58,6 @@ class Evictor:
         # A policy may rank the keys of one edge apart: then its tail goes one step at a time.
         self._steps_singly = not getattr(states.policy, "ranks_whole_edges", True)
         self._spared: Sequence[StateNode] = ()
-        self.evictions = 0
-        self.evicted_bytes = 0
 
     @contextmanager
     def sparing(self, nodes: Sequence[StateNode]) -> Iterator[None]:
@@ -323,8 +320,7 @@ class Evictor:
         return self._account.total_bytes + self._states.leaving_bytes
 
     def _count(self, freed_bytes: int) -> None:
-        self.evictions += 1
-        self.evicted_bytes += freed_bytes
+        self._states.tally.add(evictions=1, evicted_bytes=freed_bytes)
 
 
 def guarded(policy: EvictionPolicy, lock: Lock) -> EvictionPolicy:

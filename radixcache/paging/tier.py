@@ -106,12 +106,7 @@ class Foreseen(NamedTuple):
 
 
 class Bringing:
-    """Reading for one cache.
-
-    Attributes:
-        brought_tokens: that requests could resume on besides.
-        read_bytes: of what was read, by the store.
-    """
+    """Reading for one cache."""
 
     def __init__(
         self, disk: Disk, layout: Layout, states: StateTree, evictor: Evictor, pager: Pager, rates: StoreRates
@@ -119,8 +114,6 @@ class Bringing:
         self._disk, self._layout, self._states = disk, layout, states
         self._evictor, self._pager, self._rates = evictor, pager, rates
         self._grid = states.grid_tokens
-        self.brought_tokens = 0
-        self.read_bytes: Counter[str] = Counter()
 
     def bring(self, keys: Keys, namespace: str, use: Use) -> str:
         """Put into the tree what the store has of a prompt beyond memory; what became of it, in a few words.
@@ -254,13 +247,14 @@ class Bringing:
             end = deepest_whole(layout, windows, end, grid=self._grid)
         seconds[links[-1].tier] += clock() - began
         self._rates.was_read(nbytes := self._tier_bytes(links), seconds)
-        self.read_bytes.update({self._disk.store.tiers[tier]: its for tier, its in nbytes.items()})
+        for tier, its in nbytes.items():
+            self._states.tally.add_to("brought_bytes", self._disk.store.tiers[tier], its)
         if end <= resume:
             return "windows are not whole"
         checkpoints = [layout.checkpoint_of(leaves, end, "end")] if layout.has_points else []
         spans = self._joined(rows, held, end) if end > held else None
         self._pager.put(keys[:end], namespace, spans, None, use, windows, checkpoints)
-        self.brought_tokens += end - resume
+        self._states.tally.add(brought_tokens=end - resume)
         return "brought"
 
     def _wanted(self, links: Sequence[Link]) -> list[tuple[bytes, Kind]]:
@@ -302,11 +296,7 @@ class Bringing:
 
 
 class Keeping:
-    """Writing for one cache.
-
-    Attributes:
-        kept_blocks: blocks and checkpoints that were given to the store.
-    """
+    """Writing for one cache."""
 
     def __init__(self, disk: Disk, layout: Layout, states: StateTree, slots: Slots) -> None:
         self._disk, self._layout, self._states, self._slots = disk, layout, states, slots
@@ -314,7 +304,6 @@ class Keeping:
         self._cuts = disk.store.takes_cuts and not disk.grid and not layout.has_points
         # What was put and may not be written yet.
         self._put = Index()
-        self.kept_blocks = 0
 
     def keep(self, tip: StateNode, end: int, mark: int = 0, *, wait: bool = False) -> None:
         """Put what the store lacks of the path to a node, up to offset `end`; it stops where no more is taken.
@@ -397,7 +386,7 @@ class Keeping:
         buffers = state() if self._disk.store.accepts(nbytes) else None
         if buffers is None or not self._disk.store.put(Block(head, buffers)):
             return False
-        self.kept_blocks += 1
+        self._states.tally.add(kept_blocks=1)
         if head.kind == "block":
             self._put.add(head, 1, 0)
         return True
@@ -438,7 +427,6 @@ class Tier:
     Attributes:
         store: where it leads to.
         rates: by which it is decided what is read.
-        decisions: how often something was brought, or why not, in a few words.
     """
 
     def __init__(
@@ -446,7 +434,7 @@ class Tier:
     ) -> None:
         self.store = disk.store
         self.rates = StoreRates(states.cost, disk.clock)
-        self.decisions: Counter[str] = Counter()
+        self._has_failed = False
         self.bringing = Bringing(disk, layout, states, evictor, pager, self.rates)
         self._keeping = {
             moment: Keeping(disk._replace(store=store), layout, states, slots)
@@ -454,21 +442,12 @@ class Tier:
         }
         self._states = states
 
-    def counters(self) -> dict[str, Any]:
-        """What was read and written, and why not more, by the names of CacheStats."""
-        return {
-            "brought_tokens": self.bringing.brought_tokens,
-            "brought_bytes": dict(self.bringing.read_bytes),
-            "kept_blocks": sum(each.kept_blocks for each in self._keeping.values()),
-            "store_decisions": dict(self.decisions),
-        }
-
     def read(self, keys: Keys, namespace: str, use: Use) -> bool:
         """Put into the tree what the store has of a prompt beyond memory, if that is worth it and there is room."""
         for _ in range(ATTEMPTS):
             decision = self._safely(lambda: self.bringing.bring(keys, namespace, use))
             if decision is not None:
-                self.decisions[decision] += 1
+                self._states.tally.add_to("store_decisions", decision)
             if decision != "damaged":
                 break
         return decision == "brought"
@@ -507,7 +486,8 @@ class Tier:
         try:
             return call()
         except Exception:
-            self.decisions["failed"] += 1
-            if self.decisions["failed"] == 1:
+            self._states.tally.add_to("store_decisions", "failed")
+            if not self._has_failed:
                 logger.exception("the store cannot be used for some state; requests are served without it")
+            self._has_failed = True
             return None

@@ -190,7 +190,7 @@ class BlockStore:
             return False
         why_not = self.stopped_words if self._stopped else self._take(block)
         if why_not:
-            self._tally.add_one("dropped", why_not)
+            self._tally.add_to("dropped", why_not)
         return not why_not
 
     def remove(self, keys: Iterable[bytes]) -> None:
@@ -262,7 +262,7 @@ class BlockStore:
         else:
             why_not = self._write(block.head, parts, sum(memoryview(part).nbytes for part in parts))
         if why_not:
-            self._tally.add_one("dropped", why_not)
+            self._tally.add_to("dropped", why_not)
 
     def _add(self, head: Head, nbytes: int, used_ns: int) -> None:
         """A file is there."""

@@ -136,7 +136,7 @@ class Calls:
         """Whether the server may be asked; if not, count that, and start a trial if the pause is over."""
         if not self._breaker.is_open:
             return True
-        self._tally.add_one("failed_calls", "not asked")
+        self._tally.add_to("failed_calls", "not asked")
         if self._breaker.may_try():
             self.trial = self._threads.submit(self._try)
         return False
@@ -165,7 +165,7 @@ class Calls:
 
     def fail(self, error: Exception) -> None:
         """A call has failed: nobody must wait for the next one."""
-        self._tally.add_one("failed_calls", _kind(error))
+        self._tally.add_to("failed_calls", _kind(error))
         if self._breaker.failed():
             logger.warning(
                 "Redis: %s. It is not asked for %g s; requests are served without it.",
@@ -185,14 +185,14 @@ class Calls:
         replies = pipeline.execute(raise_on_error=False)
         for error in replies:
             if isinstance(error, Exception):
-                self._tally.add_one("failed_calls", _kind(error))
+                self._tally.add_to("failed_calls", _kind(error))
         return [None if isinstance(each, Exception) else each for each in replies]
 
     def _try(self) -> None:
         try:
             self._sent([("PING",)])
         except Exception as error:
-            self._tally.add_one("failed_calls", _kind(error))
+            self._tally.add_to("failed_calls", _kind(error))
             self._breaker.failed()
         else:
             self._breaker.recovered()

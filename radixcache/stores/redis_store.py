@@ -247,7 +247,7 @@ class RedisStore(BlockStore):
 
     def _note_size(self, head: Head, kind: Kind, nbytes: int | None) -> None:
         if nbytes and nbytes > self._max_bytes:
-            self._tally.add_one("failed_calls", "too large")
+            self._tally.add_to("failed_calls", "too large")
         if not nbytes or nbytes > self._max_bytes:
             self._drop(head.key, kind)
         elif nbytes != self.file_bytes(head.key, kind):

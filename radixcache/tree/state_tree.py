@@ -35,6 +35,7 @@ from typing import Any
 from policies import CostModel, Entry, EvictionPolicy
 from policies.entry import EntryState
 from radixcache.adapters.contract import SEGMENT_TOKENS, Checkpoint, Spans
+from radixcache.counters import Tally
 from radixcache.layers.layout import NATIVE_ERRORS, Layout
 from radixcache.ledger import Account
 from radixcache.tokens import Keys
@@ -74,6 +75,8 @@ class StateTree:
         self.account = account
         self.cost = cost
         self.events = events or Events()
+        #: Counters of CacheStats.
+        self.tally = Tally()
         #: State is resumed at multiples of this many tokens only: 1, or in exact mode the chunk of prefill.
         self.grid_tokens = grid_tokens
         self.tree: RadixTree[NodeState] = RadixTree()

@@ -12,7 +12,7 @@ from runner.breaks import BreakReport, breaks_text, find_breaks, with_replies
 from runner.models.load import ModelError, load_outline
 from runner.script.conversation import Conversation
 from runner.script.schedule import schedule
-from tests.watch.test_hints import SYSTEM
+from tests.observe.test_hints import SYSTEM
 
 OUTLINE = load_outline("tiny")
 QUESTIONS = ("Is it open today?", "Where do I return books?", "How much is a card?", "May I bring my dog?", "Who?")

@@ -29,8 +29,8 @@ from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
 from runner.serve.request import ModelNames
 from runner.serve.scheduler import Scheduler
+from tests.observe.browser import Page, find_browser
 from tests.serve.watched import Watched, record
-from tests.view.browser import Page, find_browser
 
 ROWS = "document.querySelectorAll('#rows > .row.node').length"
 LABELS = "[...document.querySelectorAll('#rows .label > bdi:last-of-type')].map(label => label.textContent)"

@@ -14,7 +14,7 @@ from radixcache.observe.page import render_view
 from radixcache.observe.tree_view import NodeView, TreeView
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import tiny_model, tiny_tokenizer
-from tests.view.browser import Page, find_browser
+from tests.observe.browser import Page, find_browser
 
 pytestmark = pytest.mark.slow
 

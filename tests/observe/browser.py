@@ -1,7 +1,7 @@
 """Drives a Chromium of the system without a window, through its DevTools pipe: no package, no port, no driver.
 
 Messages of the DevTools protocol go both ways as JSON that ends in a NUL, over the descriptors 3 and 4 of the browser.
-`python -m tests.view.browser` prints which browser would be used, and exits with 1 where there is none.
+`python -m tests.observe.browser` prints which browser would be used, and exits with 1 where there is none.
 """
 
 from __future__ import annotations
