@@ -42,7 +42,7 @@ from radixcache.cells.table import CellTable, DefragPlan, Move, Shift
 from radixcache.errors import CacheFullError, ShiftError, UnsupportedCacheError
 from radixcache.layers.layout import one_each
 from radixcache.layers.shift import Rotation, rotations
-from radixcache.layers.trials import allowed_error, by_slot, error_of, once_per_model
+from radixcache.layers.trials import allowed_error, by_slot, error_of, logits_after, once_per_model
 from radixcache.lock import uninterrupted
 from radixcache.tokens import token_ids, vocabulary_size
 
@@ -300,11 +300,8 @@ class CausalCache:
         """Logits of all steps of a trial, (rows, steps, V), each row in mlx-lm caches of its own."""
         rows = []
         for row in ROWS:
-            caches = self._fresh()
-            for each, tokens in prefills:
-                if each == row:
-                    model(mx.array([tokens]), cache=caches)
-            rows.append(mx.concatenate([model(mx.array([[step[row]]]), cache=caches) for step in STEPS], axis=1))
+            chunks = [tokens for each, tokens in prefills if each == row]
+            rows.append(logits_after(model, self._fresh(), chunks, [step[row] for step in STEPS]))
         return mx.concatenate(rows)
 
     def _is_right(self, model: Any, groups: list[tuple[int, ...]], wanted: mx.array, rounding: float) -> bool:

@@ -1,42 +1,55 @@
-"""Passes: the forward passes of a group's rows, and the batches that they go in.
+"""Passes: the forward passes of a group's rows, and how rows join and leave batches for them.
 
-together    the rows of a pass come into one batch, and stay in it. One that leaves it leaves a hole, for some steps or
-            until another one takes it, and who has yet to come gets room, since gathering all takes as long as a step
-alone       a row whose next chunk is its own, and rows that do not fit side by side, padded to the longest of them
+`Passes.step` and `prefill` choose how rows go through a pass:
 
-Room is asked for before anything runs, for all rows of a step at once.
+    side by side    the rows are in one batch, and stay in it. Rows join by `Batch.take_in` if there is room. Else all
+                    move to a new batch by `Batch.gathered`, which takes as long as a step; so the new batch has room
+                    for rows that are still to come. A row that leaves leaves a hole, until another row joins, or until
+                    holes have cost as much as a step
+    one by one      rows that do not fit side by side, padded to the longest; a row whose next chunk is its own
 
-Way: how a model decodes several rows at a time; found out by trial, once per model.
+Bytes are asked for before anything runs, for all rows of a step at once.
 
-    SEGMENTS    one forward pass; what rows share is read in place by cascade attention
-    BATCH       one forward pass on tails that hold all of a row: as mlx-lm's own generator has it
-    SINGLE      a forward pass for each row
+Removal: tokens are taken out of the middle of a row and later ones move up (context shift), or off its end (rewind).
 
-Attention of some models does more with keys and values than their module's function does, goes by where in a buffer a
-token stands, or takes every row to be where the first one is. A short trial beside the model's own caches tells, also
-with random weights; see layers/trials.py.
+    in place    tails                              in place    tails
+    a a a a a a b b b b b b c c c   ->             a a a a     a a  b b  c c c
+                                                   whole       a copy of what is left; keys behind the gap rotated
+
+What is in front of the gap stays in place as far as whole nodes of the path are. Windows can be shifted while the gap
+is in front of them, and cut while they have lost nothing. Recurrent state cannot forget.
+
+Way: how a model decodes several rows. A short trial finds out, once per model, beside the model's own caches and also
+with random weights; see layers/trials.py. Attention of some models does more with keys and values than their module's
+function does, depends on where in a buffer a token stands, or takes every row to be where the first one is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from radixcache.adapters.contract import Spans
-from radixcache.errors import BudgetFullError, UnsupportedCacheError
-from radixcache.groups.attention import serve
+from radixcache.adapters.registry import adapter_for
+from radixcache.errors import BudgetFullError, ShiftError, UnsupportedCacheError
+from radixcache.groups.attention import Pair, serve
 from radixcache.groups.batch import Batch, Held, LostStateError
-from radixcache.groups.room import Room
-from radixcache.groups.row import Row
-from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part
-from radixcache.layers.trials import allowed_error, by_slot, error_of, once_per_model
+from radixcache.groups.row import Room, Row
+from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part, TailLayer
+from radixcache.layers.shift import Rotation, rotations
+from radixcache.layers.trials import allowed_error, by_slot, error_of, logits_after, once_per_model
 
-#: Where nothing is read in place, cascade attention is the faster one from so many scores of a head on.
+#: Where nothing is read in place, cascade attention is faster from so many scores of a head on.
 FEWEST_SCORES = 2048
+
+#: Keys and values of the tokens [start, start + T).
+Piece = tuple[int, Pair]
 
 
 class Passes:
@@ -51,7 +64,7 @@ class Passes:
         if len(rows) > 1:
             return self._side_by_side(model, rows, ids, is_prompt=True)
         with self._lock:
-            self._part(rows[0])
+            rows[0].leave_others()
         return self._forward(model, rows[0].batch, ids)
 
     def step(self, model: Any, rows: Sequence[Row], ids: mx.array, *, side_by_side: bool) -> mx.array:
@@ -59,11 +72,22 @@ class Passes:
         logits = self._side_by_side(model, rows, ids) if side_by_side and len(rows) > 1 else None
         return self._one_by_one(model, rows, ids) if logits is None else logits
 
+    def settle(self, spared: Batch | None = None) -> None:
+        """Give up spare columns and holes of all batches except one."""
+        for batch in self._room.batches():
+            left = [(batch, at) for at, row in enumerate(batch.rows) if row is not None]
+            columns = batch.columns
+            if batch is not spared and (len(left) < columns.row_capacity or columns.capacity > columns.end + 1):
+                Batch.gathered(left).take_over()
+        self._room.book()
+
     def _side_by_side(
         self, model: Any, rows: Sequence[Row], ids: mx.array, *, is_prompt: bool = False
     ) -> mx.array | None:
-        batch = self._together(rows, ids.shape[1], is_prompt)
-        if batch is None:
+        try:
+            with self._lock:
+                batch = self._joined(rows, ids.shape[1]) or self._gathered(rows, ids.shape[1], is_prompt)
+        except BudgetFullError:
             return None
         places = [row.at for row in rows]
         if places == list(range(len(batch.rows))):
@@ -72,70 +96,65 @@ class Passes:
         in_order = ids[mx.array([numbers.get(at, 0) for at in range(len(batch.rows))])]  # a hole gets any row's
         return self._forward(model, batch, in_order, is_prompt=is_prompt)[mx.array(places)]
 
-    def settle(self, spared: Batch | None = None) -> None:
-        """Give up all room to grow, and that of rows that have left their batch; not of one batch that is spared."""
-        for batch in self._room.batches():
-            left = [(batch, at) for at, row in enumerate(batch.rows) if row is not None]
-            columns = batch.columns
-            if batch is not spared and (len(left) < columns.row_capacity or columns.capacity > columns.end + 1):
-                Batch.gathered(left).take_over()
-        self._room.book()
-
-    def _together(self, rows: Sequence[Row], count: int, is_prompt: bool) -> Batch | None:
-        """A batch of these rows and no others, in some order; None: padded to the longest of them they do not fit.
+    def _joined(self, rows: Sequence[Row], count: int) -> Batch | None:
+        """The batch that most of these rows are in, once the others have joined it; None: they need a new one.
 
         Args:
-            count: tokens that it has room for.
+            count: tokens of each row that it has room for.
+
+        Raises:
+            BudgetFullError: there is no room for so many tokens side by side.
+        """
+        batches = [row.batch for row in rows]
+        batch = max(batches, key=lambda each: (batches.count(each), each.columns.row_capacity))
+        joining = [row for row in rows if row.batch is not batch]
+        nobody_stays = len(batch.open_rows) + len(joining) == len(rows)
+        if not (nobody_stays and (not joining or batch.take_in(joining)) and batch.goes_on(count)):
+            return None
+        try:
+            self._grow(batch, count)
+        except BudgetFullError:
+            if batch.columns.row_capacity == len(rows):
+                raise
+            return None
+        return batch
+
+    def _gathered(self, rows: Sequence[Row], count: int, is_prompt: bool) -> Batch:
+        """A new batch of these rows, in some order, padded to the longest of them; otherwise as `_joined`.
+
+        Args:
             is_prompt: they do not stay in it.
         """
         room = self._room
-        batches = [row.batch for row in rows]
-        batch = max(batches, key=lambda each: (batches.count(each), each.columns.row_capacity))
-        with self._lock:
-            try:
-                joining = [row for row in rows if row.batch is not batch]
-                nobody_stays = len(batch.open_rows) + len(joining) == len(rows)
-                if nobody_stays and (not joining or batch.take_in(joining)) and batch.goes_on(count):
-                    try:
-                        self._grow(batch, count)
-                        return batch
-                    except BudgetFullError:
-                        if batch.columns.row_capacity == len(rows):
-                            raise
-                longest = max(row.batch.columns.lengths[row.at] for row in rows)
-                size, position = longest + count, max(row.position for row in rows) + count
-                held = sum(each.nbytes for each in {id(row.batch): row.batch for row in rows}.values())
-                spare_rows = 0 if is_prompt else room.coming(rows, longest)
-                # Twice: what they evaluate is in the tree as well once they are through, and nothing is to go for that.
-                wanted = 2 * room.bytes_of(len(rows) + spare_rows, size + GROWTH_COLUMNS, position) - held
-                if room.evictor.over_bytes(wanted):
-                    spare_rows = 0
-                all_rows = len(rows) + spare_rows
-                spare = room.ask(lambda more: room.bytes_of(all_rows, size + more, position), GROWTH_COLUMNS, held)
-            except BudgetFullError:
-                return None
-            left = {id(row.batch) for row in rows}
-            for other in room.rows.values():
-                if other not in rows and id(other.batch) in left:
-                    self._part(other)
-            # Rows that share stand side by side, so that nothing has to be gathered for what they read.
-            side_by_side = sorted(rows, key=_branch)
-            together = Batch.gathered([(row.batch, row.at) for row in side_by_side], count + spare, spare_rows)
-            together.take_over()
-            room.book()
+        longest = max(row.tail_tokens for row in rows)
+        size, position = longest + count, max(row.position for row in rows) + count
+        held = sum(each.nbytes for each in {id(row.batch): row.batch for row in rows}.values())
+        spare_rows = 0
+        if not is_prompt:
+            others = [row for row in room.rows.values() if row not in rows and row.lost is None]
+            spare_rows = sum(row.tail_tokens + row.prompt_left <= longest for row in others)
+        # Twice: at the end, what they evaluate is in the tree as well, and nothing is to be evicted for spare rows.
+        wanted = 2 * room.bytes_of(len(rows) + spare_rows, size + GROWTH_COLUMNS, position) - held
+        if room.evictor.over_bytes(wanted):
+            spare_rows = 0
+        all_rows = len(rows) + spare_rows
+        spare = room.ask(lambda more: room.bytes_of(all_rows, size + more, position), GROWTH_COLUMNS, held)
+        left = {id(row.batch) for row in rows}
+        for other in room.rows.values():
+            if other not in rows and id(other.batch) in left:
+                other.leave_others()
+        # Rows that share a path stand side by side: what they read takes a slice of the batch, not a copy.
+        side_by_side = sorted(rows, key=lambda row: [id(node) for node in row.path()])
+        together = Batch.gathered([(row.batch, row.at) for row in side_by_side], count + spare, spare_rows)
+        together.take_over()
+        room.book()
         return together
 
-    def _part(self, row: Row) -> None:
-        """Let a row have a batch of its own."""
-        if len(row.batch.rows) > 1:
-            Batch.gathered([(row.batch, row.at)]).take_over()
-
     def _one_by_one(self, model: Any, rows: Sequence[Row], ids: mx.array) -> mx.array:
-        """A forward pass for each row."""
         with self._lock:
             if any(len(row.batch.rows) > 1 for row in rows):
                 for row in rows:
-                    self._part(row)
+                    row.leave_others()
                 self.settle()
             for row in rows:
                 self._grow(row.batch, 1)
@@ -173,7 +192,7 @@ class Passes:
         position = max(columns.positions)
         if columns.end + count < columns.capacity and not room.grows_at(position):
             return
-        # Nobody knows yet what a token takes: no more than is about to be evaluated.
+        # Before the first pass the bytes of a token are unknown: ask for no more than is about to be evaluated.
         spare = GROWTH_COLUMNS if room.layout.is_known else 0
         if spare and len(batch.rows) == 1:
             spare = max(batch.rows[0].prompt_left - count, spare)
@@ -190,13 +209,8 @@ class Passes:
             columns.capacity = size + ask()
 
 
-def _branch(row: Row) -> list[int]:
-    """What sorts rows so that those with a common beginning come together."""
-    return [] if row.node is None else [id(node) for node in row.node.path()]
-
-
 def _parts(batch: Batch) -> list[Part]:
-    """What the rows of a batch read in place; what all of them read its holes read as well."""
+    """What the rows of a batch read in place. What all rows read the holes read as well."""
     rows = batch.open_rows
     readers: dict[int, tuple[list[int], Any]] = {}
     for row in rows:
@@ -205,14 +219,128 @@ def _parts(batch: Batch) -> list[Part]:
     return [(None if len(its) == len(rows) else tuple(its), spans) for its, spans in readers.values()]
 
 
-#: Two rows that share SHARED and MORE is the first one's alone, as two segments; OWN in chunks as they are prefilled.
+class Removal:
+    """Take the tokens [begin, end), begin < end, out of a row; callers hold the lock."""
+
+    def __init__(self, room: Room, row: Row, begin: int, end: int) -> None:
+        self._room = room
+        self._row = row
+        self._begin, self._end = begin, end
+        self._is_rewind = end == row.position
+
+    def run(self, model: Any) -> None:
+        """Remove them.
+
+        Raises:
+            ShiftError: it cannot be done; nothing was changed.
+            BudgetFullError: no room for the copies.
+        """
+        row, begin, end, room = self._row, self._begin, self._end, self._room
+        row.leave_others()
+        self._require_removable()
+        rotating = [None] * len(row.batch.leaves) if self._is_rewind else self._rotations(model)
+        with nullcontext() if row.node is None else room.states.guarded(row.node):
+            away = sum(spans.end - spans.start for spans in row.reads() if spans.end <= begin)
+            length = row.position - (end - begin) - away
+            columns, before = Columns([length], [away]), row.batch
+            held, token_bytes = before.nbytes, room.layout.token_bytes
+            least = held + (length + 1 - before.columns.capacity) * token_bytes
+            columns.capacity = length + 1 + room.ask(lambda more: least + more * token_bytes, row.prompt_left, held)
+            pieces = [self._pieces(leaf, index) for index, leaf in enumerate(before.leaves)]
+            moved = [self._moved(its, rotating[index]) for index, its in enumerate(pieces)]
+            points = [self._point(leaf, rotating[index]) for index, leaf in enumerate(before.leaves)]
+            mx.eval(moved, [arrays for arrays in points if arrays is not None])
+            row.batch = before.refilled(columns, lambda leaf: moved[leaf])
+        for leaf, arrays in zip(row.batch.leaves, points, strict=True):
+            if arrays == []:
+                adapter_for(leaf).free(leaf)
+            elif arrays is not None:
+                adapter_for(leaf).place(leaf, arrays, leaf.offset - (end - begin), arrays[0].shape[2])  # type: ignore[attr-defined]
+        row.in_place = [(low, high) for low, high in row.in_place if low < begin]
+        row.orphans = [spans for spans in row.orphans if spans.end <= begin]
+        self._step_back()
+
+    def _require_removable(self) -> None:
+        row, begin, end = self._row, self._begin, self._end
+        for leaf in row.batch.leaves:
+            if isinstance(leaf, ArraysCache) and not leaf.empty():
+                raise ShiftError(
+                    "layers of recurrent state cannot forget tokens; a model that has some cannot be shifted."
+                )
+            has_gone_round = isinstance(leaf, RotatingKVCache) and leaf.keys is not None and leaf.offset > leaf.max_size
+            if has_gone_round and (self._is_rewind or end > leaf.offset - leaf.max_size):
+                raise ShiftError(
+                    f"row {row.id} is at {leaf.offset} with windows of {leaf.max_size} tokens; without [{begin}, {end})"
+                    f" they would need earlier tokens, which they have lost."
+                )
+
+    def _rotations(self, model: Any) -> list[Rotation | None]:
+        caches = self._room.layout.fresh()
+        found = rotations(model, caches)
+        return [rotation for cache, rotation in zip(caches, found, strict=True) if cache is not None]
+
+    def _pieces(self, leaf: Any, index: int) -> list[Piece]:
+        """One layer's keys and values of all tokens that do not stay in place, in order."""
+        row = self._row
+        if not isinstance(leaf, TailLayer) or (leaf.empty() and not row.reads()):
+            return []
+        found: list[Piece] = []
+        column = position = 0
+        for spans in row.reads():
+            if spans.start > position:
+                found.append((position, leaf.columns_of(0, column, column + spans.start - position)))
+                column += spans.start - position
+            if spans.end > self._begin and spans.leaves[index] is not None:
+                found += [(first, pair) for first, _, pair in spans.leaves[index].parts(spans.start, spans.end)]
+            position = spans.end
+        if position < row.position:
+            found.append((position, leaf.columns_of(0, column, column + row.position - position)))
+        return found
+
+    def _moved(self, pieces: list[Piece], rotation: Rotation | None) -> list[Pair]:
+        """What is left of the pieces; keys behind the gap are rotated to their new positions."""
+        found: list[Pair] = []
+        for start, (keys, values) in pieces:
+            length = keys.shape[2]
+            before = slice(0, max(0, min(length, self._begin - start)))
+            behind = slice(max(0, min(length, self._end - start)), length)
+            if before.stop:
+                found.append((keys[..., before, :], values[..., before, :]))
+            if behind.start < length:
+                later = keys[..., behind, :]
+                if rotation is not None:
+                    later = rotation.shift(later, self._begin - self._end)
+                found.append((later, values[..., behind, :]))
+        return found
+
+    def _point(self, leaf: Any, rotation: Rotation | None) -> list[mx.array] | None:
+        """What a window holds afterwards, in order of position; None: the leaf is no window, or holds nothing."""
+        if not isinstance(leaf, RotatingKVCache) or leaf.keys is None:
+            return None
+        keys, values = adapter_for(leaf).state(leaf)  # type: ignore[attr-defined]
+        first = leaf.offset - keys.shape[2]
+        pairs = self._moved([(first, (keys, values))], rotation)
+        return [mx.concatenate([pair[name] for pair in pairs], axis=2) for name in (0, 1)] if pairs else []
+
+    def _step_back(self) -> None:
+        """Let the row keep only the nodes of its path that end in front of the gap."""
+        row, before = self._row, self._row.node
+        node = before
+        while node is not None and node.end > self._begin:
+            node = None if node.parent is None or node.parent.is_root else node.parent
+        if node is not before and before is not None:
+            self._room.stand(row, node)
+            self._room.evictor.tidy(before)
+
+
+#: A trial has two rows that share the segment SHARED; the first row has MORE as another segment. OWN is prefilled.
 SHARED, MORE, OWN = (5, 3, 7, 2), (6, 1), ((4, 2, 6), (3,))
 #: Then a token for each row, twice.
 STEPS = ((1, 6), (3, 5))
 
 
 class Way(StrEnum):
-    """How several rows decode."""
+    """How a model decodes several rows: one pass with shared segments read in place, one pass, or a pass per row."""
 
     SEGMENTS = "segments"
     BATCH = "batch"
@@ -220,7 +348,7 @@ class Way(StrEnum):
 
 
 class WayTrial(NamedTuple):
-    """The way of a model, why it is not a faster one, and whether a pass of several rows may have several tokens."""
+    """The fastest way of a model that is right, why no faster one, and whether a pass may have several tokens a row."""
 
     way: Way
     reason: str
@@ -231,22 +359,23 @@ _found: dict[int, WayTrial] = {}
 
 
 def way_of(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
-    """What a trial found for this model before, or finds now.
+    """What a trial found for this model before, or finds now; `fresh` makes mlx-lm caches of the model.
 
-    Args:
-        fresh: returns fresh mlx-lm caches of the model.
-
-    Raises:
-        UnsupportedCacheError: not even a row by itself gets the logits that it gets in mlx-lm's caches.
+    UnsupportedCacheError: not even a row by itself gets the logits that it gets in mlx-lm's caches.
     """
-    return once_per_model(_found, model, lambda: _tried(model, fresh))
+    return once_per_model(_found, model, lambda: _try_ways(model, fresh))
 
 
-def _tried(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
+def _try_ways(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
     rows = [(*SHARED, *MORE, *OWN[0]), (*SHARED, *OWN[1])]
-    wanted = mx.concatenate([_alone(model, fresh(), row, index, 1) for index, row in enumerate(rows)])
-    again = mx.concatenate([_alone(model, fresh(), row, index, 3) for index, row in enumerate(rows)])
-    allowed = allowed_error(error_of(again, wanted), wanted.dtype)
+
+    def logits_alone(last: int) -> mx.array:
+        """Logits (2, steps, V) of the rows in mlx-lm's own caches, the last tokens of each in a chunk of their own."""
+        pairs = zip(rows, zip(*STEPS, strict=True), strict=True)
+        return mx.concatenate([logits_after(model, fresh(), (row[:-last], row[-last:]), its) for row, its in pairs])
+
+    wanted = logits_alone(1)
+    allowed = allowed_error(error_of(logits_alone(3), wanted), wanted.dtype)
     reason, candidates = by_slot(model), [*Way]
     if reason:
         candidates = [Way.SINGLE]
@@ -260,7 +389,7 @@ def _tried(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
             why = f"logits are off by {error:.1e} of the largest"
         except UnsupportedCacheError:
             raise
-        except Exception as raised:  # whatever a model raises that was not made for this
+        except Exception as raised:  # a model that was not made for this may raise anything
             why = str(raised) or type(raised).__name__
         reason = f"{reason}; {way}: {why}" if reason else f"{way}: {why}"
     name = type(model).__module__.rpartition(".")[2]
@@ -270,15 +399,8 @@ def _tried(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
 def _is_wide(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, wanted: mx.array, allowed: float) -> bool:
     try:
         return error_of(_rows(model, fresh, way, is_wide=True), wanted) <= allowed
-    except Exception:  # as in `_tried`
+    except Exception:  # as in `_try_ways`
         return False
-
-
-def _alone(model: Any, caches: Sequence[Any], row: Sequence[int], index: int, last: int) -> mx.array:
-    """Logits (1, steps, V) of a row in mlx-lm's own caches; `last`: how many tokens of it go by themselves."""
-    for chunk in (row[:-last], row[-last:]):
-        model(mx.array([chunk]), cache=caches)
-    return mx.concatenate([model(mx.array([[step[index]]]), cache=caches) for step in STEPS], axis=1)
 
 
 def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, *, is_wide: bool = False) -> mx.array:

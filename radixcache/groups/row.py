@@ -1,24 +1,33 @@
-"""Row: one request of a Group: its prompt, what is known of what follows, and where its state is.
+"""Row: one request of a Group, and where its state is. Room: the open rows of a group, and what they hold.
 
-prompt          cached_tokens | remaining
-state           [0, position), of which clean_tokens have the state that they would have alone
-                in place: spans of nodes on the row's path; the rest in its columns of a batch
-known           the prompt, and the tokens given to step(), which need not be evaluated yet
+    prompt          cached_tokens | remaining
+    state           [0, position); the first clean_tokens have the state that they would have alone
+                    in place: spans of nodes on the row's path; the rest in its columns of a batch
+    known           the prompt, and the tokens given to step(), which need not be evaluated yet
+
+Room counts tokens against the group's capacity and asks the byte budget before anything is evaluated. Callers hold the
+cache's lock, except where a method says otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakMethod
 
 import mlx.core as mx
 
 from radixcache.adapters.contract import Spans
-from radixcache.errors import refuse_copy
+from radixcache.core import Core
+from radixcache.errors import BudgetFullError, CacheFullError, refuse_copy
 from radixcache.groups.batch import Batch
-from radixcache.paging.resume import OwnState, PrefixRequest, ResumePlan, ShortReason
+from radixcache.ledger import Booking
+from radixcache.paging.evictor import Evictor
+from radixcache.paging.pager import Pager
+from radixcache.paging.resume import OwnState, PrefixRequest, ShortReason
 from radixcache.tokens import Keys, KnownTokens, TokenIds, common_length
 from radixcache.tree.entries import StateNode
+from radixcache.tree.state_tree import StateTree
 
 
 class Row:
@@ -44,36 +53,35 @@ class Row:
         self.id = row_id
         self.request = request
         self.prompt = request.prompt
-        self.prompt_keys = request.keys
-        self.matched_tokens = 0
+        self.cached_tokens = self.matched_tokens = 0
         self.reason: ShortReason | None = None
+        self.remaining = request.prompt
         self.is_closed = False
         #: Whether nothing but admit() has been done to it.
         self.is_fresh = True
-        #: Its state, but for what is in place, and its number in that batch.
+        #: The batch that has the state that is not in place, and the row's number there.
         self.batch: Batch
         self.at = 0
-        #: The path of the tree that it stands on and keeps there; None: nothing of it is in the tree.
+        #: The end of the path that it keeps in the tree; None: nothing of it is in the tree.
         self.node: StateNode | None = None
         #: The tokens [start, end) that are read in place, on that path, in order.
         self.in_place: list[tuple[int, int]] = []
         #: Whether long spans are read in place; False as well before its first forward pass.
         self.in_segments = False
-        #: What else is read in place, behind that: it was taken out of the tree.
+        #: Spans behind that path that are read in place, and were taken out of the tree.
         self.orphans: list[Spans] = []
-        #: What it kept on the way, and the tree does not have yet.
+        #: Checkpoints and windows that the tree does not have yet.
         self.own: OwnState
         #: Where its prefill is cut for a checkpoint, with the reason.
         self.stops: dict[int, str] = {}
-        #: How many of its tokens are right, where what is behind them was found wrong: a restored prefix, or logits
-        #: that are not numbers. None: nothing was. See `distrust_from`.
+        #: How many of its tokens are right, if later ones were found wrong; see `distrust_from`.
         self.right_tokens: int | None = None
-        #: Why its state cannot be had any more; None: it can.
+        #: Why its state was lost, if it was.
         self.lost: str | None = None
         self._tainted: int | None = None
         self._known = KnownTokens(request.prompt, request.keys, vocab_size)
         self._prompt_end = len(request.prompt)
-        # Of the group itself a row holds nothing: one that is let go of closes at once, without the garbage collector.
+        # A weak method: a group that nobody holds any more closes at once, without the garbage collector.
         self._close = close
 
     def __repr__(self) -> str:
@@ -97,7 +105,7 @@ class Row:
 
     @property
     def known_tokens(self) -> int:
-        """Prompt tokens plus those given to step(), less those removed."""
+        """Prompt tokens and those given to step(), without those removed."""
         return self._known.count
 
     @property
@@ -107,16 +115,21 @@ class Row:
         return min(limit for limit in limits if limit is not None)
 
     def close(self) -> None:
-        """Store what the row evaluated and let go of its state. Closing twice is fine."""
+        """Store what the row evaluated and release its state. Closing twice is fine."""
         close = self._close()
         if not self.is_closed and close is not None:
             close([self])
 
     def distrust_from(self, offset: int) -> None:
-        """What it holds from an offset on was found wrong: of that nothing is stored or shared."""
+        """Store and share nothing from an offset on: it was found wrong."""
         self.right_tokens = offset if self.right_tokens is None else min(offset, self.right_tokens)
 
-    # What the group asks
+    # For the group
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens in its columns of the batch."""
+        return self.batch.columns.lengths[self.at]
 
     @property
     def path_end(self) -> int:
@@ -127,16 +140,15 @@ class Row:
         """Its path of the tree, root side first."""
         return [] if self.node is None else self.node.path()
 
-    def restored(self, plan: ResumePlan) -> None:
-        """Before anything was evaluated for it, the row has come to stand where this plan says."""
-        self.cached_tokens, self.matched_tokens, self.reason = plan.resume, plan.matched, plan.reason
-        self.remaining = self.prompt[plan.resume :].copy()
-
     def reads(self) -> list[Spans]:
         """What it reads in place, in order. The lock is held."""
-        path = [] if self.node is None else self.node.path()
-        nodes = [node for node in path if any(start <= node.start < end for start, end in self.in_place)]
+        nodes = [node for node in self.path() if any(start <= node.start < end for start, end in self.in_place)]
         return [node.payload.spans for node in nodes if node.payload.spans is not None] + self.orphans
+
+    def leave_others(self) -> None:
+        """Move into a batch of its own, unless it is alone."""
+        if len(self.batch.rows) > 1:
+            Batch.gathered([(self.batch, self.at)]).take_over()
 
     def next_ids(self, count: int) -> TokenIds:
         """The next tokens of the prompt."""
@@ -144,11 +156,11 @@ class Row:
         return self._known.read_ids[position : position + count]
 
     def report(self, tokens: mx.array, index: int) -> None:
-        """The token at `index` of an array, which need not be evaluated, follows what is known."""
+        """Append the token at `index` of an array, which need not be evaluated, to what is known."""
         self._known.report(tokens, index, index + 1)
 
     def known_keys(self) -> Keys:
-        """Keys of all that is known, up to the first reported token that is not a token id. Waits for reported ones."""
+        """Keys of all that is known, up to the first reported token that is not a token id. Waits for evaluation."""
         return self._known.keys()
 
     def clean_keys(self) -> Keys:
@@ -156,13 +168,13 @@ class Row:
         return self.known_keys()[: self.clean_tokens]
 
     def common(self, keys: Keys) -> int:
-        """How far these keys go along with the clean tokens; waits for reported ones only where the prompt does."""
+        """How many of these keys the clean tokens begin with; waits for tokens only if the whole prompt matches."""
         return self._known.common(keys, self.clean_tokens)
 
     def common_later(self, keys: Keys, chunk_tokens: int, has_states: bool) -> int:
-        """How many tokens of a prompt with these keys the row can give at some moment of its prefill, in such chunks.
+        """The most tokens of a prompt with these keys that the row can share at some moment of its prefill.
 
-        With recurrent layers they end where a chunk does, or at a checkpoint that is still to be taken.
+        With recurrent layers they end at the end of a chunk, or at a checkpoint that is still to be taken.
         """
         position, clean = self.position, self.clean_tokens
         prompt = self._known.read_keys
@@ -175,7 +187,7 @@ class Row:
         return max(ends, default=0)
 
     def cut(self, begin: int, end: int) -> None:
-        """The tokens [begin, end), all evaluated, are gone."""
+        """Forget the tokens [begin, end), all evaluated, which were taken out of its state."""
         self.is_fresh = False
         if end < self._known.count:
             self._tainted = begin if self._tainted is None else min(begin, self._tainted)
@@ -184,3 +196,124 @@ class Row:
         self._known.remove(begin, end)
         self._prompt_end -= max(0, min(end, self._prompt_end) - begin)
         self.stops = {}
+
+
+class Room:
+    """The open rows of one group, with their tokens and bytes.
+
+    Args:
+        capacity: tokens of all rows together, one that several share counted once.
+
+    Attributes:
+        rows: the open rows by id, in order of admission.
+        booking: what the rows have on the account.
+    """
+
+    def __init__(self, core: Core, states: StateTree, evictor: Evictor, pager: Pager, capacity: int) -> None:
+        self.core, self.states, self.evictor, self.pager = core, states, evictor, pager
+        self.layout = layout = core.layout
+        self.capacity = capacity
+        self.rows: dict[int, Row] = {}
+        self.booking: Booking
+        adapters = layout.leaves(layout.fresh())
+        #: For each leaf the most tokens that its state depends on: a window's; 0: none; None: it is a tail.
+        self._windows = [getattr(leaf, "max_size", 0) if adapter.is_point else None for leaf, adapter in adapters]
+        self.tail_layers = self._windows.count(None)
+
+    def rows_of(self, namespace: str) -> list[Row]:
+        """The open rows that may share with each other; takes no lock."""
+        return [row for row in self.rows.values() if row.request.namespace == namespace]
+
+    def batches(self) -> list[Batch]:
+        """The batches that rows are in."""
+        return list({id(row.batch): row.batch for row in self.rows.values()}.values())
+
+    def points_of(self, row: Row) -> list[Any]:
+        """Fresh mlx-lm caches with the row's state in all layers that are no tails."""
+        return row.batch.points(row.at, self.layout.fresh())
+
+    def stand(self, row: Row, node: StateNode | None) -> None:
+        """Let a row keep the path to a node, instead of the path that it kept before."""
+        before, row.node = row.node, node
+        if node is not None:
+            self.states.read(node, 1)
+        if before is not None:
+            self.states.read(before, -1)
+
+    # Tokens
+
+    def used_tokens(self, more: StateNode | None = None) -> int:
+        """Tokens of the rows, and of one more path, one that several share counted once; takes no lock."""
+        ends = {id(row.node): row.node for row in self.rows.values()} | {id(more): more}
+        nodes = {id(node): node for end in ends.values() if end is not None for node in end.path()}
+        own = sum(row.position - row.path_end for row in self.rows.values())
+        return sum(node.end - node.start for node in nodes.values()) + own
+
+    def require_tokens(self, wanted: int) -> None:
+        """Raise CacheFullError if so many tokens more are beyond the capacity; takes no lock."""
+        used = self.used_tokens()
+        if used + wanted > self.capacity:
+            raise CacheFullError(self.capacity, used, None, wanted)
+
+    # Bytes
+
+    def point_bytes(self, position: int) -> int:
+        """Bytes of a row's state at `position` in the layers without tails; 0 before the first pass."""
+        nbytes = 0
+        for leaf, window in enumerate(self._windows):
+            if window is not None:
+                nbytes += self.layout.leaf_bytes(leaf) * (min(window, position) if window else 1)
+        return nbytes
+
+    def grows_at(self, position: int) -> bool:
+        """Whether the layers without tails take more bytes behind this position."""
+        return position == 0 or any(window is not None and position < window for window in self._windows)
+
+    def bytes_of(self, rows: int, columns: int, position: int) -> int:
+        """Bytes of a batch of so many rows whose tails have room for so many columns, the furthest at `position`."""
+        return rows * (columns * self.layout.token_bytes + self.point_bytes(position))
+
+    def ask(self, nbytes: Callable[[int], int], spare: int, freed_bytes: int = 0) -> int:
+        """Make room for buffers and book it until `book` measures them; returns how many spare columns they get.
+
+        The spare columns are given up first, then the checkpoints that rows have taken.
+
+        Args:
+            nbytes: bytes of the buffers with so many columns to spare.
+            spare: the columns wanted.
+            freed_bytes: of the buffers that they replace.
+
+        Raises:
+            BudgetFullError: there is no room.
+        """
+        evictor = self.evictor
+        generous = nbytes(spare) - freed_bytes
+        if not evictor.over_bytes(generous):
+            self.booking.book_live(self.booking.live_bytes + max(0, generous))
+            return spare
+        need = nbytes(0) - freed_bytes
+        if need > 0 and not evictor.find_room(need):
+            if evictor.could_fit(need - self.booking.checkpoint_bytes):
+                for row in self.rows.values():
+                    row.own.clear()
+            if not evictor.find_room(need):
+                raise BudgetFullError(self.booking.budget_bytes, evictor.fixed_bytes(), need)
+        self.booking.book_live(self.booking.live_bytes + max(0, need))
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tails and of the rows' own states; what rows read in place is the tree's, except orphans."""
+        orphans = {id(spans): spans for row in self.rows.values() for spans in row.orphans}
+        return sum(batch.nbytes for batch in self.batches()) + sum(spans.nbytes for spans in orphans.values())
+
+    def book(self) -> None:
+        """Book what the rows hold now, and enforce the budget."""
+        self.booking.book_live(self.nbytes)
+        self.evictor.make_room()
+
+    def measure(self) -> None:
+        """Book what the rows hold now, if it has changed; takes the lock only then."""
+        if self.booking.live_bytes != self.nbytes:
+            with self.core.lock:
+                self.book()

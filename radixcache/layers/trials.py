@@ -19,7 +19,7 @@ attends to it moves along. With 2 bits a step is as large as a fault, and only l
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -85,3 +85,10 @@ def error_of(found: mx.array, wanted: mx.array) -> float:
     """The largest difference, relative to the largest value."""
     found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
     return float(mx.max(mx.abs(found - wanted)) / mx.maximum(mx.max(mx.abs(wanted)), 1e-9))
+
+
+def logits_after(model: Any, caches: Sequence[Any], chunks: Iterable[Sequence[int]], tokens: Iterable[int]) -> mx.array:
+    """Logits (1, N, V) of N tokens, one at a time, of a row in its own caches, after these chunks of its prompt."""
+    for chunk in chunks:
+        model(mx.array([chunk]), cache=caches)
+    return mx.concatenate([model(mx.array([[token]]), cache=caches) for token in tokens], axis=1)

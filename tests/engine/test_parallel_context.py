@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixcache import PrefixCache
-from radixcache.groups.removal import Removal
+from radixcache.groups.passes import Removal
 from runner.engine.generator import ParallelGenerator
 from runner.engine.replies import generate
 from runner.engine.sequence import OPENING_TOKENS, Ticket

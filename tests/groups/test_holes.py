@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 
 from radixcache import Group, PrefixCache
-from radixcache.groups.admission import RowStoring
 from radixcache.groups.passes import Way
 from radixcache.groups.row import Row
+from radixcache.groups.sharing import Sharing
 from tests.groups.cold import ROUNDING, cold, cold_last, error, shared_model
 from tests.groups.test_begin_many import stored
 from tests.groups.test_prefill_many import PROMPTS, SYSTEM, Counting
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_windows_that_cannot_be_taken_costs_nobody_else_their_st
             raise MemoryError("no room for a copy")
 
         with monkeypatch.context() as patching:
-            patching.setattr(RowStoring, "take_checkpoint", fail)
+            patching.setattr(Sharing, "take_checkpoint", fail)
             with pytest.raises(MemoryError, match="no room"):
                 list(group.prefill_many(model, [other]))
         other.close()

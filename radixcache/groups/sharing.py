@@ -1,0 +1,351 @@
+"""Sharing: what the rows of one group take from the tree, and what they give to it. Callers hold the cache's lock.
+
+restore    a new row stands on the path of the tree that has its prompt, and keeps it; first the tree gets what open
+           rows have of the prompt and the tree lacks
+place      before the first forward pass: long spans are read in place, short ones are copied into the row's tail
+close      the tree gets all tokens of a row that are known, clean and not quarantined
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from radixcache.adapters.contract import Checkpoint, Spans
+from radixcache.adapters.span import segment_bounds
+from radixcache.groups.attention import Pair, is_on_cpu
+from radixcache.groups.batch import Batch
+from radixcache.groups.row import Room, Row
+from radixcache.groups.tails import Columns
+from radixcache.layers.layout import NATIVE_ERRORS, LiveStateError
+from radixcache.paging.resume import ResumePlan, deepest_whole
+from radixcache.tokens import Keys, common_length
+from radixcache.tree.entries import StateNode
+
+#: Spans of so many bytes per layer are worth a segment in every decode step. On a CPU, two rows that share such a span
+#: save about what a segment costs (benchmarks.bench_decode). For a GPU it is an estimate: what the GPU reads at 1 TB/s
+#: while it starts the kernels of one more segment, at some 5 us each.
+CPU_BYTES = 400 << 10
+GPU_BYTES = 4 << 20
+
+
+class Sharing:
+    """What the rows of one group share through the tree.
+
+    Args:
+        segment_bytes: spans of so many bytes per layer, or more, are read in place; None: CPU_BYTES or GPU_BYTES.
+    """
+
+    def __init__(self, room: Room, segment_bytes: int | None) -> None:
+        self._room = room
+        self._core, self._states, self._evictor, self._pager = room.core, room.states, room.evictor, room.pager
+        self._layout = room.layout
+        default = CPU_BYTES if is_on_cpu() else GPU_BYTES
+        self._segment_bytes = default if segment_bytes is None else segment_bytes
+
+    def is_long(self, tokens: int) -> bool:
+        """Whether so many tokens are worth a segment."""
+        layers = self._room.tail_layers
+        return layers > 0 and tokens * self._layout.token_bytes >= self._segment_bytes * layers
+
+    # From the tree
+
+    def restore(self, row: Row) -> None:
+        """Let a new row stand as far as tree and rows have its prompt.
+
+        Raises:
+            CacheFullError, BudgetFullError: there is no room for it.
+        """
+        core, request = self._core, row.request
+        core.read_store(request)
+        self._offer_from_others(row)
+        plan = self._stand(row)
+        self._states.touch(row.path(), plan.source, request.use)
+        core.count_request(request, plan, "begin_many")
+        core.tidy_unpinned()
+        if self._layout.has_points:
+            for other in self._room.rows_of(request.namespace):
+                # Where the two part: what goes on from there needs a checkpoint, which cannot be made later.
+                common = common_length(other.request.keys, request.keys)
+                if other.position < common < len(other.prompt):
+                    other.stops.setdefault(common, "branch")
+
+    def restore_more(self, row: Row) -> None:
+        """Let a row that has not started stand as far as other rows have computed its prompt by now."""
+        self._offer_from_others(row)
+        before = row.position
+        if self._resume_of(row) > before:
+            self._stand(row)
+            self._core.count_more_hits(row.position - before)
+
+    def sharable_tokens(self, keys: Keys, namespace: str) -> int:
+        """How many tokens of a prompt would share what the rows hold, were it admitted now; changes nothing."""
+        allowed = self._core.unquarantined(keys, namespace)
+        rows = self._room.rows_of(namespace)
+        common = max((row.common(allowed) for row in rows), default=0)
+        limit = len(keys) - 1
+        resume = self._core.lookup(keys, namespace, limit, behind=common, evaluate=False).plan.resume
+        offers = (self._reach(row, allowed[:limit]) for row in rows)
+        return min(common, max(resume, *offers, 0))
+
+    def place(self, row: Row, in_segments: bool) -> None:
+        """Copy what a row does not read in place into its tails; `in_segments`: it reads long spans in place.
+
+        Raises:
+            BudgetFullError: there is no room for that.
+        """
+        row.in_segments = in_segments
+        if row.node is None:
+            return
+        path = row.path()
+        long = [node for node in path if in_segments and self.is_long(node.end - node.start)]
+        short = [node for node in path if node not in long]
+        away = sum(node.end - node.start for node in long)
+        columns = Columns([row.position - away], [away])
+        token_bytes = self._layout.token_bytes
+        least = columns.end + 1
+        columns.capacity = least + self._room.ask(lambda more: (least + more) * token_bytes, row.prompt_left)
+        for node in long:
+            self._pager.allocating(partial(_join, node))
+        pieces = [spans for node in short if (spans := node.payload.spans) is not None]
+        row.batch = self._restoring(lambda: row.batch.refilled(columns, lambda leaf: _pieces(pieces, leaf)))
+        row.in_place = [(node.start, node.end) for node in long]
+        self._states.paged_in_bytes += columns.end * token_bytes
+        for node in short:
+            self._states.events.paged_in(node, node.start, node.end, token_bytes)
+
+    def orphan(self, row: Row, start: int) -> None:
+        """Let a row own what it reads in place behind an offset: the tree is about to lose it."""
+        gone = [node for node in row.path() if node.end > start]
+        reads = {id(spans) for spans in row.reads()}
+        row.orphans = [s for node in gone if (s := node.payload.spans) is not None and id(s) in reads] + row.orphans
+        row.in_place = [(low, min(high, gone[0].start)) for low, high in row.in_place if low < gone[0].start]
+        parent = gone[0].parent
+        self._room.stand(row, None if parent is None or parent.is_root else parent)
+
+    def _resume_of(self, row: Row) -> int:
+        """Where a session with the row's prompt would resume; changes nothing."""
+        request = row.request
+        return self._core.lookup(request.keys, request.namespace, request.limit, evaluate=False).plan.resume
+
+    def _stand(self, row: Row) -> ResumePlan:
+        """Take a row to where it resumes: it keeps the path, and its point layers are restored.
+
+        If this raises, the row stands where it stood before.
+        """
+        request, room = row.request, self._room
+        plan = self._core.lookup(request.keys, request.namespace, request.limit).plan
+        stored = self._states.windows.stored(plan.path)
+        node = self._pager.allocating(lambda: self._end_of(plan))
+        if node is not None:
+            self._states.read(node, 1)
+        try:
+            batch = Batch.of_one(self._layout.fresh(), row, plan.resume)
+            room.require_tokens(room.used_tokens(node) - room.used_tokens())
+            for each in [] if node is None else node.path():
+                if each.payload.spans is None:
+                    self._pager.page_out_live(each)
+            if self._layout.has_points and node is not None:
+                room.ask(lambda _: room.point_bytes(plan.resume), 0)
+                points = batch.points(0, self._layout.fresh())
+                self._restoring(lambda: self._layout.restore_points(points, plan.checkpoint, plan.resume, stored))
+                if node.payload.checkpoint is None:
+                    self._pager.add_checkpoint(node, points, "branch", request.use)
+        except BaseException:
+            self._release(node)
+            raise
+        before, row.node, row.batch = row.node, node, batch
+        self._release(before)
+        row.in_place = [(0, plan.resume)] if plan.resume else []
+        row.cached_tokens, row.matched_tokens, row.reason = plan.resume, plan.matched, plan.reason
+        row.remaining = row.prompt[plan.resume :].copy()
+        return plan
+
+    def _release(self, node: StateNode | None) -> None:
+        if node is not None and node.payload is not None:
+            self._states.read(node, -1)
+            self._evictor.tidy(node)
+
+    def _end_of(self, plan: ResumePlan) -> StateNode | None:
+        """The node that ends where a plan resumes, split off if need be; None: it resumes at 0."""
+        for node in plan.path:
+            if node.start < plan.resume < node.end:
+                return self._states.split(node, plan.resume)
+            if node.end == plan.resume:
+                return node
+        return None
+
+    def _restoring(self, make: Callable[[], Any]) -> Any:
+        try:
+            return self._pager.allocating(make)
+        except NATIVE_ERRORS as error:
+            raise LiveStateError(f"restoring a row failed: {error}") from error
+
+    # To the tree
+
+    def close(self, rows: Sequence[Row], is_intact: bool) -> None:
+        """Store what these rows evaluated and release their state; an error of one row does not keep the others.
+
+        Args:
+            is_intact: False: their state was lost.
+        """
+        with ExitStack() as stack:
+            for row in reversed(rows):
+                stack.callback(self._close, row, is_intact)
+
+    def take_checkpoint(self, row: Row, offset: int, kind: str) -> None:
+        """Take a row's checkpoint where it stands, or where its windows still have what is needed."""
+        self._core.take_checkpoint(row.own, row.path(), self._room.points_of(row), offset, kind)
+
+    def _close(self, row: Row, is_intact: bool) -> None:
+        try:
+            if is_intact:
+                self._store(row)
+        finally:
+            row.batch.rows[row.at] = None
+            del row.batch
+            row.is_closed = True
+            node, row.node, row.orphans = row.node, None, []
+            row.own.clear()
+            self._release(node)
+            self._core.write_trace(row.request, max(0, row.known_tokens - len(row.prompt)))
+
+    def _store(self, row: Row) -> None:
+        """Copy what a row evaluated, and the tree lacks, out of its tails into the tree."""
+        keys = self._core.unquarantined(row.clean_keys(), row.request.namespace)
+        if self._layout.has_points:
+            if row.lost is None and row.position == len(keys) <= row.cached_tokens:
+                return
+            keys = keys[: self._end(row, len(keys))]
+        self._put(row, keys, row.own.checkpoints, self._evictor.make_room, "end", closing=True)
+        self._core.write_store(keys, row.request, row.cached_tokens)
+
+    def _reach(self, row: Row, keys: Keys) -> int:
+        """How many tokens of a prompt with these keys a row can give to the tree, with the state to resume there."""
+        common = row.common(keys)
+        return self._end(row, common) if self._layout.has_points and common else common
+
+    def _end(self, row: Row, limit: int) -> int:
+        """The deepest offset at or below `limit` at which the row has the state of all point layers."""
+        is_there = row.lost is None and row.batch.rows[row.at] is row
+        if is_there and row.position == limit:
+            return limit
+        own = max((each.offset for each in row.own.checkpoints if each.offset <= limit), default=0)
+        if self._layout.has_states:
+            return own
+        stored = [*self._states.windows.stored(row.path()), *row.own.windows]
+        held = self._layout.held(self._room.points_of(row)) if is_there else {}
+        return max(own, deepest_whole(self._layout, stored, limit, held))
+
+    def _offer_from_others(self, row: Row) -> None:
+        """Give the tree what the best other row has of a row's prompt and the tree lacks."""
+        allowed = self._core.unquarantined(row.request.keys, row.request.namespace)
+        others = [other for other in self._room.rows_of(row.request.namespace) if other is not row]
+        reaches = [(self._reach(other, allowed), other) for other in others]
+        most, other = max(reaches, key=lambda each: each[0], default=(0, None))
+        if other is not None and most > self._resume_of(row):
+            self._offer(other, allowed[:most])
+
+    def _offer(self, row: Row, keys: Keys) -> None:
+        """Give the tree what a row has of these keys, if there is room; the row reads it in place if it is long."""
+        end = self._end(row, len(keys)) if self._layout.has_points else len(keys)
+        known = row.clean_keys()[:end]
+        # A checkpoint that others do not need yet stays the row's, which can give it up; windows alone cost nothing.
+        offsets = (end,) if self._layout.has_states else range(end + 1)
+        given = [each for each in row.own.checkpoints if each.offset in offsets]
+        if len(known) < end or not self._put(row, known, given, self._evictor.find_room, "branch"):
+            return
+        ids = set(map(id, given))
+        row.own.drop(lambda each: id(each) in ids)
+        row.own.cut(end, row.position)
+        start = row.path_end
+        if end <= start:
+            return
+        self._room.stand(row, self._states.match(known, row.request.namespace).node)
+        if row.in_segments and self.is_long(row.path_end - start) and not row.orphans:
+            self._leave_in_place(row, start, row.path_end)
+
+    def _put(
+        self,
+        row: Row,
+        keys: Keys,
+        checkpoints: Sequence[Checkpoint],
+        has_room: Callable[[int], bool],
+        kind: str,
+        *,
+        closing: bool = False,
+    ) -> bool:
+        """Give the tree what it lacks of these keys, which are a row's first; False: there is nothing, or no room.
+
+        Args:
+            checkpoints: those of the row's own that go along.
+            kind: of the checkpoint at their end, where point layers want one.
+            closing: the row's own state goes, and its bytes are free.
+        """
+        core, layout, batch = self._core, self._layout, row.batch
+        match = self._states.match(keys, row.request.namespace)
+        start, end = match.offset, len(keys)
+        in_place = any(start < high for _, high in row.in_place)  # of that nothing is in the tails
+        if not layout.has_points if start == end else in_place:
+            return False
+        takes = layout.has_points and row.lost is None and (row.position == end or not layout.has_states)
+        is_alone = closing and all(each is None or each is row for each in batch.rows)
+        held = batch.nbytes
+        # A batch with other rows frees nothing before they have moved to another one.
+        freed_bytes = held if is_alone else 0
+        with self._states.guarded(match.node):
+            need = (end - start) * layout.token_bytes - freed_bytes
+            need += self._room.point_bytes(end) if takes else 0
+            if need > 0 and not has_room(need):
+                if layout.has_points:
+                    return False
+                end = max(start, end - -(-self._evictor.over_bytes(need) // max(1, layout.token_bytes)))
+                if start == end:
+                    return False
+            stored = [*checkpoints]
+            if takes:
+                core.capture(row.own, match.path, self._room.points_of(row), end)
+                leaves = batch.copied_points(row.at, end, self._pager.allocating, emptying=is_alone)
+                stored.append(layout.checkpoint_of(leaves, end, kind))
+            bounds = segment_bounds(start, end)
+            spans = batch.copied(row.at, bounds, self._pager.allocating, emptying=is_alone)
+            if is_alone:
+                self._room.booking.book_live(self._room.booking.live_bytes - held + batch.nbytes)
+            found = layout.spans_of(spans, start, end) if start < end else None
+            windows = row.own.windows
+            if closing:
+                row.own.clear()  # what is in the tree is booked there
+            self._pager.put(keys[:end], row.request.namespace, found, None, row.request.use, windows, stored)
+        return True
+
+    def _leave_in_place(self, row: Row, start: int, end: int) -> None:
+        """Take a row's tokens [start, end), which the tree has now, out of its tails: they are read in place."""
+        row.leave_others()
+        batch, away, length = row.batch, row.batch.columns.in_place[0], row.tail_tokens
+        first, last = start - away, end - away
+        columns = Columns([length - (last - first)], [away + last - first], batch.columns.capacity - (last - first))
+
+        def pieces(leaf: int) -> list[Pair]:
+            tail = batch.leaves[leaf]
+            return [] if tail.empty() else [tail.columns_of(0, 0, first), tail.columns_of(0, last, length)]
+
+        for node in row.path():
+            if start <= node.start:
+                _join(node)
+        row.batch = batch.refilled(columns, pieces)
+        row.in_place.append((start, end))
+
+
+def _join(node: StateNode) -> None:
+    """Make one segment of each leaf's spans, one leaf at a time so that at most one is held twice."""
+    for snapshot in [] if node.payload.spans is None else node.payload.spans.leaves:
+        if snapshot is not None:
+            snapshot.join()
+
+
+def _pieces(spans: Sequence[Spans], leaf: int) -> list[Pair]:
+    """One layer's arrays of these spans, in order."""
+    snapshots = [each.leaves[leaf] for each in spans]
+    return [segment for snapshot in snapshots if snapshot is not None for segment in snapshot.segments]
