@@ -40,9 +40,9 @@ from radixcache.paging.resume import (
 from radixcache.paging.tier import Foreseen, Tier
 from radixcache.settings import Settings
 from radixcache.tokens import Keys, Quarantine, TokenIds
-from radixcache.tree.entries import NodeState, StateNode
+from radixcache.tree.entries import NodeState, StateNode, Use
 from radixcache.tree.radix_tree import Match
-from radixcache.tree.state_tree import StateTree, Use
+from radixcache.tree.state_tree import StateTree
 from radixcache.verify import Check, Mismatch, Verifier
 
 #: Windows are copied out at least this many tokens at a time, unless they are about to be lost.

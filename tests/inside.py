@@ -509,7 +509,7 @@ def everything(cache: PrefixCache) -> dict[str, Any]:
         "edges": [(id(node), id(node.edge), id(node.payload.spans), id(node.payload.checkpoint)) for node in found],
         "held": [(node.payload.pins, node.payload.guards, node.payload.live_mask) for node in found],
         "victim": None if victim is None else (id(victim[0]), victim[1]),
-        "next_entry_id": states._next_entry_id,
+        "next_entry_id": states.entries._last_id,
         "namespaces": [root.namespace for root in states.tree.roots()],
         "slots": [
             (

@@ -41,9 +41,9 @@ from radixcache.layers.layout import NATIVE_ERRORS, Layout
 from radixcache.ledger import Booking
 from radixcache.paging.pins import Pins
 from radixcache.tokens import TokenIds
-from radixcache.tree.entries import StateNode
+from radixcache.tree.entries import StateNode, Use
 from radixcache.tree.radix_tree import below
-from radixcache.tree.state_tree import StateTree, Use
+from radixcache.tree.state_tree import StateTree
 
 
 class PathOwner(Protocol):
@@ -232,7 +232,7 @@ class LivePath:
     def cut_back(self, offset: int) -> None:
         """Remove the nodes behind `offset` from the tree, and the part of one across it, and rewind to there."""
         assert self.tip is not None, offset
-        self._states.about_to_lose(self.tip)
+        self._states.on_loss(self.tip)
         for node in reversed(self.tip.path()):
             if node.start >= offset:
                 self._states.set_live(node, self.slot, False)

@@ -23,8 +23,8 @@ from radixcache.paging.evictor import Evictor
 from radixcache.paging.live_path import LivePath, Slots
 from radixcache.paging.resume import OwnState, ResumePlan
 from radixcache.tokens import Keys
-from radixcache.tree.entries import StateNode
-from radixcache.tree.state_tree import StateTree, Use
+from radixcache.tree.entries import StateNode, Use
+from radixcache.tree.state_tree import StateTree
 
 R = TypeVar("R")
 

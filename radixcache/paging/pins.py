@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from radixcache.adapters.contract import Checkpoint
 from radixcache.settings import Settings
 from radixcache.tokens import Keys, Quarantine
-from radixcache.tree.entries import StateNode
-from radixcache.tree.state_tree import StateTree, Use
+from radixcache.tree.entries import StateNode, Use
+from radixcache.tree.state_tree import StateTree
 
 #: A namespace and the bytes of the keys that are pinned in it.
 Pinned = tuple[str, bytes]

@@ -52,9 +52,8 @@ from radixcache.ledger import Booking
 from radixcache.paging.live_path import LivePath
 from radixcache.settings import Settings
 from radixcache.tokens import Keys, TokenIds
-from radixcache.tree.entries import NodeState, StateNode, is_dear
+from radixcache.tree.entries import NodeState, StateNode, Use, is_dear
 from radixcache.tree.radix_tree import Match, Node, RadixTree
-from radixcache.tree.state_tree import Use
 
 
 class ShortReason(StrEnum):

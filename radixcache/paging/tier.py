@@ -62,9 +62,9 @@ from radixcache.stores.block import Block, Head, Identity, Kind, root_key
 from radixcache.stores.index import Index, Link, chain_end
 from radixcache.stores.store import Store, moments
 from radixcache.tokens import Keys
-from radixcache.tree.entries import NodeState, StateNode
+from radixcache.tree.entries import NodeState, StateNode, Use
 from radixcache.tree.radix_tree import Match
-from radixcache.tree.state_tree import StateTree, Use
+from radixcache.tree.state_tree import StateTree
 
 
 class Disk(NamedTuple):

@@ -44,7 +44,7 @@ from radixcache.paging.resume import OwnState, PrefixRequest, ResumePlan, ShortR
 from radixcache.sessions.progress import Progress
 from radixcache.settings import require_count, require_pin
 from radixcache.tokens import Keys, KnownTokens, TokenIds, token_ids
-from radixcache.tree.state_tree import Use
+from radixcache.tree.entries import Use
 from radixcache.verify import Check, Finding, Mismatch
 
 

@@ -1,30 +1,53 @@
-"""NodeState: what hangs on a node of the tree.
+"""What a node of the tree holds, and which of it is evicted first: the policy's entries, and thinning.
 
-Thinning: which checkpoints go first, for the cap on them and where they are dear.
+A NodeState hangs on each node. A policy sees it as up to two entries: one for the node's spans, one for the checkpoint
+at its end. Entries makes them, keeps them equal to their nodes, and tells the policy what may go.
 
-Those that were taken for the distance alone go before tails and ends, and those that were used longest ago first. Of
-the former that were used last at the same tick, mostly on one path, the one goes whose neighbours are closest together:
+Thinning orders the checkpoints that go before the policy is asked, where their cap is exceeded or they are dear. First
+go the interval checkpoints, then tails and ends; within a kind the least recently used. Of the interval checkpoints
+that were last used in one tick, mostly on one path, the one with the closest neighbours goes first:
 
-    0 ---- 2048 ---- 4096 ---- 6144 - 6200       6144 goes first, then 2048, last 4096
+    0 ---- 2048 ---- 4096 ---- 6144 - 6200       6144 goes first, then 2048, then 4096
 
-They are there for requests that part from the path, and for the path itself once its end was evicted. Such a checkpoint
-is dear while the spans between its neighbours weigh less than WORTH times what it takes. Where room is short a few are
-left of a long prompt: others are not evicted for more of them, and a path that loses its end does not lose all of it.
-
-What was found to be worth its bytes is not looked at again before its node is refreshed: O(checkpoints of one tick).
+They serve requests that leave the path, and the path itself once its end was evicted. Such a checkpoint is dear while
+the spans between its neighbours weigh less than WORTH times its own bytes. Where room is short, dear checkpoints go
+before anything else is evicted, and a long prompt is left with a few. A checkpoint that was found to be worth its bytes
+is not looked at again before its node is refreshed: O(checkpoints of one tick).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import hashlib
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sortedcontainers import SortedList
 
-from policies import Entry
+from policies import CostModel, Entry, EvictionPolicy
+from policies.entry import EntryState
 from radixcache.adapters.contract import NEVER, Checkpoint, Spans
 from radixcache.tree.radix_tree import Node
+
+#: Kinds of checkpoints that are thinned, and in which order.
+THINNED_FIRST = {"interval": 0, "tail": 1, "end": 1}
+#: A checkpoint is dear with fewer bytes of spans between its neighbours than this many times its own. From 7 to 14,
+#: recorded coding agents hit within 3 % as many tokens.
+WORTH = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Who uses state, as the caller of begin() or insert() gave it; ticks are logical, one per request."""
+
+    tick: int
+    priority: int = 0
+    turn: int | None = None
+    kind: str = ""
+
+    @classmethod
+    def last_of(cls, entry: Entry) -> Use:
+        return cls(entry.last_used, entry.priority, entry.turn, entry.kind)
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +59,7 @@ class NodeState:
     spans: Spans | None = None
     checkpoint: Checkpoint | None = None
     windows: Spans | None = None
-    nearest: int = NEVER  # where the first checkpoint at its end or below it stands
+    nearest: int = NEVER  # offset of the first checkpoint at its end or below it
     live_mask: int = 0  # bit i: live in slot i
     leaving_bytes: int = 0
     leaving_from: Any = None  # the live caches that still have its spans, while it is LEAVING
@@ -50,26 +73,212 @@ class NodeState:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a session or a row stands on it or a pin keeps it."""
+        """Whether a session or a row stands on it, or it is pinned."""
         return self.pins > 0 or self.guards > 0 or self.readers > 0
+
+    def reweigh(self) -> None:
+        """Write the bytes into the entry. Called some ten times a request: spelled out."""
+        weight_bytes = self.leaving_bytes if self.spans is None else self.spans.nbytes
+        if self.checkpoint is not None:
+            weight_bytes += self.checkpoint.nbytes
+        if self.windows is not None:
+            weight_bytes += self.windows.nbytes
+        self.entry.weight_bytes = weight_bytes
 
 
 StateNode = Node[NodeState]
 
 
-#: Kinds of checkpoints that are thinned, and in which order.
-THINNED_FIRST = {"interval": 0, "tail": 1, "end": 1}
-#: Bytes of spans between a checkpoint's neighbours by its own: with fewer it is dear. From 7 to 14 recorded coding
-#: agents find within 3 % as much.
-WORTH = 10
+class Entries:
+    """The entries of one tree's nodes, and what the policy knows of them."""
 
-#: Order of its kind, whether it is worth its bytes, when it was used last, its offset, its entry.
-Key = tuple[int, bool, int, int, int]
+    def __init__(self, policy: EvictionPolicy, cost: CostModel) -> None:
+        self._policy = policy
+        self._cost = cost
+        self.thinning = Thinning()
+        self._node_of: dict[int, StateNode] = {}
+        self._evictable: set[int] = set()
+        self._last_id = 0
+        # The policy may pass over cuts only where all keys of an edge cost the same.
+        self._pass_over = getattr(policy, "pass_over", None) if cost.per_pair == 0 else None
+
+    def victim(self) -> tuple[StateNode, EntryState] | None:
+        """The node that the policy gives up first, and whether all of it or its checkpoint alone."""
+        entry = self._policy.victim()
+        return None if entry is None else (self._node_of[entry.entry_id], entry.state)
+
+    def last_key(self, entry: Entry) -> int | None:
+        """The last key on the edge that an entry stands for; None when the entry is gone."""
+        node = self._node_of.get(entry.entry_id)
+        return None if node is None else int(node.edge[entry.end - node.start - 1])
+
+    def new(self, node: StateNode, state: EntryState, use: Use) -> Entry:
+        """Make an entry of a node; the policy does not know it yet."""
+        entry = self._entry(state, node.start, node.end, _parent_entry(node), use)
+        entry.digest_of = lambda: digests_on(self._node_of[entry.entry_id])([entry.end])[0]
+        entry.digests_of = lambda offsets: digests_on(self._node_of[entry.entry_id])(offsets)
+        self._node_of[entry.entry_id] = node
+        return entry
+
+    def remove(self, entry: Entry) -> None:
+        """An entry's state is evicted."""
+        self._set_evictable(entry, False)
+        self.thinning.remove(entry)
+        self._policy.evicted(entry)
+        del self._node_of[entry.entry_id]
+
+    def merge(self, gone: Entry, into: Entry, digest_of: Callable[[], bytes]) -> None:
+        """A node's spans became part of those of its child, whose entry shows it already."""
+        gone.digest_of = digest_of
+        into.created = min(into.created, gone.created)
+        into.last_used = max(into.last_used, gone.last_used)
+        into.uses = max(into.uses, gone.uses)
+        into.priority = max(into.priority, gone.priority)
+        self._policy.merged(gone, into)
+        del self._node_of[gone.entry_id]
+
+    def cut(self, leaf: StateNode, at: int, digests: Digests) -> None:
+        """Tell the policy that the part of a leaf behind `at` goes."""
+        entry = leaf.payload.entry
+        end = entry.end
+        lost = self._entry("span", at, end, entry, Use.last_of(entry))
+        lost.created, lost.uses = entry.created, entry.uses
+        lost.digest_of = lambda: digests([end])[0]
+        self._shorten(entry, at)
+        self._policy.split(entry, lost)
+        self._policy.evicted(lost)
+
+    def trim(self, leaf: StateNode, cuts: Sequence[int]) -> int:
+        """Tell the policy of each cut, the deepest first, until it has another victim. Returns the last cut made.
+
+        The policy does not hear of cuts that it passes over.
+        """
+        entry, digests, is_victim = leaf.payload.entry, digests_on(leaf), True
+        while cuts and is_victim:
+            passed = 0 if self._pass_over is None else self._pass_over(entry, cuts)
+            if passed:
+                self._shorten(entry, cuts[passed - 1])
+            at, cuts = cuts[passed], cuts[passed + 1 :]
+            self.cut(leaf, at, digests)
+            is_victim = self._policy.victim() is entry
+        return at
+
+    def mirror(self, node: StateNode) -> None:
+        """Write a node's new span and parent into its entries."""
+        state = node.payload
+        for entry in (state.entry, state.checkpoint_entry):
+            if entry is not None:
+                entry.start, entry.end = node.start, node.end
+                entry.cost = self._cost.cost(node.start, node.end)
+                entry.parent = _parent_entry(node)
+        state.reweigh()
+
+    def refresh(self, node: StateNode) -> None:
+        """Bring a node's entries up to date with the tree and tell the policy what may go now."""
+        if node.parent is None:
+            return
+        state = node.payload
+        state.entry.children = len(node.children)
+        state.entry.has_checkpoint = state.checkpoint is not None
+        # Called some ten times a request: without the properties, and without a call where nothing changes.
+        free = not (node.children or state.live_mask or state.guards or state.pins or state.readers)
+        if free != (state.entry.entry_id in self._evictable):
+            self._set_evictable(state.entry, free)
+        entry = state.checkpoint_entry
+        if entry is not None and state.checkpoint is not None:
+            entry.children, entry.has_checkpoint = len(node.children), True
+            free = len(node.children) == 1 and not state.is_kept
+            self._set_evictable(entry, free)
+            self.thinning.file(entry, node, state.checkpoint.kind if free else "")
+
+    def check(self, nodes: Sequence[StateNode]) -> None:
+        """Assert S4 to S6 of StateTree, of all its nodes."""
+        seen, thinned = set(), []
+        for node in nodes:
+            state = node.payload
+            for entry in (state.entry, state.checkpoint_entry):
+                if entry is None:
+                    continue
+                seen.add(entry.entry_id)
+                assert self._node_of[entry.entry_id] is node, (node, entry)
+                found = (entry.start, entry.end, entry.children, entry.has_checkpoint)
+                wanted = (node.start, node.end, len(node.children), state.checkpoint is not None)
+                assert found == wanted, (node, entry)
+                assert entry.parent is _parent_entry(node), (node, entry.parent)
+                free = not state.is_kept
+                free &= node.is_leaf and not state.live if entry is state.entry else len(node.children) == 1
+                assert (entry.entry_id in self._evictable) == free, (node, entry, free)
+                if entry is not state.entry and free and state.checkpoint and state.checkpoint.kind in THINNED_FIRST:
+                    thinned.append(node)
+        assert seen == set(self._node_of), seen ^ set(self._node_of)
+        assert self._evictable <= seen, self._evictable - seen
+        self.thinning.check(thinned)
+
+    def _entry(self, state: EntryState, start: int, end: int, parent: Entry | None, use: Use) -> Entry:
+        self._last_id += 1
+        return Entry(
+            entry_id=self._last_id,
+            state=state,
+            start=start,
+            end=end,
+            weight_bytes=0,
+            cost=self._cost.cost(start, end),
+            created=use.tick,
+            last_used=use.tick,
+            parent=parent,
+            priority=use.priority,
+            turn=use.turn,
+            kind=use.kind,
+        )
+
+    def _shorten(self, entry: Entry, at: int) -> None:
+        entry.weight_bytes = entry.weight_bytes * (at - entry.start) // (entry.end - entry.start)
+        entry.end = at
+        entry.cost = self._cost.cost(entry.start, at)
+
+    def _set_evictable(self, entry: Entry, evictable: bool) -> None:
+        if evictable != (entry.entry_id in self._evictable):
+            (self._evictable.add if evictable else self._evictable.discard)(entry.entry_id)
+            self._policy.evictable_changed(entry, evictable)
+
+
+def _parent_entry(node: StateNode) -> Entry | None:
+    return None if node.parent is None or node.parent.payload is None else node.parent.payload.entry
+
+
+#: Returns the digests of the prefixes that end at these offsets, ascending.
+Digests = Callable[[Sequence[int]], list[bytes]]
+
+
+def digests_on(node: StateNode) -> Digests:
+    """Digest prefixes that end on a node's edge, by its path as it is now."""
+    *above, edge = (each.edge for each in node.path())
+    name, start = node.namespace.encode(), node.start
+    beginning: hashlib.blake2b | None = None
+
+    def digests(offsets: Sequence[int]) -> list[bytes]:
+        nonlocal beginning
+        if beginning is None:
+            beginning = hashlib.blake2b(len(name).to_bytes(4, "little") + name, digest_size=16)
+            for each in above:
+                beginning.update(each.data)
+        blake, found, done = beginning.copy(), [], 0
+        for offset in offsets:
+            blake.update(edge[done : offset - start].data)
+            found.append(blake.digest())
+            done = offset - start
+        return found
+
+    return digests
 
 
 def is_dear(span_bytes: int, checkpoint_bytes: int) -> bool:
     """Whether a checkpoint takes more than it is worth, with so many bytes of spans between its neighbours."""
     return span_bytes < WORTH * checkpoint_bytes
+
+
+#: Order of its kind, whether it is worth its bytes, when it was last used, its offset, its entry.
+Key = tuple[int, bool, int, int, int]
 
 
 class Thinning:
@@ -80,29 +289,24 @@ class Thinning:
         self._filed: dict[int, tuple[Key, StateNode]] = {}
 
     def file(self, entry: Entry, node: StateNode, kind: str) -> None:
-        """A node's checkpoint has changed, or been used; "" for its kind: it may not go now."""
+        """File a node's checkpoint after a change or a use; with a kind that is not thinned, take it out."""
         self.remove(entry)
         if kind in THINNED_FIRST:
             self._add((THINNED_FIRST[kind], False, entry.last_used, entry.end, entry.entry_id), node)
 
     def remove(self, entry: Entry) -> None:
-        """A checkpoint is gone, or may not go."""
         if entry.entry_id in self._filed:
             self._order.remove(self._filed.pop(entry.entry_id)[0])
 
     def first(self) -> StateNode | None:
-        """Whose checkpoint goes first; None when only branch points, marks and leaves are left."""
+        """The node whose checkpoint goes first; None when only branch points, marks and leaves are left."""
         if not self._order:
             return None
         kind, *_, entry_id = self._order[0]
         return self._filed[entry_id][1] if kind else self._closest()[1]
 
     def dear(self, token_bytes: int) -> StateNode | None:
-        """Whose checkpoint for the distance alone takes more than it is worth; None: nobody's.
-
-        Args:
-            token_bytes: what a token of spans takes.
-        """
+        """A node with a dear interval checkpoint, or None; a token of spans takes `token_bytes`."""
         while self._order and self._order[0][:2] == (0, False):
             gap, node = self._closest()
             entry = node.payload.checkpoint_entry
@@ -129,12 +333,12 @@ class Thinning:
         self._order.add(key)
 
     def _oldest(self) -> list[Key]:
-        """Those of the first one's kind and worth that were used last when it was."""
+        """The checkpoints that have the first one's kind, worth and last use."""
         kind, is_worth, last_used, *_ = self._order[0]
         return list(self._order.irange((kind, is_worth, last_used), (kind, is_worth, last_used + 1)))
 
     def _closest(self) -> tuple[int, StateNode]:
-        """Of these the one with the fewest tokens between its neighbours, and how many."""
+        """Of these, the node with the fewest tokens between its neighbours, and their number."""
         nodes = [self._filed[key[-1]][1] for key in self._oldest()]
         return min(((_gap(node), node) for node in nodes), key=lambda found: found[0])
 

@@ -1,13 +1,15 @@
-"""Windows: what the nodes of a tree have of layers with sliding windows: keys and values of some of their tokens.
+"""Windows: the keys and values of layers with sliding windows that the nodes of a tree hold, for some of their tokens.
 
     root ──[0, 900)── a ──[900, 1400)── b        checkpoints at 900 and 1,400, a window of 512
-           ....######         ##########         #: kept, [388, 900) and [900, 1400): each token once
+           ....######         ##########         #: stored, [388, 900) and [900, 1400): each token once
 
-A checkpoint needs the last tokens in front of it. Within a node that is its end, from where the nearest checkpoint at
-its end or below it needs it (`nearest`): so it is known for each node by itself, however many share it. What lies
-before that nobody needs; it lets requests resume there all the same, and goes first when room is short.
+A resume point needs the last tokens before it. It cannot be used where `lacking` finds a gap in them.
 
-Each operation is O(pieces of state in the nodes concerned); keeping `nearest` right is O(children) of a node without a
+A checkpoint needs its window's tokens. On a node that is the end of the edge, from where the `nearest` checkpoint (the
+first at its end or below) needs it: so each node by itself knows what is needed, however many checkpoints share it.
+Earlier tokens are needed by no checkpoint. Requests may resume on them, and they go first when room is short.
+
+Each operation is O(pieces of state in the nodes concerned). Keeping `nearest` right is O(children) of a node without a
 checkpoint, for as many nodes up as it changes.
 """
 
@@ -20,31 +22,35 @@ from radixcache.adapters.contract import NEVER, Range, Spans, Window, common, mi
 from radixcache.layers.layout import Layout
 from radixcache.tree.entries import StateNode
 
-#: Runs a copy that says how many bytes it copied, again where it fails; with True it may fail for good: None.
-Copied = Callable[[Callable[[], tuple[Any, int]], bool], tuple[Any, ...] | None]
-
 
 class Windows:
     """State of windows on the nodes of one tree.
 
     Args:
-        copied: runs what copies.
-        changed: is told of a node how many bytes more it has.
+        copied: `StateTree._copied`.
+        changed: called with a node and by how many bytes its state grew.
+
+    Attributes:
+        nbytes: bytes on all nodes.
     """
 
-    def __init__(self, layout: Layout, copied: Copied, changed: Callable[[StateNode, int], None]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        copied: Callable[..., tuple[Any, ...] | None],
+        changed: Callable[[StateNode, int], None],
+    ) -> None:
         self._layout = layout
         self._copied = copied
         self._changed = changed
-        #: Bytes of all of it.
         self.nbytes = 0
-        #: Nodes that have more than checkpoints need, by id().
+        # Nodes that have more than checkpoints need, by id().
         self._unneeded: dict[int, StateNode] = {}
 
     # State of a node
 
     def set(self, node: StateNode, spans: Spans | None) -> None:
-        """Give a node state for some of its tokens, in place of what it has, or take it away."""
+        """Give a node state for some of its tokens, in place of its present state, or take it away."""
         state = node.payload
         before = 0 if state.windows is None else state.windows.nbytes
         after = 0 if spans is None else spans.nbytes
@@ -55,16 +61,16 @@ class Windows:
             self._file(node)
 
     def joined(self, node: StateNode, child: StateNode) -> Spans | None:
-        """What a node and its child have, as that of one node."""
+        """The state of a node and its child, as that of one node."""
         upper, lower = node.payload.windows, child.payload.windows
         if upper is None or lower is None:
             found = upper or lower
             return None if found is None else widened(found, node.start, child.end)
-        merged = self._copied(lambda: self._layout.merge(upper, lower), False)
+        merged = self._copied(self._layout.merge, upper, lower)
         return None if merged is None else merged[0]
 
     def renear(self, node: StateNode) -> None:
-        """A node got a checkpoint, or lost it: work out which one is the nearest, for it and those above."""
+        """A node got or lost a checkpoint: update `nearest` of this node and the nodes above."""
         nearest = self._nearest(node) if self._layout.windows else node.payload.nearest
         above: StateNode | None = node
         while above is not None and above.payload is not None and nearest != above.payload.nearest:
@@ -73,41 +79,41 @@ class Windows:
             above = above.parent
             if above is None or above.payload is None or above.payload.checkpoint is not None:
                 return
-            # Only where the nearest one went all children are asked.
+            # All children are asked only where the nearest checkpoint went.
             is_gone = before == above.payload.nearest < nearest
             nearest = self._nearest(above) if is_gone else min(nearest, above.payload.nearest)
 
     # A path
 
     def store(self, tip: StateNode, spans: Spans) -> None:
-        """Give the path to `tip` what of this it does not have yet."""
+        """Give the path to `tip` the tokens of these that it does not have yet."""
         for node in tip.path():
             if node.start < spans.end and node.end > spans.start:
-                own = node.payload.windows
-                wanted = {window: self._new(node, spans, window) for window in self._layout.windows}
+                own, bounds = node.payload.windows, [(node.start, node.end)]
+                inside = {each: common(self._layout.stored(spans, each), bounds) for each in self._layout.windows}
+                wanted = self.new(inside, [] if own is None else [own])
                 if any(wanted.values()):
-                    found = self._copied(lambda its=wanted: self._layout.within(spans, its), False)  # type: ignore[misc]
+                    found = self._copied(self._layout.within, spans, wanted)
                     assert found is not None, node
                     more = widened(found[0], node.start, node.end)
                     self.set(node, more if own is None else self._layout.with_more(own, more))
 
     def stored(self, path: Sequence[StateNode]) -> list[Spans]:
-        """What the nodes of a path have, in order."""
+        """The state on the nodes of a path, in order."""
         return [node.payload.windows for node in path if node.payload.windows is not None]
 
     def lacking(self, path: Sequence[StateNode], offset: int, more: Sequence[Spans] = ()) -> dict[Window, list[Range]]:
-        """What a checkpoint at `offset` needs, and is neither on the path nor among more; empty: nothing."""
+        """The tokens that a resume point at `offset` needs, and that are neither on the path nor in `more`."""
         found = {}
         for window in self._layout.windows if offset else ():
             needs = window.needs(offset)
             near = [each for each in (*self.stored(path), *more) if each.end > needs[-1][0] or each.start < window.keep]
-            lacking = missing(needs, sorted(its for spans in near for its in self._layout.stored(spans, window)))
-            if lacking:
+            if lacking := self.new({window: needs}, near)[window]:
                 found[window] = lacking
         return found
 
     def new(self, wanted: Mapping[Window, Sequence[Range]], held: Sequence[Spans]) -> dict[Window, list[Range]]:
-        """What of these tokens is not among what is held."""
+        """The wanted tokens that are not held."""
         return {
             window: missing(its, sorted(each for spans in held for each in self._layout.stored(spans, window)))
             for window, its in wanted.items()
@@ -116,7 +122,7 @@ class Windows:
     # Bytes
 
     def needed_bytes(self, node: StateNode) -> int:
-        """Bytes of what a node has that checkpoints need."""
+        """Bytes of a node's state that checkpoints need."""
         return self._bytes(node, node.payload.nearest)
 
     def bytes_only_for(self, node: StateNode) -> int:
@@ -137,32 +143,31 @@ class Windows:
         return nbytes
 
     def drop_unneeded(self, over: Callable[[], int]) -> bool:
-        """Drop what no checkpoint needs while `over()` says so; whether there was any."""
+        """Drop state that no checkpoint needs while `over()` is not 0, the least recently used first.
+
+        Returns whether anything was dropped.
+        """
         dropped = False
         for node in sorted(self._unneeded.values(), key=lambda each: (each.payload.entry.last_used, -each.end)):
             if not over():
                 break
-            spans, needed = node.payload.windows, self._needed(node)
-            assert spans is not None, node
-            cut = self._copied(lambda its=spans, only=needed: self._layout.within(its, only), True)  # type: ignore[misc]
+            cut = self._copied(self._layout.within, node.payload.windows, self._needed(node), is_spare=True)
             if cut is not None:
                 self.set(node, cut[0])
                 dropped = True
         return dropped
 
     def check(self, node: StateNode) -> None:
-        """Assert that a node's state is inside it, and all there that its checkpoint needs."""
+        """Assert S7 of StateTree."""
         state = node.payload
         if not self._layout.windows:
             assert state.windows is None, node
             return
         assert state.nearest == self._nearest(node), (node, state.nearest)
-        is_unneeded = False
-        for window, needed in self._needed(node).items():
+        for window in self._layout.windows:
             held = [] if state.windows is None else self._layout.stored(state.windows, window)
             assert held == common(held, [(node.start, node.end)]), (node, held)
-            is_unneeded |= bool(missing(held, needed))
-        assert is_unneeded == (id(node) in self._unneeded), node
+        assert self._has_unneeded(node) == (id(node) in self._unneeded), node
         assert state.checkpoint is None or not self.lacking(node.path(), node.end), node
 
     # Private
@@ -179,14 +184,8 @@ class Windows:
             window: [] if nearest == NEVER else common(window.needs(nearest), bounds) for window in self._layout.windows
         }
 
-    def _new(self, node: StateNode, spans: Spans, window: Window) -> list[Range]:
-        """The tokens of a node that these have and it has not."""
-        own = node.payload.windows
-        held = [] if own is None else self._layout.stored(own, window)
-        return missing(common(self._layout.stored(spans, window), [(node.start, node.end)]), held)
-
     def _bytes(self, node: StateNode, nearest: int) -> int:
-        """Bytes of what a node has that is needed where this is the nearest checkpoint."""
+        """Bytes of a node's state that are needed where this is the nearest checkpoint."""
         spans, nbytes = node.payload.windows, 0
         for window in () if spans is None or nearest == NEVER else self._layout.windows:
             held = [] if spans is None else self._layout.stored(spans, window)
@@ -194,9 +193,12 @@ class Windows:
         return nbytes
 
     def _file(self, node: StateNode) -> None:
-        spans = node.payload.windows
-        needed = {} if spans is None else self._needed(node)
-        if any(missing(self._layout.stored(spans, window), its) for window, its in needed.items() if spans):
+        if self._has_unneeded(node):
             self._unneeded[id(node)] = node
         else:
             self._unneeded.pop(id(node), None)
+
+    def _has_unneeded(self, node: StateNode) -> bool:
+        spans = node.payload.windows
+        needed = {} if spans is None else self._needed(node)
+        return any(missing(self._layout.stored(spans, window), its) for window, its in needed.items() if spans)

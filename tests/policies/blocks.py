@@ -18,8 +18,8 @@ import numpy as np
 from policies import CostModel, Entry, EvictionPolicy
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Ledger
-from radixcache.tree.entries import StateNode
-from radixcache.tree.state_tree import StateTree, Use
+from radixcache.tree.entries import StateNode, Use
+from radixcache.tree.state_tree import StateTree
 
 Block = tuple[int, ...]
 

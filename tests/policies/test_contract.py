@@ -25,8 +25,8 @@ from policies import (
 from policies.runs import RunPolicy
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Ledger
-from radixcache.tree.entries import StateNode
-from radixcache.tree.state_tree import StateTree, Use
+from radixcache.tree.entries import StateNode, Use
+from radixcache.tree.state_tree import StateTree
 from tests.policies.blocks import BlockCache, Future, conversations, replay
 from tests.policies.traffic import ORDER, Traffic, Witness
 

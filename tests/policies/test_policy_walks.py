@@ -29,8 +29,8 @@ from policies.turn import MAX_KINDS, PRIOR
 from radixcache.adapters.contract import Checkpoint
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Ledger
-from radixcache.tree.entries import StateNode
-from radixcache.tree.state_tree import StateTree, Use
+from radixcache.tree.entries import StateNode, Use
+from radixcache.tree.state_tree import StateTree
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_NODES = 12

@@ -18,7 +18,8 @@ from policies.reuse import BIN_COUNT, WARM_UP_INTERVALS, ReuseModel
 from policies.turn import MAX_BRANCHING, MAX_KINDS, OTHER_KINDS, PRIOR, REBUILD_USES, Turn
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Ledger
-from radixcache.tree.state_tree import StateTree, Use
+from radixcache.tree.entries import Use
+from radixcache.tree.state_tree import StateTree
 
 
 class Server:

@@ -15,8 +15,8 @@ from policies import CostModel, Entry, EvictionPolicy
 from radixcache.adapters.contract import Checkpoint
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Ledger
-from radixcache.tree.entries import StateNode
-from radixcache.tree.state_tree import StateTree, Use
+from radixcache.tree.entries import StateNode, Use
+from radixcache.tree.state_tree import StateTree
 
 #: What a policy's order is by its own words, for those whose key is a function of the entry alone.
 ORDER: dict[str, Callable[[Entry], tuple[float, ...]]] = {
