@@ -41,7 +41,15 @@ from ray.exceptions import ActorDiedError
 from runner.serve.replicas.fleet import RoutedPrompts, replica_options
 from runner.serve.replicas.pages import Scrape, replica_routes
 from runner.serve.replicas.ray_border import RETRIES, Relay
-from runner.serve.replicas.switchboard import AdminReply, AdminRequest, Routed, Switchboard, Telling, Told, called
+from runner.serve.replicas.switchboard import (
+    AdminReply,
+    AdminRequest,
+    DigestChanges,
+    ReplicaNews,
+    RoutedRequest,
+    Switchboard,
+    call_app,
+)
 
 SECRET = b"a secret"
 
@@ -60,7 +68,7 @@ def digests(tokens: Any, namespace: str = "") -> list[int]:
 def test_what_is_told_is_what_prompts_are_looked_up_by_wherever_edges_part() -> None:
     shared, one, other = range(300), range(1000, 1700), range(5000, 5400)
     edges = [Edge("", -1, keys(shared)), Edge("", 0, keys(one)), Edge("", 0, keys(other))]
-    added, removed = Telling("tiny", SECRET).changes(edges)
+    added, removed = DigestChanges("tiny", SECRET).update(edges)
     wanted = [*digests(keys(shared, one)), *digests(keys(shared, other))]
     assert len(wanted) == 1000 // BLOCK_TOKENS + 700 // BLOCK_TOKENS
     assert set(added) == set(wanted)
@@ -69,24 +77,24 @@ def test_what_is_told_is_what_prompts_are_looked_up_by_wherever_edges_part() -> 
 
 
 def test_changes_alone_are_told() -> None:
-    telling = Telling("tiny", SECRET)
+    telling = DigestChanges("tiny", SECRET)
     first, second = Edge("", -1, keys(range(600))), Edge("", -1, keys(range(700, 1300)))
-    telling.changes([first])
-    assert telling.changes([first]) == ([], [])
-    assert telling.changes([first, second]) == (digests(second.keys), [])
-    assert telling.changes([second]) == ([], digests(first.keys))
+    telling.update([first])
+    assert telling.update([first]) == ([], [])
+    assert telling.update([first, second]) == (digests(second.keys), [])
+    assert telling.update([second]) == ([], digests(first.keys))
 
 
 def test_no_more_digests_are_told_than_may_be_and_shorter_prefixes_before_longer_ones() -> None:
     edge = Edge("", -1, keys(range(5000)))
-    added, _ = Telling("tiny", SECRET, max_digests=7).changes([edge])
+    added, _ = DigestChanges("tiny", SECRET, max_digests=7).update([edge])
     assert added == digests(edge.keys)[:7]
 
 
 def test_equal_prompts_of_two_namespaces_models_or_servers_have_no_digest_in_common() -> None:
     tokens = keys(range(1000))
     told = [
-        Telling(model, secret).changes([Edge(namespace, -1, tokens)])[0]
+        DigestChanges(model, secret).update([Edge(namespace, -1, tokens)])[0]
         for model, secret, namespace in [("a", b"s", ""), ("a", b"s", "ann"), ("a", b"t", ""), ("b", b"s", "")]
     ]
     assert len({digest for each in told for digest in each}) == sum(map(len, told)) == 12
@@ -106,20 +114,20 @@ class Clock:
 def board() -> Switchboard:
     """Two replicas, `a` and `b`, behind the prefix router."""
     board = Switchboard("prefix", lambda names: None, Clock())
-    board.present({"a", "b"})
+    board.set_names({"a", "b"})
     return board
 
 
-def routed(number: int, tokens: Any) -> Routed:
-    return Routed(f"request {number}", Ask(digests(tokens), len(tokens)))
+def routed(number: int, tokens: Any) -> RoutedRequest:
+    return RoutedRequest(f"request {number}", Ask(digests(tokens), len(tokens)))
 
 
 def test_a_request_goes_where_its_prefix_was_told_to_be_and_follows_the_one_before() -> None:
     for name in ("a", "b"):
         board = Switchboard("prefix", lambda names: None, Clock())
-        board.present({"a", "b"})
+        board.set_names({"a", "b"})
         told, new = keys(range(2000)), keys(range(9000, 9600))
-        board.learn(name, Told(digests(told)))
+        board.learn(name, ReplicaNews(digests(told)))
         assert board.place(routed(1, told), {"a", "b"}) == name
         board.end("request 1")
         first = board.place(routed(2, new), {"a", "b"})
@@ -129,27 +137,27 @@ def test_a_request_goes_where_its_prefix_was_told_to_be_and_follows_the_one_befo
 
 def test_what_was_told_to_be_gone_draws_no_request(board: Switchboard) -> None:
     tokens = keys(range(2000))
-    board.learn("a", Told(digests(tokens)))
-    board.learn("a", Told((), digests(tokens)))
-    assert board.lines()["a"].known_digests == 0
+    board.learn("a", ReplicaNews(digests(tokens)))
+    board.learn("a", ReplicaNews((), digests(tokens)))
+    assert board.counts()["a"].known_digests == 0
 
 
 def test_a_busy_replica_is_left_for_one_that_is_free(board: Switchboard) -> None:
     tokens = keys(range(300))
     places = [board.place(routed(number, tokens), {"a", "b"}) for number in range(8)]
     assert set(places) == {"a", "b"}
-    assert sum(line.open_requests for line in board.lines().values()) == 8
+    assert sum(line.open_requests for line in board.counts().values()) == 8
 
 
 def test_a_replica_that_is_gone_is_forgotten_and_its_requests_go_elsewhere(board: Switchboard) -> None:
     tokens = keys(range(2000))
-    board.learn("a", Told(digests(tokens)))
+    board.learn("a", ReplicaNews(digests(tokens)))
     assert board.place(routed(1, tokens), {"a", "b"}) == "a"
-    board.present({"b"})
-    board.learn("a", Told(digests(tokens)))  # told before it died
+    board.set_names({"b"})
+    board.learn("a", ReplicaNews(digests(tokens)))  # told before it died
     assert board.place(routed(1, tokens), {"a", "b"}) == "b"
-    board.present({"a", "b"})
-    lines = board.lines()
+    board.set_names({"a", "b"})
+    lines = board.counts()
     assert (lines["a"].known_digests, lines["a"].open_requests, lines["b"].open_requests) == (0, 0, 1)
 
 
@@ -163,7 +171,7 @@ def test_who_listens_is_told_of_replicas_once_when_they_come_or_go() -> None:
     heard: list[set[str]] = []
     board = Switchboard("prefix", heard.append)
     for names in ({"a"}, {"a"}, {"a", "b"}, {"b"}):
-        board.present(names)
+        board.set_names(names)
     assert heard == [{"a"}, {"a", "b"}, {"b"}]
 
 
@@ -171,10 +179,10 @@ def test_a_slow_model_measured_makes_a_free_replica_worth_less_than_a_stored_pre
     tokens, places = keys(range(4000)), []
     for prefill_ms in (4.0, 4e6):
         board = Switchboard("prefix", lambda names: None, Clock())
-        board.present({"a", "b"})
-        board.learn("a", Told(digests(tokens)))
+        board.set_names({"a", "b"})
+        board.learn("a", ReplicaNews(digests(tokens)))
         about = {"prompt_tokens": 4000, "cached_tokens": 0, "queue_ms": 0.0, "ttft_ms": prefill_ms, "gaps_ms": (1e3,)}
-        board.learn("a", Told(records=[record(**about, completion_tokens=2)] * 100))
+        board.learn("a", ReplicaNews(records=[record(**about, completion_tokens=2)] * 100))
         assert board.place(routed(1, tokens), {"a", "b"}) == "a"
         places.append(board.place(routed(2, tokens), {"a", "b"}))
     assert places == ["b", "a"]
@@ -184,7 +192,7 @@ def test_a_reply_that_was_short_is_not_held_against_the_replica_that_gave_it() -
     places = []
     for completion_tokens in (1, 400):
         board = Switchboard("prefix", lambda names: None, Clock())
-        board.present({"a", "b"})
+        board.set_names({"a", "b"})
         first = board.place(routed(1, keys(range(10))), {"a", "b"})
         board.end("request 1", record(prompt_tokens=10, cached_tokens=10, completion_tokens=completion_tokens))
         other = ({"a", "b"} - {first}).pop()
@@ -222,7 +230,7 @@ def relayed(board: Switchboard, *streams: Stream) -> list[ReplyEvent]:
     answers: list[ReplyEvent] = []
     coming = iter(streams)
 
-    def call(asked: Request, to: Routed) -> Stream:
+    def call(asked: Request, to: RoutedRequest) -> Stream:
         assert board.place(to, {"a", "b"})
         return next(coming)
 
@@ -231,7 +239,7 @@ def relayed(board: Switchboard, *streams: Stream) -> list[ReplyEvent]:
 
     def put(answer: ReplyEvent) -> None:
         if isinstance(answer, Ended | Failed):
-            assert not any(line.open_requests for line in board.lines().values())
+            assert not any(line.open_requests for line in board.counts().values())
         answers.append(answer)
 
     asyncio.run(Relay(call, ask_of, board).answer(OpenRequest(ASKED, put)))
@@ -370,10 +378,10 @@ def test_an_application_is_called_without_a_server() -> None:
     def echo(what: str, body: dict[str, Any], more: int) -> dict[str, Any]:
         return {"what": what, "more": more, **body}
 
-    reply = asyncio.run(called(app, AdminRequest("POST", "/cache/warm", "more=3", b'{"a": 1}')))
+    reply = asyncio.run(call_app(app, AdminRequest("POST", "/cache/warm", "more=3", b'{"a": 1}')))
     assert (reply.status, reply.media_type) == (200, "application/json")
     assert json.loads(reply.body) == {"what": "warm", "more": 3, "a": 1}
-    assert asyncio.run(called(app, AdminRequest("GET", "/nowhere"))).status == 404
+    assert asyncio.run(call_app(app, AdminRequest("GET", "/nowhere"))).status == 404
 
 
 # What is asked for ----------------------------------------------------------------------------------------------------
@@ -403,7 +411,7 @@ def test_replicas_share_the_budget_and_know_no_keys(tmp_path: Any) -> None:
         (["--replicas", "2", "--model", "tiny", "--api-keys", "/nowhere/keys"], "/nowhere/keys cannot be read"),
         (
             ["--replicas", "2", "--model", "tiny", "--ray", "ray://127.0.0.1:1"],
-            "--ray ray://127.0.0.1:1: no cluster answers (through",
+            "--ray ray://127.0.0.1:1: no cluster answers (Ray's client cannot stream",
         ),
         (["--replicas", "2", "--model", "tiny", "--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1: no cluster answers ("),
         (["--replicas", "2", "--model", "tiny", "--ray", "nonsense:x"], "--ray nonsense:x: no cluster answers ("),

@@ -20,7 +20,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview, ServeStatus  # noqa: E402
 
 from runner.serve.replicas import ray_border  # noqa: E402
-from runner.serve.replicas.switchboard import Switchboard, put_up  # noqa: E402
+from runner.serve.replicas.switchboard import SWITCHBOARDS, Switchboard  # noqa: E402
 
 
 def parameters(function: Any) -> set[str]:
@@ -66,9 +66,9 @@ def test_handles_stream_wait_and_cancel_as_they_are_used() -> None:
 
 def test_a_router_that_was_pickled_by_value_asks_the_switchboard_of_this_process() -> None:
     board = Switchboard("prefix", lambda names: None)
-    put_up("an application", board)
+    SWITCHBOARDS["an application"] = board
     about: Any = {
-        "request_router_class": ray_border.Placing,
+        "request_router_class": ray_border.SwitchboardRouter,
         "request_router_kwargs": {"switchboard": "an application"},
     }
     config = RequestRouterConfig(**about)
@@ -81,7 +81,7 @@ def test_a_router_that_was_pickled_by_value_asks_the_switchboard_of_this_process
             self.replica_id = ReplicaID(unique_id=name, deployment_id=None)  # type: ignore[arg-type]
 
     here, there = Replica("here"), Replica("there")
-    board.present({"here", "there"})
+    board.set_names({"here", "there"})
 
     async def chosen(to: str) -> tuple[Any, bool]:
         pending = PendingRequest(args=[], kwargs={"to": to}, metadata=None)  # type: ignore[arg-type]

@@ -1,16 +1,13 @@
-"""Fleet: the replicas as the application sees them: what Scheduler is in one process. Never loads a model.
+"""Fleet: the replicas as the application sees them, as it sees the Scheduler in one process. Never loads a model.
 
     Service.ask(opened) ── Fleet.ask ── Relay ──▶ Replica.answer, where the switchboard says
-    one thread each  ◀── Replica.tell, of which the switchboard learns
+    one thread each  ◀── Replica.news, which the switchboard learns
 
-`ask` runs on the event loop, the rest in any thread.
+RoutedPrompts makes the digests of a prompt before it is known which replica answers, with a tokenizer and no weights.
+The replica makes the prompt again, by the same code, and says itself what is wrong with it. So nothing here refuses a
+request: without digests it goes to the replica with the least work.
 
-The application where there are replicas: the same routes, and another backend behind them.
-
-RoutedPrompts: prompts in digests, before it is known who will answer them. A tokenizer and no weights.
-
-What a replica makes of the same request, it makes by the same code; it makes it anew, and says itself what is wrong
-with it. So nothing here refuses a request: what has no digests goes where there is least to do.
+`Fleet.ask` runs on the event loop, the rest in any thread.
 """
 
 from __future__ import annotations
@@ -42,91 +39,31 @@ from runner.serve.replicas import ray_border
 from runner.serve.replicas.pages import Scrape, replica_routes
 from runner.serve.replicas.ray_border import Relay
 from runner.serve.replicas.replica import Replica
-from runner.serve.replicas.switchboard import AdminReply, AdminRequest, Switchboard, Told, put_up
+from runner.serve.replicas.switchboard import SWITCHBOARDS, AdminReply, AdminRequest, Switchboard
 from runner.serve.request import ApiError, ModelNames, OpenRequest, Request
 
 T = TypeVar("T")
 
 NOTHING = Ask((), 0)
-
-
-class RoutedPrompts:
-    """Works on a thread of its own, one prompt after the other.
-
-    Args:
-        secret: what digests are made with.
-
-    Raises:
-        ModelError: there is no such model.
-        WarmFileError: what is to be warm cannot be.
-    """
-
-    def __init__(self, options: ServeOptions, secret: bytes) -> None:
-        assert options.model is not None
-        self._options, self._secret, self._model = options, secret, options.model
-        # Of it only what needs no weights is used, and its files are the replicas'.
-        self._models = Models(replace(options, disk=None, redis=None, trace=None, warm=None))
-        self._tokenizer = self._models.outlined(options.model)
-        for entry in read_warm_file(options.warm) if options.warm else ():
-            entry.tokens(self._tokenizer, options)  # before several processes find out that it cannot be warmed
-        self._thread = ThreadPoolExecutor(1, "tokens")
-
-    async def ask_of(self, asked: Request) -> Ask:
-        """What the decision goes by."""
-        return await self._on_thread(self._ask_of, asked)
-
-    async def count_tokens(self, asked: Request) -> int:
-        """How many tokens a prompt has. ApiError: it cannot be made, or there is no such model."""
-        return await self._on_thread(self._count, asked)
-
-    def close(self) -> None:
-        """Take nothing in any more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    async def _on_thread(self, function: Callable[[Request], T], asked: Request) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, asked)
-
-    def _ask_of(self, asked: Request) -> Ask:
-        if not self._is_default(asked):
-            return NOTHING
-        try:
-            tokens = prompt_of(asked, self._tokenizer, self._options.chat_template_args).tokens
-        except ApiError:
-            return NOTHING
-        root = root_digest(self._model, asked.namespace, self._secret)
-        return Ask(chain_digests(np.asarray(tokens), root), len(tokens))
-
-    def _count(self, asked: Request) -> int:
-        try:
-            if not self._is_default(asked):
-                return self._models.count_tokens(asked)
-        except ModelError as error:
-            raise ApiError(404, str(error), param="model") from error
-        return len(prompt_of(asked, self._tokenizer, self._options.chat_template_args).tokens)
-
-    def _is_default(self, asked: Request) -> bool:
-        return self._models.key_of(asked.names) == self._models.key_of(ModelNames())
-
+#: Seconds that a replica may take to answer an admin, and to end when its replies have ended.
+ADMIN_S, END_S = 60, 30
+#: Seconds before a replica that sends no more news is asked again, if it is still there.
+PAUSE_S = 1
+#: Calls of one replica besides requests: news, admins, its end.
+OTHER_CALLS = 32
 
 logger = logging.getLogger(__name__)
 
-#: How long a replica may take to answer an admin, and to end beyond the time that its replies have, in seconds.
-ADMIN_S, END_S = 60, 30
-#: Before a replica that tells no more is asked again, if it is still there, in seconds.
-PAUSE_S = 1
-#: Calls of one replica beside requests: what it tells, admins, its end.
-OTHER_CALLS = 32
-
 
 class Fleet:
-    """Answers jobs by replicas.
+    """Answers requests by replicas.
 
     Args:
         options: with `replicas`.
 
     Raises:
         ModelError: there is no such model.
-        ValueError: there is no such router, or what is to be warm cannot be.
+        ValueError: there is no such router, or an entry of the warm file is wrong.
     """
 
     def __init__(self, options: ServeOptions) -> None:
@@ -136,19 +73,18 @@ class Fleet:
         self._secret = secrets.token_bytes(16)
         self._prompts = RoutedPrompts(options, self._secret)
         self.switchboard = Switchboard(options.router or "prefix", self._listen)
-        put_up(self._name, self.switchboard)
+        SWITCHBOARDS[self._name] = self.switchboard
         self._handle: Any = None
         self._open: set[asyncio.Task[None]] = set()
-        self._heard: set[str] = set()
-        self._hearing: list[threading.Thread] = []
+        self._listeners: dict[str, threading.Thread] = {}
         self._is_started = threading.Event()
         self._is_open = self._is_stopped = False
 
     def start(self, cpus: int) -> None:
-        """Start the replicas, or have a cluster start them, and wait until all of them have loaded the model.
+        """Start the replicas, here or on a cluster, and wait until all of them have loaded the model.
 
         Args:
-            cpus: of this machine, where Ray is started on it.
+            cpus: of this machine, if Ray is started on it.
 
         Raises:
             ConnectionError: the cluster does not answer.
@@ -169,9 +105,7 @@ class Fleet:
         self._relay = Relay(self._streams.answer.remote, self._prompts.ask_of, self.switchboard)
         self._is_open = True
         self._is_started.set()
-        deadline_s = time.monotonic() + END_S
-        while len(self.names) < count and time.monotonic() < deadline_s:  # Serve says a little later where they are
-            time.sleep(0.01)
+        _wait(lambda: len(self.names) >= count)  # Ray Serve says a little later where the replicas are
 
     @property
     def names(self) -> list[str]:
@@ -180,7 +114,7 @@ class Fleet:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether some replica answers requests."""
+        """Whether a replica answers requests."""
         return self._is_open and bool(self.names)
 
     def ask(self, opened: OpenRequest) -> None:
@@ -193,12 +127,12 @@ class Fleet:
         task.add_done_callback(self._open.discard)
         opened.on_cancel = partial(loop.call_soon_threadsafe, task.cancel)
 
-    async def count_tokens(self, asked: Request) -> int:
+    async def count_tokens(self, request: Request) -> int:
         """How many tokens a prompt has. ApiError: it cannot be made, or there is no such model."""
-        return await self._prompts.count_tokens(asked)
+        return await self._prompts.count_tokens(request)
 
     def admin(self, name: str, request: AdminRequest) -> AdminReply:
-        """What one replica answers an admin. ApiError: it does not (503)."""
+        """The reply of one replica to an admin. ApiError: it gives none (503)."""
         try:
             reply: AdminReply = self._handle.admin.remote(request, to=name).result(timeout_s=ADMIN_S)
             return reply
@@ -206,7 +140,7 @@ class Fleet:
             raise ApiError(503, f"replica {name} does not answer: {type(error).__name__}.") from error
 
     def stop(self, drain_s: float) -> None:
-        """Take nothing in any more, give replies so many seconds, then end them, and the replicas."""
+        """Refuse new requests, give replies so many seconds, then end them and the replicas."""
         self._is_open = False
         if self._is_stopped:
             return
@@ -216,9 +150,7 @@ class Fleet:
         if self._handle is not None and names:
             with ThreadPoolExecutor(len(names)) as together:
                 list(together.map(partial(self._stop, drain_s), names))
-            deadline_s = time.monotonic() + END_S
-            while (self._open or any(map(threading.Thread.is_alive, self._hearing))) and time.monotonic() < deadline_s:
-                time.sleep(0.01)
+            _wait(lambda: not self._open and not any(each.is_alive() for each in [*self._listeners.values()]))
         self._prompts.close()
         ray_border.disconnect(self._name, is_local=self._options.ray is None)
 
@@ -228,37 +160,96 @@ class Fleet:
         except (*ray_border.GONE, TimeoutError) as error:
             logger.warning("replica %s did not end by itself: %s", name, type(error).__name__)
 
-    # What replicas tell
-
     def _listen(self, names: set[str]) -> None:
-        for name in names - self._heard:
-            self._heard.add(name)
-            hearing = threading.Thread(target=self._hear, args=(name,), name=f"hears {name}", daemon=True)
-            self._hearing.append(hearing)
-            hearing.start()
+        for name in names - self._listeners.keys():
+            listener = threading.Thread(target=self._follow, args=(name,), name=f"news of {name}", daemon=True)
+            self._listeners[name] = listener
+            listener.start()
 
-    def _hear(self, name: str) -> None:
-        """Learn what a replica tells, until it is gone."""
+    def _follow(self, name: str) -> None:
+        """Learn the news of a replica until it is gone."""
         self._is_started.wait()
         while self._is_open and name in self.names:
             try:
-                for told in self._streams.tell.remote(to=name):
-                    self._learn(name, told)
+                for news in self._streams.news.remote(to=name):
+                    self.switchboard.learn(name, news)
+                    for record in news.records:
+                        logger.info("%s: %s", name, in_a_line(record))
             except ray_border.GONE as error:
-                logger.warning("replica %s tells no more: %s", name, type(error).__name__)
+                logger.warning("replica %s sends no more news: %s", name, type(error).__name__)
                 time.sleep(PAUSE_S)
 
-    def _learn(self, name: str, told: Told) -> None:
-        self.switchboard.learn(name, told)
-        for record in told.records:
-            logger.info("%s: %s", name, in_a_line(record))
+
+def _wait(holds: Callable[[], bool]) -> None:
+    """Wait until it holds, END_S at most."""
+    deadline_s = time.monotonic() + END_S
+    while not holds() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+
+
+class RoutedPrompts:
+    """Prompts in digests, one after the other on a thread of its own.
+
+    Args:
+        secret: that digests are made with.
+
+    Raises:
+        ModelError: there is no such model.
+        WarmFileError: an entry of the warm file is wrong.
+    """
+
+    def __init__(self, options: ServeOptions, secret: bytes) -> None:
+        assert options.model is not None
+        self._options, self._secret, self._model = options, secret, options.model
+        # Only for what needs no weights; the files belong to the replicas.
+        self._models = Models(replace(options, disk=None, redis=None, trace=None, warm=None))
+        self._tokenizer = self._models.outlined(options.model)
+        for entry in read_warm_file(options.warm) if options.warm else ():
+            entry.tokens(self._tokenizer, options)  # an error is better raised here than in several processes
+        self._thread = ThreadPoolExecutor(1, "tokens")
+
+    async def ask_of(self, request: Request) -> Ask:
+        """What the switchboard decides by."""
+        return await self._on_thread(self._ask_of, request)
+
+    async def count_tokens(self, request: Request) -> int:
+        """How many tokens a prompt has. ApiError: it cannot be made, or there is no such model."""
+        return await self._on_thread(self._count, request)
+
+    def close(self) -> None:
+        """Take no more prompts."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _on_thread(self, function: Callable[[Request], T], request: Request) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, request)
+
+    def _ask_of(self, request: Request) -> Ask:
+        if not self._is_default(request):
+            return NOTHING
+        try:
+            tokens = prompt_of(request, self._tokenizer, self._options.chat_template_args).tokens
+        except ApiError:
+            return NOTHING
+        root = root_digest(self._model, request.namespace, self._secret)
+        return Ask(chain_digests(np.asarray(tokens), root), len(tokens))
+
+    def _count(self, request: Request) -> int:
+        try:
+            if not self._is_default(request):
+                return self._models.count_tokens(request)
+        except ModelError as error:
+            raise ApiError(404, str(error), param="model") from error
+        return len(prompt_of(request, self._tokenizer, self._options.chat_template_args).tokens)
+
+    def _is_default(self, request: Request) -> bool:
+        return self._models.key_of(request.names) == self._models.key_of(ModelNames())
 
 
 def replica_options(options: ServeOptions) -> ServeOptions:
-    """What a replica is told: its share of the budget, and nothing of keys, which the application knows."""
+    """The options of a replica: its share of the budget, and no keys, which the application checks."""
     count, budget_bytes = options.replicas or 1, options.budget_bytes
     if budget_bytes is None and options.ray is None:
-        budget_bytes, _ = default_budget_bytes(None)  # on one machine what one cache would take is for all of them
+        budget_bytes, _ = default_budget_bytes(None)  # on one machine all of them share what one cache would take
     if budget_bytes is not None:
         budget_bytes = max(1, budget_bytes // count)
     mine: dict[str, Any] = {"api_keys": None, "admin_key_file": None, "namespace_by": "none"}
@@ -266,12 +257,8 @@ def replica_options(options: ServeOptions) -> ServeOptions:
 
 
 def make_replicas_app(options: ServeOptions, fleet: Fleet) -> FastAPI:
-    """Return the application. `fleet` need not have started.
-
-    Raises:
-        KeyFileError: a file of keys cannot be used.
-    """
-    scrape = Scrape(fleet.switchboard.lines)
-    # Replicas end replies in time; this ends those of a replica that does not.
+    """Return the application; `fleet` need not have started. KeyFileError: a file of keys cannot be used."""
+    scrape = Scrape(fleet.switchboard.counts)
+    # Replicas end replies in time; this ends the replies of a replica that fails to.
     patient = replace(options, request_timeout_s=options.request_timeout_s + END_S)
     return assemble_app(patient, fleet, fleet.count_tokens, replica_routes(fleet, scrape), scrape.on_http)

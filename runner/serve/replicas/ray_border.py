@@ -1,21 +1,19 @@
-"""What the server uses of Ray; `tests/serve/test_replicas_border.py` pins each name. Never imports MLX.
+"""What the server uses of Ray, and a request's way through it. Never imports MLX.
 
-Ray Serve's request router is alpha: what it calls of `Placing`, and what that asks of it, is all here.
+Ray Serve's request router is alpha: all that it calls in `SwitchboardRouter`, and that this asks of it, is in this
+file; `tests/serve/test_replicas_border.py` pins each name. Source: ray 2.60.0.
 
     choose_replicas(candidates, pending)     asks the switchboard, which was made in this process, for one of them
-    update_replicas, on_replica_actor_died   tell it which there are
+    update_replicas, on_replica_actor_died   say which replicas there are
 
-Ray pickles this file's `Placing` by value, also for use in this process: what it knows it gets by calls of functions.
+Ray pickles the class by value, also for use in this process: it gets what it knows by calls of functions. A call is
+addressed by its argument `to`: the name of a replica, or a RoutedRequest, for which the switchboard decides.
 
-A call is addressed by its argument `to`: the name of a replica, or a Routed, for which the switchboard decides.
+Invariants of a Relay, which works on the event loop:
 
-Source: ray 2.60.0.
-
-Relay: one request's way to a replica and its answers' way back. On the event loop; never imports MLX.
-
-RE1  Every opened gets exactly one Ended or Failed, also where its replica dies.
-RE2  A request of whose reply no token was handed on is asked of another replica when its own dies, RETRIES times.
-RE3  By its last answer it is no longer booked as work of a replica: who asks next finds nothing of it that waits.
+  RE1  Every request gets exactly one Ended or Failed, also if its replica dies.
+  RE2  A request without a token so far is sent to another replica if its own dies, RETRIES times.
+  RE3  The request is no longer booked as work of a replica when its last event is put.
 """
 
 from __future__ import annotations
@@ -36,26 +34,29 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from runner.routing.routers import Ask
-from runner.serve.replicas.switchboard import Routed, Switchboard, switchboard_of
+from runner.serve.replicas.switchboard import RoutedRequest, Switchboard, switchboard_of
 from runner.serve.request import Ended, Failed, OpenRequest, Request, Token
 
-# Before Ray is imported: nothing is reported to anybody, and its notes go to its own files.
+# Ray reports nothing to anybody, and logs to its own files.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
-#: What a call raises whose replica is gone, or cannot be reached.
+#: What a call raises if its replica is gone, or cannot be reached.
 GONE = (RayError, RayServeException)
-#: Of a local Ray: replies are small, and go from hand to hand.
+#: Of a local Ray: replies are small.
 OBJECT_STORE_BYTES = 80 << 20
-#: What Ray Serve calls all replicas.
+#: Name of all replicas in Ray Serve.
 DEPLOYMENT = "replica"
-#: How long whoever listens at a cluster's address may take to say so, in seconds.
+#: Seconds to wait for a connection to a cluster's address.
 CONNECT_S = 10
+RETRIES = 2
+
+logger = logging.getLogger(__name__)
 
 
-class Placing(RequestRouter):
+class SwitchboardRouter(RequestRouter):
     """Sends each call where the switchboard says."""
 
     def initialize_state(self, **kwargs: str) -> None:
@@ -63,11 +64,11 @@ class Placing(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._switchboard.present({replica.replica_id.unique_id for replica in replicas})
+        self._switchboard.set_names({replica.replica_id.unique_id for replica in replicas})
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._switchboard.present({known.unique_id for known in self.curr_replicas})
+        self._switchboard.set_names({known.unique_id for known in self.curr_replicas})
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -77,18 +78,18 @@ class Placing(RequestRouter):
         to = pending_request.kwargs["to"]
         name = self._switchboard.place(to, set(named))
         if name is None and isinstance(to, str):
-            pending_request.future.cancel()  # or it would be tried again for ever
+            pending_request.future.cancel()  # otherwise Ray would retry without end
             return [candidate_replicas]
         return [[named[name]]] if name is not None else []
 
 
 def connect(address: str | None, cpus: int) -> None:
-    """Join the cluster at an address, or start a Ray of this machine's own with so many CPUs to its name.
+    """Join the cluster at an address, or start Ray on this machine with so many CPUs.
 
-    The latter is for this process alone: from whoever reaches its ports it wants a token that nobody else has.
+    A Ray started here is only for this process: its ports want a token that nobody else has.
 
     Raises:
-        ConnectionError: no cluster answers, or it is none.
+        ConnectionError: no cluster answers.
     """
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is not None:
@@ -101,34 +102,32 @@ def connect(address: str | None, cpus: int) -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         ray.init(address="local", num_cpus=cpus, num_gpus=0, **quiet)
-    # What a user has to know the server says itself.
+    # The server says itself what a user has to know.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
 
 
 def _require_listener(address: str) -> None:
-    """Raise OSError or ValueError where nobody listens: Ray itself would try for many minutes."""
+    """Raise OSError or ValueError if nobody listens: Ray itself would try for many minutes."""
     if address.startswith("ray://"):
-        raise ValueError(
-            "through Ray's client nothing streams; serve on a machine of the cluster, and leave ray:// out"
-        )
+        raise ValueError("Ray's client cannot stream; serve on a machine of the cluster, and leave ray:// out")
     host, _, port = address.rpartition(":")
     if host:
         socket.create_connection((host, int(port)), CONNECT_S).close()
 
 
 def deploy(kind: type, arguments: tuple[Any, ...], *, name: str, count: int, cpus: int, max_calls: int) -> Any:
-    """Start replicas of a class, and return the handle that calls them once all of them run.
+    """Start replicas of a class, wait until all run, and return the handle that calls them.
 
     Args:
         name: of the application and of the switchboard.
-        cpus: of each replica, to Ray's scheduler.
-        max_calls: of each replica at a time.
+        cpus: of each replica, for Ray's scheduler.
+        max_calls: at a time, for each replica.
 
     Raises:
         ValueError: they cannot be started.
     """
-    about: dict[str, Any] = {"request_router_class": Placing, "request_router_kwargs": {"switchboard": name}}
+    about: dict[str, Any] = {"request_router_class": SwitchboardRouter, "request_router_kwargs": {"switchboard": name}}
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=count,
@@ -148,24 +147,19 @@ def deploy(kind: type, arguments: tuple[Any, ...], *, name: str, count: int, cpu
 
 
 def disconnect(name: str, *, is_local: bool) -> None:
-    """End the replicas: with the Ray that was started for them, or alone, on a cluster that others use."""
+    """End the replicas, and Ray too if it was started for them."""
     if ray.is_initialized():
         if not is_local:
             serve.delete(name)
         ray.shutdown()
 
 
-logger = logging.getLogger(__name__)
-
-RETRIES = 2
-
-
 class Relay:
-    """Relays jobs.
+    """Sends requests to replicas, and their events back.
 
     Args:
-        call: `call(asked, to=Routed)` has a replica answer: an async iterator of lists of answers, with `cancel()`.
-        ask_of: what the switchboard's decision goes by.
+        call: `call(request, to=RoutedRequest)` returns an async iterator of lists of events, with `cancel()`.
+        ask_of: makes what the switchboard decides by.
     """
 
     def __init__(
@@ -174,33 +168,33 @@ class Relay:
         self._call, self._ask_of, self._switchboard = call, ask_of, switchboard
 
     async def answer(self, opened: OpenRequest) -> None:
-        """Put all answers of a opened. Cancelled, it has the replica stop."""
+        """Put all events of a request. If it is cancelled, the replica stops."""
         try:
-            last = await self._last_answer(opened, Routed(opened.id, await self._ask_of(opened.request)))
+            last = await self._last_event(opened, RoutedRequest(opened.id, await self._ask_of(opened.request)))
         except asyncio.CancelledError:
-            last = Failed(504, "the request was given up: it took too long, or nobody waits for it.")
+            last = Failed(504, "the request was cancelled: it took too long, or nobody waits for it.")
         except Exception:
-            logger.exception("a request could not be handed to a replica")
+            logger.exception("a request could not be sent to a replica")
             last = Failed(500, "the server failed at this request; its log says where.")
         self._switchboard.end(opened.id, last.record)
         opened.put(last)
 
-    async def _last_answer(self, opened: OpenRequest, routed: Routed) -> Ended | Failed:
-        """Put all answers but the last one, which is returned."""
+    async def _last_event(self, opened: OpenRequest, routed: RoutedRequest) -> Ended | Failed:
+        """Put all events but the last one, which is returned."""
         for retries in reversed(range(1 + RETRIES)):
-            stream, has_steps = self._call(opened.request, to=routed), False
+            stream, has_tokens = self._call(opened.request, to=routed), False
             try:
-                async for answers in stream:
-                    for answer in answers:
-                        if isinstance(answer, Ended | Failed):
-                            return answer
-                        has_steps |= isinstance(answer, Token)
-                        opened.put(answer)
+                async for events in stream:
+                    for event in events:
+                        if isinstance(event, Ended | Failed):
+                            return event
+                        has_tokens |= isinstance(event, Token)
+                        opened.put(event)
             except GONE as error:
                 logger.warning("%s: its replica has ended: %s", opened.id[:8], type(error).__name__)
             except asyncio.CancelledError:
                 stream.cancel()
                 raise
-            if has_steps or not retries:
+            if has_tokens or not retries:
                 break
         return Failed(503, "the replica that answered has ended; ask again.")

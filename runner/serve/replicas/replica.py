@@ -1,7 +1,7 @@
-"""Replica: a model, a cache and their generation thread, in a process of Ray Serve's. What Fleet calls, it answers.
+"""Replica: a model, a cache and their generation thread, in a process of Ray Serve. A Fleet calls it.
 
-    answer    Request ──▶ the answers of runner.serve.request, those that are there at a time in one list
-    tell      ──▶ Told, whenever there is news, as long as somebody listens
+    answer    Request ──▶ lists of reply events
+    news      ──▶ ReplicaNews, whenever something changed, as long as somebody listens
     admin     an HTTP request to the routes of the cache ──▶ its response
     stop      Scheduler.stop
 
@@ -22,13 +22,20 @@ from radixcache.tree.history import Event
 from runner.serve.app import make_app
 from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
-from runner.serve.replicas.switchboard import AdminReply, AdminRequest, Routed, Telling, Told, called
+from runner.serve.replicas.switchboard import (
+    AdminReply,
+    AdminRequest,
+    DigestChanges,
+    ReplicaNews,
+    RoutedRequest,
+    call_app,
+)
 from runner.serve.request import ApiError, Ended, Failed, OpenRequest, ReplyEvent, Request, RequestRecord
 from runner.serve.scheduler import Scheduler
 
-#: Between two looks for news, in seconds, and what share of the time finding out may take.
+#: Seconds between two looks for news, and the share of the time that looking may take.
 PAUSE_S, SHARE = 0.1, 0.05
-#: Ends of requests that wait to be told.
+#: Records of ended requests that wait for the next news.
 MAX_RECORDS = 4096
 
 
@@ -36,8 +43,8 @@ class Replica:
     """Serves one model.
 
     Args:
-        options: of the server, without what is the application's: keys, replicas.
-        secret: what digests are made with.
+        options: of the server, without those of the application: keys, replicas.
+        secret: that digests are made with.
 
     Raises:
         ValueError, ModelError, OSError: as for Scheduler and its start.
@@ -49,23 +56,23 @@ class Replica:
         self._watch = Watch()
         self._records: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
         self._changes = 0
-        self._running = Scheduler(options, self._on_record, self._on_event)
-        self._app = make_app(options, self._running, self._watch)
+        self._scheduler = Scheduler(options, self._on_record, self._on_event)
+        self._app = make_app(options, self._scheduler, self._watch)
         self._is_stopping = self._has_ended = False
-        self._running.start()
+        self._scheduler.start()
 
-    async def answer(self, asked: Request, *, to: Routed) -> AsyncIterator[list[ReplyEvent]]:
-        """Serve a request; the last answer is Ended or Failed. Whoever stops listening cancels it."""
-        loop, answers = asyncio.get_running_loop(), asyncio.Queue[ReplyEvent]()
-        opened = OpenRequest(asked, lambda answer: loop.call_soon_threadsafe(answers.put_nowait, answer), to.id)  # type: ignore[arg-type]
+    async def answer(self, request: Request, *, to: RoutedRequest) -> AsyncIterator[list[ReplyEvent]]:
+        """Serve a request; the last event is Ended or Failed. Closing the iterator cancels the request."""
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[ReplyEvent]()
+        opened = OpenRequest(request, lambda event: loop.call_soon_threadsafe(events.put_nowait, event), to.id)  # type: ignore[arg-type]
         timer = loop.call_later(self._options.request_timeout_s, opened.cancel)
         try:
-            self._running.ask(opened)
+            self._scheduler.ask(opened)
             is_over = False
             while not is_over:
-                some = [await answers.get()]
-                while not answers.empty():
-                    some.append(answers.get_nowait())
+                some = [await events.get()]
+                while not events.empty():
+                    some.append(events.get_nowait())
                 is_over = isinstance(some[-1], Ended | Failed)
                 yield some
         except ApiError as error:
@@ -74,49 +81,46 @@ class Replica:
             timer.cancel()
             opened.cancel()
 
-    async def tell(self, *, to: str) -> AsyncIterator[Told]:
-        """Tell what is stored, then what changes, until the replica has ended."""
-        telling = Telling(str(self._options.model), self._secret)
+    async def news(self, *, to: str) -> AsyncIterator[ReplicaNews]:
+        """What is stored, then what changes, until the replica has ended."""
+        digests = DigestChanges(str(self._options.model), self._secret)
         known, is_first, is_last = -1, True, False
         while not is_last:
-            is_last = self._has_ended  # before the look, which then finds all there is
+            is_last = self._has_ended  # read before the look, which then finds everything
             began_s, changes = time.perf_counter(), self._changes
             if changes != known:
                 known = changes
-                added, removed = await asyncio.to_thread(lambda: telling.changes(self._edges()))
-                told = Told(added, removed, self._new_records())
-                if is_first or added or removed or told.records:
+                added, removed = await asyncio.to_thread(lambda: digests.update(self._edges()))
+                records = [self._records.popleft() for _ in range(len(self._records))]
+                if is_first or added or removed or records:
                     is_first = False
-                    yield told
+                    yield ReplicaNews(added, removed, records)
             await asyncio.sleep(max(PAUSE_S, (time.perf_counter() - began_s) / SHARE))
 
     async def admin(self, request: AdminRequest, *, to: str) -> AdminReply:
-        """ReplyEvent what an admin asked; who may is known where the request came in."""
-        return await called(self._app, request)
+        """Answer an admin, whom the application let in."""
+        return await call_app(self._app, request)
 
     async def stop(self, drain_s: float, *, to: str) -> None:
-        """Take nothing in any more, and end what runs in so many seconds."""
+        """Refuse new requests, and end the running ones in so many seconds."""
         self._is_stopping = True
-        await asyncio.to_thread(self._running.stop, drain_s)
+        await asyncio.to_thread(self._scheduler.stop, drain_s)
         self._has_ended = True
 
     def check_health(self) -> None:
-        """Raise where nothing can be served: then Ray starts another replica in the place of this one."""
-        if not self._running.is_healthy and not self._is_stopping:
+        """Raise if nothing can be served: then Ray replaces this replica."""
+        if not self._scheduler.is_healthy and not self._is_stopping:
             raise RuntimeError("the generation thread has failed.")
 
     def _edges(self) -> list[Edge]:
-        """What the cache of the server's own model has stored."""
-        for names, cache in self._running.caches():
+        """What the cache of the server's model stores."""
+        for names, cache in self._scheduler.caches():
             if names.model == self._options.model and names.adapter == self._options.adapter_path:
                 try:
                     return cache.edges()
                 except CacheClosedError:
                     break
         return []
-
-    def _new_records(self) -> list[RequestRecord]:
-        return [self._records.popleft() for _ in range(len(self._records))]
 
     # By the generation thread
 
