@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from radixcache.ledger import Ledger as Ledger
     from radixcache.observe.explain import Explanation as Explanation
     from radixcache.observe.explain import Gap as Gap
-    from radixcache.observe.explain import Hint as Hint
     from radixcache.observe.explain import Reason as Reason
+    from radixcache.observe.hints import Hint as Hint
     from radixcache.observe.stats import CacheStats as CacheStats
     from radixcache.observe.stats import StatsSnapshot as StatsSnapshot
     from radixcache.observe.trace import TraceWriter as TraceWriter
@@ -73,7 +73,8 @@ _MODULES = {
     "radixcache.tree.radix_tree": "RadixTree",
     "radixcache.verify": "Mismatch",
     "radixcache.observe.tree_view": "TreeView",
-    "radixcache.observe.explain": "Explanation Gap Hint Reason",
+    "radixcache.observe.explain": "Explanation Gap Reason",
+    "radixcache.observe.hints": "Hint",
     "radixcache.observe.stats": "CacheStats StatsSnapshot",
     "radixcache.observe.trace": "TraceWriter",
 }

@@ -1,14 +1,12 @@
-"""explain: why a prompt is not reused further, token range by token range, in words and in numbers.
+"""explain: why a prompt is not reused further, range by range, in words and numbers; and what else a Core shows.
 
     0            resumable      matched                          prompt_tokens
     |  restored  |  stored, but  |  not in the tree: evicted,     |
     |            |  not to be    |  parted from a stored path,    |
     |            |  resumed      |  quarantined, or new           |
 
-The gaps tile [resumable, prompt_tokens), each with one reason. What `begin` would do is worked out by its own code
-(resume.plan_resume); only what does not show in the tree comes from the history.
-
-What can be read off a Core at one moment: its counters, its tree, its metrics, and what a prompt would find.
+The gaps tile [resumable, prompt_tokens), each with one reason. `Core.foresee` says what `begin` would do, with the same
+code; the history adds what the tree does not show. `view_of` and `snapshot_of` read the tree and all metrics.
 """
 
 from __future__ import annotations
@@ -19,49 +17,48 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from policies import CostModel
 from radixcache.core import Core, Foresight
-from radixcache.observe.hints import variations
-from radixcache.observe.stats import CacheStats, Metric, SlotState, StatsSnapshot, metrics_of_cache, snapshot
+from radixcache.observe.hints import Hint, both_words, variations
+from radixcache.observe.stats import CacheStats, StatsSnapshot, metrics_of_cache, snapshot
 from radixcache.observe.tree_view import TreeView, collect
 from radixcache.observe.words import bytes_words
 from radixcache.paging.pins import Pins
 from radixcache.paging.resume import ShortReason
+from radixcache.paging.tier import Foreseen
 from radixcache.tokens import Keys, TokenIds, token_text
 from radixcache.tree.entries import StateNode
-from radixcache.tree.history import History, Loss
+from radixcache.tree.history import History
 from radixcache.tree.radix_tree import Match
 from radixcache.tree.state_tree import StateTree
 
-#: Tokens shown in front of a divergence, and behind it on either side.
-BEFORE_TOKENS = 24
-AFTER_TOKENS = 16
+#: Tokens that are shown before a divergence, and behind it on both sides.
+BEFORE_TOKENS, AFTER_TOKENS = 24, 16
 
 
 class Reason(StrEnum):
-    """Why tokens of a prompt have to be evaluated. Those of ShortReason have the same values here."""
+    """Why tokens of a prompt must be evaluated; a ShortReason has the same value here."""
 
-    NEVER_STORED = "never_stored"  # nothing that begins like this was ever stored, or it is long forgotten
-    DIVERGED = "diverged"  # a stored path goes on otherwise from here
-    EVICTED = "evicted"  # stored once, given up since: the tokens, or the checkpoint that would have led there
-    QUARANTINED = "quarantined"  # found wrong: taken out, and not stored again until clear_quarantine()
+    NEVER_STORED = "never_stored"  # no stored prompt began like this, as far as the history goes
+    DIVERGED = "diverged"  # a stored path continues with other tokens
+    EVICTED = "evicted"  # the tokens were evicted, or the checkpoint behind them
+    QUARANTINED = "quarantined"  # found wrong and removed; not stored again until clear_quarantine()
     NO_CHECKPOINT = ShortReason.NO_CHECKPOINT.value  # stored; recurrent layers have no state in this range
-    WINDOW_GAP = ShortReason.WINDOW_GAP.value  # stored; but not all of what sliding windows would read
-    LIVE_ELSEWHERE = ShortReason.LIVE_ELSEWHERE.value  # stored; only in buffers that another thread's session is using
-    OFF_GRID = "off_grid"  # stored; not made on the prefill grid, as exact mode wants it
+    WINDOW_GAP = ShortReason.WINDOW_GAP.value  # stored; but not all that sliding windows would read
+    LIVE_ELSEWHERE = ShortReason.LIVE_ELSEWHERE.value  # stored; only in buffers that a session of another thread uses
+    OFF_GRID = "off_grid"  # stored; not on the prefill grid of exact mode
     LAST_TOKEN = ShortReason.LAST_TOKEN.value  # stored; evaluated again for its logits
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The tokens [start, end) of a prompt that have to be evaluated, and why.
+    """The tokens [start, end) of a prompt that must be evaluated, and why.
 
     Attributes:
-        cost: of evaluating them, in the explanation's cost_unit.
-        tick: evicted: when; quarantined: when it was taken out, once it may be stored again; else None.
-        checkpoint: evicted: offset of the checkpoint that is gone; None where it was the tokens themselves.
-        before, stored, asked: diverged: a few tokens in front of `start`, then of the stored path, and of the prompt.
-        before_text, stored_text, asked_text: the same decoded, where the PrefixCache has a tokenizer; else None.
+        cost: of evaluating them, in the cost_unit of the explanation.
+        tick: of the eviction, or of the removal if it may be stored again; else None.
+        checkpoint: offset of the evicted checkpoint; None: the tokens were evicted.
+        before, stored, asked: of a divergence: a few tokens before `start`, then of the stored path, and of the prompt.
+        before_text, stored_text, asked_text: the same decoded, if the PrefixCache has a tokenizer.
     """
 
     start: int
@@ -85,42 +82,7 @@ class Gap:
         return f"[{self.start:,}, {self.end:,})  {self.tokens:,} tokens  {_in_words(self)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """A short span [start, end) of the prompt that differs in one recent prompt after the other.
-
-    Attributes:
-        values: different values among the recent prompts, this prompt's included.
-        requests: recent prompts that are equal in front of the span, this one included.
-        tokens, cost: equal tokens behind the span, evaluated anew for each value; what that costs, in cost_unit.
-        asked, other: the span's tokens in this prompt and in an earlier one.
-        asked_text, other_text: the same decoded, where the PrefixCache has a tokenizer; else None.
-    """
-
-    start: int
-    end: int
-    values: int
-    requests: int
-    tokens: int
-    cost: float
-    asked: tuple[int, ...]
-    other: tuple[int, ...]
-    asked_text: str | None = None
-    other_text: str | None = None
-
-    def __str__(self) -> str:
-        where = f"tokens {self.start} to {self.end - 1} change"
-        if self.end - self.start < 2:
-            where = f"{'what stands before ' if self.end == self.start else ''}token {self.start} changes"
-        often = "every request" if self.values == self.requests else f"{self.values} of {self.requests} requests"
-        shown = _both(self.other_text, self.other, self.asked_text, self.asked)
-        return (
-            f"{where} in {often} ({shown}); everything behind is recomputed, though {self.tokens:,} tokens of it are "
-            "the same. What changes belongs behind what does not."
-        )
-
-
-#: Where state is, by what a store is called.
+#: Where state is, by the name of the store.
 _WHERE = {"disk": "on disk", "redis": "in Redis"}
 
 
@@ -129,15 +91,15 @@ class Explanation:
     """What a request for a prompt would find, and why not more. `str()` is a report of a few lines.
 
     Attributes:
-        matched_tokens, resumable_tokens: as a Session's matched_tokens and cached_tokens.
-        gaps: the rest, [resumable_tokens, prompt_tokens), in pieces with a reason each.
+        matched_tokens, resumable_tokens: as matched_tokens and cached_tokens of a Session.
+        gaps: the pieces of [resumable_tokens, prompt_tokens).
         hints: spans that vary from prompt to prompt with the same text behind them.
-        windows: for each size of sliding windows how many layers have it, and from which token on it is stored up to
-            where the request resumes; none where it resumes at 0.
+        windows: for each size of sliding windows: how many layers have it, and the token from which on it is stored, up
+            to where the request resumes; empty if it resumes at 0.
         cost_unit: of all costs: "tokens", "flops" or "seconds".
-        disk_tokens: how many of its tokens stores have, if more than can be resumed; 0: no more, or there is no store.
-        read_tokens: up to where `begin` would read them; the rest is expected to be slower to read than to prefill.
-        tiers: up to where each store has it, in the order in which they would be read.
+        disk_tokens: first tokens that stores have, if they have more than can be resumed; else 0.
+        read_tokens: how many of them `begin` would read; the rest is expected to be slower to read than to prefill.
+        tiers: for each store, in the order of reading, how many first tokens it has.
     """
 
     prompt_tokens: int
@@ -183,163 +145,8 @@ class Explanation:
         return "\n".join([*lines, *(f"  {gap}" for gap in _joined(self.gaps)), *(f"  hint: {h}" for h in self.hints)])
 
 
-def explain(
-    tokens: TokenIds,
-    keys: Keys,
-    namespace: str,
-    foresight: Foresight,
-    history: History,
-    cost: CostModel,
-) -> Explanation:
-    """Explain one prompt; changes nothing. `with_text` adds what needs a tokenizer.
-
-    Args:
-        tokens, keys: the prompt's ids, for showing, and what the tree goes by.
-        foresight: of the same prompt and moment.
-    """
-    plan, length = foresight.plan, len(keys)
-    checkpoint = None
-    if foresight.readable.reason in (ShortReason.NO_CHECKPOINT, ShortReason.WINDOW_GAP):
-        checkpoint = history.evicted_checkpoint(keys, namespace, foresight.readable.resume, plan.matched)
-    evicted = history.evicted_tokens(keys, namespace, plan.matched) if plan.matched < length else []
-    stored = _stored_gaps(foresight, checkpoint, length)
-    missing = _missing_gaps(foresight.match, plan.matched, tokens, evicted, foresight.quarantined_from)
-    gaps = tuple(replace(gap, cost=cost.cost(gap.start, gap.end)) for gap in (*stored, *missing))
-    hints = []
-    for each in variations(keys, history.prompts(namespace)):
-        start, end, behind = each.start, each.end, each.behind
-        shown = _shown(tokens[start:end]), _shown(each.other)
-        hints.append(Hint(start, end, each.values, each.requests, behind, cost.cost(end, end + behind), *shown))
-    found = Explanation(length, plan.matched, plan.resume, gaps, tuple(hints), cost.unit, foresight.windows)
-    store = foresight.in_store
-    if store is None:
-        return found
-    return replace(found, disk_tokens=store.tokens, read_tokens=store.read_tokens, tiers=store.tiers)
-
-
-def with_text(explanation: Explanation, tokenizer: Any) -> Explanation:
-    """The explanation with the tokens that it shows decoded; without a tokenizer as it is."""
-    if tokenizer is None:
-        return explanation
-
-    def text(ids: Sequence[int]) -> str:
-        return token_text(ids, tokenizer)
-
-    def told(gap: Gap) -> Gap:
-        if gap.reason != Reason.DIVERGED:
-            return gap
-        return replace(gap, before_text=text(gap.before), stored_text=text(gap.stored), asked_text=text(gap.asked))
-
-    hints = [replace(hint, asked_text=text(hint.asked), other_text=text(hint.other)) for hint in explanation.hints]
-    return replace(explanation, gaps=tuple(map(told, explanation.gaps)), hints=tuple(hints))
-
-
-def _stored_gaps(foresight: Foresight, lost: Loss | None, length: int) -> Iterator[Gap]:
-    """What the tree holds and the request cannot resume: [resume, matched)."""
-    plan, readable = foresight.plan, foresight.readable
-    start, end = plan.resume, min(plan.matched, length - 1)
-    if readable.resume > start:
-        yield Gap(start, readable.resume, Reason.LIVE_ELSEWHERE)
-        start = readable.resume
-    if lost is not None and start < lost.end <= end:
-        yield Gap(start, lost.end, Reason.EVICTED, tick=lost.tick, checkpoint=lost.end)
-        start = lost.end
-    grid_end = max(start, end - readable.off_grid)
-    if start < grid_end:
-        assert readable.reason is not None, (readable.resume, readable.matched)
-        yield Gap(start, grid_end, Reason(readable.reason.value))
-    if grid_end < end:
-        yield Gap(grid_end, end, Reason.OFF_GRID)
-    if plan.matched == length:
-        yield Gap(length - 1, length, Reason.LAST_TOKEN)
-
-
-def _missing_gaps(
-    match: Match[Any], matched: int, tokens: TokenIds, evicted: Sequence[Loss], quarantined_from: int | None
-) -> Iterator[Gap]:
-    """What the tree does not hold: [matched, length), where in exact mode a match may go on behind the tree's."""
-    start, length = matched, len(tokens)
-    end = length if quarantined_from is None else max(start, min(length, quarantined_from))
-    for part in evicted:
-        if start < end:
-            reason = Reason.QUARANTINED if part.was_wrong else Reason.EVICTED
-            yield Gap(start, min(part.end, end), reason, tick=part.tick)
-            start = min(part.end, end)
-    if start < end:
-        path = _other_way(match) if start == match.offset else ()
-        if not path:
-            yield Gap(start, end, Reason.NEVER_STORED)
-        else:
-            before, asked = tokens[max(0, start - BEFORE_TOKENS) : start], tokens[start : start + AFTER_TOKENS]
-            yield Gap(start, end, Reason.DIVERGED, before=_shown(before), stored=path, asked=_shown(asked))
-        start = end
-    if start < length:
-        yield Gap(start, length, Reason.QUARANTINED)
-
-
-def _other_way(match: Match[Any]) -> tuple[int, ...]:
-    """Keys of a stored path behind a match, along the child made last; none where no path goes on."""
-    node: StateNode = match.node
-    edge = node.edge[match.offset - node.start :]
-    shown: list[int] = []
-    while len(shown) < AFTER_TOKENS:
-        shown += edge[: AFTER_TOKENS - len(shown)].tolist()
-        if not node.children:
-            break
-        node = next(reversed(node.children.values()))
-        edge = node.edge
-    return tuple(shown)
-
-
-def _shown(ids: Any) -> tuple[int, ...]:
-    return tuple(ids.tolist())
-
-
-_WORDS = {
-    Reason.NEVER_STORED: "never stored",
-    Reason.DIVERGED: "diverged at {gap.start:,} from a stored path",
-    Reason.EVICTED: "evicted at tick {gap.tick}",
-    Reason.QUARANTINED: "quarantined: found wrong, and not stored again",
-    Reason.NO_CHECKPOINT: "stored, but no checkpoint between {gap.start:,} and {gap.end:,}",
-    Reason.WINDOW_GAP: "stored, but not the whole window at any offset between {gap.start:,} and {gap.end:,}",
-    Reason.LIVE_ELSEWHERE: "stored, but only in the live buffers of another thread's session",
-    Reason.OFF_GRID: "stored, but not made on the prefill grid",
-    Reason.LAST_TOKEN: "stored; the last token is evaluated for its logits",
-}
-
-
-def _in_words(gap: Gap) -> str:
-    if gap.checkpoint is not None:
-        return f"the checkpoint at {gap.checkpoint:,} was evicted at tick {gap.tick}"
-    if gap.reason is Reason.QUARANTINED and gap.tick is not None:
-        return f"found wrong and taken out at tick {gap.tick}"
-    words = _WORDS[gap.reason].format(gap=gap)
-    if gap.reason is Reason.DIVERGED:
-        behind = "" if gap.before_text is None else f" behind {gap.before_text!r}"
-        words += f"{behind}: {_both(gap.stored_text, gap.stored, gap.asked_text, gap.asked)}"
-    return words
-
-
-def _both(stored_text: str | None, stored: Sequence[int], asked_text: str | None, asked: Sequence[int]) -> str:
-    if stored_text is None or asked_text is None:
-        return f"stored tokens {list(stored)}, asked {list(asked)}"
-    return f"stored {stored_text!r}, asked {asked_text!r}"
-
-
-def _joined(gaps: Sequence[Gap]) -> Iterator[str]:
-    """A line for each gap; neighbours that were evicted in several steps share one."""
-    for is_evicted, group in groupby(gaps, lambda gap: gap.reason == Reason.EVICTED and gap.checkpoint is None):
-        run = list(group)
-        if not is_evicted or len(run) == 1:
-            yield from map(str, run)
-            continue
-        start, end, ticks = run[0].start, run[-1].end, sorted({each.tick or 0 for each in run})
-        when = f"ticks {ticks[0]} to {ticks[-1]}" if len(ticks) > 1 else f"tick {ticks[0]}"
-        yield f"[{start:,}, {end:,})  {end - start:,} tokens  evicted at {when}"
-
-
 class About(NamedTuple):
-    """What is told of a cache: its policy's name, where its budget came from, and what decodes its tokens."""
+    """The name of the policy of a cache, where its budget came from, and what decodes its tokens."""
 
     policy: str
     budget_source: str
@@ -381,26 +188,161 @@ def view_of(
 
 def snapshot_of(core: Core, states: StateTree, pins: Pins, namespace: str | None, about: About) -> StatsSnapshot:
     """All metrics; of one namespace only the counts of its nodes and pins."""
-    of_cache: list[Metric] = []
-    counts: list[int] = []
+    seen: dict[str, Any] = {}
 
     def meanwhile() -> None:
-        counts.extend((pins.count(namespace), pins.count(namespace, named=True)))
+        seen.update(pins=pins.count(namespace), named_pins=pins.count(namespace, named=True))
         if namespace is None:
             stats = CacheStats(budget_source=about.budget_source, **core.counters())
-            slots = [SlotState(*slot) for slot in core.slots()]
-            total_bytes, namespaces = states.account.ledger.total_bytes, len(states.tree.roots())
-            of_cache.extend(metrics_of_cache(stats, slots, about.policy, total_bytes, namespaces))
+            ledger_bytes, namespaces = states.account.ledger.total_bytes, len(states.tree.roots())
+            seen.update(of_cache=metrics_of_cache(stats, core.slots(), about.policy, ledger_bytes, namespaces))
 
     count = core.settings.live_slots
     view = view_of(states, pins, count, namespace, about._replace(tokenizer=None), meanwhile=meanwhile)
-    return snapshot(of_cache, view, *counts)
+    return snapshot(view.nodes, **seen)
 
 
 def explanation_of(
     core: Core, states: StateTree, prompt: TokenIds, keys: Keys, namespace: str, about: About
 ) -> Explanation:
-    """What a request for a prompt would find, and why not more."""
+    """What a request for a prompt would find, and why not more; changes nothing."""
     with core.lock:
-        found = explain(prompt, keys, namespace, core.foresee(keys, namespace), states.events.history, states.cost)
-    return with_text(found, about.tokenizer)
+        history, cost, foresight = states.events.history, states.cost, core.foresee(keys, namespace)
+        plan, store, length = foresight.plan, foresight.in_store or Foreseen(), len(keys)
+        gaps = [
+            *_stored_gaps(foresight, history, keys, namespace),
+            *_missing_gaps(foresight, history, prompt, keys, namespace),
+        ]
+        hints = variations(keys, history.prompts(namespace))
+
+    def text(ids: Sequence[int]) -> str | None:
+        return None if about.tokenizer is None else token_text(ids, about.tokenizer)
+
+    def finished(gap: Gap) -> Gap:
+        gap = replace(gap, cost=cost.cost(gap.start, gap.end))
+        if gap.reason != Reason.DIVERGED:
+            return gap
+        return replace(gap, before_text=text(gap.before), stored_text=text(gap.stored), asked_text=text(gap.asked))
+
+    def finished_hint(hint: Hint) -> Hint:
+        asked, cost_ = _shown(prompt[hint.start : hint.end]), cost.cost(hint.end, hint.end + hint.tokens)
+        return replace(hint, cost=cost_, asked=asked, asked_text=text(asked), other_text=text(hint.other))
+
+    return Explanation(
+        prompt_tokens=length,
+        matched_tokens=plan.matched,
+        resumable_tokens=plan.resume,
+        gaps=tuple(map(finished, gaps)),
+        hints=tuple(map(finished_hint, hints)),
+        cost_unit=cost.unit,
+        windows=foresight.windows,
+        disk_tokens=store.tokens,
+        read_tokens=store.read_tokens,
+        tiers=store.tiers,
+    )
+
+
+def _stored_gaps(foresight: Foresight, history: History, keys: Keys, namespace: str) -> Iterator[Gap]:
+    """What the tree has and the request cannot resume: [resume, matched)."""
+    plan, readable, length = foresight.plan, foresight.readable, len(keys)
+    start, end = plan.resume, min(plan.matched, length - 1)
+    lost = None
+    if readable.reason in (ShortReason.NO_CHECKPOINT, ShortReason.WINDOW_GAP):
+        lost = history.evicted_checkpoint(keys, namespace, readable.resume, plan.matched)
+    if readable.resume > start:
+        yield Gap(start, readable.resume, Reason.LIVE_ELSEWHERE)
+        start = readable.resume
+    if lost is not None and start < lost.end <= end:
+        yield Gap(start, lost.end, Reason.EVICTED, tick=lost.tick, checkpoint=lost.end)
+        start = lost.end
+    grid_end = max(start, end - readable.off_grid)
+    if start < grid_end:
+        assert readable.reason is not None, (readable.resume, readable.matched)
+        yield Gap(start, grid_end, Reason(readable.reason.value))
+    if grid_end < end:
+        yield Gap(grid_end, end, Reason.OFF_GRID)
+    if plan.matched == length:
+        yield Gap(length - 1, length, Reason.LAST_TOKEN)
+
+
+def _missing_gaps(
+    foresight: Foresight, history: History, tokens: TokenIds, keys: Keys, namespace: str
+) -> Iterator[Gap]:
+    """What the tree does not have: [matched, length). In exact mode a plan may match more than the tree."""
+    match, start, length, quarantined_from = (
+        foresight.match,
+        foresight.plan.matched,
+        len(keys),
+        foresight.quarantined_from,
+    )
+    end = length if quarantined_from is None else max(start, min(length, quarantined_from))
+    for part in history.evicted_tokens(keys, namespace, start) if start < length else ():
+        if start < end:
+            reason = Reason.QUARANTINED if part.was_wrong else Reason.EVICTED
+            yield Gap(start, min(part.end, end), reason, tick=part.tick)
+            start = min(part.end, end)
+    if start < end:
+        path = _other_way(match) if start == match.offset else ()
+        if not path:
+            yield Gap(start, end, Reason.NEVER_STORED)
+        else:
+            before, asked = tokens[max(0, start - BEFORE_TOKENS) : start], tokens[start : start + AFTER_TOKENS]
+            yield Gap(start, end, Reason.DIVERGED, before=_shown(before), stored=path, asked=_shown(asked))
+        start = end
+    if start < length:
+        yield Gap(start, length, Reason.QUARANTINED)
+
+
+def _other_way(match: Match[Any]) -> tuple[int, ...]:
+    """Keys of the stored path behind a match, along the newest children; empty: no path continues."""
+    node: StateNode = match.node
+    edge = node.edge[match.offset - node.start :]
+    shown: list[int] = []
+    while len(shown) < AFTER_TOKENS:
+        shown += edge[: AFTER_TOKENS - len(shown)].tolist()
+        if not node.children:
+            break
+        node = next(reversed(node.children.values()))
+        edge = node.edge
+    return tuple(shown)
+
+
+def _shown(ids: Any) -> tuple[int, ...]:
+    return tuple(ids.tolist())
+
+
+_WORDS = {
+    Reason.NEVER_STORED: "never stored",
+    Reason.DIVERGED: "diverged at {gap.start:,} from a stored path",
+    Reason.EVICTED: "evicted at tick {gap.tick}",
+    Reason.QUARANTINED: "quarantined: found wrong, and not stored again",
+    Reason.NO_CHECKPOINT: "stored, but no checkpoint between {gap.start:,} and {gap.end:,}",
+    Reason.WINDOW_GAP: "stored, but not the whole window at any offset between {gap.start:,} and {gap.end:,}",
+    Reason.LIVE_ELSEWHERE: "stored, but only in the live buffers of another thread's session",
+    Reason.OFF_GRID: "stored, but not made on the prefill grid",
+    Reason.LAST_TOKEN: "stored; the last token is evaluated for its logits",
+}
+
+
+def _in_words(gap: Gap) -> str:
+    if gap.checkpoint is not None:
+        return f"the checkpoint at {gap.checkpoint:,} was evicted at tick {gap.tick}"
+    if gap.reason is Reason.QUARANTINED and gap.tick is not None:
+        return f"found wrong and taken out at tick {gap.tick}"
+    words = _WORDS[gap.reason].format(gap=gap)
+    if gap.reason is Reason.DIVERGED:
+        behind = "" if gap.before_text is None else f" behind {gap.before_text!r}"
+        words += f"{behind}: {both_words(gap.stored_text, gap.stored, gap.asked_text, gap.asked)}"
+    return words
+
+
+def _joined(gaps: Sequence[Gap]) -> Iterator[str]:
+    """A line for each gap; neighbours that were evicted in several steps share a line."""
+    for is_evicted, group in groupby(gaps, lambda gap: gap.reason == Reason.EVICTED and gap.checkpoint is None):
+        run = list(group)
+        if not is_evicted or len(run) == 1:
+            yield from map(str, run)
+            continue
+        start, end, ticks = run[0].start, run[-1].end, sorted({each.tick or 0 for each in run})
+        when = f"ticks {ticks[0]} to {ticks[-1]}" if len(ticks) > 1 else f"tick {ticks[0]}"
+        yield f"[{start:,}, {end:,})  {end - start:,} tokens  evicted at {when}"

@@ -50,26 +50,50 @@ class Parting:
 
 
 @dataclass(frozen=True, slots=True)
-class Variation:
-    """A short span [start, end) of a prompt that varies.
+class Hint:
+    """A short span [start, end) of the prompt that differs in one recent prompt after the other.
 
     Attributes:
-        values: different values of the span, with this prompt's own.
-        requests: prompts that are equal in front of the span, with this one.
-        behind: equal tokens behind the span, the most that any prompt has.
-        other: keys of another prompt in place of the span.
+        values: different values among the recent prompts, with this prompt's own.
+        requests: recent prompts that are equal in front of the span, with this one.
+        tokens, cost: equal tokens behind the span that each value evaluates again, the most that any prompt has; their
+            cost, in cost_unit.
+        asked, other: the tokens of the span in this prompt and in an earlier one.
+        asked_text, other_text: the same decoded, if the PrefixCache has a tokenizer.
     """
 
     start: int
     end: int
     values: int
     requests: int
-    behind: int
-    other: Keys
+    tokens: int
+    cost: float
+    asked: tuple[int, ...]
+    other: tuple[int, ...]
+    asked_text: str | None = None
+    other_text: str | None = None
+
+    def __str__(self) -> str:
+        where = f"tokens {self.start} to {self.end - 1} change"
+        if self.end - self.start < 2:
+            where = f"{'what stands before ' if self.end == self.start else ''}token {self.start} changes"
+        often = "every request" if self.values == self.requests else f"{self.values} of {self.requests} requests"
+        shown = both_words(self.other_text, self.other, self.asked_text, self.asked)
+        return (
+            f"{where} in {often} ({shown}); everything behind is recomputed, though {self.tokens:,} tokens of it are "
+            "the same. What changes belongs behind what does not."
+        )
 
 
-def variations(mine: Keys, prompts: Iterable[Keys]) -> list[Variation]:
-    """The spans of a prompt that vary among recent prompts, in order; `prompts` newest first."""
+def both_words(stored_text: str | None, stored: Sequence[int], asked_text: str | None, asked: Sequence[int]) -> str:
+    """Tokens of a stored prompt beside those of a prompt that was asked for; as text if both are decoded."""
+    if stored_text is None or asked_text is None:
+        return f"stored tokens {list(stored)}, asked {list(asked)}"
+    return f"stored {stored_text!r}, asked {asked_text!r}"
+
+
+def variations(mine: Keys, prompts: Iterable[Keys]) -> list[Hint]:
+    """The spans of a prompt that vary among recent prompts, in order, without costs; `prompts` newest first."""
     others = [(keys, common_length(mine, keys)) for keys in prompts]
     others = [(keys, common) for keys, common in others if not common == len(keys) == len(mine)]
     found = [(each, keys) for keys, common in others if (each := parting(mine, keys, common)) is not None]
@@ -83,7 +107,8 @@ def variations(mine: Keys, prompts: Iterable[Keys]) -> list[Variation]:
         is_short = end - start <= MAX_SPAN and behind >= max(MIN_BEHIND, MIN_BEHIND_SPANS * (end - start))
         is_question = any(common >= start - ANCHOR and len(keys) < end + MIN_BEHIND for keys, common in others)
         if count >= MIN_VALUES and 2 * count >= requests and is_short and not is_question:
-            result.append(Variation(start, end, count, requests, behind, values[0]))
+            asked, other = tuple(mine[start:end].tolist()), tuple(values[0].tolist())
+            result.append(Hint(start, end, count, requests, behind, 0.0, asked, other))
     return result
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from radixcache.counters import Metric as Metric
-from radixcache.counters import Number, Sample, counter, exposition, fact, gauge, json_value, metrics_of
-from radixcache.observe.tree_view import NodeView, TreeView
+from radixcache.counters import Metric, Number, Sample, counter, exposition, fact, gauge, json_value, metrics_of
+from radixcache.observe.tree_view import NodeView
 
 #: Nodes that `largest_nodes` lists.
 LISTED_NODES = 10
@@ -165,37 +164,30 @@ class StatsSnapshot:
         return exposition(self.metrics, labels or {})
 
 
-class SlotState(NamedTuple):
-    """A live slot: whether a session is open on it, the stored tokens on its path, the bytes of its buffers."""
-
-    is_open: bool
-    offset: int
-    nbytes: int
-
-
 def metrics_of_cache(
-    stats: CacheStats, slots: Sequence[SlotState], policy: str, ledger_bytes: int, namespaces: int
+    stats: CacheStats, slots: Sequence[tuple[bool, int, int]], policy: str, ledger_bytes: int, namespaces: int
 ) -> list[Metric]:
-    """The metrics that belong to no single namespace."""
+    """The metrics that belong to no single namespace. `slots`: whether a session is open, offset, bytes."""
     labels = (("budget_source", stats.budget_source), ("policy", policy))
     states = {"open": 0, "idle": 0, "empty": 0}
-    for slot in slots:
-        states["open" if slot.is_open else "idle" if slot.offset else "empty"] += 1
+    for is_open, offset, _ in slots:
+        states["open" if is_open else "idle" if offset else "empty"] += 1
     figures = _CacheFigures(
         hit_ratio=stats.hit_tokens / max(1, stats.hit_tokens + stats.miss_tokens),
         ledger_bytes=ledger_bytes,
         namespaces=namespaces,
         slots=states,
-        slot_offset_tokens={str(number): slot.offset for number, slot in enumerate(slots)},
-        slot_bytes={str(number): slot.nbytes for number, slot in enumerate(slots)},
+        slot_offset_tokens={str(number): offset for number, (_, offset, _) in enumerate(slots)},
+        slot_bytes={str(number): nbytes for number, (*_, nbytes) in enumerate(slots)},
     )
     info = Metric("radixcache_info", "gauge", "", "Settings, as labels; always 1.", (Sample(1, labels),))
     return [info, *metrics_of(stats, PREFIX), *metrics_of(figures, PREFIX)]
 
 
-def snapshot(of_cache: Sequence[Metric], view: TreeView, pins: int, named_pins: int) -> StatsSnapshot:
+def snapshot(
+    nodes: Sequence[NodeView], *, pins: int, named_pins: int, of_cache: Sequence[Metric] = ()
+) -> StatsSnapshot:
     """A snapshot from values of one moment. `of_cache`: from `metrics_of_cache`, or empty for a single namespace."""
-    nodes = view.nodes
     by_place = {place: [node for node in nodes if node.residency == place] for place in PLACES}
     by_kind = {
         kind: [n for n in nodes if n.checkpoint == kind] for kind in sorted({n.checkpoint for n in nodes} - {""})

@@ -28,7 +28,7 @@ def chat(*contents: str, system: str = SYSTEM) -> Any:
 
 
 def text(ids: Any) -> str:
-    return str(TOKENIZER.decode(ids.tolist()))
+    return str(TOKENIZER.decode(list(ids)))
 
 
 def found(prompts: list[Any]) -> list[Any]:
@@ -44,7 +44,7 @@ def test_a_date_in_the_system_prompt_is_found_with_what_it_costs() -> None:
     assert span in "Thu 3 Dec"
     assert text(hint.other) in "Wed 11 Nov"
     assert hint.values == hint.requests == 4
-    assert len(SYSTEM) <= hint.behind <= len(SYSTEM) + 40
+    assert len(SYSTEM) <= hint.tokens <= len(SYSTEM) + 40
 
 
 def test_a_request_id_of_varying_length_at_the_very_beginning_is_found() -> None:
@@ -53,7 +53,7 @@ def test_a_request_id_of_varying_length_at_the_very_beginning_is_found() -> None
     (hint,) = found(prompts)
     assert (hint.start, hint.end) == (0, 3)
     assert hint.values == hint.requests == 5
-    assert hint.behind == len(prompts[0]) - 1
+    assert hint.tokens == len(prompts[0]) - 1
 
 
 def test_an_id_whose_digits_agree_by_chance_is_one_span() -> None:
