@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from runner.commands.inputs import TraceOptions, usage_errors, with_trace_options
+from runner.commands.inputs import TraceOptions, usage_errors, with_options
 from runner.commands.outputs import Outputs, UsageError, about, require, require_counts, require_positive, say
 from runner.commands.simulate import DISK_MIB_PER_S, PREFILL_TOKENS_PER_S, DiskMibPerS, disk_plan, run_grid
 from runner.files import read_json
@@ -47,7 +47,7 @@ class Comparison(NamedTuple):
     stop: Exception | None = None
 
 
-@with_trace_options
+@with_options(TraceOptions)
 def advise(
     context: typer.Context,
     options: TraceOptions,

@@ -10,12 +10,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, cached_property, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 
@@ -49,14 +49,6 @@ Traces are JSONL, a request per line, equal ids for equal prefixes:
 Also a coding agent's sessions, what PrefixCache(trace=FILE) recorded, what radixcache synth makes, conversations with
 --model, and folders with all below them; - is stdin.
 """
-
-ModelConfig = Annotated[Path | None, typer.Option(help="A model's config.json (or its folder), for sizes in bytes.")]
-BytesPerToken = Annotated[float | None, typer.Option(help="Bytes of cache per token, instead of --model-config.")]
-BytesPerCheckpoint = Annotated[
-    float | None, typer.Option(help="With --bytes-per-token: bytes of windows and recurrent state per checkpoint.")
-]
-KvBits = Annotated[int | None, typer.Option(help="Bits per element of the model's quantized keys and values.")]
-KvGroupSize = Annotated[int, typer.Option(help="With --kv-bits: elements per group.")]
 
 
 @contextmanager
@@ -123,40 +115,50 @@ def load_outline(spec: str) -> ModelOutline:
         return load_outline(spec)
 
 
-def load_model_bytes(
-    model_config: Path | None,
-    bytes_per_token: float | None,
-    bytes_per_checkpoint: float | None,
-    kv_bits: int | None,
-    kv_group_size: int,
-) -> ModelBytes | None:
-    """The sizes that these options name; None without a configuration and without bytes per token."""
-    from runner.models.footprint import ModelBytes, ModelConfigError
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions:
+    """Options for the bytes of a model; a field is an option."""
 
-    for option, value in (("--bytes-per-token", bytes_per_token), ("--bytes-per-checkpoint", bytes_per_checkpoint)):
-        require(value is None or 0 <= value < float("inf"), f"{option} is {value}; wanted 0 or more.")
-    require(
-        model_config is None or bytes_per_token is None, "give --model-config or --bytes-per-token; wanted only one."
+    model_config: Annotated[
+        Path | None, typer.Option(help="A model's config.json (or its folder), for sizes in bytes.")
+    ] = None
+    bytes_per_token: Annotated[
+        float | None, typer.Option(help="Bytes of cache per token, instead of --model-config.")
+    ] = None
+    bytes_per_checkpoint: Annotated[
+        float | None, typer.Option(help="With --bytes-per-token: bytes of windows and recurrent state per checkpoint.")
+    ] = None
+    kv_bits: Annotated[int | None, typer.Option(help="Bits per element of the model's quantized keys and values.")] = (
+        None
     )
-    require(
-        bytes_per_checkpoint is None or bytes_per_token is not None, "--bytes-per-checkpoint needs --bytes-per-token."
-    )
-    if bytes_per_token is not None:
-        sizes = ModelBytes("the model", round(bytes_per_token), round(bytes_per_checkpoint or 0), (), "its dtype")
-        require(sizes.token_bytes + sizes.state_bytes > 0, f"{sizes}; wanted more than 0.")
-        return sizes
-    if model_config is None:
-        return None
-    # Imported here: sizes that the user gives need no MLX.
-    from runner.models.sizes import read_model_bytes
+    kv_group_size: Annotated[int, typer.Option(help="With --kv-bits: elements per group.")] = 64
 
-    with usage_errors(ModelConfigError):
-        return read_model_bytes(model_config, kv_bits=kv_bits, kv_group_size=kv_group_size)
+    def load(self) -> ModelBytes | None:
+        """The model's bytes; None without a configuration and without bytes per token."""
+        from runner.models.footprint import ModelBytes, ModelConfigError
+
+        token, checkpoint = self.bytes_per_token, self.bytes_per_checkpoint
+        for option, value in (("--bytes-per-token", token), ("--bytes-per-checkpoint", checkpoint)):
+            require(value is None or 0 <= value < float("inf"), f"{option} is {value}; wanted 0 or more.")
+        only_one = self.model_config is None or token is None
+        require(only_one, "give --model-config or --bytes-per-token; wanted only one.")
+        require(checkpoint is None or token is not None, "--bytes-per-checkpoint needs --bytes-per-token.")
+        if token is not None:
+            sizes = ModelBytes("the model", round(token), round(checkpoint or 0), (), "its dtype")
+            require(sizes.token_bytes + sizes.state_bytes > 0, f"{sizes}; wanted more than 0.")
+            return sizes
+        if self.model_config is None:
+            return None
+        # Imported here: sizes that the user gives need no MLX.
+        from runner.models.sizes import read_model_bytes
+
+        with usage_errors(ModelConfigError):
+            return read_model_bytes(self.model_config, kv_bits=self.kv_bits, kv_group_size=self.kv_group_size)
 
 
-@dataclass(frozen=True)
-class TraceOptions:
-    """The options of all commands over traces; a field is an option."""
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions(SizeOptions):
+    """The options of all commands over traces."""
 
     trace: Annotated[
         list[Path],
@@ -166,11 +168,6 @@ class TraceOptions:
             show_default=False,
         ),
     ]
-    model_config: ModelConfig = None
-    bytes_per_token: BytesPerToken = None
-    bytes_per_checkpoint: BytesPerCheckpoint = None
-    kv_bits: KvBits = None
-    kv_group_size: KvGroupSize = 64
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read.")] = False
     seed: Annotated[int, typer.Option(help="Seed of all that is random: arrivals that are not recorded, samples.")] = 0
     sessions_per_hour: Annotated[
@@ -214,26 +211,39 @@ class TraceOptions:
     def model_bytes(self) -> ModelBytes | None:
         """The model's bytes, if the user gave them or a configuration."""
         require(self.kv_bits is None or self.model_config is not None, "--kv-bits needs --model-config.")
-        return load_model_bytes(
-            self.model_config, self.bytes_per_token, self.bytes_per_checkpoint, self.kv_bits, self.kv_group_size
-        )
+        return self.load()
 
     @cached_property
     def _tokenizer(self) -> object:
         return None if self.model is None else load_outline(self.model).tokenizer
 
 
-def with_trace_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn `command(context, options, ...)` into a command that has an option for each field of `TraceOptions`."""
-    context, _, *own = signature(command, eval_str=True).parameters.values()
-    trace, *shared = signature(TraceOptions, eval_str=True).parameters.values()
+Command = Callable[..., None]
 
-    @wraps(command)
-    def run(context: typer.Context, **given: Any) -> None:
-        options = TraceOptions(**{field.name: given.pop(field.name) for field in fields(TraceOptions)})
-        command(context, options, **given)
 
-    # typer reads the options from the signature.
-    named = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in (trace, *own, *shared)]
-    run.__signature__ = Signature([context, *named])  # type: ignore[attr-defined]
-    return run
+def with_options(kind: type[Any], *, come_first: bool = False) -> Callable[[Command], Command]:
+    """Turn `command(options, ...)` into a command with an option for each annotated field of a dataclass.
+
+    Args:
+        come_first: `--help` lists the fields before the command's own options.
+    """
+    fields = signature(kind, eval_str=True).parameters.values()
+    shared = [each for each in fields if get_origin(each.annotation) is Annotated]
+
+    def decorate(command: Command) -> Command:
+        parameters = list(signature(command, eval_str=True).parameters.values())
+        index = [each.name for each in parameters].index("options")
+        context, own = parameters[:index], parameters[index + 1 :]
+
+        @wraps(command)
+        def run(*arguments: Any, **given: Any) -> None:
+            options = kind(**{each.name: given.pop(each.name) for each in shared})
+            command(*arguments, options=options, **given)
+
+        # typer reads the options from the signature, and passes all of them by name.
+        named = [*shared, *own] if come_first else [*own, *shared]
+        parameters = [*context, *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in named)]
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from runner.commands.inputs import TraceOptions, usage_errors, with_trace_options
+from runner.commands.inputs import TraceOptions, usage_errors, with_options
 from runner.commands.outputs import Outputs, about, require, say
 from runner.text import plural
 
 
-@with_trace_options
+@with_options(TraceOptions)
 def mrc(
     context: typer.Context,
     options: TraceOptions,

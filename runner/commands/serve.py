@@ -7,15 +7,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial, wraps
-from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Annotated, Any, get_origin
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import runner
 from radixcache.errors import RadixCacheError
-from runner.commands.inputs import usage_errors
+from runner.commands.inputs import usage_errors, with_options
 from runner.commands.outputs import UsageError, require, require_policy, say
 from runner.serve.options import ServeOptions, require_compatible
 
@@ -28,23 +27,7 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
-def with_serve_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn `command(options, *own)` into a command that has an option for each field of ServeOptions with an Option."""
-    _, *own = signature(command, eval_str=True).parameters.values()
-    fields = signature(ServeOptions, eval_str=True).parameters.values()
-    shared = [each for each in fields if get_origin(each.annotation) is Annotated]
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        options = ServeOptions(**{each.name: given.pop(each.name) for each in shared})
-        command(options, **given)
-
-    named = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in (*shared, *own)]
-    run.__signature__ = Signature(named)  # type: ignore[attr-defined]
-    return run
-
-
-@with_serve_options
+@with_options(ServeOptions, come_first=True)
 def serve(
     options: ServeOptions,
     *,

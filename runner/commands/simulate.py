@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 from rich.console import Console
 
-from runner.commands.inputs import TraceOptions, with_trace_options
+from runner.commands.inputs import TraceOptions, with_options
 from runner.commands.outputs import (
     EXIT_INTERRUPTED,
     MOST,
@@ -33,8 +33,8 @@ from runner.text import GIB, MIB, ProgressLines
 
 if TYPE_CHECKING:
     from runner.models.footprint import ModelBytes
-    from runner.simulate.grid import AnyJob, ReplicaJob, SimulationJob
-    from runner.simulate.report import DiskPlan, Row, Speeds
+    from runner.simulate.grid import AnyJob
+    from runner.simulate.report import DiskPlan, Row
     from runner.simulate.simulator import OnProgress
     from runner.traces.trace import Trace
 
@@ -52,7 +52,7 @@ FOR_ONE_CACHE = {"disk_gib": "--disk-gib", "plot_file": "--plot"}
 DiskMibPerS = Annotated[float, typer.Option(help="How fast the disk reads.")]
 
 
-@with_trace_options
+@with_options(TraceOptions)
 def simulate(
     context: typer.Context,
     options: TraceOptions,
@@ -139,74 +139,38 @@ def simulate(
     capacities = _capacities(capacity_blocks, budget_gib, sizes)
 
     from runner.files import json_bytes
+    from runner.picture import picture_format
     from runner.simulate.grid import ReplicaJob, SimulationJob
-    from runner.simulate.report import Speeds
+    from runner.simulate.report import Speeds, policies_picture, policies_report, replicas_report
 
     traces = _separate(options) if separate else [options.read()]
-    grid = [
+    grid: Any = [
         SimulationJob(index, name, blocks, nbytes, sizes, disk)
         for index in range(len(traces))
         for name in policies
         for blocks, nbytes in capacities
     ]
-    if replicas is None:
-        document, stop = _simulate_policies(traces, grid, jobs, ray, outputs, plot_file)
-    else:
-        speeds = Speeds(prefill_tokens_per_s, decode_tokens_per_s)
-        routed = [
+    speeds = Speeds(prefill_tokens_per_s, decode_tokens_per_s)
+    if replicas is not None:
+        grid = [
             ReplicaJob(each, name, count, speeds, options.seed) for each in grid for count in counts for name in routers
         ]
-        document, stop = _simulate_replicas(traces, routed, jobs, ray, outputs, speeds)
-    if document["rows"]:
-        document |= {"interrupted": stop is not None, **about(context)}
-        outputs.write("--json", lambda: json_bytes(document))
-    if stop is not None:
-        raise stop
-    outputs.finish()
-
-
-def _simulate_policies(
-    traces: Sequence[Trace],
-    grid: Sequence[SimulationJob],
-    jobs: int,
-    ray: str | None,
-    outputs: Outputs,
-    plot_file: Path | None,
-) -> tuple[dict[str, Any], Exception | None]:
-    """Run and show; returns the rows for JSON, and what to raise if not all has finished."""
-    from runner.picture import picture_format
-    from runner.simulate import report
-
-    rows, stop = _run_or_raise(traces, grid, jobs, ray)
-    infinite = {trace.name: report.infinite_ratio(trace) for trace in traces}
-    outputs.show(*([report.policies_table(rows)] if rows else []), *report.policy_notes(traces, rows))
-    if rows and plot_file is not None:
-        form = picture_format(plot_file)
-        outputs.write("--plot", lambda: report.policies_picture(rows, infinite, form))
-    return report.rows_document(traces, rows, report.POLICY_COUNTS, infinite_block_hit_ratio=infinite), stop
-
-
-def _simulate_replicas(
-    traces: Sequence[Trace], grid: Sequence[ReplicaJob], jobs: int, ray: str | None, outputs: Outputs, speeds: Speeds
-) -> tuple[dict[str, Any], Exception | None]:
-    """Run and show; returns the rows for JSON, and what to raise if not all has finished."""
-    from runner.simulate import report
-
-    rows, stop = _run_or_raise(traces, grid, jobs, ray)
-    outputs.show(*([report.replicas_table(rows)] if rows else []), *report.replica_notes(traces, rows, speeds))
-    return report.rows_document(traces, rows, report.REPLICA_COUNTS), stop
-
-
-def _run_or_raise(
-    traces: Sequence[Trace], grid: Sequence[AnyJob[R]], jobs: int, ray: str | None
-) -> tuple[list[R], Exception | None]:
-    """The rows that finished, and what to raise if not all did. UsageError: none finished."""
     rows, stop = run_grid(traces, grid, jobs, ray)
     if isinstance(stop, UsageError) and not rows:
         raise stop
     if stop is not None:
         say(f"interrupted: {len(rows)} of {len(grid)} simulations had finished.")
-    return rows, stop
+    report = policies_report(traces, rows) if replicas is None else replicas_report(traces, rows, speeds)
+    outputs.show(*report.shown)
+    if rows:
+        document = {**report.document, "interrupted": stop is not None, **about(context)}
+        outputs.write("--json", lambda: json_bytes(document))
+    if rows and plot_file is not None:
+        infinite, form = document["infinite_block_hit_ratio"], picture_format(plot_file)
+        outputs.write("--plot", lambda: policies_picture(rows, infinite, form))
+    if stop is not None:
+        raise stop
+    outputs.finish()
 
 
 def run_grid(

@@ -46,32 +46,16 @@ def synth(
 
     Applications with system prompts, conversations that branch, agents with tools, think times.
     """
+    given = locals()
     outputs = Outputs({"FILE": file})
     require(force or not file.is_file(), f"{file}: is there already; --force writes over it.")
-    from dataclasses import replace
+    from dataclasses import fields
 
     from runner.traces.synthesis import Synth, synthesize
-    from runner.traces.trace import Pace
     from runner.traces.trace_formats import compact_bytes, mooncake_bytes
 
-    default = Synth()
     with usage_errors(ValueError):
-        parameters = Synth(
-            requests,
-            block_tokens,
-            applications,
-            zipf,
-            agent_share,
-            turns,
-            tool_calls,
-            branching,
-            context_tokens,
-            system=replace(default.system, median_tokens=system_tokens),
-            user=replace(default.user, median_tokens=user_tokens),
-            reply=replace(default.reply, median_tokens=reply_tokens),
-            tool_result=replace(default.tool_result, median_tokens=tool_result_tokens),
-            pace=Pace(sessions_per_hour, think_s, tool_s, output_tokens_per_s),
-        )
+        parameters = Synth(**{field.name: given[field.name] for field in fields(Synth)})
         trace = synthesize(parameters, seed=seed, name=file.stem)
     outputs.write("FILE", lambda: (mooncake_bytes if file_format is Format.MOONCAKE else compact_bytes)(trace))
     outputs.finish()

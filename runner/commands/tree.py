@@ -8,17 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from runner.commands.inputs import (
-    BytesPerCheckpoint,
-    BytesPerToken,
-    KvBits,
-    KvGroupSize,
-    ModelConfig,
+    SizeOptions,
     given_files,
-    load_model_bytes,
     load_outline,
     read_chosen,
     scheduled_requests,
     usage_errors,
+    with_options,
 )
 from runner.commands.outputs import (
     STDOUT,
@@ -46,8 +42,10 @@ if TYPE_CHECKING:
 SAVED = re.compile(rb'\s*\{\s*"format":\s*"radixcache-tree"')
 
 
+@with_options(SizeOptions)
 def tree(
     context: typer.Context,
+    options: SizeOptions,
     inputs: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -75,11 +73,6 @@ def tree(
     users: Annotated[int | None, typer.Option(help="Take only the first so many users.  [default: all]")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the schedule: the same seed, the same requests.")] = 0,
     requests: Annotated[int | None, typer.Option(help="Requests to serve at most.  [default: all]")] = None,
-    model_config: ModelConfig = None,
-    bytes_per_token: BytesPerToken = None,
-    bytes_per_checkpoint: BytesPerCheckpoint = None,
-    kv_bits: KvBits = None,
-    kv_group_size: KvGroupSize = 64,
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read or rendered.")
     ] = False,
@@ -101,14 +94,14 @@ def tree(
             f"--format {format_name} against the ending of --out {out}; leave --format out.",
         )
         format_name = ending
-    outputs = Outputs({"--out": out}, [*(inputs or []), model_config, Path(model)])
+    outputs = Outputs({"--out": out}, [*(inputs or []), options.model_config, Path(model)])
     view, note = _saved_tree(inputs or []), ""
     if view is None:
-        sizes = load_model_bytes(model_config, bytes_per_token, bytes_per_checkpoint, kv_bits, kv_group_size)
+        sizes = options.load()
         require_policy(policy)
         conversations = read_chosen(inputs, skip_bad)
         outline = load_outline(model)
-        sizes = sizes or _sizes_of(outline, model, kv_bits, kv_group_size)
+        sizes = sizes or _sizes_of(outline, model, options)
         scheduled = scheduled_requests(conversations, users=users, seed=seed, max_requests=requests)
 
         from runner.script.script import ScriptError
@@ -153,11 +146,11 @@ def _saved_tree(paths: Sequence[Path]) -> "TreeView | None":
         return read_view(content)
 
 
-def _sizes_of(outline: "ModelOutline", model: str, kv_bits: int | None, kv_group_size: int) -> "ModelBytes":
+def _sizes_of(outline: "ModelOutline", model: str, options: SizeOptions) -> "ModelBytes":
     from runner.models.footprint import ModelConfigError
     from runner.models.sizes import model_bytes
 
     try:
-        return model_bytes(outline.config, kv_bits=kv_bits, kv_group_size=kv_group_size)
+        return model_bytes(outline.config, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size)
     except ModelConfigError as error:
         raise UsageError(f"{model}: {error} Give --model-config or --bytes-per-token.") from error

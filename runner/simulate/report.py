@@ -148,17 +148,6 @@ def infinite_token_ratio(trace: Trace) -> float:
     return hit_tokens / trace.prompt_tokens if trace.requests else 0.0
 
 
-def rows_document(traces: Sequence[Trace], rows: Sequence[Row], counts: str, **more: Any) -> dict[str, Any]:
-    """The rows for JSON; `counts` says what the ratios count."""
-    return {
-        "rows": [asdict(row) for row in rows],
-        **more,
-        "sources": [trace.source for trace in traces],
-        "skipped": [len(trace.skipped) for trace in traces],
-        "counts": counts,
-    }
-
-
 # Columns and tables
 
 
@@ -387,6 +376,40 @@ def _same_policies(rows: Sequence[SimulationRow]) -> list[list[str]]:
     for policy, hits in found.items():
         groups.setdefault(frozenset(hits), []).append(policy)
     return [group for hits, group in groups.items() if len(group) > 1 and len(hits) > 1]
+
+
+# Both together
+
+
+class Report(NamedTuple):
+    """What is shown to people, and the same figures for JSON."""
+
+    shown: list[Table | str]
+    document: dict[str, Any]
+
+
+def policies_report(traces: Sequence[Trace], rows: Sequence[SimulationRow]) -> Report:
+    shown: list[Table | str] = [policies_table(rows)] if rows else []
+    shown += policy_notes(traces, rows)
+    infinite = {trace.name: infinite_ratio(trace) for trace in traces}
+    return Report(shown, _document(traces, rows, POLICY_COUNTS, infinite_block_hit_ratio=infinite))
+
+
+def replicas_report(traces: Sequence[Trace], rows: Sequence[ReplicaRow], speeds: Speeds) -> Report:
+    shown: list[Table | str] = [replicas_table(rows)] if rows else []
+    shown += replica_notes(traces, rows, speeds)
+    return Report(shown, _document(traces, rows, REPLICA_COUNTS))
+
+
+def _document(traces: Sequence[Trace], rows: Sequence[Row], counts: str, **more: Any) -> dict[str, Any]:
+    """The rows for JSON; `counts` says what the ratios count."""
+    return {
+        "rows": [asdict(row) for row in rows],
+        **more,
+        "sources": [trace.source for trace in traces],
+        "skipped": [len(trace.skipped) for trace in traces],
+        "counts": counts,
+    }
 
 
 # The picture of policies

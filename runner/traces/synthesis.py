@@ -24,37 +24,14 @@ import numpy as np
 
 from runner.traces.trace import Keys, Pace, Trace, TraceRequest
 
-MOST_MEDIAN_TOKENS = 1e9
-#: The range of each parameter of `Synth`.
-RANGES: dict[str, tuple[float, float]] = {
-    "requests": (1, math.inf),
-    "block_tokens": (1, math.inf),
-    "applications": (1, math.inf),
-    "zipf": (0, math.inf),
-    "agent_share": (0, 1),
-    "turns": (1, math.inf),
-    "tool_calls": (0, math.inf),
-    "branching": (0, 1),
-    "context_tokens": (1, math.inf),
+#: Standard deviation of the logarithm of each length.
+SIGMA = {"system_tokens": 1.0, "user_tokens": 1.2, "reply_tokens": 0.8, "tool_result_tokens": 1.2}
+#: The range of each parameter; 1 or more without an entry.
+RANGES = {
+    **dict.fromkeys(("zipf", "tool_calls"), (0, math.inf)),
+    **dict.fromkeys(("agent_share", "branching"), (0, 1)),
+    **dict.fromkeys(SIGMA, (1, 1e9)),
 }
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """A log-normal length in tokens, at least 1."""
-
-    median_tokens: float
-    sigma: float
-
-    def __post_init__(self) -> None:
-        if not (1 <= self.median_tokens <= MOST_MEDIAN_TOKENS and self.sigma >= 0):
-            raise ValueError(
-                f"a length has median {self.median_tokens:g} and sigma {self.sigma:g}; wanted 1 or more, at most"
-                f" {MOST_MEDIAN_TOKENS:g}, and 0 or more."
-            )
-
-    def draw(self, source: random.Random) -> int:
-        return max(1, round(self.median_tokens * source.lognormvariate(0.0, self.sigma)))
 
 
 @dataclass(frozen=True)
@@ -68,6 +45,8 @@ class Synth:
         tool_calls: mean number of tool calls in an agent's turn.
         branching: probability that a turn goes back to an earlier one.
         context_tokens: a conversation ends before a prompt would be longer.
+        sessions_per_hour, think_s, tool_s, output_tokens_per_s: as in `Pace`.
+        system_tokens, user_tokens, reply_tokens, tool_result_tokens: medians of lengths.
     """
 
     requests: int = 10_000
@@ -79,18 +58,30 @@ class Synth:
     tool_calls: float = 4.0
     branching: float = 0.05
     context_tokens: int = 131_072
-    system: Lengths = field(default_factory=lambda: Lengths(1_000, 1.0))
-    user: Lengths = field(default_factory=lambda: Lengths(60, 1.2))
-    reply: Lengths = field(default_factory=lambda: Lengths(200, 0.8))
-    tool_result: Lengths = field(default_factory=lambda: Lengths(400, 1.2))
-    pace: Pace = field(default_factory=lambda: Pace(sessions_per_hour=600.0))
+    sessions_per_hour: float = 600.0
+    think_s: float = 30.0
+    tool_s: float = 3.0
+    output_tokens_per_s: float = 40.0
+    system_tokens: float = 1_000
+    user_tokens: float = 60
+    reply_tokens: float = 200
+    tool_result_tokens: float = 400
 
     def __post_init__(self) -> None:
-        for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            if not (low <= value <= high and value < math.inf):
-                wanted = f"{low} or more" if high == math.inf else f"{low} to {high}"
+        pace = vars(self.pace())
+        for name, value in vars(self).items():
+            low, high = RANGES.get(name, (1, math.inf))
+            if name not in pace and not (low <= value <= high and value < math.inf):
+                wanted = f"{low} or more" if high == math.inf else f"{low} to {high:g}"
                 raise ValueError(f"{name} is {value:g}; wanted {wanted}.")
+
+    def pace(self) -> Pace:
+        return Pace(self.sessions_per_hour, self.think_s, self.tool_s, self.output_tokens_per_s)
+
+    def length(self, name: str, draw: random.Random) -> int:
+        """A length in tokens, by the name of its median."""
+        median: float = getattr(self, name)
+        return max(1, round(median * draw.lognormvariate(0.0, SIGMA[name])))
 
 
 def synthesize(parameters: Synth, *, seed: int = 0, name: str = "synth") -> Trace:
@@ -167,7 +158,7 @@ class _Traffic:
     """
 
     def __init__(self, parameters: Synth, draw: random.Random) -> None:
-        self._parameters = parameters
+        self._parameters, self._pace = parameters, parameters.pace()
         self._draw = draw
         self._numbers: dict[object, int] = {}
         self._pieces = count()
@@ -184,7 +175,7 @@ class _Traffic:
         while made < self._parameters.requests:
             at_s, _, conversation = heapq.heappop(self._agenda)
             if conversation is None:
-                self._plan(at_s + self._parameters.pace.session_gap_s(self._draw), None)
+                self._plan(at_s + self._pace.session_gap_s(self._draw), None)
                 conversation = self._begin()
                 self._ask(conversation)
             if conversation.text.tokens > self._parameters.context_tokens:
@@ -201,7 +192,7 @@ class _Traffic:
     def _request(self, conversation: _Conversation, at_s: float) -> TraceRequest:
         """Make the request that is due, and plan the next one."""
         text, parameters = conversation.text, self._parameters
-        output_tokens = parameters.reply.draw(self._draw)
+        output_tokens = parameters.length("reply_tokens", self._draw)
         request = TraceRequest(
             text.keys(),
             text.tokens,
@@ -213,11 +204,11 @@ class _Traffic:
         )
         self._say(text, output_tokens)
         is_tool = conversation.calls_left > 0
-        gap_s = parameters.pace.request_gap_s(self._draw, output_tokens, is_tool=is_tool)
+        gap_s = self._pace.request_gap_s(self._draw, output_tokens, is_tool=is_tool)
         if is_tool:
             conversation.calls_left -= 1
             conversation.turn += 1
-            self._say(text, parameters.tool_result.draw(self._draw))
+            self._say(text, parameters.length("tool_result_tokens", self._draw))
         elif conversation.turns_left > 0:
             self._ask(conversation)
         else:
@@ -243,7 +234,7 @@ class _Traffic:
         conversation.beginnings.append((conversation.text.copy(), conversation.turn))
         conversation.turns_left -= 1
         conversation.turn += 1
-        self._say(conversation.text, self._parameters.user.draw(self._draw))
+        self._say(conversation.text, self._parameters.length("user_tokens", self._draw))
         if conversation.application.is_agent:
             conversation.calls_left = self._geometric(self._parameters.tool_calls)
 
@@ -258,7 +249,7 @@ class _Traffic:
         heapq.heappush(self._agenda, (at_s, next(self._order), conversation))
 
     def _application(self) -> _Application:
-        length = self._parameters.system.draw(self._draw)
+        length = self._parameters.length("system_tokens", self._draw)
         return _Application(next(self._pieces), length, self._draw.random() < self._parameters.agent_share)
 
     def _geometric(self, mean: float) -> int:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +255,6 @@ def join_traces(traces: Sequence[Trace], *, name: str = "") -> Trace:
         requests,
         any(trace.is_timing_synthetic for trace in traces),
         ", ".join(trace.source for trace in traces),
-        tuple(line for trace in traces for line in trace.skipped),
     )
 
 
@@ -266,55 +265,54 @@ MOST_EXACT = 1 << 53
 MOST_BLOCK_TOKENS = 1 << 31
 
 
-class BadLines:
-    """Collects bad lines; without `skip_bad` the first one ends the reading."""
+@dataclass
+class Reading:
+    """How files are read, for readers of every format, and what was left out.
 
-    def __init__(self, skip_bad: bool) -> None:
-        self._skip_bad = skip_bad
-        self.skipped: list[str] = []
+    Attributes:
+        skip_bad: list bad lines in `skipped` instead of raising.
+        seed, pace: of arrival times that are not recorded.
+        tokenizer: for conversations.
+        block_tokens: for formats that do not record it; None: the format's default.
+    """
 
-    def add(self, error: TraceError) -> None:
-        """Count a bad line, or raise the error."""
-        if not self._skip_bad:
+    skip_bad: bool = False
+    seed: int = 0
+    pace: Pace = field(default_factory=Pace)
+    tokenizer: Any = None
+    block_tokens: int | None = None
+    skipped: list[str] = field(default_factory=list)
+
+    def skip(self, error: TraceError) -> None:
+        """Leave a bad line out, or raise its error."""
+        if not self.skip_bad:
             raise error
         self.skipped.append(str(error))
 
 
-@dataclass(frozen=True, slots=True)
-class TraceLine:
-    """One line: its JSON object, or what is wrong with it."""
-
-    where: str
-    value: Any
-    error: TraceError | None = None
-
-
-def read_lines(path: Path) -> Iterator[TraceLine]:
-    """Every line of a JSONL file that is not blank, from number 1, one at a time. TraceError: it cannot be read."""
+def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | TraceError]]:
+    """The place and the content of every line of a JSONL file that is not blank, from number 1, one at a time."""
     try:
         with path.open("rb") as file:
             for number, content in enumerate(file, start=1):
                 if content.strip():
-                    yield _parse(content, f"{path}:{number}")
+                    where = f"{path}:{number}"
+                    yield where, _parse(content, where)
     except OSError as error:
         raise unreadable(path, error) from error
 
 
-def _parse(content: bytes, where: str) -> TraceLine:
+def _parse(content: bytes, where: str) -> dict[str, Any] | TraceError:
     try:
         value = json.loads(content)
     except RecursionError:
-        wrong = "nested too deeply; wanted a request."
+        return TraceError(f"{where}: nested too deeply; wanted a request.")
     except UnicodeDecodeError as error:
         found = f"byte 0x{error.object[error.start]:02x} at offset {error.start} is not UTF-8"
-        wrong = f"{found}; wanted one JSON object per line."
+        return TraceError(f"{where}: {found}; wanted one JSON object per line.")
     except ValueError as error:
-        wrong = f"not JSON ({error}); wanted one object per line."
-    else:
-        if isinstance(value, dict):
-            return TraceLine(where, value)
-        wrong = f"found {shown(value)}; wanted an object."
-    return TraceLine(where, None, TraceError(f"{where}: {wrong}"))
+        return TraceError(f"{where}: not JSON ({error}); wanted one object per line.")
+    return value if isinstance(value, dict) else TraceError(f"{where}: found {shown(value)}; wanted an object.")
 
 
 def unreadable(path: Path, error: OSError) -> TraceError:

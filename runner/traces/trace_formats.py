@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,11 +22,10 @@ from radixcache.observe.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Cloc
 from runner.text import shown
 from runner.traces.trace import (
     MOST_BLOCK_TOKENS,
-    BadLines,
     KeyTable,
+    Reading,
     Trace,
     TraceError,
-    TraceLine,
     TraceRequest,
     hash_ids,
     join_traces,
@@ -36,7 +36,6 @@ from runner.traces.trace import (
 )
 
 MOONCAKE_BLOCK_TOKENS = 512
-SESSIONS_PER_HOUR = 30.0
 
 
 def _list(record: dict[str, Any], name: str, where: str) -> list[Any]:
@@ -73,21 +72,9 @@ def is_compact_header(record: dict[str, Any]) -> bool:
     return record.get("format") == FORMAT
 
 
-def read_compact(path: Path, *, skip_bad: bool = False) -> Trace:
-    """Read a trace. A torn line is left out and counted, even without `skip_bad`.
-
-    Raises:
-        TraceError: the file cannot be read, has no header, or a line is bad and `skip_bad` is off.
-    """
-    reader = _CompactReader(path, BadLines(skip_bad))
-    before: TraceLine | None = None
-    for line in read_lines(path):
-        if before is not None:
-            reader.take(before, is_last_of_part=line.error is None and is_compact_header(line.value))
-        before = line
-    if before is not None:
-        reader.take(before, is_last_of_part=True)
-    return reader.trace()
+def read_compact(paths: Sequence[Path], reading: Reading) -> list[Trace]:
+    """A trace per file. A torn line is left out and counted, even without `skip_bad`."""
+    return [_CompactReader(path, reading).trace() for path in paths]
 
 
 def compact_bytes(trace: Trace) -> bytes:
@@ -116,9 +103,9 @@ class _CompactReader:
     requests by their numbers.
     """
 
-    def __init__(self, path: Path, bad: BadLines) -> None:
+    def __init__(self, path: Path, reading: Reading) -> None:
         self._path = path
-        self._bad = bad
+        self._reading = reading
         self._table = KeyTable()
         self._requests: list[TraceRequest] = []
         self._is_timing_synthetic = False
@@ -129,33 +116,30 @@ class _CompactReader:
         self._part_start = 0
         self._digests: dict[int, list[bytes]] = {}
 
-    def take(self, line: TraceLine, *, is_last_of_part: bool) -> None:
-        """Read a line."""
-        if is_last_of_part and line.error is not None:
-            self._bad.skipped.append(f"{line.where}: torn, as the writer was stopped here; left out.")
-            return
-        try:
-            if line.error is not None:
-                raise line.error
-            if is_compact_header(line.value):
-                self._begin_part(line.value, line.where)
-            elif not self._is_open:
-                raise TraceError(f"{line.where}: no header; wanted a line with format {FORMAT!r} first.")
-            else:
-                self._requests.append(self._request(line.value, line.where))
-        except TraceError as error:
-            self._bad.add(error)
-
     def trace(self) -> Trace:
+        """Read all lines."""
+        for (where, record), (_, following) in pairwise(chain(read_lines(self._path), [("", None)])):
+            ends_part = following is None or (isinstance(following, dict) and is_compact_header(following))
+            try:
+                if isinstance(record, dict):
+                    self._take(record, where)
+                elif ends_part:
+                    self._reading.skipped.append(f"{where}: torn, as the writer was stopped here; left out.")
+                elif record is not None:
+                    raise record
+            except TraceError as error:
+                self._reading.skip(error)
         self._end_part()
-        return Trace(
-            self._path.stem,
-            self._block_tokens or 1,
-            self._requests,
-            self._is_timing_synthetic,
-            str(self._path),
-            tuple(self._bad.skipped),
-        )
+        source = str(self._path)
+        return Trace(self._path.stem, self._block_tokens or 1, self._requests, self._is_timing_synthetic, source)
+
+    def _take(self, record: dict[str, Any], where: str) -> None:
+        if is_compact_header(record):
+            self._begin_part(record, where)
+        elif not self._is_open:
+            raise TraceError(f"{where}: no header; wanted a line with format {FORMAT!r} first.")
+        else:
+            self._requests.append(self._request(record, where))
 
     def _begin_part(self, header: dict[str, Any], where: str) -> None:
         # Even a bad header ends the part before it.
@@ -257,24 +241,23 @@ class _CompactReader:
 # al., Mooncake, arXiv 2407.00079.
 
 
-def read_mooncake(path: Path, *, block_tokens: int = MOONCAKE_BLOCK_TOKENS, skip_bad: bool = False) -> Trace:
-    """Read a trace that was hashed by blocks of `block_tokens`.
-
-    Raises:
-        TraceError: the file cannot be read, or a line is bad and `skip_bad` is off.
-    """
-    bad = BadLines(skip_bad)
-    table = KeyTable()
-    requests: list[TraceRequest] = []
-    for line in read_lines(path):
-        try:
-            if line.error is not None:
-                raise line.error
-            earlier_ms = requests[-1].time_ms if requests else 0
-            requests.append(_mooncake_request(line.value, line.where, table, block_tokens, earlier_ms))
-        except TraceError as error:
-            bad.add(error)
-    return Trace(path.stem, block_tokens, requests, False, str(path), tuple(bad.skipped))
+def read_mooncake(paths: Sequence[Path], reading: Reading) -> list[Trace]:
+    """A trace per file, hashed by blocks of 512 tokens or of `reading.block_tokens`."""
+    block_tokens = reading.block_tokens or MOONCAKE_BLOCK_TOKENS
+    traces = []
+    for path in paths:
+        table = KeyTable()
+        requests: list[TraceRequest] = []
+        for where, record in read_lines(path):
+            try:
+                if isinstance(record, TraceError):
+                    raise record
+                earlier_ms = requests[-1].time_ms if requests else 0
+                requests.append(_mooncake_request(record, where, table, block_tokens, earlier_ms))
+            except TraceError as error:
+                reading.skip(error)
+        traces.append(Trace(path.stem, block_tokens, requests, False, str(path)))
+    return traces
 
 
 def mooncake_bytes(trace: Trace) -> bytes:
@@ -322,34 +305,25 @@ def _mooncake_request(
 #        sent them. With `t` as the start they would outlive the wait for them.)
 
 
-def read_coding_agent(
-    paths: Sequence[Path], *, seed: int = 0, sessions_per_hour: float = SESSIONS_PER_HOUR, skip_bad: bool = False
-) -> Trace:
-    """Read sessions into one trace; the first one begins at 0, and `seed` decides when the others begin.
-
-    Raises:
-        TraceError: a file cannot be read, a request is bad and `skip_bad` is off, or block sizes differ.
-    """
-    bad = BadLines(skip_bad)
-    draw = random.Random(seed)
+def read_coding_agent(paths: Sequence[Path], reading: Reading) -> list[Trace]:
+    """One trace of all sessions; the first one begins at 0, and the seed decides when the others begin."""
+    draw = random.Random(reading.seed)
     sessions: list[Trace] = []
     start_s = 0.0
     for path in paths:
         try:
-            session = _Session(path, bad)
+            session = _Session(path, reading)
             if sessions and session.block_tokens != sessions[0].block_tokens:
                 raise TraceError(
                     f"{path}: block_size is {session.block_tokens}; wanted {sessions[0].block_tokens}, as before."
                 )
         except TraceError as error:
-            bad.add(error)
+            reading.skip(error)
             continue
         requests = [replace(each, time_ms=each.time_ms + round(1e3 * start_s)) for each in session.requests()]
         sessions.append(Trace(path.stem, session.block_tokens, requests, True, str(path)))
-        start_s += draw.expovariate(sessions_per_hour / 3600.0)
-    trace = join_traces(sessions) if sessions else Trace("", 1, [], True, "")
-    source = ", ".join(map(str, paths))
-    return replace(trace, name=paths[0].stem, source=source, skipped=tuple(bad.skipped))
+        start_s += reading.pace.session_gap_s(draw)
+    return [replace(join_traces(sessions), name=paths[0].stem)] if sessions else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,8 +340,8 @@ class _Agent:
 class _Session:
     """One file."""
 
-    def __init__(self, path: Path, bad: BadLines) -> None:
-        self._bad = bad
+    def __init__(self, path: Path, reading: Reading) -> None:
+        self._reading = reading
         self._table = KeyTable()
         document = _session_document(path)
         self.block_tokens = whole_number(document, "block_size", str(path), at_least=1, at_most=MOST_BLOCK_TOKENS)
@@ -391,7 +365,7 @@ class _Session:
                     found = iter([self._request(record, agent, turn + 1, where)])
                     turn += 1
             except TraceError as error:
-                self._bad.add(error)
+                self._reading.skip(error)
                 continue
             yield from found
 

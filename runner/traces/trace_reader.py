@@ -1,6 +1,6 @@
 """Read a trace in any known format; a folder is the files below it.
 
-The beginning of a file tells its format, and `READERS` names the reader of each. To add a format, add a line there and
+The beginning of a file tells its format, and `READERS` has the reader of each. To add a format, add a line there and
 one in `_format_of`. Conversations have no block hashes: `read_conversation_trace` makes blocks of a tokenizer's tokens.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import requests_of
 from runner.text import printable, shown
 from runner.traces.trace import (
-    BadLines,
     KeyTable,
     Pace,
+    Reading,
     Trace,
     TraceError,
     TraceRequest,
@@ -33,13 +33,7 @@ from runner.traces.trace import (
     join_traces,
     unreadable,
 )
-from runner.traces.trace_formats import (
-    MOONCAKE_BLOCK_TOKENS,
-    is_compact_header,
-    read_coding_agent,
-    read_compact,
-    read_mooncake,
-)
+from runner.traces.trace_formats import is_compact_header, read_coding_agent, read_compact, read_mooncake
 
 CONVERSATION_BLOCK_TOKENS = 64
 #: The longest beginning of a file that is looked at.
@@ -47,51 +41,9 @@ _PROBE_BYTES = 1 << 16
 _SUFFIXES = (".json", ".jsonl")
 #: Blanks, and the mark that some editors put before UTF-8.
 _BLANK = b" \t\r\n\xef\xbb\xbf"
+_NOT_JSON = object()
 #: How compressed files begin.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
-
-
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """What readers need to know beside the files; see `read_trace`."""
-
-    skip_bad: bool
-    seed: int
-    pace: Pace
-    tokenizer: Any
-    block_tokens: int | None
-
-
-def _read_compact(paths: Sequence[Path], options: ReadOptions) -> list[Trace]:
-    return [read_compact(path, skip_bad=options.skip_bad) for path in paths]
-
-
-def _read_mooncake(paths: Sequence[Path], options: ReadOptions) -> list[Trace]:
-    block_tokens = options.block_tokens or MOONCAKE_BLOCK_TOKENS
-    return [read_mooncake(path, block_tokens=block_tokens, skip_bad=options.skip_bad) for path in paths]
-
-
-def _read_coding_agent(paths: Sequence[Path], options: ReadOptions) -> list[Trace]:
-    rate = options.pace.sessions_per_hour
-    return [read_coding_agent(paths, seed=options.seed, sessions_per_hour=rate, skip_bad=options.skip_bad)]
-
-
-def _read_conversations(paths: Sequence[Path], options: ReadOptions) -> list[Trace]:
-    if options.tokenizer is None:
-        raise TraceError(
-            f"{paths[0]}: no block hashes, so it is no trace; conversations are for radixcache replay, tree and "
-            "explain, and with --model MODEL, whose tokenizer makes blocks of them, for simulate, mrc and advise."
-        )
-    return [read_conversation_trace(paths, options)]
-
-
-#: The reader of each format, which makes one trace or more of files in that format.
-READERS: dict[str, Callable[[Sequence[Path], ReadOptions], list[Trace]]] = {
-    "compact": _read_compact,
-    "mooncake": _read_mooncake,
-    "coding-agent": _read_coding_agent,
-    "conversations": _read_conversations,
-}
 
 
 def read_trace(
@@ -119,61 +71,62 @@ def read_trace(
     """
     if not paths:
         raise ValueError("no trace was given; wanted at least one path.")
-    bad = BadLines(skip_bad)
+    reading = Reading(skip_bad, seed, pace or Pace(), tokenizer, block_tokens)
     files: dict[str, list[Path]] = {}
     for path in (file for each in paths for file in _files(Path(each))):
         beginning = _beginning(path)
         try:
             files.setdefault(_format_of(path, beginning), []).append(path)
         except TraceError as error:
-            bad.add(error)
+            reading.skip(error)
     if block_tokens is not None and not files.keys() & {"mooncake", "conversations"}:
         kind, (path, *_) = next(iter(files.items()), ("", [Path()]))
         raise TraceError(f"{path}: a {kind} trace says itself how long its blocks are; leave --block-tokens out.")
-    options = ReadOptions(skip_bad, seed, pace or Pace(), tokenizer, block_tokens)
-    traces = [trace for kind, own in files.items() for trace in READERS[kind](own, options)]
-    source = ", ".join(map(str, paths))
-    skipped = (*bad.skipped, *(line for trace in traces for line in trace.skipped))
-    traces = [infer_turns(trace) for trace in traces if trace.requests]
+    found = [trace for kind, own in files.items() for trace in READERS[kind](own, reading)]
+    traces = [infer_turns(trace) for trace in found if trace.requests]
+    source, skipped = ", ".join(map(str, paths)), reading.skipped
     if not traces:
         first = f"; the first of {len(skipped)} skipped: {skipped[0]}" if skipped else "."
         raise TraceError(f"{source}: no request found{first}")
     name = name or (printable(Path(paths[0]).resolve().stem) if len(paths) == 1 else "")
-    rate = options.pace.sessions_per_hour if files.keys() & {"coding-agent", "conversations"} else None
-    return replace(join_traces(traces, name=name), source=source, skipped=skipped, sessions_per_hour=rate)
+    rate = reading.pace.sessions_per_hour if files.keys() & {"coding-agent", "conversations"} else None
+    return replace(join_traces(traces, name=name), source=source, skipped=tuple(skipped), sessions_per_hour=rate)
 
 
-def read_conversation_trace(paths: Sequence[Path], options: ReadOptions) -> Trace:
-    """Read conversations into one trace, in the order of the files; each reply that is due is a request.
+def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Trace]:
+    """One trace of all conversations, in the order of the files; each reply that is due is a request.
 
     Arrivals are made up. A reply that was not recorded is missing in later prompts, too.
     """
+    if reading.tokenizer is None:
+        raise TraceError(
+            f"{paths[0]}: no block hashes, so it is no trace; conversations are for radixcache replay, tree and "
+            "explain, and with --model MODEL, whose tokenizer makes blocks of them, for simulate, mrc and advise."
+        )
     try:
-        read = read_conversations(*paths, skip_bad=options.skip_bad)
+        read = read_conversations(*paths, skip_bad=reading.skip_bad)
     except ConversationError as error:
         raise TraceError(str(error)) from error
-    bad = BadLines(options.skip_bad)
-    pace, draw = options.pace, random.Random(options.seed)
-    block_tokens = options.block_tokens or CONVERSATION_BLOCK_TOKENS
+    reading.skipped += read.skipped
+    draw, block_tokens = random.Random(reading.seed), reading.block_tokens or CONVERSATION_BLOCK_TOKENS
     table = KeyTable()
     requests: list[TraceRequest] = []
     start_s = 0.0
     for conversation in read.conversations:
         try:
-            rendered = _rendered(conversation, options.tokenizer)
+            rendered = _rendered(conversation, reading.tokenizer)
         except TraceError as error:
-            bad.add(error)
+            reading.skip(error)
             continue
         at_s = start_s
         for index, (prompt, output_tokens, is_tool) in enumerate(rendered):
             keys = table.keys(block_digests(prompt.astype(np.int64), block_tokens))
             name = conversation.conversation_id
             requests.append(TraceRequest(keys, len(prompt), output_tokens, round(1e3 * at_s), name, index + 1))
-            at_s += pace.request_gap_s(draw, output_tokens, is_tool=is_tool)
-        start_s += pace.session_gap_s(draw)
+            at_s += reading.pace.request_gap_s(draw, output_tokens, is_tool=is_tool)
+        start_s += reading.pace.session_gap_s(draw)
     requests.sort(key=lambda request: request.time_ms)
-    source = ", ".join(map(str, paths))
-    return Trace(paths[0].stem, block_tokens, requests, True, source, (*read.skipped, *bad.skipped))
+    return [Trace(paths[0].stem, block_tokens, requests, True, ", ".join(map(str, paths)))]
 
 
 def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Any, int, bool]]:
@@ -245,11 +198,17 @@ def _format_of(path: Path, beginning: bytes) -> str:
     return "conversations"
 
 
-_NOT_JSON = object()
-
-
 def _json_of(content: bytes) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
         return _NOT_JSON
+
+
+#: The reader of each format: it makes one trace or more of files in that format.
+READERS: dict[str, Callable[[Sequence[Path], Reading], list[Trace]]] = {
+    "compact": read_compact,
+    "mooncake": read_mooncake,
+    "coding-agent": read_coding_agent,
+    "conversations": read_conversation_trace,
+}

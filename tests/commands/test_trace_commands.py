@@ -174,7 +174,7 @@ def test_options_of_all_trace_commands_are_offered_by_each(command) -> None:
         (["synth", "nowhere/x.jsonl"], "nowhere/x.jsonl: cannot be written"),
         (["synth", "x.jsonl", "--requests", "0"], "requests is 0; wanted 1 or more."),
         (["synth", "x.jsonl", "--think-s", "0"], "think_s is 0; wanted more than 0."),
-        (["synth", "x.jsonl", "--user-tokens", "inf"], "a length has median inf"),
+        (["synth", "x.jsonl", "--user-tokens", "inf"], "user_tokens is inf; wanted 1 to 1e+09."),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(tmp_path, monkeypatch, command, trace, arguments, found) -> None:

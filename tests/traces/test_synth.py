@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from runner.traces.synthesis import Lengths, Synth, synthesize
-from runner.traces.trace import Pace, Trace
+from runner.traces.synthesis import Synth, synthesize
+from runner.traces.trace import Trace
 
 SMALL = Synth(requests=2000)
 
@@ -79,7 +79,7 @@ def test_turn_carries_on_the_latest_one_before_it_also_after_going_back() -> Non
 def test_popular_applications_are_more_popular_with_a_larger_exponent() -> None:
     shares = []
     for zipf in (0.0, 2.0):
-        trace = synthesize(replace(SMALL, zipf=zipf, applications=10, system=Lengths(500, 0.2)))
+        trace = synthesize(replace(SMALL, zipf=zipf, applications=10))
         firsts = Counter(int(requests[0].keys[0]) for requests in conversations(trace).values())
         shares.append(firsts.most_common(1)[0][1] / firsts.total())
     assert shares[0] < 0.25 < 0.5 < shares[1]
@@ -95,15 +95,17 @@ def test_only_agents_have_more_requests_than_turns() -> None:
 
 
 def test_mean_turns_are_as_asked() -> None:
-    trace = synthesize(replace(SMALL, agent_share=0.0, turns=3.0, requests=6000, pace=Pace(600, 0.01, 0.01, 1e6)))
+    trace = synthesize(
+        replace(SMALL, agent_share=0.0, turns=3.0, requests=6000, think_s=0.01, tool_s=0.01, output_tokens_per_s=1e6)
+    )
     lengths = [len(each) for each in conversations(trace).values()][:-10]
     assert 2.8 < np.mean(lengths) < 3.2
 
 
 def test_users_and_tools_take_the_time_that_is_asked_for() -> None:
-    pace = Pace(sessions_per_hour=600.0, think_s=20.0, tool_s=2.0, output_tokens_per_s=1e6)
+    pace = {"think_s": 20.0, "tool_s": 2.0, "output_tokens_per_s": 1e6}
     for agent_share, turns, gap_s in ((0.0, 10.0, 20.0), (1.0, 1.0, 2.0)):
-        trace = synthesize(replace(SMALL, agent_share=agent_share, turns=turns, tool_calls=10.0, pace=pace))
+        trace = synthesize(replace(SMALL, agent_share=agent_share, turns=turns, tool_calls=10.0, **pace))
         gaps = [b.time_ms - a.time_ms for requests in conversations(trace).values() for a, b in pairwise(requests)]
         assert np.mean(gaps) / 1e3 == pytest.approx(gap_s, rel=0.2)
 
@@ -117,21 +119,16 @@ def test_no_prompt_is_longer_than_the_context() -> None:
 
 def test_lengths_far_beyond_the_context_cost_no_more_than_it() -> None:
     with pytest.raises(ValueError, match="none of 1000 conversations began within 500 tokens"):
-        synthesize(replace(SMALL, context_tokens=500, system=Lengths(1e9, 0.0)))
+        synthesize(replace(SMALL, context_tokens=500, system_tokens=1e9))
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"requests": 0}, {"turns": 0.5}, {"agent_share": 1.1}, {"branching": -0.1}, {"zipf": float("nan")}],
+    [
+        *({"requests": 0}, {"turns": 0.5}, {"agent_share": 1.1}, {"branching": -0.1}, {"zipf": float("nan")}),
+        *({"user_tokens": 0}, {"user_tokens": float("inf")}, {"reply_tokens": float("nan")}, {"think_s": 0}),
+    ],
 )
 def test_parameters_out_of_range_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*; wanted"):
         replace(SMALL, **wrong)
-
-
-def test_lengths_and_paces_out_of_range_are_refused() -> None:
-    for median in (0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="wanted 1 or more"):
-            Lengths(median, 1.0)
-    with pytest.raises(ValueError, match="think_s is 0; wanted more than 0"):
-        Pace(think_s=0)
