@@ -171,19 +171,10 @@ def view_of(
     meanwhile: Callable[[], object] = dict,
 ) -> TreeView:
     """A description of the tree; None: of all namespaces. `meanwhile` is called under the lock too."""
-    ledger, layout = states.account.ledger, states.layout
-    budget = bytes_words(ledger.budget_bytes) if ledger.budget_bytes < 1 << 60 else "no limit"
-    return collect(
-        ledger.lock,
-        lambda: states.tree.roots(namespace),
-        token_bytes=layout.token_bytes,
-        windows_of=lambda spans: layout.stored(spans, max(layout.windows)),
-        pin_names=pins.names_at,
-        tokenizer=tokenizer or about.tokenizer,
-        about=[("policy", about.policy), ("budget", budget)] if namespace is None else [],
-        slot_count=slot_count,
-        meanwhile=meanwhile,
-    )
+    budget_bytes = states.account.ledger.budget_bytes
+    facts = [("policy", about.policy), ("budget", bytes_words(budget_bytes) if budget_bytes < 1 << 60 else "no limit")]
+    facts = facts if namespace is None else []
+    return collect(states, pins, namespace, facts, slot_count, tokenizer or about.tokenizer, meanwhile)
 
 
 def snapshot_of(core: Core, states: StateTree, pins: Pins, namespace: str | None, about: About) -> StatsSnapshot:

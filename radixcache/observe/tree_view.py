@@ -13,8 +13,7 @@ Invariants, asserted by `read_view`:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -41,18 +40,15 @@ class NodeView:
     Attributes:
         parent, namespace: index of the parent, -1 at the top of a namespace; index into TreeView.namespaces.
         start, end: offsets of its tokens from the start of the sequence.
-        span_bytes: of its spans, in the live buffers or as a snapshot.
-        is_live, is_paged: in the live buffers of a slot; as a snapshot.
-        slots: where it is live.
+        span_bytes: of its spans, wherever they are.
+        is_live, is_paged, slots: in the live buffers of these slots; as a snapshot.
         checkpoint, checkpoint_bytes: kind and bytes of the checkpoint at its end; "": there is none.
         window_bytes, windows: bytes of its sliding windows; the tokens [start, end) that they are of.
-        is_pinned: a pin holds it; nodes above a pinned node stay with it.
-        pin_names: names of the pins that end here.
+        is_pinned, pin_names: a pin holds it; names of the pins that end here.
         is_open: an open session stands on it.
         uses, last_used: how many requests used its spans, and the tick of the last use.
         below, below_tokens, below_bytes: nodes below it, and what they hold.
-        text: its start, decoded; None: there was no tokenizer.
-        text_end: its end, if that is not in `text`.
+        text, text_end: its start, decoded, and its end if that is not in `text`; None: there was no tokenizer.
     """
 
     parent: int
@@ -95,13 +91,7 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class TreeView:
-    """A tree.
-
-    Attributes:
-        namespaces: names, in the order of their nodes.
-        nodes: in preorder.
-        about: other facts by name, such as the policy and the budget.
-    """
+    """A tree: its nodes in preorder, namespaces in the same order, and facts such as the policy and the budget."""
 
     namespaces: tuple[str, ...]
     nodes: tuple[NodeView, ...]
@@ -197,31 +187,18 @@ class _Copy(NamedTuple):
 
 
 def collect(
-    lock: AbstractContextManager[Any],
-    roots: Callable[[], Sequence[Node[Any]]],
-    *,
-    token_bytes: int,
-    windows_of: Callable[[Any], Sequence[tuple[int, int]]] = lambda spans: (),
-    pin_names: Callable[[], Mapping[int, Sequence[str]]] = dict,
-    tokenizer: Any = None,
-    about: Iterable[tuple[str, str]] = (),
-    slot_count: int = 1,
-    meanwhile: Callable[[], object] = lambda: None,
+    states: Any,
+    pins: Any,
+    namespace: str | None,
+    facts: Sequence[tuple[str, str]],
+    slot_count: int,
+    tokenizer: Any,
+    meanwhile: Callable[[], object],
 ) -> TreeView:
-    """Describe the trees below some roots.
-
-    Args:
-        lock: held only while the nodes are copied.
-        roots: one for each namespace; called under the lock, like `pin_names` and `meanwhile`.
-        token_bytes: of a token that is only in the live buffers.
-        windows_of: the tokens that a state of windows is of.
-        pin_names: names of pins by the id() of the node where they end.
-        tokenizer: decodes the ends of edges; None: no text.
-        meanwhile: reads what must be of the same moment.
-    """
-    with lock:
-        found = list(roots())
-        copies, names = _copied(found, token_bytes, windows_of), pin_names()
+    """Describe a StateTree with its Pins; `meanwhile` is called under the lock too."""
+    with states.account.ledger.lock:
+        roots = list(states.tree.roots(namespace))
+        copies, names = _copied(roots, states.layout), pins.names_at()
         meanwhile()
     index = {node.node_id: number for number, node in enumerate(copies)}
     parents = [index.get(node.parent_id, -1) for node in copies]
@@ -252,12 +229,10 @@ def collect(
                 **node.about,
             )
         )
-    return TreeView(tuple(root.namespace for root in found), tuple(nodes), tuple(about), slot_count)
+    return TreeView(tuple(root.namespace for root in roots), tuple(nodes), tuple(facts), slot_count)
 
 
-def _copied(
-    roots: Sequence[Node[Any]], token_bytes: int, windows_of: Callable[[Any], Sequence[tuple[int, int]]]
-) -> list[_Copy]:
+def _copied(roots: Sequence[Node[Any]], layout: Any) -> list[_Copy]:
     """The nodes below the roots, parents first."""
     copies: list[_Copy] = []
     for namespace, root in enumerate(roots):
@@ -269,13 +244,13 @@ def _copied(
                 "namespace": namespace,
                 "start": node.start,
                 "end": node.start + len(edge),
-                "span_bytes": token_bytes * len(edge) if spans is None else spans.nbytes,
+                "span_bytes": layout.token_bytes * len(edge) if spans is None else spans.nbytes,
                 "is_live": state.live_mask != 0,
                 "is_paged": spans is not None,
                 "checkpoint": "" if checkpoint is None else checkpoint.kind,
                 "checkpoint_bytes": 0 if checkpoint is None else checkpoint.nbytes,
                 "window_bytes": 0 if windows is None else windows.nbytes,
-                "windows": () if windows is None else tuple(windows_of(windows)),
+                "windows": () if windows is None else tuple(layout.stored(windows, max(layout.windows))),
                 "is_pinned": state.pins > 0,
                 "is_open": state.guards > 0,
                 "uses": state.entry.uses,

@@ -2,16 +2,11 @@
 
     match ──► _look_up (backend) ──► index ──► links         put ──► queue ──► one thread: encode ──► _write (backend)
 
-BudgetedStore: a BlockStore that evicts to keep a byte budget.
-
   W1  A block is written only if it is not stored, and only behind a block that is: all that is stored can be reached.
   W2  Nothing is evicted for a block that is then not written, unless the disk fails.
-  W3  The lock is held for work in memory only. What a backend calls a "file" is a value in Redis.
-
-WriteQueue: a bounded queue of blocks and the one thread that writes them. It drops blocks, and nobody waits for it.
-
-  B1  Blocks are written in the order of `offer`, so a block comes after the blocks before it in its chain.
-  B2  At most `limit_bytes` wait, or a single block that is larger.
+  W3  The lock is held for work in memory only. What is called a "file" here is a value in Redis.
+  B1  The queue writes blocks in the order of `offer`, so a block comes after the blocks before it in its chain.
+  B2  At most `limit_bytes` wait, or a single block that is larger; more are dropped, and nobody waits.
   B3  A block that waits is not taken a second time.
 
 Methods may be called from any thread. Never imports MLX.
@@ -38,11 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class WriteQueue:
-    """Calls `write` for each block, in a thread that starts with the first block.
-
-    Attributes:
-        waiting_bytes: state of blocks that wait or are being written; it is held in memory until then.
-    """
+    """Calls `write` for each block, in a thread that starts with the first block; holds their state until then."""
 
     def __init__(self, write: Callable[[Block], None], limit_bytes: int) -> None:
         self._write, self._limit_bytes = write, limit_bytes
@@ -112,7 +103,7 @@ class BlockStore:
 
     Attributes:
         write_on: when a cache writes; the cache acts on it.
-        budget_bytes: of all files; 0: the store has no limit of its own.
+        budget_bytes: of all files; 0: no limit.
     """
 
     tiers: tuple[str, ...] = ("disk",)
@@ -183,8 +174,7 @@ class BlockStore:
     def put(self, block: Block) -> bool:
         """Have a block written later; False: it is stored, or it is dropped, and `stats` says why.
 
-        Store or put the block before it first: a block that nothing leads to is not written. The queue holds the
-        buffers until they are written; they must not change.
+        Put the block before it first: a block that nothing leads to is not written. Its buffers must not change.
         """
         if self.holds(*block.head.place):
             return False
@@ -252,6 +242,7 @@ class BlockStore:
     # For backends
 
     def _take(self, block: Block) -> str:
+        """Empty, or why the block is dropped."""
         return "" if self._queue.offer(block) else "the queue is full"
 
     def _write_or_count(self, block: Block) -> None:
@@ -276,10 +267,7 @@ class BlockStore:
 
 
 class BudgetedStore(BlockStore):
-    """Evicts the block that was used longest ago, and no block before the blocks that follow it.
-
-    A backend has `_write_file`, `_delete_file`, and what of the hooks below is not nothing for it.
-    """
+    """Evicts the block that was used longest ago, and no block before the blocks that follow it."""
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """These blocks were used: evict them later, with the blocks before them."""

@@ -3,13 +3,11 @@
     put ──► queue ──► one thread: encode, make room, write         match ──► index ──► read ──► check ──► block
 
   S1  What is read was written like this: `codec.decoded` checks its checksum, and that its key is the digest of all
-      tokens up to it, of the namespace and of the identity. Any other file is a miss: it is set aside, counted, and
-      logged once by its name.
+      tokens up to it, of the namespace and of the identity. Any other file is a miss, set aside and logged once.
   S2  The files of blocks take at most `budget_bytes`, and one block more for each writing process. The block that was
-      used longest ago goes first, never before the blocks that follow it. Files in the quarantine come on top.
-  S3  A file is evicted only if no other process has used it later than this process knows.
-  S4  Only `read` waits for the disk, and `match` for the heads of files that other processes have added.
-  S5  If the disk is full or fails, writing stops; that is logged once, and reading goes on. No call raises for a disk.
+      used longest ago, by any process, goes first, never before the blocks that follow it. The quarantine is extra.
+  S3  Only `read` waits for the disk, and `match` for the heads of files that other processes have added.
+  S4  If the disk is full or fails, writing stops; that is logged once, and reading goes on. No call raises for a disk.
 
 Several processes may use one folder. A process notices files that others evicted when it reads or evicts them, and
 files that others added before a match or a write. Methods may be called from any thread. Never imports MLX.
@@ -44,11 +42,7 @@ _NAME_TAKEN = {errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY}
 
 
 class DiskStore(BudgetedStore):
-    """Blocks in a folder.
-
-    Attributes:
-        write_on, budget_bytes: as given.
-    """
+    """Blocks in a folder."""
 
     def __init__(
         self,

@@ -10,11 +10,9 @@
   F2  Folders are made 0700 and files 0600. No symlink is followed, and only regular files are opened.
   F3  A process that died leaves a `tmp-` file without a lock; `_remove_abandoned` removes it.
 
-A folder of files, not a log: opening 20,000 of them takes a second or two, each can be evicted alone, and from a MiB a
-block on appending to a log is no faster. Methods raise OSError as the system does, and Damaged for wrong files.
-
-`scan`, `verify` and `remove` are for people. They raise StoreError if the folder holds no store. Processes that use the
-store go on meanwhile.
+A folder of files, not a log: opening 20,000 of them takes a second or two, each can be evicted alone, and for blocks of
+a MiB a log is no faster. Methods raise OSError as the system does, and Damaged for wrong files. `scan`, `verify` and
+`remove` are for people; they raise StoreError if the folder holds no store.
 """
 
 from __future__ import annotations
@@ -68,8 +66,8 @@ class Folder:
     """The folder of a store. With `make` it is made if needed, marked as a store and tidied.
 
     Raises:
-        StoreError: the folder cannot be used, or holds something else, or another format; and, with `make`, as
-            `require` does.
+        StoreError: the folder cannot be used, or holds something else, or another format, or, with `make`, another
+            secret.
     """
 
     def __init__(self, path: str | os.PathLike[str], secret: bytes | None = None, make: bool = False) -> None:

@@ -4,8 +4,8 @@
             │         └──► block [400, 512) ──► ...        behind 400 tokens of its parent: its `cut`
             └──► block [0, 300) ──► ...                                          siblings may begin alike
 
-A block is filed under the key of its parent, its cut and its first token. All of its tokens are held, so that a match
-can end inside it. That takes 2 KiB of memory for each block.
+A block is filed under the key of its parent, its cut and its first token. The index has all of its tokens (2 KiB), so
+that a match can end inside it.
 
   D1  In the order of use a block stands before its parent: nothing follows the block that was used longest ago.
   D2  `nbytes` is the sum over all files.

@@ -2,18 +2,14 @@
 
     ask ──► breaker ──► a thread: one round trip ──► replies, or None
 
-  N1  No call raises for what the server or the network does; each failure is counted by its kind.
-  N2  A caller waits for a call until its limit; then the connection is closed, even if bytes still arrive.
-  N3  After a failure nobody waits for the server until a trial in a thread of its own has succeeded.
-  N4  The URL may hold a password. It is in no message, no repr and no error.
-
-Breaker: after a failure the server is not asked for a while; the pause grows while the server keeps failing.
-
     closed ── failed ──► open ── pause is over: one trial ──► closed    the trial succeeded
                           ▲                             └───► open      it failed: the pause doubles
 
-  O1  While the breaker is open, only one trial at a time asks the server.
-  O2  A pause is twice the one before, up to `MAX_PAUSE_S`. After a time without failures that is longer than the last
+  N1  No call raises for what the server or the network does; each failure is counted by its kind.
+  N2  A caller waits for a call until its limit; then the connection is closed, even if bytes still arrive.
+  N3  After a failure the breaker is open: nobody waits for the server, and one trial at a time asks it, in a thread.
+  N4  The URL may hold a password. It is in no message, no repr and no error.
+  N5  A pause is twice the one before, up to `MAX_PAUSE_S`. After a time without failures that is longer than the last
       pause, it starts at `FIRST_PAUSE_S` again.
 
 Methods may be called from any thread. No hidden clock: it is an argument.
@@ -107,12 +103,8 @@ class Calls:
     """The calls of one store.
 
     Args:
-        timeout_s: limit of a call, plus the time for its bytes at `SLOWEST_BYTES_PER_S`; a `socket_timeout` in the URL
-            comes first.
+        timeout_s: limit of a call besides the time for its bytes; a `socket_timeout` in the URL comes first.
         clock: seconds, for the pauses of the breaker.
-
-    Attributes:
-        trial: the last trial of a server that was down.
 
     Raises:
         ValueError: the URL is wrong, or has unknown options.
@@ -125,7 +117,7 @@ class Calls:
         self._timeout_s: float = self._client.connection_pool.connection_kwargs["socket_timeout"]
         self._breaker = Breaker(clock)
         self._threads = ThreadPoolExecutor(THREADS, "radixcache-redis")
-        self.trial: Future[None] | None = None
+        self.trial: Future[None] | None = None  # the last one
 
     @property
     def is_down(self) -> bool:
@@ -146,19 +138,12 @@ class Calls:
         return self._timeout_s + nbytes / SLOWEST_BYTES_PER_S
 
     def ask(self, commands: Sequence[Command], nbytes: int = 0) -> Replies | None:
-        """The replies to commands, in one round trip, with None for a refused command.
-
-        None instead of replies: the server does not answer, or is down.
-        """
+        """The replies to commands, in one round trip, with None for a refused command; None: there is no answer."""
         call = self.begin(commands, lambda replies: replies, time.monotonic() + self.limit_s(nbytes))
         return None if call is None else call.result()
 
     def begin(self, commands: Sequence[Command], finish: Callable[[Replies], T], ends_s: float) -> Call[T] | None:
-        """As `ask`, without waiting; `finish` turns the replies into the result, in the thread of the call.
-
-        Args:
-            ends_s: when to stop waiting, by time.monotonic().
-        """
+        """As `ask`, without waiting; `finish` makes the result in the thread. `ends_s`: by time.monotonic()."""
         if not self.is_up():
             return None
         return Call(self, self._threads.submit(lambda: finish(self._sent(commands))), ends_s)

@@ -2,9 +2,6 @@
 
     put ──► queue ──► one thread: encode, write        match ──► look-ups ──► index ──► read ──► check ──► block
 
-A value holds what a file on disk holds, and has the same key. A prompt finds blocks by its own tokens, so it never
-meets state of another model, dtype, format or namespace.
-
     radixcache1:b:KEY   a hash: `block` and `checkpoint`, as a file on disk holds them; `way`, the lengths of all blocks
                         up to this one; `tokens`, the tokens of this one
     radixcache1:m:MARK  a landmark: KEY of a block that begins before, at or less than 64 tokens behind a multiple of 64
@@ -12,27 +9,20 @@ meets state of another model, dtype, format or namespace.
     prompt       |····|····|····|····|····|··        a landmark every 64 tokens, a digest of all tokens before it
     blocks       |------------|-----|--------|       the deepest stored one names a block, and its way all blocks before
 
-A look-up takes one round trip if nothing is deeper than what this process knows, and three at most:
+A look-up asks for the landmarks of the prompt and the sizes of known blocks; if a deeper block is stored, for the ways
+of the deepest blocks, and for the sizes of the blocks on these ways. So a prompt finds blocks by its own tokens.
 
-    1  landmarks of the prompt, and the sizes of the known blocks
-    2  ways of the blocks that the deepest landmarks name
-    3  sizes of the blocks on these ways
-
-KEY is the key of the block. MARK is a digest of identity, namespace and all tokens before it. With a secret both are
+KEY is the key of the block, MARK a digest of identity, namespace and all tokens before it; with a secret both are
 hashed again under it. So names have no text in them. Whoever can guess all tokens of a prefix can tell that it is
-stored; with a secret only its owners can. The values are not encrypted. The number is the version of the codec: values
-of other versions are not found.
+stored; with a secret only its owners can. Values are not encrypted. The number is the version of the codec.
 
   V1  What is read was written like this, as S1 of DiskStore. Anything else is a miss, and is counted.
   V2  A request waits for at most three look-ups of `timeout_s`, and for reading `timeout_s` and a second for each
-      16 MiB. A server that does not answer is not asked, and costs later requests nothing.
-  V3  Nobody waits for writing. Values that the server evicts are noticed at the next look-up or read.
-  V4  The index has of the chain of a prompt what the server said in the last look-up.
-  V5  The prompt's own tokens prove whole blocks; the last block is proved by its tokens, whose digest is its key.
-  V6  The index has at most `KNOWN_BLOCKS` blocks; the one that was used longest ago goes first.
-  V7  A used block, and its landmarks, do not expire: at most a quarter of `ttl_s` has passed since they were renewed.
-  V8  A block is written only behind a stored block. Its landmarks are written with it, and again if it is stored
-      already: the server may have evicted them.
+      16 MiB. A server that does not answer is not asked, and costs later requests nothing. Nobody waits for writing.
+  V3  The index has of the chain of a prompt what the server said in the last look-up, and `KNOWN_BLOCKS` at most.
+  V4  The prompt's own tokens prove whole blocks; the last block is proved by its tokens, whose digest is its key.
+  V5  A used block and its landmarks do not expire: they are renewed when a quarter of `ttl_s` has passed.
+  V6  The landmarks of a block are written with it, and again if it is stored: the server may have evicted them.
 
 Methods may be called from any thread; none holds the lock while it asks. Never imports MLX.
 """
@@ -75,11 +65,7 @@ Found = Block | Damaged | None
 
 
 class RedisStore(BlockStore):
-    """Blocks in one Redis or Valkey server, not a cluster.
-
-    Attributes:
-        write_on: as given.
-    """
+    """Blocks in one Redis or Valkey server, not a cluster."""
 
     tiers = ("redis",)
     takes_cuts = False  # a prompt finds blocks by its own tokens, and does not have the rest of a cut block
@@ -236,19 +222,19 @@ class RedisStore(BlockStore):
 
     def _note_sizes(self, heads: Sequence[Head], replies: Replies) -> None:
         """Put the sizes that the server gave into the index; `heads` in the order of their chains."""
-        sizes = list(zip(replies[0::2], replies[1::2], strict=False))
+        sizes = zip(replies[0::2], replies[1::2], strict=False)
         for head, (block_bytes, checkpoint_bytes) in reversed(list(zip(heads, sizes, strict=False))):
-            self._note_size(head, "block", block_bytes)
-            self._note_size(head, "checkpoint", checkpoint_bytes if block_bytes else 0)
+            self._note_size(head, "block", block_bytes or 0)
+            self._note_size(head, "checkpoint", (block_bytes and checkpoint_bytes) or 0)
         if heads:
             is_renewed = len(replies) > len(KINDS) * len(heads)
             with self._lock:
                 self._index.touch(heads[-1].key, time.time_ns() if is_renewed else 0)
 
-    def _note_size(self, head: Head, kind: Kind, nbytes: int | None) -> None:
-        if nbytes and nbytes > self._max_bytes:
+    def _note_size(self, head: Head, kind: Kind, nbytes: int) -> None:
+        if nbytes > self._max_bytes:
             self._tally.add_to("failed_calls", "too large")
-        if not nbytes or nbytes > self._max_bytes:
+        if not 0 < nbytes <= self._max_bytes:
             self._drop(head.key, kind)
         elif nbytes != self.file_bytes(head.key, kind):
             self._add(head if kind == head.kind else replace(head, kind=kind), nbytes, time.time_ns())
@@ -394,11 +380,7 @@ class StoredPrompt(NamedTuple):
         return root_key(self.identity, self.namespace)
 
     def heads(self, lengths: Sequence[int], last: Keys) -> list[Head]:
-        """The blocks of a way, as far as the prompt follows it.
-
-        Args:
-            last: the tokens that the last block of the way claims; the digest in its key proves them.
-        """
+        """The blocks of a way, as far as the prompt follows it. `last`: the tokens that the last block claims."""
         heads, parent, start = list[Head](), self.root, 0
         for count, length in enumerate(lengths, 1):
             its = last if count == len(lengths) else self.tokens[start : start + length]

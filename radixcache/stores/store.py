@@ -2,9 +2,7 @@
 
 No method raises for what a disk, a server or foreign bytes do: the answer is a miss, and `stats` counts it.
 
-Tiers: several stores as one, asked in order, such as a disk and behind it a server that machines share.
-
-    disk       |------|------|                     the longest chain that any of them has; each block of it is read
+    disk       |------|------|                     Tiers: the longest chain that any store has; each block is read
     Redis      |------|------|------|------|--|    from the first store that has it
     read        disk   disk   Redis  Redis
 
@@ -84,10 +82,8 @@ class Store(Protocol):
 
     @property
     def tiers(self) -> tuple[str, ...]: ...
-
     @property
     def write_on(self) -> WriteOn: ...
-
     @property
     def takes_cuts(self) -> bool: ...
 
@@ -100,24 +96,15 @@ class Store(Protocol):
     ) -> list[Link]: ...
 
     def file_bytes(self, key: bytes, kind: Kind = "block") -> int: ...
-
     def holds(self, key: bytes, kind: Kind = "block") -> bool: ...
-
     def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]: ...
-
     def accepts(self, nbytes: int) -> bool: ...
-
     def put(self, block: Block) -> bool: ...
-
     def remove(self, keys: Iterable[bytes]) -> None: ...
-
     def flush(self, timeout_s: float | None = None) -> bool: ...
-
     def close(self, timeout_s: float | None = None) -> bool: ...
-
     @property
     def stats(self) -> StoreStats: ...
-
     def check(self) -> None: ...
 
 
