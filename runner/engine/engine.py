@@ -51,15 +51,7 @@ from radixcache.errors import ShiftError
 from radixcache.generate import RELEASE_INTERVAL_TOKENS
 from radixcache.groups.batch import LostStateError
 from runner.engine.replies import Piece
-from runner.engine.sequence import (
-    ContextError,
-    ContextWindow,
-    Sampled,
-    Ticket,
-    TokenSequence,
-    next_tokens,
-    sample_each,
-)
+from runner.engine.sequence import ContextError, ContextWindow, Sampled, Ticket, TokenSequence, next_tokens, sample_each
 
 # Tokens of a chunk: a second or less of a small model on slow cores, a few hundredths on a GPU. It bounds the pauses of
 # running replies.

@@ -142,8 +142,7 @@ class Reply:
     def add(self, token: int, logprobs: mx.array, cancelled: Callable[[], bool], logprob: float | None = None) -> Piece:
         """Take the next token; `cancelled` is called unless it is the last one anyway.
 
-        Raises:
-            ValueError: the token is below 0: the sampler went outside the vocabulary.
+        ValueError: the token is below 0: the sampler went outside the vocabulary.
         """
         if token < 0:
             raise ValueError(f"the sampler returned an id outside the vocabulary of {logprobs.size} tokens.")

@@ -88,8 +88,7 @@ class Outline:
 class ContextWindow:
     """At most `tokens` tokens of a conversation at a time; a cut drops a multiple of `free_share` of them.
 
-    Raises:
-        ValueError: fewer than 2 tokens, or a share that is not above 0 and at most 1.
+    ValueError: fewer than 2 tokens, or a share that is not above 0 and at most 1.
     """
 
     tokens: int

@@ -29,12 +29,12 @@ from radixcache.observe.words import about_words, bytes_words, tokens_words, tot
 from radixcache.stores.store import StoreStats
 from radixcache.tokens import checked_prompt, vocabulary_size
 from runner.serve import mlx_lm_border
-from runner.serve.metrics import CONTENT_TYPE, EndedRequest, Watch, Watched, cut, read_caches
+from runner.serve.metrics import CONTENT_TYPE, Watch, cut, read_caches
 from runner.serve.models import WarmEntry
 from runner.serve.openai import ChatBody, CompletionBody
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt
-from runner.serve.request import DEFAULT, ApiError, ModelNames, Request
+from runner.serve.request import DEFAULT, ApiError, ModelNames, Request, RequestRecord
 from runner.serve.service import to_json
 from runner.text import plural
 
@@ -69,7 +69,7 @@ def cache_page() -> tuple[str, dict[str, str]]:
 
 
 def page_state(
-    watched: Watched, watch: Watch, model: str, seen: str, *, show_text: bool, show_tree: bool = True
+    watched: Scheduler, watch: Watch, model: str, seen: str, *, show_text: bool, show_tree: bool = True
 ) -> dict[str, Any]:
     """What the page shows, as JSON values.
 
@@ -94,7 +94,7 @@ def page_state(
         "waiting": watched.waiting,
         "disk": stores_words(watched.store_stats(), sum(stats.brought_tokens for _, (_, stats) in held)),
         "points": [point._asdict() for point in watch.points()],
-        "requests": [_row(each, show_text) for each in watch.ended()],
+        "requests": [_row(time_s, record, show_text) for time_s, record in watch.ended()],
         "tree": _tree(models[index], *held[index][1], watched.running, seen) if models and show_tree else None,
     }
 
@@ -147,10 +147,9 @@ def _tree(name: str, cache: PrefixCache, stats: CacheStats, running: int, seen: 
     return {**words, **tree_data(view, SHOWN_NODES)}
 
 
-def _row(ended: EndedRequest, show_text: bool) -> dict[str, Any]:
-    record = ended.record
+def _row(time_s: float, record: RequestRecord, show_text: bool) -> dict[str, Any]:
     note = cut(record.note) if record.note and (show_text or record.outcome != "error") else None
-    about = {"time_s": ended.time_s, "model": cut(title(record.names)), "short": record.short_tokens, "note": note}
+    about = {"time_s": time_s, "model": cut(title(record.names)), "short": record.short_tokens, "note": note}
     return {**about, **{name: getattr(record, name) for name in SHOWN_FIELDS}}
 
 
@@ -179,8 +178,7 @@ class PromptBody(BaseModel):
     def request(self, options: ServeOptions) -> Request:
         """Return the Request of this body, without a prompt if it has tokens.
 
-        Raises:
-            ApiError: it has none or several of the three, or a field is wrong.
+        ApiError: it has none or several of the three, or a field is wrong.
         """
         if sum(given is not None for given in (self.tokens, self.prompt, self.messages)) != 1:
             raise ApiError(400, "wanted one of tokens, prompt and messages.")

@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 
 def make_app(options: ServeOptions, scheduler: Scheduler, watch: Watch) -> FastAPI:
-    """Return the application. `scheduler` need not have started.
-
-    Raises:
-        KeyFileError: a file of keys cannot be used.
-    """
+    """Return the application. `scheduler` need not have started. KeyFileError: a file of keys cannot be used."""
     cache = cache_routes(scheduler, watch, options)
     return assemble_app(options, scheduler, scheduler.count_tokens, cache, watch.on_http)
 

@@ -13,10 +13,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -24,12 +23,12 @@ from prometheus_client.registry import Collector
 
 from radixcache.counters import families, metrics_of
 from radixcache.errors import CacheClosedError
-from radixcache.stores.store import StoreStats
 from radixcache.tree.history import Event, EventKind
 from runner.serve.request import ModelNames, RequestRecord
 
 if TYPE_CHECKING:
     from radixcache import PrefixCache
+    from runner.serve.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +48,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "replies": ("Requests that the generation thread was through with.", ("outcome",)),
     "prompt_tokens": ("Tokens of prompts.", ()),
     "cached_tokens": ("The part of them that was restored.", ()),
-    "shortfall_tokens": (
-        "The part of them that was evaluated, by why, as PrefixCache.explain says it.",
-        ("reason",),
-    ),
+    "shortfall_tokens": ("The part of them that was evaluated, by why, as PrefixCache.explain says it.", ("reason",)),
     "generated_tokens": ("Tokens of replies.", ()),
     "evictions": ("State given up: of what, and what for.", ("state", "cause")),
 }
@@ -67,21 +63,7 @@ HISTOGRAMS = {
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class Watched(Protocol):
-    """What is watched: the Scheduler. Any thread may ask, and none waits for a forward pass."""
-
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def running(self) -> int: ...
-
-    def caches(self) -> list[tuple[ModelNames, PrefixCache]]: ...
-
-    def store_stats(self) -> Mapping[str, StoreStats]: ...
-
-
-def read_caches(watched: Watched, read: Callable[[PrefixCache], T]) -> list[tuple[ModelNames, T]]:
+def read_caches(watched: Scheduler, read: Callable[[PrefixCache], T]) -> list[tuple[ModelNames, T]]:
     """What `read` finds in each open cache, the present one last."""
     found = []
     for names, cache in watched.caches():
@@ -99,14 +81,6 @@ class Point(NamedTuple):
     live_bytes: int
     paged_bytes: int
     budget_bytes: int
-
-
-@dataclass(frozen=True)
-class EndedRequest:
-    """A request that ended, and when, in seconds since 1970."""
-
-    time_s: float
-    record: RequestRecord
 
 
 class Watch(Collector):
@@ -127,13 +101,13 @@ class Watch(Collector):
             for name, (help, buckets) in HISTOGRAMS.items()
         }
         self._clock = clock
-        self._watched: Watched | None = None
+        self._watched: Scheduler | None = None
         self._lock = threading.Lock()
-        self._ended: deque[EndedRequest] = deque(maxlen=LISTED_REQUESTS)
+        self._ended: deque[tuple[float, RequestRecord]] = deque(maxlen=LISTED_REQUESTS)
         self._points: deque[Point] = deque(maxlen=POINTS)
         self._cause = "pressure"
 
-    def attach(self, watched: Watched) -> None:
+    def attach(self, watched: Scheduler) -> None:
         """Say whose caches and queues these are; once, before the first request."""
         self._watched = watched
         self._registry.register(self)
@@ -170,7 +144,7 @@ class Watch(Collector):
         now_s = self._clock()
         point = Point(now_s, record.prompt_tokens, record.cached_tokens, live_bytes, paged_bytes, budget_bytes)
         with self._lock:
-            self._ended.append(EndedRequest(now_s, record))
+            self._ended.append((now_s, record))
             self._points.append(point)
 
     @contextmanager
@@ -182,8 +156,8 @@ class Watch(Collector):
         finally:
             self._cause = "pressure"
 
-    def ended(self) -> list[EndedRequest]:
-        """The last requests that ended, the latest first."""
+    def ended(self) -> list[tuple[float, RequestRecord]]:
+        """The last requests that ended, the latest first, and when, in seconds since 1970."""
         with self._lock:
             return list(reversed(self._ended))
 

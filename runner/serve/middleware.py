@@ -231,8 +231,7 @@ def _as_unauthorized(send: Send) -> Send:
 class BodyLimit:
     """Hands requests to `app` with their bodies in one piece; a client that leaves earlier is dropped.
 
-    Raises:
-        ApiError: the body is too large, by its header or by count, or all bodies together are.
+    ApiError: the body is too large, by its header or by count, or all bodies together are.
     """
 
     def __init__(self, app: ASGIApp, *, max_mib: float) -> None:

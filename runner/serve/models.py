@@ -72,8 +72,7 @@ class WarmEntry:
     def tokens(self, tokenizer: Any, options: ServeOptions) -> NDArray[Any]:
         """The tokens that all conversations with this beginning share.
 
-        Raises:
-            WarmFileError: the model's chat template refuses it, or renders nothing of it that they share.
+        WarmFileError: the model's chat template refuses it, or renders nothing of it that they share.
         """
         is_open = self.messages[-1]["role"] in ("system", "developer")  # templates want a message behind it
         messages = [*self.messages, *([{"role": "user", "content": "Hello"}] if is_open else [])]
@@ -202,10 +201,16 @@ class Models:
         return self.current
 
     def count_tokens(self, asked: Request) -> int:
-        """How many tokens a prompt has, also for a model that is not loaded. ApiError, ModelError: as for a reply."""
+        """How many tokens a prompt has, also for a model that is not loaded.
+
+        ApiError: it cannot be made, or there is no such model.
+        """
         key = self.key_of(asked.names)
         current = self.current if self.current is not None and self.current.key.model == key.model else None
-        tokenizer = self.outlined(key.model) if current is None else current.tokenizer
+        try:
+            tokenizer = self.outlined(key.model) if current is None else current.tokenizer
+        except ModelError as error:
+            raise ApiError(404, str(error), param="model") from error
         processor = None if current is None else current.processor
         return len(prompt_of(asked, tokenizer, self._options.chat_template_args, processor=processor).tokens)
 

@@ -417,7 +417,7 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        return to_json({"status": "ok"}) if service.is_healthy else to_json({"status": "unavailable"}, 503)
+        return to_json({"status": "ok"}) if service.backend.is_healthy else to_json({"status": "unavailable"}, 503)
 
     return router
 

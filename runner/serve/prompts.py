@@ -12,6 +12,7 @@ import base64
 import copy
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -96,8 +97,11 @@ def prompt_of(
     marks = {sum(map(len, segments[: count + 1])) for count in range(len(segments) - 1)}
     if with_marks and is_chat and tokenizer.has_chat_template:
         kwargs = {**template_args, **(request.template_args or {})}
-        marks |= _message_marks(tokens, tokenizer, messages, tools, kwargs)
-        marks |= _text_marks(tokens, request.marked_texts[-MARKED_TEXTS:], tokenizer, messages, tools, kwargs)
+        # Some templates take a conversation only as a whole. A place without a mark is at worst prefilled again.
+        with suppress(Exception):
+            marks |= _message_marks(tokens, tokenizer, messages, tools, kwargs)
+        with suppress(Exception):
+            marks |= _text_marks(tokens, request.marked_texts[-MARKED_TEXTS:], tokenizer, messages, tools, kwargs)
     return RenderedPrompt(tokens, tuple(sorted(marks)), initial_state, vision)
 
 
@@ -144,10 +148,7 @@ def _message_marks(
     step = -(-len(messages) // MARKED_MESSAGES)
     last = range(len(messages) - MARKED_MESSAGES, len(messages))
     counts = {1 + each for each in (*range(0, len(messages), step), *last)}
-    try:
-        rendered, opening, ends = message_ends(tokenizer, messages, tools, counts=counts, **kwargs)
-    except Exception:  # The template takes the conversation only as a whole; see also _text_marks.
-        return set()
+    rendered, opening, ends = message_ends(tokenizer, messages, tools, counts=counts, **kwargs)
     # A reply that the client began is rendered with an end in `rendered`, and without in `tokens`.
     shared = common_rendering(rendered.tolist(), tokens)
     return {end for end in (opening, *ends) if 0 < end <= shared}
@@ -171,7 +172,4 @@ def _text_marks(
             tokenizer.apply_chat_template(others, tools=tools, add_generation_prompt=True, tokenize=True, **kwargs),
         )
 
-    try:
-        return {min(shared(*end, rest) for rest in ("alpha", "Zulu")) for end in ends}
-    except Exception:  # A template is foreign code; a text without a mark is at worst prefilled again.
-        return set()
+    return {min(shared(*end, rest) for rest in ("alpha", "Zulu")) for end in ends}

@@ -32,7 +32,6 @@ import mlx.core as mx
 from radixcache import PrefixCache, RadixCacheError
 from radixcache.stores.store import StoreStats
 from radixcache.tree.history import OnEvent
-from runner.models.load import ModelError
 from runner.serve import mlx_lm_border
 from runner.serve.models import Models
 from runner.serve.options import ServeOptions, require_compatible
@@ -102,8 +101,7 @@ class Scheduler:
     def call(self, function: Callable[[Models], T]) -> Future[T]:
         """Have the thread call a function between two rounds; the future has what it returns or raises.
 
-        Raises:
-            ApiError: as `ask` does.
+        ApiError: as `ask` does.
         """
         future: Future[T] = Future()
         with self._changed:
@@ -114,14 +112,7 @@ class Scheduler:
 
     async def count_tokens(self, request: Request) -> int:
         """How many tokens a prompt has. ApiError: it cannot be made, or there is no such model."""
-
-        def count(models: Models) -> int:
-            try:
-                return models.count_tokens(request)
-            except ModelError as error:
-                raise ApiError(404, str(error), param="model") from error
-
-        return await asyncio.wrap_future(self.call(count))
+        return await asyncio.wrap_future(self.call(lambda models: models.count_tokens(request)))
 
     @property
     def is_healthy(self) -> bool:

@@ -233,12 +233,8 @@ class Service:
     """
 
     def __init__(self, backend: Backend, *, timeout_s: float) -> None:
-        self._backend, self._timeout_s = backend, timeout_s
+        self.backend, self._timeout_s = backend, timeout_s
         self._mailbox: _Mailbox | None = None
-
-    @property
-    def is_healthy(self) -> bool:
-        return self._backend.is_healthy
 
     async def ask(self, request: Request) -> ServedReply:
         """Hand a request in, and wait until its prompt is in tokens. ApiError: it cannot be served, and why."""
@@ -254,7 +250,7 @@ class Service:
                 opened.cancel()
 
         opened = OpenRequest(request, put)
-        self._backend.ask(opened)
+        self.backend.ask(opened)
         timer = loop.call_later(self._timeout_s, opened.cancel)
         try:
             first = await events.get()

