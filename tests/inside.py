@@ -22,7 +22,7 @@ from radixcache import PrefixCache, Row, Session, prefix_cache
 from radixcache.adapters.registry import adapter_for, leaves
 from radixcache.cells import causal
 from radixcache.cells.causal import CausalCache
-from radixcache.cells.table import CellTable, DefragPlan
+from radixcache.cells.table import CellPlan, CellTable
 from radixcache.groups import passes
 from radixcache.groups.tails import GROWTH_COLUMNS, TailLayer
 from radixcache.paging.live_path import LivePath
@@ -428,7 +428,7 @@ def position(table: CellTable, cell: int) -> int | None:
     return next((cells.index(cell) for cells in lists if cell in cells), None)
 
 
-def defragment(table: CellTable, room: int | None = None) -> DefragPlan:
+def defragment(table: CellTable, room: int | None = None) -> CellPlan:
     """Plan a defragmentation and apply it at once."""
     plan = table.plan_defragment(room)
     table.apply(plan)

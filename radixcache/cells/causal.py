@@ -8,12 +8,11 @@
     causal.prefill(model, 2, other_question)
     logits = causal.step(model, [1, 2], [token, other_token])   # (2, 1, V): both in one forward pass
 
-Full attention and sliding windows live in cells. Recurrent and linear-attention layers keep a state per sequence. A
-sequence sees only its own tokens, whichever cells hold them and whoever shares these cells.
+Full attention and sliding windows live in cells. Recurrent and linear-attention layers keep a state per sequence.
 
-Most models of mlx-lm rotate each row by its own offset. Some use the offset as one number, and put every row where the
-first one is, or fail: they run a row at a time. Some use the index of a key in the buffer as its position: they cannot
-run on cells. A short trial against the model's own caches finds out which it is; see layers/trials.py.
+Most models of mlx-lm rotate each row by its own offset. Some put every row where the first one is, or fail: they run a
+row at a time. Some use the index of a key in the buffer as its position: they cannot run on cells. A short trial
+against the model's own caches finds out which it is; see layers/trials.py.
 
 Invariants, asserted by `check`, besides those of CellTable and RowStates:
 
@@ -21,9 +20,8 @@ Invariants, asserted by `check`, besides those of CellTable and RowStates:
   K2  No layer's buffer has more cells than the table. Each buffer reaches as far as any cell in use.
   K3  A sequence is tainted from the first position that a removal from its middle moved, while it has that position.
 
-A call that raises leaves every sequence as it was. MLX evaluates lazily, and an evaluation that fails later loses all
-buffers. A sequence whose keys or values overflow gets NaN from there on, as it would alone; the others do not. Not
-thread-safe.
+A call that raises leaves every sequence as it was; an evaluation that fails later loses all buffers. A sequence whose
+keys or values overflow gets NaN from there on, as it would alone; the others do not. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -38,22 +36,20 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from radixcache.adapters.registry import leaves, with_leaves
 from radixcache.cells.cell_layers import CellLayer, CellPass, Held, RowStates
-from radixcache.cells.table import CellTable, DefragPlan, Move, Shift
+from radixcache.cells.table import CellPlan, CellTable, Shift
 from radixcache.errors import CacheFullError, ShiftError, UnsupportedCacheError
 from radixcache.layers.layout import one_each
 from radixcache.layers.shift import Rotation, rotations
-from radixcache.layers.trials import allowed_error, by_slot, error_of, logits_after, once_per_model
+from radixcache.layers.trials import allowed_error, by_slot, error_of, logits_alone, once_per_model
 from radixcache.lock import uninterrupted
 from radixcache.tokens import token_ids, vocabulary_size
 
 #: Class and window of each of a model's caches.
 Kinds = tuple[tuple[type, int | None], ...]
-Prefills = tuple[tuple[int, tuple[int, ...]], ...]
 
 #: Prefills of a trial in order (row, tokens), so that the cells of the rows are mixed; ids that every vocabulary has.
-PREFILLS: Prefills = ((0, (5, 3, 7, 2)), (1, (2, 4, 3)), (0, (6, 1, 4)))
-#: The same rows in other chunks.
-RECHUNKED: Prefills = ((0, (5, 3, 7, 2, 6, 1, 4)), (1, (2, 4)), (1, (3,)))
+PREFILLS = ((0, (5, 3, 7, 2)), (1, (2, 4, 3)), (0, (6, 1, 4)))
+PROMPTS = ((5, 3, 7, 2, 6, 1, 4), (2, 4, 3))
 #: Then a token for each row, twice.
 STEPS = ((1, 6), (3, 5))
 ROWS = (0, 1)
@@ -194,7 +190,7 @@ class CausalCache:
     def steps_together(self, model: Any) -> bool:
         """Whether one forward pass gives sequences at different positions what each gets alone; tried once per model.
 
-        UnsupportedCacheError: not even one at a time do they get it, once their cells are mixed.
+        UnsupportedCacheError: even one at a time they do not get it, once their cells are mixed.
         """
         self._know(model)
         if self._takes_rows is None:
@@ -212,14 +208,15 @@ class CausalCache:
 
         ValueError: no such sequence, or the range is not in it.
         ShiftError: the model's keys cannot be rotated, or it has layers that cannot forget.
-        CacheFullError: fewer cells are free than shared ones have to be copied to.
+        CacheFullError: fewer cells are free than have to be copied.
         """
         moves_rest = begin < end < self._table.end(sequence)
         if self._states and begin < end:
             raise ShiftError("layers of recurrent state cannot forget tokens; a model that has some cannot be shifted.")
         plan = self._table.plan_remove(sequence, begin, end)
         if moves_rest:
-            self._move(plan.copies)
+            for layer in self._cells:
+                layer.move(plan.moves)
             self._rotate(model, plan.shifts)
         self._table.apply(plan)
         if moves_rest:
@@ -227,10 +224,11 @@ class CausalCache:
         elif self._tainted.get(sequence, 0) >= self._table.end(sequence):
             self._tainted.pop(sequence, None)
 
-    def defragment(self, room: int | None = None) -> DefragPlan:
+    def defragment(self, room: int | None = None) -> CellPlan:
         """Bring free cells together: `room` in a row, or (None) all at the end. Raises as `table.plan_defragment`."""
         plan = self._table.plan_defragment(room)
-        self._move(plan.moves)
+        for layer in self._cells:
+            layer.move(plan.moves)
         self._table.apply(plan)
         return plan
 
@@ -256,9 +254,7 @@ class CausalCache:
     # The model
 
     def _know(self, model: Any) -> None:
-        """Make this the model, unless it is already.
-
-        A model that has the known one inside passes for it, and so does a callable that is no model.
+        """Make this the model, unless it has the known one inside, or is a callable that is no model.
 
         UnsupportedCacheError: its attention goes by slots.
         ValueError: there is state of another model, or that one has other layers.
@@ -283,8 +279,8 @@ class CausalCache:
 
     def _try_rows(self, model: Any) -> bool:
         """Whether two sequences of different lengths get, in one forward pass, the logits that each gets alone."""
-        wanted = self._alone(model, PREFILLS)
-        rounding = error_of(self._alone(model, RECHUNKED), wanted)
+        wanted, rechunked = (logits_alone(model, self._fresh, PROMPTS, STEPS, last) for last in (2, 1))
+        rounding = error_of(rechunked, wanted)
         # Whatever a model raises that was not made for this.
         with suppress(Exception):
             if self._is_right(model, [ROWS], wanted, rounding):
@@ -295,14 +291,6 @@ class CausalCache:
                 f"{name} cannot run on cells: its logits depend on where in them a sequence is."
             )
         return False
-
-    def _alone(self, model: Any, prefills: Prefills) -> mx.array:
-        """Logits of all steps of a trial, (rows, steps, V), each row in mlx-lm caches of its own."""
-        rows = []
-        for row in ROWS:
-            chunks = [tokens for each, tokens in prefills if each == row]
-            rows.append(logits_after(model, self._fresh(), chunks, [step[row] for step in STEPS]))
-        return mx.concatenate(rows)
 
     def _is_right(self, model: Any, groups: list[tuple[int, ...]], wanted: mx.array, rounding: float) -> bool:
         """Whether rows that step in these groups get the logits wanted, but for rounding."""
@@ -379,10 +367,6 @@ class CausalCache:
         except CacheFullError as error:
             if wanted <= error.free:
                 self.defragment(wanted)
-
-    def _move(self, moves: Sequence[Move]) -> None:
-        for layer in self._cells:
-            layer.move(moves)
 
     def _rotate(self, model: Any, shifts: Sequence[Shift]) -> None:
         self._know(model)

@@ -1,20 +1,15 @@
-"""What the layers of an mlx-lm model see of the cells during one forward pass, and the layers that have no cells.
+"""CellLayer: what an attention layer sees of the cells. RowStates: the layers that have a state per sequence instead.
 
-A forward pass of a CellLayer is either one row of any length or several rows of one token. C are the cells between the
-first and the last that any row sees; nothing is gathered and no cell is copied:
+A forward pass is one row of any length or several rows of one token. C are the cells between the first and the last
+that any row sees; nothing is gathered and no cell is copied:
 
     one row         keys (1, H, T, D) are written behind each other; the fetch is a view (1, H, C, D), mask (T, C)
     several rows    keys (N, H, 1, D) are written side by side; the fetch is the same view for every row, by broadcast
                     (N, H, C, D), and the mask (N, 1, 1, C) says which cells belong to whom
 
-MLX's attention multiplies a cell that a row may not see by 0, so no cell may hold a value that is not finite. A token
-with such values (an overflow in float16, say) is written with zeros and a mark of NaN, which only rows that see the
-token run into, as they would alone: see `without_overflow`.
-
-RowStates holds the layers whose state belongs to one sequence: recurrent and linear attention. Each sequence has an
-ArraysCache per such layer. A step of several sequences runs on joined caches with a row for each. They stay joined
-while the same sequences step in the same order. An array is handed out once: `mx.array(x)` costs nothing and keeps what
-a model writes into one array from reaching another.
+RowStates has an ArraysCache per sequence and recurrent layer. A step of several sequences runs on joined caches with a
+row for each. They stay joined while the same sequences step in the same order. Copies are `mx.array(x)`: it costs
+nothing and keeps what a model writes into one array from reaching another.
 
 Invariants of RowStates, asserted by `check`:
 
@@ -71,8 +66,7 @@ class CellPass:
     def mask(self, span_window: int | None, window: int | None, as_array: bool) -> Mask:
         """What each token sees of `span(span_window)`, with a window that is no wider: as mlx-lm's caches say it.
 
-        None: all of it. "causal": all in front of it, and itself. Else bool, (T, C) for T > 1, or (N, 1, 1, C) as in
-        mlx-lm's own batches: some models gather from a mask of one token.
+        A bool mask is (T, C) for T > 1, or (N, 1, 1, C) as in mlx-lm's own batches: some models gather from it.
         """
         key = span_window, window, as_array
         if key not in self._masks:
@@ -151,16 +145,13 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
 
     @property
     def state(self) -> tuple[mx.array, ...]:
-        """The buffers, for mx.eval."""
         return () if self.keys is None or self.values is None else (self.keys, self.values)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self.state)
 
     def empty(self) -> bool:
-        """mlx-lm's word for: there are no buffers."""
         return self.keys is None
 
     # What the cache asks
@@ -171,7 +162,6 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         return sum(buffer.nbytes // buffer.shape[2] for buffer in self.state)
 
     def clear(self) -> None:
-        """Release the buffers."""
         self.keys = self.values = None
 
     def write(self, start: int, keys: mx.array, values: mx.array) -> None:
@@ -193,7 +183,7 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         self.values[..., start:stop, :] = values
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Copy cells to others, which are free: read all, evaluate, then write. See CP1 and CP2 of table.py."""
+        """Copy cells to free cells: read all, evaluate, then write."""
         if not moves or self.keys is None or self.values is None:
             return
         sources = np.concatenate([np.arange(each.source, each.source + each.length) for each in moves])
@@ -234,8 +224,9 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
 def without_overflow(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
     """Keys and values (1, H, T, D) with zeros for what is not finite, and NaN where that harms its own row alone.
 
-    Scores of cells that a row does not see are replaced before they count, whatever they are. So the mark goes into
-    what makes scores alone: the keys; or, in latent attention, the second array, as its first one is keys and values.
+    MLX's attention multiplies values that a row may not see by 0, so values must be finite. Scores of such cells are
+    replaced, whatever they are. So the mark goes into what makes only scores: the keys; or, in latent attention, the
+    second array, as the first one is keys and values.
     """
     is_latent = keys.shape[1] == 1 and keys.shape[3] != values.shape[3] > 0
     content, scored = (keys, values) if is_latent else (values, keys)
@@ -277,20 +268,16 @@ class RowStates:
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """Ids, in order of `add`."""
         return tuple(self._own)
 
     def add(self, sequence: int) -> None:
-        """Make a sequence without state."""
         self._own[sequence] = [ArraysCache(size) for size in self._slots]
 
     def free(self, sequence: int) -> None:
-        """Remove a sequence and its state."""
         self._settle()
         del self._own[sequence]
 
     def copy(self, source: int, target: int) -> None:
-        """Give `target` the state of `source`."""
         self._settle()
         for theirs, mine in zip(self._own[source], self._own[target], strict=True):
             mine.cache = copied(theirs.cache, mx.array)
@@ -330,7 +317,6 @@ class RowStates:
         return [(cache, copied(cache.cache, mx.array)) for cache in self.take(sequences)]
 
     def roll_back(self, held: Held) -> None:
-        """Undo the forward pass that followed `hold`."""
         for cache, arrays in held:
             cache.cache = arrays
 
@@ -351,7 +337,7 @@ class RowStates:
             assert all(array is None for own in self._own[sequence] for array in own.cache), sequence
 
     def _settle(self) -> None:
-        """Give each sequence of the joined caches its own again."""
+        """Give each sequence of the joined caches its own state again."""
         for row, sequence in enumerate(self._joined):
             for joined, own in zip(self._batch, self._own[sequence], strict=True):
                 own.cache = copied(joined.cache, lambda array, row=row: mx.contiguous(array[row : row + 1]))

@@ -1,7 +1,7 @@
 """Cell table: which token of which sequences each cell of a shared buffer holds. NumPy only, never MLX.
 
-A cell holds the key and value of one token in every layer. The table holds no data. Where data has to move or keys have
-to be rotated, the table makes a plan. The layer above carries the plan out on its buffers and hands it to `apply`.
+A cell stands for the key and value of one token in every layer. Where data has to move or keys have to be rotated, the
+table makes a plan. The layer above carries the plan out on its buffers and hands it to `apply`.
 
     append([(1, 4)])            1 1 1 1 . . . .      sequence 1 at positions 0 to 3
     copy_prefix(1, 2, 3)        * * * 1 . . . .      * belongs to both; nothing was copied
@@ -9,8 +9,8 @@ to be rotated, the table makes a plan. The layer above carries the plan out on i
     free(1)                     2 2 2 . . 2 . .      the cells that sequence 1 had alone are free
     defragment(room=4)          2 2 2 2 . . . .      one cell moved
 
-Each sequence has the list of its cells in order of position. Each cell has the set of its sequences: a row of 64-bit
-words, a bit per sequence.
+A sequence is the list of its cells in order of position. A cell has the set of its sequences: a bit per sequence in a
+row of 64-bit words.
 
 Invariants, asserted by `CellTable.check`:
 
@@ -22,10 +22,9 @@ Invariants, asserted by `CellTable.check`:
 
 Invariants of every plan:
 
-  CP1  All targets are cells that are free in the table from which the plan was made.
-  CP2  So no cell is both source and target, nor target twice. Moves may be carried out in any order, and a plan that
-       fails half way has overwritten nothing that the table still names.
-  CP3  Shifts come after copies. Each cell they name belongs to the shifted sequence alone once the plan is applied.
+  CP1  All targets are free cells. So moves may be carried out in any order, and a plan that fails half way has
+       overwritten nothing that the table names.
+  CP2  Shifts come after moves. Each cell they name belongs to the shifted sequence alone once the plan is applied.
 
 A method that raises leaves the table as it was. Finding room and removal are O(capacity) in NumPy, defragmentation is
 O(capacity + cells of all sequences), the others are O(cells of the sequences named). Not thread-safe.
@@ -75,28 +74,17 @@ class Shift(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RemovalPlan:
-    """Positions [begin, end) of a sequence go, and what follows moves down into the gap.
+class CellPlan:
+    """What has to happen to the data: all moves, then all shifts.
 
     Attributes:
-        copies: carried out first; cells that other sequences hold too, copied so that they can be shifted.
-        shifts: carried out next, on keys only; values do not depend on the position.
+        removed: a sequence and its positions [begin, end) that go; None: the plan brings free cells together.
     """
-
-    sequence: int
-    begin: int
-    end: int
-    copies: tuple[Move, ...]
-    shifts: tuple[Shift, ...]
-    stamp: object = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class DefragPlan:
-    """Moves of as few cells as possible, after which the wanted number of free cells stand in a row."""
 
     moves: tuple[Move, ...]
     stamp: object = field(repr=False, compare=False)
+    shifts: tuple[Shift, ...] = ()
+    removed: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +105,11 @@ class CellBatch:
 
     @property
     def length(self) -> int:
-        """Tokens in all rows."""
         return sum(row.length for row in self.rows)
 
     @property
     def positions(self) -> Cells:
-        """Position of each token, int32, shape (length,): what RoPE wants."""
+        """Position of each token, int32, shape (length,)."""
         return np.concatenate([np.arange(row.begin, row.begin + row.length, dtype=np.int32) for row in self.rows])
 
 
@@ -150,7 +137,7 @@ class CellTable:
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """Ids of the sequences, in the order they were added."""
+        """Ids, in the order they were added."""
         return tuple(self._sequences)
 
     def end(self, sequence: int) -> int:
@@ -162,10 +149,7 @@ class CellTable:
         return self._known(sequence).cells.copy()
 
     def ranges(self, sequence: int, begin: int = 0, end: int | None = None) -> tuple[CellRun, ...]:
-        """Runs of cells that hold positions [begin, end) (None: all) of a sequence, in order of position.
-
-        ValueError: no such sequence, or the range is not in it.
-        """
+        """Runs of cells that hold positions [begin, end) of a sequence, in order. ValueError: it lacks some."""
         cells = self._cells_of(sequence, begin, self.end(sequence) if end is None else end)
         starts, lengths = cut(cells)
         positions = begin + np.cumsum(lengths) - lengths
@@ -185,7 +169,7 @@ class CellTable:
         self._changed()
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Give `target` the cells that hold positions [0, length) of `source`. No data moves, no cell is taken.
+        """Give `target`, which has no tokens, the cells of positions [0, length) of `source`. Takes no cell.
 
         ValueError: one of them does not exist, `target` has tokens, or `source` ends before `length`.
         """
@@ -200,15 +184,10 @@ class CellTable:
         self._changed()
 
     def append(self, rows: Iterable[tuple[int, int]]) -> CellBatch:
-        """Take cells in a row for the next tokens of some sequences, before the forward pass that fills them.
-
-        A forward pass that fails is undone by `remove(row.sequence, row.begin, row.begin + row.length)` for each row.
+        """Take the first run of free cells that fits the next tokens of some sequences; a forward pass then fills it.
 
         Args:
             rows: (sequence, tokens >= 1) for each row of the batch, a sequence at most once.
-
-        Returns:
-            Where they go: the first run of free cells that takes all of them.
 
         Raises:
             ValueError: no rows, a row without tokens, a sequence twice or unknown, or more tokens than capacity.
@@ -257,19 +236,15 @@ class CellTable:
 
     # Plans
 
-    def plan_remove(self, sequence: int, begin: int, end: int) -> RemovalPlan:
+    def plan_remove(self, sequence: int, begin: int, end: int) -> CellPlan:
         """Plan to take positions [begin, end) out of a sequence and to close the gap.
 
             positions   0 1 2 3 4 5 6    remove [2, 4),   0 1 2 3 4    E, F copied to x, y;
             cells       a b c d E F g    E, F shared      a b x y g    x, y, g shifted by -2
 
-        Shared cells are copied first, as the others still need them where they are. At the end of a sequence nothing
-        follows, and this is a rewind.
-
         Raises:
             ValueError: no such sequence, or the range is not in it.
-            CacheFullError: fewer cells are free than have to be copied. Cells that this very removal would free do
-                not count, so that a plan that fails half way has overwritten nothing.
+            CacheFullError: fewer cells are free than have to be copied, those not counted that this removal frees.
         """
         self._cells_of(sequence, begin, end)
         each, free = self._sequences[sequence], self._free_cells()
@@ -277,17 +252,17 @@ class CellTable:
         shared = rest[self._is_shared(rest, each)]
         if len(shared) > len(free):
             raise self._full(len(shared))
-        copies = pack(shared, free)
-        starts, lengths = cut(_destinations(self.capacity, copies)[rest])
+        moves = pack(shared, free)
+        starts, lengths = cut(_destinations(self.capacity, moves)[rest])
         shifts = tuple(Shift(*run, begin - end) for run in zip(starts.tolist(), lengths.tolist(), strict=True))
-        return RemovalPlan(sequence, begin, end, copies, shifts, self._stamp)
+        return CellPlan(moves, self._stamp, shifts, (sequence, begin, end))
 
-    def plan_defragment(self, room: int | None = None) -> DefragPlan:
+    def plan_defragment(self, room: int | None = None) -> CellPlan:
         """Plan to bring free cells together, moving as few used ones as possible.
 
         Args:
             room: free cells wanted in a row, anywhere; of equally cheap places the last is taken. None: all used cells
-                go to the front, which also shortens what masks and fetches span.
+                go to the front.
 
         Raises:
             ValueError: room is not in 1 to capacity.
@@ -301,19 +276,20 @@ class CellTable:
         inside = np.zeros_like(self._is_used)
         inside[start:stop] = True
         sources, holes = np.flatnonzero(self._is_used & inside), np.flatnonzero(~self._is_used & ~inside)
-        return DefragPlan(pack(sources.astype(np.int32), holes.astype(np.int32)), self._stamp)
+        return CellPlan(pack(sources.astype(np.int32), holes.astype(np.int32)), self._stamp)
 
-    def apply(self, plan: RemovalPlan | DefragPlan) -> None:
+    def apply(self, plan: CellPlan) -> None:
         """Note that a plan has been carried out on the data. ValueError: another table's plan, or a stale one."""
         if plan.stamp is not self._stamp:
             raise ValueError("the table has changed since this plan was made; plan again.")
-        if isinstance(plan, DefragPlan):
-            self._apply_defrag(plan)
+        to = _destinations(self.capacity, plan.moves)
+        if plan.removed is None:
+            self._move_all(to)
         else:
-            self._apply_removal(plan)
+            self._remove(to, *plan.removed)
         self._changed()
 
-    def remove(self, sequence: int, begin: int, end: int) -> RemovalPlan:
+    def remove(self, sequence: int, begin: int, end: int) -> CellPlan:
         """`plan_remove` and `apply` in one, for removals without copies or shifts."""
         plan = self.plan_remove(sequence, begin, end)
         self.apply(plan)
@@ -331,8 +307,7 @@ class CellTable:
         Shape (batch.length, stop - start) with (start, stop) = `span(batch, window=window)`; True: seen.
 
         Args:
-            batch: made by `append`; its cells must still be where they were.
-            window: tokens that a token sees at most, itself included, as in mlx-lm's `create_causal_mask`; None: all.
+            window: tokens that a token sees at most, itself included; None: all.
 
         Raises:
             ValueError: window below 1; a sequence of the batch is gone, or its cells have been removed or moved.
@@ -417,8 +392,8 @@ class CellTable:
         self._sets[cells, each.word] &= ~each.flag
         self._is_used[cells[~self._sets[cells].any(axis=1)]] = False
 
-    def _apply_defrag(self, plan: DefragPlan) -> None:
-        to = _destinations(self.capacity, plan.moves)
+    def _move_all(self, to: Cells) -> None:
+        """Move the token of each cell to cell `to[cell]`."""
         sources = np.flatnonzero(to != np.arange(self.capacity))
         self._sets[to[sources]] = self._sets[sources]
         self._sets[sources] = 0
@@ -427,10 +402,11 @@ class CellTable:
         for each in self._sequences.values():
             each.cells = to[each.cells]
 
-    def _apply_removal(self, plan: RemovalPlan) -> None:
-        each = self._sequences[plan.sequence]
-        before, gone, after = np.split(each.cells, [plan.begin, plan.end])
-        moved = _destinations(self.capacity, plan.copies)[after]
+    def _remove(self, to: Cells, sequence: int, begin: int, end: int) -> None:
+        """Take positions [begin, end) out of a sequence, which goes on in cells `to` of its own."""
+        each = self._sequences[sequence]
+        before, gone, after = np.split(each.cells, [begin, end])
+        moved = to[after]
         self._leave(each, np.concatenate([gone, after[moved != after]]))
         self._sets[moved, each.word] |= each.flag
         self._is_used[moved] = True
@@ -473,13 +449,14 @@ def cut(cells: Cells) -> tuple[Cells, Cells]:
 
 
 def pack(sources: Cells, holes: Cells) -> tuple[Move, ...]:
-    """Move cells, in this order, into free ones, rising, run by run; there are enough of them, and none is in both.
+    """Moves of these cells into free ones, run by run, in order of source; often, but not always the fewest possible.
 
     The longest run goes first, to the smallest hole that takes it whole, of equal ones the first. If no hole does, the
-    run fills the largest hole, and its rest waits. So each move uses up a run or a hole. The moves are not always the
-    fewest possible. They are in order of source.
+    run fills the largest hole, and its rest waits. So each move uses up a run or a hole.
     """
-    waiting, room = _by_length(sources), _by_length(holes)
+    waiting, room = (
+        sorted(zip(lengths.tolist(), starts.tolist(), strict=True)) for starts, lengths in (cut(sources), cut(holes))
+    )
     moves = []
     while waiting:
         length, source = waiting.pop()
@@ -492,11 +469,6 @@ def pack(sources: Cells, holes: Cells) -> tuple[Move, ...]:
         if taken < space:
             insort(room, (space - taken, target + taken))
     return tuple(sorted(moves))
-
-
-def _by_length(cells: Cells) -> list[tuple[int, int]]:
-    starts, lengths = cut(cells)
-    return sorted(zip(lengths.tolist(), starts.tolist(), strict=True))
 
 
 def _window_to_clear(used: NDArray[np.bool_], room: int | None) -> tuple[int, int]:

@@ -97,11 +97,7 @@ class Batch:
             row.batch, row.at = self, at
 
     def take_in(self, rows: Sequence[Any]) -> bool:
-        """Let rows of other batches join, evaluated, in the place of holes or behind the last row.
-
-        Returns:
-            Whether there was room for all of them; otherwise nothing was done.
-        """
+        """Let rows join, evaluated, in the place of holes or behind the last row; False: no room, nothing was done."""
         columns = self.columns
         holes = [at for at, row in enumerate(self.rows) if row is None]
         free = [*holes, *range(len(self.rows), columns.row_capacity)][: len(rows)]
@@ -130,10 +126,10 @@ class Batch:
         return True
 
     def goes_on(self, tokens: int) -> bool:
-        """Whether the rows should take so many tokens in this batch, or move to a new one.
+        """Whether so many tokens should go into this batch, not into a new one.
 
-        They move if holes have cost more than one step of the batch since the last row joined, or if its tails would
-        have to grow although some columns are empty in all rows.
+        A new one is due if holes have cost more than one step since the last row joined, or if tails would have to grow
+        although some columns are empty in all rows.
         """
         columns = self.columns
         self._idle_tokens += self.rows.count(None) * tokens
@@ -147,30 +143,25 @@ class Batch:
 
     @property
     def leaves(self) -> list[Any]:
-        """The caches that hold state, in order."""
         return leaves(self.caches)
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All arrays, for mx.eval."""
         return [array for leaf in self.leaves for array in _arrays_of(leaf)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
     def forward(
         self, model: Any, ids: mx.array, parts: Sequence[Part] = (), *, ours: bool = False, is_prompt: bool = False
     ) -> mx.array:
-        """Run the model on ids (R, T); logits (R, T, V), not evaluated.
-
-        A model that raises leaves every row as it was.
+        """Run the model on ids (R, T); logits (R, T, V), not evaluated. A model that raises leaves rows as they were.
 
         Args:
             parts: what rows read in place.
-            ours: whether the model's attention may be cascade attention; it must be where there are any parts.
-            is_prompt: the tokens are of prompts: the pass can be undone at the cost of a copy of wrapped windows.
+            ours: whether the model's attention may be cascade attention; with any parts it must be.
+            is_prompt: copy wrapped windows, so that the pass can always be undone.
 
         Raises:
             LostStateError: the model raised, and the rows could not be restored.
@@ -185,7 +176,6 @@ class Batch:
         return logits
 
     def hold(self, tokens: int, *, is_prompt: bool = False) -> Held:
-        """What `roll_back` needs to undo a forward pass of so many tokens."""
         columns = self.columns
         return columns.lengths, columns.end, [_held(leaf, tokens, is_prompt) for leaf in self.leaves]
 

@@ -114,15 +114,13 @@ class Group:
         return self._room.used_tokens()
 
     def has_bytes_for(self, ends: Mapping[Row, int], keys: Keys, end: int, namespace: str | None = None) -> bool:
-        """Whether the budget can hold open rows at their ends, and one more row, with all that is evictable gone.
+        """Whether the budget can hold open rows at their ends, and a new row, with all that is evictable gone.
 
-        Each row by itself: rows that do not fit side by side step one by one. True as well before the first forward
-        pass, which shows what a token takes. Evicts nothing.
+        True as well before the first forward pass, which shows what a token takes. Evicts nothing.
 
         Args:
             ends: where each of the open rows will stand in the end.
-            keys, end: of the new row's prompt, and where it will stand.
-            namespace: the new row's; None: the group's.
+            keys, end, namespace: the new row's.
         """
         namespace, room = self.namespace if namespace is None else namespace, self._room
         with self._lock:
@@ -131,36 +129,25 @@ class Group:
             kept = max((node.end for node in match.path if node.payload.readers), default=0)
             tails = [stop - row.batch.columns.in_place[row.at] for row, stop in ends.items()]
             tails.append(end - shared if self._sharing.is_long(shared) else end)
-            furthest = max([*ends.values(), end])
+            furthest, more = max([*ends.values(), end]), max(0, shared - kept)  # more: what the tree will keep besides
+            # Each row by itself: rows that do not fit side by side step one by one.
             nbytes = sum(room.bytes_of(1, tail + 1, furthest) for tail in tails)
-            more = max(0, shared - kept)  # tokens that the tree is to keep for the rows, and does not keep yet
             nbytes += room.bytes_of(1, more, more) if more else 0
             return room.evictor.could_fit(nbytes - room.booking.live_bytes)
 
     def refusal_of(self, tokens: int) -> BudgetFullError | None:
-        """The error of a row of so many tokens that does not fit the byte budget even alone; None: it fits.
-
-        None as well before the first forward pass.
-        """
+        """The error of a row of so many tokens that exceeds the budget even alone; None: it fits, or is not known."""
         with self._lock:
             needed_bytes, budget_bytes = self._room.bytes_of(1, tokens, tokens), self._room.booking.budget_bytes
         return BudgetFullError(budget_bytes, 0, needed_bytes) if needed_bytes > budget_bytes else None
 
     def sharable_tokens(self, keys: Keys, namespace: str | None = None) -> int:
-        """How many tokens of a prompt with these keys would share what the open rows hold, were it admitted now.
-
-        Args:
-            namespace: the prompt's; None: the group's. Rows of other namespaces do not count.
-        """
+        """How many tokens of a prompt with these keys would share what the open rows hold, were it admitted now."""
         with self._lock:
             return self._sharing.sharable_tokens(keys, self.namespace if namespace is None else namespace)
 
     def sharable_later(self, keys: Keys, row: Row, chunk_tokens: int) -> int:
-        """How many it would share with one row of its namespace, were it admitted at the best moment of its prefill.
-
-        Args:
-            chunk_tokens: what each call of `prefill` evaluates.
-        """
+        """How many it would share with this row, were it admitted at the best moment of its prefill in such chunks."""
         with self._lock:
             allowed = self._core.unquarantined(keys, row.request.namespace)
             return row.common_later(allowed[: len(keys) - 1], chunk_tokens, self._layout.has_states)
@@ -168,13 +155,10 @@ class Group:
     def admit(self, tokens: Any, keys: Any = None, marks: Sequence[int] = (), *, namespace: str | None = None) -> Row:
         """Open a row on a prompt, at the end of what is stored of it.
 
-        First, what other rows have evaluated of it becomes part of the tree. Only the state of windows and recurrent
-        layers is copied now; spans that are too short to be read in place are copied before the first forward pass.
+        What other rows have evaluated of it becomes part of the tree first.
 
         Args:
-            tokens: token ids of the whole prompt: list, tuple, np.ndarray or mx.array.
-            keys: int64, one per token: what the tree goes by where a position stands for more than its token id.
-            marks: offsets worth a checkpoint, such as the end of the system prompt and of each message.
+            tokens, keys, marks: as in PrefixCache.begin().
             namespace: None: the group's. Rows of different namespaces share nothing but forward passes.
 
         Raises:
@@ -208,8 +192,7 @@ class Group:
     def prefill(self, model: Any, row: Row, tokens: int | None = None) -> mx.array | None:
         """Evaluate the next tokens of a row's prompt, with checkpoints of point state on the way.
 
-        A row's first call resumes after what other rows have evaluated of its prompt since it was admitted. So prompts
-        that begin alike, prefilled one after the other, evaluate and hold their beginning once.
+        A row's first call resumes after what other rows have evaluated of its prompt by now.
 
         Args:
             model: the mlx-lm model; called as model(tokens (1, T), cache=...).
@@ -395,7 +378,7 @@ class Group:
         return self._tried[1]
 
     def _start(self, model: Any, rows: Sequence[Row]) -> None:
-        """Prepare rows for a pass; before its first one a row resumes after what others have of its prompt by now."""
+        """Before the first pass of a row, let it resume after what other rows have of its prompt by now."""
         self._core.settings.require_model(model)
         for row in rows:
             if row.is_fresh:
@@ -437,9 +420,8 @@ class Group:
             raise SessionClosedError(f"row {row.id}: {row.lost}. Close it and admit() another one.")
 
     def _require_prompts(self, rows: Sequence[Row], tokens: mx.array) -> None:
-        """Raise ValueError if a token contradicts the rest of a prompt; waits only for tokens of prompts."""
         for index, row in enumerate(rows):
-            if row.prompt_left:
+            if row.prompt_left:  # only for such a row wait for the token
                 wanted, found = int(row.next_ids(1)[0]), int(np.asarray(tokens)[index, 0])
                 if wanted != found:
                     raise ValueError(f"row {row.id}: token {row.position} is {found}; {wanted} follows in its prompt.")
@@ -492,13 +474,12 @@ class Group:
     def _evaluate(self, model: Any, rows: Sequence[Row], count: int) -> mx.array | None:
         """Evaluate so many prompt tokens of each row; logits (R, 1, V); None: there is no room for them together."""
         ids = mx.array(np.stack([row.next_ids(count) for row in rows]))
-        row = rows[0]
-        start, end = row.position, row.position + count
-        with nullcontext() if len(rows) > 1 else self._core.timing_prefill(start, end):
+        start = rows[0].position
+        with nullcontext() if len(rows) > 1 else self._core.timing_prefill(start, start + count):
             found = self._run(lambda: self._passes.prefill(model, rows, ids))
             if found is None:
                 return None
-            logits, batch = owned(found[:, -1:]), row.batch
+            logits, batch = owned(found[:, -1:]), rows[0].batch
             # With the logits: unevaluated, they would hold the buffers, and the next write would copy these.
             pending = [*batch.arrays, *([] if all(row.prompt_left for row in rows) else [logits])]
             self._change(lambda: mx.eval(pending))

@@ -43,7 +43,7 @@ from radixcache.groups.batch import Batch, Held, LostStateError
 from radixcache.groups.row import Room, Row
 from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part, TailLayer
 from radixcache.layers.shift import Rotation, rotations
-from radixcache.layers.trials import allowed_error, by_slot, error_of, logits_after, once_per_model
+from radixcache.layers.trials import allowed_error, by_slot, error_of, logits_alone, once_per_model
 
 #: Where nothing is read in place, cascade attention is faster from so many scores of a head on.
 FEWEST_SCORES = 2048
@@ -238,7 +238,11 @@ class Removal:
         row, begin, end, room = self._row, self._begin, self._end, self._room
         row.leave_others()
         self._require_removable()
-        rotating = [None] * len(row.batch.leaves) if self._is_rewind else self._rotations(model)
+        rotating: list[Rotation | None] = [None] * len(row.batch.leaves)
+        if not self._is_rewind:
+            caches = room.layout.fresh()
+            pairs = zip(caches, rotations(model, caches), strict=True)
+            rotating = [rotation for cache, rotation in pairs if cache is not None]
         with nullcontext() if row.node is None else room.states.guarded(row.node):
             away = sum(spans.end - spans.start for spans in row.reads() if spans.end <= begin)
             length = row.position - (end - begin) - away
@@ -273,11 +277,6 @@ class Removal:
                     f"row {row.id} is at {leaf.offset} with windows of {leaf.max_size} tokens; without [{begin}, {end})"
                     f" they would need earlier tokens, which they have lost."
                 )
-
-    def _rotations(self, model: Any) -> list[Rotation | None]:
-        caches = self._room.layout.fresh()
-        found = rotations(model, caches)
-        return [rotation for cache, rotation in zip(caches, found, strict=True) if cache is not None]
 
     def _pieces(self, leaf: Any, index: int) -> list[Piece]:
         """One layer's keys and values of all tokens that do not stay in place, in order."""
@@ -368,14 +367,8 @@ def way_of(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
 
 def _try_ways(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
     rows = [(*SHARED, *MORE, *OWN[0]), (*SHARED, *OWN[1])]
-
-    def logits_alone(last: int) -> mx.array:
-        """Logits (2, steps, V) of the rows in mlx-lm's own caches, the last tokens of each in a chunk of their own."""
-        pairs = zip(rows, zip(*STEPS, strict=True), strict=True)
-        return mx.concatenate([logits_after(model, fresh(), (row[:-last], row[-last:]), its) for row, its in pairs])
-
-    wanted = logits_alone(1)
-    allowed = allowed_error(error_of(logits_alone(3), wanted), wanted.dtype)
+    wanted, rechunked = (logits_alone(model, fresh, rows, STEPS, last) for last in (1, 3))
+    allowed = allowed_error(error_of(rechunked, wanted), wanted.dtype)
     reason, candidates = by_slot(model), [*Way]
     if reason:
         candidates = [Way.SINGLE]
@@ -415,7 +408,7 @@ def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, *, is_wide: 
         ends = len(SHARED), len(SHARED) + len(MORE)
         parts = [(None, _spans(first, 0, ends[0])), ((0,), _spans(first, *ends))]
         first, second = _behind(first, ends[1]), _behind(second, ends[0])
-    own = [[(None, spans) for _, spans in parts], [(None, spans) for _, spans in parts[:1]]]
+    own = [[(None, spans) for _, spans in its] for its in (parts, parts[:1])]
     for batch, chunk, its in zip((first, second), OWN, own, strict=True):
         batch.forward(model, mx.array([chunk]), its, ours=ours)
     if way is Way.SINGLE:
@@ -435,8 +428,9 @@ def _spans(batch: Batch, start: int, end: int) -> Spans:
 
 def _behind(batch: Batch, end: int) -> Batch:
     """The row with what is behind an offset in its tails, and the rest to be read in place."""
-    columns = Columns([batch.columns.end - end], [end])
-    tails = batch.leaves
-    return batch.refilled(
-        columns, lambda leaf: [tails[leaf].columns_of(0, end, end + columns.end)] if columns.end else []
-    )
+    columns, tails = Columns([batch.columns.end - end], [end]), batch.leaves
+
+    def pieces(leaf: int) -> list[Pair]:
+        return [tails[leaf].columns_of(0, end, end + columns.end)] if columns.end else []
+
+    return batch.refilled(columns, pieces)

@@ -199,14 +199,10 @@ class Row:
 
 
 class Room:
-    """The open rows of one group, with their tokens and bytes.
+    """The open rows of one group, by id in order of admission, with their tokens and bytes.
 
     Args:
         capacity: tokens of all rows together, one that several share counted once.
-
-    Attributes:
-        rows: the open rows by id, in order of admission.
-        booking: what the rows have on the account.
     """
 
     def __init__(self, core: Core, states: StateTree, evictor: Evictor, pager: Pager, capacity: int) -> None:
@@ -276,15 +272,11 @@ class Room:
     def ask(self, nbytes: Callable[[int], int], spare: int, freed_bytes: int = 0) -> int:
         """Make room for buffers and book it until `book` measures them; returns how many spare columns they get.
 
-        The spare columns are given up first, then the checkpoints that rows have taken.
+        Spare columns are given up first, then checkpoints that rows have taken. BudgetFullError: there is no room.
 
         Args:
-            nbytes: bytes of the buffers with so many columns to spare.
-            spare: the columns wanted.
-            freed_bytes: of the buffers that they replace.
-
-        Raises:
-            BudgetFullError: there is no room.
+            nbytes: bytes of the buffers with so many spare columns.
+            freed_bytes: bytes of the buffers that they replace.
         """
         evictor = self.evictor
         generous = nbytes(spare) - freed_bytes

@@ -66,7 +66,6 @@ class Columns:
 
     @property
     def positions(self) -> list[int]:
-        """Tokens of each row."""
         return [length + in_place for length, in_place in zip(self.lengths, self.in_place, strict=True)]
 
     @property
@@ -76,11 +75,7 @@ class Columns:
 
     @contextmanager
     def running(self, tokens: int, parts: Sequence[Part], ours: bool) -> Iterator[None]:
-        """A forward pass of so many tokens per row; they count when the block ends without an error.
-
-        Args:
-            ours: whether the model's attention may be cascade attention.
-        """
+        """A forward pass of so many tokens per row; they count when the block ends without an error."""
         self.current = current = Pass(self, tokens, parts, ours)
         try:
             yield
@@ -99,9 +94,7 @@ class Pass:
     Attributes:
         before: tokens in front of each row's: an int for one row, an int32 array (R,) for several.
         padding: which columns are a row's own, bool (R, 1, 1, C), tokens to come included; None: all of them.
-        seen: which columns each token sees, bool (T, C) or (R, 1, T, C); None: all of them. In a cascade alone.
-        readers: of each piece of each segment. In a cascade alone.
-        masks: those that the model was given.
+        seen: in a cascade, which columns each token sees, bool (T, C) or (R, 1, T, C); None: all of them.
         fetched: by leaf the keys and values that its layer returned.
         unattended: ids of keys that were handed out and not attended yet.
     """
@@ -212,16 +205,13 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
 
     @property
     def state(self) -> tuple[mx.array, ...]:
-        """The buffers, for mx.eval."""
         return () if self.keys is None or self.values is None else (self.keys, self.values)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self.state)
 
     def empty(self) -> bool:
-        """mlx-lm's word for: there are no buffers."""
         return self.keys is None
 
     # What a batch calls

@@ -19,7 +19,7 @@ attends to it moves along. With 2 bits a step is as large as a fault, and only l
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -87,8 +87,20 @@ def error_of(found: mx.array, wanted: mx.array) -> float:
     return float(mx.max(mx.abs(found - wanted)) / mx.maximum(mx.max(mx.abs(wanted)), 1e-9))
 
 
-def logits_after(model: Any, caches: Sequence[Any], chunks: Iterable[Sequence[int]], tokens: Iterable[int]) -> mx.array:
-    """Logits (1, N, V) of N tokens, one at a time, of a row in its own caches, after these chunks of its prompt."""
-    for chunk in chunks:
-        model(mx.array([chunk]), cache=caches)
-    return mx.concatenate([model(mx.array([[token]]), cache=caches) for token in tokens], axis=1)
+Rows = Sequence[Sequence[int]]
+
+
+def logits_alone(model: Any, fresh: Callable[[], Sequence[Any]], rows: Rows, steps: Rows, last: int) -> mx.array:
+    """Logits (R, N, V) of R rows in their own caches, at N steps of a token for each row after their prompts.
+
+    Args:
+        fresh: makes the model's caches.
+        last: how many of a prompt's tokens go through a pass of their own.
+    """
+    found = []
+    for row, tokens in zip(rows, zip(*steps, strict=True), strict=True):
+        caches = fresh()
+        for chunk in (row[:-last], row[-last:]):
+            model(mx.array([chunk]), cache=caches)
+        found.append(mx.concatenate([model(mx.array([[token]]), cache=caches) for token in tokens], axis=1))
+    return mx.concatenate(found)

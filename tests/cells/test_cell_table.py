@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.models.base import create_causal_mask
 
 from radixcache import CacheFullError
-from radixcache.cells.table import CellTable, DefragPlan, cut, pack
+from radixcache.cells.table import CellPlan, CellTable, cut, pack
 from tests import inside
 
 
@@ -68,7 +68,7 @@ def test_a_shared_tail_is_copied_before_it_is_shifted_and_stays_with_the_others(
     table.copy_prefix(1, 2, 6)
     table.append([(2, 1)])
     plan = table.remove(2, 2, 4)
-    assert plan.copies == ((4, 7, 2),)
+    assert plan.moves == ((4, 7, 2),)
     assert plan.shifts == ((7, 2, -2), (6, 1, -2))
     assert table.cells(1).tolist() == [0, 1, 2, 3, 4, 5]
     assert table.cells(2).tolist() == [0, 1, 7, 8, 6]
@@ -80,10 +80,10 @@ def test_a_shared_tail_is_copied_before_it_is_shifted_and_stays_with_the_others(
 def test_a_tail_of_its_own_is_shifted_in_place_and_a_rewind_shifts_nothing() -> None:
     table = table_with(10, 6)
     plan = table.remove(1, 1, 3)
-    assert (plan.copies, plan.shifts) == ((), ((3, 3, -2),))
+    assert (plan.moves, plan.shifts) == ((), ((3, 3, -2),))
     assert table.ranges(1) == ((0, 1, 0), (3, 3, 1))
     plan = table.remove(1, 3, 4)
-    assert (plan.copies, plan.shifts) == ((), ())
+    assert (plan.moves, plan.shifts) == ((), ())
     assert table.end(1) == 3
     assert picture(table) == "1..11....."
     table.check()
@@ -95,7 +95,7 @@ def test_a_row_of_a_failed_step_is_taken_back() -> None:
     before = picture(table)
     for row in table.append([(1, 2), (2, 3)]).rows:
         plan = table.remove(row.sequence, row.begin, row.begin + row.length)
-        assert not plan.copies
+        assert not plan.moves
         assert not plan.shifts
     assert (picture(table), table.end(1), table.end(2)) == (before, 4, 4)
 
@@ -285,11 +285,11 @@ def fewest_runs(sources: list[int], holes: list[int]) -> int:
     return fewest
 
 
-def moved_cells(plan: DefragPlan) -> int:
+def moved_cells(plan: CellPlan) -> int:
     return sum(move.length for move in plan.moves)
 
 
-def carried_out(occupied: Occupied, plan: DefragPlan) -> Occupied:
+def carried_out(occupied: Occupied, plan: CellPlan) -> Occupied:
     after = set(occupied)
     for source, target, length in plan.moves:
         assert after.issuperset(range(source, source + length))

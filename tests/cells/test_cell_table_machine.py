@@ -217,8 +217,8 @@ class CellMachine(RuleBasedStateMachine):
             assert inside.table_fields(self.table) == before
             return
         plan = self.table.plan_remove(name, begin, end)
-        assert sum(move.length for move in plan.copies) == len(shared)
-        self.carry_out(data, plan.copies, half)
+        assert sum(move.length for move in plan.moves) == len(shared)
+        self.carry_out(data, plan.moves, half)
         if half:
             return
         self.shift(plan.shifts)

@@ -16,7 +16,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from benchmarks.architectures.catalogue import cache_classes, distinct_models
 from radixcache import ShiftError
-from radixcache.cells.table import CellTable, RemovalPlan
+from radixcache.cells.table import CellPlan, CellTable
 from radixcache.layers import shift
 from radixcache.layers.shift import Rotation, rotation_of
 from runner.models.tiny import TinyKind, build, kind_of
@@ -186,8 +186,8 @@ class Cells:
         self.keys = mx.zeros((1, HEADS, capacity, HEAD_WIDTH))
         self.rotation = rotation
 
-    def remove(self, plan: RemovalPlan) -> None:
-        for source, target, length in plan.copies:
+    def remove(self, plan: CellPlan) -> None:
+        for source, target, length in plan.moves:
             self.keys[..., target : target + length, :] = self.keys[..., source : source + length, :]
         for start, length, delta in plan.shifts:
             run = self.keys[..., start : start + length, :]
