@@ -1,9 +1,9 @@
 """A cache of blocks without arrays: requests as paths, a capacity in blocks, any policy, on the real tree.
 
-Two ways to hold the same blocks: an edge for each run with equal history, as a simulator does, or a node for each block
-(`is_chain`). A policy must not care. Room is made before a request's blocks are added, with what matched held, as the
-classic definitions have it; `adds_first` is the other order, with all of the request held; a policy with `bypass` gets
-the second without the hold.
+The tree holds the same blocks in one of two ways: an edge for each run with equal history, as in a simulator, or a node
+for each block (`is_chain`). By default the cache makes room first and adds a request's blocks then, with the matched
+blocks guarded. With `adds_first` it adds first, with the whole request guarded. A policy with `bypass` adds first,
+without the guard.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class BlockCache:
     def __init__(
         self,
         policy: EvictionPolicy,
-        capacity_blocks: int,
+        capacity_blocks: int = 10**9,
         *,
         is_chain: bool = False,
         adds_first: bool = False,
         block_bytes: int = 1,
+        cost: CostModel | None = None,
     ) -> None:
         self.policy = policy
         self.capacity_blocks = capacity_blocks
@@ -42,17 +43,17 @@ class BlockCache:
         self.adds_first = adds_first
         self.block_bytes = block_bytes
         account = Ledger(1 << 40).open_account(lambda amount_bytes: 0)
-        self.states = StateTree(Layout(list, None, 64), policy, account, CostModel())
+        self.states = StateTree(Layout(list, None, 64), policy, account, cost or CostModel())
         self.tick = 0
-        #: The blocks that went, each as its whole prefix.
+        #: The evicted blocks, each as its whole prefix.
         self.gone: list[Block] = []
 
-    def request(self, keys: Sequence[int], tick: int | None = None) -> int:
-        """Serve a prompt; returns how many of its blocks were there."""
+    def request(self, keys: Sequence[int], tick: int | None = None, turn: int | None = None, kind: str = "") -> int:
+        """Serve a prompt; return how many of its blocks were stored."""
         self.tick = self.tick + 1 if tick is None else tick
         sequence = np.array(keys, dtype=np.int64)
         match = self.states.match(sequence, "")
-        node, use = match.node, Use(self.tick)
+        node, use = match.node, Use(self.tick, 0, turn, kind)
         if match.offset:
             if match.offset < node.end:
                 node = self.states.split(node, match.offset)
@@ -79,20 +80,34 @@ class BlockCache:
             self.states.guard(node, -1)
         return node
 
+    def evict(self, blocks: int) -> list[int]:
+        """Evict this many blocks, or all; return the last key of each."""
+        before, left = len(self.gone), max(0, self.states.tree.key_count - blocks)
+        self._evict_down_to(left)
+        return [block[-1] for block in self.gone[before:]]
+
     def _make_room(self, blocks: int) -> None:
-        while self.states.tree.key_count + blocks > self.capacity_blocks:
+        self._evict_down_to(self.capacity_blocks - blocks)
+
+    def _evict_down_to(self, blocks: int) -> None:
+        while (excess := self.states.tree.key_count - blocks) > 0:
             found = self.states.victim()
-            assert found is not None, "what is held is not above the capacity"
+            assert found is not None, "guarded blocks exceed the capacity"
             node, _ = found
-            at_once = 1
-            if getattr(self.policy, "ranks_whole_edges", True):
-                at_once = min(self.states.tree.key_count + blocks - self.capacity_blocks, node.end - node.start)
+            at_once = min(excess, node.end - node.start) if getattr(self.policy, "ranks_whole_edges", True) else 1
             prefix = node.prefix().tolist()
             self.gone += [tuple(prefix[:length]) for length in range(node.end, node.end - at_once, -1)]
             if node.end - node.start > at_once:
                 self.states.truncate(node, node.end - at_once)
             else:
                 self.states.remove(node)
+
+
+def admit(policy: EvictionPolicy, *entries: Entry) -> None:
+    """Announce entries that may all go."""
+    for entry in entries:
+        policy.inserted(entry)
+        policy.evictable_changed(entry, True)
 
 
 def star_hits(policy: EvictionPolicy, keys: Sequence[int], capacity: int, adds_first: bool = True) -> str:

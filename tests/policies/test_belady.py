@@ -23,7 +23,7 @@ def _optimum(name: str, requests: Requests, capacity: int) -> int:
 
 
 @given(prompts, st.integers(5, 14))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_no_policy_finds_more_blocks_than_belady_nor_belady_more_than_with_bypass(
     requests: Requests, capacity: int
 ) -> None:
@@ -36,14 +36,14 @@ def test_no_policy_finds_more_blocks_than_belady_nor_belady_more_than_with_bypas
 
 
 @given(few_prompts, st.integers(3, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_belady_finds_as_many_blocks_as_the_best_of_all_ways_to_evict(requests: Requests, capacity: int) -> None:
     assert _optimum("belady", requests, capacity) == _exhaustive(requests, capacity, bypass=False)
     assert _optimum("belady-bypass", requests, capacity) == _exhaustive(requests, capacity, bypass=True)
 
 
 @given(few_prompts, st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_bypass_is_optimal_for_requests_that_do_not_fit(requests: Requests, capacity: int) -> None:
     assert _optimum("belady-bypass", requests, capacity) == _exhaustive(requests, capacity, bypass=True)
 

@@ -9,7 +9,8 @@ from policies.benefit import Benefit
 from policies.turn import Turn
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
-from tests.policies.test_turn_policy import Server, prompt, random_traffic, warm
+from tests.policies.blocks import admit
+from tests.policies.test_turn_policy import prompt, random_traffic, served_by, warm
 
 
 def entry(
@@ -24,18 +25,18 @@ def entry(
 def test_where_all_bytes_cost_the_same_the_order_is_that_of_turn() -> None:
     found = []
     for policy in (Turn(), Benefit()):
-        server = Server(policy, capacity_blocks=300)
-        found.append([server.serve(keys, tick, turn) for keys, tick, turn in random_traffic(3, 200)])
+        server = served_by(policy, capacity_blocks=150)
+        found.append([server.request(keys, tick, turn) for keys, tick, turn in random_traffic(3, 100)])
     assert found[0] == found[1]
 
 
 def test_of_two_alike_the_one_whose_bytes_cost_more_to_compute_stays() -> None:
     for dear, cheap in ((901, 902), (902, 901)):
-        server = Server(Benefit())
+        server = served_by(Benefit())
         tick = warm(server)
         for number in (901, 902):
-            server.serve(prompt(number, 12), tick := tick + 1, 1)
-        server.serve(prompt(903, 12), tick := tick + 1, 1)
+            server.request(prompt(number, 12), tick := tick + 1, 1)
+        server.request(prompt(903, 12), tick := tick + 1, 1)
         for node in server.states.tree.nodes():
             state = node.payload
             assert state is not None
@@ -62,9 +63,7 @@ def test_a_checkpoint_saves_what_lies_between_it_and_the_one_before() -> None:
 def test_bytes_that_become_known_after_an_entry_was_filed_count() -> None:
     benefit = Benefit()
     small, large = entry(1, 64.0, 0), entry(2, 64.0, 0)
-    for each in (small, large):
-        benefit.inserted(each)
-        benefit.evictable_changed(each, True)
+    admit(benefit, small, large)
     small.weight_bytes, large.weight_bytes = 1, 64
     assert benefit.victim() is small, "the least recently used"
     assert [benefit._filed[each.entry_id][0][-1] for each in (small, large)] == [12, 0]
@@ -106,9 +105,9 @@ def test_what_has_no_bytes_or_no_cost_is_weighed_as_one() -> None:
 
 
 def test_deeper_tokens_are_dearer_under_a_cost_with_attention() -> None:
-    server = Server(Benefit(), cost=CostModel(per_token=1.0, per_pair=1.0))
-    server.serve(prompt(1, 400), 1, 1)
-    server.serve(prompt(2, 4), 2, 1)
+    server = served_by(Benefit(), cost=CostModel(per_token=1.0, per_pair=1.0))
+    server.request(prompt(1, 400), 1, 1)
+    server.request(prompt(2, 4), 2, 1)
     weights = {
         int(node.edge[-1]) // 1000: Benefit().weight_of(node.payload.entry)
         for node in server.states.tree.nodes()

@@ -1,13 +1,23 @@
-"""Every eviction policy under the traffic of the real tree: hooks in the order they come, victims that may go."""
+"""Every eviction policy under the traffic of the real tree: hooks in their order, victims that are evictable.
+
+What a policy remembers is bounded by what is stored, and no hash of a string decides anything.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import hashlib
+import os
+import random
+import subprocess
+import sys
+from collections import Counter, deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from sortedcontainers import SortedDict, SortedList
 
 from policies import (
     OFFLINE_POLICIES,
@@ -22,7 +32,10 @@ from policies import (
     Turn,
     make_policy,
 )
+from policies.conversations import FIRST_TURNS
+from policies.reuse import _Learnt
 from policies.runs import RunPolicy
+from policies.turn import MAX_KINDS, PRIOR
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Ledger
 from radixcache.tree.entries import StateNode, Use
@@ -30,72 +43,64 @@ from radixcache.tree.state_tree import StateTree
 from tests.policies.blocks import BlockCache, Future, conversations, replay
 from tests.policies.traffic import ORDER, Traffic, Witness
 
+ROOT = Path(__file__).resolve().parents[2]
+NOW_MS = 1_700_000_000_000
+MOST_NODES = 12
+
 all_policies = pytest.mark.parametrize("name", sorted(POLICIES))
 
 
 @all_policies
-def test_a_policy_follows_the_protocol(name: str) -> None:
+def test_victims_are_evictable_and_the_books_agree_until_the_last_entry_has_gone(name: str) -> None:
     policy = make_policy(name)
     assert isinstance(policy, EvictionPolicy)
-    assert policy.victim() is None
-
-
-@all_policies
-def test_victims_are_evictable_after_each_of_2500_random_hooks(name: str) -> None:
-    traffic = Traffic(make_policy(name))
-    steps = 0
-    while traffic.witness.hooks < 2500:
+    traffic = Traffic(policy)
+    witness = traffic.witness
+    for step in range(900):
         traffic.step()
-        traffic.witness.victim()
+        witness.victim()
         if name in ORDER:
-            assert traffic.witness.policy.victim() is traffic.witness.expected(name)
-        steps += 1
-        if steps % 50 == 0:
+            assert policy.victim() is witness.expected(name)
+        if step % 5 == 0:
+            _check_books(policy, witness)
+        if step % 50 == 0:
             traffic.states.check()
-    traffic.states.check()
-    assert traffic.states.tree.node_count > 10
-
-
-@all_policies
-def test_what_may_go_goes_to_the_last_entry_and_nothing_twice(name: str) -> None:
-    traffic = Traffic(make_policy(name), seed=7)
-    while traffic.witness.hooks < 1200:
-        traffic.step()
+    assert witness.hooks > 2000
+    assert _entries_in(policy) <= set(witness.known)
     traffic.release()
     gone = []
     while (victim := traffic.evict(whole=True)) is not None:
         gone.append(victim.entry_id)
-        traffic.states.check()
+    traffic.states.check()
     assert traffic.states.tree.node_count == 0
-    assert traffic.witness.known == {}
     assert len(gone) == len(set(gone)) > 10
-
-
-@all_policies
-def test_a_policy_remembers_no_entry_that_is_gone(name: str) -> None:
-    policy = make_policy(name)
-    traffic = Traffic(policy, seed=3)
-    while traffic.witness.hooks < 1200:
-        traffic.step()
-    assert _entries_in(policy) <= set(traffic.witness.known)
-    traffic.release()
-    while traffic.evict() is not None:
-        pass
+    assert witness.known == {}
     assert _entries_in(policy) == set()
 
 
-@all_policies
-def test_the_same_traffic_gives_the_same_victims(name: str) -> None:
-    def victims() -> list[tuple[int, int, int]]:
-        traffic = Traffic(make_policy(name), seed=11)
-        found = []
-        while traffic.witness.hooks < 700:
-            traffic.step()
-            victim = traffic.witness.victim()
-            found.append((victim.entry_id, victim.start, victim.end) if victim else (0, 0, 0))
-        return found
-
-    assert victims() == victims()
+def _check_books(policy: EvictionPolicy, witness: Witness) -> None:
+    """A policy knows the entries that it was told of, and files those that may go."""
+    match policy:
+        case OrderedPolicy():
+            policy._order._check()
+            assert set(policy._filed) == witness.evictable
+            assert set(policy._keys) == set(witness.known)
+            assert list(policy._order) == sorted((policy._keys[number], number) for number in witness.evictable)
+        case RunPolicy():
+            policy.check()
+            assert policy._evictable == witness.evictable
+            assert set(policy._entries) == set(witness.known)
+        case Turn():
+            requests = set(policy._user.values())
+            held = sorted(number for request in requests for number in request.holds)
+            assert held == sorted(policy._user) == sorted(witness.known)
+            assert all(request in requests or request.is_claimed for request in policy._requests.values())
+            filed = [(queue, item) for queue, order in policy._queues.items() for item in order]
+            assert sorted(filed) == sorted(policy._filed.values())
+            assert {item[-1] for _, item in filed} == witness.evictable
+            assert all(policy._queues.values())
+        case _:
+            raise AssertionError(f"nothing checks the books of {type(policy).__name__}")
 
 
 @all_policies
@@ -118,24 +123,10 @@ def test_an_entry_becomes_evictable_when_its_last_child_goes(name: str) -> None:
     parent = traffic.request([1, 2])
     traffic.request([1, 2, 3], checkpoint=False)
     traffic.request([1, 2, 4])
-    entry = parent.payload.entry
-    assert entry.entry_id not in traffic.witness.evictable
+    assert parent.payload.entry.entry_id not in traffic.witness.evictable
     for leaf in list(parent.children.values()):
         traffic.states.remove(leaf)
-    assert traffic.witness.victim() is entry
-
-
-@all_policies
-def test_a_checkpoint_may_go_alone_while_its_node_has_exactly_one_child(name: str) -> None:
-    traffic = Traffic(make_policy(name))
-    node = traffic.request([1, 2], checkpoint=True)
-    checkpoint = node.payload.checkpoint_entry
-    assert checkpoint is not None
-    assert checkpoint.entry_id not in traffic.witness.evictable
-    traffic.request([1, 2, 3])
-    assert checkpoint.entry_id in traffic.witness.evictable
-    traffic.request([1, 2, 4])
-    assert checkpoint.entry_id not in traffic.witness.evictable
+    assert traffic.witness.victim() is parent.payload.entry
 
 
 @all_policies
@@ -144,7 +135,8 @@ def test_an_entry_that_goes_while_it_is_evictable_is_the_victim_no_more(name: st
     first, second, third = (Entry(number, "span", 0, 10, 1, 1.0, created=1, last_used=1) for number in (1, 2, 3))
     for entry in (first, second, third):
         policy.inserted(entry)
-        policy.evictable_changed(entry, True)
+        for _ in range(2):  # Saying it twice does no harm.
+            policy.evictable_changed(entry, True)
     policy.evicted(first)
     policy.merged(second, third)
     assert policy.victim() is third
@@ -172,56 +164,15 @@ def test_either_side_of_a_split_may_be_the_new_one(name: str, fresh: str) -> Non
     assert policy.victim() is None
 
 
-@all_policies
-def test_asking_for_a_victim_many_times_changes_nothing(name: str) -> None:
-    traffic = Traffic(make_policy(name), seed=5)
-    while traffic.witness.hooks < 300:
-        traffic.step()
-    assert len({id(traffic.witness.victim()) for _ in range(50)}) == 1
-
-
-@pytest.mark.parametrize("name", [name for name in sorted(POLICIES) if isinstance(make_policy(name), OrderedPolicy)])
-def test_the_order_of_a_static_key_policy_is_consistent_after_each_step(name: str) -> None:
-    policy = make_policy(name)
-    assert isinstance(policy, OrderedPolicy)
-    for witness in _steps(policy):
-        policy._order._check()
-        assert set(policy._filed) == witness.evictable
-        assert set(policy._keys) == set(witness.known)
-        assert list(policy._order) == sorted((policy._keys[number], number) for number in witness.evictable)
-
-
-@pytest.mark.parametrize("name", [name for name in sorted(POLICIES) if isinstance(make_policy(name), RunPolicy)])
-def test_the_runs_of_a_queue_policy_are_consistent_after_each_step(name: str) -> None:
-    policy = make_policy(name)
-    assert isinstance(policy, RunPolicy)
-    for witness in _steps(policy):
-        policy.check()
-        assert policy._evictable == witness.evictable
-        assert set(policy._entries) == set(witness.known)
-
-
-@pytest.mark.parametrize("name", [name for name in sorted(POLICIES) if isinstance(make_policy(name), Turn)])
-def test_each_entry_is_held_by_one_request_and_filed_in_one_queue_after_each_step(name: str) -> None:
-    policy = make_policy(name)
-    assert isinstance(policy, Turn)
-    for witness in _steps(policy):
-        assert set(policy._user) == set(witness.known)
-        requests = set(policy._user.values())
-        assert sorted(number for request in requests for number in request.holds) == sorted(witness.known)
-        assert all(request in requests or request.is_claimed for request in policy._requests.values())
-        filed = [(queue, item) for queue, order in policy._queues.items() for item in order]
-        assert sorted(filed) == sorted(policy._filed.values())
-        assert {item[-1] for _, item in filed} == witness.evictable
-        assert all(policy._queues.values())
-
-
-def test_each_policy_has_a_structure_that_is_looked_into() -> None:
-    assert all(isinstance(make_policy(name), OrderedPolicy | RunPolicy | Turn) for name in POLICIES)
+VARIANTS = {
+    "slru capped": lambda: SLRU(protected_share=0.4),
+    "t_lru strict": lambda: TLRU(threshold_tokens=6, next_tokens=3),
+    "marconi 1": lambda: Marconi(alpha=1.0, candidates=5),
+}
 
 
 @pytest.mark.parametrize(("adds_first", "seed"), [(False, 0), (True, 3)], ids=["room-first", "adds-first"])
-@pytest.mark.parametrize("name", [*sorted([*POLICIES, *OFFLINE_POLICIES]), "slru capped", "t_lru strict", "marconi 1"])
+@pytest.mark.parametrize("name", [*sorted([*POLICIES, *OFFLINE_POLICIES]), *VARIANTS])
 def test_the_same_blocks_go_whether_an_edge_stands_for_many_or_a_node_for_each(
     name: str, adds_first: bool, seed: int
 ) -> None:
@@ -229,7 +180,10 @@ def test_the_same_blocks_go_whether_an_edge_stands_for_many_or_a_node_for_each(
     outcomes = []
     for is_chain in (False, True):
         future = Future(requests)
-        policy = _policy(name, future)
+        if name in OFFLINE_POLICIES:
+            policy = OFFLINE_POLICIES[name](future)
+        else:
+            policy = VARIANTS[name]() if name in VARIANTS else make_policy(name)
         cache = BlockCache(policy, 25 + 20 * seed, is_chain=is_chain, adds_first=adds_first)
         found = replay(cache, requests, future)
         cache.states.check()
@@ -247,35 +201,8 @@ def test_what_is_passed_over_ends_where_a_leaf_of_the_same_tick_is_deeper(name: 
     assert len(gone) == 59
 
 
-@all_policies
-def test_ticks_that_begin_far_from_zero_give_the_same_victims(name: str) -> None:
-    outcomes = []
-    for start in (0, 1_700_000_000_000):
-        cache = BlockCache(make_policy(name), 40)
-        found = [cache.request(keys, start + 7 * number) for number, keys in enumerate(conversations(3, 100), 1)]
-        outcomes.append((found, cache.gone))
-    assert outcomes[0] == outcomes[1]
-
-
-@all_policies
-def test_a_policy_keeps_less_or_as_much_as_it_may_and_all_of_the_request_served(name: str) -> None:
-    cache = BlockCache(make_policy(name), 20)
-    for request in conversations(1, 120):
-        cache.request(request)
-        assert cache.states.tree.key_count <= 20
-        assert cache.request(request) == min(len(request), 20)
-
-
-def _steps(policy: EvictionPolicy) -> Iterator[Witness]:
-    """Random traffic on a policy, step by step."""
-    traffic = Traffic(policy, seed=2)
-    while traffic.witness.hooks < 1200:
-        traffic.step()
-        yield traffic.witness
-
-
 def _trimmed(policy: EvictionPolicy) -> list[int]:
-    """The keys that go, in order: of two leaves of one request, then of a request's own chain and one behind it."""
+    """The evicted keys in order: of two leaves of one request, then of one request's chain and of the next one's."""
     account = Ledger(1).open_account(lambda amount_bytes: 0)
     states = StateTree(Layout(list, None, 64), policy, account, CostModel())
     gone: list[int] = []
@@ -310,35 +237,115 @@ def _trimmed(policy: EvictionPolicy) -> list[int]:
     return gone
 
 
-def _policy(name: str, future: Future) -> EvictionPolicy:
-    """A policy by its name, or one of the variants that only a constructor gives."""
-    if name in OFFLINE_POLICIES:
-        return OFFLINE_POLICIES[name](future)
-    variants = {
-        "slru capped": lambda: SLRU(protected_share=0.4),
-        "t_lru strict": lambda: TLRU(threshold_tokens=6, next_tokens=3),
-        "marconi 1": lambda: Marconi(alpha=1.0, candidates=5),
-    }
-    return variants[name]() if name in variants else make_policy(name)
+@all_policies
+def test_ticks_that_begin_far_from_zero_give_the_same_victims(name: str) -> None:
+    outcomes = []
+    for start in (0, NOW_MS):
+        cache = BlockCache(make_policy(name), 40)
+        found = [cache.request(keys, start + 7 * number) for number, keys in enumerate(conversations(3, 100), 1)]
+        outcomes.append((found, cache.gone))
+    assert outcomes[0] == outcomes[1]
 
 
-def _entries_in(thing: Any) -> set[int]:
-    """Ids of the entries that can be reached from an object."""
-    found: set[int] = set()
+@all_policies
+def test_a_policy_keeps_less_or_as_much_as_it_may_and_all_of_the_request_served(name: str) -> None:
+    cache = BlockCache(make_policy(name), 20)
+    for request in conversations(1, 120):
+        cache.request(request)
+        assert cache.states.tree.key_count <= 20
+        assert cache.request(request) == min(len(request), 20)
+
+
+# What a policy remembers
+
+
+def _bounded(name: str, seed: int, asks: bool = True) -> Iterator[tuple[Traffic, Entry | None]]:
+    """Random traffic without end on a tree of at most MOST_NODES nodes: the traffic, and each evicted entry."""
+    # Marconi remembers the decisions of a window; here the window is a short one.
+    traffic = Traffic(Marconi(bootstrap=50) if name == "marconi" else make_policy(name), seed, tick=NOW_MS)
+    states = traffic.states
+    while True:
+        traffic.tick += traffic.random.choice([0, 0, 50, 60_000])
+        traffic.step()
+        traffic.release()
+        yield traffic, None
+        while states.tree.node_count > MOST_NODES:
+            if asks:
+                yield traffic, traffic.evict()
+            else:
+                leaf = traffic.random.choice([node for node in states.tree.nodes() if node.is_leaf])
+                states.coalesce_all([states.remove(leaf)])
+
+
+@pytest.mark.parametrize(
+    ("name", "asks"),
+    [
+        # Turn remembers so many first turns that its walk is a long one.
+        pytest.param(name, asks, marks=[pytest.mark.slow] * isinstance(make_policy(name), Turn))
+        for name in sorted(POLICIES)
+        for asks in (True, False)
+    ],
+)
+def test_what_a_policy_remembers_is_bounded_by_what_is_stored(name: str, asks: bool) -> None:
+    # Beside ghosts, Turn remembers first turns and classes.
+    remembered = FIRST_TURNS + 3 * MAX_KINDS * len(PRIOR) if isinstance(make_policy(name), Turn) else 50
+    most_held = requests = 0
+    for traffic, _ in _bounded(name, 1, asks):
+        tree = traffic.states.tree
+        most_held = max(most_held, 2 * tree.node_count + tree.key_count)  # entries and keys
+        requests += 1
+        if requests == 1000 + 3 * remembered:
+            break
+    traffic.states.check()
+    # Ghosts stand for no more keys than two capacities.
+    most = 3 * most_held + remembered
+    assert most < requests // 2
+    lengths: Counter[str] = Counter()
+    for where, each in _reachable(traffic.witness.policy):
+        if isinstance(each, dict | list | set | deque | SortedList | SortedDict):
+            lengths[where] += len(each)
+    assert {where: count for where, count in lengths.items() if count > most} == {}
+
+
+def victims() -> str:
+    """A digest of what each policy evicts on a walk."""
+    gone = []
+    for name in sorted(POLICIES):
+        for (_, entry), _ in zip(_bounded(name, 2), range(300), strict=False):
+            if entry is not None:
+                gone.append((entry.start, entry.end))
+    assert len(gone) > 50 * len(POLICIES)
+    return hashlib.sha256(repr(gone).encode()).hexdigest()
+
+
+def test_another_process_under_another_hash_seed_evicts_the_same() -> None:
+    # This process has a seed of its own, drawn when it started.
+    program = "from tests.policies.test_contract import victims; print(victims())"
+    environment = {**os.environ, "PYTHONHASHSEED": "4242", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == victims()
+
+
+def _reachable(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Every object inside a policy, with the path to it; not what lies inside an entry."""
     seen: set[int] = set()
-    stack = [thing]
+    stack: list[tuple[str, Any]] = [("", thing)]
     while stack:
-        each = stack.pop()
-        if id(each) in seen:
+        where, each = stack.pop()
+        if id(each) in seen or isinstance(each, random.Random | type | str | bytes | _Learnt):
             continue
         seen.add(id(each))
-        if isinstance(each, Entry):
-            found.add(each.entry_id)
-        elif isinstance(each, dict):
-            stack += [*each.keys(), *each.values()]
-        elif isinstance(each, list | tuple | set | frozenset | deque):
-            stack += list(each)
-        else:
-            stack += vars(each).values() if hasattr(each, "__dict__") else ()
-            stack += [getattr(each, name) for name in getattr(type(each), "__slots__", ())]
-    return found
+        yield where, each
+        if isinstance(each, dict):
+            stack += [(f"{where}[]"[:200], part) for pair in each.items() for part in pair]
+        elif isinstance(each, list | tuple | set | frozenset | deque | SortedList):
+            stack += [(f"{where}[]"[:200], part) for part in each]
+        elif not isinstance(each, Entry):
+            names = [*getattr(each, "__dict__", ()), *getattr(type(each), "__slots__", ())]
+            stack += [(f"{where}.{name}"[:200], getattr(each, name)) for name in names]
+
+
+def _entries_in(policy: EvictionPolicy) -> set[int]:
+    return {each.entry_id for _, each in _reachable(policy) if isinstance(each, Entry)}

@@ -70,6 +70,7 @@ def test_every_hit_and_every_miss_is_that_of_libcachesim(python: Path, tmp_path:
     assert differences == []
 
 
+@pytest.mark.slow
 def test_the_traces_tell_the_policies_apart() -> None:
     traces = [_trace(seed) for seed in range(4)]
     outcomes = {tuple(_hits(name, trace["keys"], trace["capacity"]) for trace in traces) for name in POLICIES_COMPARED}

@@ -1,16 +1,17 @@
-"""LFU, SLRU, priority, GDSF, LFUDA, TTL, T-LRU, Marconi and random by their own words."""
+"""The order that LFU, SLRU, priority, GDSF, LFUDA, TTL, T-LRU, Marconi and random document."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from policies import GDSF, LFUDA, SLRU, TLRU, TTL, Entry, EvictionPolicy, Marconi, Random, make_policy
+from policies import GDSF, LFUDA, S3FIFO, SLRU, TLRU, TTL, Entry, EvictionPolicy, Marconi, Random, make_policy
 from policies.alpha_search import AlphaSearch
-from tests.policies.blocks import BlockCache
+from tests.policies.blocks import BlockCache, admit
 from tests.policies.traffic import Traffic
 
 
@@ -18,8 +19,7 @@ def _order(policy: EvictionPolicy, entries: Sequence[Entry]) -> list[int]:
     """Ids in the order they go, of entries that may all go."""
     for entry in entries:
         if entry.entry_id not in getattr(policy, "_keys", {}):
-            policy.inserted(entry)
-        policy.evictable_changed(entry, True)
+            admit(policy, entry)
     order = []
     while (victim := policy.victim()) is not None:
         order.append(victim.entry_id)
@@ -38,6 +38,24 @@ def _used(policy: EvictionPolicy, entry: Entry, tick: int) -> None:
     entry.last_used = tick
     entry.uses += 1
     policy.touched(entry)
+
+
+@pytest.mark.parametrize(
+    ("policy", "wrong", "message"),
+    [
+        *((SLRU, {"protected_share": share}, "wanted more than 0 and at most 1") for share in (0.0, -1.0, 1.5)),
+        (TTL, {"ttl_ticks": {"chat": -1, "system": 4}}, r"ttl_ticks is \{'chat': -1\}; wanted 0 or more"),
+        *((TLRU, {name: -1}, "wanted 0 or more, or None") for name in ("threshold_tokens", "next_tokens")),
+        *(
+            (Marconi, each, "wanted 0 or more, 1 or more, and 1 or more")
+            for each in ({"alpha": -0.1}, {"candidates": 0}, {"bootstrap": 0})
+        ),
+        *((S3FIFO, each, "wanted") for each in ({"small_share": 0.0}, {"small_share": 1.0}, {"marks_to_promote": 0})),
+    ],
+)
+def test_an_argument_out_of_range_is_refused(policy: Any, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        policy(**wrong)
 
 
 # Frequency
@@ -60,12 +78,6 @@ def test_a_capped_slru_is_lru_while_too_much_is_protected() -> None:
     assert _order(SLRU(protected_share=0.5), entries) == [1, 2, 4, 3]
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, 1.5])
-def test_a_share_that_is_none_is_refused(wrong: float) -> None:
-    with pytest.raises(ValueError, match="wanted more than 0 and at most 1"):
-        SLRU(protected_share=wrong)
-
-
 # Priority and time to live
 
 
@@ -85,9 +97,7 @@ def test_a_soft_pin_goes_last_until_it_expires_and_is_renewed_by_a_use() -> None
     policy = TTL({"system": 10})
     pinned = Entry(1, "span", 0, 5, 1, 1.0, created=1, last_used=1, kind="system")
     other = Entry(2, "span", 0, 5, 1, 1.0, created=5, last_used=5, kind="chat")
-    for entry in (pinned, other):
-        policy.inserted(entry)
-        policy.evictable_changed(entry, True)
+    admit(policy, pinned, other)
     assert policy.victim() is other
     late = Entry(3, "span", 0, 5, 1, 1.0, created=11, last_used=11)
     policy.inserted(late)
@@ -114,8 +124,7 @@ def test_a_priority_is_a_time_to_live_where_the_kind_has_none() -> None:
 def test_expired_pins_are_forgotten_however_often_they_were_renewed() -> None:
     policy = TTL({"": 3})
     entry = _entry(1)
-    policy.inserted(entry)
-    policy.evictable_changed(entry, True)
+    admit(policy, entry)
     for tick in range(2, 200):
         _used(policy, entry, tick)
         assert policy.victim() is entry
@@ -125,20 +134,13 @@ def test_expired_pins_are_forgotten_however_often_they_were_renewed() -> None:
 def test_a_pin_that_never_expires_is_remembered_once_and_goes_with_its_entry() -> None:
     policy = TTL({"": 10**15})
     first, second = _entry(1), _entry(2)
-    for entry in (first, second):
-        policy.inserted(entry)
-        policy.evictable_changed(entry, True)
+    admit(policy, first, second)
     for tick in range(2, 50):
         _used(policy, first, tick)
     assert len(policy._expiries) == len(policy._pinned) == 2
     policy.merged(first, second)
     policy.evicted(second)
     assert len(policy._expiries) == len(policy._pinned) == 0
-
-
-def test_a_negative_time_to_live_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ttl_ticks is \{'chat': -1\}; wanted 0 or more"):
-        TTL({"chat": -1, "system": 4})
 
 
 # Greedy-dual
@@ -148,9 +150,7 @@ def test_gdsf_gives_up_what_is_cheap_to_compute_and_large() -> None:
     assert _order(GDSF(), [_entry(1, cost=50), _entry(2, cost=5), _entry(3, cost=20)]) == [2, 3, 1]
     assert _order(GDSF(), [_entry(1, weight=10, cost=50), _entry(2, weight=100, cost=50)]) == [2, 1]
     assert _order(GDSF(), [_entry(1, uses=2), _entry(2, uses=1)]) == [2, 1]
-
-
-def test_lfuda_does_not_look_at_cost_and_bytes() -> None:
+    # LFUDA looks at neither.
     assert _order(LFUDA(), [_entry(1, weight=1000, cost=1, uses=2), _entry(2, weight=1, cost=1000)]) == [2, 1]
 
 
@@ -167,15 +167,12 @@ def test_cutting_and_joining_an_edge_again_and_again_leaves_no_trace_in_gdsf() -
 @pytest.mark.parametrize("policy", [GDSF(), LFUDA()])
 def test_what_goes_raises_what_comes_and_what_is_used_later(policy: GDSF) -> None:
     popular, idle, new = _entry(1, uses=5), _entry(2), _entry(3)
-    for entry in (popular, idle):
-        policy.inserted(entry)
-        policy.evictable_changed(entry, True)
+    admit(policy, popular, idle)
     assert policy.victim() is idle
     assert policy.inflation == 0.0
     policy.evicted(idle)
     assert policy.inflation == 1.0
-    policy.inserted(new)
-    policy.evictable_changed(new, True)
+    admit(policy, new)
     _used(policy, new, 2)
     _used(policy, new, 3)
     assert policy.key(new)[0] == 1 + 3
@@ -199,9 +196,7 @@ def test_a_node_that_merely_becomes_a_leaf_keeps_the_age_of_its_last_use() -> No
 def test_what_was_removed_and_not_chosen_ages_nothing() -> None:
     policy = GDSF()
     entries = [_entry(1, uses=7), _entry(2)]
-    for entry in entries:
-        policy.inserted(entry)
-        policy.evictable_changed(entry, True)
+    admit(policy, *entries)
     assert policy.victim() is entries[1]
     policy.evicted(entries[0])
     assert policy.inflation == 0.0
@@ -210,9 +205,7 @@ def test_what_was_removed_and_not_chosen_ages_nothing() -> None:
 def test_bytes_that_come_after_an_entry_was_filed_count() -> None:
     policy = GDSF()
     large, small = _entry(1, weight=0, cost=8), _entry(2, weight=4, cost=8)
-    for entry in (large, small):
-        policy.inserted(entry)
-        policy.evictable_changed(entry, True)
+    admit(policy, large, small)
     large.weight_bytes = 100
     assert policy.victim() is large
     large.weight_bytes = 1
@@ -231,33 +224,17 @@ def test_t_lru_gives_up_what_a_conversation_can_spare_first() -> None:
     policy = TLRU(threshold_tokens=30, next_tokens=10)
     tail.parent = head
     policy.inserted(head)
-    policy.inserted(tail)
-    policy.evictable_changed(tail, True)
+    admit(policy, tail)
     assert policy.victim() is tail, "safe: 100 + 10 - 99 are left"
     policy.evicted(tail)
     policy.evictable_changed(head, True)
-    policy.inserted(idle)
-    policy.evictable_changed(idle, True)
+    admit(policy, idle)
     assert policy.victim() is idle, "head would leave 100 + 10 - 89 = 21, safe, and so is idle, older"
     head.end = 70
     policy.split(head, Entry(6, "span", 70, 90, 1, 1.0, created=2, last_used=2))
     idle.last_used = 9
     policy.touched(idle)
     assert policy.victim() is idle, "head, cut back, would leave 100 + 10 - 69 = 41: not safe any more"
-
-
-def test_t_lru_learns_what_is_usual_from_what_requests_add() -> None:
-    policy = TLRU()
-    cache = BlockCache(policy, 1000)
-    for number in range(10):
-        cache.request([100 * number + block for block in range(6)])
-    assert policy._added_tokens / policy._requests == 6
-
-
-@pytest.mark.parametrize("wrong", [{"threshold_tokens": -1}, {"next_tokens": -5}])
-def test_a_negative_length_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="wanted 0 or more, or None"):
-        TLRU(**wrong)
 
 
 # Marconi and chance
@@ -292,8 +269,7 @@ def test_marconi_learns_to_keep_what_saves_much_per_byte_where_that_is_what_come
                 entry = Entry(number, "span", 0, 1, 1, cost, created=tick, last_used=tick)
                 entry.digest_of = name.encode
                 entries[name] = entry
-                policy.inserted(entry)
-                policy.evictable_changed(entry, True)
+                admit(policy, entry)
             while len(entries) > 4:
                 victim = policy.victim()
                 assert victim is not None
@@ -307,18 +283,10 @@ def test_marconi_learns_to_keep_what_saves_much_per_byte_where_that_is_what_come
     assert learnt(dense_comes_back=False) == 0
 
 
-@pytest.mark.parametrize("wrong", [{"alpha": -0.1}, {"candidates": 0}, {"bootstrap": 0}])
-def test_marconi_without_candidates_or_a_window_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="wanted 0 or more, 1 or more, and 1 or more"):
-        Marconi(**wrong)  # type: ignore[arg-type]
-
-
 def test_marconi_of_many_looks_at_a_bounded_number_and_still_at_all_ages() -> None:
     policy = Marconi(alpha=0.0, candidates=8)
     entries = [_entry(number, last_used=number) for number in range(1, 801)]
-    for entry in entries:
-        policy.inserted(entry)
-        policy.evictable_changed(entry, True)
+    admit(policy, *entries)
     sampled = [policy._filed[number].last_used for _, number in policy._sample()]
     assert len(sampled) == 8
     assert [(tick - 1) // 100 for tick in sampled] == list(range(8))
@@ -330,9 +298,7 @@ def test_marconi_of_many_looks_at_a_bounded_number_and_still_at_all_ages() -> No
 @pytest.mark.parametrize("policy", [Random(), Marconi(alpha=1.0)])
 def test_what_is_joined_to_another_part_of_the_victim_draws_nothing_new(policy: Random | Marconi) -> None:
     leaf, other = _entry(1), _entry(2, last_used=9)
-    for entry in (leaf, other):
-        policy.inserted(entry)
-        policy.evictable_changed(entry, True)
+    admit(policy, leaf, other)
     victim = policy.victim()
     assert victim is not None
     draw = policy._draw
@@ -351,8 +317,7 @@ def test_the_search_for_alpha_waits_for_no_entry_that_was_joined_to_another() ->
     upper, lower, again = _entry(1, tokens=5), _entry(2), _entry(3, tokens=5)
     for entry in (upper, again):
         entry.digest_of = lambda: b"upper"
-    policy.inserted(upper)
-    policy.evictable_changed(upper, True)
+    admit(policy, upper)
     assert policy.victim() is upper
     policy.evictable_changed(upper, False)
     policy.inserted(lower)
@@ -380,9 +345,7 @@ def test_the_search_for_alpha_tells_a_checkpoint_from_the_span_that_ends_with_it
 def test_random_takes_each_with_the_same_chance_and_the_same_with_the_same_seed() -> None:
     def first(seed: int) -> int:
         policy = Random(seed)
-        for entry in (_entry(number, tokens=number) for number in (1, 2, 3, 4)):
-            policy.inserted(entry)
-            policy.evictable_changed(entry, True)
+        admit(policy, *(_entry(number, tokens=number) for number in (1, 2, 3, 4)))
         victim = policy.victim()
         assert victim is not None
         return victim.entry_id

@@ -1,7 +1,8 @@
 """Traffic: random requests on a real tree without arrays, with a Witness between the tree and its policy.
 
-The Witness holds both to the protocol. The tree: an entry is announced once and not mentioned after it is gone, one
-side of a split is new, only changes are changes. The policy: a victim is evictable, and asking twice gives the same.
+The Witness asserts the protocol on both sides. The tree announces an entry once and never mentions it after it is gone,
+exactly one side of a split is new, and `evictable_changed` reports changes alone. The policy names a victim that is
+evictable, and asking twice gives the same victim.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from radixcache.ledger import Ledger
 from radixcache.tree.entries import StateNode, Use
 from radixcache.tree.state_tree import StateTree
 
-#: What a policy's order is by its own words, for those whose key is a function of the entry alone.
+#: The documented order of the policies whose key is a function of the entry alone.
 ORDER: dict[str, Callable[[Entry], tuple[float, ...]]] = {
     "lru": lambda entry: (entry.last_used, -entry.end),
     "fifo": lambda entry: (entry.created, -entry.end),
@@ -29,14 +30,14 @@ ORDER: dict[str, Callable[[Entry], tuple[float, ...]]] = {
 
 
 class Witness:
-    """Passes every hook on, and asserts that both sides keep to the protocol."""
+    """Passes every hook on, and asserts that both sides follow the protocol."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
         self.known: dict[int, Entry] = {}
         self.evictable: set[int] = set()
         self.seen: set[int] = set()
-        #: Digest of each entry that is gone, as it was told in that hook.
+        #: Digest of each entry that is gone, read in the hook that said so.
         self.left: dict[int, bytes] = {}
         self.hooks = 0
 
@@ -105,24 +106,28 @@ class Witness:
 
 
 class Traffic:
-    """Random requests, branches, checkpoints, guards, pins and evictions on a real StateTree without arrays."""
+    """Random requests, branches, checkpoints, guards, pins and evictions on a real StateTree without arrays.
 
-    def __init__(self, policy: EvictionPolicy, seed: int = 0) -> None:
+    Priorities, turns and kinds of request are of any value; a kind stands for one user each.
+    """
+
+    def __init__(self, policy: EvictionPolicy, seed: int = 0, tick: int = 0) -> None:
         self.witness = Witness(policy)
         layout = Layout(list, None, 64)
         account = Ledger(1 << 40).open_account(lambda amount_bytes: 0)
         self.states = StateTree(layout, self.witness, account, CostModel())
         self.random = random.Random(seed)
-        self.tick = 0
+        self.tick = tick
         self.guarded: list[StateNode] = []
         self.pinned: list[StateNode] = []
 
     def request(
         self, keys: Sequence[int], namespace: str = "", checkpoint: bool = False, priority: int = 0
     ) -> StateNode:
-        """Store a sequence as one request, the way sessions do: touch what matched, then append the rest."""
+        """Store a sequence as one request, as sessions do: touch the matched path, then append the rest."""
         self.tick += 1
-        use = Use(self.tick, priority)
+        turn = self.random.choice([None, 0, -3, 1, 2, 7, 10**12])
+        use = Use(self.tick, priority, turn, f"user {self.tick}")
         sequence = np.array(keys, dtype=np.int64)
         match = self.states.match(sequence, namespace)
         node = match.node
@@ -139,7 +144,7 @@ class Traffic:
         return node
 
     def evict(self, whole: bool = False) -> Entry | None:
-        """Give up the policy's victim as the evictor does, or at times only its tail unless `whole`; returns it."""
+        """Evict the policy's victim, or sometimes only its tail unless `whole`; return the victim."""
         victim = self.witness.victim()
         found = self.states.victim()
         assert (victim is None) == (found is None)
@@ -156,12 +161,13 @@ class Traffic:
         return victim
 
     def step(self) -> None:
-        """One random thing that can happen."""
+        """Do one random thing."""
         dice = self.random.random()
         nodes = list(self.states.tree.nodes())
         if dice < 0.45 or not nodes:
-            priority = self.random.choice([0, 0, 3, 40])
-            self.request(self._keys(), self.random.choice(["", "tenant"]), self.random.random() < 0.4, priority)
+            priority = self.random.choice([0, 0, 3, 40, -5])
+            namespace = self.random.choice(["", "", "tenant", f"salt {self.random.randrange(5)}"])
+            self.request(self._keys(), namespace, self.random.random() < 0.4, priority)
         elif dice < 0.70:
             self.evict()
         elif dice < 0.78:
@@ -176,7 +182,7 @@ class Traffic:
             self.states.coalesce(self.random.choice(nodes))
 
     def release(self) -> None:
-        """Let go of everything that is guarded or pinned."""
+        """Release all guards and pins."""
         for held, change in ((self.guarded, self.states.guard), (self.pinned, self.states.pin)):
             while held:
                 change(held.pop(), -1)

@@ -1,15 +1,18 @@
-"""What queue policies remember of what is gone, and how they learn the capacity."""
+"""Queue policies: hits on star-shaped trees, as in the textbooks; ghosts of evicted keys; the learnt capacity."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from policies import ARC, S3FIFO, SIEVE, Entry
+from policies import ARC, S3FIFO, SIEVE, Belady, Entry, make_policy
 from policies.ghosts import Ghosts
-from policies.runs import Run, RunPolicy, _cut
+from policies.runs import RunPolicy
 from policies.s3fifo import MAIN, SMALL
-from tests.policies.blocks import BlockCache, prefix_digests
+from tests.policies.blocks import BlockCache, Future, conversations, prefix_digests, replay, star_hits
+from tests.policies.blocktree import ARCWorld, BlockWorld, S3FIFOWorld, SieveWorld
 
 
 def _entry(number: int, keys: list[int], start: int = 0) -> Entry:
@@ -42,15 +45,6 @@ def test_a_taken_ghost_is_gone_and_the_oldest_go_first() -> None:
     assert len(ghosts.meet(_entry(9, [3]))) == 1
     ghosts.trim(0)
     assert ghosts._ends == {}
-
-
-def test_an_entry_that_knows_no_inner_digests_still_meets_the_ghost_of_its_end() -> None:
-    ghosts = Ghosts()
-    ghosts.add(_entry(1, [1, 2]), 1)
-    ghosts.add(_entry(2, [1, 2, 3]), 1)
-    entry = _entry(3, [1, 2, 3])
-    entry.digests_of = None
-    assert [end for end, _ in ghosts.meet(entry)] == [3]
 
 
 def test_many_ghosts_cost_one_look_at_an_edge_and_not_one_each() -> None:
@@ -148,20 +142,47 @@ def test_what_was_removed_and_not_chosen_leaves_no_ghost() -> None:
     assert len(policy.ghosts) == 0
 
 
-def test_runs_are_cut_where_an_edge_is() -> None:
-    runs = [Run(5, 0, 1.0), Run(3, 1, 2.0, 2)]
-    for below, wanted in (
-        (1, ([5, 2], [1])),
-        (3, ([5], [3])),
-        (4, ([4], [1, 3])),
-        (8, ([], [5, 3])),
-        (0, ([5, 3], [])),
-    ):
-        above, lower = _cut([Run(run.tokens, run.queue, run.place, run.marks) for run in runs], below)
-        assert ([run.tokens for run in above], [run.tokens for run in lower]) == wanted
+# Star-shaped trees: every key is a child of the root
+
+STAR = [1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5, 1, 1, 6, 7, 2, 3, 1, 8, 9, 1, 2]
+HITS = {
+    "fifo": "00001100000001000000010",
+    "lru": "00001101100001000000010",
+    "lfu": "00001101100011001010011",
+    "sieve": "00001101100011001010011",
+    "gdsf": "00001101100011001010011",
+    "arc": "00001101100101000010011",
+    "belady": "00001101110111001010011",
+}
 
 
-@pytest.mark.parametrize("wrong", [{"small_share": 0.0}, {"small_share": 1.0}, {"marks_to_promote": 0}])
-def test_shares_and_marks_that_make_no_queue_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="wanted"):
-        S3FIFO(**wrong)  # type: ignore[arg-type]
+def _hits(name: str, keys: Sequence[int], capacity: int, adds_first: bool) -> str:
+    if name != "belady":
+        return star_hits(make_policy(name), keys, capacity, adds_first=adds_first)
+    requests = [[key] for key in keys]
+    future = Future(requests)
+    cache = BlockCache(Belady(future), capacity, adds_first=adds_first)
+    return "".join(map(str, replay(cache, requests, future)))
+
+
+@pytest.mark.parametrize(("name", "count"), [*zip(HITS, (4, 6, 10, 10, 10, 9, 12), strict=True)])
+def test_a_short_sequence_hits_where_it_always_did(name: str, count: int) -> None:
+    assert HITS[name].count("1") == count
+    for adds_first in (False, True):
+        assert _hits(name, STAR, 4, adds_first).count("1") == count
+    assert _hits(name, STAR, 4, adds_first=True) == HITS[name]
+
+
+def test_what_fits_is_missed_once_each_and_never_again() -> None:
+    for name in [*HITS, "s3fifo"]:
+        assert _hits(name, STAR * 20, 20, adds_first=True).count("1") == 20 * len(STAR) - len(set(STAR)) == 451
+
+
+@pytest.mark.parametrize("name", ["sieve", "s3fifo", "arc"])
+def test_a_queue_policy_passes_over_what_is_held_as_lists_of_blocks_do(name: str) -> None:
+    worlds: dict[str, Callable[[int], BlockWorld]] = {"sieve": SieveWorld, "s3fifo": S3FIFOWorld, "arc": ARCWorld}
+    requests = conversations(3, 100)
+    world, cache = worlds[name](40), BlockCache(make_policy(name), 40)
+    assert replay(cache, requests) == [world.request(keys) for keys in requests]
+    assert cache.gone == world.gone
+    assert len(cache.gone) > 100
