@@ -332,7 +332,9 @@ class Core:
         if target < live.offset:
             self._pager.retreat(live, target)
         self.layout.rewind_spans(live.caches, target)
-        live.restore_points(checkpoint, target, [*states.windows.stored(live.nodes()), *own.windows])
+        self.layout.restore_points(
+            live.caches, checkpoint, target, [*states.windows.stored(live.nodes()), *own.windows]
+        )
         own.cut(0, target)
         live.measure()
         self.enforce_budget()

@@ -1,4 +1,4 @@
-"""Errors that callers of radixcache may see, each one a line that says what was found and what was wanted."""
+"""The errors that callers of radixcache may see; each message is one line: what was found, what was wanted."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class RadixCacheError(Exception):
 
 
 class BudgetFullError(RadixCacheError):
-    """The byte budget cannot hold what a call needs, all that is evictable gone. Nothing but that has changed.
+    """The byte budget cannot hold what a call needs. Evictable state may be gone; nothing else has changed.
 
     Attributes:
         budget_bytes, held_bytes: the budget; what open sessions, groups and pins hold of it.
-        wanted_bytes: what was asked for on top.
+        wanted_bytes: what the call needs in addition.
     """
 
     def __init__(self, budget_bytes: int, held_bytes: int, wanted_bytes: int) -> None:
@@ -44,9 +44,8 @@ class CacheFullError(RadixCacheError):
     """No room for more tokens in a group or a buffer of cells. Nothing has changed; the caller decides what goes.
 
     Attributes:
-        capacity, used, free: tokens that there may be, that there are, and that may come. From `wanted` free cells up,
-            defragmentation makes room.
-        largest_free_run, wanted: the most free cells in a row, None in a group; tokens that were to come.
+        capacity, used, free: tokens. If `free` >= `wanted`, defragmentation makes room.
+        largest_free_run, wanted: the most free cells in a row, None in a group; tokens that were to be added.
     """
 
     def __init__(self, capacity: int, used: int, largest_free_run: int | None, wanted: int) -> None:
@@ -69,10 +68,10 @@ class CacheClosedError(RadixCacheError):
 
 
 class PolicyError(RadixCacheError):
-    """An eviction policy failed. What the call was for has been done, and the cache evicts by LRU from then on.
+    """An eviction policy failed. The call has done its work all the same; the cache evicts by LRU from then on.
 
     Attributes:
-        policy, hook: names of its class and of the method.
+        policy, hook: names of the policy's class and of its method.
         reason: what it did.
     """
 
@@ -89,7 +88,7 @@ class SessionClosedError(RadixCacheError):
 
 
 class ShiftError(RadixCacheError, TypeError):
-    """The keys of a layer, or of a RoPE, cannot be rotated to other positions; says which, and why."""
+    """The keys of a layer, or of a RoPE, cannot be rotated to other positions."""
 
 
 class SnapshotError(RadixCacheError, ValueError):
@@ -97,7 +96,7 @@ class SnapshotError(RadixCacheError, ValueError):
 
 
 class StoreError(RadixCacheError):
-    """A folder cannot be used as a store on disk; says which and why."""
+    """A folder cannot be used as a store on disk."""
 
 
 class UnsupportedCacheError(RadixCacheError, TypeError):
@@ -105,13 +104,13 @@ class UnsupportedCacheError(RadixCacheError, TypeError):
 
 
 def refuse_copy(self: object, _: object = None) -> NoReturn:
-    """`__reduce_ex__` of what stands for state in one place: neither copy, deepcopy nor pickle takes it along."""
+    """`__reduce_ex__` of objects that own state: copy, deepcopy and pickle raise TypeError."""
     raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: it stands for state that is in one place.")
 
 
 def described(error: BaseException) -> str:
-    """An exception of somebody else's in words, also where it cannot describe itself."""
+    """The repr of an exception, or its type if the repr raises."""
     try:
         return repr(error)
-    except Exception:  # its own, while it is being told of
+    except Exception:
         return type(error).__name__

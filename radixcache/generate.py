@@ -1,8 +1,8 @@
-"""stream_generate: mlx_lm.stream_generate with a PrefixCache behind it.
+"""stream_generate: mlx_lm.stream_generate with a PrefixCache: the same arguments, the same responses.
 
-The same arguments, the same responses; what is stored of the prompt is restored instead of prefilled, and what this
-request evaluates is there for the next one. Decoding is pipelined: the forward pass of a token is dispatched before
-the token is handed out, so a stop token is part of what is stored.
+The stored beginning of a prompt is restored instead of prefilled, and what a request evaluates is stored for the next.
+Decoding is pipelined: the forward pass of a token is dispatched before the token is returned, so a stop token is part
+of what is stored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REFUSED = {
     "quantized_kv_start": "PrefixCache(kv_bits=...) quantizes from offset 0",
 }
 
-#: How many decoded tokens pass between two releases of MLX's free buffers.
+#: Decoded tokens between two releases of MLX's free buffers.
 RELEASE_INTERVAL_TOKENS = 256
 
 Token = tuple[int, mx.array, bool]
@@ -42,10 +42,10 @@ Choose = Callable[[Any, mx.array], tuple[mx.array, mx.array]]
 
 
 class Steppable(Protocol):
-    """Live caches that a forward pass moves on. A Session is one."""
+    """Live caches on which forward passes run, such as a Session."""
 
     def step(self, model: Any, tokens: Any) -> mx.array:
-        """Dispatch the forward pass of the next tokens without waiting for it; logits (1, T, V)."""
+        """Dispatch the forward pass of the next tokens; logits (1, T, V), unevaluated."""
 
 
 @dataclass
@@ -76,17 +76,18 @@ def stream_generate(
     Args:
         prompt: text or token ids.
         max_tokens: tokens to generate at most; -1 for no limit.
-        draft_model: speculative decoding; `cache` must have been made with both models' caches, in this order.
+        draft_model: for speculative decoding; `cache` must have been made with both models' caches, in this order.
         cache: the PrefixCache to resume from and to store into.
         namespace, marks, priority, keys: as in PrefixCache.begin().
-        embed: called with the offset that is resumed at; returns embeddings (T, D) of the prompt from there on, which
-            the model is given as `input_embeddings` beside the tokens. `keys` have to tell them apart.
+        embed: called with the resume offset; returns embeddings (T, D) of the prompt from there on, which the model
+        gets
+            as `input_embeddings` beside the tokens. `keys` must differ where embeddings do.
         kwargs: sampler, logits_processors, prefill_step_size, prompt_progress_callback, num_draft_tokens.
 
     Raises:
-        ValueError: an argument of mlx-lm that cannot be honoured together with `cache`, max_tokens is 0, or `embed`
-            without `keys` or with a draft model.
-        CacheBusyError: the cache's live slot is taken.
+        ValueError: an argument of mlx-lm that contradicts `cache`, max_tokens is 0, or `embed` without `keys` or with a
+            draft model.
+        CacheBusyError: every live slot of the cache is taken.
     """
     if not isinstance(cache, PrefixCache):
         raise ValueError(f"cache is {cache!r:.80}; wanted a PrefixCache.")
@@ -156,7 +157,7 @@ def _respond(
                 if finish is not None:
                     return
         finally:
-            # Before the session closes: a speculative generator takes rejected tokens back when it ends.
+            # Before the session closes: a speculative generator removes rejected tokens when it ends.
             tokens.close()
 
 
@@ -190,7 +191,7 @@ def _tokens(
 
 
 def _fed_with(embeddings: mx.array, model: Any) -> Callable[..., Any]:
-    """The model, whose next tokens have these embeddings (T, D); those behind them are embedded as ever."""
+    """The model, called with these embeddings (T, D) of its next tokens, and as usual behind them."""
     rest: mx.array | None = embeddings
 
     def fed(tokens: mx.array, cache: list[Any]) -> Any:
@@ -229,15 +230,14 @@ def decode(
 ) -> Iterator[tuple[int, mx.array]]:
     """Decode token by token, one forward pass ahead of what is yielded.
 
-    The forward pass that follows a token is dispatched before that token is read. When the caller stops at a token,
-    that pass was for nothing; to know first would cost every other token a wait. Behind the last token that
-    `max_tokens` allows there is nothing to predict.
+    The forward pass that follows a token is dispatched before that token is read. If the caller stops at a token, that
+    pass is wasted; to wait for the decision would slow down every other token.
 
     Args:
         run: prefilled but for the prompt's last token.
         last: the prompt's last token, (1,).
-        choose: samples; the tokens that it is given, its own later on, are not evaluated yet.
-        max_tokens: tokens to yield at most; -1 for no limit.
+        choose: samples the next token; the tokens that it gets are not evaluated yet.
+        max_tokens: the most tokens to yield; -1 for no limit.
         stream: MLX's stream for the forward passes; None for the current one.
 
     Yields:

@@ -1,7 +1,7 @@
-"""Ledger: how many bytes are held, and for what. The only code that changes a total. Never imports MLX.
+"""Ledger: the bytes that caches hold, by purpose. Only this file changes a total. Never imports MLX.
 
-Each PrefixCache keeps an Account here; several may share one Ledger and so one budget. An account splits its bytes
-by purpose:
+Each PrefixCache has an Account; several may share one Ledger, and so one budget and one lock: a byte freed for one
+cache may come out of another. An account splits its bytes by purpose:
 
     live         buffers of the live caches and of groups' rows, spare capacity included
     spans        snapshot arrays of span layers (paged)
@@ -12,8 +12,6 @@ Invariants, asserted by `check`:
 
   L1  No amount is negative.
   L2  total_bytes is the sum over the accounts of live + spans + checkpoints + second.
-
-The ledger also owns the lock that every PrefixCache sharing it takes: a byte freed for one may come out of another.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ Reclaim = Callable[[int], int]
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """The bytes of one PrefixCache. `reclaim(bytes)` asks its owner for that many; it says how many it gave."""
+    """The bytes of one PrefixCache; `reclaim(nbytes)` asks its owner to free so many and returns how many it freed."""
 
     ledger: Ledger = field(repr=False)
     reclaim: Reclaim = field(repr=False)
@@ -49,8 +47,6 @@ class Account:
     @property
     def total_bytes(self) -> int:
         return self.live_bytes + self.paged_bytes + self.second_bytes
-
-    # Each purpose changes by a signed amount
 
     def add_live(self, amount_bytes: int) -> None:
         self.live_bytes += amount_bytes
@@ -83,19 +79,19 @@ class Ledger:
         self._accounts: list[Account] = []
 
     def open_account(self, reclaim: Reclaim) -> Account:
-        """Add an account; the owners of the others may be asked for bytes when its owner has none to give."""
+        """Add an account. If its owner needs bytes, `reclaim` of the other accounts is called."""
         account = Account(self, reclaim)
         self._accounts.append(account)
         return account
 
     def close_account(self, account: Account) -> None:
-        """Take an account that holds nothing any more out."""
+        """Remove an account that holds nothing."""
         assert account.total_bytes == 0, account
         self._accounts.remove(account)
 
     @property
     def pinned_bytes(self) -> int:
-        """What the pins of all accounts keep."""
+        """Bytes that the pins of all accounts keep."""
         return sum(account.pinned_bytes for account in self._accounts)
 
     def changed(self, change_bytes: int) -> None:
@@ -108,7 +104,7 @@ class Ledger:
         return max(0, self.total_bytes + need_bytes - self.budget_bytes)
 
     def reclaim_elsewhere(self, account: Account, amount_bytes: int) -> None:
-        """Ask the other accounts, in the order they were opened, until `amount_bytes` came back."""
+        """Reclaim from the other accounts, in the order they were opened, until `amount_bytes` are freed."""
         for other in self._accounts:
             if amount_bytes <= 0:
                 return
@@ -116,7 +112,7 @@ class Ledger:
                 amount_bytes -= other.reclaim(amount_bytes)
 
     def is_sole(self, account: Account) -> bool:
-        """Whether nobody else shares the budget."""
+        """Whether no other account shares the budget."""
         return self._accounts == [account]
 
     def check(self) -> None:
@@ -128,7 +124,7 @@ class Ledger:
 
 
 class Booking:
-    """Bytes held, as they were last told.
+    """The bytes that one live path or one group has on an account beside the tree.
 
     Attributes:
         live_bytes: buffers.
@@ -143,40 +139,40 @@ class Booking:
 
     @property
     def budget_bytes(self) -> int:
-        """What all that is held may take."""
+        """The budget of the whole ledger."""
         return self._account.ledger.budget_bytes
 
     @property
     def amounts(self) -> tuple[int, int, int]:
-        """Bytes of buffers, checkpoints and second state."""
+        """Live, checkpoint and second bytes."""
         return self.live_bytes, self.checkpoint_bytes, self.second_bytes
 
     def book_live(self, nbytes: int) -> None:
-        """The buffers hold so many bytes now."""
+        """Book the buffers at so many bytes."""
         nbytes = 0 if self._is_over else nbytes
         if nbytes != self.live_bytes:
             self._account.add_live(nbytes - self.live_bytes)
             self.live_bytes = nbytes
 
     def book_checkpoint(self, change_bytes: int) -> None:
-        """The request's own checkpoints hold so many bytes more."""
+        """Book a change of the request's own checkpoints."""
         if change_bytes and not self._is_over:
             self.checkpoint_bytes += change_bytes
             self._account.book_checkpoints(change_bytes)
 
     def book_second(self, nbytes: int) -> None:
-        """The cold run's state holds so many bytes now."""
+        """Book the cold run's state at so many bytes."""
         if nbytes != self.second_bytes:
             self._account.add_second(nbytes - self.second_bytes)
             self.second_bytes = nbytes
 
     def end_request(self) -> None:
-        """Nothing but the buffers is held any more."""
+        """Give back everything but the buffers."""
         self.book_checkpoint(-self.checkpoint_bytes)
         self.book_second(0)
 
     def end(self) -> None:
-        """Nothing is held any more, whatever is told later."""
+        """Give back everything; later bookings count nothing."""
         self.book_live(0)
         self.end_request()
         self._is_over = True

@@ -1,22 +1,18 @@
-"""Lock: one thread at a time works on a cache, as deep as it likes, and Ctrl-C does not cut its work in two.
+"""Lock: one thread at a time works on a cache, reentrantly, and Ctrl-C does not interrupt it halfway.
 
-A finalizer runs wherever garbage is collected, also half way through an operation of the thread that has the lock. The
-lock would let it in; `when_free` keeps it until that thread is through. Work that is not ours, and may wait for another
-thread, must not run under the lock: it comes `afterwards`.
+A finalizer may run in the middle of an operation of the thread that has the lock, and the reentrant lock would let it
+in: `when_free` defers it. Work of the user's, which may wait for another thread, must not run under the lock: it goes
+to `afterwards`.
+
+`uninterrupted` is a block in the main thread that no signal to stop interrupts: the signal is delivered at its end.
+Other threads never receive signals in Python. Every decode step has such blocks, so this uses `_signal`: the module
+`signal` makes enumerations of numbers and handlers, which takes several times as long as the rest.
 
 Invariants:
 
   U1  Deferred work runs under the lock, and never while an operation that was begun before it is under way.
-  U2  Work that comes afterwards runs in the thread that had the lock, when it has let go of it.
-  U3  An interrupt that comes while the main thread waits for the lock or has it is delivered after all of that.
-
-uninterrupted: a stretch of code in the main thread that Ctrl-C does not cut in two, nor another signal to stop.
-
-The signal is kept and delivered when the stretch ends, so bookkeeping is either done or not begun. Other threads never
-receive signals in Python and need nothing.
-
-There are such stretches in every step of a decode. `signal` would make enumerations of all numbers and handlers, which
-takes several times as long as the rest; the module beneath it does not.
+  U2  Work in `afterwards` runs in the thread that had the lock, once that thread has released it.
+  U3  A signal that comes while the main thread waits for the lock or has it is delivered after all of that.
 """
 
 from __future__ import annotations
@@ -27,15 +23,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-#: What asks a process to stop, where there is such a signal.
+#: Signals that ask a process to stop, as far as the system has them.
 STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
-#: Whether the main thread is inside such a stretch.
+#: Whether the main thread is inside of such a block.
 _is_inside = False
 
 
 class uninterrupted:  # noqa: N801  used like a function
-    """Keep these signals until the block ends; then call the handler that was installed for the first that came."""
+    """Hold signals back until the block ends; then call the installed handler of the first that came."""
 
     __slots__ = ("_caught", "_previous")
 
@@ -46,14 +42,14 @@ class uninterrupted:  # noqa: N801  used like a function
     def __enter__(self) -> None:
         global _is_inside
         if _is_inside or threading.current_thread() is not threading.main_thread():
-            return  # a block around this one keeps them already, or they cannot come
+            return  # A block around this one holds them back already, or they cannot come.
         try:
             for number in STOPS:
                 previous = _signal.getsignal(number)
-                if callable(previous):  # else nobody listens in Python
+                if callable(previous):  # Else no Python handler is installed.
                     self._previous[number], _is_inside = previous, True
                     _signal.signal(number, lambda *caught: self._caught.append(caught))
-        except BaseException:  # one that is not kept yet
+        except BaseException:  # A signal that is not held back yet.
             self.__exit__()
             raise
 
@@ -72,7 +68,7 @@ class uninterrupted:  # noqa: N801  used like a function
             while self._previous:
                 _signal.signal(*self._previous.popitem())
         finally:
-            if self._previous:  # one came that is listened to again
+            if self._previous:  # A signal came whose handler is installed again.
                 self._restore()
 
 
@@ -80,13 +76,13 @@ class Lock:
     """A reentrant lock, used as a context manager.
 
     Attributes:
-        afterwards: what to do when the thread that has the lock has let go of it; only that thread adds to it.
+        afterwards: what to do once the lock is released; only the thread that has the lock adds to it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._depth = self._owner = 0
-        self._stretch = uninterrupted()
+        self._block = uninterrupted()
         self._waiting: list[Callable[[], object]] = []
         self.afterwards: list[Callable[[], object]] = []
 
@@ -94,21 +90,21 @@ class Lock:
         if self._owner == threading.get_ident():
             self._depth += 1
             return self
-        stretch = uninterrupted()
-        stretch.__enter__()
+        block = uninterrupted()
+        block.__enter__()
         try:
             self._lock.acquire()
         except BaseException:
-            stretch.__exit__()
+            block.__exit__()
             raise
-        self._stretch, self._depth, self._owner = stretch, 1, threading.get_ident()
+        self._block, self._depth, self._owner = block, 1, threading.get_ident()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._depth > 1:
             self._depth -= 1
             return
-        stretch = self._stretch
+        block = self._block
         try:
             try:
                 while self._waiting:
@@ -119,10 +115,10 @@ class Lock:
                 self._lock.release()
                 _run_all(after)
         finally:
-            stretch.__exit__()
+            block.__exit__()
 
     def when_free(self, action: Callable[[], object]) -> None:
-        """Do this now, or when this thread lets go of the lock if it has it."""
+        """Do this now, or if this thread has the lock, when it releases it."""
         if self._owner == threading.get_ident():
             self._waiting.append(action)
         else:
@@ -130,7 +126,7 @@ class Lock:
 
 
 def _run_all(actions: list[Callable[[], object]]) -> None:
-    """Run each of these, also behind one that fails, but not behind an interrupt; the first error comes out."""
+    """Run each of these, also after one that fails, but not after an interrupt; raises the first error."""
     for number, action in enumerate(actions, start=1):
         try:
             action()

@@ -1,13 +1,13 @@
-"""RadixPromptCache: mlx-lm's LRUPromptCache to the servers that are built on it, a tree per model on one budget inside.
+"""RadixPromptCache: takes the place of mlx-lm's LRUPromptCache in servers; a PrefixCache per model on one budget.
 
 mlx_lm.server takes it after two lines:
 
     import mlx_lm.server, radixcache.mlx_server
     mlx_lm.server.LRUPromptCache = radixcache.mlx_server.RadixPromptCache
 
-What several prompts begin with is held once, and a prompt finds its longest usable beginning also where it parts from
-what is stored, with sliding windows and recurrent layers too. A sequence, as `len` and `max_size` count them, is a leaf
-of a tree: what no other one goes on from.
+A beginning that several prompts share is held once. A prompt finds its longest usable beginning even where it parts
+from what is stored, with sliding windows and recurrent layers too. `len` and `max_size` count sequences: leaves of
+trees.
 
 Invariants, asserted by `check`:
 
@@ -34,8 +34,8 @@ from radixcache.tree.entries import StateNode
 
 #: mlx-lm's types of caches, and the priority that the state of each has.
 PRIORITIES = {"assistant": 0, "user": 1, "system": 2}
-#: For each step of priority, state counts as used so many calls later than it was. A longer start finds less: prompts
-#: that begin with the time of day would fill the budget with system prompts that nobody sends again.
+#: For each step of priority, state counts as used so many calls later than it was. More would find less: prompts that
+#: begin with the time of day would fill the budget with system prompts that nobody sends again.
 HEAD_START_CALLS = 10
 
 
@@ -43,16 +43,17 @@ class RadixPromptCache:
     """Takes the place of mlx-lm's LRUPromptCache.
 
     Args:
-        max_size: sequences held at most; beyond, those used longest ago go.
-        max_bytes: bytes held at most, of all models together; none to speak of by default, as in mlx-lm.
+        max_size: the most sequences held; those used longest ago go first.
+        max_bytes: the most bytes held, of all models together; unlimited by default, as in mlx-lm.
 
-    ValueError: max_bytes is no whole number, or not positive.
+    Raises:
+        ValueError: max_bytes is not a positive whole number.
     """
 
     def __init__(self, max_size: int = 10, max_bytes: int = 1 << 63) -> None:
         self.max_size, self.max_bytes = max_size, max_bytes
         self._ledger = Ledger(max_bytes)
-        # The model used last is at the end. One may have caches of several classes: --kv-bits quantizes long ones only.
+        # The model used last is at the end. A model may have caches of several classes: --kv-bits quantizes long ones.
         self._models: dict[Any, dict[tuple[type, ...], PrefixCache]] = {}
 
     def __len__(self) -> int:
@@ -64,13 +65,13 @@ class RadixPromptCache:
         return self._ledger.total_bytes
 
     def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
-        """Return caches with the longest usable beginning of `tokens`, and the tokens left to evaluate, never none.
+        """Return caches with the longest usable beginning of `tokens`, and the tokens left to evaluate, at least one.
 
-        The caches are the caller's, outside of the budget. (None, tokens): nothing usable is stored.
+        The caller owns the caches, which are outside of the budget. (None, tokens): nothing usable is stored.
 
         Args:
-            model: what tells models apart; anything that a dict takes as a key.
-            tokens: token ids; negative ones stand for an image, as mlx_lm.server has it.
+            model: any hashable that tells models apart.
+            tokens: token ids; negative ones stand for an image, as in mlx_lm.server.
         """
         keys = np.array(tokens, np.int64)
         end = len(keys)
@@ -83,15 +84,15 @@ class RadixPromptCache:
                 start = _image_start(keys, offset)
                 if start == offset > 0:
                     return restored, tokens[offset:]
-                end = start + 1 if start < offset else 0  # part of an image cannot be embedded
+                end = start + 1 if start < offset else 0  # A part of an image cannot be embedded.
         return None, tokens
 
     def insert_cache(
         self, model: Any, tokens: Sequence[int], prompt_cache: Sequence[Any], *, cache_type: str = "assistant"
     ) -> None:
-        """Copy what is not stored yet of the state that `prompt_cache` has of `tokens`.
+        """Store what is missing of the state that `prompt_cache` has of `tokens`; copies it.
 
-        A draft model's caches may follow the model's: as much is stored as all have.
+        A draft model's caches may follow the model's: then as much is stored as both have.
 
         Args:
             prompt_cache: mlx-lm caches, batch 1; recurrent ones are taken to stand at the end of `tokens`.
@@ -115,7 +116,7 @@ class RadixPromptCache:
             self.trim_to(n_sequences=self.max_size)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Give up state until at most so many sequences and bytes are left, of the model used longest ago first."""
+        """Evict until at most so many sequences and bytes are left, from the model used longest ago first."""
         with self._ledger.lock:
             if n_sequences is not None:
                 stored = [(parts, leaf) for parts in self._parts() for leaf in _leaves(parts)]
@@ -127,7 +128,7 @@ class RadixPromptCache:
                     parts.evictor.shrink_to(max(0, held_bytes - self.nbytes + max(0, n_bytes)))
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
-        """Sequences and bytes of each type; what several types were stored for is the last one's of PRIORITIES."""
+        """Sequences and bytes of each type; state of several types counts for the last of them in PRIORITIES."""
         found = {cache_type: {"n_sequences": 0, "n_bytes": 0} for cache_type in PRIORITIES}
         by_priority = list(found.values())
         with self._ledger.lock:
@@ -148,7 +149,7 @@ class RadixPromptCache:
                 parts.core.check()
 
     def _used(self, model: Any) -> dict[tuple[type, ...], PrefixCache]:
-        """The caches of a model, which is the one used last now."""
+        """The caches of a model, which becomes the one used last."""
         self._models[model] = caches = self._models.pop(model, {})
         return caches
 
@@ -164,12 +165,12 @@ class _HeadStart(OrderedPolicy):
 
 
 def _ids(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Token ids, of which the tree knows only that they are none: what tells images apart is their keys."""
+    """Token ids; 0 for an image, which its keys tell from others."""
     return np.maximum(keys, 0)
 
 
 def _image_start(keys: NDArray[np.int64], offset: int) -> int:
-    """Where the image begins that an offset is inside of; the offset, where it is in none."""
+    """Where the image begins that an offset is inside of; the offset itself if it is in none."""
     start = offset
     while 0 < start < len(keys) and keys[start - 1] == keys[offset] < 0:
         start -= 1
@@ -178,20 +179,20 @@ def _image_start(keys: NDArray[np.int64], offset: int) -> int:
 
 def _fresh_like(caches: Sequence[Any]) -> Callable[[], list[Any]]:
     """A function that returns empty caches of the same classes and settings."""
-    empty = copy.deepcopy(list(caches))  # the arrays are second handles on the same buffers
+    empty = copy.deepcopy(list(caches))  # The arrays share their buffers with the originals.
     for layer, cache in enumerate(leaves(empty)):
         adapter_for(cache, layer).free(cache)
     return lambda: copy.deepcopy(empty)
 
 
 def _leaves(parts: Parts) -> list[StateNode]:
-    """What ends each sequence, the one used longest ago first."""
+    """The end of each sequence, the one used longest ago first."""
     ends = (node for node in parts.states.tree.nodes() if node.is_leaf)
     return sorted(ends, key=lambda node: node.payload.entry.last_used)
 
 
 def _drop(parts: Parts, leaf: StateNode) -> None:
-    """Give up a sequence: a leaf, and above it what nothing else goes on from."""
+    """Remove a sequence: a leaf, and the nodes above that lead to no other leaf."""
     node = leaf
     while node.is_leaf and not node.is_root:
         node = parts.states.remove(node)

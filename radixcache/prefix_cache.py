@@ -1,12 +1,11 @@
-"""PrefixCache: the cache layer that users import. What they may ask of it, each call checked and under one lock.
+"""PrefixCache: the class that users import. It checks each call, takes the lock and calls the parts of the cache.
 
-Caches on the same ledger share the lock; forward passes run outside of it. A session belongs to one thread at a time,
-and those on different slots may run in different ones. MLX does not promise that several threads may evaluate at once:
-let them take turns, forward passes, begin and close. Only with a store a clock is read, and only `verify` draws.
+Caches on the same ledger share one lock; forward passes run outside of it. A session belongs to one thread at a time;
+sessions on different slots may run in different threads. MLX does not promise that several threads may evaluate at
+once: let them take turns in forward passes, begin and close. A clock is read only if there is a store; only `verify`
+uses randomness.
 
-assemble: builds the parts of a cache, on layers that hold arrays or sizes.
-
-What a model's size says: a byte budget, and a prefill cost, for those who did not name one.
+`assemble` builds the parts of a cache, on layers that hold arrays or sizes.
 """
 
 from __future__ import annotations
@@ -57,45 +56,12 @@ from radixcache.tokens import (
     TokenIds,
     checked_prompt,
     require_namespace,
-    require_namespace_or_all,
     vocabulary_size,
 )
 from radixcache.tree.entries import StateNode
 from radixcache.tree.history import Events, OnEvent
 from radixcache.tree.state_tree import StateTree
 from radixcache.verify import Mismatch
-
-
-def parameter_bytes(model: Any) -> int:
-    """Bytes of a model's parameters; 0 for an object without any."""
-    parameters = getattr(model, "parameters", None)
-    if not callable(parameters):
-        return 0
-    leaves: list[tuple[str, mx.array]] = tree_flatten(parameters())  # type: ignore[assignment]
-    return sum(array.nbytes for _, array in leaves)
-
-
-def default_budget_bytes(model: Any) -> tuple[int, str]:
-    """A quarter of what the device can spare beside the model, in bytes, and a sentence on where that comes from.
-
-    Source: MLX's recommended working set where the device states one (Metal), else the memory that the system calls
-    available, which already lacks the model.
-    """
-    working_set = int(mx.device_info().get("max_recommended_working_set_size", 0))
-    if not working_set:
-        return max(1, int(psutil.virtual_memory().available) // 4), "a quarter of the available memory"
-    spare = working_set - parameter_bytes(model)
-    return max(1, spare // 4), "a quarter of MLX's recommended working set beside the model"
-
-
-def analytic_cost(model: Any) -> CostModel:
-    """FLOPs, when the model says how large it is; else tokens."""
-    args = getattr(model, "args", None)
-    layers, width = getattr(args, "num_hidden_layers", None), getattr(args, "hidden_size", None)
-    if not isinstance(layers, int) or not isinstance(width, int):
-        return CostModel()
-    # Float32 or not changes only the unit's scale, and policies compare costs within one cache.
-    return CostModel.analytic(parameters=max(1, parameter_bytes(model) // 4), layers=layers, hidden_size=width)
 
 
 class Parts(NamedTuple):
@@ -161,30 +127,33 @@ def assemble(
 
 
 class PrefixCache:
-    """A radix tree of layer snapshots with one live path or several, under a byte budget.
+    """A radix tree of layer snapshots with one or several live paths, under a byte budget.
 
     Args:
         model: an mlx-lm model; its caches come from mlx-lm's make_prompt_cache.
         caches: instead of a model's own, a callable that returns a fresh list of mlx-lm caches (layers may be None).
-        budget_bytes: live buffers plus paged snapshots; None takes a quarter of what the device can spare. A Ledger
-            shares its budget with other caches.
-        policy: a name in policies.POLICIES or an EvictionPolicy; `cost`: prefill cost in its eyes, else analytic.
+        budget_bytes: live buffers plus paged snapshots; None: a quarter of what the device can spare. A Ledger shares
+            its budget with other caches.
+        policy: a name in policies.POLICIES or an EvictionPolicy; `cost`: the prefill cost it goes by, else analytic.
         checkpoint_interval: tokens between checkpoints of point state during prefill.
-        checkpoint_budget_bytes: cap on checkpoints, beyond which interval ones are thinned; half the budget by default.
-        live_slots: paths that may be live at a time, and so sessions that may be open; each has buffers of its own.
-        kv_bits, kv_group_size: keep full-attention layers quantized, from offset 0.
-        trace: file in which every request is recorded by salted digests of its prefix, for `radixcache simulate`; or a
-            TraceWriter of your own. It is written when a session closes.
-        on_event: called with an Event for what happens to stored state, once the call that caused it is over.
-        tokenizer: anything with `decode`, so that explain(), dump() and render() show text beside token ids.
-        verify, verify_seed: share of the resumed requests, 0 to 1, that are prefilled cold beside the restored state
-            before their first forward pass, and which; layers and logits are compared. Wrong state is quarantined and
-            the request served as if nothing had been stored. fetch() and begin_many() count as skipped.
-        exact, step_size: resume only where a warm answer is bit for bit the cold one of the same cache: on state made
-            by prefill in whole chunks of step_size tokens from offset 0. Else any step_size is taken, this by default.
-        store: where state is kept beyond memory and this process: a DiskStore, a RedisStore, or several in the order in
-            which they are looked up. Stores may be shared, and stay open when this closes.
-        identity: what tells the model from others in the store, for `caches`; else its class, arguments and weights do.
+        checkpoint_budget_bytes: cap on checkpoints, above which interval ones are thinned; half the budget by default.
+        live_slots: how many paths may be live, and so how many sessions may be open; each has buffers of its own.
+        kv_bits, kv_group_size: quantize full-attention layers, from offset 0.
+        trace: a file that records every request by salted digests of its prefix, for `radixcache simulate`; or a
+            TraceWriter. It is written when a session closes.
+        on_event: called with an Event for what happens to stored state, after the call that caused it.
+        tokenizer: an object with `decode`; with it explain(), dump() and render() show text beside token ids.
+        verify, verify_seed: the share of resumed requests, 0 to 1, that are checked, and the seed that draws them. A
+        cold
+            prefill runs beside the restored state before the first forward pass; layers and logits are compared. Wrong
+            state is quarantined and the request served cold. fetch() and begin_many() count as skipped.
+        exact, step_size: resume only where the warm answer is bit for bit the cold one of the same cache: on state made
+            by prefill in whole chunks of step_size tokens from offset 0. If not exact, any step_size may be used; this
+            is the default.
+        store: where state is stored beyond memory and this process: a DiskStore, a RedisStore, or several in the order
+        of
+            look-up. Stores may be shared, and stay open when the cache closes.
+        identity: names the model in the store, for `caches`; by default its class, arguments and weights do.
 
     Raises:
         ValueError: an argument out of its range.
@@ -243,9 +212,8 @@ class PrefixCache:
     def close(self) -> None:
         """Give all state back, also that of open sessions and groups, and close the trace if it was given as a path.
 
-        What the store has still to write is waited for.
-
-        Closing twice is fine; any other call raises CacheClosedError from then on, and theirs SessionClosedError.
+        Waits until the store has written everything. Closing twice is fine; any other call raises CacheClosedError from
+        then on, and calls of open sessions and groups raise SessionClosedError.
         """
         parts, self._parts = self._parts, None
         if parts is not None:
@@ -253,7 +221,7 @@ class PrefixCache:
             parts.core.flush()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was given to the store is written; False: not within this time. True without a store."""
+        """Wait until the store has written everything; False: not within this time. True without a store."""
         return self._core.flush(timeout_s)
 
     def begin(
@@ -272,7 +240,7 @@ class PrefixCache:
 
         Args:
             tokens: token ids of the whole prompt: list, tuple, np.ndarray or mx.array.
-            keys: int64, one per token: what the tree goes by where a position stands for more than its token id.
+            keys: int64, one per token: what the tree goes by if a position stands for more than its token id.
             namespace: nothing is shared across namespaces (model adapter, tenant, salt).
             marks: offsets worth a checkpoint, such as the end of the system prompt and of each message.
             reserve: tokens of room to allocate beyond the prompt, for the reply.
@@ -280,7 +248,7 @@ class PrefixCache:
 
         Raises:
             ValueError: tokens, keys, marks, reserve, turn or kind out of their range.
-            CacheBusyError: every live slot is taken by an open session; it says by which.
+            CacheBusyError: every live slot is taken; the message names the sessions.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
         reserve = require_amount("reserve", reserve, "tokens")
@@ -296,17 +264,18 @@ class PrefixCache:
         priority: int = 0,
         segment_bytes: int | None = None,
     ) -> Group:
-        """Open a group: many requests that decode together, on prefixes that are read where the tree holds them.
+        """Open a group: many requests that decode together and read shared prefixes where the tree holds them.
 
-        Each prompt is a row, restored as `Group.admit` says; more may be admitted later. It takes no live slot.
+        Each prompt becomes a row, restored as in `Group.admit`; more may be admitted later. A group takes no live slot.
 
         Args:
-            capacity: tokens of all rows together, a shared one counted once. What rows hold beside the tree counts as
-                live bytes of the budget.
-            segment_bytes: a span is read in place from so many bytes per layer on; None: what was measured.
+            capacity: tokens of all rows together, shared ones counted once. What rows hold beside the tree counts as
+            live
+                bytes of the budget.
+            segment_bytes: spans of at least so many bytes per layer are read in place; None: the measured default.
 
         Raises:
-            ValueError: an argument out of its range; the cache is exact, quantized, or made for sizes alone.
+            ValueError: an argument out of its range; the cache is exact, quantized, or made of sizes.
             UnsupportedCacheError: a layer's state cannot be in a batch of rows.
             CacheFullError, BudgetFullError: no room for what is to be restored.
         """
@@ -318,7 +287,8 @@ class PrefixCache:
         """Restore the longest usable prefix into fresh caches that the caller owns, outside of the budget.
 
         Returns the caches, at offset len(tokens) - len(remaining), and `remaining`, the int32 ids left to evaluate,
-        never empty. On a miss the caches are empty. In exact mode go on in whole chunks, or it is in vain.
+        never empty. On a miss the caches are empty. In exact mode, prefill in multiples of `step_size`; other results
+        are not those of a cold run.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
         core = self._core
@@ -328,14 +298,15 @@ class PrefixCache:
     def insert(
         self, tokens: Any, caches: Sequence[Any], namespace: str = "", priority: int = 0, *, keys: Any = None
     ) -> int:
-        """Store the state of foreign caches for `tokens`; copies only what the tree does not hold yet.
+        """Store the state of foreign caches for `tokens`; copies only what the tree lacks.
 
-        Returns how many of the tokens the tree holds afterwards; none beyond where they are quarantined.
+        Returns how many of the tokens the tree holds afterwards; none behind a quarantined offset.
 
         Args:
             tokens: the tokens that the caches were made from, in order.
-            caches: mlx-lm caches of the same classes, batch 1. Offsets beyond the tokens are cut where that is
-                possible; short of them, tokens[:offset] is stored. Recurrent caches are taken to stand at the end.
+            caches: mlx-lm caches of the same classes, batch 1. If they stand beyond the tokens, they are cut if
+            possible;
+                if short of them, tokens[:offset] is stored. Recurrent caches must stand at the end of the tokens.
 
         Raises:
             SnapshotError, ValueError: the caches do not fit, nothing was changed; the cache is exact.
@@ -354,11 +325,11 @@ class PrefixCache:
         ttl_requests: int | None = None,
         keys: Any = None,
     ) -> int:
-        """Keep a stored prefix whatever the pressure, until unpin(); pins count. Returns the bytes all pins keep.
+        """Keep a stored prefix from eviction until unpin(); pins count. Returns the bytes that all pins keep.
 
-        Only clear(), and the loss of the state itself, end a pin before its time. In exact mode it keeps whole chunks,
-        the last one of exactly these tokens only if something longer has stored it. A `name`, which names() lists,
-        changes over to these tokens if it is taken; with `ttl_requests` the pin ends with so many more requests.
+        Only clear() and the loss of the state itself end a pin early. In exact mode whole chunks are kept, the last one
+        of exactly these tokens only if something longer has stored it. `name` is listed by names() and moves to these
+        tokens if it is taken; with `ttl_requests` the pin ends after so many more requests.
 
         Raises:
             ValueError: the prefix is not stored whole or is quarantined, or all pins on the ledger would not fit.
@@ -372,7 +343,7 @@ class PrefixCache:
             return pins.nbytes
 
     def unpin(self, tokens: Any = None, namespace: str = "", *, name: str | None = None, keys: Any = None) -> None:
-        """Take one pin() of exactly these tokens back (an unnamed one first), or the one of that name."""
+        """End one pin() of exactly these tokens (an unnamed one first), or the one of that name."""
         require_namespace(namespace)
         prompt_keys = None if tokens is None else self._checked(tokens, keys, namespace)[1]
         require_one(tokens, name)
@@ -385,7 +356,7 @@ class PrefixCache:
             core.enforce_budget()
 
     def names(self, namespace: str = "") -> dict[str, NamedPin]:
-        """The named pins of one namespace, in the order they were made. ValueError: it is no str."""
+        """The named pins of one namespace, in the order they were made."""
         require_namespace(namespace)
         with self._core.lock:
             return self._open.pins.named(namespace)
@@ -405,11 +376,11 @@ class PrefixCache:
         draft_model: Any = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> int:
-        """Prefill a prefix ahead of use: a prompt that goes on from it will resume at its end, whatever the layers.
+        """Prefill a prefix ahead of use: longer prompts will resume at its end, whatever the layers.
 
-        With `name` or `ttl_requests` it is pinned, as pin() does. What is there already takes no slot; else this is a
-        request like any other, in stats and traces too. In exact mode its end is that of its last whole chunk. Returns
-        the tokens evaluated, 0 when the prefix was there.
+        With `name` or `ttl_requests` it is pinned, as by pin(). If the prefix is there already, this takes no slot;
+        else it is a request like any other, in stats and traces too. In exact mode the end is that of the last whole
+        chunk. Returns the tokens evaluated, 0 if the prefix was there.
 
         Raises:
             ValueError: it is quarantined or was found wrong, or it does not fit beside open sessions and pins.
@@ -421,13 +392,13 @@ class PrefixCache:
         return warm(self._core, self._open.pins, begin, *what, model, draft_model, step_size, on_progress)
 
     def make_room(self, nbytes: int) -> bool:
-        """Evict until so many bytes more fit the budget, as a request does; whether they do now."""
+        """Evict until so many bytes more fit the budget, as a request does; returns whether they fit."""
         nbytes = require_amount("nbytes", nbytes, "bytes")
         with self._core.lock:
             return self._open.evictor.make_room(nbytes)
 
     def reclaim(self, target_bytes: int) -> int:
-        """Give back what no open session or pin keeps, until live + paged bytes are at most that; the bytes freed."""
+        """Evict until live + paged bytes are at most that, or all else is in use or pinned; returns the bytes freed."""
         target_bytes = require_amount("target_bytes", target_bytes, "bytes")
         with self._core.lock:
             freed = self._open.evictor.shrink_to(target_bytes)
@@ -435,7 +406,7 @@ class PrefixCache:
             return freed
 
     def clear(self) -> None:
-        """Drop everything that no open session stands on, pins included, and what explain() remembers of prompts."""
+        """Drop everything that no open session uses, pins included, and what explain() remembers of prompts."""
         with self._core.lock:
             self._core.clear()
 
@@ -447,14 +418,14 @@ class PrefixCache:
 
     def clear_quarantine(self, namespace: str | None = None) -> None:
         """Let quarantined prefixes of a namespace (None: of all) be stored and resumed again."""
-        require_namespace_or_all(namespace)
+        require_namespace(namespace or "")
         with self._core.lock:
             self._open.quarantine.clear(namespace)
 
     def explain(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> Explanation:
         """What begin() would restore of a prompt now, in this thread, and why not more; changes nothing.
 
-        While all live slots are taken it says what fetch() would find. It looks only into its namespace.
+        While all live slots are taken, what fetch() would restore. It looks only into this namespace.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
         return explanation_of(self._core, self._open.states, prompt, prompt_keys, namespace, self._about)
@@ -466,8 +437,8 @@ class PrefixCache:
             return CacheStats(budget_source=self._about.budget_source, **self._core.counters())
 
     def snapshot_stats(self, namespace: str | None = None) -> StatsSnapshot:
-        """Everything a metrics endpoint needs, at one moment; of one namespace what its nodes and pins come to."""
-        require_namespace_or_all(namespace)
+        """Everything a metrics endpoint needs, at one moment; of one namespace only sums over its nodes and pins."""
+        require_namespace(namespace or "")
         return snapshot_of(self._core, self._open.states, self._open.pins, namespace, self._about)
 
     def check(self) -> None:
@@ -476,29 +447,29 @@ class PrefixCache:
             self._core.check()
 
     def dump(self, tokenizer: Any = None, namespace: str | None = None) -> str:
-        """The whole tree as text, as render() gives it: a line per node, with a tokenizer the text of its edge."""
+        """The whole tree as text, a line per node; with a tokenizer, the text of its edge."""
         return self.render(namespace=namespace, tokenizer=tokenizer, max_nodes=1 << 62)
 
     def render(
         self, format: str = "text", *, namespace: str | None = None, tokenizer: Any = None, max_nodes: int | None = None
     ) -> str:
-        """The tree to look at: "text", "svg" (a picture), "html" (a page that can be searched) or "json".
+        """The tree as "text", "svg" (a picture), "html" (a page with search) or "json".
 
         Args:
-            namespace: show only this one, and nothing that would tell of others; None: all.
-            tokenizer: shows how edges begin and end; by default the cache's own, if it was given one.
-            max_nodes: nodes shown; the others are counted where they hang. By default 200, on a page 50,000.
+            namespace: show only this one, and nothing that tells of others; None: all.
+            tokenizer: shows how edges begin and end; by default the cache's own.
+            max_nodes: the most nodes shown; the others are counted at their parents. By default 200, on a page 50,000.
         """
         return render_view(self.view(namespace=namespace, tokenizer=tokenizer), format, max_nodes)
 
     def view(self, *, namespace: str | None = None, tokenizer: Any = None) -> TreeView:
-        """A plain description of the tree, of which `render` makes text and pictures; arguments as there."""
-        require_namespace_or_all(namespace)
+        """A plain description of the tree, from which `render` makes text and pictures; arguments as there."""
+        require_namespace(namespace or "")
         core, states, pins, *_ = self._open
         return view_of(states, pins, core.settings.live_slots, namespace, self._about, tokenizer)
 
     def edges(self) -> list[Edge]:
-        """Which prefixes are stored: the edges of all trees, parents before children. For whoever tells others."""
+        """The stored prefixes: the edges of all trees, parents before children."""
         return edges_of(self._core.lock, self._open.states.tree)
 
     @property
@@ -512,6 +483,36 @@ class PrefixCache:
         return self._open.core
 
     def _checked(self, tokens: Any, keys: Any, namespace: Any, marks: Sequence[int] = ()) -> tuple[TokenIds, Keys]:
-        """The ids and keys of a prompt. ValueError: they, its marks or the namespace are out of their range."""
         require_namespace(namespace)
         return checked_prompt(tokens, keys, marks, self._core.settings.vocab_size)
+
+
+def default_budget_bytes(model: Any) -> tuple[int, str]:
+    """A quarter of what the device can spare beside the model, in bytes, and a sentence on where that comes from.
+
+    Source: MLX's recommended working set if the device states one (Metal), else the available memory of the system,
+    which already lacks the model.
+    """
+    working_set = int(mx.device_info().get("max_recommended_working_set_size", 0))
+    if not working_set:
+        return max(1, int(psutil.virtual_memory().available) // 4), "a quarter of the available memory"
+    spare = working_set - _parameter_bytes(model)
+    return max(1, spare // 4), "a quarter of MLX's recommended working set beside the model"
+
+
+def analytic_cost(model: Any) -> CostModel:
+    """Prefill cost in FLOPs if the model states its size, else in tokens."""
+    args = getattr(model, "args", None)
+    layers, width = getattr(args, "num_hidden_layers", None), getattr(args, "hidden_size", None)
+    if not isinstance(layers, int) or not isinstance(width, int):
+        return CostModel()
+    # As if float32: that changes only the unit's scale, and policies compare costs within one cache.
+    return CostModel.analytic(parameters=max(1, _parameter_bytes(model) // 4), layers=layers, hidden_size=width)
+
+
+def _parameter_bytes(model: Any) -> int:
+    parameters = getattr(model, "parameters", None)
+    if not callable(parameters):
+        return 0
+    leaves: list[tuple[str, mx.array]] = tree_flatten(parameters())  # type: ignore[assignment]
+    return sum(array.nbytes for _, array in leaves)

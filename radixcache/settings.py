@@ -1,7 +1,6 @@
-"""Settings: what a cache was asked for. Every argument of the public calls is checked here, once, and first.
+"""Settings of a cache, and the checks of the arguments of public calls; tokens.py checks tokens, keys and namespaces.
 
-Whole numbers may be NumPy's; what a check returns are Python's. What callers pass as tokens, keys, marks and namespaces
-is checked by tokens.py.
+Whole numbers may be NumPy's; checks return Python's.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-#: Each slot is a bit of every node's mask, and has buffers of its own.
+#: Each slot is a bit of every node's mask.
 MOST_LIVE_SLOTS = 4096
 #: A leaf of a pure span model loses its tail in steps of this many tokens.
 TRIM_TOKENS = 256
@@ -20,11 +19,7 @@ TRIM_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one cache, as PrefixCache and sized_cache describe them.
-
-    Raises:
-        ValueError: one is out of its range.
-    """
+    """The settings of one cache, described in PrefixCache and sized_cache. ValueError: one is out of its range."""
 
     checkpoint_interval: int = 2048
     checkpoint_budget_bytes: int | None = None
@@ -64,7 +59,7 @@ class Settings:
                 raise ValueError(f"{name} is {value!r}; wanted a function, or None.")
 
     def require_model(self, model: Any) -> None:
-        """Raise ValueError for what is no model, or another than the cache was made for, as their arguments tell."""
+        """Raise ValueError for what is no model, or has other arguments than the cache's."""
         if not callable(model):
             raise ValueError(f"model is {model!r}; wanted the mlx-lm model, called as model(tokens, cache=...).")
         own, given = getattr(self.model, "args", None), getattr(model, "args", None)
@@ -75,7 +70,7 @@ class Settings:
 
     @property
     def grid_tokens(self) -> int:
-        """State is resumed at multiples of this many tokens only: 1, or in exact mode the chunk of prefill."""
+        """Requests resume only at multiples of so many tokens: 1, or in exact mode the chunk of prefill."""
         return self.step_size if self.exact else 1
 
     @property
@@ -85,7 +80,7 @@ class Settings:
 
 
 def require_caches(model: Any, caches: Any, kv_bits: Any, kv_group_size: Any) -> None:
-    """Raise ValueError unless these say which caches there are, and how they are quantized."""
+    """Raise ValueError unless these name the caches of a model and their quantization."""
     if caches is None and not (hasattr(model, "layers") or hasattr(model, "make_cache")):
         found = "" if model is None else f"; {model!r:.80} is none"
         raise ValueError(
@@ -99,7 +94,7 @@ def require_caches(model: Any, caches: Any, kv_bits: Any, kv_group_size: Any) ->
 
 
 def require_about(tokenizer: Any, cost: Any) -> None:
-    """Raise ValueError unless text can be had from this tokenizer, and costs from this model of them."""
+    """Raise ValueError unless the tokenizer has decode() and the cost model cost()."""
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         raise ValueError(f"tokenizer is {tokenizer!r:.80}; wanted an object with decode(), or None.")
     if cost is not None and not callable(getattr(cost, "cost", None)):
@@ -129,7 +124,7 @@ def require_one(tokens: Any, name: Any) -> None:
 
 
 def require_pin(name: Any, ttl_requests: Any) -> None:
-    """Raise ValueError unless a pin can have this name and this time."""
+    """Raise ValueError unless a pin can have this name and this number of requests."""
     if name is not None and (not isinstance(name, str) or not name):
         raise ValueError(f"name is {name!r}; wanted a str that is not empty.")
     if ttl_requests is not None:
@@ -151,7 +146,7 @@ def require_amount(name: str, value: Any, unit: str) -> int:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether this is an int, Python's or NumPy's, and no truth value."""
+    """Whether this is an int of Python or NumPy, and not a bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""sized_cache: a PrefixCache that has sizes in place of state, so that a simulator drives the deployed code."""
+"""sized_cache: a PrefixCache of sizes in place of state, so that simulators run the deployed code."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ def sized_cache(
     disk: Disk | None = None,
     **settings: Any,
 ) -> PrefixCache:
-    """A cache on sizes. What is not said here is as in PrefixCache.
+    """A cache of sizes; arguments not described here are as in PrefixCache.
 
     Args:
-        clock: where ticks come from, such as a trace's milliseconds; by default they count requests. A tick is later
-            than the one before in any case.
-        disk: a SizedStore, and the clock by which it is decided what is read.
-        settings: checkpoint_interval, checkpoint_budget_bytes, live_slots, exact, step_size; `tail_tokens`, how far in
-            front of a prompt's end a checkpoint is taken; `trim_tokens`, the step in which a leaf of a pure span model
-            loses its tail; and `merges`: join a node with its only child where nothing keeps them apart. Without it
-            keys of different history stay apart, as policies are defined on blocks.
+        clock: the source of ticks, such as a trace's milliseconds; by default they count requests. Ticks always rise.
+        disk: a SizedStore, and the clock that times reading.
+        settings: checkpoint_interval, checkpoint_budget_bytes, live_slots, exact, step_size; `tail_tokens`: how far in
+            front of a prompt's end a checkpoint is taken; `trim_tokens`: the step in which a leaf of a pure span model
+            loses its tail; `merges`: join a node with its only child if possible. False leaves keys of different
+            history apart, as for policies that are defined on blocks.
 
     Raises:
         ValueError: an argument out of its range.
@@ -62,10 +61,10 @@ def sized_cache(
 
 
 def stored_keys(cache: PrefixCache, keys: Keys) -> int:
-    """How many keys a prompt begins with that the cache's tree has. It counts as no use."""
+    """How many of a prompt's keys, from the first on, the cache has; does not count as a use."""
     return cache._open.states.match(keys, "").offset
 
 
 def last_key(cache: PrefixCache, entry: Entry) -> int | None:
-    """The last key on the edge that a policy's entry stands for; None when the entry is gone."""
+    """The last key on the edge that a policy's entry stands for; None: the entry is gone."""
     return cache._open.states.last_key(entry)

@@ -1,29 +1,25 @@
-"""Checks of what callers pass as tokens, keys and namespaces, before anything is touched.
+"""Token ids and the keys that the tree goes by: checks of arguments, a request's known tokens, and the quarantine.
 
-Keys: what the tree goes by, one for each token. Never imports MLX.
+There is one int64 key for each int32 token id; the two are equal unless the caller gave keys. Never imports MLX.
 
-token_text: keys of the tree as text, for people. Never imports MLX.
-
-KnownTokens: what is known of a request's tokens: its prompt, and what was reported since, evaluated or not.
+KnownTokens: the prompt of a request, and the tokens reported since, evaluated or not.
 
     prompt | read            | pending
              ids and keys      arrays that need not be evaluated yet
 
-What is reported is read only when somebody asks, in order, up to the first that is not a token id: from there on
-nothing is ever known. It counts all the same.
+Pending tokens are read only on demand, in order, up to the first that is not a token id: nothing behind it is ever
+known, though it counts.
 
-Quarantine: prefixes whose stored state was found wrong, and from where on they are not stored or resumed.
+Quarantine: prefixes whose stored state was found wrong, and the offset from which on they are neither stored nor
+resumed. An entry stands for all sequences that begin with its keys. It holds a digest of them, so it tells nothing
+about them.
 
-An entry stands for all sequences that begin with `keys`: of them nothing is kept or taken up beyond offset `start`. It
-holds a digest of the keys and not the keys, so it tells nothing about them, and costs the same whatever their length.
-
-Invariants, asserted by `check`:
+Invariants, asserted by `Quarantine.check`:
 
   Q1  At most `capacity` entries; the one added longest ago goes first.
   Q2  0 <= start < length of an entry's keys.
 
-`limit` is O(1) for a namespace without entries, else O(length of the longest entry). Never imports MLX. Not
-thread-safe: PrefixCache holds the lock.
+Not thread-safe: callers hold the cache's lock.
 """
 
 from __future__ import annotations
@@ -39,17 +35,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 TokenIds = NDArray[np.int32]
+Keys = NDArray[np.int64]
+
+#: Larger keys are digests of something else than text.
+LARGEST_ID = (1 << 31) - 1
+#: Quarantined prefixes of a cache, over all namespaces: about 300 bytes each.
+CAPACITY = 4096
 
 
 def checked_prompt(
     tokens: Any, keys: Any = None, marks: Sequence[int] = (), vocab_size: int | None = None
-) -> tuple[TokenIds, NDArray[np.int64]]:
-    """Return the ids of a prompt and the keys they go by in the tree, which are the ids where none are given.
+) -> tuple[TokenIds, Keys]:
+    """Return the ids and keys of a prompt; without keys the ids are the keys.
 
-    ValueError: ids or keys as `token_ids` and `edge_keys` say; a mark that is no offset in the prompt.
+    Raises:
+        ValueError: `tokens` as in `token_ids`; keys not one-dimensional integers that fit 64 bits, one for each token;
+        a
+            mark that is not an offset in the prompt.
     """
     ids = token_ids(tokens, vocab_size)
-    own_keys = ids.astype(np.int64) if keys is None else edge_keys(keys, len(ids))
+    own_keys = ids.astype(np.int64) if keys is None else _integers(keys, "keys").astype(np.int64)
+    if len(own_keys) != len(ids):
+        raise ValueError(f"keys has {len(own_keys)} entries; wanted {len(ids)}, one for each token.")
     if not isinstance(marks, Iterable):
         raise ValueError(f"marks is a {type(marks).__name__}; wanted offsets in the prompt.")
     for mark in marks:
@@ -63,7 +70,8 @@ def checked_prompt(
 def token_ids(tokens: Any, vocab_size: int | None = None, name: str = "tokens") -> TokenIds:
     """Return `tokens` (list, tuple, np.ndarray or mx.array of integers, one-dimensional) as int32.
 
-    ValueError: empty, not one-dimensional, not integers, or an id outside [0, vocab_size).
+    Raises:
+        ValueError: empty, not one-dimensional, not integers, or an id outside [0, vocab_size).
     """
     array = _integers(tokens, name)
     ceiling = min(vocab_size or 1 << 31, 1 << 31)
@@ -74,16 +82,8 @@ def token_ids(tokens: Any, vocab_size: int | None = None, name: str = "tokens") 
     return array.astype(np.int32)
 
 
-def edge_keys(keys: Any, length: int) -> NDArray[np.int64]:
-    """Return `keys` as int64. ValueError: not one-dimensional integers that fit 64 bits, one for each token."""
-    array = _integers(keys, "keys")
-    if len(array) != length:
-        raise ValueError(f"keys has {len(array)} entries; wanted {length}, one for each token.")
-    return array.astype(np.int64)
-
-
 def require_namespace(namespace: Any) -> None:
-    """Raise ValueError unless this is a str, and one that UTF-8 can spell: digests and files are made of it."""
+    """Raise ValueError unless this is a str without surrogates: digests and files are made of its UTF-8."""
     if not isinstance(namespace, str):
         raise ValueError(f"namespace is a {type(namespace).__name__}; wanted a str.")
     try:
@@ -92,13 +92,8 @@ def require_namespace(namespace: Any) -> None:
         raise ValueError(f"namespace is {namespace!r}; wanted one that UTF-8 can spell, without surrogates.") from error
 
 
-def require_namespace_or_all(namespace: Any) -> None:
-    """Raise ValueError unless this is a namespace, or None for all of them."""
-    require_namespace("" if namespace is None else namespace)
-
-
 def vocabulary_size(model: Any) -> int | None:
-    """Number of token ids the model's own arguments state; None when they do not."""
+    """Number of token ids that the model's own arguments state; None: they state none."""
     args = getattr(model, "args", None)
     size = getattr(args, "vocab_size", None)
     if size is None:
@@ -112,7 +107,7 @@ def _integers(values: Any, name: str) -> NDArray[Any]:
         raise ValueError(f"{name} is a {type(values).__name__}; wanted token ids: encode the text first.")
     kinds = set(map(type, values)) if isinstance(values, (list, tuple)) else set()
     try:
-        # NumPy would read a truth value as 0 or 1, and a mix of signed and unsigned integers as floating point.
+        # NumPy would read a bool as 0 or 1, and a mix of signed and unsigned integers as floating point.
         is_mixed = len(kinds) > 1 and all(issubclass(kind, (int, np.integer)) for kind in kinds)
         array = np.asarray(values, dtype=object if bool in kinds else np.int64 if is_mixed else None)
     except (TypeError, ValueError, OverflowError) as error:
@@ -133,9 +128,6 @@ def _is_int64(value: Any) -> bool:
     return whole and -(1 << 63) <= int(value) < 1 << 63
 
 
-Keys = NDArray[np.int64]
-
-
 def common_length(left: NDArray[np.integer], right: NDArray[np.integer]) -> int:
     """Length of the common prefix of two arrays of keys, or of token ids."""
     length = min(len(left), len(right))
@@ -143,28 +135,23 @@ def common_length(left: NDArray[np.integer], right: NDArray[np.integer]) -> int:
     return length if first < 0 else first
 
 
-#: Keys above are digests of something else than text.
-LARGEST_ID = (1 << 31) - 1
-
-
 def token_text(keys: Iterable[int], tokenizer: Any) -> str:
-    """The text of a run of keys, also where the tokenizer does not know them.
+    """The text of a run of keys, for people.
 
-    A key that stands for something else than a token, an image say, is named by its first digits; ids of the caller's
-    own making, of which the tokenizer knows nothing, by their numbers.
+    A key that is no token id (of an image, say) is shown by its digits, and ids that the tokenizer does not know by
+    their numbers.
     """
     parts: list[str] = []
     for is_id, group in groupby(map(int, keys), lambda key: 0 <= key <= LARGEST_ID):
         run = list(group)
-        parts += [_decoded(run, tokenizer)] if is_id else [f"[key {key & (1 << 64) - 1:016x}]" for key in run]
+        if not is_id:
+            parts += [f"[key {key & (1 << 64) - 1:016x}]" for key in run]
+            continue
+        try:
+            parts.append(str(tokenizer.decode(run)))
+        except (IndexError, KeyError, OverflowError, TypeError, ValueError):
+            parts.append(f"[ids {' '.join(map(str, run))}]")
     return "".join(parts)
-
-
-def _decoded(ids: list[int], tokenizer: Any) -> str:
-    try:
-        return str(tokenizer.decode(ids))
-    except (IndexError, KeyError, OverflowError, TypeError, ValueError):
-        return f"[ids {' '.join(map(str, ids))}]"
 
 
 class KnownTokens:
@@ -172,41 +159,40 @@ class KnownTokens:
 
     Attributes:
         count: tokens of the prompt and all reported ones, less those removed.
-        read_ids, read_keys: of the prompt, and of reported tokens that were read already; nothing is waited for.
+        read_ids, read_keys: of the prompt, and of reported tokens that were read already.
     """
 
     def __init__(self, ids: TokenIds, keys: Keys, vocab_size: int | None) -> None:
-        self.read_ids = ids
-        self.read_keys = keys
+        self.read_ids, self.read_keys = ids, keys
         self.count = len(ids)
         self._ceiling = vocab_size or 1 << 31
         self._pending: list[tuple[Any, int, int]] = []
         self._is_cut_short = False
 
     def report(self, tokens: Any, start: int, end: int) -> None:
-        """The tokens [start, end) of a flattened array, which need not be evaluated, follow what is known."""
+        """Add the tokens [start, end) of a flattened array, which need not be evaluated."""
         self._pending.append((tokens, start, end))
         self.count += end - start
 
     def ids(self) -> TokenIds:
-        """Ids of all that is known; waits for what was reported."""
+        """Ids of all known tokens; waits for pending ones."""
         self._read()
         return self.read_ids
 
     def keys(self) -> Keys:
-        """Keys of all that is known; a reported token's is its id. Waits for what was reported."""
+        """Keys of all known tokens; a reported token's key is its id. Waits for pending ones."""
         self._read()
         return self.read_keys
 
     def common(self, keys: Keys, limit: int) -> int:
-        """How far these keys go along with the first `limit` known ones; waits only where those that were read do."""
+        """How many of the first `limit` known keys these begin with; waits only if all that was read agrees."""
         length = common_length(self.read_keys[:limit], keys)
         if length == len(self.read_keys) < min(limit, len(keys)):
             return common_length(self.keys()[:limit], keys)
         return length
 
     def remove(self, start: int, end: int) -> None:
-        """The tokens [start, end) are gone, and those behind them move up. Waits for what was reported."""
+        """Remove the tokens [start, end); those behind move up. Waits for pending ones."""
         length = len(self.ids())
         self.read_ids = np.delete(self.read_ids, np.s_[start:end])
         self.read_keys = np.delete(self.read_keys, np.s_[start:end])
@@ -222,7 +208,7 @@ class KnownTokens:
         for tokens, start, end in () if self._is_cut_short else self._pending:
             try:
                 ids = np.asarray(tokens).reshape(-1)[start:end]
-            except Exception:  # a sampled token that cannot be evaluated is not known, nor is any after it
+            except Exception:  # A sampled token that cannot be evaluated is not known, nor is any after it.
                 self._is_cut_short = True
                 break
             wrong = (ids < 0) | (ids >= self._ceiling)
@@ -237,16 +223,12 @@ class KnownTokens:
             self.read_keys = np.concatenate([self.read_keys, *(ids.astype(np.int64) for ids in found)])
 
 
-#: Entries that are kept, over all namespaces: about 300 bytes each.
-CAPACITY = 4096
-
-
 class Quarantine:
     """The quarantined prefixes of one cache."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
-        # By namespace, length and digest of the keys: the offset from which on they are quarantined.
+        #: By namespace, length and digest of the keys: the offset from which on they are quarantined.
         self._entries: dict[tuple[str, int, bytes], int] = {}
         self._lengths: dict[str, Counter[int]] = {}
 
@@ -256,7 +238,7 @@ class Quarantine:
     def add(self, keys: Keys, start: int, namespace: str) -> None:
         """Quarantine what begins with `keys` (at least one), from offset `start` < len(keys) on."""
         assert 0 <= start < len(keys), (start, len(keys))
-        name = (namespace, len(keys), _digest(keys))
+        name = (namespace, len(keys), hashlib.blake2b(keys.tobytes(), digest_size=16).digest())
         if name in self._entries:
             self._entries[name] = min(start, self._entries[name])
             return
@@ -266,7 +248,10 @@ class Quarantine:
             self._remove(next(iter(self._entries)))
 
     def offset(self, keys: Keys, namespace: str) -> int | None:
-        """The offset from which on these keys are quarantined; None when they are not."""
+        """The offset from which on these keys are quarantined; None: they are not.
+
+        O(1) for a namespace without entries, else O(length of the longest entry).
+        """
         found = None
         blake, done = hashlib.blake2b(digest_size=16), 0
         for length in sorted(self._lengths.get(namespace, ())):
@@ -280,12 +265,12 @@ class Quarantine:
         return found
 
     def limit(self, keys: Keys, namespace: str) -> int:
-        """How many of these keys may be stored or resumed: all, or as far as they are not quarantined."""
+        """How many of these keys may be stored or resumed."""
         offset = self.offset(keys, namespace)
         return len(keys) if offset is None else offset
 
     def clear(self, namespace: str | None = None) -> None:
-        """Forget the entries of a namespace; None: all."""
+        """Remove the entries of a namespace; None: all."""
         for name in [name for name in self._entries if namespace in (None, name[0])]:
             self._remove(name)
 
@@ -307,7 +292,3 @@ class Quarantine:
             del counts[length]
         if not counts:
             del self._lengths[namespace]
-
-
-def _digest(keys: Keys) -> bytes:
-    return hashlib.blake2b(keys.tobytes(), digest_size=16).digest()

@@ -171,7 +171,7 @@ def idle_slots(cache: PrefixCache) -> list[int]:
 
 def restore_live_points(cache: PrefixCache, slot: int, checkpoint: Any, offset: int) -> None:
     """Restore a checkpoint into a slot's buffers."""
-    paths(cache)[slot].restore_points(checkpoint, offset, [])
+    cache._core.layout.restore_points(live_caches(cache, slot), checkpoint, offset, [])
 
 
 def has_open_live_path(cache: PrefixCache) -> bool:
@@ -333,8 +333,8 @@ def keep_on_disk(cache: PrefixCache, tokens: Sequence[int]) -> None:
     """Have a cache's store keep the path to the end of these tokens."""
     match = cache._open.states.match(np.array(tokens, dtype=np.int64), "")
     assert cache._core._tier is not None
-    (keeping,) = cache._core._tier._keeping.values()
-    keeping.keep(match.node, match.offset)
+    (writer,) = cache._core._tier._writers.values()
+    writer.write(match.node, match.offset)
 
 
 def first_layer(row: Row) -> dict[str, mx.array]:

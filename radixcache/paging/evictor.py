@@ -1,22 +1,20 @@
 """Evictor: makes room under the byte budget, in a fixed order and with as little loss as it can.
 
-    1  snapshots of LIVE nodes         duplicates: the buffers hold the same; not where a row reads them in place
+    1  snapshots of LIVE nodes         duplicates: the buffers hold the same; not if a row reads them in place
     2  spare capacity of live buffers  room for tokens that did not come
     3  tokens of windows               those that no checkpoint needs, before each of the next steps; then checkpoints
-                                       that were taken for the distance alone and take more than they are worth
-    4  the end of too long a path      back to a checkpoint, where an idle live path is over the budget by itself
+                                       that were taken for the distance alone and are not worth their bytes
+    4  the end of too long a path      back to a checkpoint, if an idle live path alone is over the budget
     5  the policy's victims            leaves by their tail, 256 tokens at a time; checkpoints of single-child nodes
     6  an idle slot among several      the common prefix that it holds once more; its own nodes become PAGED
     7  the tail of an idle live path   its nodes are cut, its buffers shrink
     8  other caches on the same ledger
 
-An idle slot that was used less recently than the policy's victim is given up before that victim, so that slots do not
-shield from the policy what nobody has asked for in a long time.
+An idle slot that was used less recently than the policy's victim goes before that victim: slots must not shield unused
+state from the policy. What an open session uses, and what is pinned, never goes. LEAVING nodes count as if they were
+paged out already, so what would be evicted at once is dropped without the copy.
 
-Never: what an open session stands on, and what is pinned. Nodes that are LEAVING count as if they were paged out
-already, so what would be evicted at once is dropped without the copy.
-
-After `make_room(need)` returned True, `need` more bytes fit the budget; False says that nothing evictable is left.
+After `make_room(need)` returned True, `need` more bytes fit the budget; False: nothing evictable is left.
 
 GuardedPolicy: an eviction policy of the user's, whose mistakes do not break the bookkeeping. At the first hook that
 raises, or the first victim that must not go, its entries are filed anew under LRU, and LRU serves from then on.
@@ -37,7 +35,7 @@ from radixcache.paging.live_path import LivePath, Slots
 from radixcache.tree.entries import StateNode
 from radixcache.tree.state_tree import StateTree
 
-#: Classes that are tested here, and go unguarded.
+#: Policies of this project, which need no guard.
 OWN: tuple[object, ...] = (*POLICIES.values(), *OFFLINE_POLICIES.values())
 
 
@@ -49,19 +47,16 @@ class Evictor:
     """
 
     def __init__(self, states: StateTree, slots: Slots, checkpoint_budget_bytes: int, trim_tokens: int) -> None:
-        self._states = states
-        self._account = states.account
-        self._layout = states.layout
-        self._slots = slots
+        self._states, self._account, self._layout, self._slots = states, states.account, states.layout, slots
         self.checkpoint_budget_bytes = checkpoint_budget_bytes
         self._trim_tokens = trim_tokens
-        # A policy may rank the keys of one edge apart: then its tail goes one step at a time.
+        # A policy may rank the keys of one edge differently: then its tail goes one step at a time.
         self._steps_singly = not getattr(states.policy, "ranks_whole_edges", True)
         self._spared: Sequence[StateNode] = ()
 
     @contextmanager
     def sparing(self, nodes: Sequence[StateNode]) -> Iterator[None]:
-        """Leave the snapshots of nodes that are being paged in alone, also where they are duplicates."""
+        """Do not drop the snapshots of nodes that are being paged in, even if they are duplicates."""
         self._spared = nodes
         try:
             yield
@@ -74,7 +69,7 @@ class Evictor:
         return max(0, ledger.total_bytes + need_bytes + self._states.leaving_bytes - ledger.budget_bytes)
 
     def make_room(self, need_bytes: int = 0) -> bool:
-        """Evict until `need_bytes` more fit the budget; False when they do not fit with everything evictable gone."""
+        """Evict until `need_bytes` more fit the budget; False: they do not fit with everything evictable gone."""
         if not self.over_bytes(need_bytes):
             return True
         self._evict_while(lambda: self.over_bytes(need_bytes))
@@ -83,11 +78,11 @@ class Evictor:
         return self.over_bytes(need_bytes) == 0
 
     def could_fit(self, need_bytes: int) -> bool:
-        """Whether `need_bytes` more fit the budget with everything evictable gone; evicts nothing."""
+        """Whether `make_room` would succeed; evicts nothing."""
         return not self.over_bytes(need_bytes) or self.fixed_bytes() + need_bytes <= self._account.ledger.budget_bytes
 
     def find_room(self, need_bytes: int) -> bool:
-        """As `make_room`, but nothing is evicted for what cannot fit."""
+        """Make room as `make_room` does, but evict nothing if the bytes cannot fit."""
         return self.could_fit(need_bytes) and self.make_room(need_bytes)
 
     def shrink_to(self, target_bytes: int) -> int:
@@ -97,11 +92,11 @@ class Evictor:
         return before - self._held_bytes()
 
     def halve(self) -> None:
-        """Give back half of what this cache holds, as far as it is evictable."""
+        """Evict until this cache holds half of its bytes, or nothing evictable is left."""
         self.shrink_to(self._held_bytes() // 2)
 
     def fixed_bytes(self) -> int:
-        """Bytes that no eviction gives back: what open sessions, groups and pins hold. O(nodes)."""
+        """Bytes that eviction cannot free: what open sessions, groups and pins hold. O(nodes)."""
         nbytes = self._account.second_bytes + self._account.booked_checkpoint_bytes
         nbytes += self._account.live_bytes - sum(path.booking.live_bytes for path in self._idle())
         for node in self._states.tree.nodes():
@@ -121,7 +116,7 @@ class Evictor:
             pass
 
     def _give_way(self, over: Callable[[], int]) -> bool:
-        """Take the next step towards less; False when there is none."""
+        """Take the next step of 3 to 7; False: there is none."""
         if self._states.windows.drop_unneeded(over):
             return True
         if (node := self._states.thinning.dear(self._layout.token_bytes)) is not None:
@@ -142,7 +137,7 @@ class Evictor:
         return self._cut_idle_tail(over())
 
     def _stale_path(self) -> LivePath | None:
-        """Of several slots the idle one that was used longest ago, if that is before the policy's victim was."""
+        """The idle one of several slots that was used longest ago, if that is before the policy's victim was."""
         idle = [path for path in self._idle() if path.tip is not None]
         victim = self._states.victim() if idle and len(self._slots.paths) > 1 else None
         if victim is None:
@@ -154,14 +149,14 @@ class Evictor:
         return idle[0] if idle[0].used < entry.last_used else None
 
     def _sharing_path(self) -> LivePath | None:
-        """Of several slots the idle one, used longest ago, whose path begins with what another slot holds as well."""
+        """The idle slot, used longest ago, whose path begins with what another slot holds too."""
         for path in self._idle():
             if any(node.payload.live_mask != 1 << path.slot for node in path.nodes()):
                 return path
         return None
 
     def empty_slot(self, path: LivePath, over: Callable[[], int]) -> None:
-        """Empty an idle slot: page out what is nowhere else, and the policy would not evict at once."""
+        """Empty an idle slot: page out what is nowhere else and the policy would not evict at once."""
         nodes = path.nodes()
         leaving = path.leave(0)
         while over() > path.booking.live_bytes and self.evict_one(over() - path.booking.live_bytes):
@@ -173,7 +168,7 @@ class Evictor:
         self._states.coalesce_all(nodes)
 
     def thin_checkpoints(self) -> None:
-        """Keep checkpoints under their cap: interval ones first; branch points, marks and the newest stay."""
+        """Bring checkpoints under their cap: interval ones go first; branch points, marks and the newest stay."""
         while self._over_cap():
             if self._states.windows.drop_unneeded(self._over_cap):
                 continue
@@ -183,7 +178,7 @@ class Evictor:
             self._drop_checkpoint(node)
 
     def evict_one(self, want_bytes: int) -> bool:
-        """Evict the policy's victim, or of a long leaf as much of its tail as `want_bytes` takes."""
+        """Evict the policy's victim: of a long leaf only as much of its tail as `want_bytes` takes."""
         victim = self._states.victim()
         if victim is None:
             return False
@@ -195,7 +190,7 @@ class Evictor:
         return True
 
     def tidy(self, node: StateNode) -> None:
-        """A node is no longer kept: it goes if nothing can resume on it, else it is joined with what fits."""
+        """Remove a node on which nothing can resume any more, else join it with its neighbours if possible."""
         path = node.path()
         while not node.is_root and self._states.is_useless(node):
             node = self._states.remove(node)
@@ -204,10 +199,6 @@ class Evictor:
     def _over_cap(self) -> int:
         return max(0, self._account.checkpoint_bytes - self.checkpoint_budget_bytes)
 
-    def _drop_branch(self, leaf: StateNode) -> None:
-        """Remove a leaf, and above it what nothing can resume on any more; join what is left single."""
-        self.tidy(self._states.remove(leaf))
-
     def _evict_leaf(self, leaf: StateNode, want_bytes: int) -> None:
         before = self._held_bytes()
         cuts = self._cuts(leaf, want_bytes)
@@ -215,13 +206,13 @@ class Evictor:
             if cuts:
                 self._states.trim(leaf, cuts)
             else:
-                self._drop_branch(leaf)
+                self.tidy(self._states.remove(leaf))
         except NATIVE_ERRORS:
-            self._drop_branch(leaf)  # there is not even room to cut it: all of it goes
+            self.tidy(self._states.remove(leaf))  # No memory even for the cut: all of it goes.
         self._count(before - self._held_bytes())
 
     def _cuts(self, leaf: StateNode, want_bytes: int) -> Sequence[int]:
-        """Where to cut a leaf to free so many bytes, the deepest first; nowhere: all of it goes."""
+        """Where to cut a leaf to free so many bytes, the deepest first; empty: all of it goes."""
         weight_bytes, length = leaf.payload.entry.weight_bytes, leaf.end - leaf.start
         if self._layout.has_points or weight_bytes == 0:
             return ()
@@ -256,19 +247,19 @@ class Evictor:
                 path.shrink(path.offset)
 
     def _cut_too_long(self, want_bytes: int) -> bool:
-        """Cut an idle live path back to a checkpoint where it is over the budget by itself: nothing else would do."""
+        """Cut an idle live path back to a checkpoint if it alone is over the budget: nothing else would help."""
         for path in self._idle() if self._layout.has_points else ():
-            # Twice what is no span: a checkpoint holds it, too.
+            # Twice the point state: a checkpoint holds it, too.
             nbytes = 2 * path.booking.live_bytes - path.offset * self._layout.token_bytes
             if nbytes > self._account.ledger.budget_bytes and self._cut_tail(path, want_bytes):
                 return True
         return False
 
     def _cut_idle_tail(self, want_bytes: int) -> bool:
-        """Cut one node, or its tail, off an idle live path; False when none can be cut."""
+        """Cut one node, or its tail, off an idle live path; False: none can be cut."""
         for path in self._idle():
             if path.tip is not None and path.tip.payload.readers:
-                self.empty_slot(path, self.over_bytes)  # rows read in the tree what the buffers hold once more
+                self.empty_slot(path, self.over_bytes)  # Rows read a copy in the tree.
                 return True
             if self._cut_tail(path, want_bytes):
                 return True
@@ -285,19 +276,17 @@ class Evictor:
         path.cut_back(resume)
         if resume > 0:
             if checkpoint is not None:
-                self._restore(path, checkpoint, resume)
+                stored = self._states.windows.stored(path.nodes())
+                try:
+                    self._layout.restore_points(path.caches, checkpoint, resume, stored)
+                except (*NATIVE_ERRORS, LiveStateError):
+                    self._slots.lose(path)
             path.shrink(path.offset)
         self._count(before - self._held_bytes())
         return True
 
-    def _restore(self, path: LivePath, checkpoint: Checkpoint, target: int) -> None:
-        try:
-            path.restore_points(checkpoint, target, self._states.windows.stored(path.nodes()))
-        except (*NATIVE_ERRORS, LiveStateError):
-            self._slots.lose(path)
-
     def _cut_target(self, path: LivePath, tip: StateNode, want_bytes: int) -> tuple[int | None, Checkpoint | None]:
-        """Where a live path can be cut back to: with point layers a checkpoint, else anywhere on the tip."""
+        """Where to cut a live path back to: with point layers a checkpoint, else anywhere on the tip."""
         if not self._layout.has_points:
             tokens = -(-want_bytes // max(1, self._layout.token_bytes))
             cut = (tip.end - tokens) // self._trim_tokens * self._trim_tokens
@@ -313,7 +302,7 @@ class Evictor:
         return 0, None
 
     def _idle(self) -> list[LivePath]:
-        """Slots that no session is open on, the one used longest ago first."""
+        """Slots without an open session, the one used longest ago first."""
         return sorted((path for path in self._slots.paths if not path.is_open), key=lambda path: path.used)
 
     def _held_bytes(self) -> int:
@@ -338,7 +327,7 @@ def guarded(policy: EvictionPolicy, lock: Lock) -> EvictionPolicy:
 
 
 class GuardedPolicy:
-    """Forwards every hook to a policy until it fails, and to LRU from then on."""
+    """Forwards every hook to a policy until it fails, then to LRU."""
 
     def __init__(self, policy: EvictionPolicy, on_failure: Callable[[PolicyError], object]) -> None:
         self._policy = policy
@@ -398,7 +387,7 @@ class GuardedPolicy:
 
 
 def _line_of(error: BaseException) -> str:
-    """The line that raised it."""
+    """Where an exception was raised, as text."""
     step = error.__traceback__
     while step is not None and step.tb_next is not None:
         step = step.tb_next

@@ -1,30 +1,27 @@
-r"""LivePath: one live cache, the path of the tree that it stands for, and who it is open for.
+r"""LivePath: the live caches of one slot, the path of the tree that they hold, and the session that uses them.
 
     root ── a ── b ── tip          a, b, tip are LIVE: buffers hold [0, tip.end), nothing is copied for them
              \
-              c (PAGED)            moving to c: rewind to a.end, page out what c would overwrite, page c in
-
-Invariants, asserted by `check`; V2 and V3 while no session is open on it:
-
-  V1  Exactly the nodes from the root to `tip` are LIVE in this slot.
-  V2  Every leaf that is in use stands at `tip.end`; with no tip the live cache is empty or stands at 0.
-  V3  What is booked are the bytes of the buffers and no more; nobody is the tenant, and nothing is guarded.
-
-It alone changes its fields. The buffers are rewound and overwritten in place, and no reference to one is kept: MLX
-copies a buffer that is shared when it is next written.
+              c (PAGED)            to move to c: rewind to a.end, page out what c would overwrite, page c in
 
 Slots: the live paths of one cache, side by side.
 
     slot 0   root ── system ── user A        open: a session evaluates behind user A
     slot 1   root ── system ── user B        idle: the next request of user B goes on here, without a copy
 
-`system` is LIVE in both and is paid for twice. A request takes the free slot whose path goes along with it furthest;
-what it lacks there comes from snapshots, or out of the buffers of a slot that may be read: an idle one, or one whose
-session runs in the same thread. The buffers of a session in another thread change while nobody looks.
+`system` is LIVE in both slots and takes its bytes twice. A request takes the free slot that has the most of its path;
+the rest comes from snapshots, or from the buffers of a slot that may be read: an idle one, or one whose session runs in
+the same thread. Another thread changes the buffers of its session at any time.
 
-Invariants, asserted by `check`, besides those of LivePath:
+Invariants, asserted by `check`; V2 and V3 while no session is open on the path:
 
+  V1  Exactly the nodes from the root to `tip` are LIVE in this slot.
+  V2  Every leaf that is in use stands at `tip.end`; with no tip the live cache is empty or stands at 0.
+  V3  The booking has the bytes of the buffers and no more; there is no tenant and no guard.
   P1  A node's guards are at least the number of open slots whose guarded path it is on; equal between public calls.
+
+Only these classes change the fields. Buffers are rewound and overwritten in place, and no reference to an array is
+kept: MLX copies a shared buffer when it is next written.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from radixcache.adapters.contract import Checkpoint, Spans
+from radixcache.adapters.contract import Spans
 from radixcache.errors import CacheBusyError
 from radixcache.layers.layout import NATIVE_ERRORS, Layout
 from radixcache.ledger import Booking
@@ -47,7 +44,7 @@ from radixcache.tree.state_tree import StateTree
 
 
 class PathOwner(Protocol):
-    """A session, as far as its live path has to know it."""
+    """A session, as its live path sees it."""
 
     thread: threading.Thread
     namespace: str
@@ -63,15 +60,14 @@ class LivePath:
     """The live caches of one slot and the node at which they stand.
 
     Attributes:
-        slot: number of the slot, from 0.
+        slot: index of the slot.
         caches: the mlx-lm caches, one per layer.
         tip: the node at which they stand; None: at 0.
-        booking: what buffers and session have on the account.
+        booking: the bytes of buffers and session.
         is_open: a session runs on it, or is about to.
         guarded: the node whose path is guarded for that session.
-        right_tokens: how many of the tokens that the session was begun on are right, where others were found wrong
-            since; None: nothing was.
-        used: tick of the last request that was served here.
+        right_tokens: how many of the session's restored tokens are right, if state was found wrong since; None: all.
+        used: tick of the last request here.
         seats: sessions that were begun here.
     """
 
@@ -92,21 +88,20 @@ class LivePath:
     # Who it is open for
 
     def open(self, node: StateNode, tick: int) -> None:
-        """Guard the path to `node` for a session that is about to run here."""
+        """Guard the path to `node` for a session that is about to run."""
         self.guard(None if node.is_root else node)
         self.is_open, self.used, self.right_tokens = True, tick, None
         self.seats += 1
 
     def seat(self, tenant: PathOwner) -> None:
-        """The session runs."""
         self._tenant = weakref.ref(tenant)
 
     def is_seat_of(self, number: int) -> bool:
-        """Whether the session with this number is still on it, and was not taken for vanished."""
+        """Whether the session with this number is still here, and was not taken for vanished."""
         return self.is_open and self.seats == number
 
     def release(self) -> StateNode | None:
-        """The session is over; returns the node that was guarded for it."""
+        """End the session; returns the node that was guarded for it."""
         node = self.guarded
         self.guard(None)
         self.booking.end_request()
@@ -116,14 +111,14 @@ class LivePath:
 
     @property
     def tenant(self) -> PathOwner | None:
-        """The session that runs here; None also when it vanished without closing."""
+        """The session that runs here; None: none, or it vanished without closing."""
         return None if self._tenant is None else self._tenant()
 
     def is_readable(self, evaluate: bool = True) -> bool:
         """Whether the calling thread may read the buffers now.
 
         Args:
-            evaluate: evaluate what is pending in them; without, take it that it succeeds.
+            evaluate: evaluate what is pending in them; else assume that it succeeds.
         """
         if not self.is_open:
             return True
@@ -133,12 +128,12 @@ class LivePath:
         if evaluate:
             try:
                 self._layout.evaluate(self.caches)
-            except Exception:  # the forward pass that was pending failed, and left the session nothing to go on with
+            except Exception:  # The pending forward pass failed, and the session's state with it.
                 tenant.is_lost = True
         return not tenant.is_lost
 
     def guard(self, node: StateNode | None) -> None:
-        """Guard the path to `node` for the session, instead of the one guarded so far; None: release it."""
+        """Move the session's guard to the path to `node`; None: release it."""
         before, self.guarded = self.guarded, node
         if node is not None:
             self._states.guard(node, 1)
@@ -149,7 +144,7 @@ class LivePath:
 
     @property
     def offset(self) -> int:
-        """Tokens that the live caches stand for."""
+        """Tokens that the live caches hold."""
         return 0 if self.tip is None else self.tip.end
 
     def nodes(self) -> list[StateNode]:
@@ -157,21 +152,21 @@ class LivePath:
         return [] if self.tip is None else self.tip.path()
 
     def common(self, path: list[StateNode], limit: int) -> int:
-        """How far the live path and another path of the same tree, of which `limit` tokens count, go together."""
-        # V1: the nodes that are live here come first, and all others behind them.
+        """How many of the first `limit` tokens of a path of the tree the live path shares."""
+        # By V1 the nodes that are live here come first.
         count = bisect_left(path, True, key=lambda node: not node.payload.live_mask >> self.slot & 1)
         return min(path[count - 1].end, limit) if count else 0
 
     def measure(self, replaced: Sequence[Any] = ()) -> None:
-        """Book what the buffers hold now, and those of caches that were put in the place of ours."""
+        """Book the bytes of the buffers, and of caches that were put in the place of ours."""
         nbytes = self._layout.live_nbytes(self.caches)
         self.booking.book_live(nbytes + self._layout.live_nbytes(replaced) if replaced else nbytes)
 
     def leave(self, keep: int) -> list[StateNode]:
-        """Declare that the buffers beyond `keep` will be overwritten; returns the nodes that are to be paged out.
+        """Prepare to overwrite the buffers beyond `keep`; returns the nodes that are to be paged out.
 
         A node across `keep` is split. Nodes whose spans are nowhere else are LEAVING until `page_out`, or until they
-        are dropped; those that nothing can resume on are dropped here.
+        are dropped; those on which nothing can resume are dropped here.
         """
         left = []
         for node in self.nodes():
@@ -181,11 +176,12 @@ class LivePath:
                 self._states.split(node, keep)
             state = node.payload
             if state.spans is None and state.live_mask == 1 << self.slot:
-                # First, so that a policy that is told of the node knows its bytes.
+                # First, so that the policy knows the node's bytes when it hears of the node.
                 self._states.set_leaving(node, self._layout.token_bytes * (node.end - node.start), self.caches)
             self._states.set_live(node, self.slot, False)
             left.append(node)
-        self.tip = self._node_at(keep)
+        self.tip = next((node for node in self.nodes() if node.end == keep), None)
+        assert self.offset == keep, (keep, self.tip)
         for node in reversed(left):
             if self._states.is_useless(node):
                 self._states.remove(node)
@@ -199,35 +195,27 @@ class LivePath:
         self._paged_out(node, self._layout.page_out(self.caches, node.start, node.end))
 
     def hand_over(self, leaving: Sequence[StateNode]) -> None:
-        """Page out what is left of these, and give the live cache up with it: no more than a layer is there twice."""
+        """Page out what is left of these and give the live caches up, a layer at a time: no more is there twice."""
         nodes = [node for node in leaving if node.payload is not None]
         found = self._layout.take_out(self.caches, [(node.start, node.end) for node in nodes])
         self.forget()
         for node, spans in zip(nodes, found, strict=True):
             self._paged_out(node, spans)
 
-    def page_in(self, spans: Spans, target: int, *, wait: bool) -> None:
-        """Write spans behind what is live, up to offset `target`; `advance` says for which node."""
-        self._states.paged_in_bytes += self._layout.page_in(self.caches, spans, target, wait=wait)
-
     def advance(self, node: StateNode) -> None:
-        """The buffers have come to hold the path to `node`, by a forward pass or paged in."""
+        """Make the path to `node` LIVE: the buffers hold it, evaluated or paged in."""
         for each in node.path():
             if not each.payload.live_mask >> self.slot & 1:
                 self._states.set_live(each, self.slot, True)
         self.tip = node
 
     def forget(self) -> None:
-        """Give the live cache up without paging anything out: fresh caches, nothing live."""
+        """Give the live caches up without paging anything out."""
         for node in self.nodes():
             self._states.set_live(node, self.slot, False)
         self.tip = None
         self.caches = self._layout.fresh()
         self.measure()
-
-    def restore_points(self, checkpoint: Checkpoint | None, target: int, stored: Sequence[Spans]) -> None:
-        """Put the point layers to `target`, from a checkpoint there and what windows need, in order."""
-        self._layout.restore_points(self.caches, checkpoint, target, stored)
 
     def cut_back(self, offset: int) -> None:
         """Remove the nodes behind `offset` from the tree, and the part of one across it, and rewind to there."""
@@ -247,7 +235,7 @@ class LivePath:
             self._layout.rewind_spans(self.caches, offset)
 
     def step_back(self, gone: Sequence[StateNode], rest: StateNode | None) -> bool:
-        """These nodes, all below `rest`, are about to be removed: stand and guard there; whether it stood on one.
+        """Stand and guard at `rest`: these nodes below it are about to be removed; whether it stood on one.
 
         The caches of an open session stay, ahead of the path from then on.
         """
@@ -264,15 +252,15 @@ class LivePath:
         return went_on
 
     def empty(self) -> None:
-        """Let go of all state in the cache objects themselves: what the session evaluates from here on is right."""
+        """Empty the cache objects in place: what the session evaluates from here on is right."""
         self.right_tokens = None
         self._layout.empty(self.caches)
         self.measure()
 
     def shrink(self, capacity_tokens: int) -> None:
-        """Drop spare capacity beyond `capacity_tokens`; at offset 0 with nothing wanted the buffers go altogether.
+        """Drop capacity beyond `capacity_tokens`; at offset 0 with nothing wanted drop the buffers altogether.
 
-        A smaller buffer has to be allocated beside the larger one; where that fails the larger one stays.
+        The smaller buffer is allocated beside the larger one; if that fails, the larger one stays.
         """
         if self.tip is None and capacity_tokens == 0:
             self.forget()
@@ -281,11 +269,6 @@ class LivePath:
             self._layout.reserve(self.caches, capacity_tokens)
         except NATIVE_ERRORS:
             self._layout.release()
-        self.measure()
-
-    def reserve(self, capacity_tokens: int, like: Spans | None) -> None:
-        """Make room for `capacity_tokens` tokens, no less and no more."""
-        self._layout.reserve(self.caches, capacity_tokens, like)
         self.measure()
 
     def check(self) -> None:
@@ -308,13 +291,6 @@ class LivePath:
         self._states.paged_out_bytes += spans.nbytes
         self._states.events.paged_out(node, spans.nbytes)
 
-    def _node_at(self, offset: int) -> StateNode | None:
-        for node in self.nodes():
-            if node.end == offset:
-                return node
-        assert offset == 0, (offset, self.nodes())
-        return None
-
 
 class Slots:
     """The live paths of one cache."""
@@ -326,11 +302,11 @@ class Slots:
         self.paths = [LivePath(layout, states, slot) for slot in range(count)]
 
     def vanished(self) -> list[LivePath]:
-        """Paths whose session is gone without having closed: its finalizer was interrupted."""
+        """Paths whose session is gone without closing: its finalizer was interrupted."""
         return [path for path in self.paths if path.is_open and path.tenant is None]
 
     def require_free(self, namespace: str) -> None:
-        """Raise CacheBusyError, with who holds the slots, unless one is free."""
+        """Raise CacheBusyError, with the holders of the slots, unless one is free."""
         if all(path.is_open for path in self.paths):
             holders = tuple(self._holder(path, namespace) for path in self.paths)
             slots = "the live slot is" if len(holders) == 1 else f"all {len(holders)} live slots are"
@@ -339,15 +315,15 @@ class Slots:
             )
 
     def choose(self, path: list[StateNode], limit: int) -> LivePath:
-        """The free slot that goes furthest along `path`, of which `limit` tokens count.
+        """The free slot that has the most of the first `limit` tokens of `path`.
 
-        Of equal ones an empty slot, else the one that was used longest ago.
+        Of equal ones an empty slot, else the one used longest ago.
         """
         free = [live for live in self.paths if not live.is_open]
         return min(free, key=lambda live: (-live.common(path, limit), live.offset > 0, live.used, live.slot))
 
     def source(self, node: StateNode) -> LivePath:
-        """A slot whose buffers hold the node and may be read; `hidden` said that there is one."""
+        """A slot whose buffers hold the node and may be read; there is one if `hidden` says so."""
         return next(path for path in self._holding(node) if path.is_readable())
 
     def hidden(self, path: list[StateNode], live: LivePath | None, *, evaluate: bool = True) -> int | None:
@@ -356,10 +332,10 @@ class Slots:
         Args:
             path: nodes, root side first.
             live: the slot that is about to be used: what it holds need not be read.
-            evaluate: find out whether what is pending in the buffers succeeds; without, take it that it does.
+            evaluate: as in `LivePath.is_readable`.
         """
         if not self._layout.token_bytes:
-            return None  # no span layers: checkpoints are all there is to read
+            return None  # No span layers: there is nothing to read but checkpoints.
         ours = 0 if live is None else 1 << live.slot
         for node in path:
             state = node.payload
@@ -370,18 +346,18 @@ class Slots:
         return None
 
     def spare_nbytes(self) -> int:
-        """Bytes of all live buffers beyond what the live state needs."""
+        """Bytes of all live buffers that the live state does not need."""
         return sum(self._layout.spare_nbytes(path.caches) for path in self.paths)
 
     def lose(self, live: LivePath) -> None:
-        """The buffers of a slot cannot be trusted: what was only there goes, what was paged stays."""
+        """Drop the state of a slot whose buffers cannot be trusted, and nodes that were only there."""
         live.forget()
         for node in list(self._states.tree.nodes()):
             if node.payload is not None and node.payload.spans is None and not node.payload.live:
                 self.remove_branch(node)
 
     def remove_branch(self, node: StateNode, was_wrong: bool = False) -> list[LivePath]:
-        """Take a node and all below it out of the tree, whoever keeps it; returns the live paths that stood there."""
+        """Remove a node and all below it, also if kept; returns the live paths that stood there."""
         rest = None if node.parent is None or node.parent.is_root else node.parent
         gone = [node, *below(node)]
         stood = [path for path in self.paths if path.step_back(gone, rest)]
@@ -409,7 +385,7 @@ class Slots:
             return f"slot {path.slot} by a request that is being opened"
         who = f"slot {path.slot} by a request in thread {tenant.thread.name}"
         if tenant.namespace != namespace:
-            return who  # nothing more is told of another namespace
+            return who  # Nothing more is told of another namespace.
         use = tenant.use
         kind = f" of kind {use.kind}" if use.kind else ""
         turn = "" if use.turn is None else f", turn {use.turn}"

@@ -1,4 +1,4 @@
-"""Pager: moves a live path from one place of the tree to another, and sees to the room and the copies it takes.
+"""Pager: moves a live path to another place of the tree, and writes evaluated sequences into the tree.
 
     leave      nodes behind the common prefix stop being live; what is nowhere else is LEAVING
     room       evict until the page-outs and the grown buffers fit; what is evicted while LEAVING is never copied
@@ -6,14 +6,16 @@
     rewind     span layers by their offset; point layers along with it, or later from a checkpoint
     page in    write the new path's spans behind the common prefix, in place
 
-Spans come from a node's snapshot, or a cut at a time out of the buffers of another slot where the node is live.
+Spans come from a node's snapshot, or a part at a time out of the buffers of another slot where the node is live.
 
-A copy whose allocation fails is tried again once, after half of what is held was given back.
+A session's tokens become LIVE without a copy. Of foreign caches only what the tree lacks is copied. Groups copy
+out of their rows' tails themselves and call `put`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from radixcache.adapters.contract import Checkpoint, Spans
@@ -44,14 +46,15 @@ class Pager:
     def move(self, live: LivePath, plan: ResumePlan, capacity_tokens: int, prompt_tokens: int) -> None:
         """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
         keep = min(plan.common, plan.resume)
-        # Before anything makes room: what no checkpoint needs would be the first to go.
+        # Before making room, which drops first what no checkpoint needs.
         stored = self._states.windows.stored(plan.path)
         path = self.allocating(lambda: self._split_at(plan))
         incoming = [node for node in path if node.end > keep]
         with self._evictor.sparing(incoming):
             self._page(live, keep, incoming, capacity_tokens, prompt_tokens, with_points=plan.is_live)
         if self._layout.has_points and not plan.is_live:
-            self.allocating(lambda: live.restore_points(plan.checkpoint, plan.resume, stored))
+            restore = self._layout.restore_points
+            self.allocating(lambda: restore(live.caches, plan.checkpoint, plan.resume, stored))
         live.measure()
 
     def page_out_live(self, node: StateNode) -> None:
@@ -68,7 +71,7 @@ class Pager:
         leaving = live.leave(keep)
         self._evictor.make_room()
         for node in leaving:
-            self._page_out(live, node)
+            self.allocating(partial(live.page_out, node))
 
     def restored(self, nodes: list[StateNode], plan: ResumePlan, stored: Sequence[Spans]) -> list[Any]:
         """Fresh caches at `plan.resume`, from the state of `nodes`, and what windows need there."""
@@ -86,7 +89,7 @@ class Pager:
         return caches
 
     def checkpoint_live(self, live: LivePath, use: Use, kind: str = "end") -> None:
-        """Take the live offset's checkpoint if it has none: once the live caches have moved on it cannot be made."""
+        """Take a checkpoint at the live offset if there is none: it cannot be made once the caches have moved on."""
         tip = live.tip
         if tip is not None and self._layout.has_points and tip.payload.checkpoint is None:
             self.add_checkpoint(tip, live.caches, kind, use)
@@ -95,16 +98,16 @@ class Pager:
         """Take a node's checkpoint from caches that stand at its end; of windows only what its path lacks is copied."""
         windows = self.captured(caches, node.path(), node.end)
         checkpoint = self.allocating(lambda: self._layout.checkpoint(caches, node.end, kind))
-        # Nothing is evicted from here on: what no checkpoint needs yet would be the first to go.
+        # Nothing is evicted from here on: what no checkpoint needs yet would go first.
         if windows is not None:
             self._states.windows.store(node, windows)
-        if not self._states.windows.lacking(node.path(), node.end):  # else the caches have lost some of it
+        if not self._states.windows.lacking(node.path(), node.end):  # Else the caches have lost some of it.
             self._states.set_checkpoint(node, checkpoint, use)
 
     def captured(
         self, caches: Sequence[Any], path: Sequence[StateNode], offset: int, more: Sequence[Spans] = ()
     ) -> Spans | None:
-        """A copy of what windows need where caches stand, and neither path nor more has; None: nothing."""
+        """A copy of what windows need where caches stand, and neither `path` nor `more` has; None: nothing."""
         lacking = self._states.windows.lacking(path, offset, more)
         if not lacking:
             return None
@@ -114,7 +117,7 @@ class Pager:
         return windows
 
     def grow(self, live: LivePath, need_tokens: int) -> None:
-        """Make room for more than `need_tokens`: half as much again if that evicts nothing, else one step; lazily."""
+        """Grow buffers beyond `need_tokens`: by half if that evicts nothing, else by one step; evaluates nothing."""
         capacity = self._layout.span_capacity(live.caches)
         wanted = self._generous(capacity, need_tokens + 256)
         self._evictor.make_room((wanted - capacity) * self._layout.token_bytes)
@@ -122,7 +125,7 @@ class Pager:
         live.measure()
 
     def fit_capacity(self, live: LivePath, prompt_tokens: int, reserve_tokens: int, wait: bool) -> None:
-        """After a forward pass: give buffers that turned out too small for prompt and reply the room they need."""
+        """After a forward pass: give buffers that are too small for prompt and reply the room they need."""
         live.measure()
         capacity = self._layout.span_capacity(live.caches)
         wanted = prompt_tokens + reserve_tokens
@@ -138,7 +141,7 @@ class Pager:
         live.measure()
 
     def allocating(self, make: Callable[[], R]) -> R:
-        """Run a copy of ours; when its allocation fails, give back half of what is held and try once more."""
+        """Make a copy; if its allocation fails, give back half of what the cache holds and try once more."""
         try:
             return make()
         except NATIVE_ERRORS:
@@ -149,7 +152,7 @@ class Pager:
     # Storing
 
     def record_live(self, live: LivePath, keys: Keys, namespace: str, own: OwnState, use: Use) -> None:
-        """The live caches have come to stand for `keys`: make that a path of the tree, with what was kept."""
+        """Make `keys`, which the live caches hold, a path of the tree, with the request's own state."""
         if len(keys) == 0:
             return
         tip = self._path_for(keys, namespace, use)
@@ -198,8 +201,8 @@ class Pager:
 
         Args:
             spans: of all that the tree does not hold yet; None: it holds all.
-            points: caches whose point layers stand at the end, for a checkpoint there; None: it takes none.
-            windows, checkpoints: what was kept on the way.
+            points: caches whose point layers stand at the end, for a checkpoint there; None: no checkpoint.
+            windows, checkpoints: the request's own state.
         """
         if len(keys) == 0:
             return
@@ -212,7 +215,7 @@ class Pager:
             self._add(node, windows, checkpoints, use)
             if points is not None and node.payload.checkpoint is None:
                 self.add_checkpoint(node, points, "end", use)
-        # What is new was made by this use, and is not used a second time.
+        # New nodes were made by this use, which does not count twice.
         self._states.touch([each for each in node.path() if each.end <= held], node, use)
         self._evictor.tidy(node)
 
@@ -227,13 +230,13 @@ class Pager:
         prompt_tokens: int,
         with_points: bool,
     ) -> None:
-        """Move the span layers; `with_points`: the point layers go back to `keep` with them."""
+        """Move the span layers; `with_points`: rewind the point layers to `keep` with them."""
         before = live.offset
         capacity = 0 if self._layout.is_empty(live.caches) else self._layout.span_capacity(live.caches)
         leaving = live.leave(keep)
         capacity_tokens = self._affordable(capacity, incoming, capacity_tokens, prompt_tokens)
         for node in leaving:
-            self._page_out(live, node)
+            self.allocating(partial(live.page_out, node))
         if with_points or not self._layout.has_points:
             self._layout.rewind(live.caches, before, keep)
         else:
@@ -241,14 +244,15 @@ class Pager:
         like = None
         if incoming and self._layout.token_bytes:
             like = self.allocating(lambda: self.spans_at(incoming[0], keep, keep + 1))
-        # More room than that is given up only where bytes are short.
+        # Larger buffers are shrunk only if bytes are short.
         if (capacity or like is not None) and (capacity < capacity_tokens or self._evictor.over_bytes()):
-            self.allocating(lambda: live.reserve(capacity_tokens, like))
+            self.allocating(lambda: self._layout.reserve(live.caches, capacity_tokens, like))
+            live.measure()
         for node in incoming:
             self._page_in(live, node, is_last=node is incoming[-1])
 
     def _generous(self, capacity_tokens: int, need_tokens: int, other_bytes: int = 0) -> int:
-        """Capacity to grow to: half as much again, so that growing copies O(n) in all, unless that would evict."""
+        """Capacity to grow to: by half, so that growing copies O(n) in all, unless that would evict."""
         wanted = max(capacity_tokens + capacity_tokens // 2, need_tokens)
         more_bytes = (wanted - capacity_tokens) * self._layout.token_bytes
         return need_tokens if self._evictor.over_bytes(more_bytes + other_bytes) else wanted
@@ -256,19 +260,17 @@ class Pager:
     def _page_in(self, live: LivePath, node: StateNode, *, is_last: bool) -> None:
         offset = node.start
         while offset < node.end and self._layout.token_bytes:
-            spans = self.allocating(lambda start=offset: self.spans_at(node, start, node.end))  # type: ignore[misc]
-            # A cut out of another slot is held until it is written; what the tree has is written all at once.
+            spans = self.allocating(partial(self.spans_at, node, offset, node.end))
+            # A copy out of another slot is held until it is written; what the tree has is written all at once.
             wait = is_last or spans is not node.payload.spans
-            self.allocating(lambda cut=spans, wait=wait: live.page_in(cut, cut.end, wait=wait))  # type: ignore[misc]
+            write = partial(self._layout.page_in, live.caches, spans, spans.end, wait=wait)
+            self._states.paged_in_bytes += self.allocating(write)
             offset = spans.end
         live.advance(node)
         self._states.events.paged_in(node, node.start, node.end, self._layout.token_bytes)
 
-    def _page_out(self, live: LivePath, node: StateNode) -> None:
-        self.allocating(lambda: live.page_out(node))
-
     def spans_at(self, node: StateNode, start: int, end: int) -> Spans:
-        """A node's snapshot, or as much of [start, end) as is copied at a time from where it is live."""
+        """A node's snapshot, or a part of [start, end) copied from where it is live."""
         if node.payload is None:
             raise LiveStateError(f"the tokens [{node.start}, {node.end}) were lost while they were paged in.")
         if node.payload.spans is not None:
@@ -287,9 +289,9 @@ class Pager:
         return path
 
     def _affordable(self, capacity: int, incoming: list[StateNode], capacity_tokens: int, prompt_tokens: int) -> int:
-        """Make room for the live buffers; returns the capacity to reserve, without the reply's room if need be.
+        """Make room for the live buffers; returns the capacity to reserve, without the reply's room if bytes are short.
 
-        Snapshots that are about to be live become duplicates, the first thing to go: they do not count as needed.
+        Snapshots that are about to be live become duplicates, which go first, so they do not count as needed.
         """
         droppable = sum(spans.nbytes for node in incoming if (spans := node.payload.spans) is not None)
         token_bytes = self._layout.token_bytes
@@ -301,7 +303,7 @@ class Pager:
         return prompt_tokens + 1
 
     def _path_for(self, keys: Keys, namespace: str, use: Use) -> StateNode:
-        """The node that ends where `keys` end, made by splitting and appending as needed."""
+        """The node that ends where `keys` end, split or appended if needed."""
         match = self._states.match(keys, namespace)
         node = match.node
         if 0 < match.offset < node.end:
@@ -312,14 +314,14 @@ class Pager:
         return node
 
     def _add(self, tip: StateNode, windows: Sequence[Spans], checkpoints: Sequence[Checkpoint], use: Use) -> None:
-        """Give the path to a node what a request kept: windows first, then the checkpoints that need them."""
+        """Give the path to a node a request's own state: windows first, then the checkpoints that need them."""
         for spans in windows:
             self._states.windows.store(tip, spans)
         for checkpoint in checkpoints:
             self._attach(tip, checkpoint, use)
 
     def _attach(self, tip: StateNode, checkpoint: Checkpoint, use: Use) -> None:
-        """Give the path a checkpoint, unless it has one at that offset, or not all that windows need there."""
+        """Give the path a checkpoint, unless it has one at that offset, or lacks what windows need there."""
         for node in tip.path():
             if node.start < checkpoint.offset <= node.end:
                 if self._states.windows.lacking(node.path(), checkpoint.offset):
@@ -346,7 +348,7 @@ class Pager:
         return min(low, length)
 
     def _fitting_end(self, start: int, end: int) -> int:
-        """Make room for the tokens [start, end); where they do not fit, how far they do for span layers alone."""
+        """Make room for the tokens [start, end); returns the end up to which they fit, for span layers alone."""
         need = (end - start) * self._layout.token_bytes
         if self._evictor.make_room(need) or self._layout.has_points:
             return end

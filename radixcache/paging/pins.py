@@ -1,13 +1,13 @@
-"""Pins: stored prefixes that stay whatever the pressure, until they are let go or their time is up.
+"""Pins: stored prefixes that eviction must not take, until they are unpinned or their time is up.
 
-A pinned sequence keeps the node at which its tokens end; everything above a node stays because the node does. A node
-without a checkpoint of its own also keeps the nearest one above, or a model with point layers could not resume on it.
-A sequence is kept as long as any pin on it lasts: unnamed ones count, named ones are one each.
+A pinned sequence holds the node at which its tokens end; the nodes above stay because that node does. If the node has
+no checkpoint, the nearest one above is held too, for models with point layers. A sequence is held as long as any pin on
+it lasts: unnamed pins count, named ones are one each.
 
-Invariants:
+Invariants, asserted by `check`:
 
-  I1  A node's `pins` count is the number of pinned sequences that keep it.
-  I2  A kept sequence has at least one pin; a name stands for exactly one pin of its namespace.
+  I1  A node's `pins` count is the number of pinned sequences that hold it.
+  I2  A pinned sequence has at least one pin; a name stands for exactly one pin of its namespace.
   I3  No pin has outlived its last request.
 """
 
@@ -33,7 +33,7 @@ class NamedPin:
     Attributes:
         namespace: where it is stored.
         tokens: length of the pinned prefix.
-        kept_bytes: spans and checkpoints on its path, also where other pins keep them as well.
+        kept_bytes: spans and checkpoints on its path, including what other pins keep as well.
         requests_left: requests after which the pin ends; None: it stays until unpin().
     """
 
@@ -45,19 +45,22 @@ class NamedPin:
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """One pin(): what was asked for, its name, and the number of the request with which it ends.
+    """One pin(): the bytes of the keys it was made for, its name, and the number of the request with which it ends.
 
-    `asked` is the bytes of the keys that it was made for, which are more than those kept where only whole chunks are.
+    In exact mode those keys may be more than the pinned sequence, which has whole chunks only.
     """
 
     asked: bytes
     name: str | None = None
     last_request: int | None = None
 
+    def has_ended(self, requests: int) -> bool:
+        return self.last_request is not None and self.last_request <= requests
+
 
 @dataclass(slots=True)
 class PinnedPath:
-    """A pinned sequence: how long it is, the nodes it keeps, and the pins on it in the order they were made."""
+    """A pinned sequence: its length, the nodes it holds, and the pins on it in the order they were made."""
 
     length: int
     nodes: list[StateNode]
@@ -68,10 +71,8 @@ class Pins:
     """The pinned sequences of one cache."""
 
     def __init__(self, settings: Settings, states: StateTree, quarantine: Quarantine) -> None:
-        self._settings = settings
+        self._settings, self._states, self._quarantine = settings, states, quarantine
         self._layout = states.layout
-        self._states = states
-        self._quarantine = quarantine
         self.budget_bytes = states.account.ledger.budget_bytes
         self._pinned: dict[Pinned, PinnedPath] = {}
         self._named: dict[tuple[str, str], tuple[Pinned, Pin]] = {}
@@ -81,23 +82,23 @@ class Pins:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that the pins keep: the spans of their paths, and the checkpoints on them."""
-        return sum(self._cost(node, node.end) for node in self._kept().values())
+        """Bytes that the pins hold: the spans of their paths, and the checkpoints on them."""
+        return sum(self._cost(node, node.end) for node in self._held().values())
 
     def count(self, namespace: str | None = None, named: bool = False) -> int:
-        """Pins that have not ended, those on the same tokens one by one; of one namespace, or those with a name."""
-        kept = [each for (space, _), each in self._pinned.items() if namespace in (None, space)]
-        return sum(1 for each in kept for pin in each.pins if pin.name is not None or not named)
+        """Pins of one namespace (None: of all); `named`: only those with a name."""
+        paths = [each for (space, _), each in self._pinned.items() if namespace in (None, space)]
+        return sum(1 for each in paths for pin in each.pins if pin.name is not None or not named)
 
     def named(self, namespace: str) -> dict[str, NamedPin]:
         """The named pins of one namespace, in the order they were made."""
         found = {}
         for (space, name), (sequence, pin) in self._named.items():
             if space == namespace:
-                kept = self._pinned[sequence]
-                kept_bytes = sum(self._cost(node, node.end) for node in kept.nodes[0].path())
+                path = self._pinned[sequence]
+                nbytes = sum(self._cost(node, node.end) for node in path.nodes[0].path())
                 left = None if pin.last_request is None else pin.last_request - self._requests
-                found[name] = NamedPin(namespace, kept.length, kept_bytes, left)
+                found[name] = NamedPin(namespace, path.length, nbytes, left)
         return found
 
     def names_at(self) -> dict[int, list[str]]:
@@ -107,26 +108,6 @@ class Pins:
             found.setdefault(id(self._pinned[sequence].nodes[0]), []).append(name)
         return found
 
-    def add(self, keys: Keys, namespace: str, name: str | None, ttl_requests: int | None) -> None:
-        """Pin a stored sequence, once more if it is pinned already; a name that is taken moves to it.
-
-        In exact mode its whole chunks are pinned: the last one of exactly these tokens only if it is stored.
-
-        Raises:
-            ValueError: it is not stored whole or is quarantined, or the pins would not fit the budget. Nothing was
-                changed.
-        """
-        pinned = self.whole_chunks(keys)
-        if self._settings.exact and self._states.match(pinned, namespace).offset < len(pinned):
-            # A prefill of exactly these tokens stores only the chunks in front of the last one.
-            pinned = self.whole_chunks(keys, len(keys) - 1)
-        self.require_allowed(pinned, namespace)
-        self._pin(pinned, namespace, name, ttl_requests, keys)
-
-    def stored_tokens(self, keys: Keys, namespace: str) -> int:
-        """How many of these keys the tree has."""
-        return self._states.match(keys, namespace).offset
-
     def whole_chunks(self, keys: Keys, length: int | None = None) -> Keys:
         """The first `length` keys (None: all); in exact mode only their whole chunks."""
         end = len(keys) if length is None else length
@@ -135,28 +116,57 @@ class Pins:
             raise ValueError(f"{len(keys)} tokens: no whole chunk of {self._settings.step_size} to keep.")
         return keys[:end]
 
+    def stored_tokens(self, keys: Keys, namespace: str) -> int:
+        """How many of these keys the tree has."""
+        return self._states.match(keys, namespace).offset
+
     def require_allowed(self, keys: Keys, namespace: str) -> None:
         """Raise ValueError if some of these keys are quarantined."""
         start = self._quarantine.limit(keys, namespace)
         if start < len(keys):
-            stored = self._states.match(keys, namespace).offset
             raise ValueError(
-                f"only {stored} of {len(keys)} tokens are stored; from offset {start} on they are quarantined: what "
-                "was stored there was found wrong. clear_quarantine() lets it be stored again."
+                f"only {self.stored_tokens(keys, namespace)} of {len(keys)} tokens are stored; from offset {start} on"
+                " they are quarantined: what was stored there was found wrong. clear_quarantine() lets it be stored"
+                " again."
             )
 
-    def _pin(self, keys: Keys, namespace: str, name: str | None, ttl_requests: int | None, asked_keys: Keys) -> None:
-        match = self._states.match(keys, namespace)
-        if match.offset < len(keys):
-            raise ValueError(f"only {match.offset} of {len(keys)} tokens are stored; prefill them before pinning.")
-        sequence = (namespace, keys.tobytes())
+    def require_room(
+        self, keys: Keys, namespace: str, name: str | None, checkpoint_bytes: int, requests: int = 0
+    ) -> None:
+        """Raise ValueError unless a pin of a sequence that is yet to be stored will fit the budget.
+
+        Args:
+            requests: how many more will pass before the pin is made; pins that end meanwhile do not count.
+        """
+        replaced = None if name is None else self._named.get((namespace, name))
+        if (namespace, keys.tobytes()) not in self._pinned:
+            self._require_fit(keys, namespace, replaced, checkpoint_bytes, requests)
+
+    def add(self, keys: Keys, namespace: str, name: str | None, ttl_requests: int | None) -> None:
+        """Pin a stored sequence, once more if it is pinned already; a name that is taken moves to it.
+
+        In exact mode its whole chunks are pinned, the last one of exactly these tokens only if it is stored.
+
+        Raises:
+            ValueError: it is not stored whole or is quarantined, or the pins would not fit the budget. Nothing was
+                changed.
+        """
+        pinned = self.whole_chunks(keys)
+        if self._settings.exact and self.stored_tokens(pinned, namespace) < len(pinned):
+            # A prefill of exactly these tokens stores only the chunks in front of the last one.
+            pinned = self.whole_chunks(keys, len(keys) - 1)
+        self.require_allowed(pinned, namespace)
+        match = self._states.match(pinned, namespace)
+        if match.offset < len(pinned):
+            raise ValueError(f"only {match.offset} of {len(pinned)} tokens are stored; prefill them before pinning.")
+        sequence = (namespace, pinned.tobytes())
         replaced = None if name is None else self._named.get((namespace, name))
         if sequence not in self._pinned:
-            self._require_fit(keys, namespace, replaced, 0)
-            self._pinned[sequence] = PinnedPath(len(keys), self._nodes_to_keep(match.node, match.offset), [])
+            self._require_fit(pinned, namespace, replaced, 0)
+            self._pinned[sequence] = PinnedPath(len(pinned), self._nodes_to_hold(match.node, match.offset), [])
             for each in self._pinned[sequence].nodes:
                 self._states.pin(each, 1)
-        pin = Pin(asked_keys.tobytes(), name, None if ttl_requests is None else self._requests + ttl_requests)
+        pin = Pin(keys.tobytes(), name, None if ttl_requests is None else self._requests + ttl_requests)
         self._pinned[sequence].pins.append(pin)
         if replaced is not None:
             self._end(*replaced)
@@ -166,35 +176,24 @@ class Pins:
             self._next_end = min(pin.last_request, self._next_end or pin.last_request)
         self._book()
 
-    def require_room(
-        self, keys: Keys, namespace: str, name: str | None, checkpoint_bytes: int, requests: int = 0
-    ) -> None:
-        """Raise ValueError unless a pin of a sequence that is yet to be stored will fit the budget.
-
-        `requests`: how many more will pass before it is made; pins that end with one of them are not in its way.
-        """
-        replaced = None if name is None else self._named.get((namespace, name))
-        if (namespace, keys.tobytes()) not in self._pinned:
-            self._require_fit(keys, namespace, replaced, checkpoint_bytes, requests)
-
     def remove(self, keys: Keys, namespace: str) -> None:
-        """Take one pin that was made for these keys back, the newest, named ones last; the last one lets go.
+        """End one pin that was made for these keys: the newest unnamed one, else the newest.
 
         Raises:
             ValueError: the sequence is not pinned.
         """
         asked = keys.tobytes()
-        here = [(sequence, kept) for sequence, kept in self._pinned.items() if sequence[0] == namespace]
-        pins = [(sequence, pin) for sequence, kept in here for pin in kept.pins if pin.asked == asked]
+        here = [(sequence, path) for sequence, path in self._pinned.items() if sequence[0] == namespace]
+        pins = [(sequence, pin) for sequence, path in here for pin in path.pins if pin.asked == asked]
         if not pins:
             raise ValueError(f"these {len(keys)} tokens are not pinned in namespace {namespace!r}.")
-        # What was asked for once more keeps more, if it does not keep the same: it is the newer one.
+        # In exact mode a newer pin for the same keys may hold a longer sequence.
         pins.sort(key=lambda each: len(each[0][1]))
         self._end(*next((each for each in reversed(pins) if each[1].name is None), pins[-1]))
         self._book()
 
     def remove_named(self, name: str, namespace: str) -> None:
-        """Take the pin of that name back.
+        """End the pin of that name.
 
         Raises:
             ValueError: the namespace has no pin of that name.
@@ -206,21 +205,20 @@ class Pins:
         self._book()
 
     def request_passed(self) -> None:
-        """A request was begun: pins whose last one it was end."""
+        """Count a request, and end the pins whose last one it was."""
         self._requests += 1
         if self._next_end is None or self._requests < self._next_end:
             return
-        for sequence, kept in list(self._pinned.items()):
-            for pin in [pin for pin in kept.pins if pin.last_request is not None]:
-                if self._requests >= (pin.last_request or 0):
-                    self._end(sequence, pin)
-        ends = [pin.last_request for kept in self._pinned.values() for pin in kept.pins if pin.last_request is not None]
+        for sequence, path in list(self._pinned.items()):
+            for pin in [pin for pin in path.pins if pin.has_ended(self._requests)]:
+                self._end(sequence, pin)
+        ends = [pin.last_request for path in self._pinned.values() for pin in path.pins if pin.last_request is not None]
         self._next_end = min(ends, default=None)
         self._book()
 
     def void(self, node: StateNode) -> None:
-        """A node's state was lost: the pins that keep it go."""
-        lost = [sequence for sequence, kept in self._pinned.items() if any(each is node for each in kept.nodes)]
+        """Drop the pins that hold a node whose state was lost."""
+        lost = [sequence for sequence, path in self._pinned.items() if any(each is node for each in path.nodes)]
         for sequence in lost:
             for pin in self._pinned[sequence].pins:
                 if pin.name is not None:
@@ -231,41 +229,41 @@ class Pins:
             self._book()
 
     def clear(self) -> None:
-        """Let go of everything."""
-        for sequence, kept in list(self._pinned.items()):
-            for pin in list(kept.pins):
+        """End all pins."""
+        for sequence, path in list(self._pinned.items()):
+            for pin in list(path.pins):
                 self._end(sequence, pin)
         self._book()
 
     def take_unpinned(self) -> list[StateNode]:
-        """The nodes that pins kept and keep no more, since this was last asked."""
+        """The nodes whose pins have ended since the last call."""
         nodes, self._unpinned = self._unpinned, []
         return nodes
 
     def check(self) -> None:
         """Assert I1 to I3."""
         counts: dict[int, int] = {}
-        for kept in self._pinned.values():
-            for node in kept.nodes:
+        for path in self._pinned.values():
+            for node in path.nodes:
                 counts[id(node)] = counts.get(id(node), 0) + 1
-            assert kept.pins and kept.nodes[0].end == kept.length, (kept.length, kept.nodes, kept.pins)
-            assert all(pin.last_request is None or pin.last_request > self._requests for pin in kept.pins), kept.pins
+            assert path.pins and path.nodes[0].end == path.length, (path.length, path.nodes, path.pins)
+            assert not any(pin.has_ended(self._requests) for pin in path.pins), path.pins
         found = {id(node): node.payload.pins for node in self._states.tree.nodes() if node.payload.pins}
         assert found == counts, (found, counts)
-        named = {(sequence[0], pin.name) for sequence, kept in self._pinned.items() for pin in kept.pins if pin.name}
+        named = {(sequence[0], pin.name) for sequence, path in self._pinned.items() for pin in path.pins if pin.name}
         assert named == set(self._named), (named, set(self._named))
         for (_, name), (sequence, pin) in self._named.items():
             assert pin.name == name and any(each is pin for each in self._pinned[sequence].pins), name
 
     # Private
 
-    def _nodes_to_keep(self, node: StateNode, end: int) -> list[StateNode]:
+    def _nodes_to_hold(self, node: StateNode, end: int) -> list[StateNode]:
         if node.end > end:
             node = self._states.split(node, end)
         nodes = [node]
         is_bare = self._layout.windows and not self._layout.has_states and node.payload.checkpoint is None
         if is_bare and not self._states.windows.lacking(node.path(), node.end):
-            # Without one what windows need here would be the first to go.
+            # Without a checkpoint, eviction would take what windows need here first.
             use = Use(node.payload.entry.last_used)
             self._states.set_checkpoint(node, Checkpoint(node.end, [], 0, "mark"), use)
         if self._layout.has_points and node.payload.checkpoint is None:
@@ -279,13 +277,13 @@ class Pins:
         last = self._requests + requests
 
         def ends(sequence: Pinned, pin: Pin) -> bool:
-            return (sequence, pin) == replaced or (pin.last_request is not None and pin.last_request <= last)
+            return (sequence, pin) == replaced or pin.has_ended(last)
 
-        gone = {sequence for sequence, kept in self._pinned.items() if all(ends(sequence, pin) for pin in kept.pins)}
-        kept = self._kept(without=gone)
+        gone = {sequence for sequence, path in self._pinned.items() if all(ends(sequence, pin) for pin in path.pins)}
+        held = self._held(without=gone)
         match = self._states.match(keys, namespace)
-        wanted = sum(self._cost(node, node.end) for node in kept.values())
-        wanted += sum(self._cost(node, match.offset) for node in match.node.path() if id(node) not in kept)
+        wanted = sum(self._cost(node, node.end) for node in held.values())
+        wanted += sum(self._cost(node, match.offset) for node in match.node.path() if id(node) not in held)
         wanted += (len(keys) - match.offset) * self._layout.token_bytes + checkpoint_bytes
         account = self._states.account
         elsewhere = account.ledger.pinned_bytes - account.pinned_bytes
@@ -296,20 +294,21 @@ class Pins:
             )
 
     def _end(self, sequence: Pinned, pin: Pin) -> None:
-        kept = self._pinned[sequence]
-        kept.pins.remove(pin)
+        path = self._pinned[sequence]
+        path.pins.remove(pin)
         if pin.name is not None:
             del self._named[sequence[0], pin.name]
-        if kept.pins:
+        if path.pins:
             return
         del self._pinned[sequence]
-        for node in kept.nodes:
+        for node in path.nodes:
             self._states.pin(node, -1)
-        self._unpinned += kept.nodes
+        self._unpinned += path.nodes
 
-    def _kept(self, without: Collection[Pinned] = ()) -> dict[int, StateNode]:
-        kept = [each for sequence, each in self._pinned.items() if sequence not in without]
-        return {id(each): each for pinned in kept for node in pinned.nodes for each in node.path()}
+    def _held(self, without: Collection[Pinned] = ()) -> dict[int, StateNode]:
+        """All nodes that pins hold, by id()."""
+        paths = [each for sequence, each in self._pinned.items() if sequence not in without]
+        return {id(each): each for path in paths for node in path.nodes for each in node.path()}
 
     def _cost(self, node: StateNode, end: int) -> int:
         checkpoint = node.payload.checkpoint if node.end <= end else None

@@ -1,14 +1,15 @@
-"""Rates: how fast prefill and reading from stores are, as measured, and which of the two is expected to be faster.
+"""StoreRates: measured speeds of prefill and of reading from stores, to decide which of the two is faster.
 
-    prefill    seconds per unit of the cost model, at each depth by itself: [0, 512), [512, 1024), [1024, 2048), ...
-    reading    seconds per byte, from a store into the tree, and on into live caches; of each store by itself
+    prefill    seconds per unit of the cost model, at each depth: [0, 512), [512, 1024), [1024, 2048), ...
+    reading    seconds per byte, from a store into the tree and on into live caches; for each store by itself
 
-Recent measurements count for more: each takes a tenth off the weight of those before it. A pass over few tokens takes
-longer by the token, and says nothing about many: it counts where no longer one was measured for long. What is slower
-is not read; now and then some of it is, to see whether it still is, for at most `TRIAL` of what prefill took meanwhile.
-Where all prompts are there to be read, nothing would ever say what prefill takes: the end of one is prefilled instead.
+Both are exponential moving averages. A prefill pass over few tokens is slower by the token, so it counts only if no
+pass of twice its length was measured for long. A store that is slower than prefill is read now and then, to see whether
+it still is: such trials take at most `TRIAL` of the time that prefill took meanwhile. If all prompts could be read,
+nothing would measure prefill: then the end of one prompt is prefilled instead.
 
-The only file of the cache that reads a clock, and only where there is a store.
+This is the only file of the cache that reads a clock, and only if there is a store. Not thread-safe: a lost measurement
+costs nothing.
 """
 
 from __future__ import annotations
@@ -20,36 +21,36 @@ from contextlib import contextmanager
 
 from policies import CostModel
 
-#: What is left of the weight of a measurement when another one comes.
-KEPT = 0.9
-#: What is left of the longest pass each time that one came which was too short beside it.
-SHORTENED = 0.99
-#: What reading that is expected to be slower may cost, of the prefill that was chosen instead since the last reading.
+#: Decay of the moving averages at each measurement.
+DECAY = 0.9
+#: Decay of the longest pass at each pass that was too short beside it.
+LONGEST_DECAY = 0.99
+#: The cost of trial reads as a share of the prefill chosen instead since the last read.
 TRIAL = 0.01
-#: Of what prefill is expected to take reading may take so much: both are estimates, and hold for none to the last bit.
+#: Reading must take at most this share of the expected prefill: both are estimates.
 SURE = 0.8
-#: What prefill takes is not told by passes over fewer tokens alone.
+#: Shorter passes do not tell how fast prefill is.
 TELLING_TOKENS = 256
-#: Tokens of the first depth, and of each one the double of those before it.
+#: Tokens of the first depth; each further depth ends at twice the offset.
 DEPTH_TOKENS = 512
 
 
 class Rate:
-    """Seconds per unit of work; 0 before the first measurement, which so comes about."""
+    """Seconds per unit of work; 0 before the first measurement, so that there will be one."""
 
     def __init__(self) -> None:
         self.amount = self.seconds = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        self.amount = self.amount * KEPT + amount
-        self.seconds = self.seconds * KEPT + seconds
+        self.amount = self.amount * DECAY + amount
+        self.seconds = self.seconds * DECAY + seconds
 
     def seconds_for(self, amount: float) -> float:
         return self.seconds / self.amount * amount if self.amount else 0.0
 
 
 class TimedRead:
-    """How fast one store is, and what prefill took, or was expected to, since it was read last."""
+    """The speed of one store, and the prefill, measured or expected, that was chosen instead since its last read."""
 
     def __init__(self) -> None:
         self.rate = Rate()
@@ -57,10 +58,7 @@ class TimedRead:
 
 
 class StoreRates:
-    """The rates of one cache and its stores. Not thread-safe: a measurement that is lost costs nothing.
-
-    Stores are told apart by `Link.tier`; bytes are given for each of those that are read.
-    """
+    """The speeds of one cache and its stores. Stores are numbered by `Link.tier`; bytes are given by that number."""
 
     def __init__(self, cost: CostModel, clock: Callable[[], float] = time.perf_counter) -> None:
         self._cost = cost
@@ -69,16 +67,16 @@ class StoreRates:
         self._last_bytes: dict[int, int] = {}
         self._prefill: dict[int, Rate] = {}
         self._longest = 0.0
-        self._was_told = False
+        self._has_left_an_end = False
 
     @contextmanager
     def timing_prefill(self, start: int, end: int) -> Iterator[None]:
-        """The block evaluates the tokens [start, end), and waits for them."""
+        """Measure a block that evaluates the tokens [start, end) and waits for them."""
         began = self.clock()
         yield
         seconds = self.clock() - began
         if end - start < self._longest / 2:
-            self._longest *= SHORTENED
+            self._longest *= LONGEST_DECAY
             return
         if end - start > self._longest * 2:
             self._prefill.clear()
@@ -87,7 +85,7 @@ class StoreRates:
 
     @contextmanager
     def timing_move(self) -> Iterator[None]:
-        """The block copies what was read last into live caches, which prefill would have written to."""
+        """Measure a block that copies what was read last into live caches: a part of reading, not of prefill."""
         began = self.clock()
         yield
         per_byte = (self.clock() - began) / max(1, sum(self._last_bytes.values()))
@@ -95,7 +93,7 @@ class StoreRates:
             self._reading[tier].rate.seconds += nbytes * per_byte
 
     def was_read(self, nbytes: Mapping[int, int], seconds: Mapping[int, float]) -> None:
-        """So many bytes of each store took so long; in a trial that is all that is known of it from now on."""
+        """Count a read of so many bytes of each store; a trial replaces what was measured of a store before."""
         self._last_bytes = dict(nbytes)
         for tier in nbytes:
             if self._reading[tier].refused_seconds:
@@ -103,21 +101,21 @@ class StoreRates:
             self._reading[tier].rate.add(nbytes[tier], seconds.get(tier, 0.0))
 
     def tokens_to_prefill(self) -> int:
-        """How many tokens had better be prefilled though they can be read, to learn what that takes; once, else 0."""
-        is_due = not self._was_told and self._longest < TELLING_TOKENS and bool(self._last_bytes)
+        """How many tokens at the end of a stored prompt to prefill, once, to measure prefill; else 0."""
+        is_due = not self._has_left_an_end and self._longest < TELLING_TOKENS and bool(self._last_bytes)
         return TELLING_TOKENS if is_due else 0
 
     def was_left(self) -> None:
-        """So many were left to prefill."""
-        self._was_told = True
+        """Note that `tokens_to_prefill` were left to prefill."""
+        self._has_left_an_end = True
 
     def was_refused(self, tiers: Iterable[int], start: int, end: int) -> None:
-        """Reading [start, end) from these stores was found too slow."""
+        """Note that reading [start, end) from these stores was found too slow."""
         for tier in tiers:
             self._reading[tier].refused_seconds += self.prefill_seconds(start, end)
 
     def is_worth_reading(self, nbytes: Mapping[int, int], start: int, end: int) -> bool:
-        """Whether reading so many bytes is surely faster than the prefill of [start, end), unknown, or due."""
+        """Whether to read so many bytes: surely faster than the prefill of [start, end), unmeasured, or a due trial."""
         if not self._prefill:
             return True
         refused_seconds = sum(self._reading[tier].refused_seconds for tier in nbytes)
@@ -125,7 +123,7 @@ class StoreRates:
         return read_seconds <= SURE * self.prefill_seconds(start, end) + TRIAL * refused_seconds
 
     def prefill_seconds(self, start: int, end: int) -> float:
-        """What the prefill of [start, end) is expected to take, by what was measured nearest to each depth."""
+        """Expected seconds to prefill [start, end), from the measured depth nearest to each part."""
         seconds = 0.0
         while start < end and self._prefill:
             depth = _depth(start)

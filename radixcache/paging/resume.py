@@ -1,42 +1,28 @@
-"""plan_resume: the deepest offset at which a request can take up stored state, and why it is not deeper.
+"""Where one request resumes, where its prefill stops for checkpoints, and what it takes on its way.
 
-With span layers alone that is the match itself. Others need their state at exactly one offset:
+`plan_resume` finds the deepest offset at which a request can take up stored state. With span layers alone that is the
+match itself. Other layers need their state at exactly one offset:
 
     live         the live caches stand on the request's path and can be rewound to where the paths part
     windows      any offset in front of which the path has all that the window reads there
-    checkpoint   for recurrent layers a checkpoint at a node's end on the path; windows have to be whole there as well
+    checkpoint   recurrent layers: a checkpoint at a node's end on the path, where windows have to be whole as well
 
-In exact mode only multiples of `grid_tokens` count, for span layers too.
-
-PrefixRequest: what was asked for, checked and never changed again.
-
-OwnState: checkpoints and windows that one request has taken on its way, and the tree does not have yet.
-
-checkpoint_stops: where a prefill is cut to keep point state.
-
-Grid: what exact mode resumes on, the multiples of `step_size` counted from offset 0.
-
-A forward pass over other chunks adds the same numbers up in another order. So state is bit for bit that of a cold run
-only where it was made by prefill in whole chunks from offset 0:
+Exact mode resumes only on the grid, the multiples of `step_size` from offset 0. A forward pass over other chunks adds
+the same numbers in another order, so only state made by prefill in whole chunks is bit for bit that of a cold run:
 
     0       2048      4096   4700  4711
     |--------|--------|------|---->          whole chunks, then a partial one, then decoded tokens
                       ^ grid end             stored and resumed up to here; the tail behind it is dropped
 
-No state of the tail is kept, since nothing resumes on it; its keys are, in bounded number, so that a request that goes
-on there is told what exactness cost it.
+`Tails` remembers the keys of dropped tails, so that a request that goes on there is told what exactness cost it. Paths
+that part inside a chunk may share a node because models are causal: later tokens of a chunk do not change earlier ones.
 
 Invariants:
 
   X1  In exact mode every stored path was evaluated in whole chunks from offset 0, and ends where one ended when it was
       stored; every checkpoint stands at a multiple of `step_size`.
-  X2  Tails take at most MAX_TAIL_KEYS keys, those that several begin with counted once and each node as NODE_KEYS
-      more; the tail added longest ago goes first.
-
-`matched` is O(length of the prompt) in NumPy and one look-up per branch on the way, however many tails a node has.
-
-That one node may be shared by paths that part inside a chunk takes a causal model for granted: the state of a token is
-the same to the bit whatever tokens follow it in its chunk.
+  X2  Tails take at most MAX_TAIL_KEYS keys, shared beginnings counted once and each node as NODE_KEYS more; the tail
+      added longest ago goes first.
 """
 
 from __future__ import annotations
@@ -55,6 +41,11 @@ from radixcache.tokens import Keys, TokenIds
 from radixcache.tree.entries import NodeState, StateNode, Use, is_dear
 from radixcache.tree.radix_tree import Match, Node, RadixTree
 
+#: Keys of dropped tails that are remembered, over all paths: 2 MiB.
+MAX_TAIL_KEYS = 1 << 18
+#: What a node of theirs takes besides its keys, in keys: about 500 bytes.
+NODE_KEYS = 64
+
 
 class ShortReason(StrEnum):
     """Why a request resumed short of its match."""
@@ -66,6 +57,32 @@ class ShortReason(StrEnum):
     OFF_GRID = "off_grid"  # exact mode: what is known lies behind the last whole chunk, or ends inside one
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixRequest:
+    """A prompt and what goes with it.
+
+    Attributes:
+        prompt: int32 token ids.
+        keys: int64, one per token: what the tree goes by.
+        namespace: nothing is shared across namespaces.
+        use: who asks, and when.
+        marks: offsets worth a checkpoint.
+        reserve: tokens of room beyond the prompt.
+    """
+
+    prompt: TokenIds
+    keys: Keys
+    namespace: str
+    use: Use
+    marks: Sequence[int] = ()
+    reserve: int = 0
+
+    @property
+    def limit(self) -> int:
+        """The most tokens that may be restored: at least one is evaluated."""
+        return len(self.prompt) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class ResumePlan:
     """Where a request resumes.
@@ -74,12 +91,12 @@ class ResumePlan:
         matched: stored prefix of the request, in tokens.
         resume: offset it resumes at; at most one token less than the request has.
         path: nodes of the match, root side first; the last may be matched in part.
-        common: how far the live path goes along.
-        is_live: whether the state of point layers comes from the live caches.
-        checkpoint: where the recurrent layers' state comes from; None: from the live caches, or there are none.
+        common: tokens that the live path and the match share.
+        checkpoint: where recurrent layers' state comes from; None: from the live caches, or there are none.
         source: the node at whose end there is a checkpoint, if there is one where the request resumes.
         reason: why resume < matched; None when they are equal.
         off_grid: in exact mode, how many tokens of the match that might be restored lie behind its last grid multiple.
+        is_live: whether the state of point layers comes from the live caches.
     """
 
     matched: int
@@ -121,7 +138,7 @@ def _plan(layout: Layout, match: Match[NodeState], limit: int, live: LivePath | 
     resume, source, is_live = limit, None, False
     if layout.has_points:
         resume, source = _deepest(layout, path, limit, grid)
-        rewound = common - common % grid
+        rewound = floor(common, grid)
         if live is not None and rewound >= max(resume, 1) and layout.can_rewind(live.caches, live.offset, rewound):
             resume, source, is_live = rewound, None, True
     reason = None
@@ -155,26 +172,27 @@ def deepest_whole(
     *,
     grid: int = 1,
 ) -> int:
-    """The deepest offset at or below `limit`, a multiple of `grid`, at which all that windows read is there.
+    """The deepest multiple of `grid` at or below `limit` at which all that windows read is there; 0: none.
 
     Args:
-        stored, held: what is there, of state in order of its tokens, and in live caches.
+        stored, held: what is there, as state in order of its tokens, and in live caches.
     """
-    return _common_offset(_whole(layout, stored, held or {}), limit, grid)
-
-
-def stored_from(layout: Layout, plan: ResumePlan, window: Window) -> int:
-    """From which token on the tree has, without a gap, what is in front of where a plan resumes."""
-    first = plan.resume
-    for node in reversed(plan.path):
-        for low, high in reversed([] if node.payload.windows is None else layout.stored(node.payload.windows, window)):
-            if low < first <= high:
-                first = low
-    return first
+    windows = _whole(layout, stored, held or {})
+    offset = limit
+    while offset > 0:
+        offset -= offset % grid
+        lower = min(
+            (max((min(offset, high) for low, high in ranges if low <= offset), default=0) for ranges in windows),
+            default=offset,
+        )
+        if lower == offset:
+            return offset
+        offset = lower
+    return 0
 
 
 def _whole(layout: Layout, stored: Sequence[Spans], held: Mapping[Window, Sequence[Range]]) -> list[list[Range]]:
-    """For each window the offsets at which all that it reads is there, in order: from the first to the last of each.
+    """For each window the ranges of offsets, first to last, at which all that it reads is there, in order.
 
     Offset 0, at which it reads nothing, is not among them.
     """
@@ -189,60 +207,34 @@ def _whole(layout: Layout, stored: Sequence[Spans], held: Mapping[Window, Sequen
     return found
 
 
-def _common_offset(windows: Sequence[Sequence[Range]], limit: int, grid: int) -> int:
-    """The largest multiple of `grid` at or below `limit` that is in a range of each; 0: there is none."""
-    offset = limit
-    while offset > 0:
-        offset -= offset % grid
-        lower = min(
-            (max((min(offset, high) for low, high in ranges if low <= offset), default=0) for ranges in windows),
-            default=offset,
-        )
-        if lower == offset:
-            return offset
-        offset = lower
-    return 0
+def stored_from(layout: Layout, plan: ResumePlan, window: Window) -> int:
+    """The token from which on the tree has, without a gap, what a window reads in front of where a plan resumes."""
+    first = plan.resume
+    for node in reversed(plan.path):
+        for low, high in reversed([] if node.payload.windows is None else layout.stored(node.payload.windows, window)):
+            if low < first <= high:
+                first = low
+    return first
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefixRequest:
-    """A prompt and what goes with it.
-
-    Attributes:
-        prompt: int32 token ids.
-        keys: int64, one per token: what the tree goes by.
-        namespace: nothing is shared across namespaces.
-        use: who asks, and when.
-        marks: offsets worth a checkpoint.
-        reserve: tokens of room beyond the prompt.
-    """
-
-    prompt: TokenIds
-    keys: Keys
-    namespace: str
-    use: Use
-    marks: Sequence[int] = ()
-    reserve: int = 0
-
-    @property
-    def limit(self) -> int:
-        """The most tokens that may be restored: one at least is evaluated."""
-        return len(self.prompt) - 1
+def floor(offset: int, step_size: int) -> int:
+    """The largest multiple of `step_size` at or below `offset`."""
+    return offset - offset % step_size
 
 
 def checkpoint_stops(
     settings: Settings, prompt_tokens: int, marks: Iterable[int], matched: int, resumed: int, last: int
 ) -> dict[int, str]:
-    """Offsets at which point state is worth keeping, with the reason: of several the most lasting one.
+    """Offsets at which to take a checkpoint in prefill, with the reason: of several the most lasting one.
 
     Args:
         marks: offsets that the caller named.
-        matched: tokens that the tree held; beyond `resumed`, where others may branch off as well.
+        matched: tokens that the tree held; if more than `resumed`, other prompts may branch off there as well.
         last: no offset beyond this one is reached.
     """
     stops = dict.fromkeys(marks, "mark")
     interval, tail = settings.checkpoint_interval, prompt_tokens - settings.tail_tokens
-    if not any(tail <= mark < prompt_tokens for mark in stops):  # what a template rewrites is behind the last message
+    if not any(tail <= mark < prompt_tokens for mark in stops):  # A template rewrites what is behind the last message.
         stops[tail] = "tail"
     if matched > resumed:
         stops[min(matched, last)] = "branch"
@@ -251,17 +243,6 @@ def checkpoint_stops(
         if all(abs(offset - other) >= interval // 8 for other in stops):
             stops[offset] = "interval"
     return stops
-
-
-#: Keys of dropped tails that are remembered, over all paths: 2 MiB.
-MAX_TAIL_KEYS = 1 << 18
-#: What a node of theirs takes besides its keys, in keys: about 500 bytes.
-NODE_KEYS = 64
-
-
-def floor(offset: int, step_size: int) -> int:
-    """The largest multiple of `step_size` at or below `offset`."""
-    return offset - offset % step_size
 
 
 def stops_on_grid(stops: Mapping[int, str], step_size: int, position: int, last: int) -> dict[int, str]:
@@ -278,11 +259,14 @@ def stops_on_grid(stops: Mapping[int, str], step_size: int, position: int, last:
 
 
 class Tails:
-    """Keys that followed a stored path, and whose state was dropped because it is off the grid."""
+    """Keys that followed a stored path, and whose state was dropped because it is off the grid.
+
+    `matched` is O(length of the prompt) in NumPy and one look-up per branch, however many tails a node has.
+    """
 
     def __init__(self) -> None:
-        self._tree: RadixTree[None] = RadixTree()  # a namespace for each place that tails hang on
-        self._leaves: OrderedDict[int, Node[None]] = OrderedDict()  # by id(), the one added longest ago first
+        self._tree: RadixTree[None] = RadixTree()  # A namespace for each node that tails follow.
+        self._leaves: OrderedDict[int, Node[None]] = OrderedDict()  # By id(), the one added longest ago first.
 
     def add(self, node: StateNode, tail: Keys) -> None:
         """Remember what followed the end of `node`, a root or not."""
@@ -302,7 +286,9 @@ class Tails:
             self._leaves[id(leaf)] = leaf
             self._leaves.move_to_end(id(leaf))
         while tree.key_count + NODE_KEYS * tree.node_count > MAX_TAIL_KEYS:
-            self._forget(self._leaves.popitem(last=False)[1])
+            above = tree.remove(self._leaves.popitem(last=False)[1])
+            if not above.is_root and len(above.children) == 1:
+                tree.merge(above)
 
     def matched(self, match: Match[NodeState], keys: Keys) -> int:
         """How many of the keys behind a match an earlier request had evaluated."""
@@ -321,82 +307,74 @@ class Tails:
         leaves = {id(node) for node in self._tree.nodes() if node.is_leaf}
         assert leaves == set(self._leaves), (leaves, set(self._leaves))
 
-    def _forget(self, leaf: Node[None]) -> None:
-        """Remove a tail as far as no other begins with it."""
-        above = self._tree.remove(leaf)
-        if not above.is_root and len(above.children) == 1:
-            self._tree.merge(above)
-
 
 def _place(node: StateNode) -> str:
-    """Names the end of a node for as long as it is there.
-
-    The number of an entry is never given again, but a leaf that loses its tail keeps it and ends elsewhere.
-    """
+    """A name for the end of a node, as long as it is there: a leaf that loses its tail keeps its entry's number."""
     entry_id = -1 if node.is_root else node.payload.entry.entry_id
     return f"{entry_id} {node.end} {node.namespace}"
 
 
 class OwnState:
-    """Checkpoints, and tokens of windows, in order of their offsets; booked as long as they are here.
+    """Checkpoints, and tokens copied out of windows, that a request has taken and the tree does not have yet.
+
+    Windows hold what the checkpoints need, each token once, and as long as there is room all tokens of the prompt. Both
+    are in order of their offsets, and booked.
 
     Attributes:
-        start: where it begins: what is in front of it the tree has.
+        start: where it begins: the tree has what is in front.
         prompt_tokens: where the request's prompt ends.
-        pending: from which token on too few have come by to be kept; None: none are waiting.
+        pending: the token from which on copies out of windows wait for more tokens; None: none wait.
     """
 
-    def __init__(self, layout: Layout, booking: Booking) -> None:
+    def __init__(self, layout: Layout, booking: Booking, prompt_tokens: int = 0) -> None:
         self._layout = layout
         self._booking = booking
         self._booked_bytes = 0
-        # Whether there may be tokens that no checkpoint needs.
+        #: Whether there may be tokens that no checkpoint needs.
         self._has_spare = False
-        self.start = self.prompt_tokens = 0
+        self.start, self.prompt_tokens = 0, prompt_tokens
         self.checkpoints: list[Checkpoint] = []
         self.windows: list[Spans] = []
         self.pending: int | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
         return sum(each.nbytes for each in self.checkpoints) + sum(each.nbytes for each in self.windows)
 
     def bytes_at(self, offset: int) -> int:
-        """Bytes that the checkpoint at an offset keeps, if there is one here."""
+        """Bytes of the checkpoint at an offset, windows included; 0: there is none."""
         windows = self._layout.windows
         needed = sum(tokens_in(window.needs(offset)) * self._layout.window_bytes(window) for window in windows)
         return sum(each.nbytes + needed for each in self.checkpoints if each.offset == offset)
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint was taken."""
         self.checkpoints.append(checkpoint)
         self._book()
 
     def add_windows(self, spans: Spans, *, is_spare: bool = False) -> None:
-        """Tokens were copied out of windows, of which none are here; `is_spare`: no checkpoint may need them."""
+        """Add new tokens of windows; `is_spare`: perhaps no checkpoint needs them."""
         if spans.nbytes:
             self.windows.append(spans)
             self._has_spare |= is_spare
             self._book()
 
     def drop(self, gone: Callable[[Checkpoint], bool]) -> None:
-        """Give up some of the checkpoints; what of windows only they needed stays as long as there is room."""
+        """Drop some checkpoints; tokens of windows that only they needed become spare."""
         self.checkpoints = [each for each in self.checkpoints if not gone(each)]
         self._has_spare = bool(self.windows)
         self._book()
 
     def cut(self, start: int, end: int) -> None:
-        """Give up the tokens that are not in [start, end), and the checkpoints behind `end`."""
+        """Drop the tokens outside [start, end), and the checkpoints behind `end`."""
         self.pending = None
-        self._keep({window: [(start, end)] for window in self._layout.windows})
+        self._trim_to({window: [(start, end)] for window in self._layout.windows})
         self.drop(lambda each: each.offset > end)
 
     def give_up(self, *, only_dear: bool = False) -> bool:
-        """Give up what is missed least: tokens that no checkpoint needs, then an interval checkpoint; False: none.
+        """Drop what is missed least: spare tokens, else an interval checkpoint; False: there is nothing to drop.
 
         Args:
-            only_dear: no checkpoint that is worth its bytes.
+            only_dear: drop no checkpoint that is worth its bytes.
         """
         if not self._has_spare:
             gap, victim = _least_covering(self.start, self.checkpoints, self._last_to_fit())
@@ -409,9 +387,9 @@ class OwnState:
         return True
 
     def trim(self) -> None:
-        """Give up the tokens that no checkpoint needs."""
+        """Drop the tokens that no checkpoint needs."""
         self._has_spare = False
-        self._keep(
+        self._trim_to(
             {
                 window: union(sorted(needed for each in self.checkpoints for needed in window.needs(each.offset)))
                 for window in self._layout.windows
@@ -419,25 +397,25 @@ class OwnState:
         )
 
     def clear(self) -> None:
-        """Nothing is kept any more."""
         self.checkpoints, self.windows, self.pending = [], [], None
         self._book()
 
     def _last_to_fit(self) -> Checkpoint | None:
-        """Where a path is to be cut that the budget has no room for: the last checkpoint up to which it has room."""
+        """The last checkpoint up to which the path fits the budget, if the whole prompt does not fit."""
 
         def fits(offset: int, checkpoint: Checkpoint) -> bool:
-            point_bytes = self.bytes_at(checkpoint.offset)
-            return offset * self._layout.token_bytes + 2 * point_bytes <= self._booking.budget_bytes  # it is live, too
+            # Twice the point state: it is live, too.
+            nbytes = offset * self._layout.token_bytes + 2 * self.bytes_at(checkpoint.offset)
+            return nbytes <= self._booking.budget_bytes
 
         if not self.checkpoints or fits(self.prompt_tokens, self.checkpoints[-1]):
             return None
         return next((each for each in reversed(self.checkpoints) if fits(each.offset, each)), None)
 
-    def _keep(self, kept: Mapping[Window, Sequence[Range]]) -> None:
+    def _trim_to(self, wanted: Mapping[Window, Sequence[Range]]) -> None:
         for index, spans in enumerate(self.windows):
-            if any(missing(self._layout.stored(spans, window), its) for window, its in kept.items()):
-                self.windows[index] = self._layout.within(spans, kept)[0]
+            if any(missing(self._layout.stored(spans, window), its) for window, its in wanted.items()):
+                self.windows[index] = self._layout.within(spans, wanted)[0]
         self.windows = [each for each in self.windows if each.nbytes]
         self._book()
 

@@ -1,40 +1,13 @@
-"""Tier: what joins a cache to its stores: state comes from there before a request is planned, and goes there.
+"""Tier: joins a cache to its stores. State is read from them before a request is planned, and written to them.
 
-    bring    where the store has more of a prompt than memory, and reading it is expected to be faster than prefill:
-             read -> the tree, PAGED; the request then goes on as with any other paged state
-    closed   keep what a request left (write_on="close"), or what it had found (write_on="second_use")
-    lost     keep what is about to go (write_on="eviction")
+    read     if a store has more of a prompt than memory, and reading is expected to be faster than prefill, the state
+             goes into the tree as PAGED; the request then finds it like any paged state
+    write    what a request left (write_on="close") or had found (write_on="second_use")
+    lose     what is about to be evicted (write_on="eviction")
 
-Several stores are asked as one (`Tiers`), and each is written at its own moment.
-
-Nothing here raises for what a disk or a file does, or for state of a kind that cannot be stored: the answer is the cold
-one. The lock is held. What waits to be written is in memory beside the budget, up to the store's own limit.
-
-Disk: a store, or several, and what a cache's state is called there.
-
-Bringing: state out of a store, into the tree, for a request that is about to be planned.
-
-    memory    |------------| match
-    store     |-----------------------------| chain of blocks, and what point layers need at its end
-    read                  |-----------------|     and of windows what they read there
-
-It ends where a request can resume. Of several stores each part is weighed by itself: what one has is not read for what
-another one saves. The lock is held; arrays are made on the calling thread, files are read by others.
-
-Keeping: state of the tree, into a store: a block up to each multiple of 512 tokens, each checkpoint, and the end.
-
-    stored      |--------|--------|--|              as it was cut before
-    path        |------------------------------| end
-    put                              |-----|---|    behind it: each token is written once
-
-Of several stores that are written at the same moment one may lack what another one has: that is put too.
-
-Where the system prompt ends, and where the tree parts, a block ends too: it is not written again for each that goes on
-from there. What parts in the second half of a block that is stored goes on from inside of it. Layers that resume at
-checkpoints alone need a block that ends at each, so theirs is written again; no more than up to the last one is.
-
-The lock is held. Bytes are taken on the calling thread, without a copy where the tree has them in one piece; out of
-live buffers they are copied, a block at a time, and only if the store takes it.
+Several stores are asked as one (`Tiers`); each is written at its own moment. No error of a store or its files fails a
+request: the cache serves without that state. Bytes that wait to be written are beside the budget, up to the store's own
+limit. Callers hold the lock; arrays are made on the calling thread, files are read by other threads.
 """
 
 from __future__ import annotations
@@ -66,14 +39,21 @@ from radixcache.tree.entries import NodeState, StateNode, Use
 from radixcache.tree.radix_tree import Match
 from radixcache.tree.state_tree import StateTree
 
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+#: How often a chain is read anew after one of its blocks was found damaged or gone.
+ATTEMPTS = 8
+
 
 class Disk(NamedTuple):
-    """Where a cache's state goes.
+    """A store, and how this cache's state is filed there.
 
     Attributes:
-        grid: an exact cache's step size, by which its blocks are marked, and others never taken; 0: any are.
-        clock: seconds, by which prefill and reading are timed.
-        block_tokens: of a block at most; None: as many as a segment of the tree has.
+        grid: an exact cache's step size, which marks its blocks; it reads no others. 0: not exact.
+        clock: seconds; times prefill and reading.
+        block_tokens: the most tokens of a block; None: those of a segment of the tree.
     """
 
     store: Store
@@ -82,22 +62,14 @@ class Disk(NamedTuple):
     clock: Callable[[], float] = time.perf_counter
     block_tokens: int | None = None
 
-    def match(self, keys: Keys, namespace: str, *, at_checkpoints: bool = False) -> list[Link]:
-        """As `Store.match`, of this cache's state."""
-        return self.store.match(self.identity, namespace, keys, grid=self.grid, at_checkpoints=at_checkpoints)
-
-    def known(self, keys: Keys, namespace: str) -> list[Link]:
-        """As `Store.known`, of this cache's state."""
-        return self.store.known(self.identity, namespace, keys, grid=self.grid)
-
 
 class Foreseen(NamedTuple):
-    """What would be brought of a prompt.
+    """What would be read of a prompt.
 
     Attributes:
-        tokens: how many of it are stored, if more than memory has.
-        read_tokens: up to where they would be read; 0: none would, reading is expected to be slower than prefill.
-        tiers: up to where each store has it, in the order in which they would be read.
+        tokens: stored tokens, if more than memory has.
+        read_tokens: up to where they would be read; 0: not at all, prefill is expected to be faster.
+        tiers: up to where each store has them, in the order in which they would be read.
     """
 
     tokens: int = 0
@@ -105,31 +77,115 @@ class Foreseen(NamedTuple):
     tiers: tuple[tuple[str, int], ...] = ()
 
 
-class Bringing:
-    """Reading for one cache."""
+class Tier:
+    """The stores of one cache.
+
+    Attributes:
+        store: the store, or several as one.
+        rates: measured speeds, by which it decides what to read.
+    """
+
+    def __init__(
+        self, disk: Disk, layout: Layout, states: StateTree, evictor: Evictor, slots: Slots, pager: Pager
+    ) -> None:
+        self.store = disk.store
+        self.rates = StoreRates(states.cost, disk.clock)
+        self._states = states
+        self._reader = StoreReader(disk, layout, states, evictor, pager, self.rates)
+        self._writers = {
+            moment: StoreWriter(disk._replace(store=store), layout, states, slots)
+            for moment, store in moments(disk.store).items()
+        }
+        self._has_failed = False
+
+    def read(self, keys: Keys, namespace: str, use: Use) -> bool:
+        """Put what the stores have of a prompt beyond memory into the tree, if worth it; whether anything came."""
+        for _ in range(ATTEMPTS):
+            decision = self._safely(lambda: self._reader.read(keys, namespace, use))
+            if decision is not None:
+                self._states.tally.add_to("store_decisions", decision)
+            if decision != "damaged":
+                break
+        return decision == "brought"
+
+    def foresee(self, keys: Keys, namespace: str) -> Foreseen:
+        """What `read` would do."""
+        return self._safely(lambda: self._reader.foresee(keys, namespace)) or Foreseen()
+
+    def write(self, keys: Keys, request: PrefixRequest, used: int) -> None:
+        """Write what a request left in the tree; it had found the first `used` of these keys there."""
+        mark = min(request.marks, default=0)
+        for moment, writer in self._writers.items():
+            end = {"close": len(keys), "second_use": used}.get(moment, 0)
+            if end:
+                match = self._states.match(keys[:end], request.namespace)
+                self._safely(lambda its=writer, at=match: its.write(at.node, at.offset, mark))  # type: ignore[misc]
+
+    def lose(self, node: StateNode) -> None:
+        """Write a node that is about to lose state."""
+        self._safely(lambda: self._writers["eviction"].write(node, node.end))
+
+    def remove(self, keys: Keys, start: int, namespace: str) -> None:
+        """Delete state of these keys from offset `start` on, which was found wrong, even if not written yet."""
+
+        def delete() -> None:
+            self.store.flush()
+            self.store.remove(each.key for each in self._reader.match(keys, namespace) if each.end > start)
+
+        self._safely(delete)
+
+    def write_all(self) -> None:
+        """Write all state to the stores that write at eviction, last used first; waits for room in their queues."""
+        writer = self._writers.get("eviction")
+        if writer is not None:
+            leaves = [node for node in self._states.tree.nodes() if node.is_leaf]
+            for leaf in sorted(leaves, key=lambda each: -each.payload.entry.last_used):
+                self._safely(lambda its=leaf: writer.write(its, its.end, wait=True))  # type: ignore[misc]
+
+    def _safely(self, call: Callable[[], R]) -> R | None:
+        """What a call returns; None if it raised: a store error never fails a request."""
+        try:
+            return call()
+        except Exception:
+            self._states.tally.add_to("store_decisions", "failed")
+            if not self._has_failed:
+                logger.exception("a store cannot be used for some state; requests are served without it")
+            self._has_failed = True
+            return None
+
+
+class StoreReader:
+    """Reads state from the stores of one cache into the tree.
+
+        memory    |------------| match
+        store     |-----------------------------| chain of blocks, and what point layers need at its end
+        read                  |-----------------|     and what windows read there
+
+    It ends where a request can resume. Each store's part is weighed by itself: no store is read for what another saves.
+    """
 
     def __init__(
         self, disk: Disk, layout: Layout, states: StateTree, evictor: Evictor, pager: Pager, rates: StoreRates
     ) -> None:
-        self._disk, self._layout, self._states = disk, layout, states
+        self._disk, self._store, self._layout, self._states = disk, disk.store, layout, states
         self._evictor, self._pager, self._rates = evictor, pager, rates
         self._grid = states.grid_tokens
 
-    def bring(self, keys: Keys, namespace: str, use: Use) -> str:
-        """Put into the tree what the store has of a prompt beyond memory; what became of it, in a few words.
+    def read(self, keys: Keys, namespace: str, use: Use) -> str:
+        """Put what the store has of a prompt beyond memory into the tree; returns the outcome in a few words.
 
-        "damaged": what was found is not known any more; ask again. It raises what a store or its content may raise.
+        "damaged": a block that was found is gone now; ask again. Raises what a store or its content may raise.
         """
-        match, resume, links = self._sought(keys, namespace)
+        match, resume, links = self._missing(keys, namespace)
         if not links:
             return "not stored"
-        links, refused = self._chosen(resume, links)
+        links, refused = self._worth_reading(resume, links)
         if refused:
             start = links[-1].end if links else resume
             self._rates.was_refused({each.tier for each in refused}, start, refused[-1].end)
         if not links:
             return "slower than prefill"
-        links = self._less_what_tells(resume, links)
+        links = self._without_measured_end(resume, links)
         with self._states.guarded(match.node):
             try:
                 return self._read(match, resume, links, keys, namespace, use)
@@ -137,84 +193,97 @@ class Bringing:
                 self._evictor.tidy(match.node)
 
     def foresee(self, keys: Keys, namespace: str) -> Foreseen:
-        """What `bring` would do."""
-        _, resume, links = self._sought(keys, namespace)
+        """What `read` would do."""
+        _, resume, links = self._missing(keys, namespace)
         if not links:
             return Foreseen()
-        chosen, _ = self._chosen(resume, links)
-        names = self._disk.store.tiers
-        ends = {names[each.tier]: each.end for each in links}
+        chosen, _ = self._worth_reading(resume, links)
+        ends = {self._store.tiers[each.tier]: each.end for each in links}
         return Foreseen(links[-1].end, chosen[-1].end if chosen else 0, tuple(ends.items()))
 
-    def remove(self, keys: Keys, start: int, namespace: str) -> None:
-        """Have the store give up what it has of these keys from offset `start` on, and what it is about to write."""
-        self._disk.store.flush()
-        self._disk.store.remove(each.key for each in self._disk.match(keys, namespace) if each.end > start)
+    def match(self, keys: Keys, namespace: str, *, at_checkpoints: bool = False) -> list[Link]:
+        """As `Store.match`, of this cache's state."""
+        disk = self._disk
+        return self._store.match(disk.identity, namespace, keys, grid=disk.grid, at_checkpoints=at_checkpoints)
 
-    def _sought(self, keys: Keys, namespace: str) -> tuple[Match[NodeState], int, list[Link]]:
-        """What memory has, where a request would resume on that, and the blocks that would take it further."""
+    # Private: what to read
+
+    def _missing(self, keys: Keys, namespace: str) -> tuple[Match[NodeState], int, list[Link]]:
+        """The match in memory, where a request would resume on it, and the blocks that would take it further."""
         match = self._states.match(keys, namespace)
         resume = plan_resume(self._layout, match, len(keys), None, grid_tokens=self._grid).resume
-        chain = self._disk.match(keys, namespace, at_checkpoints=self._layout.has_states)
+        chain = self.match(keys, namespace, at_checkpoints=self._layout.has_states)
         end = chain[-1].end if chain else 0
         if floor(end, self._grid) <= resume:
             return match, resume, []
         ranges = [(match.offset, end), *(needed for window in self._layout.windows for needed in window.needs(end))]
         needed = [link for link in chain if any(link.start < b and link.end > a for a, b in ranges)]
-        return match, resume, needed or chain[-1:]  # memory has all of it but the checkpoint
+        return match, resume, needed or chain[-1:]  # No block needed: memory lacks only the checkpoint.
 
-    def _least(self, links: Sequence[Link]) -> list[Link]:
-        """The first of these that can be read for themselves."""
-        ends = (count for count, link in enumerate(links, 1) if link.has_checkpoint or not self._layout.has_states)
-        return list(links[: next(ends)])
-
-    def _chosen(self, resume: int, links: Sequence[Link]) -> tuple[list[Link], list[Link]]:
+    def _worth_reading(self, resume: int, links: Sequence[Link]) -> tuple[list[Link], list[Link]]:
         """As many of these as are worth reading, store by store; and those behind them that were found not to be."""
         chosen: list[Link] = []
         for run in self._runs(links):
             start = chosen[-1].end if chosen else resume
-            if not self._is_worth_reading(start, run):
-                run, refused = self._least(run), run
-                is_tried = self._is_worth_reading(start, run)
-                return ([*chosen, *run], []) if is_tried else (chosen, refused)
+            if not self._is_worth(start, run):
+                least = next(count for count, link in enumerate(run, 1) if self._can_resume(link))
+                is_tried = self._is_worth(start, run[:least])
+                return ([*chosen, *run[:least]], []) if is_tried else (chosen, run)
             chosen += run
         return chosen, []
+
+    def _is_worth(self, start: int, links: Sequence[Link]) -> bool:
+        return self._rates.is_worth_reading(self._tier_bytes(links), start, links[-1].end)
+
+    def _can_resume(self, link: Link) -> bool:
+        """Whether a request can resume behind a block."""
+        return link.has_checkpoint or not self._layout.has_states
 
     def _runs(self, links: Sequence[Link]) -> Iterator[list[Link]]:
         """These, cut where another store goes on and a request could resume."""
         run: list[Link] = []
         for link, after in zip(links, [*links[1:], None], strict=True):
             run.append(link)
-            can_resume = link.has_checkpoint or not self._layout.has_states
+            can_resume = self._can_resume(link)
             if after is None or (after.tier != link.tier and can_resume):
                 yield run
                 run = []
 
-    def _less_what_tells(self, resume: int, links: list[Link]) -> list[Link]:
-        """These, without the end that is prefilled to learn what prefill takes, where that is due."""
+    def _without_measured_end(self, resume: int, links: list[Link]) -> list[Link]:
+        """These, without the end that is to be prefilled once to measure the speed of prefill."""
         tokens = self._rates.tokens_to_prefill()
         last = links[-1].end - tokens
-        ends = [
-            count
-            for count, link in enumerate(links, 1)
-            if resume < link.end <= last and (link.has_checkpoint or not self._layout.has_states)
-        ]
+        ends = [n for n, link in enumerate(links, 1) if resume < link.end <= last and self._can_resume(link)]
         if not tokens or not ends:
             return links
         self._rates.was_left()
         return links[: ends[-1]]
 
-    def _is_worth_reading(self, start: int, links: Sequence[Link]) -> bool:
-        return self._rates.is_worth_reading(self._tier_bytes(links), start, links[-1].end)
+    def _affordable(self, links: Sequence[Link]) -> list[Link]:
+        """As many of these, from the first on, as fit the budget, with room made; a checkpoint has to be last."""
+        room = self._states.account.ledger.budget_bytes - self._evictor.fixed_bytes()
+        fitting = list(links)
+        while fitting and (self._bytes(fitting) > room or not self._can_resume(fitting[-1])):
+            fitting.pop()
+        return fitting if self._evictor.find_room(self._bytes(fitting)) else []
+
+    def _bytes(self, links: Sequence[Link]) -> int:
+        """Bytes that these take, in stores and in memory, but for a few KiB."""
+        return self._tier_bytes(links).total()
+
+    def _tier_bytes(self, links: Sequence[Link]) -> Counter[int]:
+        """The same by the store."""
+        found: Counter[int] = Counter()
+        for each in links:
+            found[each.tier] += each.block_bytes
+        if links and self._layout.has_states:
+            found[links[-1].tier] += links[-1].checkpoint_bytes
+        return found
+
+    # Private: reading it
 
     def _read(
-        self,
-        match: Match[NodeState],
-        resume: int,
-        links: list[Link],
-        keys: Keys,
-        namespace: str,
-        use: Use,
+        self, match: Match[NodeState], resume: int, links: list[Link], keys: Keys, namespace: str, use: Use
     ) -> str:
         layout, held = self._layout, match.offset
         links = self._affordable(links)
@@ -222,7 +291,8 @@ class Bringing:
             return "no room"
         seconds: defaultdict[int, float] = defaultdict(float)
         clock, began = self._rates.clock, self._rates.clock()
-        files = self._disk.store.read(self._wanted(links))
+        wanted: list[tuple[bytes, Kind]] = [(each.key, "block") for each in links]
+        files = self._store.read([*wanted, (links[-1].key, "checkpoint")] if layout.has_states else wanted)
         rows, windows = [], []
         for link, block in zip(links, files, strict=False):
             if block is None:
@@ -234,7 +304,7 @@ class Bringing:
             windows.append(Spans(link.start, link.block_end, leaves, sum(its.nbytes for its in leaves if its)))
             seconds[link.tier] += clock() - began
             began = clock()
-        end, checkpoints = floor(links[-1].end, self._grid), []
+        end = floor(links[-1].end, self._grid)
         leaves = [None] * layout.leaf_count
         if layout.has_states:
             if (block := next(files)) is None:
@@ -248,7 +318,7 @@ class Bringing:
         seconds[links[-1].tier] += clock() - began
         self._rates.was_read(nbytes := self._tier_bytes(links), seconds)
         for tier, its in nbytes.items():
-            self._states.tally.add_to("brought_bytes", self._disk.store.tiers[tier], its)
+            self._states.tally.add_to("brought_bytes", self._store.tiers[tier], its)
         if end <= resume:
             return "windows are not whole"
         checkpoints = [layout.checkpoint_of(leaves, end, "end")] if layout.has_points else []
@@ -257,59 +327,47 @@ class Bringing:
         self._states.tally.add(brought_tokens=end - resume)
         return "brought"
 
-    def _wanted(self, links: Sequence[Link]) -> list[tuple[bytes, Kind]]:
-        """What is read of these: their blocks, and the last one's checkpoint for layers that resume nowhere else."""
-        blocks: list[tuple[bytes, Kind]] = [(each.key, "block") for each in links]
-        return [*blocks, (links[-1].key, "checkpoint")] if self._layout.has_states else blocks
-
     def _joined(self, rows: Sequence[list[Any]], start: int, end: int) -> Spans:
-        """The snapshots of several blocks, one behind the other, as those of the tokens [start, end)."""
+        """The snapshots of several blocks as one of the tokens [start, end)."""
         leaves = []
         for its in zip(*rows, strict=True):
             whole = None if its[0] is None else reduce(lambda upper, lower: upper.merged(lower), its)
             leaves.append(None if whole is None else whole.split(start)[1].split(end)[0])
         spans = self._layout.spans_of(leaves, start, end)
-        if spans.nbytes != (end - start) * self._layout.token_bytes:
-            raise ValueError(f"{spans.nbytes} bytes are stored of {end - start} tokens.")
+        wanted = (end - start) * self._layout.token_bytes
+        if spans.nbytes != wanted:
+            raise ValueError(f"the store has {spans.nbytes} bytes of {end - start} tokens; wanted {wanted} bytes.")
         return spans
 
-    def _affordable(self, links: Sequence[Link]) -> list[Link]:
-        """As many of these, from the first on, as there is room for, which is made; a checkpoint has to be last."""
-        room = self._states.account.ledger.budget_bytes - self._evictor.fixed_bytes()
-        fitting = list(links)
-        while fitting and (self._bytes(fitting) > room or (self._layout.has_states and not fitting[-1].has_checkpoint)):
-            fitting.pop()
-        return fitting if self._evictor.find_room(self._bytes(fitting)) else []
 
-    def _bytes(self, links: Sequence[Link]) -> int:
-        """Bytes that reading these takes, in stores and in memory, but for a few KiB."""
-        return sum(self._tier_bytes(links).values())
+class StoreWriter:
+    """Writes state of one cache's tree: a block up to each multiple of 512 tokens, each checkpoint, and the end.
 
-    def _tier_bytes(self, links: Sequence[Link]) -> Counter[int]:
-        """The same, by the store."""
-        found: Counter[int] = Counter()
-        for each in links:
-            found[each.tier] += each.block_bytes
-        if links and self._layout.has_states:
-            found[links[-1].tier] += links[-1].checkpoint_bytes
-        return found
+        stored      |--------|--------|--|              as it was cut before
+        path        |------------------------------| end
+        put                              |-----|---|    behind it: each token is written once
 
+    Of several stores that are written at the same moment, one may lack what another has: that is put too.
 
-class Keeping:
-    """Writing for one cache."""
+    A block also ends where the system prompt ends and where the tree parts: what goes on from there need not write it
+    again. A path that parts in the second half of a stored block goes on from inside that block. Layers that resume
+    only at checkpoints need a block that ends at each: theirs is written again, up to the last checkpoint.
+
+    Arrays in one piece are written without a copy; live buffers are copied, a block at a time, if the store takes it.
+    """
 
     def __init__(self, disk: Disk, layout: Layout, states: StateTree, slots: Slots) -> None:
-        self._disk, self._layout, self._states, self._slots = disk, layout, states, slots
-        # An exact cache's blocks begin where its prefill does, and those of others have to end at each checkpoint.
+        self._disk, self._store, self._layout, self._states, self._slots = disk, disk.store, layout, states, slots
+        # Exact caches' blocks begin where their prefill does; point layers need a block that ends at each checkpoint.
         self._cuts = disk.store.takes_cuts and not disk.grid and not layout.has_points
-        # What was put and may not be written yet.
+        #: What was put and may not be written yet.
         self._put = Index()
 
-    def keep(self, tip: StateNode, end: int, mark: int = 0, *, wait: bool = False) -> None:
-        """Put what the store lacks of the path to a node, up to offset `end`; it stops where no more is taken.
+    def write(self, tip: StateNode, end: int, mark: int = 0, *, wait: bool = False) -> None:
+        """Put what the store lacks of the path to a node, up to offset `end`; stop at the first block it refuses.
 
         Args:
-            mark: where many are likely to part from it.
+            mark: an offset where many prompts are likely to part.
         """
         path = tip.path()
         points: dict[int, Checkpoint] = {}
@@ -328,7 +386,7 @@ class Keeping:
                 parent, cut = link.key, high - low
                 continue
             about = (self._disk.identity, tip.namespace, parent, low, keys[low:high], self._disk.grid, cut)
-            if link is not None and self._disk.store.holds(link.key):
+            if link is not None and self._store.holds(link.key):
                 parent = link.key
             else:
                 head = Head("block", *about)
@@ -343,7 +401,7 @@ class Keeping:
     def _bounds(
         self, keys: Keys, namespace: str, root: bytes, wanted: Iterable[int]
     ) -> list[tuple[int, int, Link | None]]:
-        """How these keys are cut into blocks: as they are stored already, then by segments and where it is wanted."""
+        """How to cut these keys into blocks: as they are stored already, then by segments and at the wanted offsets."""
         found = self._chain(keys, namespace, root)
         start = chain_end(found)
         cuts = [start, *sorted(at for at in wanted if start < at < len(keys))]
@@ -352,14 +410,16 @@ class Keeping:
         return [*((each.start, each.end, each) for each in found), *((low, high, None) for low, high in new)]
 
     def _chain(self, keys: Keys, namespace: str, root: bytes) -> list[Link]:
-        """The longest chain of blocks that these keys follow, stored or put: whole ones, where the store takes nothing
-        else, and a last one in part if it is at least half."""
-        if self._disk.store.flush(0):
+        """The longest chain of blocks that these keys follow, stored or put.
+
+        Whole blocks; if the store takes cuts, the last one may be a part of at least half a block.
+        """
+        if self._store.flush(0):
             self._put = Index()
-        stored = self._disk.known(keys, namespace)
+        stored = self._store.known(self._disk.identity, namespace, keys, grid=self._disk.grid)
         if not self._cuts:
             stored = list(takewhile(lambda link: link.is_whole, stored))
-        # A stored block that these leave inside may have an unwritten sibling that they follow longer.
+        # A stored block that these keys leave inside may have an unwritten sibling that they follow longer.
         found = max((self._with_put(chain, keys, root) for chain in (stored, stored[:-1])), key=chain_end)
         if found and not found[-1].is_whole:
             last = found[-1]
@@ -376,18 +436,19 @@ class Keeping:
         return [*chain, *(each.moved(at) for each in behind)]
 
     def _offer(self, head: Head, state: Callable[[], Buffers | None], wait: bool) -> bool:
-        """Put a block or a checkpoint, unless it is there; False: it is neither there nor taken."""
-        if self._disk.store.holds(head.key, head.kind):
+        """Put a block or a checkpoint unless it is there; False: it is neither there nor taken."""
+        store, is_block = self._store, head.kind == "block"
+        if store.holds(head.key, head.kind):
             return True
-        windows = sum(map(self._layout.window_bytes, self._layout.windows))
-        nbytes = len(head.tokens) * (self._layout.token_bytes + windows) if head.kind == "block" else 0
-        if wait and not self._disk.store.accepts(nbytes):
-            self._disk.store.flush()
-        buffers = state() if self._disk.store.accepts(nbytes) else None
-        if buffers is None or not self._disk.store.put(Block(head, buffers)):
+        token_bytes = self._layout.token_bytes + sum(map(self._layout.window_bytes, self._layout.windows))
+        nbytes = len(head.tokens) * token_bytes if is_block else 0
+        if wait and not store.accepts(nbytes):
+            store.flush()
+        buffers = state() if store.accepts(nbytes) else None
+        if buffers is None or not store.put(Block(head, buffers)):
             return False
         self._states.tally.add(kept_blocks=1)
-        if head.kind == "block":
+        if is_block:
             self._put.add(head, 1, 0)
         return True
 
@@ -401,7 +462,7 @@ class Keeping:
         return self._layout.block_buffers(whole, self._states.windows.stored(nodes), start, end)
 
     def _spans_at(self, node: StateNode, start: int, end: int) -> Spans | None:
-        """A node's snapshot, or a copy of [start, end) out of buffers that have it and may be read."""
+        """A node's snapshot, or a copy of [start, end) out of live buffers that can be read."""
         state = node.payload
         if state.spans is not None:
             return state.spans
@@ -411,83 +472,3 @@ class Keeping:
         if caches is None:
             return None if self._layout.token_bytes else Spans(start, end, [None] * self._layout.leaf_count, 0)
         return self._layout.page_out(caches, start, end)
-
-
-logger = logging.getLogger(__name__)
-
-R = TypeVar("R")
-
-#: How often a chain is read anew after a block of it was found damaged or gone.
-ATTEMPTS = 8
-
-
-class Tier:
-    """The stores of one cache.
-
-    Attributes:
-        store: where it leads to.
-        rates: by which it is decided what is read.
-    """
-
-    def __init__(
-        self, disk: Disk, layout: Layout, states: StateTree, evictor: Evictor, slots: Slots, pager: Pager
-    ) -> None:
-        self.store = disk.store
-        self.rates = StoreRates(states.cost, disk.clock)
-        self._has_failed = False
-        self.bringing = Bringing(disk, layout, states, evictor, pager, self.rates)
-        self._keeping = {
-            moment: Keeping(disk._replace(store=store), layout, states, slots)
-            for moment, store in moments(disk.store).items()
-        }
-        self._states = states
-
-    def read(self, keys: Keys, namespace: str, use: Use) -> bool:
-        """Put into the tree what the store has of a prompt beyond memory, if that is worth it and there is room."""
-        for _ in range(ATTEMPTS):
-            decision = self._safely(lambda: self.bringing.bring(keys, namespace, use))
-            if decision is not None:
-                self._states.tally.add_to("store_decisions", decision)
-            if decision != "damaged":
-                break
-        return decision == "brought"
-
-    def foresee(self, keys: Keys, namespace: str) -> Foreseen:
-        """What `bring` would do."""
-        return self._safely(lambda: self.bringing.foresee(keys, namespace)) or Foreseen()
-
-    def write(self, keys: Keys, request: PrefixRequest, used: int) -> None:
-        """A request is over, and left these in the tree; the first `used` of them it had found there."""
-        mark = min(request.marks, default=0)
-        for moment, keeping in self._keeping.items():
-            end = {"close": len(keys), "second_use": used}.get(moment, 0)
-            if end:
-                match = self._states.match(keys[:end], request.namespace)
-                self._safely(lambda its=keeping, at=match: its.keep(at.node, at.offset, mark))  # type: ignore[misc]
-
-    def lose(self, node: StateNode) -> None:
-        """A node is about to lose state."""
-        self._safely(lambda: self._keeping["eviction"].keep(node, node.end))
-
-    def remove(self, keys: Keys, start: int, namespace: str) -> None:
-        """State of these keys was found wrong from offset `start` on."""
-        self._safely(lambda: self.bringing.remove(keys, start, namespace))
-
-    def write_all(self) -> None:
-        """Keep what a cache that writes at eviction holds as it is closed, what was used last first; waits for room."""
-        keeping = self._keeping.get("eviction")
-        if keeping is not None:
-            leaves = [node for node in self._states.tree.nodes() if node.is_leaf]
-            for leaf in sorted(leaves, key=lambda each: -each.payload.entry.last_used):
-                self._safely(lambda its=leaf: keeping.keep(its, its.end, wait=True))  # type: ignore[misc]
-
-    def _safely(self, call: Callable[[], R]) -> R | None:
-        """What a call returns; None where it raised: whatever is wrong with a store is no reason not to serve."""
-        try:
-            return call()
-        except Exception:
-            self._states.tally.add_to("store_decisions", "failed")
-            if not self._has_failed:
-                logger.exception("the store cannot be used for some state; requests are served without it")
-            self._has_failed = True
-            return None

@@ -1,9 +1,13 @@
-"""Progress: how far the layers of one session are evaluated, forward passes on them, and what is left when one fails.
+"""Progress: how far the layers of one session are evaluated, its forward passes, and what is left after a failure.
 
-Two numbers describe it. `position` counts the tokens whose forward pass the session ran itself; the layers' offsets say
-how many ran in truth, which is more when the caller's own loop called the model, and unequal when a forward pass broke
-off in the middle. `settle` brings the two together: nothing is stored that was not evaluated, or whose tokens are not
-known, and as little else as can be is given up.
+`position` counts the tokens whose forward pass the session ran itself. The layers' offsets are what was evaluated in
+truth: more if the caller's own loop called the model, and unequal if a forward pass broke off. `settle` reconciles the
+two: nothing is stored that was not evaluated, or whose tokens are not known, and as little else as possible is lost.
+
+Recurrent caches do not say how many tokens they have seen. A forward pass gives them new arrays, so the array objects
+of the first and the last such leaf tell whether somebody else ran the model: layers run in order, so a whole pass
+changes both, and a pass that broke off behind the first leaf does not change the last. These are called blind leaves
+here.
 
 Invariants:
 
@@ -11,64 +15,28 @@ Invariants:
   N2  After a forward pass that raised, the layers stand at `position` again, or they fell back to a checkpoint, or the
       session is lost and every further call says so.
   N3  In exact mode the state up to `grid_end` was made in whole chunks from offset 0; no more than that is stored.
-
-BlindLeaves: what leaves without an offset held when a session last knew where they stood.
-
-Recurrent caches do not say how many tokens they have seen. A forward pass gives them new arrays, so the array objects
-tell at least whether somebody else ran the model. Layers run in the order of their caches: a pass that went through
-gave both the first and the last of these leaves new arrays, a pass that broke off behind the first not the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
 import mlx.core as mx
 
 from radixcache.core import Core
-from radixcache.layers.layout import Layout, is_evaluation_failure
+from radixcache.layers.layout import is_evaluation_failure
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.resume import OwnState, PrefixRequest, floor
 from radixcache.tokens import TokenIds
 
 
 class Moved(Enum):
-    """Which of the leaves have other arrays than were noted."""
+    """How many of the blind leaves have new arrays."""
 
     NONE = 0
     SOME = 1
     ALL = 2
-
-
-class BlindLeaves:
-    """The first and the last leaf without an offset of one live cache. Holds their arrays, never a span buffer."""
-
-    def __init__(self, layout: Layout, caches: Sequence[Any]) -> None:
-        self._layout = layout
-        self.note(caches)
-
-    def note(self, caches: Sequence[Any]) -> None:
-        """Take what the leaves hold now as known."""
-        self._noted = self._layout.identities(caches)
-
-    def forget(self) -> None:
-        """Hold nothing any more."""
-        self._noted = []
-
-    def moved(self, caches: Sequence[Any]) -> Moved:
-        """Which of the leaves have other arrays than when they were noted."""
-        now = self._layout.identities(caches)
-        if len(now) != len(self._noted):
-            return Moved.SOME
-        same = [list(map(id, old)) == list(map(id, new)) for old, new in zip(self._noted, now, strict=True)]
-        if all(same):
-            return Moved.NONE
-        return Moved.SOME if any(same) else Moved.ALL
-
-    def __bool__(self) -> bool:
-        return bool(self._noted)
 
 
 class Progress:
@@ -79,45 +47,42 @@ class Progress:
         position: tokens evaluated so far, as far as the session knows.
         grid_end: exact mode: the multiple of step_size up to which the state is that of a cold run to the bit.
         own: checkpoints taken on the way, and what windows need for them, which the tree does not have yet.
-        is_lost: whether a failure has left nothing to go on with.
-        raised: what a forward pass raised last, and was dealt with.
+        is_lost: whether a failure lost the state.
+        raised: the last error of a forward pass that was handled here.
     """
 
     def __init__(self, core: Core, live: LivePath, request: PrefixRequest, offset: int) -> None:
-        self._core = core
+        self._core, self._live, self._request = core, live, request
         self._layout = core.layout
-        self._live = live
-        self._request = request
         self._is_exact = core.settings.exact
         self._step_size = core.settings.step_size
-        self.own = OwnState(core.layout, live.booking)
-        self.own.prompt_tokens = len(request.prompt)
+        self.own = OwnState(core.layout, live.booking, len(request.prompt))
         self.is_lost = False
         self.raised: BaseException | None = None
+        self._noted: list[Any] = []
         self.stand_at(offset)
 
     def stand_at(self, offset: int) -> None:
-        """The live path was moved to an offset."""
+        """Note that the live path was moved to an offset."""
         self.caches: list[Any] = list(self._live.caches)
         self.position = self.grid_end = self.own.start = offset
-        # Whether layers may hold what their first forward pass gave them.
+        #: Whether layers may hold the arrays of their first forward pass.
         self._was_empty = offset == 0
         self._span_capacity = 0
         self._recheck_at = -1
-        self._blind = BlindLeaves(self._layout, self.caches)
+        self._note_leaves()
 
     def is_untouched(self) -> bool:
-        """Whether no forward pass has gone through the leaves without an offset since they were last looked at."""
-        return self._blind.moved(self.caches) is Moved.NONE
+        """Whether no forward pass changed the blind leaves since they were last noted."""
+        return self._moved(self.caches) is Moved.NONE
 
     def forget(self) -> None:
-        """Let go of all state, for who keeps the closed session."""
-        self.caches = []
-        self._blind.forget()
-        self.raised = None
+        """Let go of all state."""
+        self.own = OwnState(self._layout, self._live.booking)
+        self.caches, self._noted, self.raised = [], [], None
 
     def sync(self, known_tokens: int) -> None:
-        """Take note of forward passes that the caller's own loop ran.
+        """Note the forward passes that the caller's own loop ran.
 
         Raises:
             ValueError: they went beyond the tokens that are known.
@@ -134,7 +99,7 @@ class Progress:
         if offset > known_tokens:
             raise ValueError(f"the caches stand at {offset}, only {known_tokens} tokens are known; extend() first.")
         self.position = offset
-        self._blind.note(self.caches)
+        self._note_leaves()
 
     def prefill(self, model: Any, chunk: TokenIds, step_size: int) -> None:
         """Evaluate a chunk of the prompt, and wait for it."""
@@ -144,9 +109,9 @@ class Progress:
         is_whole = start == self.grid_end and len(chunk) == step_size
         try:
             if self._layout.windows and (is_whole or not self._is_exact):
-                self._keep_windows(start, is_last=len(chunk) < step_size or self.position == self._request.limit)
+                self._copy_windows(start, is_last=len(chunk) < step_size or self.position == self._request.limit)
             if len(chunk) == 1 < self._step_size and self._is_exact:
-                # A ring that goes round stays as it is: mlx-lm goes on from there too, and adds up in that order.
+                # A full ring buffer stays as it is: mlx-lm goes on from it too, and adds up in that order.
                 self._layout.evaluate(self.caches)
             else:
                 self._layout.own(self.caches, was_empty=self._was_empty)
@@ -161,24 +126,24 @@ class Progress:
                 self._undo(held, probe=True)
             raise
         self._measure(wait=True)
-        # Now: a checkpoint would take buffers of the chunk's, which are larger than it is.
+        # Before a checkpoint, which would take the chunk's buffers: they are larger than it is.
         self._layout.release()
         if is_whole:
             self.grid_end = self.position
 
     def step(self, model: Any, array: mx.array, count: int) -> mx.array:
-        """Evaluate the next tokens (1, T), and wait for nothing; logits (1, T, V)."""
+        """Dispatch the forward pass of the next tokens (1, T); returns logits (1, T, V), unevaluated."""
         return self._forward(model, array, count, self._layout.hold(self.caches, count))
 
     def stepped(self, count: int) -> None:
-        """Steps over so many tokens went well: own and book what they have left."""
+        """Own and book what successful steps over so many tokens have left."""
         if count > 1:
             self._layout.own(self.caches, was_empty=self._was_empty, wait=False)
         if self.position > self._recheck_at or count > 1:
             self._measure(wait=False)
 
     def take_checkpoint(self, kind: str) -> None:
-        """Copy the point state where it stands, unless an exact cache would not resume on it."""
+        """Copy the point state at `position`, unless an exact cache would not resume there."""
         if self._is_exact and self.position != self.grid_end:
             return
         with self._core.lock:
@@ -187,7 +152,7 @@ class Progress:
     def settle(self, known: int, broke_off: bool) -> tuple[int, int]:
         """Make the live caches stand at the end of what is to be stored; returns that offset, and what was evaluated.
 
-        A conversion of the caches during the session (late kv_bits) leaves the objects it replaced where they were.
+        A conversion of the caches during the session (late kv_bits) leaves the replaced objects where they were.
 
         Args:
             known: how many tokens are known and may be stored.
@@ -200,7 +165,7 @@ class Progress:
             fallen = self._fall_back(min(known, low, self.position))
             return fallen, fallen
         if target == 0:
-            # The first forward pass broke off: layers that it reached hold something, the others nothing.
+            # The first forward pass broke off: the layers that it reached hold something.
             self._layout.restore_points(caches, None, 0)
         end = self._back_to_grid(target) if self._is_exact else target
         self._layout.own(self._live.caches, was_empty=self._was_empty)
@@ -208,17 +173,10 @@ class Progress:
 
     # Private
 
-    def _keep_windows(self, start: int, *, is_last: bool) -> None:
-        """Keep what windows have of the tokens from `start` on, before it is cut to what they read."""
-        self._layout.evaluate(self.caches)
-        with self._core.lock:
-            self._layout.learn(self.caches)
-            self._core.copy_windows(self.own, self.caches, start, self.position, is_last=is_last)
-
     def _forward(self, model: Any, array: mx.array, count: int, held: list[Any]) -> mx.array:
         if self._span_capacity and self.position + count >= self._span_capacity:
             with self._core.lock:
-                # Room for these tokens and then some; copies the buffers once, without waiting for it.
+                # Room for these tokens and more; copies the buffers once, without waiting for it.
                 self._core.grow(self._live, self.position + count)
                 self._span_capacity = self._layout.span_capacity(self.caches)
         try:
@@ -232,17 +190,49 @@ class Progress:
                     self._undo(held, probe=False)
             raise
         self.position += count
-        if self._blind:
-            self._blind.note(self.caches)
+        if self._noted:
+            self._note_leaves()
         return logits
 
+    def _copy_windows(self, start: int, *, is_last: bool) -> None:
+        """Copy tokens from `start` on out of windows before these are cut to what they read."""
+        self._layout.evaluate(self.caches)
+        with self._core.lock:
+            self._layout.learn(self.caches)
+            self._core.copy_windows(self.own, self.caches, start, self.position, is_last=is_last)
+
     def _measure(self, wait: bool) -> None:
-        """Book the bytes of the live buffers, which may have changed, and keep the budget; `wait`: may evaluate."""
+        """Book the bytes of the live buffers, which may have changed, and enforce the budget; `wait`: may evaluate."""
         with self._core.lock:
             self._core.after_forward(self._live, self.caches, self._request, self.own, wait)
         self._span_capacity = self._layout.span_capacity(self.caches)
         self._recheck_at = self._layout.capacity(self.caches)
-        self._blind.note(self.caches)
+        self._note_leaves()
+
+    # Private: blind leaves
+
+    def _note_leaves(self) -> None:
+        self._noted = self._layout.identities(self.caches)
+
+    def _moved(self, caches: list[Any]) -> Moved:
+        now = self._layout.identities(caches)
+        if len(now) != len(self._noted):
+            return Moved.SOME
+        same = [list(map(id, old)) == list(map(id, new)) for old, new in zip(self._noted, now, strict=True)]
+        if all(same):
+            return Moved.NONE
+        return Moved.SOME if any(same) else Moved.ALL
+
+    def _agree(self, caches: list[Any], offset: int) -> bool:
+        """Whether the blind leaves may stand at the offset of the others.
+
+        A forward pass of the caller's own loop that broke off shows in them, unless whole passes came before it.
+        """
+        if not self._noted:
+            return True
+        return self._moved(caches) is (Moved.NONE if offset == self.position else Moved.ALL)
+
+    # Private: after failures, and at the end
 
     def _undo(self, held: list[Any], probe: bool) -> None:
         """Bring the layers back to `position` after a forward pass that raised."""
@@ -250,13 +240,13 @@ class Progress:
         if probe:
             try:
                 self._layout.evaluate(self.caches)
-            except Exception:  # the failed write is still in some buffer's graph: that buffer is gone
+            except Exception:  # The failed write is still in some buffer's graph: that buffer is gone.
                 self.is_lost = True
                 return
         if not intact:
             self._fall_back(self.position)
         else:
-            self._blind.note(self.caches)
+            self._note_leaves()
 
     def _fall_back(self, limit: int) -> int:
         """Return to the last checkpoint at or below `limit`, or to 0."""
@@ -266,33 +256,24 @@ class Progress:
         self.grid_end = min(self.grid_end, self.position)
         self._was_empty |= self.position == 0
         self.caches = list(self._live.caches)
-        self._blind.note(self.caches)
+        self._note_leaves()
         return self.position
 
     def _back_to_grid(self, target: int) -> int:
-        """Take the live caches, which stand at `target`, back to what a cold run would have there; its offset."""
+        """Take the live caches from `target` back to what a cold run would store; returns that offset."""
         end = min(self.grid_end, floor(target, self._step_size))
         if end == 0 or not self._layout.can_rewind(self._live.caches, target, end):
             return self._core.fall_back(self._live, self.own, end)
         self._layout.rewind(self._live.caches, target, end)
         return end
 
-    def _agree(self, caches: list[Any], offset: int) -> bool:
-        """Whether the leaves without an offset may stand where the others do.
-
-        A forward pass of the caller's own loop that broke off shows in them, unless others went through before it.
-        """
-        if not self._blind:
-            return True
-        return self._blind.moved(caches) is (Moved.NONE if offset == self.position else Moved.ALL)
-
     def _evaluated(self, caches: list[Any], known: int, broke_off: bool) -> int | None:
-        """The offset to store up to, the caches rewound to it; None when only a checkpoint can tell."""
+        """The offset to store up to, with the caches rewound to it; None: only a checkpoint is certain."""
         offsets = self._layout.offsets(caches)
         replaced = len(self.caches) != len(caches) or any(a is not b for a, b in zip(self.caches, caches, strict=True))
         if replaced and self._layout.has_points:
             return None
-        moved = self._blind.moved(caches)
+        moved = self._moved(caches)
         if broke_off and moved is not Moved.NONE:
             return None
         if offsets is None:

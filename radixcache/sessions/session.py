@@ -1,24 +1,12 @@
-"""Session: one request on the live caches, from what could be restored to what becomes a stored prefix.
+"""Session: one request on live caches, from its restored prefix to a stored one.
 
-    begin          restored [0, cached_tokens)
+    open_session   restores [0, cached_tokens): read from the store, look up, guard the path, move the live caches there
     prefill        evaluates the prompt up to its last token, taking checkpoints on the way
     step           evaluates the prompt's last token, then each sampled one
-    close          settle what was evaluated -> new nodes and checkpoints in the tree, LIVE -> keep the budget
+    close          settles what was evaluated, makes it a LIVE path of the tree, enforces the budget
 
-It holds what is known of the request; how far the layers are is in its Progress.
-
-open_session: how a request becomes a Session. Nothing else makes one.
-
-take back      what vanished without closing
-bring          what a store has of the prompt beyond memory
-look up        what the tree holds of the prompt, the free slot that goes along with it furthest, where to resume
-guard          the path, so that nothing takes it away meanwhile
-move           leave the old path (page out) -> make room -> page in
-count          the request, its reason where less than the match was resumed, its events
-
-fetch and insert: state for caches that are somebody else's, and out of them.
-
-both_models: a model and its draft model as one, over the caches of both.
+A session knows the tokens of its request; its Progress knows how far the layers are. A session belongs to one thread at
+a time. It takes the cache's lock itself; forward passes run outside of the lock.
 """
 
 from __future__ import annotations
@@ -40,7 +28,7 @@ from radixcache.errors import SessionClosedError, refuse_copy
 from radixcache.layers.layout import is_evaluation_failure
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.pins import Pins
-from radixcache.paging.resume import OwnState, PrefixRequest, ResumePlan, ShortReason, checkpoint_stops, stops_on_grid
+from radixcache.paging.resume import PrefixRequest, ResumePlan, ShortReason, checkpoint_stops, stops_on_grid
 from radixcache.sessions.progress import Progress
 from radixcache.settings import require_count, require_pin
 from radixcache.tokens import Keys, KnownTokens, TokenIds, token_ids
@@ -57,8 +45,8 @@ class Session:
         reason: why less than the match was resumed, from ShortReason; None when all of it was.
         prompt: int32 token ids of the whole prompt.
         remaining: int32 token ids that were left to evaluate at begin, never empty.
-        namespace, use: as the request was begun.
-        mismatch: what verification found wrong with what was restored; the session then began again, at offset 0, and
+        namespace, use: as given to begin().
+        mismatch: what verification found wrong with the restored state; the session then started over at offset 0, and
             cached_tokens and matched_tokens are 0.
         is_closed: whether it was closed.
         thread: the thread that began or last used the session; sessions of other threads do not read its buffers.
@@ -77,16 +65,13 @@ class Session:
         self.mismatch: Mismatch | None = None
         self.is_closed = False
         self.thread = threading.current_thread()
-        self._core = core
-        self._live = live
+        self._core, self._live, self._request, self._check = core, live, request, check
         self._seat = live.seats
-        self._request = request
         self._known = KnownTokens(request.prompt, request.keys, core.settings.vocab_size)
         self._progress = Progress(core, live, request, plan.resume)
-        self._check = check
         self._broke_off = False
         self._step_size = core.settings.step_size
-        #: Prompt tokens that a session which started over had evaluated before.
+        #: Prompt tokens to evaluate again after the session started over.
         self._owed = 0
 
     def __repr__(self) -> str:
@@ -105,15 +90,15 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and error is not self._progress.raised:
-            # It came out of the caller's own loop, perhaps in the middle of a forward pass, or out of an evaluation of
-            # what step() returned: the live buffers were part of that.
+            # The caller's own loop raised, perhaps in the middle of a forward pass or in evaluating what step()
+            # returned.
             self._broke_off = True
             self.is_lost = self.is_lost or is_evaluation_failure(error)
         self.close()
 
     def __del__(self) -> None:
-        # An interrupt between begin() and the with block leaves nobody to close the session. Garbage may be collected
-        # at any moment, also in the middle of an operation of this very thread.
+        # An interrupt between begin() and the with block leaves the session open. Garbage may be collected at any
+        # moment, also in the middle of an operation of this thread.
         if not getattr(self, "is_closed", True) and not sys.is_finalizing():
             self._core.lock.when_free(self._close_unattended)
 
@@ -182,8 +167,8 @@ class Session:
         """Run the forward pass of the next tokens: the rest of the prompt first, then sampled ones.
 
         Args:
-            tokens: token ids, a sequence or an mx.array of shape (T,) or (1, T), which need not be evaluated once
-                the prompt is through: nothing here waits for it.
+            tokens: token ids, a sequence or an mx.array of shape (T,) or (1, T). An array need not be evaluated
+                once the prompt is done: nothing here waits for it.
 
         Returns:
             Logits (1, T, V), unevaluated. A session that is verified waits for those of the prompt's last token.
@@ -229,8 +214,8 @@ class Session:
         with core.lock:
             self.is_closed = True
             if not live.is_seat_of(self._seat):
-                return  # it was taken for vanished, and its slot taken back
-            left = self._request.keys[:0]
+                return  # It was taken for vanished, and its slot taken back.
+            stored = self._request.keys[:0]
             try:
                 keys = self._settled_keys()
                 if keys is None:
@@ -238,26 +223,25 @@ class Session:
                 else:
                     end, evaluated = progress.settle(len(keys), self._broke_off)
                     core.commit(live, self._request, keys[:evaluated], end, progress.own)
-                    left = keys[:end]
+                    stored = keys[:end]
             except BaseException:
                 core.lose(live)
                 raise
             finally:
                 output_tokens = self.known_tokens - len(self.prompt)
-                core.end_session(live, self._request, left, self.cached_tokens, output_tokens)
-                # Whoever keeps the closed session must not keep the state with it.
-                progress.own = OwnState(core.layout, live.booking)
+                core.end_session(live, self._request, stored, self.cached_tokens, output_tokens)
+                # A closed session that is still referenced must not hold state.
                 progress.forget()
                 self._known.forget_pending()
                 if self._check is not None:
                     self._check.close()
 
     def drop_checkpoints(self, kind: str) -> None:
-        """Give up the checkpoints of a kind that were taken on the way; the lock is held."""
+        """Drop the checkpoints of a kind that were taken on the way; the lock is held."""
         self._progress.own.drop(lambda each: each.kind == kind)
 
     def checkpoint_bytes(self, offset: int) -> int:
-        """Bytes that the checkpoint taken at an offset keeps; 0: there is none."""
+        """Bytes of the checkpoint that was taken at an offset; 0: there is none."""
         return self._progress.own.bytes_at(offset)
 
     # Private
@@ -266,15 +250,15 @@ class Session:
         try:
             self.close()
         except Exception as error:
-            # Nobody waits for this; whoever runs into it called for something else.
+            # Nobody waits for this close; the present call asked for something else.
             warnings.warn(f"a session that nobody closed could not be stored: {error}", ResourceWarning, stacklevel=1)
 
     def _settled_keys(self) -> Keys | None:
-        """Keys of the tokens that may be stored, once all that is pending was evaluated; None: that failed."""
+        """Keys of the tokens that may be stored, after evaluating what is pending; None: that failed."""
         if not self.is_lost:
             try:
                 self._core.layout.evaluate(self._live.caches)
-            except Exception:  # whatever MLX raised: the state behind it is gone, and that is what counts here
+            except Exception:  # Whatever MLX raised: the state is gone.
                 self.is_lost = True
         if self.is_lost:
             return None
@@ -308,7 +292,7 @@ class Session:
                 on_progress(end, len(self.prompt))
 
     def _checkpoint_stops(self, last: int) -> dict[int, str]:
-        """Offsets in (position, last] at which point state is to be kept, with the reason, the most lasting first."""
+        """Offsets in (position, last] at which to take a checkpoint, with the reason."""
         if not self._core.layout.has_points:
             return {}
         settings, length, position = self._core.settings, len(self.prompt), self.position
@@ -344,7 +328,7 @@ class Session:
     # Verification
 
     def _compare_restored(self, model: Any) -> None:
-        """Verify what was restored, where this session was drawn for it and has not evaluated anything yet."""
+        """Verify the restored state if this session was drawn for it and has not evaluated anything yet."""
         check = self._check
         if check is None or not check.is_pending:
             return
@@ -358,17 +342,17 @@ class Session:
             return self._core.book_second(self._live, nbytes)
 
     def _start_over(self, found: Finding, position: int) -> None:
-        """Quarantine what was found wrong, report it, and stand at 0 with empty caches.
+        """Quarantine wrong state, report it, and stand at 0 with empty caches.
 
         Args:
             position: where the next tokens given to step() belong; what is before them is evaluated first.
         """
-        core, live, check = self._core, self._live, self._check
+        core, check = self._core, self._check
         assert check is not None
         with core.lock:
             self._progress.own.clear()
             wrong = self._request.keys[: found.length]
-            start = core.expel(live, wrong, found.start, self.namespace, is_branch=found.is_branch)
+            start = core.expel(self._live, wrong, found.start, self.namespace, is_branch=found.is_branch)
             mismatch = replace(found.mismatch, namespace=self.namespace, tick=self.use.tick, quarantined_from=start)
             self.mismatch = mismatch
             self.cached_tokens = self.matched_tokens = 0
@@ -380,30 +364,10 @@ class Session:
         check.verifier.warn(mismatch)
 
     def _catch_up(self, model: Any) -> None:
-        """Evaluate what a session that started over had evaluated before."""
+        """Evaluate again what a session had evaluated before it started over."""
         if self._owed:
             self._evaluate_prompt(model, self._owed)
             self._owed = 0
-
-
-def both_models(model: Any, draft_model: Any, cache_count: int) -> Callable[..., Any]:
-    """A callable that runs both models over a list of the model's caches and then the draft model's.
-
-    Raises:
-        ValueError: that list would not have `cache_count` caches.
-    """
-    layers = len(model.layers)
-    wanted = layers + len(draft_model.layers)
-    if cache_count != wanted:
-        raise ValueError(
-            f"the PrefixCache has {cache_count} layer caches; draft_model needs both models' {wanted}, in order."
-        )
-
-    def both(tokens: Any, cache: list[Any]) -> Any:
-        draft_model(tokens, cache=cache[layers:])
-        return model(tokens, cache=cache[:layers])
-
-    return both
 
 
 def open_session(
@@ -415,10 +379,7 @@ def open_session(
     reserve: int,
     use: tuple[int, int | None, str],
 ) -> Session:
-    """Restore the longest usable prefix into live caches, and open a session on them.
-
-    Args:
-        use: priority, turn and kind.
+    """Restore the longest usable prefix into live caches, and open a session on them; `use`: priority, turn and kind.
 
     Raises:
         CacheBusyError: every live slot is taken.
@@ -459,15 +420,11 @@ def warm(
         begin: opens a session on ids and keys.
 
     Raises:
-        ValueError: it is quarantined or was found wrong just now, has no whole chunk, or cannot be kept.
+        ValueError: it is quarantined or was found wrong just now, has no whole chunk, or cannot be stored.
     """
     require_pin(name, ttl_requests)
     is_pinned = name is not None or ttl_requests is not None
     chunks, length = pins.whole_chunks(keys), len(keys)
-
-    def require_room(checkpoint_bytes: int, requests: int = 0) -> None:
-        if is_pinned:
-            pins.require_room(chunks, namespace, name, checkpoint_bytes, requests)
 
     def pin_if_there() -> bool:
         """Pin the prefix if a longer prompt would resume at its end; whether it would."""
@@ -482,8 +439,8 @@ def warm(
         pins.require_allowed(chunks, namespace)
         if pin_if_there():
             return 0
-        # As far as it is known before anything is evaluated: without checkpoints, and without a model's first tokens.
-        require_room(0, requests=1)
+        if is_pinned:  # As far as known before the forward pass: without checkpoints, and a new model's tokens take 0.
+            pins.require_room(chunks, namespace, name, 0, requests=1)
     # With any token behind it the prefix is prefilled to its very end.
     with begin(*(np.append(values, values[-1]) for values in (prompt, keys))) as session:
         run = model if draft_model is None else both_models(model, draft_model, len(session.caches))
@@ -491,7 +448,8 @@ def warm(
         with core.lock:
             pins.require_allowed(chunks, namespace)
             session.drop_checkpoints("tail")  # Nothing rewrites the end of this prompt.
-            require_room(session.checkpoint_bytes(len(chunks)))
+            if is_pinned:
+                pins.require_room(chunks, namespace, name, session.checkpoint_bytes(len(chunks)))
             session.close()
             if not pin_if_there():
                 raise ValueError(
@@ -499,3 +457,23 @@ def warm(
                     f" leave no room in the budget of {pins.budget_bytes} bytes."
                 )
     return length - session.cached_tokens
+
+
+def both_models(model: Any, draft_model: Any, cache_count: int) -> Callable[..., Any]:
+    """A callable that runs both models over a list of the model's caches and then the draft model's.
+
+    Raises:
+        ValueError: that list would not have `cache_count` caches.
+    """
+    layers = len(model.layers)
+    wanted = layers + len(draft_model.layers)
+    if cache_count != wanted:
+        raise ValueError(
+            f"the PrefixCache has {cache_count} layer caches; draft_model needs both models' {wanted}, in order."
+        )
+
+    def both(tokens: Any, cache: list[Any]) -> Any:
+        draft_model(tokens, cache=cache[layers:])
+        return model(tokens, cache=cache[:layers])
+
+    return both

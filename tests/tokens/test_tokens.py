@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from radixcache.tokens import edge_keys, token_ids, vocabulary_size
+from radixcache.tokens import checked_prompt, token_ids, vocabulary_size
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_the_argument_is_named_as_the_caller_knows_it() -> None:
 
 def test_keys_are_64_bits_wide_and_signed() -> None:
     extremes = [-(1 << 63), -1, 0, 1 << 62, (1 << 63) - 1]
-    found = edge_keys(extremes, 5)
+    found = checked_prompt(range(5), extremes)[1]
     assert found.tolist() == extremes
     assert found.dtype == np.int64
-    assert edge_keys(np.array([(1 << 63) - 1], dtype=np.uint64), 1).tolist() == [(1 << 63) - 1]
+    assert checked_prompt([0], np.array([(1 << 63) - 1], dtype=np.uint64))[1].tolist() == [(1 << 63) - 1]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_keys_are_64_bits_wide_and_signed() -> None:
 )
 def test_keys_that_are_not_one_integer_a_token_are_refused(keys: Any, length: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
-        edge_keys(keys, length)
+        checked_prompt(range(length), keys)
 
 
 # Vocabulary
