@@ -65,7 +65,7 @@ def arrays(seed: int, rows: int, tokens: int, heads: int, group: int, scale: flo
 
 
 @pytest.mark.parametrize("readers", LEVELS)
-@pytest.mark.parametrize(("heads", "group"), [(2, 3), (1, 1), (3, 1)])
+@pytest.mark.parametrize(("heads", "group"), [(2, 3), (3, 1)])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_rows_get_what_one_softmax_over_all_that_they_see_gives(
     readers: list[tuple[int, ...] | None], heads: int, group: int, with_sinks: bool
@@ -93,11 +93,11 @@ def test_rows_get_what_one_softmax_over_all_that_they_see_gives(
 
 @pytest.mark.parametrize("fewest_powers", [0, 4096])
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize(("heads", "group"), [(2, 3), (3, 1)])
-@pytest.mark.parametrize("segments_read", [0, 1, 3])
+@pytest.mark.parametrize("segments_read", [0, 3])
 def test_one_row_alone_gets_what_one_softmax_over_all_parts_gives(
-    segments_read: int, heads: int, group: int, with_sinks: bool, fewest_powers: int, monkeypatch: pytest.MonkeyPatch
+    segments_read: int, with_sinks: bool, fewest_powers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    heads, group = 2, 3
     monkeypatch.setattr(attention, "FEWEST_POWERS", fewest_powers)
     queries, tails, segments = arrays(8, 1, 1, heads, group, 3.0, segments_read)
     seen = np.arange(7)[None, None] >= 2

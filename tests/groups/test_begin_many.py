@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from radixcache import (
     Event,
     EventKind,
     Group,
-    Ledger,
     PrefixCache,
     Reason,
     Row,
@@ -39,13 +39,8 @@ from tests import inside
 from tests.groups.cold import ROUNDING, WRONG, cold, cold_last, error, shared_model
 from tests.whole.test_exact import tokens
 
-#: Full attention, latent attention, windows in some layers and in all, sinks, shared layers, recurrent layers alone and
-#: beside either.
-KINDS = (
-    "llama", "deepseek_v3", "gemma3_text", "llama_sliding", "gpt_oss", "gemma4_text", "mamba2", "rwkv7", "qwen3_next",
-    "recurrent_gemma",
-)  # fmt: skip
-POINT_KINDS = ("gemma3_text", "llama_sliding", "mamba2", "jamba", "recurrent_gemma")
+SLOW_KINDS = ("deepseek_v3", "llama_sliding", "gpt_oss", "gemma4_text", "mamba2", "rwkv7", "recurrent_gemma")
+KINDS = ("llama", "gemma3_text", "qwen3_next", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS))
 
 SYSTEM = tokens(1, 70)
 PROMPTS = [[*SYSTEM, *tokens(2, 30)], [*SYSTEM, *tokens(3, 41)], tokens(4, 25)]
@@ -123,7 +118,7 @@ def test_rows_answer_as_cold_runs_do_and_what_they_leave_is_resumed_at_its_end(k
         cache.check()
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "gemma4_text", "mamba2", "falcon_h1"])
+@pytest.mark.parametrize("kind", ["gemma4_text", "mamba2"])
 def test_chunks_marks_and_other_rows_between_them_change_nothing(kind: str) -> None:
     model = shared_model(kind)
     cache = PrefixCache(model)
@@ -237,7 +232,7 @@ def test_a_row_shares_what_a_running_row_has_generated_and_at_most_all_but_its_l
     cache.check()
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "jamba", "recurrent_gemma"])
+@pytest.mark.parametrize("kind", ["mamba2", "recurrent_gemma"])
 def test_recurrent_state_is_shared_only_where_it_is_known(kind: str) -> None:
     model = shared_model(kind)
     cache = PrefixCache(model, checkpoint_interval=4096)
@@ -286,22 +281,6 @@ def test_windows_are_shared_wherever_the_tree_has_them_also_where_a_row_holds_no
         assert row.cached_tokens == 0
         assert error(prefilled(group, model, row), cold(model, row.prompt.tolist())) < ROUNDING
         checked(cache, group)
-    cache.check()
-
-
-def test_other_namespaces_share_nothing() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
-    stored(cache, model, PROMPTS[0])
-    with cache.begin_many(PROMPTS[:1], capacity=256, namespace="b") as other:
-        assert (other.rows[0].cached_tokens, other.rows[0].matched_tokens) == (0, 0)
-        prefilled(other, model, other.rows[0])
-        with cache.begin_many(PROMPTS[:1], capacity=256) as group:
-            assert group.rows[0].cached_tokens == len(PROMPTS[0]) - 1
-        with cache.begin_many(PROMPTS[:1], capacity=256, namespace="c") as group:
-            assert group.rows[0].cached_tokens == 0
-    assert cache.explain(PROMPTS[0], "b").matched_tokens == len(PROMPTS[0])
-    assert cache.explain(PROMPTS[0], "c").matched_tokens == 0
     cache.check()
 
 
@@ -385,7 +364,7 @@ def test_the_tainted_part_of_a_row_is_never_found_in_the_tree() -> None:
     cache.check()
 
 
-@pytest.mark.parametrize("kind", ["llama_sliding", "gemma3_text", "jamba", "mamba2"])
+@pytest.mark.parametrize("kind", ["llama_sliding", "jamba"])
 def test_a_tainted_row_with_point_layers_is_stored_up_to_where_their_state_is_known(kind: str) -> None:
     model = shared_model(kind)
     cache = PrefixCache(model, checkpoint_interval=4096)
@@ -401,9 +380,8 @@ def test_a_tainted_row_with_point_layers_is_stored_up_to_where_their_state_is_kn
     cache.check()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_a_shifted_row_goes_on_stores_what_is_in_front_of_the_shift_and_leaves_other_rows_alone(kind: str) -> None:
-    model = shared_model(kind)
+def test_a_shifted_row_goes_on_stores_what_is_in_front_of_the_shift_and_leaves_other_rows_alone() -> None:
+    model = shared_model("gemma3_text")
     cache = PrefixCache(model, checkpoint_interval=16)
     with cache.begin_many(capacity=512) as group:
         one = group.admit(PROMPTS[0])
@@ -468,7 +446,7 @@ def active_bytes() -> int:
     return int(mx.get_active_memory())
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
 def test_the_ledger_says_what_is_held_while_a_group_is_open_and_after(kind: str) -> None:
     model = shared_model(kind)
     inside.try_ways(model)  # what a model keeps of its first passes
@@ -497,9 +475,8 @@ def test_the_ledger_says_what_is_held_while_a_group_is_open_and_after(kind: str)
     cache.check()
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "rwkv7", "nemotron_h"])
-def test_recurrent_state_does_not_keep_the_activations_of_its_chunk(kind: str) -> None:
-    model = shared_model(kind)
+def test_recurrent_state_does_not_keep_the_activations_of_its_chunk() -> None:
+    model = shared_model("mamba2")
     mx.eval(model.parameters())
     cache = PrefixCache(model)
     base = active_bytes()
@@ -614,24 +591,10 @@ def test_tokens_run_out_with_the_numbers_and_nothing_is_lost() -> None:
     cache.check()
 
 
-def test_one_ledger_for_two_caches_counts_what_rows_hold() -> None:
-    model = shared_model("llama")
-    ledger = Ledger(1 << 30)
-    cache, other = (PrefixCache(model, budget_bytes=ledger) for _ in range(2))
-    stored(other, model, PROMPTS[0])
-    with cache.begin_many([PROMPTS[1]], capacity=256) as group:
-        prefilled(group, model, group.rows[0])
-        stats = [cache.stats, other.stats]
-        assert ledger.total_bytes == sum(each.live_bytes + each.paged_bytes for each in stats)
-        other.check()
-        checked(cache, group)
-    ledger.check()
-
-
 # Rows come and go
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "falcon_h1"])
+@pytest.mark.parametrize("kind", ["gemma3_text", pytest.param("falcon_h1", marks=pytest.mark.slow)])
 def test_a_dozen_rows_join_and_leave(kind: str) -> None:
     model = shared_model(kind)
     cache = PrefixCache(model)
@@ -679,8 +642,7 @@ class Failing:
         return self.model(ids, cache=cache)
 
 
-@pytest.mark.parametrize("error_class", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "jamba"])
+@pytest.mark.parametrize(("kind", "error_class"), [("gemma3_text", RuntimeError), ("jamba", KeyboardInterrupt)])
 def test_what_was_evaluated_before_an_exception_becomes_a_stored_prefix(
     kind: str, error_class: type[BaseException]
 ) -> None:
@@ -705,18 +667,6 @@ def test_what_was_evaluated_before_an_exception_becomes_a_stored_prefix(
         assert error(session.step(model, [1])[0, -1], cold(model, [*prompt, 1])) < ROUNDING
     with pytest.raises(SessionClosedError, match="group is closed"):
         group.admit(prompt)
-
-
-def test_a_model_that_raises_leaves_rows_as_they_were_and_the_group_goes_on() -> None:
-    model = shared_model("jamba")
-    cache = PrefixCache(model)
-    with cache.begin_many(PROMPTS, capacity=512) as group:
-        logits = [prefilled(group, model, row) for row in group.rows]
-        with pytest.raises(ValueError, match="broke off"):
-            group.step(Failing(model, 1, ValueError), group.rows, [1, 2, 3])
-        checked(cache, group)
-        decoded(group, model, group.rows, logits, 3)
-    cache.check()
 
 
 def test_a_failed_evaluation_loses_the_rows_and_nothing_of_them_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -837,6 +787,35 @@ def test_a_group_whose_finalizer_was_interrupted_is_taken_back_by_the_next_reque
     other.close()
 
 
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Without the collector."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("exact_allocations", "uncollected")
+def test_what_rows_held_is_free_once_the_cache_is_empty() -> None:
+    model = shared_model("falcon_h1")
+    cache = PrefixCache(model)
+
+    def serve() -> None:
+        with cache.begin_many([], capacity=400) as group:
+            for seed in range(3):  # one after the other, so that the later ones take up what the first one evaluated
+                group.prefill(model, group.admit([*tokens(1, 20), *tokens(seed, 9)]))
+            mx.eval(group.step(model, group.rows, [3] * 3))
+        cache.clear()
+        mx.synchronize()
+
+    serve()  # which way the model decodes is found out once, by a trial
+    gc.collect()
+    before_bytes = mx.get_active_memory()
+    serve()
+    assert mx.get_active_memory() == before_bytes
+
+
 # Beside sessions
 
 
@@ -912,54 +891,57 @@ def test_caches_whose_state_cannot_be_among_others_are_refused() -> None:
 
 
 def test_arguments_out_of_their_range_are_named_and_change_nothing() -> None:
-    model = shared_model("llama")
+    model: Any = shared_model("llama")
     cache = PrefixCache(model)
-    for wrong in (0, -1, 1.5, True, None):
-        with pytest.raises(ValueError, match="capacity is"):
-            cache.begin_many(capacity=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="namespace"):
-        cache.begin_many(capacity=8, namespace=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="tokens is empty"):
-        cache.begin_many([PROMPTS[0], []], capacity=8)
+    prompt, wrong = PROMPTS[2], PROMPTS[2][24] + 1
+    refused: list[tuple[str, Any]] = [
+        *(("capacity is", partial(cache.begin_many, capacity=each)) for each in (0, -1, 1.5, True, None)),
+        ("namespace", lambda: cache.begin_many(capacity=8, namespace=3)),  # type: ignore[arg-type]
+        ("tokens is empty", lambda: cache.begin_many([PROMPTS[0], []], capacity=8)),
+        ("prompts is a NoneType", lambda: cache.begin_many(None, capacity=10)),  # type: ignore[arg-type]
+    ]
+    for message, call in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
     cache.check()
     assert not inside.has_bookings(cache)
-    with cache.begin_many([PROMPTS[2]], capacity=256) as group, cache.begin_many([[1, 2]], capacity=8) as another:
+    with cache.begin_many([prompt], capacity=256) as group, cache.begin_many([[1, 2]], capacity=8) as another:
         (row,), (foreign,) = group.rows, another.rows
-        with pytest.raises(ValueError, match="mark 26"):
-            group.admit(PROMPTS[2], marks=[26])
-        for chunk in (0, -3):
-            with pytest.raises(ValueError, match="tokens is"):
-                group.prefill(model, row, chunk)
-        with pytest.raises(ValueError, match="another group"):
-            group.prefill(model, foreign)
         group.prefill(model, row, 24)
-        with pytest.raises(ValueError, match=f"{PROMPTS[2][24]} follows"):
-            group.step(model, [row], [PROMPTS[2][24] + 1])
-        group.step(model, [row], [PROMPTS[2][24]])
+        refused = [
+            ("mark 26", lambda: group.admit(prompt, marks=[26])),
+            ("marks is a NoneType", lambda: group.admit(prompt, marks=None)),  # type: ignore[arg-type]
+            ("mark 1.5 is a float; wanted an int", lambda: group.admit(prompt, marks=[1.5])),  # type: ignore[list-item]
+            ("namespace is", lambda: group.admit(prompt, namespace="\ud800")),
+            ("tokens is", lambda: group.prefill(model, row, 0)),
+            ("tokens is", lambda: group.prefill(model, row, -3)),
+            ("another group", lambda: group.prefill(model, foreign)),
+            ("a int is no row", lambda: group.step(model, [0], [1])),  # type: ignore[list-item]
+            (f"{wrong - 1} follows", lambda: group.step(model, [row], [wrong])),
+            ("one each", lambda: group.step(model, [row], [1, 2])),
+            ("one each", lambda: group.step(model, [row, foreign][:1], mx.array([[1, 2]]))),
+            ("wanted integers", lambda: group.step(model, [row], mx.array([1.0]))),
+            ("no rows", lambda: group.step(model, [], [])),
+            ("twice", lambda: group.step(model, [row, row], [wrong - 1] * 2)),
+        ]
+        for message, call in refused:
+            with pytest.raises(ValueError, match=message):
+                call()
+            for each in (group, another, cache):
+                each.check()
+        assert group.rows == [row]
+        group.step(model, [row], [wrong - 1])
         assert (row.prompt_left, row.known_tokens) == (0, 25)
         with pytest.raises(ValueError, match="use step"):
             group.prefill(model, row)
-        with pytest.raises(ValueError, match="one each"):
-            group.step(model, [row], [1, 2])
-        with pytest.raises(ValueError, match="one each"):
-            group.step(model, [row, group.admit(PROMPTS[0])], mx.array([[1, 2]]))
-        group.rows[-1].close()
-        with pytest.raises(ValueError, match="wanted integers"):
-            group.step(model, [row], mx.array([1.0]))
-        with pytest.raises(ValueError, match="no rows"):
-            group.step(model, [], [])
-        with pytest.raises(ValueError, match=r"twice|2 rows"):
-            group.step(model, [row, row], [1, 2])
         row.close()
         with pytest.raises(SessionClosedError, match="row 0 is closed"):
             group.step(model, [row], [1])
-        checked_all = [group.check, another.check, cache.check]
-        for check in checked_all:
-            check()
-    assert cache.explain([*PROMPTS[2], 1]).matched_tokens == 25
+        assert (row.position, row.clean_tokens) == (0, 0)
+    assert cache.explain([*prompt, 1]).matched_tokens == 25
 
 
-@pytest.mark.parametrize(("kind", "last"), [("llama", 1), ("gemma3_text", 1), ("qwen3_next", 10)])
+@pytest.mark.parametrize(("kind", "last"), [("llama", 1), ("qwen3_next", 10)])
 def test_the_last_token_goes_by_itself_only_behind_many(kind: str, last: int) -> None:
     """No model makes logits for many tokens that nobody reads, and none a pass for one token behind a few."""
     model = shared_model(kind)

@@ -14,11 +14,9 @@ from tests.groups.cold import shared_model
 from tests.prompts import tokens
 
 PROMPT = tokens(1, 60)
-#: Full attention, windows, recurrent layers alone and beside attention.
-KINDS = ("llama", "gemma3_text", "mamba2", "qwen3_next")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["llama", "qwen3_next"])
 def model(request: Any) -> Any:
     return shared_model(request.param)
 
@@ -86,12 +84,3 @@ def test_what_was_found_wrong_in_one_namespace_stays_trusted_in_another() -> Non
         checked(cache, group)
     assert cache.explain([*PROMPT, 5, 6], "ann").resumable_tokens == 0
     assert cache.explain([*PROMPT, 5, 6], "ben").resumable_tokens == len(PROMPT) + 1
-
-
-@pytest.mark.parametrize("namespace", [3, "\ud800"])
-def test_a_namespace_that_is_none_is_refused_and_no_row_is_left(namespace: Any) -> None:
-    cache = PrefixCache(shared_model("llama"), budget_bytes=64 << 20)
-    with cache.begin_many(capacity=1000) as group:
-        with pytest.raises(ValueError, match="namespace is"):
-            group.admit(PROMPT, namespace=namespace)
-        assert group.rows == []

@@ -28,8 +28,10 @@ def three_levels() -> list[list[int]]:
     return [*prompts, tokens(70, 33)]
 
 
-@pytest.mark.parametrize("segment_bytes", [0, None])
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss", "qwen3_next"])
+SLOW = [pytest.param(kind, 0, marks=pytest.mark.slow) for kind in ("gemma3_text", "gpt_oss", "qwen3_next")]
+
+
+@pytest.mark.parametrize(("kind", "segment_bytes"), [("llama", 0), ("gemma3_text", None), *SLOW])
 def test_rows_that_share_at_several_levels_answer_as_cold_runs_do(kind: str, segment_bytes: int | None) -> None:
     model = shared_model(kind)
     cache = PrefixCache(model)
@@ -57,10 +59,10 @@ def test_rows_that_share_at_several_levels_answer_as_cold_runs_do(kind: str, seg
     cache.check()
 
 
-def test_what_sixteen_users_share_is_held_once() -> None:
+def test_what_eight_users_share_is_held_once() -> None:
     model = shared_model("llama")
     cache = PrefixCache(model)
-    system, users, own = tokens(1, 600), 16, 30
+    system, users, own = tokens(1, 600), 8, 30
     with cache.begin_many(capacity=3000) as group:
         rows = [group.admit([*system, *tokens(10 + user, own)]) for user in range(users)]
         logits = [prefilled(group, model, row, 256) for row in rows]
@@ -77,23 +79,6 @@ def test_what_sixteen_users_share_is_held_once() -> None:
         assert cache.explain([*system, 1]).resumable_tokens == 600
         checked(cache, group)
     cache.check()
-
-
-def test_restoring_copies_nothing_that_is_long() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
-    prompt = tokens(1, 600)
-    stored(cache, model, prompt)
-    cache.begin_many([[*prompt, 1]], capacity=1200).close()  # what was live is in the tree from now on
-    before = cache.stats
-    with cache.begin_many([[*prompt, 1], [*prompt, 2, 3]], capacity=1200) as group:
-        for row in group.rows:
-            assert row.cached_tokens == 600
-            assert error(prefilled(group, model, row), cold(model, row.prompt.tolist())) < ROUNDING
-        assert cache.stats.paged_in_bytes == before.paged_in_bytes
-        assert cache.stats.paged_bytes == before.paged_bytes
-        assert cache.stats.live_bytes < 200 * inside.token_bytes(cache)
-        checked(cache, group)
 
 
 def test_nothing_takes_away_what_rows_read() -> None:
@@ -142,7 +127,7 @@ def test_the_row_that_evaluated_a_beginning_reads_it_in_place_once_others_share_
     cache.check()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_a_row_goes_on_when_what_it_reads_is_found_wrong_and_gives_none_of_it_away(kind: str) -> None:
     model = shared_model(kind)
     cache = PrefixCache(model)
@@ -166,8 +151,7 @@ def test_a_row_goes_on_when_what_it_reads_is_found_wrong_and_gives_none_of_it_aw
     cache.check()
 
 
-@pytest.mark.parametrize("segment_bytes", [0, None])
-@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "gemma3_text"])
+@pytest.mark.parametrize(("kind", "segment_bytes"), [("llama", 0), ("gemma3_text", 0), ("llama_sliding", None)])
 def test_a_shift_out_of_a_segment_is_a_rotation_and_others_do_not_notice(kind: str, segment_bytes: int | None) -> None:
     """Keys behind the gap are those that the same tokens would have had at their new places, but for what they saw."""
     model = shared_model(kind)
@@ -195,7 +179,7 @@ def test_a_shift_out_of_a_segment_is_a_rotation_and_others_do_not_notice(kind: s
     cache.check()
 
 
-@pytest.mark.parametrize(("kind", "at"), [("gpt_bigcode", 2), ("gpt_bigcode", 3), ("deepseek_v3", 1), ("jamba", 1)])
+@pytest.mark.parametrize(("kind", "at"), [("gpt_bigcode", 2), ("jamba", 1)])
 def test_a_pass_that_raises_for_any_row_has_happened_for_none(kind: str, at: int) -> None:
     model = shared_model(kind)
     cache = PrefixCache(model)
@@ -242,10 +226,9 @@ def test_rows_whose_windows_a_failed_pass_has_written_are_lost_alone_and_stored_
     assert cache.explain([*said, 1]).resumable_tokens == len(said) == 42
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_in_half_precision_rows_are_as_near_as_in_mlx_lms_batches(dtype: mx.Dtype) -> None:
+def test_in_half_precision_rows_are_as_near_as_in_mlx_lms_batches() -> None:
     whole, half = shared_model("llama"), tiny_model("llama")
-    half.set_dtype(dtype)
+    half.set_dtype(mx.bfloat16)
     prompts = [[*SYSTEM, *tokens(number, 8)] for number in range(2, 6)]
     cache = PrefixCache(half)
     singles = []

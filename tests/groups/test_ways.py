@@ -38,15 +38,24 @@ WAYS = {
     "kimi_linear": Way.BATCH,
     "gpt_bigcode": Way.SINGLE,
 }
+#: One kind for each way, and one with recurrent layers; the others are slow tests.
+FAST = ("llama", "qwen3_next", "deepseek_v3", "gpt_bigcode")
+KINDS = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in WAYS]
+#: Kinds of which rows are in one batch.
+TOGETHER = [
+    kind if kind in ("llama", "gemma3n", "qwen3_next") else pytest.param(kind, marks=pytest.mark.slow)
+    for kind, way in WAYS.items()
+    if way is not Way.SINGLE
+]
 
 
 def found(model: Any) -> passes.WayTrial:
     return way_of(model, lambda: make_prompt_cache(model))
 
 
-@pytest.mark.parametrize(("kind", "way"), WAYS.items())
-def test_every_model_decodes_the_best_way_that_gives_what_it_gives_alone(kind: str, way: Way) -> None:
-    model = shared_model(kind)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_model_decodes_the_best_way_that_gives_what_it_gives_alone(kind: str) -> None:
+    model, way = shared_model(kind), WAYS[kind]
     assert found(model).way is way
     # The reason is there where a faster way is not.
     assert bool(found(model).reason) == (way is not Way.SEGMENTS)

@@ -29,7 +29,8 @@ from radixcache.errors import ShiftError
 from runner.models.tiny import tiny_model
 from tests import inside
 
-KINDS = ("llama", "llama_sliding", "gemma3_text", "mamba", "qwen3_next", "recurrent_gemma")
+KINDS = ("llama", "gemma3_text", "mamba")
+SLOW_KINDS = ("llama_sliding", "qwen3_next", "recurrent_gemma")
 BLOCKS = [[block * 8 + place % 5 for place in range(11)] for block in range(3)]
 NAMESPACES = ("", "b")
 #: Cells of a group: a handful of prompts, so that they run out at times.
@@ -243,7 +244,7 @@ def agree(found: mx.array, wanted: mx.array) -> None:
     assert float(mx.max(mx.abs(found - wanted)) / mx.max(mx.abs(wanted))) < ROUNDING
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)])
 def test_groups_of_rows_keep_to_their_invariants_and_answer_as_cold_runs_do(kind: str) -> None:
     class OfKind(Groups):
         pass

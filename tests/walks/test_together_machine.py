@@ -254,7 +254,7 @@ class TogetherMachine(VerifyMachine):
 
 
 TestTogether = TogetherMachine.TestCase
-TestTogether.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+TestTogether.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
 
 
 @pytest.mark.slow

@@ -57,9 +57,8 @@ def asked_where_it_is_wrong(model: Any) -> tuple[list[int], Logits, PrefixCache]
     return prompt, cold, cache
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_sliding"])
-def test_a_session_that_starts_over_in_exact_mode_answers_as_a_cold_one_and_stores_whole_chunks(kind: str) -> None:
-    model = tiny_model(kind)
+def test_a_session_that_starts_over_in_exact_mode_answers_as_a_cold_one_and_stores_whole_chunks() -> None:
+    model = tiny_model("llama_sliding")
     prompt, cold, cache = asked_where_it_is_wrong(model)
     with cache.begin(prompt) as session:
         assert session.cached_tokens == 64
@@ -228,7 +227,7 @@ def test_in_exact_mode_unpin_takes_the_pin_of_the_same_tokens_back_whatever_was_
     cache.check()
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 12])
+@pytest.mark.parametrize("length", [3, 4, 9])
 def test_in_exact_mode_what_was_warmed_is_named_resumed_and_unpinned_by_its_tokens(length: int) -> None:
     model = SpellingModel(["kv", "arrays"])
     cache = PrefixCache(model, exact=True, step_size=4, verify=1.0)
@@ -345,31 +344,6 @@ def test_an_infinite_error_is_written_as_prometheus_and_json_can_read_it() -> No
 
 
 @pytest.mark.filterwarnings("ignore:state restored")
-def test_a_session_that_stood_on_wrong_state_stores_none_of_it_also_once_the_quarantine_is_cleared() -> None:
-    model = tiny_model("llama")
-    cache = PrefixCache(model, verify=1.0, live_slots=2, step_size=STEP)
-    with cache.begin(PROMPT) as session:
-        session.prefill(model)
-    spoil_live(cache, 0, 20)
-    # A loop of its own: what it was handed is never compared.
-    standing = cache.begin([*PROMPT, 1])
-    model(mx.array([standing.remaining.tolist()]), cache=standing.caches)
-    with cache.begin([*PROMPT, 2]) as session:
-        session.prefill(model)
-        assert session.mismatch is not None
-    cache.clear_quarantine()
-    standing.close()
-    cache.check()
-    assert inside.stored_tokens(cache, [*PROMPT, 1]) == 20
-    # The slot is as good as any other afterwards.
-    with cache.begin([*PROMPT, 1, 3]) as session:
-        assert session.cached_tokens == 20
-        session.prefill(model)
-        assert session.mismatch is None
-    assert inside.stored_tokens(cache, [*PROMPT, 1]) == len(PROMPT) + 1
-
-
-@pytest.mark.filterwarnings("ignore:state restored")
 def test_a_second_session_that_finds_the_same_checkpoint_wrong_does_not_quarantine_what_is_in_front_of_it() -> None:
     model = SpellingModel(["kv", "arrays"])
     cache = PrefixCache(model, verify=1.0, live_slots=3)
@@ -398,8 +372,7 @@ def test_a_second_session_that_finds_the_same_checkpoint_wrong_does_not_quaranti
 # What breaks off, and what is told
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("at", [1, 3, 6])
+@pytest.mark.parametrize(("at", "error"), [(1, MemoryError), (3, KeyboardInterrupt)])
 def test_all_memory_is_accounted_for_while_and_after_a_check_breaks_off(at: int, error: type[BaseException]) -> None:
     model = tiny_model("llama")
     cache = PrefixCache(model, verify=1.0, exact=True, step_size=STEP)
@@ -463,7 +436,7 @@ def test_a_mismatch_is_told_after_the_request_was_resumed_and_its_state_was_take
 
 
 @pytest.mark.filterwarnings("ignore:state restored")
-@pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
+@pytest.mark.parametrize("kind", ["nemotron_h"])
 def test_what_was_found_wrong_is_told_from_what_had_to_go(kind: str) -> None:
     model = tiny_model(kind)
     told: list[Event] = []
@@ -490,35 +463,3 @@ def test_what_was_found_wrong_is_told_from_what_had_to_go(kind: str) -> None:
         gaps = [gap for gap in cache.explain(prompt).gaps if start < gap.end < len(prompt)]
         assert {(gap.reason, gap.tick) for gap in gaps} == {(Reason.QUARANTINED, mismatch.tick)}
         assert f"found wrong and taken out at tick {mismatch.tick}" in str(gaps[0])
-
-
-@pytest.mark.filterwarnings("ignore:state restored")
-def test_what_is_quarantined_in_one_namespace_is_as_it_was_in_another() -> None:
-    model = tiny_model("llama")
-    cache = PrefixCache(model, verify=1.0, step_size=STEP, live_slots=2)
-    for namespace in ("mine", "hidden"):
-        with cache.begin(PROMPT, namespace=namespace) as session:
-            session.prefill(model)
-    before = (
-        cache.explain([*PROMPT, 1], "mine"),
-        cache.snapshot_stats("mine").exposition(),
-        cache.render(namespace="mine"),
-    )
-    (slot,) = inside.live_slots(cache, "hidden")
-    spoil_live(cache, slot, 20)
-    with cache.begin([*PROMPT, 1], namespace="hidden") as session:
-        session.prefill(model)
-        assert session.mismatch is not None
-    after = (
-        cache.explain([*PROMPT, 1], "mine"),
-        cache.snapshot_stats("mine").exposition(),
-        cache.render(namespace="mine"),
-    )
-    assert after[:2] == before[:2]
-    assert "hidden" not in str(after)
-    assert {gap.reason for gap in cache.explain([*PROMPT, 1], "elsewhere").gaps} == {Reason.NEVER_STORED}
-    assert cache.pin(PROMPT[:-1], "mine", name="a") > 0
-    assert cache.warm(model, PROMPT[:-1], "mine") == 0
-    cache.clear_quarantine("mine")
-    assert cache.stats.quarantined == 1
-    cache.check()
