@@ -24,7 +24,7 @@ from runner.serve.middleware import Access, BodyLimit, Frame, Keyring, error_res
 from runner.serve.openai import openai_routes
 from runner.serve.options import ServeOptions
 from runner.serve.request import ApiError, Request
-from runner.serve.service import Backend, Service
+from runner.serve.service import ReplyBackend, Service
 
 if TYPE_CHECKING:
     from runner.serve.scheduler import Scheduler
@@ -38,7 +38,7 @@ def make_app(options: ServeOptions, scheduler: Scheduler, watch: Watch) -> FastA
 
 def assemble_app(
     options: ServeOptions,
-    backend: Backend,
+    backend: ReplyBackend,
     prompt_length: Callable[[Request], Coroutine[Any, Any, int]],
     cache: APIRouter,
     count: Callable[[str, int], None],

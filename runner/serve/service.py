@@ -46,7 +46,7 @@ CLIENT_CLOSED_REQUEST = 499
 MAX_DEPTH = 64
 
 
-class Backend(Protocol):
+class ReplyBackend(Protocol):
     """Who answers requests: the Scheduler of this process, or a Fleet of replicas."""
 
     @property
@@ -232,7 +232,7 @@ class Service:
         timeout_s: from asking to the reply's end; a longer reply is ended with what it has.
     """
 
-    def __init__(self, backend: Backend, *, timeout_s: float) -> None:
+    def __init__(self, backend: ReplyBackend, *, timeout_s: float) -> None:
         self.backend, self._timeout_s = backend, timeout_s
         self._mailbox: _Mailbox | None = None
 

@@ -98,6 +98,8 @@ def test_closing_twice_is_fine_and_ends_an_iteration(tiny):
     assert ticket.completion.done_reason == "cancelled"
     assert len(ticket.completion.tokens) == 4
     assert generator.group.is_closed
+    with pytest.raises(ValueError, match="closed"):
+        generator.submit(PROMPT, max_tokens=1)
 
 
 # Compiled mode
@@ -187,12 +189,3 @@ def test_what_is_dropped_is_gone_from_tokens_keys_and_marks(tiny):
     assert each.tokens.tolist() == [*PROMPT[:20], *PROMPT[60:]]
     assert each.marks == (20,)
     assert (each.dropped, each.reply.shifted_tokens) == (40, 10)
-
-
-def test_a_reply_of_which_less_is_reserved_needs_less_until_it_went_back(tiny):
-    each = request(tiny)
-    each.reserve = 1
-    assert each.needed_tokens == 100
-    each.reply.add(1, None, lambda: False)
-    each.go_back()
-    assert each.needed_tokens == 109

@@ -108,12 +108,12 @@ def test_a_reply_that_fills_the_context_goes_on_without_the_oldest_turns(loaded:
     require_untainted(loaded, cache, [final(ticket, prompt), [*prompt, *completion.tokens], [*SYSTEM, 30]])
 
 
-def test_the_others_do_not_notice_a_shift_of_what_they_share(loaded: LoadedModel) -> None:
-    cache = new_cache(loaded, verify=1.0)
+def test_the_others_do_not_notice_a_shift_of_what_they_share(llama: LoadedModel) -> None:
+    cache = new_cache(llama, verify=1.0)
     long, marks = conversation(5)
     # The second shares the system prompt and four messages with the first, which are what is shifted out.
     other = np.concatenate([long[:80], conversation(1, seed=4)[0][40:]])
-    with new_generator(loaded, cache, context=CONTEXT) as generator:
+    with new_generator(llama, cache, context=CONTEXT) as generator:
         tickets = [
             submit(generator, long, marks, 70),
             submit(generator, other, (40, 80, 90), 35),
@@ -123,10 +123,10 @@ def test_the_others_do_not_notice_a_shift_of_what_they_share(loaded: LoadedModel
     assert [done(ticket).shifted_tokens for ticket in tickets] == [40, 0, 0]
     # Windows that have gone round are taken up at the last mark.
     assert [done(ticket).cached_tokens for ticket in tickets] in ([0, 80, len(long) - 1], [0, 80, 90])
-    assert tokens_of(tickets[1]) == alone(loaded, other, 35)
-    assert tokens_of(tickets[2]) == alone(loaded, long, 35)
-    assert tokens_of(tickets[0])[:36] == alone(loaded, long, 36)
-    require_untainted(loaded, cache, [final(tickets[0], long), long, other])
+    assert tokens_of(tickets[1]) == alone(llama, other, 35)
+    assert tokens_of(tickets[2]) == alone(llama, long, 35)
+    assert tokens_of(tickets[0])[:36] == alone(llama, long, 36)
+    require_untainted(llama, cache, [final(tickets[0], long), long, other])
 
 
 @pytest.mark.parametrize("kind", ["llama", "jamba"])
@@ -188,38 +188,8 @@ def test_a_shift_that_fails_ends_its_own_reply_alone(llama: LoadedModel, monkeyp
     assert tokens_of(tickets[1]) == alone(llama, prompt[:60], 60)
 
 
-@pytest.mark.parametrize(
-    ("kind", "capacity"), [("llama", CONTEXT + 20), pytest.param("llama_sliding", CONTEXT + 38, marks=pytest.mark.slow)]
-)
-def test_who_has_to_wait_while_others_are_shifted_goes_on_afterwards(kind: str, capacity: int) -> None:
-    loaded = load(kind)
-    cache = new_cache(loaded, verify=1.0)
-    talks = [conversation(5, seed) for seed in (1, 1, 2)]
-    # A token shorter and a round earlier: the context is full for both at the same time.
-    talks[0] = (talks[0][0][:-1], talks[0][1])
-    lengths: list[int] = []
-    with new_generator(loaded, cache, context=CONTEXT, capacity=capacity) as generator:
-        tickets = [
-            submit(generator, prompt, marks, 75, reserve=1, on_progress=lambda done, total: lengths.append(total))
-            for prompt, marks in talks
-        ]
-        pieces = drain(generator)
-    assert max(lengths) <= CONTEXT
-    ended = []
-    for ticket, (prompt, _) in zip(tickets, talks, strict=True):
-        ended.append(final(ticket, prompt))
-        completion = done(ticket)
-        assert (completion.done_reason, completion.note, len(completion.tokens)) == ("length", None, 75)
-        assert completion.omitted_tokens + completion.shifted_tokens >= len(prompt) + 74 - CONTEXT
-        assert [piece.token for piece in pieces[ticket]] == list(completion.tokens)
-    require_untainted(
-        loaded, cache, [final(ticket, prompt) for ticket, (prompt, _) in zip(tickets, talks, strict=True)]
-    )
-
-
-@pytest.mark.parametrize("kind", ["mamba2"])
-def test_where_nothing_can_be_shifted_the_reply_ends_and_says_why(kind: str) -> None:
-    loaded = load(kind)
+def test_where_nothing_can_be_shifted_the_reply_ends_and_says_why() -> None:
+    loaded = load("mamba2")
     cache = new_cache(loaded, verify=1.0)
     prompt, marks = conversation(5)
     with new_generator(loaded, cache, context=CONTEXT) as generator:
@@ -267,7 +237,7 @@ def test_what_must_stay_and_does_not_fit_is_refused_with_the_numbers(llama: Load
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_with_short_room_and_a_short_context_all_is_served_and_nothing_wrong_is_stored(data: st.DataObject) -> None:
     loaded = load(data.draw(st.sampled_from(["llama", "llama_sliding", "jamba"])))
@@ -297,24 +267,3 @@ def test_with_short_room_and_a_short_context_all_is_served_and_nothing_wrong_is_
         assert gone <= max(0, len(prompt) - len(SYSTEM) - min(OPENING_TOKENS, len(OPENING)))
         finals.append(final(ticket, prompt))
     require_untainted(loaded, cache, finals)
-
-
-@pytest.mark.parametrize("kind", ["step3p5"])
-def test_a_checkpoint_behind_a_rewind_is_not_taken_for_the_tokens_that_came_instead(kind: str) -> None:
-    loaded = load(kind)
-    cache = new_cache(loaded, verify=1.0)
-    # Windows have 16 tokens: they have not gone round yet.
-    prompt = _random.integers(20, 200, 15)
-    instead = np.concatenate([prompt[:8], _random.integers(20, 200, 7)])
-    with cache.begin_many(capacity=256) as group:
-        row = group.admit(prompt, marks=[12])
-        group.prefill(loaded.model, row)
-        assert [each.offset for each in inside.checkpoints(row)] == [12]
-        group.remove(loaded.model, row, 8, 15)
-        group.check()
-        for token in instead[8:]:
-            group.step(loaded.model, [row], [int(token)])
-        same = group.admit([*instead[:14], 30, 31])
-        assert same.cached_tokens == 14
-        same.close()
-    require_untainted(loaded, cache, [[*instead[:13], 30], [*instead, 30]])

@@ -84,19 +84,6 @@ def test_a_processor_is_told_every_token_of_a_prompt_of_which_most_was_cached(ti
     assert told == [[*PROMPTS[0], *reply[:count]] for count in range(3)]
 
 
-def test_a_processor_that_raises_ends_its_own_request(tiny: LoadedModel) -> None:
-    def failing(said: mx.array, _: mx.array) -> mx.array:
-        raise ValueError(f"told of {len(said)} tokens")
-
-    with new_generator(tiny) as generator:
-        bad = generator.submit(PROMPTS[0], max_tokens=5, logits_processors=[failing])
-        good = generator.submit(PROMPTS[1], max_tokens=12, stop_tokens=())
-        list(generator)
-    assert said(good) == alone(tiny, PROMPTS[1])
-    assert bad.completion is not None
-    assert str(bad.completion.error) == f"told of {len(PROMPTS[0])} tokens"
-
-
 def test_penalties_go_on_where_a_request_that_went_back_to_waiting_left_off(tiny: LoadedModel) -> None:
     capacity = len(SYSTEM) + sum(len(prompt) - len(SYSTEM) for prompt in PROMPTS[:2]) + 12
     with new_generator(tiny, capacity=capacity) as generator:
@@ -159,23 +146,6 @@ def test_a_seeded_request_leaves_the_draws_of_others_as_they_were(tiny: LoadedMo
     assert draws(with_seed=True) == draws(with_seed=False)
 
 
-@pytest.mark.parametrize("seed", [-1, 1 << 64])
-def test_a_seed_that_mlx_does_not_take_is_refused(seed: int) -> None:
-    with pytest.raises(ValueError, match=f"seed is {seed}; wanted 0 to"):
-        SeededSampler(make_sampler(1.0), seed)
-
-
-def test_a_token_comes_with_its_own_log_probability(tiny: LoadedModel) -> None:
-    with new_generator(tiny) as generator:
-        for prompt in PROMPTS:
-            generator.submit(prompt, max_tokens=4, stop_tokens=(), sampler=make_sampler(1.0))
-        pieces = [piece for _, piece in generator]
-    assert len(pieces) == 12
-    for piece in pieces:
-        assert piece.logprobs is not None
-        assert piece.logprob == piece.logprobs[piece.token].item()
-
-
 @pytest.mark.parametrize("cuts", [True, False])
 def test_a_character_cut_in_two_by_the_end_is_left_out_or_told_as_mlx_lm_does(tiny: LoadedModel, cuts: bool) -> None:
     half = tiny.tokenizer.encode("é")[0]
@@ -185,18 +155,6 @@ def test_a_character_cut_in_two_by_the_end_is_left_out_or_told_as_mlx_lm_does(ti
         )
         text = "".join(piece.text for _, piece in generator)
     assert text == ("" if cuts else "\N{REPLACEMENT CHARACTER}")
-
-
-def test_a_round_serves_one_token_of_each_and_an_idle_generator_has_none(tiny: LoadedModel) -> None:
-    with new_generator(tiny) as generator:
-        assert generator.round() == []
-        tickets = [generator.submit(prompt, max_tokens=3, stop_tokens=()) for prompt in PROMPTS]
-        served: list[list[Ticket]] = []
-        while any(ticket.completion is None for ticket in tickets):
-            served.append([ticket for ticket, _ in generator.round()])
-            assert len(served[-1]) == len(set(served[-1]))
-        assert generator.round() == []
-    assert sum(map(len, served)) == 9
 
 
 def test_a_round_evaluates_a_chunk_of_one_prompt_or_of_several(tiny: LoadedModel) -> None:
@@ -216,14 +174,3 @@ def test_a_round_evaluates_a_chunk_of_one_prompt_or_of_several(tiny: LoadedModel
         (4, 30, 30, 100, 10),  # where none comes of the chunk, both
         (0, 30, 30, 100, 10),
     ]
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-def test_prompts_of_one_token_that_come_before_all_others_are_stored(kind: str) -> None:
-    loaded = load_model(f"tiny:{kind}")
-    cache = PrefixCache(loaded.model)
-    with ParallelGenerator(cache, loaded.model, loaded.tokenizer, capacity=512) as generator:
-        ticket = generator.submit([5], max_tokens=4, stop_tokens=())
-        for _ in generator:
-            cache.check()
-    assert cache.explain([5, *ticket.completion.tokens]).resumable_tokens == 4

@@ -10,13 +10,13 @@ from fastapi.testclient import TestClient
 from runner.serve.openai import openai_routes
 from runner.serve.options import ServeOptions
 from runner.serve.request import ApiError
-from runner.serve.service import Backend, Service, to_json
+from runner.serve.service import ReplyBackend, Service, to_json
 
 USER = {"role": "user", "content": "?"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
-def openai_app(runs: Backend, options: ServeOptions | None = None, *, timeout_s: float = 60) -> FastAPI:
+def openai_app(runs: ReplyBackend, options: ServeOptions | None = None, *, timeout_s: float = 60) -> FastAPI:
     """An application that answers ApiError with its body in OpenAI's form."""
 
     async def refuse(_: HttpRequest, error: Exception) -> Response:
@@ -28,6 +28,6 @@ def openai_app(runs: Backend, options: ServeOptions | None = None, *, timeout_s:
     return app
 
 
-def openai_client(runs: Backend, options: ServeOptions | None = None) -> TestClient:
+def openai_client(runs: ReplyBackend, options: ServeOptions | None = None) -> TestClient:
     """A client of it, to be entered."""
     return TestClient(openai_app(runs, options))

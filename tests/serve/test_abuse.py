@@ -325,9 +325,3 @@ async def storm(abused: Abused, seed: int, count: int, at_once: int = 16) -> Non
 def test_a_storm_of_requests_leaves_nothing_behind(abused: Abused) -> None:
     asyncio.run(storm(abused, seed=0, count=100))
     abused.require_sound()
-
-
-@pytest.mark.slow
-def test_a_long_storm_of_requests_leaves_nothing_behind(abused: Abused) -> None:
-    asyncio.run(storm(abused, seed=1, count=2000))
-    abused.require_sound()

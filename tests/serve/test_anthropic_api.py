@@ -12,12 +12,12 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 
-from runner.serve.anthropic import AnthropicPromptBody, MessagesBody, anthropic_routes
+from runner.serve.anthropic import anthropic_routes
 from runner.serve.middleware import Frame
 from runner.serve.options import ServeOptions
-from runner.serve.request import ApiError, Ended, Failed, PrefillProgress, Request
+from runner.serve.request import ApiError, Failed, PrefillProgress, Request
 from runner.serve.service import Service
-from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, record, said
+from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
 
 T = TypeVar("T")
 
@@ -213,76 +213,4 @@ def test_the_real_client_raises_what_goes_wrong_by_its_kind() -> None:
         run(ask(ScriptedRuns(Failed(404, "no model nowhere/nothing")), model="nowhere/nothing"))
 
 
-def test_the_real_client_counts_tokens() -> None:
-    async def count() -> int:
-        async with client_of(ScriptedRuns()) as client:
-            counted = await client.messages.count_tokens(model="claude-x", system="abc", messages=[USER])  # type: ignore[list-item]
-            return counted.input_tokens
-
-    assert run(count()) == len("abcHi")
-
-
 # What goes wrong.
-
-
-@pytest.mark.parametrize("body", ["{", "[]", '{"a": NaN}', '{"model": "\\ud800"}', "{}"])
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_a_body_that_cannot_be_read_is_refused_in_anthropics_form(body: str, path: str) -> None:
-    response = post(ScriptedRuns(), body, path)
-    assert (response.status_code, response.json()["type"]) == (400, "error")
-    assert response.json()["error"]["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [(401, "authentication_error"), (413, "request_too_large"), (500, "api_error"), (503, "overloaded_error")],
-)
-def test_an_error_has_anthropics_type_for_its_status(status: int, kind: str) -> None:
-    response = post(ScriptedRuns(refusal=ApiError(status, "so it is.")), BODY)
-    assert (response.status_code, response.json()["error"]) == (status, {"type": kind, "message": "so it is."})
-
-
-@pytest.mark.parametrize("is_streamed", [True, False])
-def test_a_client_that_goes_away_ends_its_reply(is_streamed: bool) -> None:
-    async def leave() -> None:
-        runs = ScriptedRuns(said("a"), is_endless=True)
-        has_left = asyncio.Event()
-        raw = json.dumps({**BODY, "stream": is_streamed}).encode()
-        messages = [{"type": "http.request", "body": raw, "more_body": False}]
-
-        async def receive() -> Any:
-            if messages:
-                return messages.pop()
-            await has_left.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            if b"content_block_delta" in message.get("body", b""):
-                has_left.set()
-
-        scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST", "path": "/v1/messages",
-            "raw_path": b"/v1/messages", "query_string": b"", "headers": [], "http_version": "1.1", "scheme": "http",
-        }  # fmt: skip
-        working = asyncio.create_task(app_of(runs)(scope, receive, send))
-        if not is_streamed:
-            while not runs.opened:
-                await asyncio.sleep(0)
-            has_left.set()
-        opened = await runs.cancelled()
-        opened.put(Ended(record(opened)))
-        await working
-
-    run(leave())
-
-
-def test_the_openapi_document_says_what_bodies_are() -> None:
-    document = app_of(ScriptedRuns()).openapi()
-    for path, kind in (("/v1/messages", MessagesBody), ("/v1/messages/count_tokens", AnthropicPromptBody)):
-        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        assert set(schema["properties"]) == set(kind.model_fields)
-        reference = schema["properties"]["tools"]["items"]["$ref"]
-        found: Any = document
-        for part in reference.removeprefix("#/").split("/"):
-            found = found[part.replace("~1", "/")]
-        assert "input_schema" in found["properties"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,18 +53,6 @@ def fields(of: Any) -> list[str]:
 )
 def test_a_name_has_the_parameters_that_the_server_gives(name: str, parameters: list[str]) -> None:
     assert fields(getattr(mlx_lm_border, name)) == parameters
-
-
-def test_importing_it_leaves_logging_random_numbers_and_the_device_alone() -> None:
-    script = (
-        "import runner, logging, mlx.core as mx; mx.random.seed(5)\n"
-        "before = logging.getLogger().handlers, mx.default_device(), mx.random.state[0].tolist()\n"
-        "import runner.serve.mlx_lm_border\n"
-        "assert before == (logging.getLogger().handlers, mx.default_device(), mx.random.state[0].tolist())\n"
-        "import threading; assert threading.active_count() == 1"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 # Sampling
@@ -191,11 +177,6 @@ def test_no_mark_lies_beyond_what_a_reply_that_the_client_began_has_in_common(ti
     found = prompt_of(asked(messages=begun), tiny.tokenizer, {}, with_marks=True)
     assert found.tokens == tiny.tokenizer.apply_chat_template(begun, add_generation_prompt=True)
     assert all(0 < mark <= len(found.tokens) for mark in found.marks)
-
-
-def test_a_text_is_encoded_as_it_is(tiny: LoadedModel) -> None:
-    found = prompt_of(asked(prompt="Once upon"), tiny.tokenizer, {}, with_marks=True)
-    assert (found.tokens, found.marks) == (tiny.tokenizer.encode("Once upon"), ())
 
 
 def test_without_a_template_the_role_mapping_says_how_messages_are_put_together() -> None:

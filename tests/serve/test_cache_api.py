@@ -152,23 +152,6 @@ def test_what_was_warmed_is_there_for_the_first_who_asks_and_survives_a_reclaim(
     assert used["prompt_tokens_details"]["cached_tokens"] >= warmed["prompt_tokens"]
 
 
-def test_reclaiming_stops_at_the_target(server: Server) -> None:
-    for text in ("What about quince?", "And what about zebras, then? " * 20):
-        server.chat(text)
-    held = server.stats()["paged_bytes"] + server.stats()["live_bytes"]
-    assert server.post("/cache/reclaim", target_bytes=held).json() == {"freed_bytes": 0}
-    server.post("/cache/reclaim", target_bytes=held // 2)
-    left = server.stats()["paged_bytes"] + server.stats()["live_bytes"]
-    assert 0 < left <= held // 2
-
-
-def test_clearing_leaves_nothing_and_says_how_much_that_was(server: Server) -> None:
-    server.post("/cache/warm", messages=[SYSTEM], name="sommelier")
-    held = server.stats()["paged_bytes"] + server.stats()["live_bytes"]
-    assert server.client.delete("/cache").json() == {"freed_bytes": held}
-    assert server.stats()["nodes"] == 0
-
-
 def test_evictions_that_were_asked_for_are_told_from_pressure(server: Server) -> None:
     def counted(cause: str) -> float:
         wanted = f'radixcache_serve_evictions_total{{cause="{cause}",state="tokens"}} '

@@ -13,6 +13,7 @@ import pytest
 
 from radixcache.stores.files import scan
 from tests.commands.conftest import command  # noqa: F401
+from tests.serve.jobs import Waiting, running
 from tests.serve.serving import GUARD_S, serving
 
 
@@ -52,8 +53,8 @@ def test_a_second_turn_after_a_restart_resumes_where_the_first_one_ended(tmp_pat
         served.process.send_signal(ends)
         served.wait()
     second = [*first, {"role": "assistant", "content": answer(reply)}, {"role": "user", "content": "And another?"}]
-    with serving("--disk", tmp_path) as served:
-        assert cached_tokens(ask(served.url, second)) >= 512
+    with running(disk=tmp_path) as thread:
+        assert Waiting(thread, messages=second).record.cached_tokens >= 512
 
 
 def test_a_folder_that_holds_something_else_is_one_line_and_exit_code_2(

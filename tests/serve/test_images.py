@@ -25,7 +25,7 @@ from runner.serve import prompts
 from runner.serve.app import make_app
 from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
-from runner.serve.request import ModelNames, OpenRequest, PrefillProgress, ReplyEvent, Token
+from runner.serve.request import ModelNames, OpenRequest, PrefillProgress, ReplyEvent
 from runner.serve.scheduler import Scheduler
 from tests.serve.jobs import Waiting, running
 from tests.serve.seeing_model import PATCH, open_eyes, picture, shown, write_seeing_model
@@ -136,24 +136,6 @@ def test_an_image_that_was_evaluated_in_part_is_looked_at_again(
         ]
         assert again.tokens == expected(loaded, messages, *files)
     assert len(inside) >= 3
-
-
-def test_texts_and_images_at_once_say_what_each_says_alone(loaded: LoadedModel, shared: Scheduler) -> None:
-    def cancel(opened: OpenRequest, answer: ReplyEvent) -> None:
-        if isinstance(answer, Token):
-            opened.cancel()
-
-    texts = [[SYSTEM, {"role": "user", "content": f"Number {number}?"}] for number in range(3)]
-    asked = [(texts[0], ()), (asking(ONE), (ONE,)), (texts[1], ()), (asking(TWO, THREE), (TWO, THREE)), (texts[2], ())]
-    waiting = [Waiting(shared, messages=messages, namespace="mixed") for messages, _ in asked]
-    gone = Waiting(shared, messages=asking(THREE), namespace="mixed", on_answer=cancel)
-    for each, (messages, files) in zip(waiting, asked, strict=True):
-        assert each.tokens == expected(loaded, messages, *files)
-    assert gone.record.outcome == "cancelled"
-    assert len(gone.tokens) == 1
-    assert gone.tokens == expected(loaded, asking(THREE), THREE)[:1]
-    ((_, cache),) = shared.caches()
-    cache.check()
 
 
 # Routes

@@ -66,14 +66,6 @@ def test_histograms_are_in_seconds_and_leave_out_what_never_was() -> None:
     ]
 
 
-def test_requests_are_counted_by_route_and_status() -> None:
-    watch = Watch()
-    for status in (200, 200, 404):
-        watch.on_http("/v1/completions", status)
-    assert value(watch, "http_requests_total", route="/v1/completions", status="200") == 2
-    assert value(watch, "http_requests_total", route="/v1/completions", status="404") == 1
-
-
 def test_evictions_are_counted_by_what_they_were_for() -> None:
     watch = Watch()
 
@@ -95,14 +87,6 @@ def test_evictions_are_counted_by_what_they_were_for() -> None:
         ("mismatch", "tokens"): 2,
         ("reclaim", "tokens"): 1,
     }
-
-
-def test_the_cause_of_evictions_is_pressure_again_after_a_reclaim_that_raised() -> None:
-    watch = Watch()
-    with pytest.raises(ZeroDivisionError), watch.evicting("reclaim"):
-        raise ZeroDivisionError
-    watch.on_event(Event(EventKind.EVICTED, 1, "", 0, 8, 64, {"state": "tokens", "was_wrong": False}))
-    assert value(watch, "evictions_total", state="tokens", cause="pressure") == 1
 
 
 def test_queues_and_caches_are_read_when_they_are_asked_for(llama: Any) -> None:

@@ -206,26 +206,6 @@ def test_it_changes_while_requests_run_and_shows_the_branch_of_one_that_parts(pa
 
 
 @pytest.mark.slow
-def test_what_the_reader_closed_and_selected_stays_so_while_the_tree_changes(page: Page) -> None:
-    with served(show_text=True) as url:
-        for text in ("abc one", "abc two", "xyz one", "xyz two"):
-            ask(url, text)
-        page.open(f"{url}/cache")
-        page.wait_for(f"{LABELS}.filter(label => label === 'abc ' || label === 'xyz ').length === 2")
-        close = "[...document.querySelectorAll('#rows .row')].find(row => row.textContent.includes('abc '))"
-        assert sum(label.startswith("one") for label in page.run(LABELS)) == 2
-        page.run(f"{close}.querySelector('.twist').click()")
-        page.run(f"{close}.querySelector('.label').click()")
-        ask(url, "xyz three")
-        page.wait_for(f"{REQUESTS} === 5 && {LABELS}.some(label => label.startsWith('hree'))")
-        assert sum(label.startswith("one") for label in page.run(LABELS)) == 1
-        assert page.run(f"{close}.querySelector('.twist').getAttribute('aria-expanded')") == "false"
-        assert page.run(f"{close}.querySelector('.info') !== null")
-        assert page.run("document.querySelectorAll('.twist[aria-expanded=true]').length") > 0
-        assert page.complaints == []
-
-
-@pytest.mark.slow
 def test_the_key_is_asked_for_and_never_in_an_address(page: Page, tmp_path: Path) -> None:
     keys, admin = tmp_path / "keys", tmp_path / "admin"
     for file, line in ((keys, "ann ann-key\n"), (admin, "boss admin-key\n")):

@@ -10,11 +10,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from radixcache import Event
 from runner.engine.generator import ParallelGenerator
-from runner.models.load import LoadedModel, ModelError
+from runner.models.load import LoadedModel
 from runner.serve import served_model
-from runner.serve.options import ServeOptions
 from runner.serve.request import (
     ApiError,
     Ended,
@@ -283,18 +281,6 @@ def test_a_call_runs_on_the_thread_and_what_it_raises_is_the_callers(shared: Sch
     assert Waiting(shared).record.completion_tokens > 0
 
 
-def test_events_of_the_caches_are_told() -> None:
-    events: list[Event] = []
-    thread = Scheduler(ServeOptions(model="tiny", budget_bytes=64 << 20), lambda _: None, events.append)
-    thread.start()
-    try:
-        Waiting(thread).end()
-        assert [names.model for names, _ in thread.caches()] == ["tiny"]
-    finally:
-        thread.stop(0)
-    assert events
-
-
 @pytest.mark.parametrize(
     ("options", "found"),
     [
@@ -310,10 +296,3 @@ def test_events_of_the_caches_are_told() -> None:
 def test_what_cannot_be_is_said_at_start(options: dict[str, Any], found: str) -> None:
     with pytest.raises(ValueError, match=found), running(**options):
         pass
-
-
-def test_a_missing_model_is_said_at_start_as_such_and_no_thread_is_left() -> None:
-    before = threading.enumerate()
-    with pytest.raises(ModelError), running(model="tiny:nothing"):
-        pass
-    assert threading.enumerate() == before

@@ -7,7 +7,6 @@ not, one's state may be evicted for the other's.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 import pytest
 from fastapi.testclient import TestClient
 
-from benchmarks.harness.model_folder import write_model
 from runner.serve import openai
 from runner.serve.app import make_app
 from runner.serve.metrics import Watch
@@ -155,18 +153,6 @@ def seen_in(record: RequestRecord) -> dict[str, Any]:
     """What the record of a request says, less its id and times."""
     names = ("names", "prompt_tokens", "cached_tokens", "matched_tokens", "reason", "completion_tokens", "outcome")
     return {"short": record.short_tokens, "note": record.note, **{name: getattr(record, name) for name in names}}
-
-
-def test_tokens_are_counted_with_the_servers_template_also_where_another_loaded_its_own_model(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
-    count = Route("POST", "/v1/messages/count_tokens", MESSAGES[:1])
-    other = Route("POST", "/v1/completions", [{"model": "tiny", "prompt": "?", "max_tokens": 1}])
-    template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
-    with serving(tmp_path, model=str(model), chat_template=template) as server:
-        before = list(server.send(count, ANN))
-        assert json.loads(before[0][2])["input_tokens"] == len(SYSTEM["content"]) + len(USER["content"]) + 4
-        assert [status for status, *_ in server.send(other, BOB)] == [200]
-        assert list(server.send(count, ANN)) == before
 
 
 def test_who_is_told_that_a_prompt_has_no_room_is_not_told_what_others_hold(tmp_path: Path) -> None:
