@@ -1,35 +1,30 @@
 """Adapter: what the cache layer may do with one mlx-lm cache object (a leaf), and nothing else.
 
-An adapter has no state: every method gets the live object it works on, because generators replace objects and
-models reassign arrays between forward passes. There are three kinds:
+An adapter has no state: each method gets the live object it works on, because generators replace objects and models
+reassign arrays between forward passes. There are three kinds:
 
     span    the state can be cut at any token; a snapshot covers [start, end)
-    point   the state is valid at one offset; a snapshot is the whole state there, a checkpoint
+    point   the state is valid at one offset; a snapshot is the whole state there
+    window  point state that is stored token by token: snapshots are of spans, taken while the live state has them, and
+            the state at an offset is made of the tokens that `Window.needs` names
 
-    window  point state that is kept token by token: snapshots are of spans, as long as the live state has them, and the
-            state at an offset is made of those that `Window.needs` names
+A snapshot has `start` (0 for a point), `end`, `nbytes` and `arrays()`. Spans and Checkpoint hold the snapshots of all
+leaves of a model: one per leaf, None where a leaf has no such state.
 
-A snapshot has `start` (0 for a point), `end`, `nbytes` and `arrays()`.
-
-What every adapter keeps to (`tests/adapters/` runs one suite over all of them):
+Rules for every adapter; `tests/adapters/` runs one suite over all of them:
 
   A1  A snapshot owns its arrays: compact, never a view of a live buffer. It is not evaluated yet.
   A2  restore(cache, None, target) rewinds the live state to `target`, or returns False and changes nothing.
   A3  restore(cache, snapshot, target) makes the live state stand at `target`; of a window it takes snapshots in order.
       It returns False and changes nothing for a target beyond the snapshot, a live offset before the snapshot's start,
       and a window that would be incomplete. The snapshot stays as it is and shares nothing with the live state.
-  A4  split(snapshot, at) consumes it and returns (upper, lower); at or outside the edge one side is None and the
-      other the whole; a point snapshot splits into (None, whole).
-  A5  merge(upper, lower) consumes both; with one side None it keeps nothing for spans and the lower for points.
+  A4  split(snapshot, at) consumes it and returns (upper, lower). At or outside the edge one side is None and the other
+      the whole. A point snapshot splits into (None, whole).
+  A5  merge(upper, lower) consumes both. With one side None the result is None for spans, and the lower for points.
       Split then merge is the identity.
   A6  After free(cache) the object holds no array and stands at 0.
 
 Threading: as MLX; the arrays belong to the calling thread until they are evaluated.
-
-Spans and Checkpoint: the state of a whole model over an edge, and at an offset; Window, and WindowSnapshot.
-
-The leaves inside are the adapters' snapshots, one per leaf of the layout; None where a leaf has no such state. Knows no
-arrays: never imports MLX.
 """
 
 from __future__ import annotations
@@ -42,9 +37,79 @@ import mlx.core as mx
 
 #: Tokens [start, end).
 Range = tuple[int, int]
-
+#: An offset that no sequence reaches: "never".
+NEVER = 1 << 62
 #: Span snapshots are cut into segments on a grid of this many tokens, so that splits and trims copy one segment.
 SEGMENT_TOKENS = 512
+
+
+class Adapter(Protocol):
+    """Operations on one leaf cache object of one class.
+
+    is_point        point state or a window; False: span state
+    is_window       a window, whose adapter is `Windowed`
+    is_empty        whether the object was never written
+    offset          tokens the state stands for; None when the class does not know
+    buffers         the live arrays; never hold them across a forward pass
+    spare_nbytes    bytes of the buffers that the state does not need
+    shapes          of each buffer the shape without the time axis, and the dtype; equal for caches of one layer
+    snapshot        copy the state of [start, end) (span, window) or the whole state, which stands at `end` (point)
+    restore         make the live state stand at `target`, from the snapshot or, with None, by rewinding
+    can_rewind      whether restore(cache, None, target) would succeed
+    split, merge    cut a snapshot at offset `at` into (upper, lower); join two snapshots that touch
+    free            drop all arrays and return to offset 0
+    reserve         make room for `capacity_tokens` in all, or shrink to that; no effect on classes without spare
+                    room. An empty cache takes its shapes from the snapshot `like`. With `wait` the new buffers are
+                    evaluated before they replace the old ones, which a failed allocation leaves as they were.
+    capacity        tokens that fit before the class allocates again; NEVER when it does not grow with tokens
+    own             replace arrays that may be views of activations by owned copies; return these, unevaluated
+    hold            what roll_back needs to undo a forward pass of `tokens` tokens that has not started yet
+    roll_back       undo the forward pass; False when that is not possible and the state must not be used
+    """
+
+    is_point: bool
+    is_window: bool
+
+    def is_empty(self, cache: Any) -> bool: ...
+    def offset(self, cache: Any) -> int | None: ...
+    def buffers(self, cache: Any) -> list[mx.array]: ...
+    def spare_nbytes(self, cache: Any) -> int: ...
+    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]: ...
+    def snapshot(self, cache: Any, start: int, end: int) -> Any: ...
+    def restore(self, cache: Any, snapshot: Any, target: int) -> bool: ...
+    def can_rewind(self, cache: Any, target: int) -> bool: ...
+    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]: ...
+    def merge(self, upper: Any, lower: Any) -> Any: ...
+    def free(self, cache: Any) -> None: ...
+    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None: ...
+    def capacity(self, cache: Any) -> int: ...
+    def own(self, cache: Any) -> list[mx.array]: ...
+    def hold(self, cache: Any, tokens: int) -> Any: ...
+    def roll_back(self, cache: Any, held: Any) -> bool: ...
+
+
+class Windowed(Adapter, Protocol):
+    """The adapter of a window.
+
+    window          the window of the object
+    held            the tokens of which snapshots can be taken now, in order
+    shrink          as `own`, for buffers of the class: copy them where more than a growth step is spare
+    snapshot_stack  one snapshot, arrays (S, H, T, D), of S layers that stand alike, of the wanted tokens
+    restore_stack   as `restore`, from such a snapshot
+    """
+
+    def window(self, cache: Any) -> Window: ...
+    def held(self, cache: Any) -> list[Range]: ...
+    def shrink(self, cache: Any) -> list[mx.array]: ...
+    def snapshot_stack(
+        self, caches: Sequence[Any], start: int, end: int, wanted: Sequence[Range]
+    ) -> WindowSnapshot: ...
+    def restore_stack(self, caches: Sequence[Any], snapshot: WindowSnapshot, target: int) -> bool: ...
+
+
+def is_windowed(adapter: Adapter) -> TypeGuard[Windowed]:
+    """Whether it is the adapter of a window. An adapter that a user registered may lack `is_window`."""
+    return getattr(adapter, "is_window", False)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,19 +127,28 @@ class Spans:
         return next((len(leaf.segments) for leaf in self.leaves if leaf is not None), 0)
 
 
-class Window(NamedTuple):
-    """What a layer with a sliding window reads.
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """An offset to resume at, with snapshots there of all point layers that are no windows.
 
     Attributes:
-        size: tokens at most, `keep` included.
-        keep: tokens at the beginning of the sequence that it never loses.
+        kind: why it was taken: "branch", "mark", "interval", "tail" or "end".
     """
+
+    offset: int
+    leaves: list[Any]
+    nbytes: int
+    kind: str
+
+
+class Window(NamedTuple):
+    """The tokens that a layer with a sliding window reads: the last `size`. The first `keep` of all are never lost."""
 
     size: int
     keep: int = 0
 
     def needs(self, offset: int) -> list[Range]:
-        """The tokens without which the state at an offset is not whole, in order."""
+        """The tokens that make the state at an offset complete, in order."""
         if offset <= self.size:
             return [(0, offset)] if offset else []
         first = offset - self.size + self.keep
@@ -109,7 +183,7 @@ class WindowSnapshot:
         return self._ranges
 
     def within(self, ranges: Sequence[Range]) -> WindowSnapshot:
-        """What of it lies in these ranges, in order."""
+        """The part that lies in these ranges, which are in order."""
         found = []
         for piece in self.pieces:
             start, end = piece.start, piece.end
@@ -121,7 +195,6 @@ class WindowSnapshot:
         return WindowSnapshot(self.start, self.end, found)
 
     def split(self, at: int) -> tuple[WindowSnapshot | None, WindowSnapshot | None]:
-        """What is in front of an offset, and what is behind it."""
         if at <= self.start:
             return None, self
         if at >= self.end:
@@ -131,19 +204,25 @@ class WindowSnapshot:
         return WindowSnapshot(self.start, at, upper), WindowSnapshot(at, self.end, lower)
 
     def merged(self, lower: WindowSnapshot) -> WindowSnapshot:
-        """One of this and what begins where it ends; pieces that touch at the seam become one."""
+        """Join with a snapshot that begins at `end`. Pieces that touch at the seam become one."""
         ours, theirs = self.pieces, lower.pieces
         if ours and theirs and ours[-1].end == theirs[0].start:
             ours, theirs = [*ours[:-1], ours[-1].merged(theirs[0])], theirs[1:]
         return WindowSnapshot(self.start, lower.end, [*ours, *theirs])
 
     def with_more(self, pieces: Sequence[Any]) -> WindowSnapshot:
-        """As well with these, which are of tokens that are not there."""
+        """Add pieces of other tokens of [start, end)."""
         return WindowSnapshot(self.start, self.end, sorted([*self.pieces, *pieces], key=lambda piece: piece.start))
 
 
+def widened(spans: Spans, start: int, end: int) -> Spans:
+    """State of windows as that of some tokens of a longer edge."""
+    leaves = [None if leaf is None else WindowSnapshot(start, end, leaf.pieces) for leaf in spans.leaves]
+    return Spans(start, end, leaves, spans.nbytes)
+
+
 def union(ranges: Iterable[Range]) -> list[Range]:
-    """Ranges in order of their starts, with those that touch or overlap made one."""
+    """Join those of some ranges, in order of their starts, that touch or overlap."""
     found: list[Range] = []
     for low, high in ranges:
         if found and found[-1][1] >= low:
@@ -155,13 +234,13 @@ def union(ranges: Iterable[Range]) -> list[Range]:
 
 
 def common(left: Sequence[Range], right: Sequence[Range]) -> list[Range]:
-    """What two lists of ranges in order have in common."""
+    """The tokens that are in both; all ranges are in order."""
     pairs = [(max(a, c), min(b, d)) for a, b in left for c, d in right]
     return [(low, high) for low, high in pairs if low < high]
 
 
 def missing(ranges: Sequence[Range], held: Sequence[Range]) -> list[Range]:
-    """What of some ranges is not in others, all in order."""
+    """The tokens of some ranges that are not held; all ranges are in order."""
     found = []
     for low, high in ranges:
         for first, last in held:
@@ -175,114 +254,4 @@ def missing(ranges: Sequence[Range], held: Sequence[Range]) -> list[Range]:
 
 
 def tokens_in(ranges: Sequence[Range]) -> int:
-    """How many tokens these ranges have."""
     return sum(end - start for start, end in ranges)
-
-
-def widened(spans: Spans, start: int, end: int) -> Spans:
-    """The same of layers with windows, as some of the tokens of a longer edge."""
-    leaves = [None if leaf is None else WindowSnapshot(start, end, leaf.pieces) for leaf in spans.leaves]
-    return Spans(start, end, leaves, spans.nbytes)
-
-
-@dataclass(slots=True, eq=False)
-class Checkpoint:
-    """An offset to resume at, with snapshots there of all point layers that are no windows.
-
-    Attributes:
-        kind: why it was taken: "branch", "mark", "interval", "tail" or "end".
-    """
-
-    offset: int
-    leaves: list[Any]
-    nbytes: int
-    kind: str
-
-
-#: An offset that no sequence reaches: "never".
-NEVER = 1 << 62
-
-
-class Adapter(Protocol):
-    """Operations on one leaf cache object of one class."""
-
-    #: True for point state and windows, False for span state.
-    is_point: bool
-    #: True for windows, which are `Windowed`.
-    is_window: bool
-
-    def is_empty(self, cache: Any) -> bool:
-        """Whether the object was never written."""
-
-    def offset(self, cache: Any) -> int | None:
-        """Tokens the state stands for; None when the class does not know."""
-
-    def buffers(self, cache: Any) -> list[mx.array]:
-        """The live arrays. Never keep them across a forward pass."""
-
-    def spare_nbytes(self, cache: Any) -> int:
-        """Bytes of the buffers beyond what the state needs."""
-
-    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
-        """Shape without the time axis, and dtype, of each buffer; for comparing caches of the same layer."""
-
-    def snapshot(self, cache: Any, start: int, end: int) -> Any:
-        """Copy the state of [start, end) (span, window) or the whole state, which stands at `end` (point)."""
-
-    def restore(self, cache: Any, snapshot: Any, target: int) -> bool:
-        """Make the live state stand at `target`, from the snapshot or, with None, by rewinding."""
-
-    def can_rewind(self, cache: Any, target: int) -> bool:
-        """Whether restore(cache, None, target) would succeed."""
-
-    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
-        """Cut a snapshot at offset `at` into (upper, lower)."""
-
-    def merge(self, upper: Any, lower: Any) -> Any:
-        """Join two snapshots that touch."""
-
-    def free(self, cache: Any) -> None:
-        """Let go of all arrays and return to offset 0."""
-
-    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:
-        """Make room for `capacity_tokens` in all; an empty cache takes its shapes from the snapshot `like`.
-
-        A smaller capacity than the present one shrinks. With `wait` the new buffers are evaluated before they take the
-        place of the old ones, which a failed allocation leaves as they were. No effect on classes without spare room.
-        """
-
-    def capacity(self, cache: Any) -> int:
-        """Tokens that fit before the class allocates again; NEVER when it does not grow with tokens."""
-
-    def own(self, cache: Any) -> list[mx.array]:
-        """Replace arrays that may be views of activations by owned copies, and return the copies, unevaluated."""
-
-    def hold(self, cache: Any, tokens: int) -> Any:
-        """What roll_back needs to undo a forward pass of `tokens` tokens that has not started yet."""
-
-    def roll_back(self, cache: Any, held: Any) -> bool:
-        """Undo the forward pass; False when that is not possible and the state is not to be used."""
-
-
-class Windowed(Adapter, Protocol):
-    """What an adapter of a window has besides."""
-
-    def window(self, cache: Any) -> Window:
-        """What the class keeps."""
-
-    def held(self, cache: Any) -> list[Range]:
-        """The tokens of which snapshots can be taken now, in order."""
-
-    def shrink(self, cache: Any) -> list[mx.array]:
-        """As `own`, of buffers that are the class's or ours: copy them where more than a growth step is to spare."""
-
-    def snapshot_stack(self, caches: Sequence[Any], start: int, end: int, wanted: Sequence[Range]) -> WindowSnapshot:
-        """One snapshot, arrays (S, H, T, D), of what S layers that stand alike have of some tokens of [start, end)."""
-
-    def restore_stack(self, caches: Sequence[Any], snapshot: WindowSnapshot, target: int) -> bool:
-        """As `restore`, of such a snapshot."""
-
-
-def is_windowed(adapter: Adapter) -> TypeGuard[Windowed]:
-    """Whether it is the adapter of a window; one that others registered may not say."""
-    return getattr(adapter, "is_window", False)

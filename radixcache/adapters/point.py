@@ -1,24 +1,8 @@
-"""PointAdapter: what adapters of point state have in common: a snapshot is whole, and cannot be split or joined.
+"""PointAdapter: base of the adapters of point state. A snapshot is whole, and cannot be split or joined.
 
 The state of a cache is a nest of lists, tuples and dictionaries with arrays in it.
 
-Adapter of mlx_lm.models.cache.ArraysCache: a list of arrays, the state of recurrent and linear-attention layers.
-
-Source: mlx-lm 0.32.2. The class has no offset; models assign whole slots, and `advance` changes `lengths` and
-`left_padding` in place. After a batched forward a slot is often a view of the whole chunk's activations.
-
-Adapter of the LayerCache of mlx_lm.models.deepseek_v41: a sliding window beside compressed groups.
-
-Source: mlx-lm 0.32.2. `window`, `compress_kv`, `index_k`, `pending_kv` and `pending_gate` are arrays (1, T, D) or
-None, replaced and never written in place; `offset` counts tokens. Its `state` has no setter, so the fields are read
-and written by name; an object with other fields is refused.
-
-Adapter of last resort: a class nobody registered, kept as point state if it proves that this is safe.
-
-A class qualifies when it *itself* defines a `state` property with a setter (mlx-lm's base class gives every subclass
-an empty one: that does not count), and when its first state survives a round trip: taken out, copied, put into a
-fresh object made without `__init__`, everything that the object holds is there again. Anything else raises
-UnsupportedCacheError by name, before any state of it was stored.
+Source of all classes here: mlx-lm 0.32.2.
 """
 
 from __future__ import annotations
@@ -38,7 +22,7 @@ from radixcache.errors import UnsupportedCacheError
 
 @dataclass(slots=True)
 class PointSnapshot:
-    """The whole state of one layer at offset `end`, as its adapter's `state` has it."""
+    """The whole state of one layer at offset `end`, as its adapter's `state` returned it."""
 
     end: int
     state: Any
@@ -56,7 +40,7 @@ class PointSnapshot:
 
 
 class PointAdapter(ABC):
-    """Base of the adapters of point state; most of them can restore a snapshot at its own offset only."""
+    """Base of the adapters of point state. A snapshot can be restored at its own offset only, but for windows."""
 
     is_point = True
     is_window = False
@@ -67,7 +51,7 @@ class PointAdapter(ABC):
 
     @abstractmethod
     def put(self, cache: Any, state: Any, offset: int | None) -> None:
-        """Give the cache the state that `state` gave at this offset."""
+        """Give the cache a state that `state` returned at this offset."""
 
     def is_empty(self, cache: Any) -> bool:
         return not self.buffers(cache)
@@ -124,35 +108,12 @@ class PointAdapter(ABC):
         return True
 
 
-def arrays_in(tree: Any) -> list[mx.array]:
-    """All arrays in a nest, in order."""
-    if isinstance(tree, mx.array):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, (list, tuple)):
-        return []
-    return [array for item in tree if item is not None for array in arrays_in(item)]
-
-
-def copied(tree: Any, leaf: Any = owned) -> Any:
-    """The same nest with every array passed through `leaf`."""
-    # Every recurrent layer of every request comes through here: what is frequent is asked first.
-    if tree is None:
-        return None
-    if isinstance(tree, mx.array):
-        return leaf(tree)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([copied(item, leaf) for item in tree])
-    if isinstance(tree, dict):
-        return {key: copied(item, leaf) for key, item in tree.items()}
-    return copy.copy(tree)
-
-
 class ArraysAdapter(PointAdapter):
-    """ArraysCache: point state, valid at exactly one offset that only the session knows.
+    """ArraysCache: the state of recurrent and linear-attention layers, (slots, left_padding, lengths).
 
-    The state is (slots, left_padding, lengths); None where one was never written.
+    The class has no offset: only the session knows it. A slot that was never written is None. Models assign whole
+    slots, and `advance` changes `lengths` and `left_padding` in place. After a batched forward pass a slot is often a
+    view of the whole chunk's activations.
     """
 
     def state(self, cache: Any) -> Any:
@@ -180,8 +141,8 @@ class ArraysAdapter(PointAdapter):
         self.put(cache, ([None] * len(cache.cache), None, None), 0)
 
     def hold(self, cache: Any, tokens: int) -> Any:
-        # mx.array(x) is a second handle on the same buffer: free, and not moved by an in-place change of the first.
-        # Spelled out: this runs for every such layer and decoded token.
+        # mx.array(x) is a second handle on the same buffer, which an in-place change of x does not reach; it costs
+        # nothing. Spelled out: this runs for every such layer and decoded token.
         slots = [None if slot is None else mx.array(slot) for slot in cache.cache]
         padding, lengths = cache.left_padding, cache.lengths
         handles = None if padding is None else mx.array(padding), None if lengths is None else mx.array(lengths)
@@ -192,7 +153,11 @@ FIELDS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
 
 
 class LayerAdapter(PointAdapter):
-    """deepseek_v41's LayerCache: point state; evicted window rows and closed groups cannot be brought back."""
+    """deepseek_v41's LayerCache: a sliding window beside compressed groups; it cannot be rewound.
+
+    FIELDS are arrays (1, T, D) or None, replaced and never written in place; `offset` counts tokens. Its `state` has no
+    setter, so the fields are read and written by name. An object with other fields is refused.
+    """
 
     def state(self, cache: Any) -> list[mx.array | None]:
         unknown = set(vars(cache)) - {*FIELDS, "offset", "window_size"}
@@ -214,7 +179,13 @@ class LayerAdapter(PointAdapter):
 
 
 class ProbedAdapter(PointAdapter):
-    """Any class with a `state` of its own: point state, valid at exactly one offset."""
+    """The adapter of last resort: a class without an adapter is point state if it proves that this is safe.
+
+    The class *itself* must define a `state` property with a setter; mlx-lm's base class gives every subclass an empty
+    one, which does not count. Its first state must survive a round trip: copied into a fresh object made without
+    `__init__`, it brings back everything that the object holds. Otherwise it is an UnsupportedCacheError, before any
+    state of it was stored.
+    """
 
     def __init__(self) -> None:
         self._proven: set[type] = set()
@@ -242,14 +213,14 @@ class ProbedAdapter(PointAdapter):
             return found
         try:
             return arrays_in(cache.state)
-        except Exception:  # a class may well fail to state what it does not have yet
+        except Exception:  # the class may have no state yet
             return []
 
     def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
         return (("state", len(arrays_in(vars(cache)))),)
 
     def free(self, cache: Any) -> None:
-        """Nothing is known of how to empty the class: the layout replaces the object by a fresh one."""
+        """Refuse: only the layout can empty such an object, by the attributes of a fresh one."""
         raise UnsupportedCacheError(f"{type(cache).__name__} cannot be emptied in place.")
 
     def hold(self, cache: Any, tokens: int) -> Any:
@@ -265,10 +236,10 @@ class ProbedAdapter(PointAdapter):
         return True
 
     def _prove(self, cache: Any) -> None:
+        """UnsupportedCacheError: the first state of the class is lost on a round trip."""
         if type(cache) in self._proven:
             return
-        name = type(cache).__name__
-        fresh = object.__new__(type(cache))
+        name, fresh = type(cache).__name__, object.__new__(type(cache))
         try:
             fresh.state = copied(cache.state)
         except Exception as error:
@@ -277,6 +248,31 @@ class ProbedAdapter(PointAdapter):
             lost = [k for k, v in vars(cache).items() if not _equal(vars(fresh).get(k), v)]
             raise UnsupportedCacheError(f"{name}: its state loses {', '.join(map(str, lost))} on a round trip.")
         self._proven.add(type(cache))
+
+
+def arrays_in(tree: Any) -> list[mx.array]:
+    """All arrays in a nest, in order."""
+    if isinstance(tree, mx.array):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [array for item in tree if item is not None for array in arrays_in(item)]
+
+
+def copied(tree: Any, leaf: Any = owned) -> Any:
+    """A copy of a nest with every array passed through `leaf`."""
+    # Called for every recurrent layer of every request: frequent cases come first.
+    if tree is None:
+        return None
+    if isinstance(tree, mx.array):
+        return leaf(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([copied(item, leaf) for item in tree])
+    if isinstance(tree, dict):
+        return {key: copied(item, leaf) for key, item in tree.items()}
+    return copy.copy(tree)
 
 
 def _equal(left: Any, right: Any) -> bool:

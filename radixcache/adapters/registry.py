@@ -1,9 +1,7 @@
-"""Adapters: one per mlx-lm cache class. The registry fails closed: a class without one is an error by name.
+"""The adapter of each mlx-lm cache class, and the leaves of a list of caches. A class without one is an error.
 
-Leaves of a list of mlx-lm caches: CacheList holds other caches, side by side, of any kind.
-
-Source: mlx_lm.models.cache.CacheList, mlx-lm 0.32.2. Its `from_state` makes a list of its tuple and loses what the
-classes keep outside `state`; so the leaves inside are restored in place, one by one, and the list itself never is.
+A CacheList holds other caches of any kind, side by side. Its `from_state` (mlx-lm 0.32.2) makes a list of its tuple and
+loses what the classes hold outside `state`. So the leaves in it are restored in place, and the list itself never is.
 """
 
 from __future__ import annotations
@@ -46,17 +44,17 @@ def register_adapter(cache_class: type, adapter: Adapter) -> None:
 
 
 def adapter_for(cache: Any, layer: int = 0) -> Adapter:
-    """The adapter of a cache's exact class. UnsupportedCacheError: none, and it does not qualify for the probed one."""
+    """The adapter of a cache's exact class, or the probed one. UnsupportedCacheError: the class has neither."""
     adapter = ADAPTERS.get(type(cache)) or (PROBED if PROBED.accepts(cache) else None)
     if adapter is not None:
         return adapter
     known = ", ".join(sorted([*(c.__name__ for c in ADAPTERS), "CacheList"]))
-    found = f"no adapter for layer {layer} ({type(cache).__name__})"
-    raise UnsupportedCacheError(f"{found}. Known: {known}. Register one with register_adapter().")
+    what = f"no adapter for layer {layer} ({type(cache).__name__}). Known: {known}."
+    raise UnsupportedCacheError(f"{what} Register one with register_adapter().")
 
 
 def leaves(caches: Iterable[Any]) -> list[Any]:
-    """The cache objects that hold state, in order; layers without a cache (None) are left out."""
+    """The cache objects that hold state, in order, without the layers that have no cache (None)."""
     flat = [cache for cache in caches if cache is not None]
     # Called several times per decoded token: nearly always there is nothing to unfold.
     if not any(issubclass(each, CacheList) for each in set(map(type, flat))):
@@ -67,8 +65,7 @@ def leaves(caches: Iterable[Any]) -> list[Any]:
 def with_leaves(caches: Iterable[Any], replaced: Callable[[Any], Any]) -> list[Any]:
     """The same caches with every leaf replaced, in order.
 
-    Arrays that `replaced` knows are free again with it: a closure that calls itself would keep them, as a cycle, until
-    Python's collector comes by.
+    No closure calls itself here: as a cycle it would hold the arrays that `replaced` knows until garbage collection.
     """
     return [None if cache is None else _with_leaves(cache, replaced) for cache in caches]
 

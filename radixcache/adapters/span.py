@@ -1,7 +1,4 @@
-"""SpanAdapter: span state in buffers (1, H, capacity, D) with time on axis 2; as it is, the adapter of KVCache.
-
-Source: mlx_lm.models.cache, mlx-lm 0.32.2. KVCache grows its buffers when `offset + T` exceeds the capacity and never
-looks beyond `offset`, so any capacity is fine and a rewind is a smaller offset.
+"""SpanAdapter: span state in buffers (1, H, capacity, D) with time on axis 2; the adapter of KVCache as it is.
 
 A snapshot is a row of segments, at first on a fixed grid of SEGMENT_TOKENS, so that cutting one, joining two and
 dropping a tail touch one segment, not the whole edge:
@@ -9,25 +6,9 @@ dropping a tail touch one segment, not the whole edge:
     [700, 1600)  ->  [700, 1024) [1024, 1536) [1536, 1600)
 
 Where attention reads a snapshot in place, few long segments are faster than many short ones: `join` makes one of them.
-
 Page-in writes the segments into the live buffers in place; page-out copies them out.
 
-KeysAndValues: what adapters of classes with `keys`, `values` and `offset` share; buffers are (1, H, T, D).
-
-Adapter of mlx_lm.models.cache.QuantizedKVCache: three buffers each (packed, scales, biases) for keys and values.
-
-Source: mlx-lm 0.32.2. Packed values are uint32 (1, H, capacity, D * bits / 32), scales and biases
-(1, H, capacity, D / group_size). Quantization is per token, so the state can be cut at any token.
-
-Adapter of mlx_lm.models.cache.ConcatenateKVCache: keys and values exactly as long as the sequence.
-
-Source: mlx-lm 0.32.2. An update joins new keys to *all* of the old ones and takes the offset from the result, so a
-rewind has to cut the arrays; a smaller offset alone would bring the cut tokens back. Arrays are never written in place.
-
-owned: a copy of an array that shares its buffer with nothing.
-
-A slice keeps its whole parent alive, and `mx.contiguous` returns its input when the slice covers it, or nearly so.
-Joining two pieces always writes a fresh buffer of exactly the result's size, whatever the input looks like.
+Source: mlx_lm.models.cache, mlx-lm 0.32.2.
 """
 
 from __future__ import annotations
@@ -43,67 +24,13 @@ import mlx.core as mx
 from radixcache.adapters.contract import NEVER, SEGMENT_TOKENS
 from radixcache.errors import SnapshotError
 
-
-class KeysAndValues:
-    """Base of such adapters, of spans and of windows."""
-
-    def is_empty(self, cache: Any) -> bool:
-        return cache.keys is None
-
-    def offset(self, cache: Any) -> int | None:
-        return int(cache.offset)
-
-    def buffers(self, cache: Any) -> list[mx.array]:
-        return [] if cache.keys is None else [cache.keys, cache.values]
-
-    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
-        return tuple((*b.shape[:2], b.shape[3], b.dtype) for b in self.buffers(cache))
-
-
-def owned_span(buffer: mx.array, start: int, end: int) -> mx.array:
-    """Return a copy of `buffer[..., start:end, :]` in a buffer of its own, unevaluated.
-
-    The rows of several heads do not lie together, so that `mx.contiguous` has to copy: two operations instead of four.
-    """
-    part = buffer[..., start:end, :]
-    if math.prod(buffer.shape[:-2]) > 1 and end - start < buffer.shape[-2]:
-        return mx.contiguous(part)
-    return owned(part)
-
-
-def owned(array: mx.array) -> mx.array:
-    """Return a copy of `array` (any shape and dtype) in a buffer of its own, unevaluated."""
-    if array.size == 0:
-        return mx.zeros(array.shape, dtype=array.dtype)
-    axes = [*range(array.ndim - 2, -1, -1), array.ndim - 1] if array.ndim > 1 else [*range(array.ndim)]
-    for axis in axes:
-        if array.shape[axis] > 1:
-            return mx.concatenate(list(mx.split(array, [array.shape[axis] // 2], axis=axis)), axis=axis)
-    # One element: a view of two is the smallest buffer that is not the parent's.
-    flat = array.reshape(1)
-    return mx.concatenate([flat, flat])[:1].reshape(array.shape)
-
-
+#: Arrays (1, H, T, D) of the same tokens.
 Segment = tuple[mx.array, ...]
-
-
-def segment_bounds(start: int, end: int, step: int | None = None) -> list[tuple[int, int]]:
-    """The grid segments that cover [start, end), of so many tokens; None: of SEGMENT_TOKENS."""
-    bounds, step = [], step or SEGMENT_TOKENS
-    while start < end:
-        stop = min(end, (start // step + 1) * step)
-        bounds.append((start, stop))
-        start = stop
-    return bounds
 
 
 @dataclass(slots=True)
 class SpanSnapshot:
-    """The state of tokens [start, end) of one layer.
-
-    Attributes:
-        segments: tuples of owned arrays, each (1, H, T, D), one behind the other.
-    """
+    """The state of tokens [start, end) of one layer, in owned segments one behind the other."""
 
     start: int
     end: int
@@ -119,8 +46,7 @@ class SpanSnapshot:
     @property
     def bounds(self) -> list[tuple[int, int]]:
         """Where each segment begins and ends."""
-        ends = list(accumulate((segment[0].shape[2] for segment in self.segments), initial=self.start))
-        return list(pairwise(ends))
+        return list(pairwise(accumulate((segment[0].shape[2] for segment in self.segments), initial=self.start)))
 
     def join(self) -> None:
         """Make one segment of all, evaluated."""
@@ -130,7 +56,7 @@ class SpanSnapshot:
             self.segments = [segment]
 
     def split(self, at: int) -> tuple[SpanSnapshot | None, SpanSnapshot | None]:
-        """What is in front of an offset, and what is behind it; the snapshot itself is not to be used any more."""
+        """Cut into the tokens before an offset and those from it on. Consumes the snapshot."""
         if at <= self.start:
             return None, self
         if at >= self.end:
@@ -146,7 +72,7 @@ class SpanSnapshot:
         return SpanSnapshot(self.start, at, upper), SpanSnapshot(at, self.end, lower)
 
     def merged(self, lower: SpanSnapshot) -> SpanSnapshot:
-        """One snapshot of this and what begins where it ends; neither is to be used any more.
+        """Join with a snapshot that begins at `end`. Consumes both.
 
         SnapshotError: they do not touch, or are of different layers.
         """
@@ -166,7 +92,7 @@ class SpanSnapshot:
         return SpanSnapshot(self.start, lower.end, segments)
 
     def parts(self, start: int, end: int) -> Iterator[tuple[int, int, Segment]]:
-        """What lies in [start, end), a segment at a time: offsets [first, last) and its arrays, cut to that."""
+        """The tokens in [start, end), a segment at a time: offsets [first, last) and the arrays, cut to them."""
         for (low, high), segment in zip(self.bounds, self.segments, strict=True):
             first, last = max(low, start), min(high, end)
             if (first, last) == (low, high):
@@ -175,8 +101,33 @@ class SpanSnapshot:
                 yield first, last, tuple(array[..., first - low : last - low, :] for array in segment)
 
 
+class KeysAndValues:
+    """Base for adapters, of spans and of windows, of classes with `keys`, `values` (1, H, T, D) and `offset`."""
+
+    def is_empty(self, cache: Any) -> bool:
+        return cache.keys is None
+
+    def offset(self, cache: Any) -> int | None:
+        return int(cache.offset)
+
+    def buffers(self, cache: Any) -> list[mx.array]:
+        return [] if cache.keys is None else [cache.keys, cache.values]
+
+    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
+        return tuple((*_without_time(b), b.dtype) for b in self.buffers(cache))
+
+    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
+        return (None, None) if snapshot is None else snapshot.split(at)
+
+    def merge(self, upper: Any, lower: Any) -> Any:
+        return None if upper is None or lower is None else upper.merged(lower)
+
+
 class SpanAdapter(KeysAndValues):
-    """Adapter of a class whose state is `buffers` plus `offset`; subclasses keep the buffers elsewhere."""
+    """KVCache: it grows when `offset + T` exceeds the capacity and never looks beyond `offset`.
+
+    So any capacity is fine, and a rewind is a smaller offset. Subclasses store their buffers elsewhere.
+    """
 
     is_point = False
     is_window = False
@@ -212,12 +163,6 @@ class SpanAdapter(KeysAndValues):
     def can_rewind(self, cache: Any, target: int) -> bool:
         return target <= int(cache.offset)
 
-    def split(self, snapshot: SpanSnapshot | None, at: int) -> tuple[SpanSnapshot | None, SpanSnapshot | None]:
-        return (None, None) if snapshot is None else snapshot.split(at)
-
-    def merge(self, upper: SpanSnapshot | None, lower: SpanSnapshot | None) -> SpanSnapshot | None:
-        return None if upper is None or lower is None else upper.merged(lower)
-
     def free(self, cache: Any) -> None:
         cache.keys = cache.values = None
         cache.offset = 0
@@ -228,8 +173,8 @@ class SpanAdapter(KeysAndValues):
         if cache.keys is None:
             buffers = [] if like is None else [_zeros_like(a, capacity) for a in like.segments[0]]
         elif capacity != self.capacity(cache):
-            kept, more = cache.offset, capacity - cache.offset
-            buffers = [mx.concatenate([b[..., :kept, :], _zeros_like(b, more)], axis=2) for b in self.buffers(cache)]
+            filled, more = cache.offset, capacity - cache.offset
+            buffers = [mx.concatenate([b[..., :filled, :], _zeros_like(b, more)], axis=2) for b in self.buffers(cache)]
         else:
             return
         if wait:
@@ -266,16 +211,12 @@ class SpanAdapter(KeysAndValues):
         cache.offset = target
 
 
-def _zeros_like(array: mx.array, tokens: int) -> mx.array:
-    return mx.zeros((*array.shape[:2], tokens, array.shape[3]), dtype=array.dtype)
-
-
-def _without_time(array: mx.array) -> tuple[int, ...]:
-    return (*array.shape[:2], array.shape[3])
-
-
 class QuantizedKVAdapter(SpanAdapter):
-    """QuantizedKVCache: six buffers instead of two."""
+    """QuantizedKVCache: keys and values have three buffers each.
+
+    Packed values are uint32 (1, H, capacity, D * bits / 32), scales and biases (1, H, capacity, D / group_size).
+    Quantization is per token, so the state can be cut at any token.
+    """
 
     def buffers(self, cache: Any) -> list[mx.array]:
         return [] if cache.keys is None else [*cache.keys, *cache.values]
@@ -286,7 +227,11 @@ class QuantizedKVAdapter(SpanAdapter):
 
 
 class ConcatenateKVAdapter(SpanAdapter):
-    """ConcatenateKVCache: no spare room, nothing in place."""
+    """ConcatenateKVCache: keys and values are exactly as long as the sequence, and never written in place.
+
+    An update joins new keys to *all* of the old ones and takes the offset from the result. So a rewind has to cut the
+    arrays: a smaller offset alone would bring the cut tokens back.
+    """
 
     def capacity(self, cache: Any) -> int:
         return NEVER
@@ -320,10 +265,53 @@ class ConcatenateKVAdapter(SpanAdapter):
             self.put(cache, [owned(b[..., :target, :]) for b in self.buffers(cache)])
 
     def _page_in(self, cache: Any, snapshot: SpanSnapshot, target: int) -> None:
-        buffers: list[list[mx.array]] = [[b[..., : cache.offset, :]] for b in self.buffers(cache)]
-        buffers = buffers or [[] for _ in snapshot.segments[0]]
-        for _, _, arrays in snapshot.parts(cache.offset, target):
-            for pieces, array in zip(buffers, arrays, strict=True):
-                pieces.append(array)
-        self.put(cache, [owned(mx.concatenate(pieces, axis=2)) for pieces in buffers])
+        live = [b[..., : cache.offset, :] for b in self.buffers(cache)]
+        segments = [*([live] if live else []), *(arrays for _, _, arrays in snapshot.parts(cache.offset, target))]
+        self.put(cache, [owned(mx.concatenate(list(pieces), axis=2)) for pieces in zip(*segments, strict=True)])
         cache.offset = target
+
+
+def segment_bounds(start: int, end: int, step: int | None = None) -> list[tuple[int, int]]:
+    """The grid segments of `step` tokens, or of SEGMENT_TOKENS, that cover [start, end)."""
+    bounds, step = [], step or SEGMENT_TOKENS
+    while start < end:
+        stop = min(end, (start // step + 1) * step)
+        bounds.append((start, stop))
+        start = stop
+    return bounds
+
+
+def owned_span(buffer: mx.array, start: int, end: int) -> mx.array:
+    """Return a copy of `buffer[..., start:end, :]` in a buffer of its own, unevaluated.
+
+    The rows of several heads do not lie together, so that `mx.contiguous` has to copy: two operations instead of four.
+    """
+    part = buffer[..., start:end, :]
+    if math.prod(buffer.shape[:-2]) > 1 and end - start < buffer.shape[-2]:
+        return mx.contiguous(part)
+    return owned(part)
+
+
+def owned(array: mx.array) -> mx.array:
+    """Return a copy of `array` (any shape and dtype) in a buffer of its own, unevaluated.
+
+    A slice holds its whole parent alive, and `mx.contiguous` returns its input when the slice covers it, or nearly so.
+    Joining two pieces always writes a fresh buffer of exactly the result's size.
+    """
+    if array.size == 0:
+        return mx.zeros(array.shape, dtype=array.dtype)
+    axes = [*range(array.ndim - 2, -1, -1), array.ndim - 1] if array.ndim > 1 else [*range(array.ndim)]
+    for axis in axes:
+        if array.shape[axis] > 1:
+            return mx.concatenate(list(mx.split(array, [array.shape[axis] // 2], axis=axis)), axis=axis)
+    # One element: a view of two is the smallest buffer that is not the parent's.
+    flat = array.reshape(1)
+    return mx.concatenate([flat, flat])[:1].reshape(array.shape)
+
+
+def _zeros_like(array: mx.array, tokens: int) -> mx.array:
+    return mx.zeros((*array.shape[:2], tokens, array.shape[3]), dtype=array.dtype)
+
+
+def _without_time(array: mx.array) -> tuple[int, ...]:
+    return (*array.shape[:2], array.shape[3])

@@ -1,27 +1,14 @@
-"""WindowAdapter: adapters of classes that keep the keys and values of the last part of a sequence.
+"""WindowAdapter: base of the adapters of classes that hold the last part of a sequence.
 
-The live state is compact or a ring, and loses what has left the window. What is stored of it are spans of tokens as of
-full attention, taken out while the buffers have them, with gaps where nothing needs them:
+The live state is compact or a ring, and loses what has left the window. Stored are spans of tokens as of full
+attention, copied out while the buffers have them, with gaps where nothing needs them:
 
     tree    [0, 512)      [1200, 2000)           resumes at any offset up to 512, and from 1,712 to 2,000, with a
     live              [1500, 2012)               window of 512
 
 The state at an offset is [keys, values], each (1, H, T, D), of the tokens that `Window.needs` names, in that order.
 
-Adapter of mlx_lm.models.cache.RotatingKVCache: a window of the last `max_size` tokens plus the first `keep`.
-
-Source: mlx-lm 0.32.2. The buffer is in temporal order until single-token writes go round:
-
-    [ keep | oldest .. newest ]            `_idx` at the end: temporal order
-    [ keep | newer .. newest | oldest .. ] `_idx` inside: the ring has gone round
-
-After a batched write of T tokens it holds up to max_size + T - 1 of them; the next write cuts it back. Nothing was lost
-while `offset <= max_size`.
-
-Adapter of mlx_lm.models.cache.ChunkedKVCache: the last `chunk_size` tokens and what the present chunk added.
-
-Source: mlx-lm 0.32.2, used by llama4. The model cuts the front before an update; `start_position` is what is gone.
-`is_trimmable` stays True after that and `trim` clips silently, so neither is used.
+Source of the classes: mlx-lm 0.32.2.
 """
 
 from __future__ import annotations
@@ -38,13 +25,12 @@ from radixcache.adapters.span import KeysAndValues, SpanSnapshot, owned, segment
 
 
 class WindowAdapter(KeysAndValues, PointAdapter):
-    """Base of these adapters, which say what the buffers hold and where, and where the class notes that."""
+    """Subclasses say what the buffers hold and where, and where the class notes that."""
 
     is_window = True
 
     @abstractmethod
-    def window(self, cache: Any) -> Window:
-        """What the class keeps."""
+    def window(self, cache: Any) -> Window: ...
 
     @abstractmethod
     def held(self, cache: Any) -> list[Range]:
@@ -67,8 +53,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         return tokens_in(self.window(cache).needs(cache.offset))
 
     def state(self, cache: Any) -> list[mx.array]:
-        places = self._state_places(cache)
-        return [_joined(_cut(b, places)) for b in self.buffers(cache)]
+        return self._state(cache, _joined)
 
     def put(self, cache: Any, state: Any, offset: int | None) -> None:
         self.place(cache, state, offset or 0, state[0].shape[2])
@@ -77,7 +62,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         return sum(b.nbytes // b.shape[2] * (b.shape[2] - self.filled(cache)) for b in self.buffers(cache))
 
     def snapshot(self, cache: Any, start: int, end: int) -> WindowSnapshot | None:  # type: ignore[override]
-        """Copy what the buffers have of [start, end)."""
+        """Copy the tokens of [start, end) that the buffers have."""
         return None if cache.keys is None else self.snapshot_stack([cache], start, end, [(start, end)])
 
     def snapshot_stack(self, caches: Sequence[Any], start: int, end: int, wanted: Sequence[Range]) -> WindowSnapshot:
@@ -110,32 +95,26 @@ class WindowAdapter(KeysAndValues, PointAdapter):
                 self.put(cache, [_owned(arrays) for arrays in its], target)
         return True
 
-    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
-        return (None, None) if snapshot is None else snapshot.split(at)
-
-    def merge(self, upper: Any, lower: Any) -> Any:
-        return None if upper is None or lower is None else upper.merged(lower)
-
     def can_rewind(self, cache: Any, target: int) -> bool:
         return bool(target == cache.offset or (target < cache.offset and self.is_whole(cache)))
 
     def own(self, cache: Any) -> list[mx.array]:
         if not self.is_empty(cache) and tokens_in(self.held(cache)) == cache.offset:
-            return self._compacted(cache)  # while no token is lost they may be what the first forward pass gave
+            return self._compact(cache)  # while no token is lost, the buffers may be those of the first forward pass
         return self.shrink(cache)
 
     def shrink(self, cache: Any) -> list[mx.array]:
         if self.is_empty(cache) or cache.keys.shape[2] - self.filled(cache) <= cache.step:
             return []
-        return self._compacted(cache)
+        return self._compact(cache)
 
     def free(self, cache: Any) -> None:
         self.place(cache, (None, None), 0, 0)
 
     def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:
-        """Spare room is at most one growth step of the class; a smaller capacity drops it."""
+        """Drop the spare room, at most one growth step of the class, for a smaller capacity."""
         if cache.keys is not None and capacity_tokens <= cache.offset and self.spare_nbytes(cache):
-            buffers = self._compacted(cache)
+            buffers = self._compact(cache)
             if wait:
                 mx.eval(buffers)
 
@@ -146,13 +125,15 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         self.place(cache, buffers or (cache.keys, cache.values), offset, filled)
         return True
 
-    def _compacted(self, cache: Any) -> list[mx.array]:
-        places = self._state_places(cache)
-        self.put(cache, [_owned(_cut(b, places)) for b in self.buffers(cache)], cache.offset)
-        return self.buffers(cache)
+    def _state(self, cache: Any, join: Any) -> list[mx.array]:
+        needs = self.window(cache).needs(cache.offset)
+        places = [at for low, high in needs for at in self.places(cache, low, high)]
+        return [join(_cut(b, places)) for b in self.buffers(cache)]
 
-    def _state_places(self, cache: Any) -> list[Range]:
-        return [at for low, high in self.window(cache).needs(cache.offset) for at in self.places(cache, low, high)]
+    def _compact(self, cache: Any) -> list[mx.array]:
+        """Replace the buffers by owned ones that hold the state alone; return these."""
+        self.put(cache, self._state(cache, _owned), cache.offset)
+        return self.buffers(cache)
 
     def _piece(self, caches: Sequence[Any], start: int, end: int) -> SpanSnapshot:
         buffers = list(zip(*map(self.buffers, caches), strict=True))
@@ -162,21 +143,17 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         )
 
 
-def _cut(buffer: mx.array, places: Sequence[Range]) -> list[mx.array]:
-    return [buffer[..., low:high, :] for low, high in places]
-
-
-def _joined(parts: list[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
-
-
-def _owned(parts: list[mx.array], axis: int = 2) -> mx.array:
-    """All these as one array that shares no buffer."""
-    return owned(parts[0]) if len(parts) == 1 else mx.concatenate(parts, axis=axis)
-
-
 class RotatingKVAdapter(WindowAdapter):
-    """RotatingKVCache: a window that can be rewound until it has wrapped."""
+    """RotatingKVCache: the last `max_size` tokens and the first `keep`; can be rewound until it has wrapped.
+
+    The buffer is in temporal order until single-token writes go round:
+
+        [ keep | oldest .. newest ]            `_idx` at the end: temporal order
+        [ keep | newer .. newest | oldest .. ] `_idx` inside: the ring has gone round
+
+    After a batched write of T tokens it holds up to max_size + T - 1 of them; the next write cuts it back. Nothing was
+    lost while `offset <= max_size`.
+    """
 
     def window(self, cache: Any) -> Window:
         return Window(cache.max_size, cache.keep)
@@ -194,7 +171,7 @@ class RotatingKVAdapter(WindowAdapter):
     def places(self, cache: Any, start: int, end: int) -> list[Range]:
         index, keep, held = cache._idx, cache.keep, cache.keys.shape[2]
         if start >= keep:
-            # In temporal order the buffer begins with the kept tokens, and ends with the last.
+            # In temporal order the buffer begins with the first `keep` tokens, and ends with the last token.
             first, last = (at - cache.offset + self._count(cache) for at in (start, end))
         else:
             first, last = start, end
@@ -236,7 +213,11 @@ class RotatingKVAdapter(WindowAdapter):
 
 
 class ChunkedKVAdapter(WindowAdapter):
-    """ChunkedKVCache: a window that can be rewound until its front was trimmed."""
+    """ChunkedKVCache of llama4: the last `chunk_size` tokens and those that the present chunk added.
+
+    The model cuts the front before an update; `start_position` tokens are gone then, and it cannot be rewound.
+    `is_trimmable` stays True after that and `trim` clips silently, so neither is used.
+    """
 
     def window(self, cache: Any) -> Window:
         return Window(cache.chunk_size)
@@ -271,3 +252,16 @@ class ChunkedKVAdapter(WindowAdapter):
         buffers, offset, filled = held
         is_cut = buffers is None and cache.start_position != offset - filled
         return not is_cut and super().roll_back(cache, held)
+
+
+def _cut(buffer: mx.array, places: Sequence[Range]) -> list[mx.array]:
+    return [buffer[..., low:high, :] for low, high in places]
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+
+def _owned(parts: list[mx.array], axis: int = 2) -> mx.array:
+    """All these as one array that shares no buffer."""
+    return owned(parts[0]) if len(parts) == 1 else mx.concatenate(parts, axis=axis)
