@@ -1,19 +1,19 @@
-"""Shift: keys that RoPE has rotated to their positions are rotated on when their tokens move.
+"""Shift: rotate the keys that RoPE rotated to their positions on, when their tokens move.
 
 Rotations add up: a key at position p, rotated by d, is the key at p + d. So no token is evaluated again. Where a RoPE
 scales keys before it rotates them (YaRN, longrope), the stored key is scaled already, and a shift only rotates.
 
-Which rotation the keys of a layer have is measured, not looked up: modules hold a RoPE that they do not use, share one,
-or have another per layer. The model evaluates one token alone, at position 0 and again at position 500:
+A layer's rotation is measured, not looked up: modules hold a RoPE that they do not use, share one, or have another per
+layer. The model evaluates one token alone, at position 0 and again at position 500:
 
-    it sees itself alone             attention gives its value, whatever query and key are
-    so hidden states are the same    unless positions come in elsewhere; then values differ, and the model is refused
-    so keys differ by a rotation     that of a RoPE in the model, or none; or the layer is refused
+    it sees itself alone           attention returns its value, whatever query and key are
+    so hidden states are the same  unless positions come in elsewhere: then values differ, and the model is refused
+    so keys differ by a rotation   of a RoPE in the model, or by none; otherwise the layer is refused
 
-What later tokens took from a removed range while it was there stays in their values and keys. No shift takes it out.
+Values and keys of later tokens depend on a removed range that they saw. No shift changes that.
 
 Precision: an angle of a radians is good to about a / 2^24 in float32, so keys made 10,000 positions apart differ by
-about 1e-3, shifted or not. In half precision every shift rounds once more, by at most half of the dtype's eps, and a
+about 1e-3, shifted or not. In half precision each shift rounds once more, by at most half of the dtype's eps, and a
 pair that turns by less than that does not turn: few shifts by much are better than many by little.
 """
 
@@ -32,7 +32,7 @@ from radixcache.errors import ShiftError
 #: Caches of keys and values, one per token.
 _ORDINARY = (KVCache, RotatingKVCache, ChunkedKVCache, ConcatenateKVCache)
 
-#: Classes whose frequencies never change, and where they keep them. The last two rotate without a module for it.
+#: Classes whose frequencies never change, and the attribute that has them. The last two rotate without a module for it.
 _FREQUENCIES = {
     "mlx_lm.models.rope_utils.Llama3RoPE": "_freqs",
     "mlx_lm.models.rope_utils.ProportionalRoPE": "_freqs",
@@ -44,28 +44,18 @@ _FREQUENCIES = {
     "mlx_lm.models.talkie.Attention": "_rope_freqs",
 }
 
-#: The token that is evaluated to find rotations (any whose keys are not zero would do), and how far apart its two
-#: positions are: within reach of learned position embeddings, and far enough to tell slow frequencies apart.
+#: The token that is evaluated (any whose keys are not zero would do), and how far apart its two positions are: within
+#: reach of learned position embeddings, and far enough to distinguish slow frequencies.
 _TOKEN = 100
 _DISTANCE = 500
-
-#: How far two keys of one token at both positions may be apart, relative to their size: rounding of the angles, and
-#: roundings of the dtype.
+#: Relative tolerance between its keys at both positions: rounding of the angles, and roundings of the dtype.
 _TOLERANCE = 3e-4
 _ROUNDINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What RoPE does to the keys of a layer per position; a value, equal to another that rotates the same way.
-
-    Attributes:
-        dims: how many dimensions of a key are rotated, the first ones, in pairs.
-        traditional: pairs are neighbours (0 and 1, 2 and 3); False: dims / 2 apart.
-        base: pair i turns by scale / base ** (2 i / dims) radians per position; None: `frequencies` say so.
-        scale: positions are multiplied by it.
-        frequencies: pair i turns by scale / frequencies[i] radians per position, as `mx.fast.rope` has it.
-    """
+    """The arguments of `mx.fast.rope` for the keys of a layer. Values that rotate the same way are equal."""
 
     dims: int
     traditional: bool
@@ -75,8 +65,8 @@ class Rotation:
 
     def shift(self, keys: mx.array, delta: int) -> mx.array:
         """Rotate keys (B, H, T, D >= dims) by `delta` positions (negative: towards the beginning), in float32."""
-        # Each key is a head with one token, at offset `delta`. The sign goes to the scale: Metal's kernel adds the
-        # offset to an unsigned index.
+        # Each key is a head with one token, at offset `delta`. The scale takes the sign: Metal's kernel adds the offset
+        # to an unsigned index.
         rows = keys.astype(mx.float32).reshape(1, -1, 1, keys.shape[-1])
         rotated = mx.fast.rope(
             rows,
@@ -105,26 +95,23 @@ def rotation_of(rope: nn.Module) -> Rotation:
         frequencies = tuple(getattr(rope, _FREQUENCIES[name]).tolist())
         return Rotation(2 * len(frequencies), getattr(rope, "traditional", False), frequencies=frequencies)
     if type(rope).__name__ == "DynamicNTKScalingRoPE":
-        why = (
-            "so that no rotation by a number of positions takes a key made at one length to what it would be at another"
-        )
-        raise ShiftError(f"{name}: its base depends on the length of the sequence, {why}.")
+        why = "no rotation turns a key made at one length into the key at another"
+        raise ShiftError(f"{name}: its base depends on the length of the sequence, so {why}.")
     raise ShiftError(f"{name} is not known. Known: mlx.nn.RoPE, {', '.join(_FREQUENCIES)}.")
 
 
 def rotations(model: Any, layers: Sequence[Any]) -> list[Rotation | None]:
-    """Find out what rotation the keys in each cache of a model have, in two forward passes of one token.
+    """Measure the rotation of the keys in each cache of a model, in two forward passes of one token.
 
     Args:
-        model: of mlx-lm, ready for inference.
-        layers: its caches, in any state; only their classes are looked at.
+        layers: the caches, in any state; only their classes count.
 
     Returns:
         A rotation per cache; None: its keys are the same at every position, or it holds none.
 
     Raises:
-        ShiftError: the state or the keys of a layer cannot be shifted: recurrent state, latent attention, learned
-            positions, a RoPE without fixed frequencies, or anything unknown.
+        ShiftError: a layer cannot be shifted: recurrent state, latent attention, learned positions, a RoPE without
+            fixed frequencies, or anything unknown.
     """
     for index, layer in enumerate(layers):
         if layer is not None and type(layer) not in _ORDINARY:
@@ -141,7 +128,7 @@ def rotations(model: Any, layers: Sequence[Any]) -> list[Rotation | None]:
 
 
 class _Recorder:
-    """A cache that stands at `offset`, lets a token see itself alone, and keeps what the layer stores."""
+    """A cache that stands at `offset`, lets a token see itself alone, and records the keys and values of the layer."""
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
@@ -168,7 +155,7 @@ class _Recorder:
 
 
 def _record(model: Any, layers: Sequence[Any], offset: int) -> list[_Recorder]:
-    """Evaluate the token at `offset`. A recorder per layer; a layer that has no cache stores nothing in its one."""
+    """Evaluate the token at `offset`. Returns a recorder per layer; it stays empty where a layer has no cache."""
     recorders = [_Recorder(offset) for _ in layers]
     caches = [None if layer is None else recorder for layer, recorder in zip(layers, recorders, strict=True)]
     model(mx.array([[_TOKEN]]), cache=caches)
@@ -177,23 +164,23 @@ def _record(model: Any, layers: Sequence[Any], offset: int) -> list[_Recorder]:
 
 
 def _rotation_between(before: _Recorder, after: _Recorder, ropes: list[Rotation]) -> Rotation | None:
-    """The rotation that explains what a layer stored at both positions. ShiftError: there is none."""
+    """The rotation between the keys of a layer at both positions. ShiftError: there is none."""
     (keys, values), (keys_after, values_after) = before.arrays(), after.arrays()
     rotation, keys_fit = _closest(keys, keys_after, [None, *ropes])
     of_values, values_fit = _closest(values, values_after, [None, *ropes])
     if not values_fit:
         raise ShiftError("values depend on the position, as with learned position embeddings.")
     if of_values is not None:
-        raise ShiftError("what it stores as values is rotated, as in latent attention (MLA); only keys can be shifted.")
+        raise ShiftError("values are rotated, as in latent attention (MLA); only keys can be shifted.")
     if not mx.any(keys):
-        raise ShiftError(f"keys of token {_TOKEN} are zero, and tell nothing about a rotation.")
+        raise ShiftError(f"keys of token {_TOKEN} are zero, and show no rotation.")
     if not keys_fit:
-        raise ShiftError("keys depend on the position, and not as a known RoPE of the model rotates them.")
+        raise ShiftError("keys depend on the position, but no known RoPE of the model explains how.")
     return rotation
 
 
 def _closest(before: mx.array, after: mx.array, candidates: list[Rotation | None]) -> tuple[Rotation | None, bool]:
-    """Which rotation turns `before` into `after` best, and whether it does up to rounding. None: they are the same."""
+    """The candidate that turns `before` into `after` best (None: no rotation), and whether it does up to rounding."""
     errors = {}
     for each in candidates:
         if each is None or each.dims <= before.shape[-1]:
@@ -209,7 +196,7 @@ def _norm(a: mx.array) -> float:
 
 
 def _ropes(model: nn.Module) -> tuple[list[Rotation], str]:
-    """The rotations of a model's modules, each once; its RoPEs in words, with what is wrong with them."""
+    """The rotations of a model's modules, each once; and all RoPEs in words, with the reason if one has no rotation."""
     ropes: dict[Rotation, None] = {}
     found: dict[str, None] = {}
     for _, module in model.named_modules():
@@ -224,7 +211,7 @@ def _ropes(model: nn.Module) -> tuple[list[Rotation], str]:
 
 
 def _describe(layer: Any) -> str:
-    """A cache that cannot be shifted, by its class, and why."""
+    """Why a cache cannot be shifted."""
     leaves = layer.caches if isinstance(layer, CacheList) else [layer]
     name = type(layer).__name__
     if isinstance(layer, CacheList):

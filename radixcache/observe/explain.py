@@ -239,7 +239,7 @@ def _stored_gaps(foresight: Foresight, history: History, keys: Keys, namespace: 
     start, end = plan.resume, min(plan.matched, length - 1)
     lost = None
     if readable.reason in (ShortReason.NO_CHECKPOINT, ShortReason.WINDOW_GAP):
-        lost = history.evicted_checkpoint(keys, namespace, readable.resume, plan.matched)
+        lost = history.lost_checkpoint(keys, namespace, readable.resume, plan.matched)
     if readable.resume > start:
         yield Gap(start, readable.resume, Reason.LIVE_ELSEWHERE)
         start = readable.resume
@@ -267,7 +267,7 @@ def _missing_gaps(
         foresight.quarantined_from,
     )
     end = length if quarantined_from is None else max(start, min(length, quarantined_from))
-    for part in history.evicted_tokens(keys, namespace, start) if start < length else ():
+    for part in history.lost_tokens(keys, namespace, start) if start < length else ():
         if start < end:
             reason = Reason.QUARANTINED if part.was_wrong else Reason.EVICTED
             yield Gap(start, min(part.end, end), reason, tick=part.tick)

@@ -1,40 +1,34 @@
-"""Events: what happens to stored state, told to a listener while the cache serves. Never imports MLX.
+"""Events and History: what happens to stored state, for a listener now and for `explain` later. Never imports MLX.
 
     stored       tokens [start, end) became a stored prefix; or, `state` checkpoint, point state at `end`
-    resumed      a request took up [0, end); also with end 0, so that each request is told once
+    resumed      a request took up [0, end); every request makes one, also with end 0
     evicted      the tokens, or the checkpoint at `end`, are gone
     split        a node was cut at offset `at`
     merged       a node was joined with its only child at offset `at`
     paged_out    spans were copied out of the live buffers
     paged_in     spans were copied into the live buffers
-    quarantined  state turned out wrong, and was taken out before (evicted, `was_wrong`)
+    quarantined  state turned out wrong; it was taken out before (evicted, `was_wrong`)
 
-Events are handed over in order once the call that caused them has let go of the lock, by the thread that made it, or by
-another that is handing over already. So a listener may call the cache: what that causes follows in its turn. What a
-listener raises never reaches the cache's caller: it is counted, and warned of once; KeyboardInterrupt and SystemExit
-pass, with nothing left half done.
+Events reach the listener in order, after the call that caused them has released the lock. The thread of that call hands
+them over, unless another thread is handing over already. So a listener may call the cache. An exception of the listener
+never reaches the cache's caller: it is counted, and the first one is a warning. KeyboardInterrupt and SystemExit pass.
 
-Invariants:
-
-  E1  At most MAX_WAITING events wait; of those beyond, `dropped` counts how many there were.
-  E2  Without a listener nothing is kept, and no Event is made.
-
-History: what was evicted of late, and which prompts came of late, as far as `explain` needs them. Never imports MLX.
-
-An evicted piece is kept as the edges of its path, which are shared with the tree and copied nowhere, and as the ticks
-at which its parts went. A leaf that loses its tail step by step, and then its parent the same way, make one piece:
+History holds the recently evicted pieces and the recent prompts. A piece is the edges of its path, shared with the
+tree, and the ticks at which its parts went. A leaf that loses its tail in steps, and then its parent, make one piece:
 
     root ── a [0, 40) ── b [40, 100)      b loses [80, 100) at tick 5, the rest at 6; a goes at 7
     piece   edges a, b    parts [80, 100) 5, [40, 80) 6, [0, 40) 7
 
-Nothing is hashed or compared when something is evicted: that is left to whoever asks.
+An eviction hashes and compares nothing; `explain` does. `evicted` is O(depth of the node), `asked` O(1).
 
-Invariants, asserted by `check`:
+Invariants; `History.check` asserts H1 and H2:
 
+  E1  At most MAX_WAITING events wait; `dropped` counts the events beyond.
+  E2  Without a listener no Event is made.
   H1  Pieces and the keys on their paths, prompts and their keys stay within their bounds; the oldest are forgotten.
   H2  The parts of a piece follow each other, the deepest first, and end where its edges end.
 
-`evicted` is O(depth of the node), `asked` O(1). Not thread-safe: PrefixCache holds the only lock.
+Not thread-safe: PrefixCache holds the only lock.
 """
 
 from __future__ import annotations
@@ -52,198 +46,15 @@ from radixcache.lock import Lock
 from radixcache.tokens import Keys, common_length
 from radixcache.tree.radix_tree import Node
 
-#: Evicted pieces that are remembered, and the keys on their paths: 8 bytes each where no other piece has them too.
-MAX_PIECES = 1024
-MAX_PIECE_KEYS = 1 << 22
-#: Prompts of each namespace that are remembered, and the keys of all of them, 8 bytes each.
-MAX_PROMPTS = 8
-MAX_PROMPT_KEYS = 1 << 20
-#: Namespaces of which prompts are remembered.
-MAX_NAMESPACES = 1024
-
-
-class Loss(NamedTuple):
-    """The tokens [start, end), or with start == end the checkpoint there, evicted at a tick, or found wrong then."""
-
-    start: int
-    end: int
-    tick: int
-    was_wrong: bool = False
-
-
-class LostStretch:
-    """An evicted stretch of one path.
-
-    Attributes:
-        edges: from the root to the end of what was evicted.
-        last_start: where the last edge begins.
-        parts: what went when, the deepest first; or one checkpoint.
-        start, end: of all parts.
-        below: the node that the stretch hung on when it was evicted; None once another piece came.
-    """
-
-    __slots__ = ("below", "edges", "end", "last_start", "namespace", "parts", "start")
-
-    def __init__(self, node: Node[Any], start: int, tick: int, was_wrong: bool = False) -> None:
-        self.namespace = node.namespace
-        self.edges = edges = [node.edge]
-        above = node.parent
-        while above is not None and above.parent is not None:
-            edges.append(above.edge)
-            above = above.parent
-        edges.reverse()
-        self.last_start = node.start
-        self.parts = [Loss(start, node.end, tick, was_wrong)]
-        self.start, self.end = start, node.end
-        self.below: Node[Any] | None = None
-
-    def key_at(self, offset: int) -> int:
-        """The key of the path at an offset below `end`."""
-        if offset >= self.last_start:
-            return int(self.edges[-1].item(offset - self.last_start))
-        for edge in self.edges:
-            if offset < len(edge):
-                break
-            offset -= len(edge)
-        return int(edge.item(offset))
-
-    def agreement(self, keys: Keys) -> int:
-        """How far the path and a prompt go together."""
-        offset = 0
-        for edge in self.edges:
-            common = common_length(edge, keys[offset : offset + len(edge)])
-            offset += common
-            if common < len(edge):
-                break
-        return offset
-
-
-class History:
-    """Evicted pieces and recent prompts of one cache, bounded."""
-
-    def __init__(
-        self,
-        max_pieces: int = MAX_PIECES,
-        max_piece_keys: int = MAX_PIECE_KEYS,
-        max_prompts: int = MAX_PROMPTS,
-        max_prompt_keys: int = MAX_PROMPT_KEYS,
-    ) -> None:
-        self._max_pieces, self._max_piece_keys = max_pieces, max_piece_keys
-        self._max_prompts, self._max_prompt_keys = max_prompts, max_prompt_keys
-        self._pieces: deque[LostStretch] = deque()
-        self._prompts: dict[str, deque[Keys]] = {}
-        self._piece_keys = self._prompt_keys = 0
-
-    def evicted(self, node: Node[Any], start: int, tick: int, was_wrong: bool = False) -> None:
-        """The tokens [start, node.end), on the node's edge, are about to go, under pressure or found wrong."""
-        last = self._pieces[-1] if self._pieces else None
-        if last is None or last.below is not node:
-            last = self._add(LostStretch(node, start, tick, was_wrong))
-        elif last.parts[-1][2:] == (tick, was_wrong):
-            last.parts[-1] = last.parts[-1]._replace(start=start)
-        else:
-            last.parts.append(Loss(start, node.end, tick, was_wrong))
-        last.start, last.below = start, node.parent if start == node.start else node
-
-    def dropped_checkpoint(self, node: Node[Any], tick: int) -> None:
-        """The checkpoint at a node's end is about to go, its tokens stay."""
-        self._add(LostStretch(node, node.end, tick))
-
-    def asked(self, namespace: str, keys: Keys) -> None:
-        """A prompt came."""
-        ring = self._prompts.get(namespace)
-        if ring is None:
-            while len(self._prompts) >= MAX_NAMESPACES:
-                self._forget_prompt()
-            ring = self._prompts[namespace] = deque()
-        ring.append(keys)
-        self._prompt_keys += len(keys)
-        if len(ring) > self._max_prompts:
-            self._prompt_keys -= len(ring.popleft())
-        while self._prompt_keys > self._max_prompt_keys:
-            self._forget_prompt()
-
-    def prompts(self, namespace: str) -> list[Keys]:
-        """The recent prompts of a namespace, the newest first."""
-        return list(reversed(self._prompts.get(namespace, ())))
-
-    def evicted_tokens(self, keys: Keys, namespace: str, stored: int) -> list[Loss]:
-        """What was evicted of a prompt right behind the `stored` keys that the tree holds: parts in order, no gap."""
-        # The newest first: what is nearer to the root went later. Who was passed over may follow what came after it.
-        mine = [piece for piece in reversed(self._pieces) if piece.end > stored and piece.namespace == namespace]
-        found: list[Loss] = []
-        while parts := _next_parts(mine, keys, stored):
-            found += parts
-            stored = parts[-1].end
-            mine = [piece for piece in mine if piece.end > stored]
-        return found
-
-    def evicted_checkpoint(self, keys: Keys, namespace: str, start: int, end: int) -> Loss | None:
-        """The deepest checkpoint in (start, end] of a prompt's path that is gone; None: none is known."""
-        found = [p for p in self._pieces if start < p.end == p.start <= end and p.namespace == namespace]
-        for piece in sorted(found, key=lambda piece: -piece.end):
-            end = piece.end
-            # A few places first, so that most others need not be compared.
-            is_likely = all(piece.key_at(at) == keys[at] for at in (end - 1, max(0, end - 9), end * 3 // 4, end // 2))
-            if is_likely and piece.agreement(keys) == end:
-                return piece.parts[0]
-        return None
-
-    def clear(self) -> None:
-        """Forget all of it."""
-        self._pieces.clear()
-        self._prompts.clear()
-        self._piece_keys = self._prompt_keys = 0
-
-    def check(self) -> None:
-        """Assert H1 and H2."""
-        assert len(self._pieces) <= self._max_pieces, len(self._pieces)
-        held = sum(piece.end for piece in self._pieces)
-        assert held == self._piece_keys <= self._max_piece_keys, (held, self._piece_keys)
-        asked = sum(len(keys) for ring in self._prompts.values() for keys in ring)
-        assert asked == self._prompt_keys <= self._max_prompt_keys, (asked, self._prompt_keys)
-        assert all(0 < len(ring) <= self._max_prompts for ring in self._prompts.values()), self._prompts
-        for piece in self._pieces:
-            for lower, upper in zip(piece.parts, piece.parts[1:], strict=False):
-                assert upper.end == lower.start and upper.start < upper.end, piece.parts
-            assert (piece.start, piece.end) == (piece.parts[-1].start, piece.parts[0].end), piece.parts
-            assert 0 <= piece.start <= piece.end == sum(map(len, piece.edges)), piece.parts
-
-    def _add(self, piece: LostStretch) -> LostStretch:
-        pieces = self._pieces
-        if pieces:
-            pieces[-1].below = None
-        pieces.append(piece)
-        self._piece_keys += piece.end
-        while len(pieces) > self._max_pieces or self._piece_keys > self._max_piece_keys:
-            self._piece_keys -= pieces.popleft().end
-        return piece
-
-    def _forget_prompt(self) -> None:
-        """The oldest prompt of the namespace that came first."""
-        namespace, ring = next(iter(self._prompts.items()))
-        self._prompt_keys -= len(ring.popleft())
-        if not ring:
-            del self._prompts[namespace]
-
-
-def _next_parts(pieces: list[LostStretch], keys: Keys, start: int) -> list[Loss]:
-    """The parts of the first of these pieces that has the prompt's keys from `start` on, in order; empty: none."""
-    if start >= len(keys):
-        return []
-    key = int(keys[start])
-    for piece in pieces:
-        if piece.start <= start < piece.end and piece.key_at(start) == key:
-            agreed = piece.agreement(keys)
-            parts = reversed(piece.parts)
-            cut = (part._replace(start=max(part.start, start), end=min(part.end, agreed)) for part in parts)
-            if agreed > start:
-                return [part for part in cut if part.start < part.end]
-    return []
-
-
 #: Events that may wait, and that are handed over at the end of one call.
 MAX_WAITING = 4096
+#: Evicted pieces, and the keys on their paths: 8 bytes each where no other piece has them too.
+MAX_PIECES = 1024
+MAX_PIECE_KEYS = 1 << 22
+#: Prompts of each namespace, the keys of all of them (8 bytes each), and namespaces with prompts.
+MAX_PROMPTS = 8
+MAX_PROMPT_KEYS = 1 << 20
+MAX_NAMESPACES = 1024
 
 Detail = Mapping[str, Any]
 
@@ -261,7 +72,7 @@ class EventKind(StrEnum):
     QUARANTINED = "quarantined"
 
 
-# The same by their names: looked up on the class they take a call each time, in Python 3.11.
+# By name: in Python 3.11 each look-up on the class takes a call.
 STORED, RESUMED, EVICTED, SPLIT, MERGED, PAGED_OUT, PAGED_IN, QUARANTINED = EventKind
 
 
@@ -288,11 +99,8 @@ class Event(NamedTuple):
 
 
 OnEvent = Callable[[Event], object]
-
-#: What an Event is made of, kept until it is told.
-_Told = tuple[EventKind, int, str, int, int, int, Detail]
-
-_new = tuple.__new__
+#: The fields of an Event that waits.
+_Fields = tuple[EventKind, int, str, int, int, int, Detail]
 
 
 class Events:
@@ -304,23 +112,21 @@ class Events:
 
     Attributes:
         is_on: whether somebody listens.
-        history: what went and what was asked for of late; it is told of that whoever else listens.
+        history: evictions and prompts, recorded with and without a listener.
         tick: the present tick, set by the cache.
-        failures, dropped: calls of the listener that raised; events that nobody was told of, because too many waited.
+        failures, dropped: calls of the listener that raised; events that were dropped because too many waited.
     """
 
     def __init__(self, on_event: OnEvent | None = None, lock: Lock | None = None) -> None:
         if on_event is not None and not callable(on_event):
             raise ValueError(f"on_event is a {type(on_event).__name__}; wanted a callable that takes an Event.")
         self._on_event, self._lock = on_event, lock or Lock()
-        self._waiting: deque[_Told] = deque()
+        self._waiting: deque[_Fields] = deque()
         self._handing_over = threading.Lock()
         self._hand_over = self.hand_over
         self.is_on = on_event is not None
         self.history = History()
         self.tick = self.failures = self.dropped = 0
-
-    # What happened, called before it is done where something goes
 
     def stored(self, node: Node[Any], start: int, nbytes: int, state: str = "tokens") -> None:
         """The tokens [start, node.end), or with `state` "checkpoint" point state at the end, became a stored prefix."""
@@ -338,16 +144,8 @@ class Events:
 
     def evicted_checkpoint(self, node: Node[Any], nbytes: int) -> None:
         """The checkpoint at a node's end is about to go."""
-        self.history.dropped_checkpoint(node, self.tick)
+        self.history.evicted_checkpoint(node, self.tick)
         self.emit(EVICTED, node.namespace, node.end, node.end, nbytes, {"state": "checkpoint"})
-
-    def split(self, upper: Node[Any], lower: Node[Any]) -> None:
-        """A node became these two."""
-        self.emit(SPLIT, lower.namespace, upper.start, lower.end, 0, {"at": lower.start})
-
-    def merged(self, node: Node[Any], at: int) -> None:
-        """A node and its only child became this one, joined at offset `at`."""
-        self.emit(MERGED, node.namespace, node.start, node.end, 0, {"at": at})
 
     def paged_out(self, node: Node[Any], nbytes: int) -> None:
         """A node's spans were copied out of the live buffers."""
@@ -357,10 +155,8 @@ class Events:
         """The spans [start, end) of a node were copied into the live buffers."""
         self.emit(PAGED_IN, node.namespace, start, end, token_bytes * (end - start), {})
 
-    # Telling the listener
-
     def emit(self, kind: EventKind, namespace: str, start: int, end: int, nbytes: int, detail: Detail) -> None:
-        """Tell the listener, if there is one, when the lock is free again."""
+        """Hand an event to the listener, if there is one, when the lock is free again."""
         if not self.is_on:
             return
         if len(self._waiting) < MAX_WAITING:
@@ -372,15 +168,15 @@ class Events:
             after.append(self._hand_over)
 
     def hand_over(self) -> None:
-        """Call the listener with what waits, unless somebody is at it: then that one goes on with it."""
+        """Call the listener with the events that wait, unless another thread does: then that thread goes on."""
         waiting, listener, left = self._waiting, self._on_event, MAX_WAITING
         assert listener is not None
         while waiting and left > 0 and self._handing_over.acquire(False):
             try:
                 while waiting and left > 0:
                     left -= 1
-                    # Past Event's own constructor, which takes twice as long.
-                    event = _new(Event, waiting.popleft())
+                    # Event's own constructor takes twice as long.
+                    event = tuple.__new__(Event, waiting.popleft())
                     try:
                         listener(event)
                     except Exception as error:
@@ -391,7 +187,180 @@ class Events:
     def _note_failure(self, event: Event, error: Exception) -> None:
         self.failures += 1
         if self.failures == 1:
-            # Suppressed where warnings are made errors: whoever called the cache asked for something else.
+            # Suppressed where warnings are errors: the caller of the cache asked for something else.
             with contextlib.suppress(Exception):
                 text = f"on_event raised {described(error)} for {event.kind}."
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+class Loss(NamedTuple):
+    """The tokens [start, end), or with start == end the checkpoint there, evicted at a tick, or found wrong then."""
+
+    start: int
+    end: int
+    tick: int
+    was_wrong: bool = False
+
+
+class History:
+    """Evicted pieces and recent prompts of one cache, bounded."""
+
+    def __init__(
+        self,
+        max_pieces: int = MAX_PIECES,
+        max_piece_keys: int = MAX_PIECE_KEYS,
+        max_prompts: int = MAX_PROMPTS,
+        max_prompt_keys: int = MAX_PROMPT_KEYS,
+    ) -> None:
+        self._max_pieces, self._max_piece_keys = max_pieces, max_piece_keys
+        self._max_prompts, self._max_prompt_keys = max_prompts, max_prompt_keys
+        self._pieces: deque[_Piece] = deque()
+        self._prompts: dict[str, deque[Keys]] = {}
+        self._piece_keys = self._prompt_keys = 0
+
+    def evicted(self, node: Node[Any], start: int, tick: int, was_wrong: bool = False) -> None:
+        """The tokens [start, node.end), on the node's edge, are about to go, under pressure or found wrong."""
+        last = self._pieces[-1] if self._pieces else None
+        if last is None or last.below is not node:
+            last = self._add(_Piece(node, start, tick, was_wrong))
+        elif last.parts[-1][2:] == (tick, was_wrong):
+            last.parts[-1] = last.parts[-1]._replace(start=start)
+        else:
+            last.parts.append(Loss(start, node.end, tick, was_wrong))
+        last.start, last.below = start, node.parent if start == node.start else node
+
+    def evicted_checkpoint(self, node: Node[Any], tick: int) -> None:
+        """The checkpoint at a node's end is about to go; its tokens stay."""
+        self._add(_Piece(node, node.end, tick))
+
+    def asked(self, namespace: str, keys: Keys) -> None:
+        """A prompt came."""
+        ring = self._prompts.get(namespace)
+        if ring is None:
+            while len(self._prompts) >= MAX_NAMESPACES:
+                self._forget_prompt()
+            ring = self._prompts[namespace] = deque()
+        ring.append(keys)
+        self._prompt_keys += len(keys)
+        if len(ring) > self._max_prompts:
+            self._prompt_keys -= len(ring.popleft())
+        while self._prompt_keys > self._max_prompt_keys:
+            self._forget_prompt()
+
+    def prompts(self, namespace: str) -> list[Keys]:
+        """The recent prompts of a namespace, the newest first."""
+        return list(reversed(self._prompts.get(namespace, ())))
+
+    def lost_tokens(self, keys: Keys, namespace: str, stored: int) -> list[Loss]:
+        """The evicted parts of a prompt that follow the `stored` keys in the tree, in order and without a gap."""
+        # The newest first: tokens nearer to the root went later. A piece that does not fit yet may fit behind another.
+        mine = [piece for piece in reversed(self._pieces) if piece.end > stored and piece.namespace == namespace]
+        found: list[Loss] = []
+        while parts := _next_parts(mine, keys, stored):
+            found += parts
+            stored = parts[-1].end
+            mine = [piece for piece in mine if piece.end > stored]
+        return found
+
+    def lost_checkpoint(self, keys: Keys, namespace: str, start: int, end: int) -> Loss | None:
+        """The deepest evicted checkpoint in (start, end] of a prompt's path; None: none is known."""
+        found = [p for p in self._pieces if start < p.end == p.start <= end and p.namespace == namespace]
+        for piece in sorted(found, key=lambda piece: -piece.end):
+            end = piece.end
+            # Compare a few places first: they rule out most pieces.
+            is_likely = all(piece.key_at(at) == keys[at] for at in (end - 1, max(0, end - 9), end * 3 // 4, end // 2))
+            if is_likely and piece.agreement(keys) == end:
+                return piece.parts[0]
+        return None
+
+    def clear(self) -> None:
+        self._pieces.clear()
+        self._prompts.clear()
+        self._piece_keys = self._prompt_keys = 0
+
+    def check(self) -> None:
+        """Assert H1 and H2."""
+        assert len(self._pieces) <= self._max_pieces, len(self._pieces)
+        held = sum(piece.end for piece in self._pieces)
+        assert held == self._piece_keys <= self._max_piece_keys, (held, self._piece_keys)
+        asked = sum(len(keys) for ring in self._prompts.values() for keys in ring)
+        assert asked == self._prompt_keys <= self._max_prompt_keys, (asked, self._prompt_keys)
+        assert all(0 < len(ring) <= self._max_prompts for ring in self._prompts.values()), self._prompts
+        for piece in self._pieces:
+            for lower, upper in zip(piece.parts, piece.parts[1:], strict=False):
+                assert upper.end == lower.start and upper.start < upper.end, piece.parts
+            assert (piece.start, piece.end) == (piece.parts[-1].start, piece.parts[0].end), piece.parts
+            assert 0 <= piece.start <= piece.end == sum(map(len, piece.edges)), piece.parts
+
+    def _add(self, piece: _Piece) -> _Piece:
+        pieces = self._pieces
+        if pieces:
+            pieces[-1].below = None
+        pieces.append(piece)
+        self._piece_keys += piece.end
+        while len(pieces) > self._max_pieces or self._piece_keys > self._max_piece_keys:
+            self._piece_keys -= pieces.popleft().end
+        return piece
+
+    def _forget_prompt(self) -> None:
+        """Forget the oldest prompt of the oldest namespace."""
+        namespace, ring = next(iter(self._prompts.items()))
+        self._prompt_keys -= len(ring.popleft())
+        if not ring:
+            del self._prompts[namespace]
+
+
+class _Piece:
+    """An evicted stretch of one path.
+
+    Attributes:
+        edges: from the root to the end of the piece; the last one begins at `last_start`.
+        parts: the parts in the order in which they went, the deepest first; or one checkpoint.
+        start, end: of all parts.
+        below: the node that the stretch hung on when it was evicted; None once another piece came.
+    """
+
+    __slots__ = ("below", "edges", "end", "last_start", "namespace", "parts", "start")
+
+    def __init__(self, node: Node[Any], start: int, tick: int, was_wrong: bool = False) -> None:
+        self.namespace = node.namespace
+        self.edges = [each.edge for each in node.path()]
+        self.last_start = node.start
+        self.parts = [Loss(start, node.end, tick, was_wrong)]
+        self.start, self.end = start, node.end
+        self.below: Node[Any] | None = None
+
+    def key_at(self, offset: int) -> int:
+        """The key of the path at an offset below `end`."""
+        if offset >= self.last_start:
+            return int(self.edges[-1].item(offset - self.last_start))
+        for edge in self.edges:
+            if offset < len(edge):
+                break
+            offset -= len(edge)
+        return int(edge.item(offset))
+
+    def agreement(self, keys: Keys) -> int:
+        """How many keys the path and a prompt have in common."""
+        offset = 0
+        for edge in self.edges:
+            common = common_length(edge, keys[offset : offset + len(edge)])
+            offset += common
+            if common < len(edge):
+                break
+        return offset
+
+
+def _next_parts(pieces: list[_Piece], keys: Keys, start: int) -> list[Loss]:
+    """The parts of the first piece that has the prompt's keys from `start` on, in order; empty: no piece has."""
+    if start >= len(keys):
+        return []
+    key = int(keys[start])
+    for piece in pieces:
+        if piece.start <= start < piece.end and piece.key_at(start) == key:
+            agreed = piece.agreement(keys)
+            parts = reversed(piece.parts)
+            cut = (part._replace(start=max(part.start, start), end=min(part.end, agreed)) for part in parts)
+            if agreed > start:
+                return [part for part in cut if part.start < part.end]
+    return []

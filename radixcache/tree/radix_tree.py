@@ -1,13 +1,13 @@
 """Radix tree over edges of int64 keys. Pure Python and NumPy: this file never imports MLX.
 
 A node holds one edge, a run of keys; the keys from the root to a node spell a prefix. `match` finds the longest stored
-prefix of a sequence and changes nothing; the other methods are the restructurings:
+prefix of a sequence and changes nothing. The other methods restructure the tree:
 
     split(node, at)          [a, c)  ->  [a, at) - [at, c)      the lower part keeps the node's identity
     merge(node)              [a, b) - [b, c)  ->  [a, c)        the child keeps its identity
-    append(parent, keys)     a new leaf below `parent`
+    append(parent, keys)     a new leaf with a copy of `keys` below `parent`
     extend(leaf, keys)       a leaf's edge grows at its end
-    truncate(leaf, at)       a leaf's edge loses its end
+    truncate(leaf, at)       a leaf's edge loses its end, from offset `at` on
     remove(leaf)             a leaf goes
 
 Each namespace is a tree of its own: nothing matches across. A key may stand for a token or for a block of them.
@@ -41,7 +41,7 @@ _EMPTY: Keys = np.empty(0, dtype=np.int64)
 
 
 class Node(Generic[P]):
-    """The keys [start, end) of a sequence. `payload` is the tree's user's; None in a root and in what was taken out."""
+    """The keys [start, end) of a sequence. `payload` belongs to the tree's user; None in a root and a removed node."""
 
     __slots__ = ("children", "edge", "end", "namespace", "parent", "payload", "start")
 
@@ -100,14 +100,14 @@ class Match(Generic[P]):
 
 
 class RadixTree(Generic[P]):
-    """Radix trees of int64 keys, one per namespace."""
+    """Radix trees of int64 keys, one per namespace. The header says what each restructuring does."""
 
     def __init__(self) -> None:
         self._roots: dict[str, Node[P]] = {}
         self.node_count = self.key_count = 0
 
     def root(self, namespace: str = "") -> Node[P]:
-        """The root of a namespace, made on first use."""
+        """The root of a namespace; made on first use."""
         return self._roots.setdefault(namespace, Node(_EMPTY, 0, None, namespace))
 
     def match(self, keys: Keys, namespace: str = "") -> Match[P]:
@@ -127,7 +127,7 @@ class RadixTree(Generic[P]):
         return Match(node, offset)
 
     def split(self, node: Node[P], at: int) -> Node[P]:
-        """Cut a node's edge at offset `at` and return the new upper node; `node` becomes its only child."""
+        """Return the new upper node, whose only child is `node`."""
         assert node.parent is not None, "a root has no edge to split"
         assert node.start < at < node.end, (node.start, at, node.end)
         length = at - node.start
@@ -140,7 +140,7 @@ class RadixTree(Generic[P]):
         return upper
 
     def merge(self, node: Node[P]) -> Node[P]:
-        """Join a node with its only child and return the child, which now covers both edges."""
+        """Return the child, which now covers both edges."""
         assert node.parent is not None, "a root cannot be merged"
         assert len(node.children) == 1, len(node.children)
         (child,) = node.children.values()
@@ -154,7 +154,7 @@ class RadixTree(Generic[P]):
         return child
 
     def append(self, parent: Node[P], keys: Keys) -> Node[P]:
-        """Add a leaf with edge `keys` (length >= 1, copied) below `parent`, or the root a miss gave, and return it."""
+        """Return the new leaf; `parent` may be the root of a miss."""
         assert len(keys) > 0, "an edge is never empty"
         if parent.parent is None:
             parent = self.root(parent.namespace)
@@ -166,7 +166,6 @@ class RadixTree(Generic[P]):
         return leaf
 
     def extend(self, leaf: Node[P], keys: Keys) -> None:
-        """Lengthen a leaf's edge by `keys`."""
         assert not leaf.is_root, "a root has no edge to extend"
         assert leaf.is_leaf, leaf
         leaf.edge = np.concatenate([leaf.edge, np.asarray(keys, dtype=np.int64)])
@@ -174,7 +173,6 @@ class RadixTree(Generic[P]):
         self.key_count += len(keys)
 
     def truncate(self, leaf: Node[P], at: int) -> None:
-        """Cut a leaf's edge so that it ends at offset `at`, inside the edge."""
         assert leaf.is_leaf, leaf
         assert leaf.start < at < leaf.end, (leaf.start, at, leaf.end)
         self.key_count -= leaf.end - at
@@ -182,7 +180,7 @@ class RadixTree(Generic[P]):
         leaf.end = at
 
     def remove(self, leaf: Node[P]) -> Node[P]:
-        """Take a leaf out and return its former parent. A namespace whose last node goes is forgotten."""
+        """Return the leaf's former parent. A namespace whose last node goes is forgotten."""
         assert leaf.parent is not None, "a root cannot be removed"
         assert leaf.is_leaf, leaf
         parent = leaf.parent
@@ -196,7 +194,7 @@ class RadixTree(Generic[P]):
         return parent
 
     def nodes(self, namespace: str | None = None) -> Iterator[Node[P]]:
-        """All nodes but the roots, parents before children, namespaces and siblings in the order they came."""
+        """All nodes but the roots: parents before children, namespaces and siblings in the order they came."""
         for root in self.roots(namespace):
             yield from below(root)
 

@@ -38,7 +38,7 @@ from radixcache.layers.layout import NATIVE_ERRORS, Layout
 from radixcache.ledger import Account
 from radixcache.tokens import Keys
 from radixcache.tree.entries import Entries, NodeState, StateNode, Use, digests_on
-from radixcache.tree.history import Events
+from radixcache.tree.history import MERGED, SPLIT, Events
 from radixcache.tree.radix_tree import RadixTree, below
 from radixcache.tree.windows import Windows
 
@@ -143,7 +143,7 @@ class StateTree:
         self.policy.split(entry, old)
         self._refresh(node)
         self._refresh(upper)
-        self.events.split(upper, node)
+        self.events.emit(SPLIT, node.namespace, upper.start, node.end, 0, {"at": at})
         return upper
 
     def coalesce(self, node: StateNode) -> StateNode:
@@ -172,7 +172,7 @@ class StateTree:
         self.entries.mirror(child)
         self.entries.merge(upper.entry, lower.entry, lambda: digests([end])[0])
         self._refresh(child)
-        self.events.merged(child, end)
+        self.events.emit(MERGED, child.namespace, child.start, child.end, 0, {"at": end})
         return child
 
     def coalesce_all(self, nodes: list[StateNode]) -> None:

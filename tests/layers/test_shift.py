@@ -378,9 +378,9 @@ def test_an_unknown_class_is_refused_by_name(module: nn.Module) -> None:
 
 
 RECURRENT = r"layer 0: ArraysCache holds recurrent state, which cannot forget"
-LATENT = r"layer 0 \(KVCache\): what it stores as values is rotated, as in latent attention \(MLA\)"
+LATENT = r"layer 0 \(KVCache\): values are rotated, as in latent attention \(MLA\)"
 LEARNED = r"layer 0 \(KVCache\): values depend on the position, as with learned position embeddings"
-ROTATED_OTHERWISE = r"layer 0 \(KVCache\): keys depend on the position, and not as a known RoPE .* RoPEs: "
+ROTATED_OTHERWISE = r"layer 0 \(KVCache\): keys depend on the position, but no known RoPE .* RoPEs: "
 REFUSALS = {
     "deepseek_v3": LATENT,
     "deepseek_v32": r"layer 0: CacheList\(KVCache, KVCache\) is not known",

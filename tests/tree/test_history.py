@@ -39,8 +39,8 @@ def test_a_leaf_that_went_step_by_step_and_then_its_parent_are_one_piece() -> No
     tree.remove(parent)
     history.check()
     assert inside.piece_count(history) == 1
-    assert history.evicted_tokens(np.arange(100), "", 0) == [Loss(0, 40, 7), Loss(40, 80, 6), Loss(80, 100, 5)]
-    assert history.evicted_checkpoint(np.arange(100), "", 0, 100) is None
+    assert history.lost_tokens(np.arange(100), "", 0) == [Loss(0, 40, 7), Loss(40, 80, 6), Loss(80, 100, 5)]
+    assert history.lost_checkpoint(np.arange(100), "", 0, 100) is None
 
 
 def test_what_was_found_wrong_is_told_from_what_was_evicted_in_the_same_tick() -> None:
@@ -54,7 +54,7 @@ def test_what_was_found_wrong_is_told_from_what_was_evicted_in_the_same_tick() -
     tree.remove(leaf)
     history.evicted(parent, 0, 5)
     history.check()
-    assert history.evicted_tokens(np.arange(90), "", 0) == [Loss(0, 40, 5), Loss(40, 90, 5, was_wrong=True)]
+    assert history.lost_tokens(np.arange(90), "", 0) == [Loss(0, 40, 5), Loss(40, 90, 5, was_wrong=True)]
 
 
 def test_parts_are_cut_to_what_the_prompt_has_in_common_and_the_tree_does_not_hold() -> None:
@@ -63,10 +63,10 @@ def test_parts_are_cut_to_what_the_prompt_has_in_common_and_the_tree_does_not_ho
     leaf = put(tree, np.arange(100))
     history.evicted(leaf, 0, 3)
     prompt = np.concatenate([np.arange(70), [500]])
-    assert history.evicted_tokens(prompt, "", 20) == [Loss(20, 70, 3)]
-    assert history.evicted_tokens(prompt, "", 70) == []
-    assert history.evicted_tokens(prompt, "other", 20) == []
-    assert history.evicted_tokens(keys(9, 1, 2), "", 0) == []
+    assert history.lost_tokens(prompt, "", 20) == [Loss(20, 70, 3)]
+    assert history.lost_tokens(prompt, "", 70) == []
+    assert history.lost_tokens(prompt, "other", 20) == []
+    assert history.lost_tokens(keys(9, 1, 2), "", 0) == []
 
 
 def test_pieces_of_different_branches_do_not_join() -> None:
@@ -79,8 +79,8 @@ def test_pieces_of_different_branches_do_not_join() -> None:
     parent = tree.remove(two)
     history.evicted(parent, 0, 3)
     history.check()
-    assert history.evicted_tokens(keys(1, 2, 5, 6), "", 0) == [Loss(0, 2, 3), Loss(2, 4, 2)]
-    assert history.evicted_tokens(keys(1, 2, 3, 4), "", 2) == [Loss(2, 4, 1)]
+    assert history.lost_tokens(keys(1, 2, 5, 6), "", 0) == [Loss(0, 2, 3), Loss(2, 4, 2)]
+    assert history.lost_tokens(keys(1, 2, 3, 4), "", 2) == [Loss(2, 4, 1)]
 
 
 def test_what_was_evicted_is_found_after_the_tree_was_cut_and_joined_otherwise() -> None:
@@ -92,7 +92,7 @@ def test_what_was_evicted_is_found_after_the_tree_was_cut_and_joined_otherwise()
     tree.remove(leaf)
     put(tree, np.arange(10))
     tree.split(stub, 20)
-    assert history.evicted_tokens(np.arange(50), "", 30) == [Loss(30, 50, 4)]
+    assert history.lost_tokens(np.arange(50), "", 30) == [Loss(30, 50, 4)]
 
 
 def test_an_evicted_checkpoint_is_found_by_prompts_that_reach_it() -> None:
@@ -100,21 +100,21 @@ def test_an_evicted_checkpoint_is_found_by_prompts_that_reach_it() -> None:
     history = History()
     node = put(tree, np.arange(20))
     put(tree, np.arange(40))
-    history.dropped_checkpoint(node, 8)
+    history.evicted_checkpoint(node, 8)
     history.check()
-    assert history.evicted_checkpoint(np.arange(30), "", 0, 30) == Loss(20, 20, 8)
-    assert history.evicted_checkpoint(np.arange(30), "", 20, 30) is None
-    assert history.evicted_checkpoint(np.arange(30), "", 0, 19) is None
-    assert history.evicted_checkpoint(np.arange(30), "other", 0, 30) is None
-    assert history.evicted_checkpoint(np.arange(30)[::-1].copy(), "", 0, 30) is None
+    assert history.lost_checkpoint(np.arange(30), "", 0, 30) == Loss(20, 20, 8)
+    assert history.lost_checkpoint(np.arange(30), "", 20, 30) is None
+    assert history.lost_checkpoint(np.arange(30), "", 0, 19) is None
+    assert history.lost_checkpoint(np.arange(30), "other", 0, 30) is None
+    assert history.lost_checkpoint(np.arange(30)[::-1].copy(), "", 0, 30) is None
 
 
 def test_of_several_evicted_checkpoints_the_deepest_that_a_prompt_reaches_is_found() -> None:
     tree: RadixTree[Any] = RadixTree()
     history = History()
     for tick, end in ((7, 20), (8, 30), (9, 10), (10, 40)):
-        history.dropped_checkpoint(put(tree, np.arange(end)), tick)
-    assert history.evicted_checkpoint(np.arange(35), "", 0, 35) == Loss(30, 30, 8)
+        history.evicted_checkpoint(put(tree, np.arange(end)), tick)
+    assert history.lost_checkpoint(np.arange(35), "", 0, 35) == Loss(30, 30, 8)
 
 
 @pytest.mark.parametrize(("pieces", "piece_keys"), [(5, 1 << 20), (1 << 10, 90), (3, 3)])
@@ -126,9 +126,9 @@ def test_pieces_stay_within_their_bounds_and_the_newest_are_kept(pieces: int, pi
         history.evicted(leaf, 0, first)
         tree.remove(leaf)
         history.check()
-        newest = history.evicted_tokens(keys(first, *range(100, 110)), "", 0)
+        newest = history.lost_tokens(keys(first, *range(100, 110)), "", 0)
         assert newest == ([Loss(0, 11, first)] if piece_keys >= 11 else [])
-    assert history.evicted_tokens(keys(0, *range(100, 110)), "", 0) == []
+    assert history.lost_tokens(keys(0, *range(100, 110)), "", 0) == []
 
 
 def test_prompts_stay_within_their_bounds_over_all_namespaces() -> None:
@@ -167,5 +167,5 @@ def test_parts_of_pieces_that_went_in_any_order_are_put_together() -> None:
     tree.truncate(leaf, 10)
     history.check()
     wanted = [Loss(10, 30, 4), Loss(30, 60, 2), Loss(60, 100, 1)]
-    assert history.evicted_tokens(np.arange(100), "", 10) == wanted
-    assert history.evicted_tokens(np.arange(100), "", 20) == [Loss(20, 30, 4), *wanted[1:]]
+    assert history.lost_tokens(np.arange(100), "", 10) == wanted
+    assert history.lost_tokens(np.arange(100), "", 20) == [Loss(20, 30, 4), *wanted[1:]]
