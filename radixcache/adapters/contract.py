@@ -44,48 +44,62 @@ SEGMENT_TOKENS = 512
 
 
 class Adapter(Protocol):
-    """Operations on one leaf cache object of one class.
+    """Operations on one leaf cache object of one class."""
 
-    is_point        point state or a window; False: span state
-    is_window       a window, whose adapter is `Windowed`
-    is_empty        whether the object was never written
-    offset          tokens the state stands for; None when the class does not know
-    buffers         the live arrays; never hold them across a forward pass
-    spare_nbytes    bytes of the buffers that the state does not need
-    shapes          of each buffer the shape without the time axis, and the dtype; equal for caches of one layer
-    snapshot        copy the state of [start, end) (span, window) or the whole state, which stands at `end` (point)
-    restore         make the live state stand at `target`, from the snapshot or, with None, by rewinding
-    can_rewind      whether restore(cache, None, target) would succeed
-    split, merge    cut a snapshot at offset `at` into (upper, lower); join two snapshots that touch
-    free            drop all arrays and return to offset 0
-    reserve         make room for `capacity_tokens` in all, or shrink to that; no effect on classes without spare
-                    room. An empty cache takes its shapes from the snapshot `like`. With `wait` the new buffers are
-                    evaluated before they replace the old ones, which a failed allocation leaves as they were.
-    capacity        tokens that fit before the class allocates again; NEVER when it does not grow with tokens
-    own             replace arrays that may be views of activations by owned copies; return these, unevaluated
-    hold            what roll_back needs to undo a forward pass of `tokens` tokens that has not started yet
-    roll_back       undo the forward pass; False when that is not possible and the state must not be used
-    """
+    is_point: bool  # point state or a window; False: span state
+    is_window: bool  # a window, whose adapter is `Windowed`
 
-    is_point: bool
-    is_window: bool
+    def is_empty(self, cache: Any) -> bool:
+        """Whether the object was never written."""
 
-    def is_empty(self, cache: Any) -> bool: ...
-    def offset(self, cache: Any) -> int | None: ...
-    def buffers(self, cache: Any) -> list[mx.array]: ...
-    def spare_nbytes(self, cache: Any) -> int: ...
-    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]: ...
-    def snapshot(self, cache: Any, start: int, end: int) -> Any: ...
-    def restore(self, cache: Any, snapshot: Any, target: int) -> bool: ...
-    def can_rewind(self, cache: Any, target: int) -> bool: ...
-    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]: ...
-    def merge(self, upper: Any, lower: Any) -> Any: ...
-    def free(self, cache: Any) -> None: ...
-    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None: ...
-    def capacity(self, cache: Any) -> int: ...
-    def own(self, cache: Any) -> list[mx.array]: ...
-    def hold(self, cache: Any, tokens: int) -> Any: ...
-    def roll_back(self, cache: Any, held: Any) -> bool: ...
+    def offset(self, cache: Any) -> int | None:
+        """Tokens the state stands for; None when the class does not know."""
+
+    def buffers(self, cache: Any) -> list[mx.array]:
+        """The live arrays. Never hold them across a forward pass."""
+
+    def spare_nbytes(self, cache: Any) -> int:
+        """Bytes of the buffers that the state does not need."""
+
+    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
+        """Shape without the time axis, and dtype, of each buffer; equal for caches of one layer."""
+
+    def snapshot(self, cache: Any, start: int, end: int) -> Any:
+        """Copy the state of [start, end) (span, window) or the whole state, which stands at `end` (point)."""
+
+    def restore(self, cache: Any, snapshot: Any, target: int) -> bool:
+        """Make the live state stand at `target`, from the snapshot or, with None, by rewinding."""
+
+    def can_rewind(self, cache: Any, target: int) -> bool:
+        """Whether restore(cache, None, target) would succeed."""
+
+    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
+        """Cut a snapshot at offset `at` into (upper, lower)."""
+
+    def merge(self, upper: Any, lower: Any) -> Any:
+        """Join two snapshots that touch."""
+
+    def free(self, cache: Any) -> None:
+        """Drop all arrays and return to offset 0."""
+
+    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:
+        """Make room for `capacity_tokens` in all, or shrink to that; no effect on classes without spare room.
+
+        An empty cache takes its shapes from the snapshot `like`. With `wait` the new buffers are evaluated before they
+        replace the old ones, which a failed allocation leaves as they were.
+        """
+
+    def capacity(self, cache: Any) -> int:
+        """Tokens that fit before the class allocates again; NEVER when it does not grow with tokens."""
+
+    def own(self, cache: Any) -> list[mx.array]:
+        """Replace arrays that may be views of activations by owned copies; return the copies, unevaluated."""
+
+    def hold(self, cache: Any, tokens: int) -> Any:
+        """What roll_back needs to undo a forward pass of `tokens` tokens that has not started yet."""
+
+    def roll_back(self, cache: Any, held: Any) -> bool:
+        """Undo the forward pass; False when that is not possible and the state must not be used."""
 
 
 class Windowed(Adapter, Protocol):
