@@ -100,7 +100,7 @@ class Match(Generic[P]):
 
 
 class RadixTree(Generic[P]):
-    """Radix trees of int64 keys, one per namespace. The header says what each restructuring does."""
+    """Radix trees of int64 keys, one per namespace."""
 
     def __init__(self) -> None:
         self._roots: dict[str, Node[P]] = {}
@@ -127,7 +127,7 @@ class RadixTree(Generic[P]):
         return Match(node, offset)
 
     def split(self, node: Node[P], at: int) -> Node[P]:
-        """Return the new upper node, whose only child is `node`."""
+        """Cut a node's edge at offset `at`. Returns the new upper node; `node` becomes its only child."""
         assert node.parent is not None, "a root has no edge to split"
         assert node.start < at < node.end, (node.start, at, node.end)
         length = at - node.start
@@ -140,7 +140,7 @@ class RadixTree(Generic[P]):
         return upper
 
     def merge(self, node: Node[P]) -> Node[P]:
-        """Return the child, which now covers both edges."""
+        """Join a node with its only child. Returns the child, which now covers both edges."""
         assert node.parent is not None, "a root cannot be merged"
         assert len(node.children) == 1, len(node.children)
         (child,) = node.children.values()
@@ -154,7 +154,7 @@ class RadixTree(Generic[P]):
         return child
 
     def append(self, parent: Node[P], keys: Keys) -> Node[P]:
-        """Return the new leaf; `parent` may be the root of a miss."""
+        """Add a leaf with a copy of `keys`, at least one, below `parent`, which may be the root of a miss."""
         assert len(keys) > 0, "an edge is never empty"
         if parent.parent is None:
             parent = self.root(parent.namespace)
@@ -166,6 +166,7 @@ class RadixTree(Generic[P]):
         return leaf
 
     def extend(self, leaf: Node[P], keys: Keys) -> None:
+        """Lengthen a leaf's edge by `keys`."""
         assert not leaf.is_root, "a root has no edge to extend"
         assert leaf.is_leaf, leaf
         leaf.edge = np.concatenate([leaf.edge, np.asarray(keys, dtype=np.int64)])
@@ -173,6 +174,7 @@ class RadixTree(Generic[P]):
         self.key_count += len(keys)
 
     def truncate(self, leaf: Node[P], at: int) -> None:
+        """Cut a leaf's edge so that it ends at offset `at`, inside the edge."""
         assert leaf.is_leaf, leaf
         assert leaf.start < at < leaf.end, (leaf.start, at, leaf.end)
         self.key_count -= leaf.end - at
@@ -180,7 +182,7 @@ class RadixTree(Generic[P]):
         leaf.end = at
 
     def remove(self, leaf: Node[P]) -> Node[P]:
-        """Return the leaf's former parent. A namespace whose last node goes is forgotten."""
+        """Take a leaf out and return its former parent. A namespace whose last node goes is forgotten."""
         assert leaf.parent is not None, "a root cannot be removed"
         assert leaf.is_leaf, leaf
         parent = leaf.parent
