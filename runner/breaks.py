@@ -136,17 +136,18 @@ def find_breaks(
         search.add(request, script[index])
         if on_progress is not None:
             on_progress(index + 1)
-    return search.result(), script.skipped_requests
+    report = search.report
+    report.breaks.sort(key=lambda each: -each.lost_tokens)
+    report.hints.sort(key=lambda each: -each.lost_tokens)
+    return report, script.skipped_requests
 
 
 class _Search:
     """The requests so far, and their breaks."""
 
     def __init__(self, tokenizer: Any, cache: PrefixCache) -> None:
-        self._tokenizer = tokenizer
-        self._cache = cache
-        self._model = SizedModel()
-        self._report = BreakReport()
+        self.report = BreakReport()
+        self._tokenizer, self._cache, self._model = tokenizer, cache, SizedModel()
         self._breaks: dict[tuple[Reason, str, str], Break] = {}
         self._seen: set[bytes] = set()
         self._prompts: deque[Any] = deque(maxlen=COMPARED_PROMPTS)
@@ -165,13 +166,8 @@ class _Search:
         self._seen.update(_known_by(request.tools, (*request.messages, *reply)))
         self._prompts.append(tokens.astype(np.int64))
 
-    def result(self) -> BreakReport:
-        self._report.breaks = sorted(self._breaks.values(), key=lambda each: -each.lost_tokens)
-        self._report.hints.sort(key=lambda each: -each.lost_tokens)
-        return self._report
-
     def _judge(self, request: ScheduledRequest, tokens: Any, found: Explanation) -> None:
-        report = self._report
+        report = self.report
         report.requests += 1
         report.prompt_tokens += found.prompt_tokens
         report.resumed_tokens += found.resumable_tokens
@@ -217,10 +213,13 @@ class _Search:
 
     def _note(self, request: ScheduledRequest, gap: Gap, lost: int, role: str, piece: str) -> Break:
         key = (gap.reason, piece, role)
-        each = self._breaks.setdefault(key, Break(*key))
+        if key not in self._breaks:
+            self._breaks[key] = Break(*key)
+            self.report.breaks.append(self._breaks[key])
+        each = self._breaks[key]
         each.lost_tokens += lost
         each.cost += gap.cost * lost / gap.tokens
-        self._report.lost_tokens += lost
+        self.report.lost_tokens += lost
         if lost > each.example_lost_tokens:
             each.example, each.example_lost_tokens = gap, lost
             each.conversation_id, each.turn = request.conversation_id, request.turn
@@ -231,11 +230,11 @@ class _Search:
             if not _goes_on(hint.start, hint.end, borders):
                 continue
             lost = _covered(hint.end, hint.end + hint.tokens, [(found.resumable_tokens, found.prompt_tokens)])
-            spans = ((each, each.hint) for each in self._report.hints)
+            spans = ((each, each.hint) for each in self.report.hints)
             known = next((each for each, old in spans if old.start <= hint.end and hint.start <= old.end), None)
             if known is None:
                 known = VaryingSpan(hint)
-                self._report.hints.append(known)
+                self.report.hints.append(known)
             elif hint.values >= known.hint.values:
                 known.hint = hint
             known.requests += 1
@@ -293,7 +292,8 @@ def breaks_text(report: BreakReport, *, top: int = 10) -> str:
             rest = sum(each.lost_tokens for each in report.breaks[top:])
             lines.append(f"{rest:>11,}  {rest / total:>10.1%}  {'':>8}  {len(report.breaks) - top} more; see --top")
     for span in report.hints[:SHOWN_HINTS]:
-        lines += ["", _hint_line(span)]
+        requests = plural(span.requests, "request")
+        lines += ["", f"hint, in {requests}, {span.lost_tokens:,} tokens lost: {span.hint}"]
     return "\n".join(lines)
 
 
@@ -338,7 +338,3 @@ def _why(each: Break) -> str:
     if each.piece == "template":
         return "the messages are the same, the template writes them otherwise"
     return "it differs from the stored one, and what follows is the same"
-
-
-def _hint_line(span: VaryingSpan) -> str:
-    return f"hint, in {plural(span.requests, 'request')}, {span.lost_tokens:,} tokens lost: {span.hint}"

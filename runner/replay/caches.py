@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -37,30 +37,36 @@ UNLIMITED_ENTRIES = 1 << 62
 THINKING_TAIL_TOKENS = 11
 
 
-class Backend(Protocol):
-    """One cache under comparison. Bytes are those of the arrays held, spare capacity included."""
+class Backend:
+    """One cache under comparison: by default without a tree, a store and evictions. Bytes include spare capacity."""
 
-    @property
-    def shown(self) -> PrefixCache | None:
-        """The cache whose tree can be shown; None where there is no tree."""
+    #: The cache whose tree can be shown.
+    shown: PrefixCache | None = None
+    #: How many stored entries the byte budget has cost so far.
+    evictions: int = 0
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        # The caches of the running request, one per layer.
+        self._live: list[Any] = []
 
     @property
     def live_bytes(self) -> int:
         """Bytes of the caches that a forward pass reads and writes."""
+        return layers_bytes(self._live)
 
     @property
     def paged_bytes(self) -> int:
         """Bytes of everything stored beside the live caches, checkpoints included."""
-
-    @property
-    def evictions(self) -> int:
-        """How many stored entries the byte budget has cost so far."""
+        return 0
 
     def begin(self, prompt: Prompt) -> AbstractContextManager[LiveRun]:
         """Restore what is known of the prompt. Leaving the block stores what the run evaluated."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Release every array."""
+        self._live = []
 
 
 def open_backend(
@@ -178,11 +184,11 @@ class PlainRun:
         mx.eval([cache.state for cache in self.caches if cache is not None and not cache.empty()])
 
 
-class RadixPrefixes:
+class RadixPrefixes(Backend):
     """A PrefixCache, and the store behind it if there is one."""
 
     def __init__(self, cache: PrefixCache, store: DiskStore | None = None) -> None:
-        self.shown = cache
+        self.shown: PrefixCache = cache
         self._store = store
 
     @property
@@ -194,7 +200,7 @@ class RadixPrefixes:
         return self.shown.stats.paged_bytes
 
     @property
-    def evictions(self) -> int:
+    def evictions(self) -> int:  # type: ignore[override]
         return self.shown.stats.evictions
 
     def begin(self, prompt: Prompt) -> Session:
@@ -208,29 +214,7 @@ class RadixPrefixes:
             self._store.close()
 
 
-class _LiveCaches:
-    """The caches of the running request, one per layer, for a backend without a tree."""
-
-    shown = None
-    evictions = 0
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._live: list[Any] = []
-
-    @property
-    def live_bytes(self) -> int:
-        return layers_bytes(self._live)
-
-    @property
-    def paged_bytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        self._live = []
-
-
-class NoCache(_LiveCaches):
+class NoCache(Backend):
     """Fresh caches for each request, dropped at its end."""
 
     @contextmanager
@@ -242,7 +226,7 @@ class NoCache(_LiveCaches):
             self.close()
 
 
-class SinglePrefix(_LiveCaches):
+class SinglePrefix(Backend):
     """The caches of the last request: the next one starts from the prefix that both share.
 
     Where a layer cannot be trimmed back to it (recurrent state, a wrapped sliding window), the caches are freed.
@@ -280,7 +264,7 @@ class SinglePrefix(_LiveCaches):
         self._tokens = np.empty(0, np.int32)
 
 
-class LRUPrompts(_LiveCaches):
+class LRUPrompts(Backend):
     """mlx-lm's LRUPromptCache under a byte budget, filled as mlx-lm's server fills it.
 
     The server stores a copy of all caches at the end of each segment of a chat prompt: the system prompt, the user's

@@ -95,11 +95,7 @@ class Replay:
         observer: Observer,
         users_at_a_time: int | None = None,
     ) -> None:
-        """Prepare a replay.
-
-        Args:
-            users_at_a_time: None: one request at a time, and the caches take turns.
-        """
+        """Prepare a replay. `users_at_a_time` None: one request at a time, and the caches take turns."""
         self._loaded, self._script, self._options, self._observer = loaded, script, options, observer
         self._caches = tuple(caches)
         users = len({request.user for request in script.requests})
@@ -154,8 +150,7 @@ class Replay:
 
     def _open_alone(self, cache: str) -> _Run:
         on_advance = partial(self._observer.request_advanced, cache)
-        server = OneAtATime(cache, self._loaded, self._options, on_advance)
-        return _Run(server, cache, self._script, self._observer)
+        return _Run(OneAtATime(cache, self._loaded, self._options, on_advance), cache, self._script, self._observer)
 
     def _open_together(self, users: int, cache: str) -> _Run:
         # Large enough that requests wait for their users and never for tokens.

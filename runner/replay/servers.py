@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -94,43 +95,12 @@ class Answer:
     text: str
 
 
-class Server(Protocol):
-    """Answers requests.
-
-    Attributes:
-        name: of the cache.
-        shown: the cache whose tree can be shown; None where there is no tree.
-        peak_bytes, peak_tokens: the most that caches and running rows held so far; tokens where they are counted.
-        evictions: entries evicted so far.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shown(self) -> PrefixCache | None: ...
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-    @property
-    def peak_tokens(self) -> int: ...
-
-    @property
-    def evictions(self) -> int: ...
-
-    def submit(self, index: int, request: RenderedRequest) -> None:
-        """Take a request in."""
-
-    def answers(self) -> Iterator[Answer]:
-        """Serve until all that was taken in is done."""
-
-    def close(self) -> None:
-        """Release every array."""
-
-
 class OneAtATime:
-    """Answers requests from one of the caches of caches.py, and watches its bytes."""
+    """Answers requests from one of the caches of caches.py, and watches its bytes.
+
+    All servers have: `submit` takes a request in; `answers` serves until all of them are done; `close` releases every
+    array; `peak_bytes` and `peak_tokens` are the most that caches and running rows held so far.
+    """
 
     peak_tokens = 0
 
@@ -261,7 +231,7 @@ class TreeServer:
             step_size=options.step_size,
         )
         self._requests: dict[Ticket, tuple[int, RenderedRequest]] = {}
-        self._texts: dict[Ticket, str] = {}
+        self._texts: dict[Ticket, str] = defaultdict(str)
 
     @property
     def evictions(self) -> int:
@@ -278,7 +248,7 @@ class TreeServer:
             max_tokens=self._max_tokens,
             arrived_at_s=time.perf_counter(),
         )
-        self._requests[ticket], self._texts[ticket] = (index, request), ""
+        self._requests[ticket] = index, request
 
     def answers(self) -> Iterator[Answer]:
         for ticket, piece in self._generator:
@@ -409,6 +379,9 @@ class BatchServer:
             peak_bytes=self.peak_bytes,
         )
         return Answer(running.index, row, completion.tokens, running.text)
+
+
+Server = OneAtATime | TreeServer | BatchServer
 
 
 def output_hash(tokens: Sequence[int]) -> str:
