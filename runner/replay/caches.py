@@ -79,15 +79,11 @@ def open_backend(
     disk: str | None = None,
     disk_bytes: int = 0,
 ) -> Backend:
-    """Make an empty cache of that name. `none` and `single` hold one request at a time and ignore the budget.
+    """Make an empty cache. ValueError: the name is not in CACHE_NAMES. StoreError: the folder cannot be used.
 
     Args:
         exact_step_size: chunk size of an exact radix cache; None: it is not exact.
         disk, disk_bytes: folder where the radix cache stores its state too, and the bytes that it may take.
-
-    Raises:
-        ValueError: the name is not in CACHE_NAMES.
-        StoreError: the folder cannot be used.
     """
     match name:
         case "none":
@@ -129,13 +125,9 @@ class PlainRun:
         cuts: Sequence[int] = (),
         on_cut: Callable[[PlainRun, int], None] | None = None,
     ) -> None:
-        """Wrap caches that hold the first `cached_tokens` of a prompt.
+        """Wrap caches, one per layer or None, that hold the first `cached_tokens` of the prompt `tokens`.
 
-        Args:
-            tokens: the whole prompt.
-            caches: one mlx-lm cache per layer, None where a layer has none.
-            matched_tokens: default: `cached_tokens`.
-            cuts: offsets, ascending, at which prefill stops to call `on_cut(run, offset)` with the state exactly there.
+        At the offsets `cuts`, in ascending order, prefill stops and calls `on_cut(run, offset)`.
         """
         assert 0 <= cached_tokens < len(tokens), (cached_tokens, len(tokens))
         self.caches = caches
@@ -227,9 +219,8 @@ class NoCache(Backend):
 
 
 class SinglePrefix(Backend):
-    """The caches of the last request: the next one starts from the prefix that both share.
+    """The caches of the last request: the next one starts from the common prefix.
 
-    Where a layer cannot be trimmed back to it (recurrent state, a wrapped sliding window), the caches are freed.
     Invariant: outside a run the caches hold exactly `_tokens`.
     """
 
@@ -268,12 +259,9 @@ class LRUPrompts(Backend):
     """mlx-lm's LRUPromptCache under a byte budget, filled as mlx-lm's server fills it.
 
     The server stores a copy of all caches at the end of each segment of a chat prompt: the system prompt, the user's
-    turn (without the prompt's last token), and the reply. Caches that can be trimmed replace stored prefixes of
-    themselves. A hit is a deep copy, cut back where that is possible. If the caches of a model cannot be batched, the
-    server stores only after the reply.
-
-    Stored entries may fill what the live caches leave of the budget, as in the server. They are trimmed to it right
-    after each insert, which is the server's rule at the server's moment, and lets the evictions be counted.
+    turn (without the prompt's last token), and the reply; only after the reply if the caches cannot be batched. Caches
+    that can be trimmed replace stored prefixes of themselves. A hit is a deep copy, cut back where that is possible.
+    Stored entries are trimmed to what the live caches leave of the budget, right after each insert as in the server.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, budget_bytes: int) -> None:

@@ -69,8 +69,6 @@ class Dispatcher:
     """Sends requests to replicas.
 
     Args:
-        router: decides.
-        replicas: those that are there from the beginning.
         rates: cost of tokens, the same for all replicas; whoever measures updates them.
         block_tokens: tokens that a digest stands for.
         max_digests: the most that are stored for a replica.
@@ -131,14 +129,7 @@ class Dispatcher:
         ]
 
     def choose(self, ask: Ask, now_s: float, among: Iterable[str] | None = None) -> Choice:
-        """Decide where a request goes.
-
-        Args:
-            among: the replicas that can take it; None: all that are known.
-
-        Raises:
-            ValueError: there is no replica to choose.
-        """
+        """Decide where a request goes, of the replicas `among` or of all. ValueError: there is no replica."""
         views = self.views(ask, now_s, None if among is None else set(among))
         if not views:
             raise ValueError("there is no replica to choose; wanted at least one.")
@@ -157,11 +148,7 @@ class Dispatcher:
         self.directory.add(choice.replica, choice.ask.digests)
 
     def end(self, request: Hashable, now_s: float, work_s: float | None = None) -> None:
-        """End a request, in whatever way; one that is not open is ignored.
-
-        Args:
-            work_s: the seconds of work that it was; None: what was expected.
-        """
+        """End a request, which took `work_s`, or what was expected; one that is not open is ignored."""
         replica = self._open.pop(request, None)
         if replica is not None:
             self._backlogs[replica].end(request, now_s, work_s)
@@ -181,9 +168,6 @@ class Backlog:
 
     The replica is assumed to serve one request after the other. Where it serves several together, their sum is right
     and only the progress of the first is a guess. A request that takes longer than expected counts for 0.
-
-    Args:
-        recent_s: recent work to begin with, at `now_s`.
     """
 
     def __init__(self, recent_s: float = 0.0, now_s: float = 0.0) -> None:
@@ -231,11 +215,7 @@ class Backlog:
 
 
 class Directory:
-    """The digests of each replica, by its name. Matching takes O(blocks), sending and telling O(digests).
-
-    Raises:
-        ValueError: `max_digests` is below 1.
-    """
+    """The digests of each replica, by its name. ValueError: `max_digests` is below 1."""
 
     def __init__(self, max_digests: int = MAX_DIGESTS) -> None:
         if max_digests < 1:
@@ -283,25 +263,16 @@ class Directory:
 
 
 def root_digest(model: str, namespace: str = "", secret: bytes = b"") -> int:
-    """The digest that the first block of a prompt follows.
-
-    Args:
-        model: a name, or an identity in hex.
-        secret: up to 64 bytes; without them nobody can test by a digest whether a guessed prompt was asked.
-    """
+    """The digest that a prompt's first block follows. A `secret`, of at most 64 bytes, keeps others from guessing it."""
     inner = blake2b(model.encode(), digest_size=DIGEST_BYTES, key=secret, person=b"rc route model").digest()
     return _number(blake2b(inner + namespace.encode(), digest_size=DIGEST_BYTES, key=secret, person=b"rc route root"))
 
 
 def chain_digests(tokens: NDArray[np.integer], root: int, block_tokens: int = BLOCK_TOKENS) -> list[int]:
-    """The digest at each block border of a prompt: T // block_tokens numbers of 64 bits.
+    """The digest at each block border of `tokens` (T,): T // block_tokens numbers of 64 bits.
 
     Args:
-        tokens: (T,) ids or keys.
         root: of the model and the namespace; or the digest at the border that `tokens` follow.
-
-    Raises:
-        ValueError: `block_tokens` is below 1.
     """
     if block_tokens < 1:
         raise ValueError(f"block_tokens is {block_tokens}; wanted at least 1.")

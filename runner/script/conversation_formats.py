@@ -70,11 +70,7 @@ def expanded(value: Any) -> list[Any]:
 
 
 def parse_record(value: Any, origin: Origin) -> Conversation:
-    """Turn one record of any known format into a conversation.
-
-    Raises:
-        ConversationError: the format is not known, or something in it is wrong.
-    """
+    """Turn one record into a conversation. ConversationError: its format is not known, or it is wrong."""
     if isinstance(value, list):
         value = {"messages": value}
     wanted = f"a list of messages or an object with {', '.join(_FORMATS)}"

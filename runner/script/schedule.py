@@ -24,12 +24,9 @@ class ScheduledRequest:
 
     Attributes:
         index: place in the schedule, from 0.
-        user: who asks.
-        conversation_id: in which conversation.
         turn: number of the latest user message, from 0; a turn that calls tools makes several requests.
         messages: the conversation up to the message that is to be answered.
-        tools: function definitions in OpenAI form, or None.
-        recorded_reply: the assistant's message that followed, or None where none is recorded.
+        recorded_reply: the assistant's message that followed, if one is recorded.
         reply_slots: positions in `messages` of the model's earlier replies in words: at each stands a recorded reply,
             or, where none is recorded, the user's next message. Replies that call tools are left out, since results
             follow them.
@@ -69,11 +66,7 @@ class GeneratedReplies:
         self._texts[_reply_key(end, request.recorded_reply)] = text
 
     def messages(self, request: ScheduledRequest) -> tuple[dict[str, Any], ...]:
-        """The request's messages with generated replies in place of recorded ones, where there are any.
-
-        Raises:
-            ValueError: a reply that is needed was neither recorded nor generated.
-        """
+        """The request's messages, with generated replies where there are any. ValueError: a needed reply is missing."""
         digests = list(beginnings(request.messages))
         filled: list[dict[str, Any]] = []
         for position, message in enumerate(request.messages):
@@ -100,12 +93,10 @@ def schedule(
     seed: int = 0,
     max_requests: int | None = None,
 ) -> list[ScheduledRequest]:
-    """Interleave the users' requests: each next one comes from a user drawn at random among those with any left.
+    """Interleave the users' requests: a random user among those with any left asks next.
 
     Args:
         users: take only the first so many users, in the order they appear.
-        seed: of the draw.
-        max_requests: stop after so many.
 
     Raises:
         ValueError: no conversation, `users` or `max_requests` below 1, or more users than there are.

@@ -36,20 +36,13 @@ class ScriptError(Exception):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One rendered request.
-
-    Attributes:
-        tokens: at least one id.
-        marks: offsets worth a checkpoint, as `render_chat` gives them.
-        system_end: where the system prompt ends; 0 without one.
-        reply_tokens: how many tokens of reply to keep room for.
-    """
+    """One rendered request; `marks` are as `render_chat` gives them."""
 
     tokens: NDArray[np.int32]
     marks: tuple[int, ...]
-    system_end: int
+    system_end: int  # 0: there is no system prompt
     ends_with_user: bool
-    reply_tokens: int
+    reply_tokens: int  # to reserve room for
 
 
 @dataclass(frozen=True)
@@ -81,16 +74,12 @@ class Script:
         recorded: bool = False,
         skip_bad: bool = False,
     ) -> None:
-        """Render what can be rendered now and check the rest.
+        """Render what can be rendered now and check the rest. ScriptError: something cannot be replayed.
 
         Args:
             max_tokens: tokens generated per reply at most.
             recorded: replies are fed as recorded instead of generated.
-            skip_bad: leave out what cannot be replayed instead of raising.
-
-        Raises:
-            ScriptError: the template refuses a conversation; prompt and reply do not fit the model's context; a reply
-                that is to be fed was never recorded; or nothing is left.
+            skip_bad: leave out what cannot be replayed; ScriptError only if nothing is left.
         """
         self._loaded, self._max_tokens, self._recorded = loaded, max_tokens, recorded
         self._replies = GeneratedReplies()
@@ -204,11 +193,7 @@ class Script:
 
 
 def recorded_reply(tokenizer: Any, request: ScheduledRequest, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The recorded reply as the next turn's prompt will spell it behind this prompt; empty when there is none.
-
-    Raises:
-        ValueError: the template refuses it.
-    """
+    """The recorded reply, if any, as the next turn's prompt spells it. ValueError: the template refuses it."""
     if request.recorded_reply is None:
         return np.empty(0, np.int32)
     tokens, marks = render_chat(

@@ -55,15 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Answers requests by replicas.
-
-    Args:
-        options: with `replicas`.
-
-    Raises:
-        ModelError: there is no such model.
-        ValueError: there is no such router, or an entry of the warm file is wrong.
-    """
+    """Answers requests by replicas. ModelError, ValueError: an option is wrong."""
 
     def __init__(self, options: ServeOptions) -> None:
         assert options.replicas is not None
@@ -80,14 +72,9 @@ class Fleet:
         self._is_open = self._is_stopped = False
 
     def start(self, cpus: int) -> None:
-        """Start the replicas, here or on a cluster, and wait until all of them have loaded the model.
+        """Start the replicas, here on so many CPUs or on a cluster, and wait until all have loaded the model.
 
-        Args:
-            cpus: of this machine, if Ray is started on it.
-
-        Raises:
-            ConnectionError: the cluster does not answer.
-            ValueError: the replicas could not be started.
+        ConnectionError: the cluster does not answer. ValueError: the replicas could not be started.
         """
         options, count = self._options, self._options.replicas or 1
         share = max(1, cpus // count) if options.ray is None else 1
@@ -187,15 +174,7 @@ def _wait(holds: Callable[[], bool]) -> None:
 
 
 class RoutedPrompts:
-    """Prompts in digests, one after the other on a thread of its own.
-
-    Args:
-        secret: that digests are made with.
-
-    Raises:
-        ModelError: there is no such model.
-        WarmFileError: an entry of the warm file is wrong.
-    """
+    """Prompts in digests, one after the other on a thread of its own. ModelError, WarmFileError: an option is wrong."""
 
     def __init__(self, options: ServeOptions, secret: bytes) -> None:
         assert options.model is not None
