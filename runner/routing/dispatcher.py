@@ -263,7 +263,7 @@ class Directory:
 
 
 def root_digest(model: str, namespace: str = "", secret: bytes = b"") -> int:
-    """The digest that a prompt's first block follows. A `secret`, of at most 64 bytes, keeps others from guessing it."""
+    """The digest that a prompt's first block follows. A secret of 64 bytes at most keeps others from guessing it."""
     inner = blake2b(model.encode(), digest_size=DIGEST_BYTES, key=secret, person=b"rc route model").digest()
     return _number(blake2b(inner + namespace.encode(), digest_size=DIGEST_BYTES, key=secret, person=b"rc route root"))
 
