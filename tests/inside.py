@@ -461,6 +461,11 @@ def mlx_lm_segments(backend: Any, prompt: Any) -> list[tuple[int, str]]:
     return list(backend.segments(prompt))
 
 
+def replies(replay: Any, cache: str) -> dict[int, list[int]]:
+    """The tokens of the replies that a cache gave to several users at a time, by request."""
+    return next(run.replies for run in replay._together if run.server.name == cache)
+
+
 def set_budget(backend: Any, budget_bytes: int) -> None:
     """Give a backend another budget than it was opened with."""
     backend._budget_bytes = budget_bytes

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from runner.engine.replies import Completion, compile_mode, feed, generate
+from runner.engine.replies import compile_mode, feed, generate
 from runner.models.load import load_model
 from runner.replay.caches import PlainRun
 
@@ -45,11 +45,22 @@ def scripted(tokens):
     return lambda logprobs: mx.array([next(script)])
 
 
-def completion_of(pieces) -> Completion:
+def completion_of(pieces):
     completions = [piece.completion for piece in pieces if piece.completion is not None]
     assert len(completions) == 1
     assert pieces[-1].completion is completions[0]
     return completions[0]
+
+
+def reply(tiny, run=None, sampled=None, **more):
+    """The pieces of a reply; `sampled` are the tokens of the sampler, whatever the model thinks."""
+    sampler = None if sampled is None else scripted(sampled)
+    options = {"max_tokens": 50, "stop_tokens": (), "sampler": sampler, "model": tiny.model, **more}
+    return generate(run or begin(tiny), options.pop("model"), tiny.tokenizer, **options)
+
+
+def text_of(pieces):
+    return "".join(piece.text for piece in pieces)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +68,7 @@ def completion_of(pieces) -> Completion:
     [(100_000, ValueError, [40, 41]), (-1, ValueError, [40, 41]), (0.5, TypeError, [40])],
 )
 def test_a_sampler_that_returns_no_token_of_the_model_is_an_error_after_tokens_before(tiny, returned, error, said):
-    run = begin(tiny)
-    pieces = generate(
-        run, tiny.model, tiny.tokenizer, max_tokens=9, sampler=scripted([40, 41, returned, 42]), stop_tokens=()
-    )
+    pieces = reply(tiny, sampled=[40, 41, returned, 42])
     assert [next(pieces).token for _ in said] == said
     with pytest.raises(error, match="the sampler returned"):
         next(pieces)
@@ -68,37 +76,23 @@ def test_a_sampler_that_returns_no_token_of_the_model_is_an_error_after_tokens_b
 
 def test_greedy_tokens_are_those_of_mlx_lm(tiny):
     expected = [token for token, _ in generate_step(mx.array(PROMPT), tiny.model, max_tokens=12)]
-    pieces = list(generate(begin(tiny), tiny.model, tiny.tokenizer, max_tokens=12, stop_tokens=()))
+    pieces = list(reply(tiny, max_tokens=12))
     assert [piece.token for piece in pieces] == expected
     assert completion_of(pieces).tokens == tuple(expected)
 
 
-def test_chunked_prefill_gives_the_logprobs_of_a_single_forward_pass(tiny):
-    whole = tiny.model(mx.array(PROMPT)[None])[0, -1].astype(mx.float32)
+def test_chunked_prefill_gives_the_logprobs_of_a_single_forward_pass_and_says_how_far_it_is(tiny):
+    whole, seen = tiny.model(mx.array(PROMPT)[None])[0, -1].astype(mx.float32), []
     expected = np.array(whole - mx.logsumexp(whole))
-    piece = next(generate(begin(tiny), tiny.model, tiny.tokenizer, max_tokens=1, step_size=7, stop_tokens=()))
+    piece = next(reply(tiny, max_tokens=1, step_size=40, on_progress=lambda *place: seen.append(place)))
     assert np.abs(np.array(piece.logprobs) - expected).max() < 1e-4
     assert piece.token == int(expected.argmax())
-
-
-def test_prefill_stops_at_every_chunk_and_says_how_far_it_is(tiny):
-    seen = []
-    list(
-        generate(
-            begin(tiny),
-            tiny.model,
-            tiny.tokenizer,
-            max_tokens=1,
-            step_size=40,
-            on_progress=lambda offset, total: seen.append((offset, total)),
-        )
-    )
     assert seen == [(0, 100), (40, 100), (80, 100), (99, 100), (100, 100)]
 
 
 def test_the_next_step_is_dispatched_before_a_token_is_yielded_and_none_after_the_last(tiny):
     run = begin(tiny)
-    pieces = generate(run, tiny.model, tiny.tokenizer, max_tokens=3, sampler=scripted([40, 41, 42]))
+    pieces = reply(tiny, run, [40, 41, 42], max_tokens=3)
     assert [(piece.token, run.steps) for piece in pieces] == [(40, 2), (41, 3), (42, 3)]
 
 
@@ -106,19 +100,16 @@ def test_a_stop_token_ends_the_reply_and_brings_no_text(tiny):
     stop = next(iter(tiny.tokenizer.eos_token_ids))
     letters = tiny.tokenizer.encode("ab", add_special_tokens=False)
     run = begin(tiny)
-    sampler = scripted([*letters, stop, stop])
-    pieces = list(generate(run, tiny.model, tiny.tokenizer, max_tokens=50, sampler=sampler))
+    pieces = list(reply(tiny, run, [*letters, stop, stop], stop_tokens=None))
     completion = completion_of(pieces)
-    assert "".join(piece.text for piece in pieces) == "ab"
+    assert text_of(pieces) == "ab"
     assert (completion.done_reason, completion.tokens) == ("stop", (*letters, stop))
-    # Its forward pass was on the way already, and the run knows.
+    # Its forward pass was dispatched already, and the run knows.
     assert run.finish().tolist() == [*PROMPT, *letters, stop]
 
 
 def test_counts_and_durations_belong_to_prompt_and_completion(tiny):
-    run = PlainRun(PROMPT, make_prompt_cache(tiny.model))
-    pieces = list(generate(run, tiny.model, tiny.tokenizer, max_tokens=5, stop_tokens=(), arrived_at_s=0.0))
-    completion = completion_of(pieces)
+    completion = completion_of(list(reply(tiny, max_tokens=5, arrived_at_s=0.0)))
     assert (completion.done_reason, completion.completion_tokens) == ("length", 5)
     assert (completion.prompt_tokens, completion.cached_tokens) == (len(PROMPT), 0)
     # Arrival at 0 on the clock of perf_counter: all that came before prefill counts for the first token.
@@ -126,44 +117,28 @@ def test_counts_and_durations_belong_to_prompt_and_completion(tiny):
     assert completion.completion_ms > 0
 
 
-@pytest.mark.parametrize("text", ["é und ü", "日本語", "🙂🙂", "a🙂b", "नमस्ते"])
+@pytest.mark.parametrize("text", ["é und ü", "日本語", "a🙂b", "नमस्ते"])
 def test_pieces_never_cut_a_character(tiny, text):
     tokens = tiny.tokenizer.encode(text, add_special_tokens=False)
     assert len(tokens) == len(text.encode()), "one token per byte, so that every character can be cut"
-    pieces = list(
-        generate(
-            begin(tiny), tiny.model, tiny.tokenizer, max_tokens=len(tokens), sampler=scripted(tokens), stop_tokens=()
-        )
-    )
-    assert "".join(piece.text for piece in pieces) == text
-    assert all(text.startswith("".join(piece.text for piece in pieces[: n + 1])) for n in range(len(pieces)))
-    assert not any("\ufffd" in piece.text for piece in pieces)
+    pieces = list(reply(tiny, sampled=tokens, max_tokens=len(tokens)))
+    assert text_of(pieces) == text
+    assert all(text.startswith(text_of(pieces[: n + 1])) for n in range(len(pieces)))
 
 
 def test_a_reply_that_ends_inside_a_character_ends_before_it(tiny):
     tokens = tiny.tokenizer.encode("ok🙂", add_special_tokens=False)[:-1]
-    pieces = list(
-        generate(
-            begin(tiny), tiny.model, tiny.tokenizer, max_tokens=len(tokens), sampler=scripted(tokens), stop_tokens=()
-        )
-    )
-    assert "".join(piece.text for piece in pieces) == "ok"
+    assert text_of(reply(tiny, sampled=tokens, max_tokens=len(tokens))) == "ok"
 
 
 def test_cancelling_between_chunks_keeps_the_chunks_that_were_done(tiny):
-    cancel = threading.Event()
-    run = begin(tiny)
-    pieces = list(
-        generate(
-            run,
-            tiny.model,
-            tiny.tokenizer,
-            max_tokens=5,
-            step_size=40,
-            cancelled=cancel.is_set,
-            on_progress=lambda offset, total: cancel.set() if offset >= 40 else None,
-        )
-    )
+    cancel, run = threading.Event(), begin(tiny)
+
+    def on_progress(offset, total):
+        if offset >= 40:
+            cancel.set()
+
+    pieces = list(reply(tiny, run, step_size=40, cancelled=cancel.is_set, on_progress=on_progress))
     completion = completion_of(pieces)
     assert (completion.done_reason, completion.tokens, completion.ttft_ms) == ("cancelled", (), None)
     assert run.steps == 0
@@ -173,18 +148,13 @@ def test_cancelling_between_chunks_keeps_the_chunks_that_were_done(tiny):
 
 def test_cancelling_before_the_start_evaluates_nothing(tiny):
     run = begin(tiny)
-    pieces = list(generate(run, tiny.model, tiny.tokenizer, max_tokens=5, cancelled=lambda: True))
-    assert completion_of(pieces).done_reason == "cancelled"
+    assert completion_of(list(reply(tiny, run, cancelled=lambda: True))).done_reason == "cancelled"
     assert all(cache.empty() for cache in run.caches)
 
 
 def test_cancelling_between_tokens_ends_with_the_tokens_so_far(tiny):
-    cancel = threading.Event()
-    run = begin(tiny)
-    pieces = []
-    for piece in generate(
-        run, tiny.model, tiny.tokenizer, max_tokens=50, sampler=scripted(range(40, 90)), cancelled=cancel.is_set
-    ):
+    cancel, run, pieces = threading.Event(), begin(tiny), []
+    for piece in reply(tiny, run, range(40, 90), cancelled=cancel.is_set):
         pieces.append(piece)
         if len(pieces) == 3:
             cancel.set()
@@ -195,32 +165,31 @@ def test_cancelling_between_tokens_ends_with_the_tokens_so_far(tiny):
 
 def test_a_generator_closed_early_leaves_a_run_that_knows_what_its_caches_hold(tiny):
     run = begin(tiny)
-    pieces = generate(run, tiny.model, tiny.tokenizer, max_tokens=50, sampler=scripted(range(40, 90)))
+    pieces = reply(tiny, run, range(40, 90))
     assert next(pieces).token == 40
     pieces.close()
-    held = run.finish().tolist()
-    assert held == [*PROMPT, 40]
-    assert {cache.offset for cache in run.caches} == {len(held)}
+    assert run.finish().tolist() == [*PROMPT, 40]
+    assert {cache.offset for cache in run.caches} == {len(PROMPT) + 1}
 
 
 def test_feeding_a_reply_leaves_the_state_that_stepping_through_it_leaves(tiny):
-    reply = np.arange(60, 100, dtype=np.int32)
+    recorded = np.arange(60, 100, dtype=np.int32)
     fed, stepped = begin(tiny), begin(tiny)
     for run in (fed, stepped):
-        next(generate(run, tiny.model, tiny.tokenizer, max_tokens=1, stop_tokens=()))
-    assert feed(fed, tiny.model, reply, step_size=16) == len(reply)
-    for token in reply:
+        next(reply(tiny, run, max_tokens=1))
+    assert feed(fed, tiny.model, recorded, step_size=16) == len(recorded)
+    for token in recorded:
         stepped.step(tiny.model, mx.array([int(token)]))
-    assert fed.finish().tolist() == stepped.finish().tolist() == [*PROMPT, *reply]
+    assert fed.finish().tolist() == stepped.finish().tolist() == [*PROMPT, *recorded]
     for left, right in zip(fed.caches, stepped.caches, strict=True):
-        assert left.offset == right.offset == len(PROMPT) + len(reply)
+        assert left.offset == right.offset == len(PROMPT) + len(recorded)
         difference = mx.abs(left.keys[..., : left.offset, :] - right.keys[..., : right.offset, :]).max().item()
         assert difference < 1e-4
 
 
 def test_free_buffers_are_released_after_256_tokens(tiny):
     held_free = []
-    pieces = generate(begin(tiny), tiny.model, tiny.tokenizer, max_tokens=260, stop_tokens=())
+    pieces = reply(tiny, max_tokens=260)
     next(pieces)
     freed = mx.zeros((FREED_BYTES,), mx.uint8)
     mx.eval(freed)
@@ -236,7 +205,7 @@ def test_free_buffers_are_released_after_256_tokens(tiny):
 def test_a_limit_below_one_is_refused_before_anything_runs(tiny, limits):
     run = begin(tiny)
     with pytest.raises(ValueError, match="wanted a whole number of tokens, 1 or more"):
-        next(generate(run, tiny.model, tiny.tokenizer, **limits))
+        next(reply(tiny, run, **limits))
     assert all(cache.empty() for cache in run.caches)
 
 
@@ -270,31 +239,21 @@ def is_compiling() -> bool:
     return len(traces) == 1
 
 
-@pytest.mark.parametrize("as_method", [False, True])
-def test_compiled_mode_is_off_while_a_model_that_wants_it_so_runs(tiny, as_method):
-    model = Uncompiled(tiny.model, as_method=as_method)
-    list(generate(begin(tiny), model, tiny.tokenizer, max_tokens=2))
-    assert model.compiled_calls
-    assert not any(model.compiled_calls)
+@pytest.mark.parametrize("wanted", ["off", "off by a method", "not said"])
+def test_compiled_mode_is_off_while_a_model_that_wants_it_so_runs(tiny, wanted):
+    model = Uncompiled(tiny.model, as_method=wanted == "off by a method")
+    if wanted == "not said":
+        del model.enable_compile
+    list(reply(tiny, model=model, max_tokens=2))
+    assert set(model.compiled_calls) == {wanted == "not said"}
     assert is_compiling()
 
 
-def test_compiled_mode_stays_on_for_a_model_that_does_not_say(tiny):
-    model = Uncompiled(tiny.model)
-    del model.enable_compile
-    list(generate(begin(tiny), model, tiny.tokenizer, max_tokens=2))
-    assert model.compiled_calls
-    assert all(model.compiled_calls)
-
-
-def test_compiled_mode_comes_back_when_the_model_raises(tiny):
+def test_compiled_mode_comes_back_when_the_model_raises_or_the_generator_is_closed_early(tiny):
     with pytest.raises(RuntimeError, match="a layer failed"):
-        list(generate(begin(tiny), Uncompiled(tiny.model, fails=True), tiny.tokenizer, max_tokens=2))
+        list(reply(tiny, model=Uncompiled(tiny.model, fails=True)))
     assert is_compiling()
-
-
-def test_compiled_mode_comes_back_when_the_generator_is_closed_early(tiny):
-    pieces = generate(begin(tiny), Uncompiled(tiny.model), tiny.tokenizer, max_tokens=20, stop_tokens=())
+    pieces = reply(tiny, model=Uncompiled(tiny.model))
     next(pieces)
     assert not is_compiling()
     pieces.close()

@@ -1,6 +1,7 @@
 """Replaying conversations through every cache gives the same answers, and each cache restores what it promises."""
 
 import json
+from itertools import pairwise
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -12,7 +13,8 @@ from runner.engine.replies import generate
 from runner.models.load import load_model
 from runner.replay import CACHE_NAMES, caches
 from runner.replay.caches import layers_bytes, open_backend
-from runner.replay.replayer import Replay, replay
+from runner.replay.replayer import AnswerDifference, Replay, replay
+from runner.replay.report import TIE, Report
 from runner.replay.servers import ReplayOptions
 from runner.script.conversation import Conversation
 from runner.script.schedule import schedule
@@ -88,12 +90,14 @@ def serve(backend, loaded, prompt, max_tokens=4):
         return session.cached_tokens, session.reason, pieces[-1].completion.tokens
 
 
-GENERATED = ("llama", "llama_sliding", "llama4", "mamba2", "jamba")
-RECORDED = ("jamba",)
-
-
 @pytest.mark.parametrize(
-    ("kind", "recorded"), [(kind, False) for kind in GENERATED] + [(kind, True) for kind in RECORDED]
+    ("kind", "recorded"),
+    [
+        ("llama", False),
+        ("llama_sliding", True),
+        *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in ("llama_sliding", "llama4", "mamba2", "jamba")),
+        pytest.param("jamba", True, marks=pytest.mark.slow),
+    ],
 )
 def test_every_cache_gives_the_answers_of_no_cache(kind, recorded):
     # A chunked cache calls itself trimmable when its front is gone, and mlx-lm believes it: its answers differ there.
@@ -104,6 +108,9 @@ def test_every_cache_gives_the_answers_of_no_cache(kind, recorded):
     for cache in caches:
         assert [row.output_hash for row in runs[cache].rows] == expected, cache
         assert [row.prompt_tokens for row in runs[cache].rows] == [row.prompt_tokens for row in runs["none"].rows]
+    for index, row in enumerate(runs["radix"].rows):
+        assert row.cached_tokens >= max(runs[cache].rows[index].cached_tokens for cache in caches)
+        assert row.cached_tokens == row.matched_tokens or row.reason
 
 
 def test_a_wrong_restore_changes_answers(monkeypatch):
@@ -116,22 +123,13 @@ def test_a_wrong_restore_changes_answers(monkeypatch):
 
 @pytest.mark.parametrize("cache", CACHE_NAMES)
 def test_bytes_that_a_cache_claims_are_the_bytes_that_mlx_allocated(cache):
-    conversations = [conversation(user, user, "x" * 800, "Yes.", "Why?", "So.", "Go on.") for user in ("ann", "bob")]
+    conversations = [conversation(user, user, "x" * 400, "Yes.", "Why?") for user in ("ann", "bob")]
     rows = run("tiny:llama", [cache], conversations=conversations)[cache].rows
     for row in rows:
         # The allocator reuses buffers that are up to two pages too large.
         assert row.peak_bytes == pytest.approx(row.allocated_bytes, rel=0.02)
     held = rows[-1].live_bytes + rows[-1].paged_bytes
     assert (held > 0) == (cache != "none")
-
-
-def test_nothing_of_a_cache_is_left_when_its_run_is_over():
-    loaded = load_model("tiny:llama")
-    script = Script(loaded, schedule(CONVERSATIONS, seed=1), max_tokens=4)
-    list(replay(loaded, script, ["none"], options(), Silence()))
-    before = mx.get_active_memory()
-    list(replay(loaded, script, CACHE_NAMES, options(), Silence()))
-    assert mx.get_active_memory() == before
 
 
 def test_the_observer_hears_of_every_run_and_every_prompt_token():
@@ -293,17 +291,9 @@ def test_mlx_lm_makes_room_for_the_live_cache_before_a_request_runs():
     with backend.begin(prompt_of([*range(20, 120), 5])) as session:
         assert session.cached_tokens == 100
         assert layers_bytes(session.caches) == backend.live_bytes
+        # What is stored holds no spare capacity.
+        assert {caches.stored_copy(cache).keys.shape[2] for cache in session.caches} == {100}
         assert (backend.paged_bytes, backend.evictions) == (0, 1)
-
-
-def test_what_mlx_lm_stores_holds_no_spare_capacity():
-    loaded = load_model("tiny:llama")
-    backend = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
-    with backend.begin(prompt_of(range(20, 120))) as session:
-        list(generate(session, loaded.model, loaded.tokenizer, max_tokens=4, stop_tokens=()))
-        copies = [caches.stored_copy(cache) for cache in session.caches]
-        assert {cache.keys.shape[2] for cache in session.caches} == {256}
-        assert {copy.keys.shape[2] for copy in copies} == {103}
 
 
 def test_a_recorded_reply_is_part_of_what_the_next_turn_resumes():
@@ -360,30 +350,18 @@ def test_a_text_too_long_whatever_its_tokens_are_is_not_tokenized_first(monkeypa
         Script(loaded, schedule([over]), max_tokens=4)
 
 
-def test_radix_restores_at_least_what_any_other_cache_restores():
-    runs = run("tiny:llama", CACHE_NAMES)
-    for index, row in enumerate(runs["radix"].rows):
-        assert row.cached_tokens >= max(runs[cache].rows[index].cached_tokens for cache in CACHE_NAMES)
-        assert row.cached_tokens == row.matched_tokens or row.reason
-
-
-def test_the_tree_is_dumped_with_the_text_of_its_edges():
-    tree = run("tiny:llama", ["radix"], dump_tree=True)["radix"].tree
-    assert '"<|im_start|>system↵You answ' in tree
-    assert run("tiny:llama", ["radix"])["radix"].tree is None
-
-
 def test_the_same_replay_twice_gives_the_same_rows_and_the_same_tree():
     timeless = []
     for _ in range(2):
-        radix = run("tiny:jamba", ["radix"], dump_tree=True)["radix"]
+        radix = run("tiny:llama", ["radix"], dump_tree=True)["radix"]
         # Durations differ, and so does what the allocator had lying around.
         rows = [{**vars(row), **dict.fromkeys(TIMING_FIELDS, 0)} for row in radix.rows]
         timeless.append(json.dumps([rows, radix.tree, radix.evictions]))
     assert timeless[0] == timeless[1]
+    assert '"<|im_start|>system↵You answ' in radix.tree
 
 
-@pytest.mark.parametrize("kind", ["llama", "jamba"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("jamba", marks=pytest.mark.slow)])
 def test_a_cancelled_prefill_is_kept_and_a_retry_goes_on_from_there(kind):
     loaded = load_model(f"tiny:{kind}")
     backend = open_backend("radix", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
@@ -423,10 +401,120 @@ def test_a_reply_closed_early_leaves_the_radix_cache_sound():
 
 def test_an_exact_replay_resumes_on_the_grid_alone_and_says_so():
     caches = ["none", "radix"]
-    free, exact = (run("tiny:jamba", caches, step_size=32, exact=wanted) for wanted in (False, True))
+    free, exact = (run("tiny:llama", caches, step_size=32, exact=wanted) for wanted in (False, True))
     rows = exact["radix"].rows
     assert {row.cached_tokens % 32 for row in rows} == {0}
     assert 0 < sum(row.cached_tokens for row in rows) < sum(row.cached_tokens for row in free["radix"].rows)
     assert "off_grid" in {row.reason for row in rows}
     assert "off_grid" not in {row.reason for row in free["radix"].rows}
     assert [row.output_hash for row in rows] == [row.output_hash for row in exact["none"].rows]
+
+
+# Several users at a time
+
+# Replies that are not recorded: what a user asks next follows on what was generated.
+UNRECORDED = [
+    Conversation(
+        name,
+        name,
+        tuple({"role": "user", "content": text} for text in ("Go on.", "Why?")),
+        replies_recorded=False,
+    )
+    for name in ("ann", "bob", "eve")
+]
+
+
+def together(kind, users, *caches, conversations=CONVERSATIONS, observer=None, max_tokens=4):
+    """A finished replay; no reply may differ by more than rounding from the one without a cache."""
+    loaded = load_model(f"tiny:{kind}")
+    script = Script(loaded, schedule(conversations, seed=1), max_tokens=max_tokens)
+    chosen = options(max_tokens=max_tokens)
+    replayed = Replay(loaded, script, caches or ["radix"], chosen, observer or Silence(), users)
+    replayed.run()
+    assert not [each for each in replayed.differences() if each.gap >= TIE]
+    return replayed
+
+
+@pytest.fixture(scope="module")
+def two_users():
+    """A finished replay of two users at a time, by both caches, and who watched it."""
+    observer = Silence()
+    return together("llama", 2, "radix", "mlx-lm", observer=observer), observer
+
+
+def test_several_users_are_given_the_replies_of_one_at_a_time_from_the_same_prompts(two_users):
+    ours, theirs = two_users[0].result()
+    expected = two_users[0].alone()[0]
+    for name in ("user", "conversation_id", "turn", "prompt_tokens", "output_hash", "output_tokens", "done_reason"):
+        wanted = [getattr(row, name) for row in expected.rows]
+        assert [getattr(row, name) for row in ours.rows] == [getattr(row, name) for row in theirs.rows] == wanted, name
+    cached = [sum(row.cached_tokens for row in run.rows) for run in (ours, theirs, expected)]
+    # Ann and Bob share a system prompt, and each has the turns before.
+    assert 0 < cached[1] <= cached[0]
+    assert cached[0] >= 0.5 * cached[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("users", "kind"), [(1, "llama"), (2, "llama_sliding"), (3, "jamba"), (2, "gemma3_text")])
+def test_rows_of_any_layers_give_the_replies_of_one_at_a_time(kind, users):
+    replayed = together(kind, users, "radix", *(["mlx-lm"] if kind == "gemma3_text" else []))
+    (found, *_), (expected, _) = replayed.result(), replayed.alone()
+    assert [row.output_hash for row in found.rows] == [row.output_hash for row in expected.rows]
+    assert found.users_at_a_time == min(users, 2)  # Ann and Bob
+
+
+def test_the_observer_hears_of_every_request_and_peaks_are_within_bounds(two_users):
+    replayed, observer = two_users
+    found = replayed.result()[0]
+    assert observer.runs == [("radix together", 7), ("mlx-lm together", 7), ("radix", 7), ("none", 7)]
+    assert sorted(tokens for cache, tokens in observer.done if cache == "radix together") == sorted(
+        row.prompt_tokens for row in found.rows
+    )
+    assert 0 < found.peak_tokens <= found.capacity_tokens
+    assert all(0 < row.peak_bytes <= BUDGET_BYTES for row in found.rows)
+    assert all(row.ttft_ms > row.waited_ms >= 0 for row in found.rows)
+    assert found.wall_s * 1e3 >= max(row.ttft_ms for row in found.rows)
+
+
+def test_the_report_of_several_users_has_a_row_for_each_way(two_users):
+    replayed, _ = two_users
+    report = Report(replayed.result(), is_parallel=True, alone=replayed.alone())
+    assert "In mlx-lm's batches they took" in report.sentence()
+    assert report.sentence().endswith(" Every answer is the same as without a cache.")
+    document = report.document()
+    assert [each["cache"] for each in document["runs"]] == ["radix", "mlx-lm", "radix", "none"]
+    # A row has the figures that are measured for as many users.
+    first, alone = document["runs"][0]["rows"][0], document["runs"][2]["rows"][0]
+    assert first.keys() - alone.keys() == {"waited_ms"}
+    assert alone.keys() - first.keys() == {"begin_ms", "close_ms", "live_bytes", "paged_bytes", "allocated_bytes"}
+    assert {"users_at_a_time", "token_ms_p50"} <= document["runs"][0].keys()
+    assert "prefill_s" not in document["runs"][0]
+
+
+def test_an_answer_that_parts_is_said_by_how_near_the_two_tokens_were(two_users, monkeypatch):
+    replayed, _ = two_users
+    runs = replayed.result()
+    replies = inside.replies(replayed, "radix")
+    first, second, third, *rest = replies[3]
+    monkeypatch.setitem(replies, 3, [first, second, third + 1, *rest])
+    (found,) = replayed.differences()
+    assert (found.cache, found.index) == ("radix", 3)
+    assert found.gap > TIE
+    partings = [found, AnswerDifference("radix", 4, TIE / 2)]
+    report = Report(runs, is_parallel=True, alone=replayed.alone(), partings=partings)
+    assert [(cache, index) for cache, index, _ in report.differences()] == [("radix", 3)]
+    assert "1 answer parted where two tokens were as good as one another. 1 answer differ" in report.sentence()
+
+
+def test_generated_replies_are_in_the_next_prompts_and_fit_whatever_they_are():
+    # Random weights generate halves of characters, each of which comes back as the three bytes of a replacement.
+    replayed = together("llama", 10**9, conversations=UNRECORDED, max_tokens=12)
+    (found,), (expected, _) = replayed.result(), replayed.alone()
+    assert (len(found.rows), found.users_at_a_time) == (6, 3)
+    assert [row.output_hash for row in found.rows] == [row.output_hash for row in expected.rows]
+    assert [row.prompt_tokens for row in found.rows] == [row.prompt_tokens for row in expected.rows]
+    for first, second in pairwise(found.rows):
+        if second.turn == 1 and first.user == second.user:
+            assert second.prompt_tokens > first.prompt_tokens + 24
+    assert found.capacity_tokens % 3 == 0
+    assert found.capacity_tokens >= 3 * max(row.prompt_tokens + 12 for row in found.rows)

@@ -9,39 +9,25 @@ import sys
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from runner.files import require_writable, write_atomically, write_json
 from runner.origin import machine, versions
-from runner.replay.progress import replay_picture
+from runner.replay.progress import expected_time, replay_picture
 from runner.replay.replayer import CacheRun
 from runner.replay.report import Report, paired_ratio
 from runner.replay.servers import RequestRow, output_hash
 
 
 def row(ttft_ms=100.0, *, answer=(1, 2), cached_tokens=0, peak_bytes=1 << 20, **more):
-    figures = {
-        "user": "ann",
-        "conversation_id": "a",
-        "turn": 0,
-        "prompt_tokens": 200,
-        "matched_tokens": cached_tokens,
-        "cached_tokens": cached_tokens,
-        "reason": None,
-        "ttft_ms": ttft_ms,
-        "begin_ms": 1.0,
-        "decode_ms": 50.0,
-        "close_ms": 2.0,
-        "live_bytes": peak_bytes,
-        "paged_bytes": 0,
-        "peak_bytes": peak_bytes,
-        "allocated_bytes": peak_bytes,
-        "output_tokens": len(answer),
-        "output_hash": output_hash(answer),
-        "done_reason": "length",
-    }
-    return RequestRow(**{**figures, **more})
+    about = {"user": "ann", "conversation_id": "a", "turn": 0, "reason": None, "done_reason": "length"}
+    tokens = {"prompt_tokens": 200, "matched_tokens": cached_tokens, "cached_tokens": cached_tokens}
+    times = {"ttft_ms": ttft_ms, "begin_ms": 1.0, "decode_ms": 50.0, "close_ms": 2.0}
+    held = {"live_bytes": peak_bytes, "paged_bytes": 0, "peak_bytes": peak_bytes, "allocated_bytes": peak_bytes}
+    output = {"output_tokens": len(answer), "output_hash": output_hash(answer)}
+    return RequestRow(**{**about, **tokens, **times, **held, **output, **more})
 
 
 def run(cache, ttft_ms=100.0, *, requests=4, evictions=0, **more):
@@ -102,28 +88,23 @@ def test_the_sentence_names_the_next_best_cache_and_how_far_ahead_radix_is():
     )
 
 
-def test_the_sentence_says_when_radix_is_behind():
-    ttft_ms = {"none": 1000.0, "mlx-lm": 100.0, "radix": 200.0}
-    sentence = Report([run(cache, ms, requests=8) for cache, ms in ttft_ms.items()]).sentence()
-    assert "radix took 0% of the prompt tokens" in sentence
-    assert sentence.startswith(
-        "radix is not ahead here: with mlx-lm half of the requests reached their first token 2.0 times as fast or more"
-    )
-
-
-@pytest.mark.parametrize("ttft_ms", [99.0, 100.0, 101.0])
-def test_the_sentence_calls_nearly_equal_totals_level(ttft_ms):
-    sentence = Report([run("mlx-lm", 100.0, requests=8), run("radix", ttft_ms, requests=8)]).sentence()
-    assert sentence.startswith("radix and mlx-lm are level here, as far as these requests tell: the median of their")
-
-
-def test_few_requests_say_nothing_however_far_apart_they_are():
-    sentence = Report([run("mlx-lm", 900.0, requests=5), run("radix", 100.0, requests=5)]).sentence()
-    assert sentence.startswith(
-        "5 requests cannot tell radix and mlx-lm apart, it takes 6: the median of their ratios is 9.00 (9.00 to 9.00)."
-    )
-    sentence = Report([run("mlx-lm", 900.0, requests=6), run("radix", 100.0, requests=6)]).sentence()
-    assert sentence.startswith("With radix half of the requests reached their first token 9.0 times as fast")
+@pytest.mark.parametrize(
+    ("ttft_ms", "requests", "said"),
+    [
+        ((100.0, 200.0), 8, "radix is not ahead here: with mlx-lm half of the requests reached their first token 2.0 "),
+        ((100.0, 99.0), 8, "radix and mlx-lm are level here, as far as these requests tell: the median of their"),
+        ((100.0, 101.0), 8, "radix and mlx-lm are level here, as far as these requests tell: the median of their"),
+        (
+            (900.0, 100.0),
+            5,
+            "5 requests cannot tell radix and mlx-lm apart, it takes 6: the median of their ratios",
+        ),
+        ((900.0, 100.0), 6, "With radix half of the requests reached their first token 9.0 times as fast"),
+    ],
+)
+def test_the_sentence_says_who_is_ahead_as_far_as_the_requests_tell(ttft_ms, requests, said):
+    runs = [run(cache, ms, requests=requests) for cache, ms in zip(("mlx-lm", "radix"), ttft_ms, strict=True)]
+    assert Report(runs).sentence().startswith(said)
 
 
 def test_who_is_ahead_is_said_only_where_the_requests_tell():
@@ -181,23 +162,15 @@ def test_the_document_has_every_figure_and_survives_json():
     report = Report([run("none"), run("radix", reason="no checkpoint")])
     document = json.loads(json.dumps(report.document(model="tiny", seed=7)))
     assert (document["model"], document["seed"]) == ("tiny", 7)
-    assert set(document) >= {"runs", "machine", "versions"}
-    none, radix = document["runs"]
-    assert set(none) >= {
-        "cache",
-        "requests",
-        "prompt_tokens",
-        "cached_tokens",
-        "ttft_ms_p50",
-        "ttft_ms_p95",
-        "prefill_s",
-        "decode_s",
-        "peak_cache_bytes",
-        "evictions",
-        "answers_equal",
-    }
+    assert set(document) == {"runs", "model", "seed", "machine", "versions"}
+    _, radix = document["runs"]
+    assert list(radix) == [
+        *("cache", "requests", "prompt_tokens", "cached_tokens", "ttft_ms_p50", "ttft_ms_p95", "prefill_s", "decode_s"),
+        *("begin_s", "close_s", "wall_s", "peak_cache_bytes", "peak_allocated_bytes", "evictions", "answers_equal"),
+        "rows",
+    ]
     assert len(radix["rows"]) == radix["requests"] == 4
-    assert radix["rows"][0]["reason"] == "no checkpoint"
+    assert (radix["rows"][0]["reason"], document["runs"][0]["rows"][0]["reason"]) == ("no checkpoint", None)
     assert radix["rows"][0]["output_hash"] == output_hash((1, 2))
 
 
@@ -213,35 +186,25 @@ def test_the_machine_is_described_without_its_name():
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "report.json"
     write_json(path, {"a": 1})
-    assert json.loads(path.read_text()) == {"a": 1}
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert path.stat().st_mode == plain.stat().st_mode
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         write_atomically(path, b"half")
     assert json.loads(path.read_text()) == {"a": 1}
-    assert [each.name for each in tmp_path.iterdir()] == ["report.json"]
-
-
-def test_a_written_file_is_as_readable_as_any_other(tmp_path):
-    plain = tmp_path / "plain"
-    plain.write_text("")
-    write_atomically(tmp_path / "ours", b"x")
-    assert (tmp_path / "ours").stat().st_mode == plain.stat().st_mode
+    assert {each.name for each in tmp_path.iterdir()} == {"report.json", "plain"}
 
 
 def test_a_place_that_cannot_be_written_is_found_out_beforehand(tmp_path):
-    require_writable(tmp_path / "new.json")
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old.json").write_text("old")
+    for name in ("new.json", "old.json"):
+        require_writable(tmp_path / name)
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("old.json", "old")]
     with pytest.raises(IsADirectoryError):
         require_writable(tmp_path)
     with pytest.raises(FileNotFoundError):
         require_writable(tmp_path / "missing" / "new.json")
-
-
-def test_checking_for_a_place_leaves_a_file_that_is_there_alone(tmp_path):
-    path = tmp_path / "old.json"
-    path.write_text("old")
-    require_writable(path)
-    assert path.read_text() == "old"
 
 
 def test_a_link_stays_one_and_what_it_leads_to_is_written(tmp_path):
@@ -283,6 +246,19 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         require_writable(tmp_path / "missing" / "new.json")
     assert caught.value.filename == str(tmp_path / "missing" / "new.json")
+
+
+def test_a_long_replay_says_how_long_it_takes_and_what_to_pass_for_less():
+    first = row(2_000.0, decode_ms=1_000.0, answer=range(5))  # 100 prompt tokens/s and 4 tokens/s of replies
+    prompts = [np.arange(200), np.arange(300), np.arange(300) + 7]
+    # 800 tokens without a cache; of the second prompt 200 are cached with one.
+    assert expected_time(first, prompts, ["none", "radix"], 5) == (
+        "note: all of it takes about 20 s on this machine (100 prompt tokens/s, 4.0 tokens/s of replies)."
+    )
+    assert expected_time(first, prompts, ["none", "radix"], 1) is None
+    many = [np.arange(100) + 1000 * index for index in range(300)]
+    said = expected_time(first, many, ["single"], 1)
+    assert said.endswith("about 5 min on this machine (100 prompt tokens/s). For about a minute, pass --requests 60.")
 
 
 def test_the_plot_is_a_png_of_its_full_size():
