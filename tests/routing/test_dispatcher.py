@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from runner.routing.dispatcher import HALF_LIFE_S, Choice, Directory, Dispatcher
+from runner.routing.dispatcher import HALF_LIFE_S, Choice, Directory, Dispatcher, chain_digests, root_digest
 from runner.routing.routers import ROUTERS, UNEVEN, Ask, Coefficients, RoutingRates, View, make_router, weighed_s
 
 #: A token takes a second to prefill, and nothing to decode.
 PLAIN = Coefficients(prefill_s=1.0, decode_s=0.0, output_tokens=1.0)
 REPLICAS = ("a", "b", "c")
+ROOT = root_digest("model")
+TOKENS = st.lists(st.integers(0, 3), max_size=24)
 
 
 def dispatcher(name: str = "prefix", **more: int) -> Dispatcher:
@@ -39,28 +42,22 @@ def test_a_full_directory_forgets_the_end_of_a_prefix_first() -> None:
     assert directory.matched_blocks("a", [1, 2, 3]) == 2
 
 
-def chosen(ask: Ask, *views: View) -> str:
-    return make_router("prefix").choose(ask, views, PLAIN).replica
-
-
-@pytest.mark.parametrize(("waiting_s", "goes_to"), [(89.0, "a"), (91.0, "b")])
-def test_a_prefix_is_left_once_waiting_for_it_takes_three_times_its_prefill(waiting_s: float, goes_to: str) -> None:
-    views = View("a", waiting_s, 30, 50.0), View("b", 0.0, 0, 50.0)
-    assert chosen(Ask([1, 2, 3], 40), *views) == goes_to
-
-
 @pytest.mark.parametrize(
-    ("waiting_s", "recent_s", "goes_to"), [(1.0, 190.0, "b"), (1.0, 110.0, "a"), (0.0, 900.0, "a")]
+    ("a", "b", "goes_to"),
+    [
+        # A prefix is left once waiting for it takes three times its prefill.
+        (View("a", 29.0, 30, 50.0), View("b", 0.0, 20, 50.0), "a"),
+        (View("a", 31.0, 30, 50.0), View("b", 0.0, 20, 50.0), "b"),
+        # A replica that had more work than others is left only where work waits.
+        (View("a", 1.0, 40, 190.0), View("b", 0.0, 20, 100.0), "b"),
+        (View("a", 1.0, 40, 110.0), View("b", 0.0, 20, 100.0), "a"),
+        (View("a", 0.0, 40, 900.0), View("b", 0.0, 20, 100.0), "a"),
+        # A prefix that nobody has goes to the replica with the least recent work.
+        (View("a", 0.0, 0, 3.0), View("b", 0.0, 0, 2.0), "b"),
+    ],
 )
-def test_a_replica_that_had_more_work_than_others_is_left_only_where_work_waits(
-    waiting_s: float, recent_s: float, goes_to: str
-) -> None:
-    views = View("a", waiting_s, 20, recent_s), View("b", 0.0, 0, 100.0)
-    assert chosen(Ask([1, 2], 20), *views) == goes_to
-
-
-def test_what_nobody_has_goes_to_who_had_the_least_work_of_late() -> None:
-    assert chosen(Ask([1], 10), View("a", 0.0, 0, 3.0), View("b", 0.0, 0, 2.0), View("c", 0.0, 0, 4.0)) == "b"
+def test_the_prefix_router_weighs_waiting_prefill_and_recent_work(a: View, b: View, goes_to: str) -> None:
+    assert make_router("prefix").choose(Ask([1, 2, 3, 4], 40), (a, b), PLAIN).replica == goes_to
 
 
 def test_work_counts_for_less_as_time_goes_by_and_for_what_it_turned_out_to_be() -> None:
@@ -162,6 +159,44 @@ def test_rates_forget_what_was_measured_long_ago() -> None:
     assert rates.now.prefill_s == pytest.approx(4e-3, rel=1e-3)
     assert rates.now[1:] == pytest.approx((0.05, 10.0))
     assert rates.now.work_s(100) == pytest.approx(0.4 + 0.5, rel=1e-3)
+
+
+@settings(max_examples=40)
+@given(TOKENS, TOKENS)
+def test_digests_are_equal_exactly_as_far_as_whole_blocks_are(left: list[int], right: list[int]) -> None:
+    ours, theirs = (chain_digests(np.array(tokens, np.int64), ROOT, 4) for tokens in (left, right))
+    assert [len(ours), len(theirs)] == [len(left) // 4, len(right) // 4]
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        end = 4 * (index + 1)
+        assert (one == other) == (left[:end] == right[:end])
+
+
+@settings(max_examples=25)
+@given(TOKENS, st.integers(0, 6))
+def test_a_chain_goes_on_from_any_border(tokens: list[int], border: int) -> None:
+    whole = np.array(tokens, np.int64)
+    first = chain_digests(whole[: 4 * border], ROOT, 4)
+    rest = chain_digests(whole[4 * border :], first[-1] if first else ROOT, 4)
+    assert first + rest == chain_digests(whole, ROOT, 4)
+
+
+@pytest.mark.parametrize(
+    "other", [root_digest("another"), root_digest("model", "ann"), root_digest("model", "", b"secret")]
+)
+def test_models_namespaces_and_secrets_share_no_digest(other: int) -> None:
+    tokens = np.zeros(2_560, np.int64)
+    assert not set(chain_digests(tokens, ROOT)) & set(chain_digests(tokens, other))
+
+
+def test_a_digest_has_64_bits_and_stays_what_it_is() -> None:
+    assert all(0 <= digest < 1 << 64 for digest in chain_digests(np.arange(10_000), ROOT))
+    for dtype in (np.int32, np.int64):
+        assert chain_digests(np.arange(512, dtype=dtype), ROOT) == [107264700168270322, 12236871523018486876]
+
+
+def test_a_block_of_no_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_tokens is 0; wanted at least 1"):
+        chain_digests(np.arange(4), ROOT, 0)
 
 
 class Walk(RuleBasedStateMachine):
