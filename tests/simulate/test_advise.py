@@ -1,6 +1,6 @@
 """Advice says what the curve and the simulated rows say, and leaves out what is not known."""
 
-import html.parser
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -55,6 +55,10 @@ def test_budgets_are_where_the_curve_says() -> None:
     assert found.budgets[0].saved_s_per_gib == pytest.approx(0.95 * 128.0 / (10 * 64 * 1024 / GIB))
     assert found.own is not None
     assert (found.own.capacity_blocks, found.own.token_hit_ratio) == (9, 0.0)
+    document = advice_document(found)
+    assert document["savable_token_ratio"] == pytest.approx(0.95)
+    assert document["budgets"][-1]["name"] == "the given budget"
+    assert document["budgets"][0]["saved_s_per_gib"] == found.budgets[0].saved_s_per_gib
 
 
 def test_what_is_not_known_is_neither_counted_nor_printed() -> None:
@@ -68,9 +72,6 @@ def test_what_is_not_known_is_neither_counted_nor_printed() -> None:
     assert "At most 95.0% of prefill can be saved" in text
     with pytest.raises(ValueError, match="needs the bytes of a token"):
         advised(budget_bytes=GIB)
-
-
-def test_checkpoints_that_are_not_counted_are_mentioned() -> None:
     assert "checkpoints of 5,000 bytes" in policy_text(advised(token_bytes=8, checkpoint_bytes=5000))
     assert "checkpoints" not in policy_text(advised(token_bytes=8))
 
@@ -100,51 +101,19 @@ def test_sentence_says_how_far_ahead_and_how_far_from_the_optimum() -> None:
     assert "level with lru" in policy_text(advised(), close)
 
 
-def test_document_holds_the_same_figures() -> None:
-    found = advised(token_bytes=1024, prefill_tokens_per_s=100.0, budget_blocks=10)
-    document = advice_document(found)
-    assert document["savable_token_ratio"] == pytest.approx(0.95)
-    assert [each["name"] for each in document["budgets"]][-1] == "the given budget"
-    assert document["budgets"][-1]["saved_s_per_gib"] == found.budgets[0].saved_s_per_gib
-
-
-class PageReader(html.parser.HTMLParser):
-    """Collects tags, and what the page would fetch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.fetched: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.fetched += [
-            value or ""
-            for name, value in attrs
-            if name in ("src", "href", "xlink:href") and not (value or "").startswith("#")
-        ]
-
-
 def test_page_fetches_nothing_and_escapes_names() -> None:
     found = advised(token_bytes=1024)
-    picture = curve_picture(found.curve, found.trace, found.block_bytes, marks={"knee": 10}, file_format="svg")
-    page = advice_html(
-        found,
-        picture,
+    picture, again = (
+        curve_picture(found.curve, found.trace, found.block_bytes, marks={"knee": 10}, file_format="svg")
+        for _ in range(2)
     )
-    reader = PageReader()
-    reader.feed(page)
-    assert {"table", "svg"} <= set(reader.tags)
-    assert "script" not in reader.tags
-    assert all(address.startswith("data:image/png;base64,") for address in reader.fetched)
+    assert picture == again
+    page = advice_html(found, picture)
+    assert {"<table>", "<svg "} <= set(re.findall(r"<\w+[ >]", page))
+    assert "<script" not in page
+    assert all(address.startswith("#") for address in re.findall(r' (?:src|href|xlink:href)="([^"]*)"', page))
     assert "circle &lt;1&gt;" in page
     assert "<1>" not in page
-
-
-def test_same_curve_gives_the_same_picture() -> None:
-    found = advised()
-    pictures = {curve_picture(found.curve, found.trace, None, marks={"knee": 10}, file_format="svg") for _ in range(2)}
-    assert len(pictures) == 1
 
 
 def test_round_capacities_reach_the_whole_trace() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from radixcache import PolicyError
@@ -15,7 +14,8 @@ from runner.routing.routers import ROUTERS
 from runner.simulate.grid import AnyJob, ReplicaJob, SimulationJob, in_order, run_locally, run_on_ray
 from runner.simulate.report import DiskPlan, SimulationRow, Speeds, policy_notes
 from runner.simulate.simulator import simulate
-from runner.traces.trace import Trace, TraceRequest
+from runner.traces.trace import Trace
+from tests.simulate.made import made
 
 BLOCK_TOKENS = 256
 MODEL = ModelBytes("given", 4096, 0, (), "given")
@@ -25,20 +25,15 @@ DISK = DiskPlan(1 << 40, BLOCK_BYTES, 64.0)
 SHARED = replace(DISK, write_on="close")
 
 
-def made(words: Sequence[Sequence[int]], name: str) -> Trace:
-    """A trace from words: a block's key stands for the whole word up to it."""
-    keys: dict[tuple[int, ...], int] = {}
-    requests = []
-    for index, word in enumerate(words):
-        ids = np.asarray([keys.setdefault(tuple(word[: end + 1]), len(keys)) for end in range(len(word))], np.int64)
-        requests.append(TraceRequest(ids, len(ids) * BLOCK_TOKENS, index % 4, 2_000 * index))
-    return Trace(name, BLOCK_TOKENS, requests, False, name)
+def timed(words: Sequence[Sequence[int]], name: str) -> Trace:
+    outputs = [index % 4 for index in range(len(words))]
+    return made(words, BLOCK_TOKENS, name, gaps_ms=[2_000] * len(words), outputs=outputs)
 
 
 TRACES = [
-    made([[1, 2, 3], [1, 2, 4], [2, 2]] * 6, "one"),
-    made([[number, 9, 8] for number in (1, 2, 3) * 4], "two"),
-    made([[index % 3, index % 5, index % 2] for index in range(40)], "three"),
+    timed([[1, 2, 3], [1, 2, 4], [2, 2]] * 6, "one"),
+    timed([[number, 9, 8] for number in (1, 2, 3) * 4], "two"),
+    timed([[index % 3, index % 5, index % 2] for index in range(40)], "three"),
 ]
 POLICY_JOBS = [
     *(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from radixcache.paging.rates import SURE
-from runner.cli import main
 from runner.models.sizes import model_bytes
+from tests.simulate.made import mooncake_file
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "many-machines.md").read_text(encoding="utf-8")
@@ -66,18 +66,12 @@ def percent(ratio: float) -> str:
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_of_the_page_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    requests = [{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}] * 4
-    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(each) + "\n" for each in requests), encoding="utf-8")
+def test_a_command_of_the_page_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+    mooncake_file(tmp_path / "trace.jsonl", [[1, 2]] * 4)
     (tmp_path / "config.json").write_text(json.dumps(MODELS["SmolLM2-135M"]), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        main(line.split())
-    assert stopped.value.code == 0
-    assert "prefix" in capsys.readouterr().out
-
-
-def test_the_page_shows_commands() -> None:
+    code, out, _ = command(*line.replace("--jobs 2", "--jobs 1").split())
+    assert (code, "prefix" in out) == (0, True)
     assert len(COMMANDS) >= 3
 
 

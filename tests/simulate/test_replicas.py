@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from rich.console import Console
@@ -19,7 +17,6 @@ from runner.simulate.replicas import Replicas, Setup, simulate_replicas
 from runner.simulate.report import (
     FULL_NOTE,
     DiskPlan,
-    ReplicaRow,
     Speeds,
     infinite_ratio,
     infinite_token_ratio,
@@ -28,9 +25,12 @@ from runner.simulate.report import (
 )
 from runner.simulate.simulator import BlockSizes, simulate
 from runner.traces.synthesis import Synth, synthesize
-from runner.traces.trace import Trace, TraceRequest
+from runner.traces.trace import Trace
 from runner.traces.trace_reader import read_trace
+from tests.simulate import made as traces
+from tests.simulate.made import mooncake_file, rows_in
 
+Command = Callable[..., tuple[int, str, str]]
 #: A block takes 4 s to prefill, and a generated token 1 s.
 BLOCK_TOKENS, SPEEDS = 256, Speeds(64.0, 1.0)
 COUNTED = BlockSizes()
@@ -47,14 +47,9 @@ routers = st.sampled_from(list(ROUTERS))
 
 
 def made(requests: Sequence[tuple[Sequence[int], int, int]], block_tokens: int = BLOCK_TOKENS) -> Trace:
-    """A trace from (word, ms since the last one, generated tokens); a block's key stands for all of a word up to it."""
-    keys: dict[tuple[int, ...], int] = {}
-    found, time_ms = [], 0
-    for word, gap_ms, output_tokens in requests:
-        time_ms += gap_ms
-        ids = [keys.setdefault(tuple(word[: end + 1]), len(keys)) for end in range(len(word))]
-        found.append(TraceRequest(np.array(ids, dtype=np.int64), len(ids) * block_tokens, output_tokens, time_ms))
-    return Trace("made", block_tokens, found, False, "made")
+    """A trace from (word, ms since the last one, generated tokens)."""
+    paths, gaps_ms, outputs = zip(*requests, strict=True)
+    return traces.made(paths, block_tokens, gaps_ms=gaps_ms, outputs=outputs)
 
 
 def setup(router: str = "prefix", count: int = 3, blocks: int = 8, **more: Any) -> Setup:
@@ -63,7 +58,7 @@ def setup(router: str = "prefix", count: int = 3, blocks: int = 8, **more: Any) 
 
 
 @given(arrivals, routers, st.sampled_from(["lru", "ttl", "s3fifo", "turn"]), st.integers(5, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_one_replica_finds_what_the_plain_simulator_does_behind_any_router(
     requests: list[Any], router: str, policy: str, blocks: int
 ) -> None:
@@ -75,7 +70,7 @@ def test_one_replica_finds_what_the_plain_simulator_does_behind_any_router(
 
 
 @given(arrivals, routers, st.integers(1, 4), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_each_request_is_served_once_in_its_turn_and_the_work_adds_up(
     requests: list[Any], router: str, count: int, is_shared: bool
 ) -> None:
@@ -104,7 +99,7 @@ def test_each_request_is_served_once_in_its_turn_and_the_work_adds_up(
 
 
 @given(arrivals, routers, st.integers(1, 4), st.integers(5, 20), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_router_finds_more_than_one_cache_without_limit(
     requests: list[Any], router: str, count: int, blocks: int, is_shared: bool
 ) -> None:
@@ -116,13 +111,12 @@ def test_no_router_finds_more_than_one_cache_without_limit(
     assert (
         row.infinite_token_hit_ratio == infinite_token_ratio(trace) == simulate(trace, "lru", 1 << 40).token_hit_ratio
     )
-    assert row.load_max >= 1.0 - 1e-9
+    assert row.load_max >= 1.0 - 1e-9 >= row.busy - 2e-9
     assert 0.0 <= row.ttft_s_p50 <= row.ttft_s_p95 <= row.ttft_s_p99
-    assert row.busy <= 1.0 + 1e-9
 
 
 @given(arrivals, routers, st.integers(1, 24))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_where_a_request_goes_does_not_depend_on_what_comes_later(requests: list[Any], router: str, first: int) -> None:
     whole, start = made(requests), made(requests[:first])
     both = [Replicas(trace, setup(router)) for trace in (whole, start)]
@@ -216,79 +210,36 @@ def test_at_eight_replicas_the_prefix_router_finds_nine_tenths_of_what_there_is_
 
 @pytest.fixture
 def trace_file(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.jsonl"
-    lines = [
-        {"timestamp": 9_000 * index, "input_length": 512 * len(ids), "output_length": 5, "hash_ids": ids}
-        for index, ids in enumerate([[1, 2, 3], [4, 5, 6], [1, 2, 7], [4, 5, 6], [4, 5, 8]])
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return path
+    words = [[1, 2, 3], [4, 5, 6], [1, 2, 7], [4, 5, 6], [4, 5, 8]]
+    return mooncake_file(tmp_path / "trace.jsonl", words, gap_ms=9_000)
 
 
-def called(trace: Path, *more: str) -> int:
-    from runner.cli import main
-
-    with pytest.raises(SystemExit) as exit_info:
-        main(["simulate", str(trace), *more])
-    return int(exit_info.value.code or 0)
-
-
-BLOCKS = ("--capacity-blocks", "20")
-
-
-def test_the_command_shows_a_row_for_each_router_and_number_of_replicas(trace_file: Path, capsys: Any) -> None:
+def test_the_command_shows_a_row_for_each_router_and_number_of_replicas(command: Command, trace_file: Path) -> None:
     json_file = trace_file.with_name("rows.json")
-    more = ("--prefill-tokens-per-s", "512", "--decode-tokens-per-s", "5", "--json", str(json_file))
-    assert called(trace_file, *BLOCKS, "--replicas", "1,2", "--router", "prefix,round-robin", *more) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "takes a second for 512 tokens of prefill or 5 generated ones" in out
-    document = json.loads(json_file.read_text(encoding="utf-8"))
-    rows = document["rows"]
+    simulated = ("simulate", trace_file, "--capacity-blocks", "20", "--json", json_file)
+    more = ("--prefill-tokens-per-s", "512", "--decode-tokens-per-s", "5")
+    code, out, _ = command(*simulated, "--replicas", "1,2", "--router", "prefix,round-robin", *more)
+    assert code == 0
+    assert "takes a second for 512 tokens of prefill or 5 generated ones" in " ".join(out.split())
+    rows = rows_in(json_file)
     assert [(row["replicas"], row["router"]) for row in rows] == [
         (1, "prefix"), (1, "round-robin"), (2, "prefix"), (2, "round-robin")
     ]  # fmt: skip
     # Two conversations alternate, as round-robin does, but for the last request.
     assert [row["token_hit_ratio"] for row in rows] == [7 / 15, 7 / 15, 7 / 15, 5 / 15]
     assert [row["share_of_infinite"] for row in rows] == [1.0, 1.0, 1.0, pytest.approx(5 / 7)]
-    assert document["interrupted"] is False
-    assert "--replicas 1,2" in document["command"]
-
-
-def test_the_command_shows_what_a_tier_behind_all_replicas_does(trace_file: Path, capsys: Any) -> None:
-    json_file = trace_file.with_name("rows.json")
-    more = ("--replicas", "2", "--router", "round-robin", "--bytes-per-token", "2048", "--json", str(json_file))
-    assert called(trace_file, "--capacity-blocks", "20", "--shared-gib", "1", *more) == 0
-    assert "a tier of 1.00 GiB that all of them write to and read from, each at 10.0 Gbit/s" in " ".join(
-        capsys.readouterr().out.split()
-    )
-    (row,) = json.loads(json_file.read_text(encoding="utf-8"))["rows"]
+    more = ("--replicas", "2", "--router", "round-robin", "--bytes-per-token", "2048", "--shared-gib", "1")
+    code, out, _ = command(*simulated, *more)
+    assert code == 0
+    shown = "a tier of 1.00 GiB that all of them write to and read from, each at 10.0 Gbit/s"
+    assert shown in " ".join(out.split())
+    (row,) = rows_in(json_file)
     assert (row["token_hit_ratio"], row["shared"]["hit_tokens"]) == (7 / 15, 2 * 512)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--replicas", "2,x"], "--replicas has 'x'; wanted whole numbers from 1 to 1,024."),
-        (["--replicas", "0"], "--replicas has '0'; wanted whole numbers from 1 to 1,024."),
-        (["--replicas", "2", "--router", "best"], "--router: no router 'best'; known: random, round-robin, hash,"),
-        (["--router", "hash"], "--router is for replicas; say how many with --replicas."),
-        (["--shared-gib", "2"], "--shared-gib is for replicas; say how many with --replicas."),
-        (["--replicas", "2", "--shared-gib", "2"], "--shared-gib needs --model-config or --bytes-per-token."),
-        (["--replicas", "2", "--disk-gib", "2"], "--disk-gib is for one cache; wanted it without --replicas."),
-        (["--replicas", "2", "--policy", "belady-bypass"], "--policy: belady-bypass knows the future of one cache"),
-        (["--replicas", "2", "--decode-tokens-per-s", "0"], "--decode-tokens-per-s is 0.0; wanted more than 0."),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_together_is_one_line(options: list[str], message: str, trace_file: Path, capsys: Any) -> None:
-    assert called(trace_file, *BLOCKS, *options) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1
 
 
 def test_replicas_that_cannot_keep_up_carry_a_footnote() -> None:
     trace = made([([index], 10, 1) for index in range(50)])
-    rows: list[ReplicaRow] = [simulate_replicas(trace, setup("random", count)) for count in (1, 200)]
+    rows = [simulate_replicas(trace, setup("random", count)) for count in (1, 200)]
     full = FULL_NOTE.format(0.95)
     assert [full in replica_notes([trace], [row], SPEEDS) for row in rows] == [True, False]
     assert replicas_table(rows).row_count == 2
@@ -299,6 +250,5 @@ def test_no_figure_is_cut_in_80_columns() -> None:
     long = replace(row, ttft_s_p50=12_345.6, ttft_s_p95=23_456.7, ttft_s_p99=34_567.8, capacity_blocks=40_000)
     with (console := Console(width=80)).capture() as printed:
         console.print(replicas_table([long]))
-    assert "…" not in printed.get()
     for figure in ("round-robin", "64", "40,000", "12,346", "23,457", "34,568"):
         assert figure in printed.get(), figure

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from policies import OFFLINE_POLICIES, POLICIES, Entry, make_policy
-from runner.cli import main
 from runner.models.footprint import ModelBytes
 from runner.simulate.report import (
     FIFO_NOTE,
@@ -33,8 +29,10 @@ from runner.simulate.report import (
 )
 from runner.simulate.simulator import BlockSizes, Simulation, simulate
 from runner.traces.synthesis import Synth, synthesize
-from runner.traces.trace import Trace, TraceRequest
+from runner.traces.trace import Trace
+from tests.simulate.made import made, mooncake_file, rows_in, words
 
+Command = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 16
 #: A capacity that tells policies distinct, and the block hit ratio of the Mooncake conversation trace there, from an
@@ -47,19 +45,6 @@ REFERENCE = {
     "belady": (3_000, 0.2916),
     "belady-bypass": (3_000, 0.2945),
 }
-
-
-def made(paths: Sequence[Sequence[int]], name: str = "made", step_ms: int = 10) -> Trace:
-    """A trace from words: a block's key stands for the whole word up to it."""
-    keys: dict[tuple[int, ...], int] = {}
-    requests = []
-    for index, word in enumerate(paths):
-        ids = [keys.setdefault(tuple(word[: end + 1]), len(keys)) for end in range(len(word))]
-        requests.append(TraceRequest(np.asarray(ids, dtype=np.int64), len(ids) * BLOCK_TOKENS, 1, index * step_ms))
-    return Trace(name, BLOCK_TOKENS, requests, False, name)
-
-
-words = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=40)
 
 
 def block_by_block(trace: Trace, capacity: int, key: str, bypass: bool = False) -> int:
@@ -105,18 +90,16 @@ def _rank(state: dict[str, float], key: str) -> tuple[float, ...]:
 
 
 def _next_uses(trace: Trace) -> list[list[float]]:
-    last: dict[int, float] = {}
-    found = []
-    for tick in range(len(trace.requests) - 1, -1, -1):
-        keys = trace.requests[tick].keys.tolist()
-        found.append([last.get(key, math.inf) for key in keys])
-        last.update(dict.fromkeys(keys, tick))
-    return found[::-1]
+    keys = [request.keys.tolist() for request in trace.requests]
+    return [
+        [next((later for later in range(tick + 1, len(keys)) if key in keys[later]), float("inf")) for key in each]
+        for tick, each in enumerate(keys)
+    ]
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "belady", "belady-bypass"])
 @given(paths=words, capacity=st.integers(6, 20))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_compressed_edges_give_the_hits_of_single_blocks(policy: str, paths: list[list[int]], capacity: int) -> None:
     trace = made(paths)
     expected = block_by_block(trace, capacity, policy, bypass=policy == "belady-bypass")
@@ -124,7 +107,7 @@ def test_compressed_edges_give_the_hits_of_single_blocks(policy: str, paths: lis
 
 
 @given(paths=words, capacity=st.integers(6, 20))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_no_policy_finds_more_than_the_optimum(paths: list[list[int]], capacity: int) -> None:
     trace = made(paths)
     most = simulate(trace, "belady-bypass", capacity).block_hits
@@ -157,10 +140,9 @@ def test_windows_take_the_bytes_of_the_model_s_also_where_they_are_not_whole_blo
     assert (short.has_states, short.windows) == (True, ())
 
 
-@pytest.mark.parametrize("capacity", [150, 1_000])
 @pytest.mark.parametrize("name", sorted(name for name, its in POLICIES.items() if hasattr(its, "pass_over")))
-def test_what_a_policy_passes_over_would_have_gone_as_well_one_by_one(name: str, capacity: int) -> None:
-    trace = synthesize(Synth(requests=250), seed=capacity)
+def test_what_a_policy_passes_over_would_have_gone_as_well_one_by_one(name: str) -> None:
+    trace = synthesize(Synth(requests=250), seed=150)
     outcomes, passed = [], 0
     for asks_each in (False, True):
         policy: Any = make_policy(name)
@@ -173,7 +155,7 @@ def test_what_a_policy_passes_over_would_have_gone_as_well_one_by_one(name: str,
             return count
 
         policy.pass_over = counted
-        simulation = Simulation(trace, policy, capacity, BlockSizes())
+        simulation = Simulation(trace, policy, 150, BlockSizes())
         hits = []
         for request in trace.requests:
             simulation.serve(request)
@@ -193,31 +175,19 @@ def test_an_unlimited_cache_finds_what_was_asked_for_before() -> None:
 
 
 def test_a_partly_filled_last_block_counts_its_tokens() -> None:
-    keys = np.asarray([0, 1], dtype=np.int64)
-    trace = Trace("half", BLOCK_TOKENS, [TraceRequest(keys, BLOCK_TOKENS + 4, 0, time) for time in (0, 1)], False, "")
-    row = simulate(trace, "lru", 100)
+    row = simulate(made([[0, 1], [0, 1]], lacks=BLOCK_TOKENS - 4), "lru", 100)
     assert (row.block_hit_ratio, row.token_hit_ratio, row.prefill_tokens) == (0.5, 0.5, BLOCK_TOKENS + 4)
 
 
 def test_a_model_with_recurrent_layers_resumes_at_checkpoints_alone() -> None:
     trace = made([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7], [1, 2, 3, 8, 9]])
+    with_points = BlockSizes(span_bytes=100, checkpoint_bytes=50, is_counting=False)
     spans = simulate(trace, "lru", 1 << 30, BlockSizes(span_bytes=100, is_counting=False))
-    points = simulate(trace, "lru", 1 << 30, BlockSizes(span_bytes=100, checkpoint_bytes=50, is_counting=False))
+    points = simulate(trace, "lru", 1 << 30, with_points)
     assert (spans.block_hits, points.block_hits) == (6, 3)  # the second request makes the branch's checkpoint
     assert (spans.has_checkpoints, points.has_checkpoints) == (False, True)
-
-
-def test_a_model_with_recurrent_layers_resumes_in_front_of_a_block_that_was_rewritten() -> None:
-    trace = made([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]])
-    row = simulate(trace, "lru", 1 << 30, BlockSizes(span_bytes=100, checkpoint_bytes=50, is_counting=False))
-    assert row.block_hits == 4  # 16 tokens in front of a prompt's end are a block in front of it
-
-
-@pytest.mark.slow
-def test_an_address_that_is_none_is_one_line(trace_file: Path, capsys: Any) -> None:
-    pytest.importorskip("ray", reason="the extra [ray] is not installed")
-    assert called(["simulate", str(trace_file), "--capacity-blocks", "5", "--ray", "nonsense"]) == 2
-    assert "error: --ray nonsense: no cluster answers (Invalid address format: nonsense)." in capsys.readouterr().err
+    # 16 tokens in front of a prompt's end are a block in front of it.
+    assert simulate(made([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]]), "lru", 1 << 30, with_points).block_hits == 4
 
 
 def test_fifo_beside_lru_carries_its_footnote_where_they_are_alike() -> None:
@@ -245,8 +215,7 @@ def test_every_policy_is_drawn_apart_and_a_single_capacity_too() -> None:
 
 
 def test_policies_that_coincide_share_a_line_and_the_legend_goes_by_the_right_edge() -> None:
-    trace = made([[1], [2], [3], [1], [2], [3], [1], [4], [1]])
-    row = simulate(trace, "lru", 2)
+    row = simulate(made([[1], [2], [1]], name="cost$_$and <b>"), "lru", 2)
     rows = [
         replace(row, policy=policy, capacity_blocks=blocks, block_hit_ratio=ratio)
         for policy, ratios in {
@@ -266,110 +235,100 @@ def test_policies_that_coincide_share_a_line_and_the_legend_goes_by_the_right_ed
     ]
 
 
-def test_a_picture_takes_names_as_they_are() -> None:
-    trace = made([[1], [1]], name="cost$_$and <b>")
-    assert b"<svg" in policies_picture([simulate(trace, "lru", 3)], {trace.name: 0.5}, "svg")
-
-
 # The command
 
 
 @pytest.fixture
 def trace_file(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.jsonl"
-    lines = [
-        {"timestamp": 100 * index, "input_length": 512 * len(ids), "output_length": 5, "hash_ids": ids}
-        for index, ids in enumerate([[1, 2, 3], [1, 2, 4], [5], [1, 2, 3]])
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return path
+    return mooncake_file(tmp_path / "trace.jsonl", [[1, 2, 3], [1, 2, 4], [5], [1, 2, 3]])
 
 
-def called(arguments: Sequence[str]) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        main(list(arguments))
-    return int(exit_info.value.code or 0)
-
-
-def test_the_command_writes_a_row_per_policy_and_capacity(trace_file: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_writes_a_row_per_policy_and_capacity(command: Command, trace_file: Path, tmp_path: Path) -> None:
     json_file, plot_file = tmp_path / "rows.json", tmp_path / "rows.png"
-    arguments = ["simulate", str(trace_file), "--policy", "lru,belady", "--capacity-blocks", "2,100"]
-    assert called([*arguments, "--json", str(json_file), "--plot", str(plot_file)]) == 0
-    assert "block hits" in capsys.readouterr().out
-    document = json.loads(json_file.read_text(encoding="utf-8"))
+    arguments = ("simulate", trace_file, "--policy", "lru,belady", "--capacity-blocks", "2,100")
+    code, out, _ = command(*arguments, "--json", json_file, "--plot", plot_file)
+    assert (code, "block hits" in out) == (0, True)
+    rows = rows_in(json_file)
     wanted = {"trace", "policy", "capacity_blocks", "capacity_bytes", "requests", "block_refs", "block_hits"}
     wanted |= {"block_hit_ratio", "token_hit_ratio", "prefill_tokens", "evictions", "seconds"}
-    assert all(wanted <= row.keys() for row in document["rows"])
-    assert [(row["policy"], row["capacity_blocks"]) for row in document["rows"]] == [
+    assert all(wanted <= row.keys() for row in rows)
+    assert [(row["policy"], row["capacity_blocks"]) for row in rows] == [
         ("lru", 2), ("lru", 100), ("belady", 2), ("belady", 100),
     ]  # fmt: skip
-    assert document["rows"][1]["block_hit_ratio"] == 0.5
-    assert document["rows"][0]["capacity_bytes"] is None
+    assert (rows[1]["block_hit_ratio"], rows[0]["capacity_bytes"]) == (0.5, None)
     assert plot_file.read_bytes().startswith(b"\x89PNG")
-    plot_file = tmp_path / "rows.svg"
-    assert called([*arguments, "--plot", str(plot_file)]) == 0
-    assert plot_file.read_bytes().startswith(b"<?xml")
+    sizes = ("--bytes-per-token", "1000", "--budget-gib", "0.5,2")
+    assert command("simulate", trace_file, "--policy", "lru", *sizes, "--json", json_file)[0] == 0
+    assert [row["capacity_bytes"] for row in rows_in(json_file)] == [1 << 29, 1 << 31]
 
 
-def test_the_command_takes_budgets_with_the_bytes_of_a_model(trace_file: Path, tmp_path: Path) -> None:
-    json_file = tmp_path / "rows.json"
-    sizes = ["--bytes-per-token", "1000", "--budget-gib", "0.5,2"]
-    assert called(["simulate", str(trace_file), "--policy", "lru", *sizes, "--json", str(json_file)]) == 0
-    rows = json.loads(json_file.read_text(encoding="utf-8"))["rows"]
-    assert [row["capacity_bytes"] for row in rows] == [1 << 29, 1 << 31]
-
-
-def test_separate_traces_of_one_name_are_told_apart(trace_file: Path, tmp_path: Path, capsys: Any) -> None:
+def test_separate_traces_of_one_name_are_told_apart(command: Command, trace_file: Path, tmp_path: Path) -> None:
     (tmp_path / "[bold]").mkdir()
     other = tmp_path / "[bold]" / trace_file.name
     other.write_bytes(trace_file.read_bytes())
     json_file = tmp_path / "rows.json"
-    arguments = ["simulate", str(trace_file), str(other), "--separate", "--policy", "lru", "--capacity-blocks", "3,9,3"]
-    assert called([*arguments, "--json", str(json_file)]) == 0
-    document = json.loads(json_file.read_text(encoding="utf-8"))
+    arguments = ("simulate", trace_file, other, "--separate", "--policy", "lru", "--capacity-blocks", "3,9,3")
+    code, out, _ = command(*arguments, "--json", json_file)
+    assert (code, "[bold]" in out) == (0, True)
     names = [str(trace_file), str(other)]
-    assert [(row["trace"], row["capacity_blocks"]) for row in document["rows"]] == [
-        (name, blocks) for name in names for blocks in (3, 9)
-    ]
-    assert list(document["infinite_block_hit_ratio"]) == names
-    assert "[bold]" in capsys.readouterr().out
+    found = [(row["trace"], row["capacity_blocks"]) for row in rows_in(json_file)]
+    assert found == [(name, blocks) for name in names for blocks in (3, 9)]
 
 
-def test_all_names_every_policy_and_the_bounds(trace_file: Path, tmp_path: Path) -> None:
+def test_all_names_every_policy_and_the_bounds(command: Command, trace_file: Path, tmp_path: Path) -> None:
     json_file = tmp_path / "rows.json"
-    arguments = ["simulate", str(trace_file), "--policy", "all", "--capacity-blocks", "3", "--json", str(json_file)]
-    assert called(arguments) == 0
-    rows = json.loads(json_file.read_text(encoding="utf-8"))["rows"]
-    assert [row["policy"] for row in rows] == [*sorted(POLICIES), *sorted(OFFLINE_POLICIES)]
+    every = ("simulate", trace_file, "--policy", "all", "--capacity-blocks", "3", "--json", json_file)
+    for more, bounds in (((), sorted(OFFLINE_POLICIES)), (("--bytes-per-token", "9", "--disk-gib", "1"), ["belady"])):
+        assert command(*every, *more)[0] == 0
+        assert [row["policy"] for row in rows_in(json_file)] == [*sorted(POLICIES), *bounds]
+
+
+FIVE, SIZED = ("--capacity-blocks", "5"), ("--capacity-blocks", "5", "--bytes-per-token", "2048")
+MANY = (*FIVE, "--replicas", "2")
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--policy", "nothing", "--capacity-blocks", "5"], "policy 'nothing' is not known"),
-        (["--capacity-blocks", "0"], "--capacity-blocks has '0'; wanted numbers above 0"),
-        (["--capacity-blocks", "1.5"], "wanted whole numbers"),
-        (["--budget-gib", "1"], "--budget-gib needs --model-config or --bytes-per-token"),
-        (["--capacity-blocks", "5", "--bytes-per-token", "0", "--bytes-per-checkpoint", "5"], "no size of their own"),
-        (["--budget-gib", "1", "--bytes-per-token", "0"], "0 bytes per token; wanted more than 0"),
-        (["--budget-gib", "1e305", "--bytes-per-token", "1"], "--budget-gib has '1e305'; wanted numbers above 0"),
+        ((*FIVE, "--policy", "nothing"), "policy 'nothing' is not known"),
+        (("--capacity-blocks", "0"), "--capacity-blocks has '0'; wanted numbers above 0"),
+        (("--capacity-blocks", "1.5"), "wanted whole numbers"),
+        (("--budget-gib", "1"), "--budget-gib needs --model-config or --bytes-per-token"),
+        ((*FIVE, "--bytes-per-token", "0", "--bytes-per-checkpoint", "5"), "no size of their own"),
+        (("--budget-gib", "1", "--bytes-per-token", "0"), "0 bytes per token; wanted more than 0"),
+        (("--budget-gib", "1e305", "--bytes-per-token", "1"), "--budget-gib has '1e305'; wanted numbers above 0"),
         (
-            ["--budget-gib", "1", "--bytes-per-token", "1", "--bytes-per-checkpoint", "1", "--policy", "belady-bypass"],
+            ("--budget-gib", "1", "--bytes-per-token", "1", "--bytes-per-checkpoint", "1", "--policy", "belady-bypass"),
             "belady-bypass is defined without checkpoints alone",
         ),
-        (["--capacity-blocks", "5", "--plot", "x.gif"], "--plot x.gif: wanted .png, .svg, .pdf."),
-        (["--capacity-blocks", "5", "--json", "nowhere/x.json"], "nowhere/x.json: cannot be written"),
-        (["--capacity-blocks", "5", "--separate", "TRACE"], "--separate: a path was given twice"),
-        ([], "give --capacity-blocks or --budget-gib"),
-        (["--capacity-blocks", "5", "--jobs", "0"], "--jobs is 0; wanted at least 1"),
+        ((*FIVE, "--separate", "TRACE"), "--separate: a path was given twice"),
+        ((), "give --capacity-blocks or --budget-gib"),
+        ((*FIVE, "--jobs", "0"), "--jobs is 0; wanted at least 1"),
+        ((*SIZED, "--disk-gib", "nan"), "--disk-gib is nan; wanted more than 0."),
+        ((*SIZED, "--disk-mib-per-s", "-1"), "--disk-mib-per-s is -1.0; wanted more than 0."),
+        ((*SIZED, "--prefill-tokens-per-s", "0"), "--prefill-tokens-per-s is 0.0; wanted more than 0."),
+        ((*FIVE, "--disk-gib", "1"), "--disk-gib needs --model-config or --bytes-per-token."),
+        (
+            (*SIZED, "--disk-gib", "1", "--policy", "belady-bypass"),
+            "--policy: belady-bypass is defined for memory alone, and there is a disk.",
+        ),
+        ((*FIVE, "--replicas", "2,x"), "--replicas has 'x'; wanted whole numbers from 1 to 1,024."),
+        ((*FIVE, "--replicas", "0"), "--replicas has '0'; wanted whole numbers from 1 to 1,024."),
+        ((*MANY, "--router", "best"), "--router: no router 'best'; known: random, round-robin, hash,"),
+        ((*FIVE, "--router", "hash"), "--router is for replicas; say how many with --replicas."),
+        ((*MANY, "--shared-gib", "2"), "--shared-gib needs --model-config or --bytes-per-token."),
+        ((*MANY, "--disk-gib", "2"), "--disk-gib is for one cache; wanted it without --replicas."),
+        ((*MANY, "--policy", "belady-bypass"), "--policy: belady-bypass knows the future of one cache"),
+        ((*MANY, "--decode-tokens-per-s", "0"), "--decode-tokens-per-s is 0.0; wanted more than 0."),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(trace_file: Path, more: list[str], message: str, capsys: Any) -> None:
-    more = [str(trace_file) if each == "TRACE" else each for each in more]
-    assert called(["simulate", str(trace_file), *more]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_a_mistake_is_one_line_and_exit_code_2(
+    command: Command, trace_file: Path, more: tuple[str, ...], message: str
+) -> None:
+    more = tuple(str(trace_file) if each == "TRACE" else each for each in more)
+    code, out, err = command("simulate", trace_file, *more)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
 
 
 WAITING = """
@@ -415,20 +374,26 @@ def started(folder: Path, *more: str) -> subprocess.Popen[str]:
 
 
 def test_a_policy_of_one_s_own_that_raises_is_one_line_below_what_finished(
-    trace_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    command: Command, trace_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (trace_file.parent / "broken.py").write_text(BROKEN, encoding="utf-8")
     monkeypatch.chdir(trace_file.parent)
-    options = ["--capacity-blocks", "2", "--policy", "lru,broken:Broken", "--jobs", "2"]
-    assert called(["simulate", "trace.jsonl", *options]) == 2
-    out, err = capfd.readouterr()
-    assert "lru" in out
+    code, out, err = command("simulate", "trace.jsonl", "--capacity-blocks", "2", "--policy", "lru,broken:Broken")
+    assert (code, "lru" in out) == (2, True)
     assert err.splitlines()[-2:] == [
         "interrupted: 1 of 2 simulations had finished.",
         "error: --policy: policy Broken: inserted() raised ZeroDivisionError('division by zero')"
         f" ({trace_file.parent / 'broken.py'}:7).",
     ]
     assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_an_address_that_is_none_is_one_line(command: Command, trace_file: Path) -> None:
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
+    code, _, err = command("simulate", trace_file, *FIVE, "--ray", "nonsense")
+    assert code == 2
+    assert "error: --ray nonsense: no cluster answers (Invalid address format: nonsense)." in err
 
 
 @pytest.mark.slow
@@ -445,5 +410,4 @@ def test_ctrl_c_shows_what_other_processes_have_finished(trace_file: Path) -> No
     assert "lru" in out
     assert err.splitlines()[-1] == "interrupted: 1 of 3 simulations had finished."
     assert "Traceback" not in err
-    rows = json.loads((trace_file.parent / "rows.json").read_text(encoding="utf-8"))["rows"]
-    assert [row["policy"] for row in rows] == ["lru"]
+    assert [row["policy"] for row in rows_in(trace_file.parent / "rows.json")] == ["lru"]

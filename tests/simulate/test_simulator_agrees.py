@@ -21,16 +21,16 @@ from radixcache.paging.tier import Disk
 from radixcache.sized_cache import sized_cache
 from radixcache.stores.block import Identity
 from radixcache.stores.sized_store import SizedStore
-from radixcache.stores.store import WRITE_ON, WriteOn
+from radixcache.stores.store import WriteOn
 from runner.models.tiny import VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
 from tests import inside
 from tests.restarts import Open, opened, reading  # noqa: F401
 
-KINDS = ("llama", "nemotron_h", "mamba2")
-QUICK = {("llama", "lru"), ("llama", "s3fifo"), ("nemotron_h", "lru"), ("nemotron_h", "gdsf"), ("mamba2", "lru")}
-QUICK_DISKS = {("llama", "eviction"), ("nemotron_h", "close"), ("mamba2", "second_use")}
-#: Where spans alone are given up, or checkpoints alone: one policy of each kind of key.
-FEW_POLICIES = ("gdsf", "lru", "marconi", "s3fifo", "turn")
+QUICK = {("llama", "s3fifo"), ("nemotron_h", "lru"), ("mamba2", "lru")}
+#: Spans and checkpoints with every policy; spans alone, and checkpoints alone, with one policy of each kind of key.
+CASES = [("nemotron_h", policy) for policy in sorted(POLICIES)]
+CASES += [("llama", "s3fifo"), ("llama", "turn"), ("mamba2", "gdsf"), ("mamba2", "lru")]
+DISKS = [("llama", "eviction"), ("nemotron_h", "close"), ("mamba2", "second_use")]
 #: Step in which mlx-lm's KVCache grows.
 GROW_TOKENS = 256
 
@@ -42,29 +42,12 @@ class Recorder:
         self.policy = policy
         self.ranks_whole_edges = getattr(policy, "ranks_whole_edges", True)
         self.gone: list[tuple[str, int, int, bytes]] = []
-
-    def inserted(self, entry: Entry) -> None:
-        self.policy.inserted(entry)
-
-    def touched(self, entry: Entry) -> None:
-        self.policy.touched(entry)
-
-    def split(self, upper: Entry, lower: Entry) -> None:
-        self.policy.split(upper, lower)
-
-    def merged(self, gone: Entry, into: Entry) -> None:
-        self.policy.merged(gone, into)
+        for hook in ("inserted", "touched", "split", "merged", "evictable_changed", "victim"):
+            setattr(self, hook, getattr(policy, hook))
 
     def evicted(self, entry: Entry) -> None:
         self.gone.append((entry.state, entry.start, entry.end, entry.digest))
         self.policy.evicted(entry)
-
-    def evictable_changed(self, entry: Entry, evictable: bool) -> None:
-        self.policy.evictable_changed(entry, evictable)
-
-    def victim(self) -> Entry | None:
-        victim: Entry | None = self.policy.victim()
-        return victim
 
 
 def conversations(count: int) -> list[tuple[list[int], list[int]]]:
@@ -109,19 +92,14 @@ def run(cache: PrefixCache, model: Any, requests: list[tuple[list[int], list[int
 
 @pytest.mark.parametrize(
     ("kind", "policy"),
-    [
-        pytest.param(kind, policy, marks=[pytest.mark.slow] * ((kind, policy) not in QUICK))
-        for kind in sorted(KINDS)
-        for policy in sorted(POLICIES)
-        if kind == "nemotron_h" or policy in FEW_POLICIES
-    ],
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES],
 )
 def test_the_simulator_evicts_what_the_live_cache_evicts(kind: str, policy: str) -> None:
     model: Any = tiny_model(kind)
     requests = conversations(32)
     token_bytes, checkpoint_bytes = measured(model)
     budget_bytes = 600 * token_bytes + 6 * checkpoint_bytes
-    live_record, sized_record = Recorder(make_policy(policy)), Recorder(make_policy(policy))
+    live_record, sized_record = (Recorder(make_policy(policy)) for _ in range(2))
     with inside.settings(trim_tokens=32):
         live = PrefixCache(
             model, budget_bytes=budget_bytes, policy=live_record, cost=CostModel(), checkpoint_interval=64
@@ -142,14 +120,7 @@ def test_the_simulator_evicts_what_the_live_cache_evicts(kind: str, policy: str)
     assert live.dump() == sized.dump()
 
 
-@pytest.mark.parametrize(
-    ("kind", "write_on"),
-    [
-        pytest.param(kind, write_on, marks=[pytest.mark.slow] * ((kind, write_on) not in QUICK_DISKS))
-        for kind in KINDS
-        for write_on in WRITE_ON
-    ],
-)
+@pytest.mark.parametrize(("kind", "write_on"), DISKS)
 def test_the_simulator_finds_on_its_disk_what_the_live_cache_does(opened: Open, kind: str, write_on: WriteOn) -> None:
     model: Any = tiny_model(kind)
     requests = conversations(16)
