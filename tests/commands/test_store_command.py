@@ -61,11 +61,11 @@ def test_gc_removes_a_model_or_what_was_not_used_for_long_with_what_follows_it(c
     assert command("store", "gc", folder, "--model", MODEL.model)[1].startswith("1 file removed")
 
 
-@pytest.mark.parametrize("action", ["ls", "verify", "gc"])
-def test_a_folder_that_is_no_store_is_one_line_and_exit_code_2(command: Command, tmp_path: Path, action: str) -> None:
-    code, output, errors = command("store", action, tmp_path)
-    assert (code, output, errors.count("\n")) == (2, "", 1)
-    assert errors.startswith(f"error: {tmp_path}: cannot be used as a store")
+def test_a_folder_that_is_no_store_is_one_line_and_exit_code_2(command: Command, tmp_path: Path) -> None:
+    for action in ("ls", "verify", "gc"):
+        code, output, errors = command("store", action, tmp_path)
+        assert (code, output, errors.count("\n")) == (2, "", 1)
+        assert errors.startswith(f"error: {tmp_path}: cannot be used as a store")
 
 
 def test_a_replay_finds_what_the_one_before_it_left(command: Command, tmp_path: Path) -> None:

@@ -20,14 +20,6 @@ def conversations(trace: Trace) -> dict[str, list]:
     return found
 
 
-def test_same_seed_same_trace_and_another_seed_another() -> None:
-    first, again, other = (synthesize(SMALL, seed=seed) for seed in (1, 1, 2))
-    for a, b in zip(first.requests, again.requests, strict=True):
-        assert np.array_equal(a.keys, b.keys)
-        assert (a.tokens, a.output_tokens, a.time_ms, a.session) == (b.tokens, b.output_tokens, b.time_ms, b.session)
-    assert [a.tokens for a in first.requests] != [b.tokens for b in other.requests]
-
-
 def test_blocks_and_times_are_those_of_a_trace() -> None:
     trace = synthesize(SMALL)
     assert len(trace.requests) == 2000
@@ -54,26 +46,19 @@ def test_prompts_grow_by_reply_and_message_where_nothing_branches() -> None:
             assert later.turn == earlier.turn + 1
 
 
-def test_branching_goes_back_to_what_was_said_before() -> None:
-    trace = synthesize(replace(SMALL, branching=1.0, turns=6.0, agent_share=0.0))
-    shrunk = sum(
-        later.tokens < earlier.tokens
-        for requests in conversations(trace).values()
-        for earlier, later in pairwise(requests)
-    )
-    assert shrunk > 100
-
-
 def test_turn_carries_on_the_latest_one_before_it_also_after_going_back() -> None:
     trace = synthesize(replace(SMALL, branching=0.5, turns=8.0, agent_share=0.5))
+    shrunk = 0
     for requests in conversations(trace).values():
         latest = {}
+        shrunk += sum(later.tokens < earlier.tokens for earlier, later in pairwise(requests))
         for request in requests:
             if request.turn > 1:
                 earlier = latest[request.turn - 1]
                 full = earlier.tokens // trace.block_tokens
                 assert np.array_equal(earlier.keys[:full], request.keys[:full])
             latest[request.turn] = request
+    assert shrunk > 50
 
 
 def test_popular_applications_are_more_popular_with_a_larger_exponent() -> None:
@@ -114,12 +99,7 @@ def test_no_prompt_is_longer_than_the_context() -> None:
     trace = synthesize(replace(SMALL, context_tokens=3000))
     assert max(request.tokens for request in trace.requests) <= 3000
     with pytest.raises(ValueError, match="none of 1000 conversations began within 1 tokens"):
-        synthesize(replace(SMALL, context_tokens=1))
-
-
-def test_lengths_far_beyond_the_context_cost_no_more_than_it() -> None:
-    with pytest.raises(ValueError, match="none of 1000 conversations began within 500 tokens"):
-        synthesize(replace(SMALL, context_tokens=500, system_tokens=1e9))
+        synthesize(replace(SMALL, context_tokens=1, system_tokens=1e9))
 
 
 @pytest.mark.parametrize(

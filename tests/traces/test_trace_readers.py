@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, settings
 
-from runner.traces.trace import Pace, Trace, TraceError, TraceRequest, join_traces
+from runner.traces.trace import Pace, Trace, TraceError, join_traces
 from runner.traces.trace_formats import compact_bytes, mooncake_bytes
 from runner.traces.trace_reader import read_trace
+from tests.simulate.made import made, words
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,9 +110,6 @@ def test_skipped_lines_are_counted_and_leave_no_trace(tmp_path) -> None:
     assert [message.split(" ")[0].rpartition(":")[0].rpartition(":")[2] for message in trace.skipped] == ["2", "4"]
     assert [request.time_ms for request in trace.requests] == [5, 6, 7]
     assert_invariants(trace)
-
-
-def test_file_of_bad_lines_only_is_an_error_even_when_they_are_skipped(tmp_path) -> None:
     with pytest.raises(TraceError, match="no request found; the first of 1 skipped"):
         read_trace(write(tmp_path / "t.jsonl", line(tokens=9999)), skip_bad=True)
 
@@ -127,19 +124,10 @@ def test_line_that_is_not_utf_8_is_named_and_a_byte_order_mark_is_none(tmp_path)
         read_trace(path)
 
 
-def test_other_block_lengths_can_be_told(tmp_path) -> None:
-    trace = read_trace(write(tmp_path / "t.jsonl", line(tokens=100, ids=[0, 1])), block_tokens=64)
-    assert trace.block_tokens == 64
-
-
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=20))
-def test_mooncake_written_and_read_is_the_same(tmp_path_factory, paths: list[list[int]]) -> None:
-    numbers: dict[tuple[int, ...], int] = {}
-    requests = []
-    for at, path in enumerate(paths):
-        keys = [numbers.setdefault(tuple(path[: end + 1]), len(numbers)) for end in range(len(path))]
-        requests.append(TraceRequest(np.array(keys, np.int64), 512 * len(path) - at % 512, at, 10 * at))
-    trace = Trace("t", 512, requests, False, "t")
+@given(words)
+@settings(max_examples=30, deadline=None)
+def test_what_is_written_and_read_is_the_same(tmp_path_factory, paths: list[list[int]]) -> None:
+    trace = made(paths, 512, gaps_ms=[0] + [10] * len(paths), outputs=range(len(paths)), lacks=len(paths))
     folder = tmp_path_factory.mktemp("round")
     for bytes_of in (mooncake_bytes, compact_bytes):
         (folder / "t.jsonl").write_bytes(bytes_of(trace))
@@ -217,15 +205,6 @@ def test_bad_request_of_a_session_is_named(tmp_path, request_: Any, message: str
     assert len(read_trace(path, skip_bad=True).requests) == 1
 
 
-def test_sessions_in_files_of_one_name_share_no_block(tmp_path) -> None:
-    paths = []
-    for folder in "ab":
-        (tmp_path / folder).mkdir()
-        paths.append(session(tmp_path / folder / "s.json", ask(0, 128, [1, 2])))
-    first, second = read_trace(*paths).requests
-    assert not set(first.keys.tolist()) & set(second.keys.tolist())
-
-
 def test_sessions_that_are_all_bad_leave_other_traces_as_they_are(tmp_path) -> None:
     bad = session(tmp_path / "s.json", ask(0, 640, [1]))
     trace = read_trace(bad, write(tmp_path / "m.jsonl", line()), skip_bad=True)
@@ -300,14 +279,11 @@ def test_missing_empty_and_foreign_files_are_one_line(tmp_path) -> None:
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")
     with pytest.raises(TraceError, match=r"table\.csv:1: not JSON; wanted a trace"):
         read_trace(tmp_path / "table.csv")
-    with pytest.raises(ValueError, match="no trace was given"):
-        read_trace()
-
-
-def test_pipe_is_refused_as_its_beginning_could_not_be_read_twice(tmp_path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(TraceError, match=r"pipe\.jsonl: is a pipe or a device; wanted a file"):
         read_trace(tmp_path / "pipe.jsonl")
+    with pytest.raises(ValueError, match="no trace was given"):
+        read_trace()
 
 
 def test_files_of_a_folder_that_are_no_traces_can_be_skipped(tmp_path) -> None:
@@ -342,9 +318,6 @@ def test_joined_traces_share_no_key_and_come_by_time(tmp_path) -> None:
     assert len({int(key) for request in trace.requests for key in request.keys}) == 6
     assert trace.name == "m+m"
     assert_invariants(trace)
-
-
-def test_traces_of_unlike_blocks_are_not_joined() -> None:
     small, large = (Trace(f"{n}", n, [], False, f"{n}.jsonl") for n in (64, 512))
     with pytest.raises(TraceError, match=r"512\.jsonl: blocks of 512 tokens; wanted 64, as in 64\.jsonl"):
         join_traces([small, large])

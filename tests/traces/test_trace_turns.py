@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.traces.trace import MOST_BRANCHES, Trace, TraceRequest, TurnInference, infer_turns
+from runner.traces.trace import MOST_BRANCHES, Trace, TraceRequest, infer_turns
 from runner.traces.trace_reader import read_trace
 
 BLOCK_TOKENS = 4
@@ -28,32 +29,28 @@ def turns(*prompts: str) -> list[int | None]:
     return [request.turn for request in infer_turns(trace_of(*prompts)).requests]
 
 
-def test_prompt_that_extends_an_earlier_one_is_its_next_turn() -> None:
-    assert turns("aaaabb", "ccccdddd", "aaaabbbbcc", "aaaabbbbccccdd", "ccccddddeeee") == [1, 1, 2, 3, 2]
-
-
-def test_partly_filled_blocks_do_not_have_to_agree() -> None:
-    assert turns("aaaab", "aaaacccc") == [1, 2]
-    assert turns("aaaabbbb", "aaaacccc") == [1, 1]
-
-
-def test_repeated_prompt_that_grew_by_less_than_a_block_is_a_further_turn() -> None:
-    assert turns("aaaab", "aaaabb", "aaaabbb") == [1, 2, 3]
-
-
-def test_prompts_without_a_full_block_are_first_turns() -> None:
-    assert turns("aa", "aaa", "aa") == [1, 1, 1]
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        pytest.param(
+            ["aaaabb", "ccccdddd", "aaaabbbbcc", "aaaabbbbccccdd", "ccccddddeeee"], [1, 1, 2, 3, 2], id="extends"
+        ),
+        pytest.param(["aaaab", "aaaacccc"], [1, 2], id="partly filled blocks differ"),
+        pytest.param(["aaaabbbb", "aaaacccc"], [1, 1], id="full blocks differ"),
+        pytest.param(["aaaab", "aaaabb", "aaaabbb"], [1, 2, 3], id="grows by less than a block"),
+        pytest.param(["aa", "aaa", "aa"], [1, 1, 1], id="no full block"),
+        # The second ends on the first one's first block, without carrying it on; the third extends that block.
+        pytest.param(["ssssaaaa", "ssss", "ssssbbbb", "ssssaaaacccc"], [1, 1, 1, 2], id="block of somebody else"),
+    ],
+)
+def test_a_prompt_that_extends_an_earlier_one_is_its_next_turn(prompts: list[str], expected: list[int]) -> None:
+    assert turns(*prompts) == expected
 
 
 def test_shared_beginning_is_no_conversation_after_enough_branches() -> None:
     # A bare system prompt, then many conversations that begin with it.
     prompts = ["ssss"] + [f"ssss{letter * 4}" for letter in "abcdefgh"]
     assert turns(*prompts) == [1] + [2] * MOST_BRANCHES + [1] * (8 - MOST_BRANCHES)
-
-
-def test_block_that_somebody_else_brought_in_does_not_make_a_conversation() -> None:
-    # The second request ends on the first one's first block, without carrying it on; the third extends that block.
-    assert turns("ssssaaaa", "ssss", "ssssbbbb", "ssssaaaacccc") == [1, 1, 1, 2]
 
 
 @given(PATHS)
@@ -68,11 +65,6 @@ def test_turns_that_the_trace_knows_are_kept() -> None:
     trace = trace_of("aaaa", "aaaabbbb")
     known = replace(trace, requests=[replace(each, turn=7) for each in trace.requests])
     assert [request.turn for request in infer_turns(known).requests] == [7, 7]
-
-
-def test_inference_can_run_along_with_the_requests() -> None:
-    inference = TurnInference(BLOCK_TOKENS)
-    assert [inference.place(request)[1] for request in trace_of("aaaa", "aaaabbbb").requests] == [1, 2]
 
 
 def test_first_turns_of_real_sessions_are_found(shared_data) -> None:
