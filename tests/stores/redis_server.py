@@ -1,14 +1,16 @@
-"""Real servers for tests, of a file or of a test alone: redis-server, and valkey-server where there is one.
+"""Real servers for tests: one of each kind for the process, or one that a test may kill.
 
 `python -m tests.stores.redis_server` prints which would be used, and exits with 1 where there is no redis-server.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,26 +22,31 @@ PROGRAMS = ("redis-server", "valkey-server")
 
 
 def program_named(name: str) -> str:
-    """Where a server's program is; the test is skipped where it is not."""
+    """The path of a server; the test is skipped where it is not installed."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not installed")
     return found
 
 
-@pytest.fixture(scope="module", params=PROGRAMS)
-def shared_server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """The server of a file, of each kind that there is."""
-    server = Server(program_named(request.param))
-    yield server
-    server.end()
+@cache
+def running(program: str) -> Server:
+    """The one of this process."""
+    server = Server(program)
+    atexit.register(server.end)
+    return server
+
+
+def emptied(name: str) -> Server:
+    server = running(program_named(name))
+    server.client.flushall()
+    return server
 
 
 @pytest.fixture
-def server(shared_server: Server) -> Server:
-    """The same, empty."""
-    shared_server.client.flushall()
-    return shared_server
+def redis() -> Server:
+    """An empty redis-server."""
+    return emptied("redis-server")
 
 
 @pytest.fixture
@@ -48,20 +55,6 @@ def own_server() -> Iterator[Server]:
     server = Server(program_named("redis-server"))
     yield server
     server.end()
-
-
-@pytest.fixture(scope="module")
-def redis_of_file() -> Iterator[Server]:
-    server = Server(program_named("redis-server"))
-    yield server
-    server.end()
-
-
-@pytest.fixture
-def redis(redis_of_file: Server) -> Server:
-    """The file's redis-server, empty."""
-    redis_of_file.client.flushall()
-    return redis_of_file
 
 
 class Clock:

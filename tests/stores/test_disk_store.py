@@ -1,23 +1,45 @@
-"""A store gives back what was put, after a restart too, within its budgets."""
+"""A folder: its budgets, its processes, and whatever else lies in it, fails or dies."""
 
 from __future__ import annotations
 
+import errno
 import os
+import random
+import signal
 import stat
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from radixcache import DiskStore, StoreError
 from radixcache.stores import disk_store, files
 from radixcache.stores.block import Block, Buffer
-from radixcache.stores.files import remove, scan, verify
-from tests.stores.made import GIB, chain, checkpoint, file_of, is_right, matched, opened, put_all, resumed, stored
+from radixcache.stores.codec import Damaged, encoded
+from radixcache.stores.files import Folder, remove, scan, verify
+from tests.stores.apart import BUDGET_BYTES, SEQUENCES
+from tests.stores.made import (
+    CALLERS,
+    GIB,
+    chain,
+    checkpoint,
+    content,
+    file_of,
+    matched,
+    opened,
+    put_all,
+    resumed,
+    stored,
+)
 
 SECRET = b"0123456789abcdef"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -25,52 +47,11 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def files_in(path: Path) -> Iterator[Path]:
-    return (each for each in path.rglob("*") if each.is_file())
-
-
-def test_a_restart_finds_what_was_stored_token_for_token(path: Path) -> None:
-    stored(path, *chain(range(10)), *chain(range(300, 303)))
-    with opened(path) as store:
-        assert resumed(store, [*range(9), 77]) == 9
-        assert resumed(store, [300, 301, 302, 303]) == 3
-        assert resumed(store, [99]) == 0
-        assert matched(store, range(10), namespace="another") == []
-        assert store.stats.read_files == 4
-        store.check()
-
-
-def test_a_checkpoint_comes_back_beside_its_block(path: Path) -> None:
-    blocks = chain(range(8))
-    stored(path, *blocks, checkpoint(blocks[1]))
-    with opened(path) as store:
-        links = matched(store, range(8), at_checkpoints=True)
-        assert [link.has_checkpoint for link in links] == [False, True]
-        (found,) = store.read([(links[1].key, "checkpoint")])
-        assert found is not None
-        assert (found.head.kind, is_right(found)) == ("checkpoint", True)
-
-
-def test_what_is_there_is_not_written_again(path: Path) -> None:
-    blocks = [*chain(range(8)), *chain([*range(4), 9, 9])]
-    stored(path, *blocks)
-    times = {each: each.stat().st_ino for each in files_in(path)}
-    with opened(path) as store:
-        put_all(store, blocks)
-        assert store.stats.written_files == 0
-    assert {each: each.stat().st_ino for each in files_in(path)} == times
-    assert sum(1 for _ in scan(path)) == 3  # of the four blocks two are the same
-
-
-def test_nobody_else_may_read_what_is_stored(path: Path) -> None:
-    stored(path, *chain(range(4)), write_budget_bytes_per_day=GIB)
-    for each in [path, *path.rglob("*")]:
-        assert stat.S_IMODE(each.stat().st_mode) == (0o700 if each.is_dir() else 0o600), each
+# Budgets
 
 
 def test_what_was_used_longest_ago_goes_first_and_no_chain_loses_its_beginning(path: Path) -> None:
-    blocks = chain(range(8))
-    stored(path, *blocks)
+    stored(path, *chain(range(8)))
     nbytes = opened(path).stats.stored_bytes
     with opened(path, budget_bytes=2 * nbytes) as store:
         put_all(store, chain(range(100, 108)))
@@ -95,20 +76,26 @@ def test_what_a_chain_is_continued_from_is_used_by_that(path: Path) -> None:
         assert (resumed(store, range(8)), resumed(store, range(100, 108))) == (8, 4)
 
 
-def test_what_nothing_leads_to_is_not_written(path: Path) -> None:
-    blocks = chain(range(8))
-    with opened(path) as store:
-        put_all(store, [blocks[1], checkpoint(blocks[0])])
-        assert store.stats.dropped == {"what comes before it is not stored": 2}
-    assert list(scan(path)) == []
+def test_what_another_process_used_later_is_not_evicted_before_it(path: Path) -> None:
+    stored(path, *chain(range(4)))
+    nbytes = opened(path).stats.stored_bytes
+    with opened(path, budget_bytes=2 * nbytes) as one, opened(path) as other:
+        put_all(one, chain(range(100, 104)))
+        assert resumed(other, range(4)) == 4
+        put_all(one, chain(range(200, 204)))
+        assert [resumed(one, range(first, first + 4)) for first in (0, 100, 200)] == [4, 0, 4]
 
 
-def test_a_block_that_is_larger_than_a_budget_is_not_taken(path: Path) -> None:
+def test_a_block_that_is_larger_than_a_budget_or_the_free_disk_is_not_written(path: Path) -> None:
     block = chain(range(8), step=8)[0]
     with opened(path, budget_bytes=100) as store:
         assert not store.accepts(block.nbytes)
         put_all(store, [block])
         assert store.stats.dropped == {"it is larger than the budget": 1}
+    with DiskStore(path, budget_bytes=GIB, min_free_bytes=1 << 62) as store:
+        put_all(store, [block])
+        assert store.stats.dropped == {"the disk is nearly full": 1}
+        assert store.stats.stopped == ""
 
 
 def test_the_budget_of_a_day_is_the_folders_and_ends_with_the_day(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,32 +115,11 @@ def test_the_budget_of_a_day_is_the_folders_and_ends_with_the_day(path: Path, mo
         put_all(one, chain([99] * 4))
         assert one.stats.written_files == 2
     assert [each.name for each in path.glob("written-*")] == ["written-8"]
+    for each in [path, *path.rglob("*")]:  # and nobody else may read what is stored
+        assert stat.S_IMODE(each.stat().st_mode) == (0o700 if each.is_dir() else 0o600), each
 
 
-def test_a_disk_that_is_nearly_full_is_left_alone(path: Path) -> None:
-    with DiskStore(path, budget_bytes=GIB, min_free_bytes=1 << 62) as store:
-        put_all(store, chain(range(4)))
-        assert store.stats.dropped == {"the disk is nearly full": 1}
-        assert store.stats.stopped == ""
-
-
-def test_a_full_queue_drops_and_nobody_waits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = chain(range(12))
-    store = opened(path, queue_bytes=blocks[0].nbytes + 1)
-    may_write = threading.Event()
-    write = store._folder.write
-    monkeypatch.setattr(store._folder, "write", lambda *given: may_write.wait(60) and write(*given))
-    assert [store.put(block) for block in (blocks[0], blocks[0], blocks[1])] == [True, False, False]
-    assert store.holds(blocks[0].head.key)
-    assert not store.accepts(blocks[1].nbytes)
-    assert not store.flush(0.0)
-    may_write.set()
-    assert store.flush(60)
-    assert store.stats.dropped == {"the queue is full": 1}
-    assert store.close(60)
-    assert store.close(60)
-    assert not store.put(blocks[1])
-    assert resumed(store, range(4)) == 4
+# The folder
 
 
 def test_a_head_of_many_buffers_is_found_by_a_restart(path: Path) -> None:
@@ -172,7 +138,7 @@ def _aged(path: Path, age_ns: int) -> None:
         os.utime(each, ns=(age_ns, age_ns))
 
 
-def test_a_folder_is_looked_at_again_where_it_may_have_changed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_listed_again_where_it_may_have_changed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = chain(range(12))
     stored(path, blocks[0])
     _aged(path, 10**18)
@@ -202,58 +168,19 @@ def test_a_folder_that_could_not_be_listed_is_listed_the_next_time(path: Path, m
     assert store.stats.read_errors == 1
 
 
-def test_what_another_process_has_written_meanwhile_is_not_written_again(path: Path) -> None:
-    with opened(path) as store:
-        stored(path, *chain(range(8)))
-        put_all(store, chain(range(8)))
-        assert store.stats.written_files == 0
-
-
-def test_two_stores_in_one_folder_see_what_the_other_wrote_and_evicted(path: Path) -> None:
-    with opened(path) as one, opened(path) as other:
-        put_all(one, chain(range(8)))
-        assert resumed(other, range(8)) == 8
-        put_all(other, chain([*range(8), 50, 51]))
-        assert resumed(one, [*range(8), 50, 51]) == 10
-        assert remove(path, [each.name for each in scan(path)]) == 3
-        assert resumed(one, range(8)) == 0
-        assert one.stats.vanished_files >= 1
-        assert resumed(one, range(8)) == 0
-        one.check()
-
-
-def test_what_another_process_used_later_is_not_evicted_before_it(path: Path) -> None:
-    stored(path, *chain(range(4)))
-    nbytes = opened(path).stats.stored_bytes
-    with opened(path, budget_bytes=2 * nbytes) as one, opened(path) as other:
-        put_all(one, chain(range(100, 104)))
-        assert resumed(other, range(4)) == 4
-        put_all(one, chain(range(200, 204)))
-        assert [resumed(one, range(first, first + 4)) for first in (0, 100, 200)] == [4, 0, 4]
-
-
 def test_a_secret_refuses_a_folder_and_files_that_were_made_without_it(path: Path, tmp_path: Path) -> None:
     block = chain(range(4))[0]
     stored(path, block, secret=SECRET)
     stored(tmp_path / "plain", block)
     for secret in (None, SECRET[::-1]):
-        with pytest.raises(StoreError, match="made with a secret that is not this one"):
-            opened(path, secret=secret)
-        with pytest.raises(StoreError, match="made with a secret that is not this one"):
-            list(verify(path, secret))
+        for use in (lambda: opened(path, secret=secret), lambda: list(verify(path, secret))):  # noqa: B023
+            with pytest.raises(StoreError, match="made with a secret that is not this one"):
+                use()
     with pytest.raises(StoreError, match="made with no secret"):
         opened(tmp_path / "plain", secret=SECRET)
     assert resumed(opened(path, secret=SECRET), range(4)) == 4
     file_of(path, block).write_bytes(file_of(tmp_path / "plain", block).read_bytes())
     assert resumed(opened(path, secret=SECRET), range(4)) == 0
-
-
-def test_arguments_out_of_range_are_refused_before_a_folder_is_made(path: Path) -> None:
-    wrong: list[dict[str, Any]] = [{"budget_bytes": 0}, {"queue_bytes": 0}, {"write_budget_bytes_per_day": -1}]
-    for options in [*wrong, {"write_on": "never"}, {"secret": b"short"}, {"secret": bytes(65)}]:
-        with pytest.raises(ValueError, match=r"wanted|1 or more"):
-            DiskStore(path, **{"budget_bytes": GIB, **options})
-    assert not path.exists()
 
 
 def test_a_survey_lists_what_there_is_and_finds_every_damaged_file(path: Path) -> None:
@@ -266,6 +193,337 @@ def test_a_survey_lists_what_there_is_and_finds_every_damaged_file(path: Path) -
     bad = file_of(path, blocks[0])
     bad.write_bytes(bad.read_bytes()[:-1] + b"?")
     assert [name for name, _, wrong in verify(path) if wrong] == [str(bad.relative_to(path))]
-    assert sorted(each.name for each in scan(path)) == sorted(name for name, _, _ in verify(path))
     assert remove(path, ["../store/store.json", str(bad.relative_to(path))]) == 1
     assert sum(1 for _ in scan(path)) == 2
+
+
+# What is not ours, or not as it was
+
+
+def test_a_damaged_file_is_set_aside_and_named_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocks = chain(range(8))
+    stored(path, *blocks)
+    bad = file_of(path, blocks[1])
+    with opened(path) as store:
+        for text in (b"damaged", b"again"):
+            bad.write_bytes(text)
+            assert resumed(store, range(8)) == 4
+            put_all(store, blocks)
+            assert resumed(store, range(8)) == 8
+        assert store.stats.damaged_files == 2
+    assert [each.name for each in (path / "quarantine").iterdir()] == [bad.name]
+    assert len([each for each in caplog.messages if bad.name in each]) == 1
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["unkeyed", "keyed"])
+def test_a_file_that_is_read_in_pieces_is_checked_to_its_last_byte(
+    path: Path, secret: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = chain(range(4))
+    stored(path, block, secret=secret)
+    place, file, read = block.head.place, file_of(path, block), Folder(path).read
+    whole = file.read_bytes()
+    for piece_bytes in (100, len(whole) - 16, len(whole)):
+        monkeypatch.setattr(files, "PIECE_BYTES", piece_bytes)
+        file.write_bytes(whole)
+        assert content(read(place, len(whole), secret)) == content(block)
+        for at in range(0, len(whole), 17):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises(Damaged):
+                read(place, len(whole), secret)
+
+
+def _planted(target: Path, kind: str, elsewhere: Path) -> None:
+    if kind == "symlink":
+        target.symlink_to(elsewhere)
+    elif kind == "fifo":
+        os.mkfifo(target)
+    elif kind == "sparse":
+        with target.open("wb") as file:
+            file.truncate(1 << 36)
+    else:
+        target.mkdir()
+
+
+@pytest.mark.parametrize("kind", ["symlink", "fifo", "sparse", "directory"])
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "opened later"])
+def test_what_is_no_file_is_neither_followed_nor_waited_for(path: Path, kind: str, is_open: bool) -> None:
+    block = chain(range(4))[0]
+    stored(path, block)
+    store = opened(path)
+    file_of(path, block).rename(path.parent / "mine")
+    data = (path.parent / "mine").read_bytes()
+    _planted(file_of(path, block), kind, path.parent / "mine")
+    store = store if is_open else opened(path)
+    assert resumed(store, range(4)) == 0
+    assert store.stats.damaged_files == (0 if kind == "directory" and not is_open else 1)
+    put_all(store, [block])
+    # What was found in the place of a known file is set aside, a directory too; no other directory is touched.
+    assert resumed(store, range(4)) == (0 if kind == "directory" and not is_open else 4)
+    assert store.stats.stopped == ""
+    assert (path.parent / "mine").read_bytes() == data
+    store.close()
+
+
+def test_a_shard_that_is_a_symlink_is_left_alone(path: Path, tmp_path: Path) -> None:
+    block = chain(range(4))[0]
+    stored(path)
+    stored(tmp_path / "other", block)
+    mine = file_of(tmp_path / "other", block).parent
+    file_of(path, block).parent.symlink_to(mine)
+    with opened(path) as store:
+        assert resumed(store, range(4)) == 0
+        put_all(store, [block])
+        assert store.stats.dropped == {"something else has its place": 1}
+        assert store.stats.stopped == ""
+    assert len(list(mine.iterdir())) == 1
+
+
+def test_the_quarantine_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "QUARANTINE_FILES", 3)
+    stored(path, *chain(range(4)))
+    shard = next(each for each in path.iterdir() if len(each.name) == 2)
+    for number in range(9):
+        (shard / f"foreign-{number}").write_bytes(b"foreign")
+    with opened(path) as store:
+        assert store.stats.damaged_files == 9
+        assert resumed(store, range(4)) == 4
+    assert len(list((path / "quarantine").iterdir())) == 3
+    monkeypatch.setattr(files, "QUARANTINE_BYTES", 10)
+    (shard / "large").write_bytes(bytes(99))
+    opened(path)
+    assert list((path / "quarantine").iterdir()) == []
+
+
+def test_what_a_writer_that_died_left_goes_and_what_is_being_written_stays(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(path)
+    (path / "tmp-dead").write_bytes(b"half")
+    store = opened(path)
+    assert not (path / "tmp-dead").exists()
+    rename, seen = os.rename, list[bool]()
+
+    def opens_before(source: Path, target: Path) -> None:
+        opened(path)  # as another process would, half way through the write
+        seen.append(Path(source).exists())
+        rename(source, target)
+
+    monkeypatch.setattr("radixcache.stores.files.os.rename", opens_before)
+    put_all(store, chain(range(4)))
+    assert seen == [True]
+    assert resumed(store, range(4)) == 4
+    store.close()
+
+
+def test_a_folder_that_is_no_store_is_refused_and_left_as_it_was(path: Path) -> None:
+    path.mkdir()
+    (path / "thesis.txt").write_text("mine")
+    with pytest.raises(StoreError, match=r"holds thesis\.txt, and is no store"):
+        opened(path)
+    assert [each.name for each in path.iterdir()] == ["thesis.txt"]
+    for mark in ('{"format": "radixcache-store", "version": 2}', "[" * 2000, "[]", "\xff"):
+        (path / "store.json").write_text(mark)
+        with pytest.raises(StoreError, match=r"store\.json says|cannot be used"):
+            opened(path)
+    for use in (lambda: opened(path / "thesis.txt"), lambda: list(scan(path / "nowhere"))):
+        with pytest.raises(StoreError, match="cannot be used as a store"):
+            use()
+
+
+NAMES = st.sampled_from(["00", "store.json", "quarantine", "tmp-1", "written-1", "zz", "0", "00/a", "00/b.block"])
+BLOCK = chain(range(4))[0]
+
+
+@given(st.lists(st.tuples(NAMES, st.binary(max_size=20)), max_size=4), st.binary(max_size=40), st.randoms())
+@settings(max_examples=20)
+def test_whatever_lies_in_a_folder_it_is_refused_or_used_without_a_wrong_answer(
+    tmp_path_factory: pytest.TempPathFactory, planted: list[tuple[str, bytes]], data: bytes, chance: random.Random
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "store"
+    stored(path, BLOCK)
+    if chance.random() < 0.5:
+        file_of(path, BLOCK).write_bytes(data)
+    for name, text in planted:
+        target = path / name
+        if target.is_dir() or not target.parent.is_dir():
+            continue
+        target.write_bytes(text)
+    try:
+        with opened(path) as store:
+            assert resumed(store, range(4)) in (0, 4)
+            put_all(store, chain(range(100, 108)))
+            assert resumed(store, range(100, 108)) in (0, 4, 8)
+            store.check()
+    except StoreError:
+        assert (path / "store.json").read_bytes()[:1] != b"{" or planted
+
+
+# Every call of the system fails once, in turn
+
+READING = {"open", "preadv", "pread", "scandir", "stat", "lstat", "fstat", "statvfs"}
+CALLS = READING | {"write", "fsync", "rename", "unlink", "mkdir", "makedirs", "utime"}
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS, errno.ENOENT, errno.EEXIST)
+
+
+class System:
+    """Stands for `os`: counts these calls, and has the one with this number fail. Syncs nothing: no power is cut."""
+
+    def __init__(self, failing: int = -1, number: int = errno.EIO) -> None:
+        self.called: list[str] = []
+        self._failing, self._number = failing, number
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        return self._counted(name, real) if name in CALLS else real
+
+    def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            self.called.append(name)
+            if len(self.called) - 1 == self._failing:
+                raise OSError(self._number, os.strerror(self._number))
+            return None if name == "fsync" else real(*given, **named)
+
+        return call
+
+
+def _use(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in CALLERS:
+        monkeypatch.setattr(module, "os", system)
+
+
+def _lived(path: Path) -> None:
+    """A store's life: made, filled beyond its budget, read, damaged, opened again; every answer is right or a miss."""
+    blocks, others = chain(range(6)), chain(range(100, 108))
+    budget_bytes = 3 * sum(memoryview(part).nbytes for part in encoded(blocks[0]))
+    for _ in range(2):
+        try:
+            store = opened(path, budget_bytes, write_budget_bytes_per_day=1 << 20)
+        except StoreError:
+            continue
+        with store:
+            put_all(store, [*blocks, checkpoint(blocks[0])])
+            resumed(store, range(6))
+            put_all(store, others)
+            resumed(store, range(100, 108))
+            for file in sorted(path.glob("??/*"))[:1]:
+                file.write_bytes(file.read_bytes()[:-1] + b"?")
+            resumed(store, range(6))
+            resumed(store, range(100, 108))
+            store.check()
+
+
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_failure_of_the_system_costs_more_than_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    system = System()
+    _use(system, monkeypatch)
+    _lived(tmp_path / "whole")
+    assert set(system.called) == CALLS
+    for failing in range(0, len(system.called), step):
+        path = tmp_path / str(failing)
+        _use(System(failing, ERRORS[failing % len(ERRORS)]), monkeypatch)
+        _lived(path)
+        _use(System(), monkeypatch)
+        wrong = [name for name, _, wrong in verify(path) if wrong] if (path / "store.json").exists() else []
+        assert len(wrong) <= 1, failing  # the one that was damaged on purpose
+        with opened(path) as store:
+            resumed(store, range(6))
+            put_all(store, chain(range(6)))
+            assert resumed(store, range(6)) == 6, failing
+            store.check()
+
+
+@pytest.mark.parametrize("name", ["ENOSPC", "EROFS"])
+def test_a_disk_that_fails_stops_the_writing_and_says_so_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    with opened(path) as store:
+        put_all(store, chain(range(8)))
+        may_fail, tried = threading.Event(), list[object]()
+
+        def write(*given: object) -> int:
+            tried.append(given)
+            assert may_fail.wait(60)
+            raise OSError(getattr(errno, name), "the disk says")
+
+        monkeypatch.setattr(CALLERS[0].os, "write", write)
+        assert all(map(store.put, [*chain(range(100, 104)), *chain(range(200, 208))]))
+        may_fail.set()
+        assert store.flush(60)
+        put_all(store, chain(range(300, 304)))
+        monkeypatch.undo()
+        assert len(tried) == 1
+        assert store.stats.dropped == {"writing has stopped": 4}
+        assert "the disk says" in store.stats.stopped
+        assert not store.accepts(1)
+        assert resumed(store, range(8)) == 8
+    assert len([each for each in caplog.messages if "Nothing more is written" in each]) == 1
+    assert not list(path.glob("tmp-*"))
+
+
+def test_a_folder_that_is_removed_is_a_miss_and_stops_the_writing(path: Path, tmp_path: Path) -> None:
+    with opened(path) as store:
+        put_all(store, chain(range(8)))
+        path.rename(tmp_path / "elsewhere")
+        assert resumed(store, range(8)) == 0
+        put_all(store, chain(range(8)))
+        assert store.stats.stopped
+        assert store.stats.vanished_files > 0
+    assert not path.exists()
+
+
+def test_calls_that_do_a_part_only_are_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sparing(System):
+        def preadv(self, handle: int, buffers: list[memoryview], offset: int) -> int:
+            return os.preadv(handle, [buffers[0][:100]], offset)
+
+        def write(self, handle: int, data: memoryview) -> int:
+            return os.write(handle, memoryview(data).cast("B")[:7])
+
+    _use(Sparing(), monkeypatch)
+    stored(path, *chain(range(8)))
+    with opened(path) as store:
+        assert resumed(store, range(8)) == 8
+        assert store.stats.damaged_files == 0
+
+
+# Processes that share a folder, and processes that die while they write into it
+
+
+def _started(what: str, path: Path, count: int, seed: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "tests.stores.apart", what, str(path), str(count), str(seed)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("wanted", [6, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_writer_that_is_killed_leaves_nothing_wrong(path: Path, wanted: int) -> None:
+    output, errors = (process := _started("kills", path, wanted, 1)).communicate(timeout=280)
+    assert process.returncode == 0, errors
+    died = [int(word.partition("=")[2]) for word in output.split()]
+    assert sum(died) == wanted
+    assert min(died) > wanted // 10 or wanted < 40, died
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_folder_and_some_of_them_die(path: Path) -> None:
+    codes = []
+    for turn in range(4):
+        pair = [_started("share", path, 40, 2 * turn + number) for number in range(2)]
+        for process in pair:
+            _, errors = process.communicate(timeout=280)
+            assert process.returncode in (0, -signal.SIGKILL), errors
+            codes.append(process.returncode)
+    assert set(codes) == {0, -signal.SIGKILL}
+    with opened(path, BUDGET_BYTES) as store:
+        assert [found for found in verify(path) if found[2]] == []
+        assert sum(each.nbytes for each in scan(path)) == store.stats.stored_bytes <= BUDGET_BYTES
+        assert sum(resumed(store, tokens) for tokens in SEQUENCES) > 0
+        assert not list(path.glob("tmp-*"))

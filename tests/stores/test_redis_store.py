@@ -1,12 +1,14 @@
-"""Redis gives back what was put, to every process that asks it with the same tokens, and to nobody else."""
+"""A server: what a prompt finds by its tokens, whose it is, and that no failure of it costs more than its limit."""
 
 # ruff: noqa: F811
 
 from __future__ import annotations
 
-import random
+import logging
+import socket
 import threading
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +21,11 @@ from radixcache import RedisStore, StoreError
 from radixcache.stores import redis_store
 from radixcache.stores.block import Identity
 from radixcache.stores.codec import encoded
+from radixcache.stores.redis_calls import MAX_PAUSE_S, SLOWEST_BYTES_PER_S, Breaker
 from radixcache.stores.redis_store import Names
 from tests.stores.made import MODEL, chain, checkpoint, is_right, matched, put_all, resumed
-from tests.stores.redis_server import Server, server, shared_server, store_at  # noqa: F401
+from tests.stores.proxy import Proxy
+from tests.stores.redis_server import Clock, Server, own_server, program_named, redis, store_at  # noqa: F401
 
 SECRET = b"0123456789abcdef"
 
@@ -32,13 +36,13 @@ def small_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_store, "MARK_TOKENS", 1)
 
 
-def stored(server: Server, *blocks: Any, **options: Any) -> None:
-    with store_at(server.url, **options) as store:
+def stored(redis: Server, *blocks: Any, **options: Any) -> None:
+    with store_at(redis.url, **options) as store:
         put_all(store, blocks)
 
 
-def names_in(server: Server) -> list[bytes]:
-    found: list[bytes] = server.client.keys("*")
+def names_in(redis: Server) -> list[bytes]:
+    found: list[bytes] = redis.client.keys("*")
     return found
 
 
@@ -46,92 +50,22 @@ def place_of(block: Any, secret: bytes | None = None) -> bytes:
     return Names(secret).of_block(block.head.key)
 
 
-def test_another_process_finds_what_was_stored_token_for_token(server: Server) -> None:
-    stored(server, *chain(range(10)), *chain(range(300, 303)))
-    with store_at(server.url) as store:
-        assert resumed(store, [*range(9), 77]) == 9
-        assert resumed(store, [300, 301, 302, 303]) == 3
-        assert resumed(store, [99]) == 0
-        assert resumed(store, []) == 0
-        assert matched(store, range(10), namespace="another") == []
-        assert store.stats.read_files == 4
-        assert store.stats.failed_calls == {}
-        store.check()
-
-
-def test_a_checkpoint_comes_back_beside_its_block(server: Server) -> None:
-    blocks = chain(range(8))
-    stored(server, *blocks, checkpoint(blocks[0]))
-    with store_at(server.url) as store:
-        links = matched(store, range(8), at_checkpoints=True)
-        assert [link.has_checkpoint for link in links] == [True]
-        (found,) = store.read([(links[0].key, "checkpoint")])
-        assert found is not None
-        assert (found.head.kind, is_right(found)) == ("checkpoint", True)
-
-
-def test_what_is_there_is_not_written_again(server: Server) -> None:
-    blocks = [*chain(range(8)), *chain([*range(4), 9, 9])]
-    stored(server, *blocks)
-    with store_at(server.url) as store:
-        put_all(store, blocks)
-        assert store.stats.written_files == 0
-        assert store.stats.dropped == {"it is there": 3}
-    assert len(server.client.keys("radixcache1:b:*")) == 3  # of the four blocks two are the same
-
-
-def test_what_one_process_writes_another_one_goes_on_from(server: Server) -> None:
-    with store_at(server.url) as one, store_at(server.url) as other:
-        put_all(one, chain(range(8)))
-        assert resumed(other, range(8)) == 8
-        put_all(other, chain([*range(8), 50, 51]))
-        assert resumed(one, [*range(8), 50, 51]) == 10
-        server.client.flushall()
-        assert resumed(one, range(8)) == 0
-        assert not one.holds(chain(range(8))[0].head.key)
-        put_all(one, chain(range(8)))
-        assert resumed(other, range(8)) == 8
-
-
-def test_what_nothing_leads_to_is_not_written(server: Server) -> None:
+def test_what_nothing_leads_to_is_not_written(redis: Server) -> None:
     blocks = chain(range(12))
-    with store_at(server.url) as store:
+    with store_at(redis.url) as store:
         put_all(store, [blocks[1], checkpoint(blocks[0])])
         put_all(store, blocks[:2])
-        server.client.delete(place_of(blocks[1]))
+        redis.client.delete(place_of(blocks[1]))
         put_all(store, [blocks[2]])
         assert store.stats.dropped == {"what comes before it is not stored": 3}
-    assert len(server.client.keys("radixcache1:b:*")) == 1
+    assert len(redis.client.keys("radixcache1:b:*")) == 1
 
 
-def test_what_is_evicted_in_between_is_the_end_of_what_is_found_until_it_is_written_again(server: Server) -> None:
-    blocks = chain(range(12))
-    stored(server, *blocks)
-    server.client.delete(place_of(blocks[1]))
-    with store_at(server.url) as store:
-        assert resumed(store, range(12)) == 4
-        put_all(store, blocks)
-        assert resumed(store, range(12)) == 12
-
-
-def test_a_value_that_goes_before_it_is_read_is_a_miss_and_counted(server: Server) -> None:
-    blocks = chain(range(8))
-    with store_at(server.url) as store:
-        put_all(store, blocks)
-        links = matched(store, range(8))
-        server.client.delete(place_of(blocks[1]))
-        first, second = store.read([(link.key, "block") for link in links])
-        assert first is not None
-        assert second is None
-        assert store.stats.vanished_files == 1
-        assert not store.holds(blocks[1].head.key)
-
-
-def test_a_value_beyond_the_limit_is_neither_written_nor_read(server: Server) -> None:
+def test_a_value_beyond_the_limit_is_neither_written_nor_read(redis: Server) -> None:
     small, large = chain(range(4))[0], chain(range(100, 600), step=500)[0]
-    stored(server, small, large)
+    stored(redis, small, large)
     nbytes = sum(memoryview(part).nbytes for part in encoded(large))
-    with store_at(server.url, max_value_mib=(nbytes - 1) / (1 << 20)) as store:
+    with store_at(redis.url, max_value_mib=(nbytes - 1) / (1 << 20)) as store:
         assert not store.accepts(nbytes)
         assert (resumed(store, range(4)), resumed(store, range(100, 600))) == (4, 0)
         assert store.stats.failed_calls == {"too large": 1}
@@ -139,57 +73,31 @@ def test_a_value_beyond_the_limit_is_neither_written_nor_read(server: Server) ->
         assert store.stats.dropped == {"it is larger than max_value_mib": 1}
 
 
-def test_a_full_queue_drops_and_nobody_waits(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = chain(range(12))
-    may_write, write = threading.Event(), RedisStore._write
-    monkeypatch.setattr(RedisStore, "_write", lambda *its: may_write.wait(60) and write(*its))
-    with store_at(server.url, queue_bytes=blocks[0].nbytes + 1) as store:
-        assert [store.put(block) for block in (blocks[0], blocks[0], blocks[1])] == [True, False, False]
-        assert store.holds(blocks[0].head.key)
-        assert store.file_bytes(blocks[0].head.key) == 0
-        assert not store.accepts(blocks[1].nbytes)
-        assert not store.flush(0.0)
-        may_write.set()
-        assert store.flush(60)
-        assert store.stats.dropped == {"the queue is full": 1}
-    assert not store.put(blocks[1])
-    assert resumed(store, range(4)) == 4
-
-
-def test_use_keeps_a_chain_from_expiring_with_its_landmarks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored(server, *chain(range(8)), ttl_s=1000)
-    assert all(990 <= server.client.ttl(key) <= 1000 for key in names_in(server))
-    for key in names_in(server):
-        server.client.expire(key, 500)
-    with store_at(server.url, ttl_s=1000) as store:
+def test_use_keeps_a_chain_from_expiring_with_its_landmarks(redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(redis, *chain(range(8)), ttl_s=1000)
+    assert all(990 <= redis.client.ttl(key) <= 1000 for key in names_in(redis))
+    for key in names_in(redis):
+        redis.client.expire(key, 500)
+    with store_at(redis.url, ttl_s=1000) as store:
         assert matched(store, range(8))
-        assert all(990 <= server.client.ttl(key) <= 1000 for key in names_in(server))
-        for key in names_in(server):
-            server.client.expire(key, 900)
+        assert all(990 <= redis.client.ttl(key) <= 1000 for key in names_in(redis))
+        for key in names_in(redis):
+            redis.client.expire(key, 900)
         assert matched(store, range(8))  # so soon it is not said again
-        assert all(server.client.ttl(key) <= 900 for key in names_in(server))
+        assert all(redis.client.ttl(key) <= 900 for key in names_in(redis))
         later_ns = time.time_ns() + 251 * 10**9
         monkeypatch.setattr(redis_store, "time", SimpleNamespace(time_ns=lambda: later_ns, monotonic=time.monotonic))
         assert matched(store, range(8))
-        assert all(990 <= server.client.ttl(key) <= 1000 for key in names_in(server))
-    stored(server, *chain(range(100, 108)), ttl_s=None)
-    assert {server.client.ttl(place_of(block)) for block in chain(range(100, 108))} == {-1}
-
-
-def test_state_that_was_found_wrong_is_removed_for_all(server: Server) -> None:
-    blocks = chain(range(8))
-    with store_at(server.url) as one, store_at(server.url) as other:
-        put_all(one, blocks)
-        assert resumed(other, range(8)) == 8
-        other.remove([blocks[1].head.key])
-        assert (resumed(one, range(8)), resumed(other, range(8))) == (4, 4)
+        assert all(990 <= redis.client.ttl(key) <= 1000 for key in names_in(redis))
+    stored(redis, *chain(range(100, 108)), ttl_s=None)
+    assert {redis.client.ttl(place_of(block)) for block in chain(range(100, 108))} == {-1}
 
 
 def test_what_a_process_knows_is_bounded_and_the_rest_is_asked_for(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    redis: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_store, "KNOWN_BLOCKS", 3)
-    with store_at(server.url) as store:
+    with store_at(redis.url) as store:
         for first in range(0, 300, 100):
             put_all(store, chain(range(first, first + 8)))
             store.check()
@@ -198,13 +106,13 @@ def test_what_a_process_knows_is_bounded_and_the_rest_is_asked_for(
 
 
 def test_a_long_prompt_takes_three_round_trips_and_one_once_it_is_known(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    redis: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_store, "MARK_TOKENS", 64)
     # Turns of a conversation: many short blocks, none of which ends where a prompt could guess it.
     prompt = list(range(3000))
-    stored(server, *chain(prompt, step=37))
-    with store_at(server.url) as store:
+    stored(redis, *chain(prompt, step=37))
+    with store_at(redis.url) as store:
         asked, ask = list[object](), store._calls.ask
         monkeypatch.setattr(store._calls, "ask", lambda its, nbytes=0: asked.append(its) or ask(its, nbytes))
         assert matched(store, [*prompt, 5])[-1].end == 3000
@@ -214,9 +122,9 @@ def test_a_long_prompt_takes_three_round_trips_and_one_once_it_is_known(
         assert len(list(store.read([(link.key, "block") for link in matched(store, prompt)]))) == 82
 
 
-def test_blocks_are_read_in_batches_and_in_order(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored(server, *chain(range(40)))
-    with store_at(server.url) as store:
+def test_blocks_are_read_in_batches_and_in_order(redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(redis, *chain(range(40)))
+    with store_at(redis.url) as store:
         links = matched(store, range(40))
         nbytes = links[0].block_bytes
         for batch_bytes in (1, 2 * nbytes, 3 * nbytes - 1, 100 * nbytes):
@@ -230,9 +138,9 @@ def test_blocks_are_read_in_batches_and_in_order(server: Server, monkeypatch: py
 # Whose it is
 
 
-def test_nothing_crosses_namespaces_models_or_grids(server: Server) -> None:
-    stored(server, *chain(range(8), namespace="a"), *chain(range(8), grid=16, identity=Identity(b"exact")))
-    with store_at(server.url) as store:
+def test_nothing_crosses_namespaces_models_or_grids(redis: Server) -> None:
+    stored(redis, *chain(range(8), namespace="a"), *chain(range(8), grid=16, identity=Identity(b"exact")))
+    with store_at(redis.url) as store:
         keys = np.arange(8)
         assert store.match(MODEL, "a", keys)[-1].end == 8
         for identity, namespace, grid in (
@@ -243,102 +151,78 @@ def test_nothing_crosses_namespaces_models_or_grids(server: Server) -> None:
         assert store.match(Identity(b"exact"), "", keys, grid=16)[-1].end == 8
 
 
-def test_names_have_no_text_in_them_and_with_a_secret_are_nothing_that_tokens_tell(server: Server) -> None:
+def test_names_have_no_text_in_them_and_with_a_secret_are_nothing_that_tokens_tell(redis: Server) -> None:
     words = np.frombuffer(b"patient has been diagnosed with!" * 8, "<i8").tolist()
     block = chain(words, step=32, namespace="tenant of a name")[0]
     for secret in (None, SECRET):
-        server.client.flushall()
-        stored(server, block, secret=secret)
-        names = names_in(server)
-        names += [value for each in names if each[12:13] == b"m" for value in [server.client.get(each)]]
+        redis.client.flushall()
+        stored(redis, block, secret=secret)
+        names = names_in(redis)
+        names += [value for each in names if each[12:13] == b"m" for value in [redis.client.get(each)]]
         assert len(set(names)) == 1 + 32
         text = b"".join(names)
         assert all(each not in text for each in (b"patient", b"tenant", words[0].to_bytes(8, "little")))
         is_told = block.head.key.hex().encode() in text
         assert is_told == (secret is None)
-    with store_at(server.url, secret=SECRET) as store:
+    with store_at(redis.url, secret=SECRET) as store:
         assert store.match(MODEL, "tenant of a name", np.array(words))[-1].end == 32
     for secret in (None, SECRET[::-1]):
-        with store_at(server.url, secret=secret) as store:
+        with store_at(redis.url, secret=secret) as store:
             assert store.match(MODEL, "tenant of a name", np.array(words)) == []
     with pytest.raises(ValueError, match="secret has 5 bytes"):
-        store_at(server.url, secret=b"short")
+        store_at(redis.url, secret=b"short")
 
 
 # What is not ours, or not as it was
 
 
-DAMAGE = {
-    "flipped": lambda data: data[:-40] + bytes([data[-40] ^ 1]) + data[-39:],
-    "truncated": lambda data: data[:-1],
-    "foreign": lambda data: b"GIF89a" * 99,
-    "another's": lambda data: b"".join(map(bytes, encoded(chain(range(50, 54))[0]))),
-}
-
-
-@pytest.mark.parametrize("secret", [None, SECRET], ids=["unkeyed", "keyed"])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_value_is_a_miss_and_removed_and_counted(server: Server, damage: str, secret: bytes | None) -> None:
-    blocks = chain(range(8))
-    stored(server, *blocks, secret=secret)
-    place = place_of(blocks[1], secret)
-    server.client.hset(place, "block", DAMAGE[damage](server.client.hget(place, "block")))
-    with store_at(server.url, secret=secret) as store:
-        assert [resumed(store, range(8)) for _ in range(2)] == [4, 4]
-        assert store.stats.damaged_files == 1
-        put_all(store, blocks)
-        assert resumed(store, range(8)) == 8
-        server.client.hset(place, "block", b"")
-        assert resumed(store, range(8)) == 4
-
-
 @pytest.mark.parametrize("field", ["way", "tokens"])
 # Named by length: a running test's name is in the environment, and so in that of a server that is started for it.
 @pytest.mark.parametrize("value", [b"", b"x", b"\0\0", bytes(8), b"\xff" * 64, bytes(1 << 16)], ids=len)
-def test_a_way_that_is_wrong_is_a_miss(server: Server, field: str, value: bytes) -> None:
+def test_a_way_that_is_wrong_is_a_miss(redis: Server, field: str, value: bytes) -> None:
     blocks = chain(range(8))
-    stored(server, *blocks)
+    stored(redis, *blocks)
     for block in blocks:
-        server.client.hset(place_of(block), field, value)
-    with store_at(server.url) as store:
+        redis.client.hset(place_of(block), field, value)
+    with store_at(redis.url) as store:
         assert resumed(store, range(8)) in (0, 4)
         put_all(store, blocks)
         assert resumed(store, range(8)) == 8  # who has written it knows it without asking for ways
 
 
-def test_keys_of_somebody_else_are_left_alone(server: Server) -> None:
+def test_keys_of_somebody_else_are_left_alone(redis: Server) -> None:
     blocks = chain(range(8))
-    stored(server, *blocks)
-    marks = server.client.keys("radixcache1:m:*")
+    stored(redis, *blocks)
+    marks = redis.client.keys("radixcache1:m:*")
     for key, plant in zip(marks, [b"radixcache1:b:nowhere", place_of(blocks[0]), b"mine", b"", b"\xff"], strict=False):
-        server.client.set(key, plant)
-    server.client.lpush("mine", b"thesis")
-    server.client.delete(place_of(blocks[1]))
-    server.client.set(place_of(blocks[1]), b"thesis")
-    with store_at(server.url) as store:
+        redis.client.set(key, plant)
+    redis.client.lpush("mine", b"thesis")
+    redis.client.delete(place_of(blocks[1]))
+    redis.client.set(place_of(blocks[1]), b"thesis")
+    with store_at(redis.url) as store:
         assert resumed(store, range(8)) in (0, 4)
         put_all(store, blocks)
         assert store.stats.dropped["the server refuses it"] == 1
         assert store.stats.failed_calls["refused"] > 0
         assert not store.stats.stopped
-    assert server.client.get(place_of(blocks[1])) == b"thesis"
-    assert server.client.lrange("mine", 0, -1) == [b"thesis"]
+    assert redis.client.get(place_of(blocks[1])) == b"thesis"
+    assert redis.client.lrange("mine", 0, -1) == [b"thesis"]
 
 
 def test_what_the_server_has_no_room_for_is_dropped_and_what_it_evicts_is_a_miss(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    redis: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_store, "MARK_TOKENS", 64)
     blocks = [chain(range(first, first + 500), step=500)[0] for first in range(0, 100_000, 1000)]
     nbytes = sum(block.nbytes for block in blocks)
-    usual = server.client.config_get("maxmemory*")
+    usual = redis.client.config_get("maxmemory*")
     try:
-        with store_at(server.url) as store:
-            server.client.config_set("maxmemory", server.client.info("memory")["used_memory"] + nbytes // 2)
-            server.client.config_set("maxmemory-policy", "noeviction")
+        with store_at(redis.url) as store:
+            redis.client.config_set("maxmemory", redis.client.info("memory")["used_memory"] + nbytes // 2)
+            redis.client.config_set("maxmemory-policy", "noeviction")
             put_all(store, blocks)
             assert 0 < store.stats.dropped["the server refuses it"] < len(blocks)
-            server.client.config_set("maxmemory-policy", "allkeys-lru")
+            redis.client.config_set("maxmemory-policy", "allkeys-lru")
             put_all(store, blocks)
             put_all(store, blocks[-1:])
             found = [resumed(store, range(first, first + 500)) for first in range(0, 100_000, 1000)]
@@ -348,43 +232,7 @@ def test_what_the_server_has_no_room_for_is_dropped_and_what_it_evicts_is_a_miss
             store.check()
     finally:
         for name, value in usual.items():
-            server.client.config_set(name, value)
-
-
-SEQUENCES = [[first] * 6 + list(range(end)) for first in range(3) for end in (3, 7, 12)]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_whatever_several_processes_and_an_evicting_server_do_no_answer_is_wrong(server: Server, seed: int) -> None:
-    chance = random.Random(seed)
-    stores = [store_at(server.url) for _ in range(3)]
-    for _ in range(60):
-        store, tokens = chance.choice(stores), chance.choice(SEQUENCES)
-        do = chance.randrange(10)
-        if do < 4:
-            put_all(store, (each for block in chain(tokens) for each in (block, checkpoint(block))[: 1 + do % 2]))
-        elif do < 8:
-            assert resumed(store, tokens) in range(len(tokens) + 1)
-        else:
-            for key in chance.sample(names_in(server), min(3, server.client.dbsize())):
-                server.client.delete(key)
-        store.check()
-    for tokens in SEQUENCES:
-        for _ in range(3):  # only by asking and reading it finds out what has gone
-            resumed(stores[0], tokens)
-            put_all(stores[0], chain(tokens))
-        assert resumed(stores[0], tokens) == len(tokens)
-    assert all(not each.stats.damaged_files and each.close() for each in stores)
-
-
-# Arguments
-
-
-def test_arguments_out_of_range_are_refused() -> None:
-    wrong: list[dict[str, Any]] = [{"ttl_s": 0}, {"max_value_mib": 0}, {"timeout_s": 0}, {"queue_bytes": 0}]
-    for options in [*wrong, {"write_on": "never"}, {"secret": bytes(65)}]:
-        with pytest.raises(ValueError, match="wanted"):
-            RedisStore("unix:///nowhere", **options)
+            redis.client.config_set(name, value)
 
 
 URLS = ["http://me:geheim@host", "redis://me:geheim@host:port", "redis://me:geheim@host?nonsense=geheim", "geheim", ""]
@@ -404,3 +252,280 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.Monke
         monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(StoreError, match=r"pip install 'radixcache\[redis\]'"):
         RedisStore("redis://host")
+
+
+# Calls
+
+#: Far beyond any limit of these tests: a busy machine takes its time, and what has no limit takes forever.
+LONG_S = 60.0
+
+
+@pytest.fixture
+def proxy(redis: Server) -> Iterator[Proxy]:
+    proxy = Proxy(redis.socket)
+    yield proxy
+    proxy.close()
+
+
+def connected(proxy: Proxy, connections: int) -> bool:
+    """Whether so many connections were made, and no more; the thread that counts them may be behind."""
+    ends_s = time.monotonic() + LONG_S
+    while proxy.connections < connections and time.monotonic() < ends_s:
+        time.sleep(0.01)
+    return proxy.connections == connections
+
+
+def tried(store: RedisStore) -> None:
+    """Wait for the trial that is on."""
+    assert store._calls.trial is not None
+    store._calls.trial.result(LONG_S)
+
+
+def test_a_port_that_accepts_and_never_answers_costs_one_limit_and_then_nothing(proxy: Proxy) -> None:
+    proxy.is_silent = True
+    clock, began = Clock(), time.monotonic()
+    with store_at(proxy.url, timeout_s=0.2, clock=clock) as store:
+        assert matched(store, range(8)) == []
+        assert store.stats.failed_calls == {"timed out": 1}
+        assert store.stats.stopped == "the server does not answer"
+        assert not store.accepts(1)
+        for _ in range(500):
+            assert resumed(store, range(8)) == 0
+            assert not store.put(chain(range(4))[0])
+        assert store.stats.failed_calls == {"timed out": 1, "not asked": 500}
+        assert store.stats.dropped == {"the server does not answer": 500}
+        assert connected(proxy, 1)
+        for pause_s, connections in ((1.0, 2), (2.0, 3), (4.0, 4)):
+            clock.now_s += pause_s
+            assert [matched(store, range(8)) for _ in range(9)] == [[]] * 9  # one of these has the server tried
+            tried(store)
+            assert connected(proxy, connections)
+    assert time.monotonic() - began < LONG_S
+
+
+def test_a_server_that_drips_is_cut_off_at_the_limit() -> None:
+    listening, is_over = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+    def drip() -> None:
+        client, _ = listening.accept()
+        try:
+            client.sendall(b"$99999999\r\n")
+            while not is_over.wait(0.02):
+                client.sendall(b"x")
+        except OSError:
+            is_over.set()
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    began = time.monotonic()
+    with store_at(f"redis://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.3) as store:
+        assert matched(store, range(8)) == []
+        assert store.stats.failed_calls == {"timed out": 1}
+    assert is_over.wait(LONG_S)  # its connection is gone
+    assert time.monotonic() - began < LONG_S
+    dripping.join()
+    listening.close()
+
+
+def test_a_server_that_is_killed_is_a_miss_and_found_again_once_it_is_back(
+    own_server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    caplog.set_level(logging.INFO)
+    with store_at(own_server.url, clock=clock) as store:
+        put_all(store, chain(range(8)))
+        links = matched(store, range(8))
+        own_server.kill()
+        assert list(store.read([(link.key, "block") for link in links])) == [None, None]
+        assert matched(store, range(8)) == []
+        assert store.stats.failed_calls["not reached"] == 1
+        clock.now_s += 1.0
+        assert matched(store, range(8)) == []
+        tried(store)
+        own_server.start()
+        clock.now_s += 2.0
+        assert matched(store, range(8)) == []
+        tried(store)
+        assert resumed(store, range(8)) == 0  # what it had is gone
+        put_all(store, chain(range(8)))
+        assert resumed(store, range(8)) == 8
+        assert store.stats.stopped == ""
+    assert [each.split(".")[0] for each in caplog.messages] == [
+        "Redis: not reached", "Redis answers again",
+    ]  # fmt: skip
+
+
+def test_a_server_that_comes_later_is_no_error(own_server: Server) -> None:
+    own_server.kill()
+    clock = Clock()
+    with store_at(own_server.url, clock=clock) as store:
+        assert matched(store, range(8)) == []
+        own_server.start()
+        clock.now_s += 1.0
+        matched(store, range(8))
+        tried(store)
+        put_all(store, chain(range(8)))
+        assert resumed(store, range(8)) == 8
+
+
+def test_a_reply_that_is_cut_anywhere_is_a_miss(proxy: Proxy, redis: Server) -> None:
+    blocks = chain(range(8))
+    with store_at(redis.url) as store:
+        put_all(store, blocks)
+        links = matched(store, range(8))
+    for cut_after in (0, 1, 30, 60, 100, 300, 1000, 1300):
+        proxy.cut_after, clock = cut_after, Clock()
+        with store_at(proxy.url, clock=clock) as store:
+            for _ in range(3):
+                assert resumed(store, range(8)) in (0, 4, 8)
+                clock.now_s += 100
+                if store._calls.trial is not None:
+                    tried(store)
+            put_all(store, chain([*range(8), 1]))
+            assert store.stats.damaged_files == 0
+            store.check()
+    with store_at(redis.url) as store:
+        assert [link[:4] for link in matched(store, range(8))] == [link[:4] for link in links]
+        assert resumed(store, range(8)) == 8
+
+
+def test_reading_has_a_limit_by_its_bytes(proxy: Proxy, redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store_at(redis.url) as store:
+        put_all(store, chain(range(512), step=512))
+    with store_at(proxy.url) as store:
+        assert store._calls.limit_s(SLOWEST_BYTES_PER_S) == 61.0
+        links = matched(store, range(512))
+        assert links
+        proxy.bytes_per_s = 1.0  # hours for all of it
+        monkeypatch.setattr(store._calls, "_timeout_s", 0.2)
+        began = time.monotonic()
+        assert list(store.read([(link.key, "block") for link in links])) == [None]
+        assert time.monotonic() - began < LONG_S
+        assert store.stats.failed_calls == {"timed out": 1}
+
+
+def test_writing_has_a_limit_too_and_nobody_waits_for_it(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy.is_silent = True
+    blocks = chain(range(8))
+    with store_at(proxy.url, timeout_s=0.2, clock=Clock()) as store:
+        assert [store.put(block) for block in blocks] == [True, True]
+        assert store.flush(LONG_S)
+        dropped = store.stats.dropped
+        assert dropped["the server does not answer"] >= 1
+        assert sum(dropped.values()) == 2
+        assert not store.holds(blocks[0].head.key)
+
+
+# User, password and TLS
+
+PASSWORD = "geheim-und-lang"
+
+
+def test_a_password_is_used_and_never_shown(caplog: pytest.LogCaptureFixture) -> None:
+    redis = Server(program_named("redis-server"))
+    redis.client.config_set("requirepass", PASSWORD)
+    caplog.set_level(logging.DEBUG)
+    try:
+        shown = []
+        for password, found in ((PASSWORD, 8), (PASSWORD[::-1], 0), ("", 0)):
+            with store_at(f"unix://:{password}@{redis.socket}") as store:
+                put_all(store, chain(range(8)))
+                assert resumed(store, range(8)) == found
+                kinds = set(store.stats.failed_calls) - {"not asked"}
+                assert kinds == (set() if found else {"not allowed"})
+                shown += [repr(store), str(store.stats), repr(store._calls)]
+        shown += caplog.messages
+        text = "\n".join(shown)
+        assert "not allowed" in text
+        assert all(each not in text for each in (PASSWORD, PASSWORD[::-1], str(redis.socket)))
+    finally:
+        redis.end()
+
+
+def test_an_error_of_the_network_shows_no_address(caplog: pytest.LogCaptureFixture) -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    listening.close()
+    with store_at(f"redis://me:{PASSWORD}@127.0.0.1:{port}") as store:
+        assert matched(store, range(4)) == []
+        shown = "\n".join([repr(store), str(store.stats), *caplog.messages])
+    assert "not reached" in shown
+    assert all(each not in shown for each in (PASSWORD, "127.0.0.1", str(port)))
+
+
+def test_rediss_speaks_tls_from_the_first_byte() -> None:
+    listening, got = socket.create_server(("127.0.0.1", 0)), list[bytes]()
+
+    def answer() -> None:
+        client, _ = listening.accept()
+        got.append(client.recv(1 << 16))
+        client.close()
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    with store_at(f"rediss://me:{PASSWORD}@127.0.0.1:{listening.getsockname()[1]}") as store:
+        assert matched(store, range(4)) == []
+        assert store.stats.failed_calls["not reached"] == 1
+    answering.join(LONG_S)
+    listening.close()
+    assert got[0][:2] == b"\x16\x03"  # a handshake
+    assert PASSWORD.encode() not in got[0]
+
+
+def test_a_url_may_name_the_limit_and_cannot_switch_off_what_the_store_needs(redis: Server) -> None:
+    with store_at(f"{redis.url}?decode_responses=true&socket_timeout=90&socket_connect_timeout=1e9") as store:
+        put_all(store, chain(range(8)))
+        assert resumed(store, range(8)) == 8
+        connection: Any = store._calls._client.connection_pool.make_connection()
+        assert (connection.socket_timeout, connection.socket_connect_timeout) == (90.0, 90.0)
+        assert store._calls.limit_s(0) == 90.0
+    for none in ("0", "-1", "inf", "nan"):
+        with pytest.raises(ValueError, match="wanted redis://"):
+            store_at(f"{redis.url}?socket_timeout={none}")
+
+
+# The breaker
+
+
+def test_one_at_a_time_tries_a_server_and_only_once_its_pause_is_over() -> None:
+    clock = Clock()
+    breaker = Breaker(clock)
+    assert not breaker.is_open
+    assert not breaker.may_try()
+    assert breaker.failed()
+    assert breaker.is_open
+    clock.now_s += 0.9
+    assert not breaker.may_try()
+    clock.now_s += 0.1
+    assert breaker.may_try()
+    assert not breaker.may_try()
+    breaker.recovered()
+    assert not breaker.is_open
+    assert not breaker.may_try()
+
+
+def test_pauses_double_up_to_a_minute_and_begin_anew_once_the_server_was_well_for_as_long() -> None:
+    clock = Clock()
+    breaker = Breaker(clock)
+    breaker.failed()
+    pauses = []
+    for _ in range(8):
+        pauses.append(breaker.pause_s)
+        clock.now_s += breaker.pause_s
+        assert breaker.may_try()
+        breaker.failed()
+        assert breaker.is_open
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    for well_s, pause_s in ((MAX_PAUSE_S, MAX_PAUSE_S), (MAX_PAUSE_S + 1, 1.0)):
+        clock.now_s += MAX_PAUSE_S
+        assert breaker.may_try()
+        breaker.recovered()
+        clock.now_s += well_s
+        assert breaker.failed()
+        assert breaker.pause_s == pause_s
+
+
+def test_several_calls_that_fail_together_are_one_failure() -> None:
+    breaker = Breaker(Clock())
+    assert [breaker.failed() for _ in range(3)] == [True, False, False]
+    assert breaker.pause_s == 1.0

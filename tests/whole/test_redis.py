@@ -27,7 +27,7 @@ from tests import inside
 from tests.prompts import tokens
 from tests.restarts import cold, conversation, is_close, reading, serve  # noqa: F401
 from tests.stores.proxy import Proxy
-from tests.stores.redis_server import Clock, Server, own_server, program_named, redis, redis_of_file, store_at  # noqa: F401
+from tests.stores.redis_server import Clock, Server, own_server, program_named, redis, store_at  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Of a process: it loads MLX, and makes a model, on a busy machine.

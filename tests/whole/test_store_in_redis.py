@@ -11,7 +11,7 @@ import pytest
 
 from radixcache import RedisStore
 from tests.restarts import reading  # noqa: F401
-from tests.stores.redis_server import Server, redis, redis_of_file, store_at  # noqa: F401
+from tests.stores.redis_server import Server, redis, store_at  # noqa: F401
 from tests.whole.test_store import (  # noqa: F401
     FAST,
     restarts_cost_no_cached_token,
