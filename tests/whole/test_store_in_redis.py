@@ -13,8 +13,6 @@ from radixcache import RedisStore
 from tests.restarts import reading  # noqa: F401
 from tests.stores.redis_server import Server, redis, store_at  # noqa: F401
 from tests.whole.test_store import (  # noqa: F401
-    FAST,
-    restarts_cost_no_cached_token,
     test_a_checkpoint_in_front_of_the_one_that_was_brought_is_found_too,
     test_a_session_that_the_garbage_collector_closes_is_stored,
     test_a_store_whose_calls_fail_changes_no_answer,
@@ -42,11 +40,3 @@ def opened(redis: Server) -> Iterator[Callable[..., RedisStore]]:
     yield open_store
     for store in stores:
         store.close()
-
-
-# On its way to any store state is written by the same code: one of each kind is enough here.
-@pytest.mark.parametrize(("kind", "kv_bits"), FAST)
-def test_a_restart_before_each_turn_costs_no_cached_token(
-    opened: Callable[..., RedisStore], kind: str, kv_bits: int | None
-) -> None:
-    restarts_cost_no_cached_token(opened, kind, kv_bits)
