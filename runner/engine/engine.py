@@ -51,7 +51,7 @@ from radixcache.errors import ShiftError
 from radixcache.generate import RELEASE_INTERVAL_TOKENS
 from radixcache.groups.batch import LostStateError
 from runner.engine.replies import Piece
-from runner.engine.sequence import ContextError, ContextWindow, Sampled, Ticket, TokenSequence, next_tokens, sample_each
+from runner.engine.sequence import ContextError, ContextWindow, Ticket, TokenSequence, next_tokens, sample_each
 
 # Tokens of a chunk: a second or less of a small model on slow cores, a few hundredths on a GPU. It bounds the pauses of
 # running replies.
@@ -66,17 +66,9 @@ NO_ROOM = (CacheFullError, BudgetFullError)
 
 
 class AdmissionQueue:
-    """The requests of one generator, in order of arrival.
+    """The requests of one generator, in order of arrival; capacity and context are tokens.
 
-    Args:
-        capacity: tokens.
-        max_rows: most requests that run at a time.
-        context: most tokens that a request holds; None: no such bound.
-        step_size: tokens per chunk of prefill.
-
-    Attributes:
-        waiting, running: to read; they change through the methods.
-        is_refused: the group has no room after all; nobody comes in before a running request ends.
+    is_refused: the group has no room after all; nobody comes in before a running request ends.
     """
 
     def __init__(self, capacity: int, max_rows: int, context: int | None, step_size: int) -> None:
@@ -106,8 +98,8 @@ class AdmissionQueue:
 
     def next_chunk(self, prefilling: Sequence[TokenSequence]) -> TokenSequence:
         """Whose prompt the next chunk of prefill goes to."""
-        first = min(prefilling, key=lambda each: each.number)
-        shortest = min(prefilling, key=lambda each: (each.remaining_tokens, each.number))
+        first = min(prefilling, key=lambda each: each.ticket.number)
+        shortest = min(prefilling, key=lambda each: (each.row.prompt_left, each.ticket.number))
         chosen = first if self._first_comes_next else shortest
         self._first_comes_next = chosen is not first
         return chosen
@@ -125,7 +117,7 @@ class AdmissionQueue:
         """A running request waits again, at its old place."""
         self.end(sequence)
         sequence.go_back()
-        insort(self.waiting, sequence, key=lambda each: each.number)
+        insort(self.waiting, sequence, key=lambda each: each.ticket.number)
 
     def end(self, sequence: TokenSequence) -> None:
         self.is_refused = False
@@ -163,18 +155,7 @@ class AdmissionQueue:
 
 
 class Engine:
-    """Moves requests forward.
-
-    Args:
-        new_group: opens a group of the cache.
-        queue: the requests; the caller adds those that wait.
-        window: bound on a conversation, or None.
-        step_size: tokens per chunk of prefill.
-
-    Attributes:
-        ready: pieces to be handed out, in order.
-        group: the cache's group.
-    """
+    """Moves the queue's requests forward. `ready` has the pieces to hand out, in order."""
 
     def __init__(
         self,
@@ -267,22 +248,19 @@ class Engine:
                 self._report(each)
 
     def _prefill(self) -> bool:
-        """Evaluate one chunk: of the prompt whose turn it is, the ends of others, and a part of one more to fill it.
-
-        False: there is none to evaluate.
-        """
+        """Evaluate one chunk: of the prompt whose turn it is, of the ends of others, of one more. False: none."""
         prefilling = [each for each in self._queue.prefilling if not each.is_stepping]
         if not prefilling:
             return False
         chosen, part = [self._queue.next_chunk(prefilling)], []
-        left_tokens = self._step_size - chosen[0].remaining_tokens
-        for sequence in sorted(prefilling, key=lambda each: each.remaining_tokens):
+        left_tokens = self._step_size - chosen[0].row.prompt_left
+        for sequence in sorted(prefilling, key=lambda each: each.row.prompt_left):
             if sequence is chosen[0] or self._queue.waits(sequence, chosen, self.group):
                 continue
-            if sequence.remaining_tokens > left_tokens:
+            if sequence.row.prompt_left > left_tokens:
                 part = [sequence] if left_tokens >= self._step_size // LEAST_PART else []
                 break
-            left_tokens -= sequence.remaining_tokens
+            left_tokens -= sequence.row.prompt_left
             chosen.append(sequence)
         self._prefill_chunks(chosen, self._step_size)
         self._prefill_chunks(part, left_tokens)
@@ -368,22 +346,22 @@ class Engine:
         """Wait for the next token of each of these that run, and hand it out."""
         try:
             running = [each for each in sequences if each in self._queue.running and each.unread]
-            read = [(each, each.unread[0], each.unread[0].token) for each in running]
+            read = [(each, *each.unread[0].read()) for each in running]
         except Exception as error:
             self._lose_all(error)
             return
-        for sequence, sampled, token in read:
+        for sequence, token, logprob, is_wrong in read:
             if sequence in self._queue.running:  # otherwise another one's failure has ended it
-                self._hand_out(sequence, sampled, token)
+                self._hand_out(sequence, token, logprob, is_wrong)
 
-    def _hand_out(self, sequence: TokenSequence, sampled: Sampled, token: int) -> None:
-        if sampled.is_wrong:
+    def _hand_out(self, sequence: TokenSequence, token: int, logprob: float, is_wrong: bool) -> None:
+        if is_wrong:
             sequence.row.distrust_from(sequence.proven_tokens)
             self.fail(sequence, FloatingPointError("the model's logits for this request are not numbers."))
             return
-        sequence.unread.popleft()
+        sampled = sequence.unread.popleft()
         try:
-            piece = sequence.reply.add(token, sampled.logprobs, sequence.ticket.cancelled, sampled.logprob)
+            piece = sequence.reply.add(token, sampled.of.logprobs[sampled.row], sequence.ticket.cancelled, logprob)
         except Exception as error:
             self.fail(sequence, error)
             return
@@ -400,7 +378,7 @@ class Engine:
         """Let the request that came last wait again; raises the error if it is the only one."""
         if len(self._queue.running) == 1:
             raise error
-        sequence = max(self._queue.running, key=lambda each: each.number)
+        sequence = max(self._queue.running, key=lambda each: each.ticket.number)
         while sequence in self._queue.running and sequence.unread:
             self._read([sequence])
         if sequence not in self._queue.running:

@@ -80,8 +80,8 @@ class Completion:
 class Piece(NamedTuple):
     """One token of the reply, with the text it completes; the last piece carries the completion.
 
-    Text of an unfinished character comes with a later piece, and a stop token has no text. The last piece of a
-    cancelled or failed request may have no token. `logprobs` are (V,), float32; `logprob` is the token's own, if known.
+    An unfinished character comes with a later piece, and a stop token has no text. The last piece of a cancelled or
+    failed request may have no token. `logprobs` are (V,), float32; `logprob` is the token's own, if known.
     """
 
     text: str
@@ -95,15 +95,10 @@ class Reply:
     """Makes pieces of the sampled tokens of one request.
 
     Args:
-        tokenizer: mlx-lm's TokenizerWrapper, for its streaming detokenizer and its stop tokens.
-        stop_tokens: ids that end the reply, or a function that is called once with each token, in order, and says
-            whether it does. Default: the tokenizer's.
+        stop_tokens: ids that end the reply, or a function called with each token, in order. Default: the tokenizer's.
         cuts_characters: leave out an unfinished character at the end; else it comes as U+FFFD, as in mlx-lm.
         prompt_tokens: length of the prompt, for the completion.
         arrived_at_s: `time.perf_counter()` when the request arrived. Default: now.
-
-    Attributes:
-        cached_tokens, shifted_tokens, omitted_tokens: for the completion.
 
     Raises:
         ValueError: max_tokens is below 1.
@@ -140,10 +135,7 @@ class Reply:
         self._started_s = time.perf_counter()
 
     def add(self, token: int, logprobs: mx.array, cancelled: Callable[[], bool], logprob: float | None = None) -> Piece:
-        """Take the next token; `cancelled` is called unless it is the last one anyway.
-
-        ValueError: the token is below 0: the sampler went outside the vocabulary.
-        """
+        """Take the next token; `cancelled` is called unless it is the last one. ValueError: the token is below 0."""
         if token < 0:
             raise ValueError(f"the sampler returned an id outside the vocabulary of {logprobs.size} tokens.")
         self.tokens.append(token)
@@ -197,10 +189,7 @@ class Reply:
 
 
 def log_probabilities(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Of logits (N, V): pending log-probabilities (N, V), float32, and their normalizers (N, 1).
-
-    A single logit that is NaN or infinite makes the normalizer not finite.
-    """
+    """Of logits (N, V): pending log-probabilities (N, V), float32, and normalizers (N, 1): not finite if any is."""
     logits = logits.astype(mx.float32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
     return logits - total, total
@@ -213,10 +202,7 @@ def greedy(logprobs: mx.array) -> mx.array:
 def sample(sampler: Sampler | None, logprobs: mx.array) -> mx.array:
     """Let a sampler choose a token (1,) from log-probabilities (1, V), pending. None: the likeliest.
 
-    An id outside the vocabulary becomes -1, which a forward pass survives and `Reply.add` refuses.
-
-    Raises:
-        TypeError: it returned anything but one integer.
+    An id outside the vocabulary becomes -1, which a forward pass survives and `Reply.add` refuses. TypeError: no id.
     """
     if sampler is None:
         return greedy(logprobs)
@@ -237,11 +223,7 @@ def sample(sampler: Sampler | None, logprobs: mx.array) -> mx.array:
 class LiveRun(Protocol):
     """The live caches of one request, and the only way to move them forward. `radixcache.Session` is one.
 
-    Attributes:
-        cached_tokens: how many of the prompt's tokens were restored.
-        matched_tokens: how many of the prompt's first tokens the cache knows.
-        reason: why fewer tokens were restored than matched; None if all were.
-        remaining: the prompt's tokens past `cached_tokens`; never empty.
+    `remaining` are the prompt's tokens past `cached_tokens`, never none. The rest is as for a Session.
     """
 
     @property
@@ -291,7 +273,6 @@ def generate(
         sampler: log-probabilities (1, V) to token (1,); mlx_lm.sample_utils.make_sampler makes them. Default: greedy.
         step_size: tokens per prefill chunk.
         cancelled: called between chunks and between tokens; `threading.Event().is_set` fits.
-        on_progress: called at the start and after each chunk.
 
     Raises:
         ValueError: max_tokens or step_size is below 1, or the sampler returned an id outside the vocabulary.

@@ -55,13 +55,7 @@ class ContextError(ValueError):
 
 @dataclass(frozen=True)
 class Outline:
-    """Which parts of a prompt may be dropped. Offsets are those of the whole prompt.
-
-    Attributes:
-        length: tokens of the prompt.
-        head: tokens that stay at its beginning.
-        ends: rising ends of the messages behind the head; the last one is the end of the question.
-    """
+    """Which parts of a prompt may be dropped: `head` tokens stay; `ends` are those of the messages behind, rising."""
 
     length: int
     head: int
@@ -86,10 +80,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class ContextWindow:
-    """At most `tokens` tokens of a conversation at a time; a cut drops a multiple of `free_share` of them.
-
-    ValueError: fewer than 2 tokens, or a share that is not above 0 and at most 1.
-    """
+    """At most `tokens` tokens of a conversation; a cut drops a multiple of `free_share` of them."""
 
     tokens: int
     free_share: float = FREE_SHARE
@@ -105,14 +96,11 @@ class ContextWindow:
         return max(1, int(self.tokens * self.free_share))
 
     def excess(self, outline: Outline, length: int, room: int, dropped: int = 0) -> int:
-        """How many tokens behind the head to drop, so that `room` more fit.
+        """How many tokens behind the head to drop, so that `room` more fit. ContextError: too much must stay.
 
         Args:
             length: tokens there are now, with those of the reply.
             dropped: how many of the prompt are gone already.
-
-        Raises:
-            ContextError: what must stay leaves no such room.
         """
         if length + room <= self.tokens:
             return 0
@@ -135,11 +123,9 @@ class ContextWindow:
 
 
 class Ticket:
-    """A request that was handed in. Any thread may read it and cancel it.
+    """A request that was handed in, `number` in order of arrival. Any thread may read it and cancel it.
 
     Attributes:
-        number: order of arrival, from 0.
-        prompt_tokens: length of the prompt as it was handed in.
         matched_tokens, reason: what the cache found of the prompt, as for a Session; 0 and None before admission.
         completion: the result, once the request is over; the last piece carries the same.
     """
@@ -182,26 +168,15 @@ class Predictions:
 
 
 class Sampled(NamedTuple):
-    """One row of Predictions. All but `logprobs` (V,) wait for it."""
+    """One row of Predictions."""
 
     of: Predictions
     row: int
 
-    @property
-    def logprobs(self) -> mx.array:
-        return self.of.logprobs[self.row]
-
-    @property
-    def token(self) -> int:
-        return self.of.read[0][self.row]
-
-    @property
-    def logprob(self) -> float:
-        return self.of.read[1][self.row]
-
-    @property
-    def is_wrong(self) -> bool:
-        return self.of.read[2][self.row]
+    def read(self) -> tuple[int, float, bool]:
+        """The token, its log-probability, and whether the logits are not numbers. Waits for them."""
+        tokens, own, wrong = self.of.read
+        return tokens[self.row], own[self.row], wrong[self.row]
 
 
 @dataclass(eq=False)
@@ -210,9 +185,6 @@ class TokenSequence:
 
     Attributes:
         tokens, keys: the prompt without what was dropped; after a return to waiting the reply so far too.
-        marks: offsets in `tokens`.
-        namespace: of the tree; None: the group's.
-        processors: of logits, before sampling.
         outline: of the whole prompt; `dropped` tokens behind its head are not in `tokens` any more.
         held_row: in the cache's group; None while it waits.
         last: the latest prediction, which the next forward pass continues; None before the first.
@@ -247,17 +219,9 @@ class TokenSequence:
         self._said: TokenBuffer | None = None
 
     @property
-    def number(self) -> int:
-        return self.ticket.number
-
-    @property
     def row(self) -> Row:
         assert self.held_row is not None, self.ticket
         return self.held_row
-
-    @property
-    def remaining_tokens(self) -> int:
-        return self.row.prompt_left
 
     @property
     def is_decoding(self) -> bool:
@@ -321,10 +285,7 @@ class TokenSequence:
 
 
 def sample_each(sequences: Sequence[TokenSequence], logits: mx.array) -> None:
-    """Dispatch the sampling of each sequence's next token from logits (N, T, V).
-
-    A processor or a sampler that raises fails its own request alone.
-    """
+    """Dispatch each sequence's next token from logits (N, T, V). One that raises fails alone."""
     last = logits[:, -1].astype(mx.float32)
     processing = {row: each for row, each in enumerate(sequences) if each.processors}
     last = _replace_rows(last, processing, lambda row, each: each.process(last[row : row + 1]))

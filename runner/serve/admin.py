@@ -77,7 +77,6 @@ def page_state(
         model: whose tree to show, as in `models`; without such a cache, the present model's.
         seen: the version of the tree that the page has; if that is the present version, `tree` is None.
         show_text: show errors too, which may quote a prompt.
-        show_tree: False: `tree` is None.
     """
     held = read_caches(watched, lambda cache: (cache, cache.stats))
     models = [title(names) for names, _ in held]
@@ -176,10 +175,7 @@ class PromptBody(BaseModel):
     namespace: str = ""
 
     def request(self, options: ServeOptions) -> Request:
-        """Return the Request of this body, without a prompt if it has tokens.
-
-        ApiError: it has none or several of the three, or a field is wrong.
-        """
+        """Return the Request of this body, without a prompt if it has tokens. ApiError: a field is wrong."""
         if sum(given is not None for given in (self.tokens, self.prompt, self.messages)) != 1:
             raise ApiError(400, "wanted one of tokens, prompt and messages.")
         body = self.model_dump(exclude_none=True)

@@ -76,8 +76,6 @@ class Markable(Checked):
 
 
 class Text(Markable):
-    """A block of text."""
-
     type: Literal["text"]
     text: str
 
@@ -91,8 +89,6 @@ class ImageSource(Checked):
 
 
 class Image(Markable):
-    """A block that is an image."""
-
     type: Literal["image"]
     source: ImageSource
 
@@ -111,8 +107,6 @@ class RedactedThinking(Checked):
 
 
 class ToolUse(Markable):
-    """A call of a tool."""
-
     type: Literal["tool_use"]
     id: str
     name: str
@@ -132,8 +126,6 @@ Shown: TypeAlias = Annotated[Text | Image, Field(discriminator="type")]
 
 
 class ToolResult(Markable):
-    """What a tool answered."""
-
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[list[Shown], _or_str(list[Shown])] = []
@@ -145,22 +137,16 @@ AssistantBlock: TypeAlias = Annotated[Text | Thinking | RedactedThinking | ToolU
 
 
 class SystemTurn(Checked):
-    """Instructions."""
-
     role: Literal["system"]
     content: Texts
 
 
 class UserTurn(Checked):
-    """What the user said, and what tools answered."""
-
     role: Literal["user"]
     content: Annotated[list[UserBlock], _or_str(list[UserBlock])]
 
 
 class AssistantTurn(Checked):
-    """An earlier reply."""
-
     role: Literal["assistant"]
     content: Annotated[list[AssistantBlock], _or_str(list[AssistantBlock])]
 
@@ -337,12 +323,9 @@ MessageEvent: TypeAlias = dict[str, Any]
 class MessageDraft:
     """A reply as Anthropic's message, while it is written. At most one block is open, and it is the last one.
 
-        draft.start()      message_start
-        draft.add(delta)   content_block_start, content_block_delta, content_block_stop
-        draft.end()        content_block_stop, message_delta, message_stop
-
-    Attributes:
-        message: all of it so far.
+    start      message_start
+    _add       content_block_start, content_block_delta, content_block_stop
+    _end       content_block_stop, message_delta, message_stop
     """
 
     def __init__(self, reply: ServedReply, model: str) -> None:
@@ -456,11 +439,7 @@ def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[s
 def anthropic_routes(
     service: Service, options: ServeOptions, prompt_length: Callable[[Request], Coroutine[Any, Any, int]]
 ) -> APIRouter:
-    """Return the routes.
-
-    Args:
-        prompt_length: tokens of a request's prompt; may raise ApiError.
-    """
+    """Return the routes. `prompt_length` counts the tokens of a request's prompt."""
     router = APIRouter()
 
     @router.post(MESSAGES, openapi_extra=_body_schema(MessagesBody, MESSAGES))

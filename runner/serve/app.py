@@ -43,15 +43,11 @@ def assemble_app(
     cache: APIRouter,
     count: Callable[[str, int], None],
 ) -> FastAPI:
-    """Return the application around any backend.
+    """Return the application around any backend, with these routes of the cache.
 
     Args:
         prompt_length: tokens of a request's prompt; may raise ApiError.
-        cache: the routes of the cache.
         count: called with the route and the status of each HTTP request.
-
-    Raises:
-        KeyFileError: a file of keys cannot be used.
     """
     app = FastAPI(
         title="radixcache",

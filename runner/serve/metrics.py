@@ -84,11 +84,7 @@ class Point(NamedTuple):
 
 
 class Watch(Collector):
-    """Counts what happens, as the generation thread and the HTTP middleware report it.
-
-    Args:
-        clock: seconds since 1970.
-    """
+    """Counts what the generation thread and the HTTP middleware report. `clock`: seconds since 1970."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._registry = registry = CollectorRegistry()

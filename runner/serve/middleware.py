@@ -65,11 +65,7 @@ ANYONE = Tenant("")
 
 
 class Keyring:
-    """The keys of a server. A file has a name, which logs and metrics may show, and a secret key on each line:
-
-        # printable ASCII without spaces
-        ann   3f9a...
-        bob   77c1...
+    """The keys of a server. A line of a file has a name, which logs and metrics may show, and a secret key.
 
     Args:
         tenants: file of keys that open every route but the admin's; None: these need no key.
@@ -141,11 +137,7 @@ def is_admin_path(path: str) -> bool:
 
 
 class Access:
-    """Passes allowed requests to `app`, with a Tenant as `request.state.tenant`; raises ApiError for the others.
-
-    Args:
-        host: where the server listens; requests may name it too.
-    """
+    """Passes allowed requests to `app`, with a Tenant as `request.state.tenant`; raises ApiError for the others."""
 
     def __init__(self, app: ASGIApp, *, keyring: Keyring, host: str) -> None:
         self._app, self._keyring, self._host = app, keyring, host
@@ -229,10 +221,7 @@ def _as_unauthorized(send: Send) -> Send:
 
 
 class BodyLimit:
-    """Hands requests to `app` with their bodies in one piece; a client that leaves earlier is dropped.
-
-    ApiError: the body is too large, by its header or by count, or all bodies together are.
-    """
+    """Hands requests to `app` with their bodies in one piece; drops clients that leave before. ApiError: too large."""
 
     def __init__(self, app: ASGIApp, *, max_mib: float) -> None:
         self._app, self._max_mib = app, max_mib
@@ -273,12 +262,7 @@ class BodyLimit:
 
 
 class Frame:
-    """Adds CORS headers, answers when `app` raises, and counts requests.
-
-    Args:
-        allowed_origins: whose pages may read replies, as in mlx_lm.server; `*`: all.
-        count: called with a route's path, or `other`, and a status, once for each request.
-    """
+    """Adds CORS headers, answers when `app` raises, and calls `count` with each request's route and status."""
 
     def __init__(self, app: ASGIApp, *, allowed_origins: Sequence[str], count: Callable[[str, int], None]) -> None:
         self._app, self._allowed_origins, self._count = app, allowed_origins, count

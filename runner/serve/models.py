@@ -70,10 +70,7 @@ class WarmEntry:
     where: str
 
     def tokens(self, tokenizer: Any, options: ServeOptions) -> NDArray[Any]:
-        """The tokens that all conversations with this beginning share.
-
-        WarmFileError: the model's chat template refuses it, or renders nothing of it that they share.
-        """
+        """The tokens that all conversations with this beginning share. WarmFileError: there are none."""
         is_open = self.messages[-1]["role"] in ("system", "developer")  # templates want a message behind it
         messages = [*self.messages, *([{"role": "user", "content": "Hello"}] if is_open else [])]
         try:
@@ -134,8 +131,7 @@ class Models:
         ledger: of all caches; None before the first model, whose size decides the default budget.
 
     Raises:
-        StoreError: the folder of --disk cannot be used, or --redis lacks its package.
-        ValueError: the URL of --redis is none.
+        StoreError, ValueError: --disk or --redis cannot be used.
     """
 
     def __init__(self, options: ServeOptions, on_event: OnEvent | None = None) -> None:
@@ -169,10 +165,7 @@ class Models:
         return ModelNames(options.model, options.adapter_path, draft)
 
     def open(self, key: ModelNames) -> ServedModel:
-        """Load a model in the place of the current one, which is idle.
-
-        ModelError: it cannot be found, and nothing changes; or it cannot be loaded, and no model is.
-        """
+        """Load a model in the place of the current one, which is idle. ModelError: it cannot be found or loaded."""
         if self.current is not None and self.current.key == key:
             return self.current
         fingerprint = _fingerprint(key)
@@ -201,10 +194,7 @@ class Models:
         return self.current
 
     def count_tokens(self, asked: Request) -> int:
-        """How many tokens a prompt has, also for a model that is not loaded.
-
-        ApiError: it cannot be made, or there is no such model.
-        """
+        """How many tokens a prompt has, also for a model that is not loaded. ApiError: as for a reply."""
         key = self.key_of(asked.names)
         current = self.current if self.current is not None and self.current.key.model == key.model else None
         try:

@@ -237,13 +237,7 @@ def _require(holds: bool, param: str, wanted: str) -> None:
 
 @dataclass(frozen=True)
 class OpenAIReply:
-    """Writes one reply.
-
-    Attributes:
-        model: as the request named it.
-        fingerprint: of software and machine.
-        created_s: since 1970.
-    """
+    """Writes one reply. `model` is the name in the request; `created_s`: since 1970."""
 
     reply: ServedReply
     request: Request
@@ -270,10 +264,7 @@ class OpenAIReply:
         return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
 
     async def events(self, *, include_usage: bool) -> AsyncIterator[str]:
-        """Server-sent events: comments while the prompt is evaluated, chunks, the usage if asked for, [DONE].
-
-        A failure on the way is an event before [DONE].
-        """
+        """Server-sent events: comments during prefill, chunks, the usage if asked for, perhaps an error, [DONE]."""
         call_count = 0
         try:
             async for part in self.reply:
@@ -343,13 +334,7 @@ def _message(delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def list_models(served: str | None, downloaded: Sequence[str], only: str | None = None) -> dict[str, Any]:
-    """List models in OpenAI's form, as mlx_lm.server does.
-
-    Args:
-        served: the server's own model; a folder is listed with its absolute path.
-        downloaded: repositories in the hub's cache.
-        only: leave out every repository but this one.
-    """
+    """List the downloaded models and the served one, as mlx_lm.server does; `only`: just this repository."""
     names = [repository for repository in downloaded if only in (None, repository)]
     if served:
         name = str(Path(served).resolve()) if Path(served).exists() else served

@@ -18,7 +18,6 @@ class ServeOptions:
     """Every option of `radixcache serve`; those of mlx_lm.server under its names.
 
     A field with an Option is an option of the command line; `runner.commands.serve` makes the others.
-    `budget_bytes` is that of all models' caches together; None: PrefixCache's default.
     """
 
     model: Annotated[

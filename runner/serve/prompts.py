@@ -67,8 +67,7 @@ def prompt_of(
     Args:
         template_args: of the server; the request's own take precedence.
         processor: of images; None: they are refused.
-        with_marks: mark the end of each message and of `request.marked_texts` too, for models that cannot resume at
-            any token. It renders the conversation once for each message and twice for each text.
+        with_marks: mark the ends of messages and of `request.marked_texts`, for models that cannot resume at any token.
 
     Raises:
         ApiError: there is nothing to answer, or template, tokenizer or processor refuse it.

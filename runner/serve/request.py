@@ -74,7 +74,6 @@ class Request:
         messages: of a chat, in OpenAI's form, as mlx-lm's chat templates take them.
         marked_texts: checkpoints inside of messages: (index of the message, characters of its content before it).
         seed: None: such requests draw from one common random stream.
-        namespace: two namespaces share nothing.
     """
 
     names: ModelNames
@@ -124,12 +123,7 @@ class PrefillProgress:
 
 @dataclass(frozen=True)
 class Token:
-    """One sampled token.
-
-    Attributes:
-        text: what it completes; none for a stop token.
-        stop_word: the one of `Request.stop_words` that it completes.
-    """
+    """One sampled token, the `text` that it completes, and the `stop_word` if it completes one."""
 
     text: str
     id: int
@@ -144,11 +138,8 @@ class RequestRecord:
     """What is known of a request: for the reply's usage, the log line, the metrics and the page. Final once it ended.
 
     Attributes:
-        matched_tokens: prompt tokens that the cache knows; more than `cached_tokens` if their state was lost, and
-            `reason` says why.
-        queue_ms: from arrival to admission; None before.
-        ttft_ms: from arrival to the first token.
-        gaps_ms: between one token and the next.
+        matched_tokens: prompt tokens that the cache knows; `reason` says why fewer are cached.
+        queue_ms, ttft_ms: from arrival to admission, and to the first token.
         shortfalls: what the cache lacked of the prompt on arrival: start, end and a Reason of PrefixCache.explain.
     """
 
@@ -211,8 +202,6 @@ class OpenRequest:
     Attributes:
         on_cancel: called by `cancel`, for backends that do not poll `is_cancelled`.
         on_record: called with the final record, before the last event.
-        tokens: ids of the reply so far.
-        is_over: whether the last event was put.
     """
 
     def __init__(self, request: Request, put: Callable[[ReplyEvent], None], id: str | None = None) -> None:
@@ -294,11 +283,7 @@ class OpenRequest:
 class ApiError(Exception):
     """An error that the client gets, in the form of the API that it called. Raised before any part of a reply is sent.
 
-    Args:
-        status: HTTP's, 4xx or 5xx.
-        message: one line for the client: what was found, what was wanted.
-        param: the field that is wrong.
-        retry_after_s: becomes the header Retry-After.
+    `message` is one line: what was found, what was wanted. `param` names the wrong field.
     """
 
     def __init__(

@@ -46,14 +46,11 @@ RETRY_AFTER_S = 5
 
 
 class Scheduler:
-    """Answers requests, on one thread.
+    """Answers requests, on one thread. ValueError: options that contradict each other.
 
     Args:
         on_record: called by the thread at the end of each request.
         on_event: the listener of every cache.
-
-    Raises:
-        ValueError: options that contradict each other.
     """
 
     def __init__(
@@ -74,12 +71,7 @@ class Scheduler:
     # For any thread
 
     def start(self) -> None:
-        """Start the thread; wait until the named model is loaded and the warm prefixes are stored.
-
-        Raises:
-            ModelError: there is no such model.
-            ValueError: an option out of its range, or a file that cannot be used.
-        """
+        """Start the thread; wait until the model is loaded and warm. ValueError: an option cannot be used."""
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="generation")
         self._thread.start()
@@ -99,10 +91,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def call(self, function: Callable[[Models], T]) -> Future[T]:
-        """Have the thread call a function between two rounds; the future has what it returns or raises.
-
-        ApiError: as `ask` does.
-        """
+        """Have the thread call a function between two rounds; the future has its result. ApiError: as for `ask`."""
         future: Future[T] = Future()
         with self._changed:
             self._require_open(len(self._calls))
@@ -136,10 +125,7 @@ class Scheduler:
         return {} if self._models is None else self._models.store_stats()
 
     def stop(self, drain_s: float) -> None:
-        """Refuse new requests, end the others after at most so many seconds, and wait for the thread's end.
-
-        A second call may shorten the time.
-        """
+        """Refuse new requests, end all in at most so many seconds, and wait. A second call may shorten the time."""
         with self._changed:
             self._is_open = False
             deadline_s = time.perf_counter() + drain_s

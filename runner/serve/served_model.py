@@ -63,16 +63,7 @@ class _CancelledError(Exception):
 
 
 class ServedModel:
-    """Answers requests with one model.
-
-    Args:
-        is_parallel: whether requests may run together.
-
-    Attributes:
-        key: the names of what was loaded.
-        context_length: tokens; None: unknown, or unbounded.
-        cache: the model's PrefixCache, which outlives this object.
-    """
+    """Answers requests with one model: together if `is_parallel`. `cache` outlives this object."""
 
     def __init__(
         self,
@@ -362,12 +353,7 @@ class ServedModel:
 
 
 def sampler_of(request: Request, tokenizer: Any, vocabulary_length: int) -> Sampler | None:
-    """mlx-lm's sampler; None: the likeliest token.
-
-    Raises:
-        ApiError: what mlx-lm's sampler would raise at each token.
-        ValueError: the seed is out of its range.
-    """
+    """mlx-lm's sampler; None: the likeliest token. ApiError, ValueError: what mlx-lm would refuse at each token."""
     sampling, length = request.sampling, vocabulary_length
     if sampling.temperature == 0:
         return None
@@ -380,12 +366,7 @@ def sampler_of(request: Request, tokenizer: Any, vocabulary_length: int) -> Samp
 
 
 def processors_of(request: Request, vocabulary_length: int) -> Sequence[LogitsProcessor]:
-    """mlx-lm's logits processors.
-
-    Raises:
-        ApiError: a bias for an id that is no token.
-        ValueError: a penalty that mlx-lm refuses.
-    """
+    """mlx-lm's logits processors. ApiError, ValueError: an id that is no token, or a penalty that mlx-lm refuses."""
     for token in request.penalties.logit_bias or ():
         if not 0 <= token < vocabulary_length:
             raise ApiError(400, f"logit_bias names token {token}; wanted 0 to {vocabulary_length - 1}.")
@@ -398,10 +379,7 @@ class SeededSampler:
     """Samples as `sampler` does after mx.random.seed(seed) in a process with no other requests.
 
     MLX has one random state per thread. Each call sets the request's own and then restores that of the others, which
-    waits for what was drawn before.
-
-    Raises:
-        ValueError: the seed is not in [0, 2**64).
+    waits for what was drawn before. ValueError: the seed is not in [0, 2**64).
     """
 
     def __init__(self, sampler: Sampler, seed: int) -> None:

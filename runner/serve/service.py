@@ -58,13 +58,7 @@ class ReplyBackend(Protocol):
 
 @dataclass(frozen=True)
 class Delta:
-    """What one or several tokens add to a reply.
-
-    Attributes:
-        text, reasoning: without control sequences and stop words.
-        tool_calls: whole ones in OpenAI's form, with arguments as JSON text.
-        tokens: for logprobs and counts.
-    """
+    """What one or several tokens add to a reply: text without control sequences, whole tool calls in OpenAI's form."""
 
     text: str
     reasoning: str
@@ -79,12 +73,7 @@ class ReplyReader:
     The rest follows APIHandler.handle_completion of mlx_lm.server step by step: text is held back while a tool call is
     written; the call is complete once the state is normal again, or at the end. Source: mlx-lm 0.32.2.
 
-    The generation thread makes it; the event loop uses it.
-
-    Args:
-        machine: mlx_lm.generate.TextStateMachine.
-        initial_state: "normal" or "reasoning".
-        format_tool_calls: mlx_lm.server.ToolCallFormatter: texts of tool calls to calls in OpenAI's form.
+    The generation thread makes it, with mlx-lm's TextStateMachine and ToolCallFormatter; the event loop uses it.
     """
 
     def __init__(
@@ -158,11 +147,7 @@ class ReplyReader:
 
 
 class ServedReply:
-    """One reply as it comes in. Made by Service.ask.
-
-    Attributes:
-        record, finish_reason, has_tool_calls: how it ended; the first two are None until then.
-    """
+    """One reply as it comes in. `record` and `finish_reason` are None until it has ended."""
 
     def __init__(
         self, opened: OpenRequest, events: asyncio.Queue[ReplyEvent], started: Started, timer: asyncio.TimerHandle
@@ -226,11 +211,7 @@ class _Mailbox:
 
 
 class Service:
-    """Asks the backend on behalf of the routes.
-
-    Args:
-        timeout_s: from asking to the reply's end; a longer reply is ended with what it has.
-    """
+    """Asks the backend on behalf of the routes. A reply is ended with what it has `timeout_s` after the question."""
 
     def __init__(self, backend: ReplyBackend, *, timeout_s: float) -> None:
         self.backend, self._timeout_s = backend, timeout_s
@@ -273,9 +254,7 @@ class Service:
 async def read_json(request: HttpRequest) -> dict[str, Any]:
     """Return the body of `request`, whatever content type it declares.
 
-    Raises:
-        ApiError: it is not a JSON object in UTF-8, has NaN, an infinity or half a surrogate pair, or is nested deeper
-            than MAX_DEPTH.
+    ApiError: it is no JSON object in UTF-8, has NaN, an infinity or half a surrogate pair, or is nested too deep.
     """
     raw = await request.body()
     try:
@@ -304,13 +283,7 @@ def to_json(body: object, status: int = 200) -> Response:
 
 
 async def while_connected(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, and cancel it as soon as the client goes away. The request's body was read before.
-
-    A ServedReply whose iteration is cancelled cancels itself.
-
-    Raises:
-        ApiError: the client went away.
-    """
+    """Await `work`, and cancel it as soon as the client goes away, with an ApiError. The body was read before."""
 
     async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -334,10 +307,7 @@ def server_sent_event(data: object, name: str | None = None) -> str:
 
 
 class ReplyStream(StreamingResponse):
-    """A reply as server-sent events. However the response ends, also before its first event, the reply is cancelled.
-
-    Starlette listens for the client's disconnect while it sends.
-    """
+    """A reply as server-sent events. However the response ends, also before its first event, the reply is cancelled."""
 
     def __init__(self, reply: ServedReply, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
