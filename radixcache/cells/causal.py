@@ -67,9 +67,8 @@ class CausalCache:
         caches: instead of a model's own, a callable that returns a fresh list of mlx-lm caches.
 
     Raises:
-        UnsupportedCacheError: a layer's state fits neither in cells nor beside them: quantized and chunked caches,
-            windows that keep their first tokens, and unknown classes. Or the model's attention goes by slots; known at
-            the first forward pass where no model is given.
+        UnsupportedCacheError: a layer is quantized, chunked, of an unknown class, or a window that keeps its first
+            tokens; or the model's attention goes by slots (without a model: raised at the first forward pass).
     """
 
     def __init__(self, model: Any = None, *, capacity: int, caches: Callable[[], Sequence[Any]] | None = None) -> None:
@@ -151,14 +150,12 @@ class CausalCache:
         return freed
 
     def prefill(self, model: Any, sequence: int, tokens: Any) -> mx.array:
-        """Run the next tokens of one sequence through the model: ids, shape (T,), T >= 1, a prompt or a chunk of it.
+        """Run the next tokens of one sequence through the model: ids (T,), T >= 1, a prompt or a chunk of it.
 
-        Returns:
-            Logits (1, T, V), not evaluated. Evaluate `state` with them, or what led to it stays in memory.
+        Returns logits (1, T, V), not evaluated. Evaluate `state` with them, or what led to it stays in memory.
 
-        Raises:
-            ValueError: no such sequence, no tokens or wrong ids, more than capacity, or state of another model is here.
-            CacheFullError: fewer than T cells are free.
+        ValueError: no such sequence, no tokens or wrong ids, more than capacity, or state of another model is here.
+        CacheFullError: fewer than T cells are free.
         """
         ids = mx.array(token_ids(tokens, vocabulary_size(model)))
         return self._forward(model, [(sequence, ids.size)], ids[None], compacting=True)
@@ -166,12 +163,10 @@ class CausalCache:
     def step(self, model: Any, sequences: Sequence[int], tokens: Any) -> mx.array:
         """Run one more token of each of N >= 1 sequences through the model, in one forward pass where it takes rows.
 
-        Args:
-            tokens: ids, shape (N,). An mx.array of integers may be unevaluated and (N, 1), and is not checked for ids
-                that the model does not have.
+        Returns logits (N, 1, V), not evaluated.
 
-        Returns:
-            Logits (N, 1, V), not evaluated.
+        Args:
+            tokens: ids (N,). An mx.array may be unevaluated and (N, 1); the model's vocabulary is not checked then.
 
         Raises:
             ValueError: as `prefill`, or a sequence is there twice or has no tokens yet.

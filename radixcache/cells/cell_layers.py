@@ -251,11 +251,7 @@ Held = list[tuple[Any, list[mx.array | None]]]
 
 
 class RowStates:
-    """State of all sequences in the layers that have no cells.
-
-    Args:
-        slots: number of arrays of each such layer, in the order of the layers; empty: there are none.
-    """
+    """State of all sequences in the layers that have no cells; `slots`: number of arrays of each such layer."""
 
     def __init__(self, slots: list[int]) -> None:
         self._slots = slots

@@ -189,9 +189,8 @@ class CellTable:
         Args:
             rows: (sequence, tokens >= 1) for each row of the batch, a sequence at most once.
 
-        Raises:
-            ValueError: no rows, a row without tokens, a sequence twice or unknown, or more tokens than capacity.
-            CacheFullError: no run of free cells is that long.
+        ValueError: no rows, a row without tokens, a sequence twice or unknown, or more tokens than capacity.
+        CacheFullError: no run of free cells is that long.
         """
         wanted = [(sequence, int(tokens)) for sequence, tokens in rows]
         rows_of = Counter(sequence for sequence, _ in wanted)
@@ -242,9 +241,8 @@ class CellTable:
             positions   0 1 2 3 4 5 6    remove [2, 4),   0 1 2 3 4    E, F copied to x, y;
             cells       a b c d E F g    E, F shared      a b x y g    x, y, g shifted by -2
 
-        Raises:
-            ValueError: no such sequence, or the range is not in it.
-            CacheFullError: fewer cells are free than have to be copied, those not counted that this removal frees.
+        ValueError: no such sequence, or the range is not in it.
+        CacheFullError: fewer cells are free than have to be copied, those not counted that this removal frees.
         """
         self._cells_of(sequence, begin, end)
         each, free = self._sequences[sequence], self._free_cells()
@@ -264,9 +262,7 @@ class CellTable:
             room: free cells wanted in a row, anywhere; of equally cheap places the last is taken. None: all used cells
                 go to the front.
 
-        Raises:
-            ValueError: room is not in 1 to capacity.
-            CacheFullError: fewer cells than `room` are free.
+        ValueError: room is not in 1 to capacity. CacheFullError: fewer cells than `room` are free.
         """
         if room is not None and not 0 < room <= self.capacity:
             raise ValueError(f"room for {room} tokens; wanted 1 to {self.capacity}, the capacity.")
@@ -304,13 +300,10 @@ class CellTable:
     def mask(self, batch: CellBatch, *, window: int | None = None) -> NDArray[np.bool_]:
         """Which cells each token of a batch sees: those of its own sequence at its own position or before.
 
-        Shape (batch.length, stop - start) with (start, stop) = `span(batch, window=window)`; True: seen.
+        Bool, shape (batch.length, stop - start) with (start, stop) = `span(batch, window=window)`. A token sees at most
+        `window` tokens, itself included.
 
-        Args:
-            window: tokens that a token sees at most, itself included; None: all.
-
-        Raises:
-            ValueError: window below 1; a sequence of the batch is gone, or its cells have been removed or moved.
+        ValueError: window below 1; a sequence of the batch is gone, or its cells have been removed or moved.
         """
         visible = self._visible(batch, window)
         start, stop = _bounds(visible)

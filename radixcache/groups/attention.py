@@ -63,12 +63,7 @@ class Level(NamedTuple):
 
 
 class Readers:
-    """Which rows of a batch read which segments, worked out once for all layers.
-
-    Args:
-        rows: how many there are.
-        readers: of each segment the rows; None: all of them.
-    """
+    """Which rows of a batch read which segments (None: all rows), worked out once for all layers."""
 
     def __init__(self, rows: int, readers: Sequence[tuple[int, ...] | None]) -> None:
         self._indices = [None if each is None else _index_of(each) for each in readers]
@@ -111,10 +106,7 @@ class Readers:
 
 
 class HandedOut(threading.local):
-    """For keys that a pass on this thread has handed out, by their id, the function that attends to them.
-
-    It takes queries, values and the other arguments of `scaled_dot_product_attention`.
-    """
+    """By the id of keys that a pass on this thread has handed out: TailLayer.attend."""
 
     def __init__(self) -> None:
         self.by_keys: dict[int, Callable[..., mx.array]] = {}

@@ -57,10 +57,7 @@ class Batch:
 
     @classmethod
     def of_one(cls, caches: Sequence[Any], row: Any, in_place: int = 0) -> Batch:
-        """One row without state but for so many tokens in place; tails take the place of mlx-lm's own.
-
-        UnsupportedCacheError: mlx-lm's batches have no such layer.
-        """
+        """One row with so many tokens in place and no other state. UnsupportedCacheError: such a layer has no batch."""
         columns = Columns([0], [in_place])
         made = [_own(leaf, columns, index) for index, leaf in enumerate(leaves(caches))]
         return cls(columns, _replaced(caches, made), [row])
@@ -246,10 +243,7 @@ class Batch:
         return self._copies(copy_of, copying, are_tails=True, emptying=emptying)
 
     def copied_points(self, at: int, offset: int, copying: Copying, *, emptying: bool) -> list[Any]:
-        """Copies of a row's state at `offset` in its recurrent layers, by leaf, evaluated; otherwise as `copied`.
-
-        Windows are not copied, but released as well.
-        """
+        """As `copied` for the row's state at `offset` in recurrent layers; windows are released, but not copied."""
 
         def copy_of(leaf: Any) -> Any:
             if not isinstance(leaf, ArraysCache):

@@ -126,11 +126,11 @@ class Group:
         with self._lock:
             shared = self._sharing.sharable_tokens(keys, namespace)
             match = room.states.match(self._core.unquarantined(keys, namespace), namespace)
-            kept = max((node.end for node in match.path if node.payload.readers), default=0)
+            in_use = max((node.end for node in match.path if node.payload.readers), default=0)
             tails = [stop - row.batch.columns.in_place[row.at] for row, stop in ends.items()]
             tails.append(end - shared if self._sharing.is_long(shared) else end)
-            furthest, more = max([*ends.values(), end]), max(0, shared - kept)  # more: what the tree will keep besides
-            # Each row by itself: rows that do not fit side by side step one by one.
+            furthest, more = max([*ends.values(), end]), max(0, shared - in_use)
+            # Each row by itself: rows that do not fit side by side step one by one. The tree will hold `more`.
             nbytes = sum(room.bytes_of(1, tail + 1, furthest) for tail in tails)
             nbytes += room.bytes_of(1, more, more) if more else 0
             return room.evictor.could_fit(nbytes - room.booking.live_bytes)
@@ -162,9 +162,8 @@ class Group:
             namespace: None: the group's. Rows of different namespaces share nothing but forward passes.
 
         Raises:
-            ValueError: tokens, keys, marks or the namespace out of their range.
-            CacheFullError: the rows hold too many tokens for those that would be restored.
-            BudgetFullError: the state to restore does not fit the byte budget.
+            ValueError: an argument out of its range.
+            CacheFullError, BudgetFullError: no room for the tokens, or the state, to restore.
             SessionClosedError: the group is closed, or its rows' state was lost.
         """
         self._require_open()
@@ -203,8 +202,8 @@ class Group:
 
         Raises:
             ValueError: tokens is below 1, the prompt is through, or the row is another group's.
-            CacheFullError, BudgetFullError: no room for the chunk; nothing of it was evaluated, or its first tokens if
-                this was the first forward pass of the cache: it shows what a token takes.
+            CacheFullError, BudgetFullError: no room for the chunk; nothing of it was evaluated, except that the cache's
+                first forward pass evaluates some tokens, to learn their bytes.
             SessionClosedError: row or group is closed, or its state was lost.
         """
         return next((logits for _, logits in self.prefill_many(model, [row], tokens)), None)
@@ -254,8 +253,7 @@ class Group:
             Logits (N, 1, V), not evaluated.
 
         Raises:
-            ValueError: no rows, one twice or another group's, another number of tokens, tokens that are no integers
-                or contradict the rest of a prompt.
+            ValueError: no rows, one twice or another group's; not one integer each; a token contradicts a prompt.
             CacheFullError, BudgetFullError: no room for N tokens; nothing was evaluated.
             SessionClosedError: a row or the group is closed, or its state was lost.
         """
@@ -285,8 +283,7 @@ class Group:
 
         Raises:
             ValueError: the row does not hold all of the range, or is another group's.
-            ShiftError: the model's keys cannot be rotated, it has recurrent layers, or windows that would need what
-                they have lost.
+            ShiftError: keys cannot be rotated, there are recurrent layers, or windows would need what they have lost.
             BudgetFullError: no room for copies of what was read in place.
             SessionClosedError: row or group is closed, or its state was lost.
         """
@@ -517,7 +514,7 @@ class Group:
             for at, kind in row.stops.items():
                 is_here = row.position - count < at <= row.position
                 if is_here and self._room.evictor.find_room(self._room.point_bytes(at)):
-                    self._sharing.take_checkpoint(row, at, kind)
+                    self._core.take_checkpoint(row.own, row.path(), self._room.points_of(row), at, kind)
 
     def _close_unattended(self) -> None:
         try:

@@ -97,13 +97,9 @@ class Passes:
         return self._forward(model, batch, in_order, is_prompt=is_prompt)[mx.array(places)]
 
     def _joined(self, rows: Sequence[Row], count: int) -> Batch | None:
-        """The batch that most of these rows are in, once the others have joined it; None: they need a new one.
+        """The batch of most of these rows, once the others have joined it and it has grown; None: they need a new one.
 
-        Args:
-            count: tokens of each row that it has room for.
-
-        Raises:
-            BudgetFullError: there is no room for so many tokens side by side.
+        BudgetFullError: there is no room for so many tokens side by side.
         """
         batches = [row.batch for row in rows]
         batch = max(batches, key=lambda each: (batches.count(each), each.columns.row_capacity))
@@ -120,11 +116,7 @@ class Passes:
         return batch
 
     def _gathered(self, rows: Sequence[Row], count: int, is_prompt: bool) -> Batch:
-        """A new batch of these rows, in some order, padded to the longest of them; otherwise as `_joined`.
-
-        Args:
-            is_prompt: they do not stay in it.
-        """
+        """A new batch of these rows, in some order, padded to the longest; `is_prompt`: they leave it soon."""
         room = self._room
         longest = max(row.tail_tokens for row in rows)
         size, position = longest + count, max(row.position for row in rows) + count
@@ -229,12 +221,7 @@ class Removal:
         self._is_rewind = end == row.position
 
     def run(self, model: Any) -> None:
-        """Remove them.
-
-        Raises:
-            ShiftError: it cannot be done; nothing was changed.
-            BudgetFullError: no room for the copies.
-        """
+        """Remove them. ShiftError, BudgetFullError: it cannot be done, or no room for copies; nothing was changed."""
         row, begin, end, room = self._row, self._begin, self._end, self._room
         row.leave_others()
         self._require_removable()
@@ -358,10 +345,7 @@ _found: dict[int, WayTrial] = {}
 
 
 def way_of(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
-    """What a trial found for this model before, or finds now; `fresh` makes mlx-lm caches of the model.
-
-    UnsupportedCacheError: not even a row by itself gets the logits that it gets in mlx-lm's caches.
-    """
+    """What a trial found for this model, or finds now. UnsupportedCacheError: even a row alone gets wrong logits."""
     return once_per_model(_found, model, lambda: _try_ways(model, fresh))
 
 

@@ -53,11 +53,7 @@ class Sharing:
     # From the tree
 
     def restore(self, row: Row) -> None:
-        """Let a new row stand as far as tree and rows have its prompt.
-
-        Raises:
-            CacheFullError, BudgetFullError: there is no room for it.
-        """
+        """Let a new row stand as far as tree and rows have its prompt. CacheFullError, BudgetFullError: no room."""
         core, request = self._core, row.request
         core.read_store(request)
         self._offer_from_others(row)
@@ -91,11 +87,7 @@ class Sharing:
         return min(common, max(resume, *offers, 0))
 
     def place(self, row: Row, in_segments: bool) -> None:
-        """Copy what a row does not read in place into its tails; `in_segments`: it reads long spans in place.
-
-        Raises:
-            BudgetFullError: there is no room for that.
-        """
+        """Copy a row's spans into its tails, except (`in_segments`) long ones. BudgetFullError: there is no room."""
         row.in_segments = in_segments
         if row.node is None:
             return
@@ -131,10 +123,7 @@ class Sharing:
         return self._core.lookup(request.keys, request.namespace, request.limit, evaluate=False).plan.resume
 
     def _stand(self, row: Row) -> ResumePlan:
-        """Take a row to where it resumes: it keeps the path, and its point layers are restored.
-
-        If this raises, the row stands where it stood before.
-        """
+        """Move a row to where it resumes: it keeps that path, with its point layers restored; or raise and stay."""
         request, room = row.request, self._room
         plan = self._core.lookup(request.keys, request.namespace, request.limit).plan
         stored = self._states.windows.stored(plan.path)
@@ -186,18 +175,10 @@ class Sharing:
     # To the tree
 
     def close(self, rows: Sequence[Row], is_intact: bool) -> None:
-        """Store what these rows evaluated and release their state; an error of one row does not keep the others.
-
-        Args:
-            is_intact: False: their state was lost.
-        """
+        """Store what these rows evaluated, if it is intact, and release their state; an error of one spares others."""
         with ExitStack() as stack:
             for row in reversed(rows):
                 stack.callback(self._close, row, is_intact)
-
-    def take_checkpoint(self, row: Row, offset: int, kind: str) -> None:
-        """Take a row's checkpoint where it stands, or where its windows still have what is needed."""
-        self._core.take_checkpoint(row.own, row.path(), self._room.points_of(row), offset, kind)
 
     def _close(self, row: Row, is_intact: bool) -> None:
         try:

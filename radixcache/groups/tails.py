@@ -118,9 +118,7 @@ class Pass:
 
 
 class TailLayer(_BaseCache):  # type: ignore[misc]
-    """One layer of tails, made when they are first written.
-
-    Keys are (row capacity, H, capacity, D) and values (row capacity, H, capacity, Dv).
+    """One layer of tails: keys and values (row capacity, H, capacity, D), made when first written.
 
     Args:
         leaf: which of the layout's leaves it stands for.

@@ -594,37 +594,6 @@ def test_tokens_run_out_with_the_numbers_and_nothing_is_lost() -> None:
 # Rows come and go
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", pytest.param("falcon_h1", marks=pytest.mark.slow)])
-def test_a_dozen_rows_join_and_leave(kind: str) -> None:
-    model = shared_model(kind)
-    cache = PrefixCache(model)
-    told: list[list[int]] = []
-    with cache.begin_many(capacity=600) as group:
-        running: list[tuple[Row, mx.array]] = []
-        for number in range(12):
-            prompt = [*SYSTEM, *tokens(10 + number % 3, 9), *tokens(30 + number, 4 + number)]
-            row = group.admit(prompt, marks=[70])
-            assert number == 0 or row.cached_tokens >= 70
-            running.append((row, prefilled(group, model, row, 16)))
-            rows = [each for each, _ in running]
-            said = decoded(group, model, rows, [logits for _, logits in running], 1)
-            if len(running) == 4:
-                leaving = number % 4
-                row = running.pop(leaving)[0]
-                told.append(inside.known_tokens(row))
-                assert told[-1][-1:] == said[leaving]
-                row.close()
-                row.close()
-                assert row.is_closed
-                assert row not in group.rows
-            checked(cache, group)
-        assert len(group.rows) == 3
-    cache.check()
-    assert len(told) == 9
-    for each in told:
-        assert cache.explain([*each, 1]).resumable_tokens >= len(each)
-
-
 # What breaks off
 
 

@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 
 from radixcache import Group, PrefixCache
+from radixcache.core import Core
 from radixcache.groups.batch import Batch
 from radixcache.groups.row import Row
-from radixcache.groups.sharing import Sharing
 from radixcache.groups.tails import GROWTH_COLUMNS
 from tests.groups.cold import ROUNDING, cold, cold_last, error, shared_model
 from tests.groups.test_begin_many import stored
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_windows_that_cannot_be_taken_costs_nobody_else_their_st
             raise MemoryError("no room for a copy")
 
         with monkeypatch.context() as patching:
-            patching.setattr(Sharing, "take_checkpoint", fail)
+            patching.setattr(Core, "take_checkpoint", fail)
             with pytest.raises(MemoryError, match="no room"):
                 list(group.prefill_many(model, [other]))
         other.close()

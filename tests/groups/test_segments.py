@@ -110,23 +110,6 @@ def test_nothing_takes_away_what_rows_read() -> None:
     cache.check()
 
 
-def test_the_row_that_evaluated_a_beginning_reads_it_in_place_once_others_share_it() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
-    with cache.begin_many(capacity=400, segment_bytes=0) as group:
-        first = group.admit([*SYSTEM, *tokens(2, 20)])
-        logits = prefilled(group, model, first)
-        assert (in_place(first), cache.stats.paged_bytes) == (0, 0)
-        decoded(group, model, [first], [logits], 2)
-        second = group.admit([*SYSTEM, 3])
-        assert (in_place(first), second.cached_tokens) == (60, 60)
-        assert cache.stats.paged_bytes == 60 * inside.token_bytes(cache)
-        found = prefilled(group, model, second)
-        decoded(group, model, [second, first], [found, logits], 2)
-        checked(cache, group)
-    cache.check()
-
-
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_a_row_goes_on_when_what_it_reads_is_found_wrong_and_gives_none_of_it_away(kind: str) -> None:
     model = shared_model(kind)

@@ -5,7 +5,6 @@ What a row evaluates is there for the others from then on; each looks again when
 
 from __future__ import annotations
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -54,36 +53,6 @@ def test_recurrent_rows_share_at_a_mark_that_another_row_has_passed() -> None:
             assert error(found, cold(model, prompt)) < ROUNDING
         decoded(group, model, rows, logits, 3)
     cache.check()
-
-
-def test_what_a_row_has_evaluated_itself_is_not_exchanged() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
-    with cache.begin_many(PROMPTS[:2], capacity=256) as group:
-        first, second = group.rows
-        group.prefill(model, second, 10)
-        prefilled(group, model, first)
-        assert (first.cached_tokens, second.cached_tokens) == (10, 0)
-        found = prefilled(group, model, second)
-        assert second.cached_tokens == 0
-        assert error(found, cold(model, PROMPTS[1])) < ROUNDING
-
-
-def test_a_model_that_raises_in_a_first_chunk_leaves_the_row_where_it_shared() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
-
-    def failing(ids: mx.array, cache: object) -> mx.array:
-        raise ValueError("broke off")
-
-    with cache.begin_many(PROMPTS[:2], capacity=256) as group:
-        first, second = group.rows
-        prefilled(group, model, first)
-        with pytest.raises(ValueError, match="broke off"):
-            group.prefill(failing, second)
-        checked(cache, group)
-        assert second.position == second.cached_tokens == 60
-        assert error(prefilled(group, model, second), cold(model, PROMPTS[1])) < ROUNDING
 
 
 def test_of_a_recurrent_row_so_much_can_be_shared_later_as_its_chunks_end_at() -> None:
