@@ -22,13 +22,9 @@ from tests.adapters.cases import (
     ARRAYS,
     CHUNKED,
     CONCATENATE,
-    HEADS,
     KV,
-    KV_BFLOAT16,
     LAYER,
-    QUANTIZED_4,
     QUANTIZED_8,
-    ROTATING_0,
     ROTATING_4,
     Case,
     Kind,
@@ -58,32 +54,22 @@ LARGE_ARRAYS = replace(ARRAYS, name="ArraysCache-large", feed=feed_large_arrays)
 SPANS = [
     Case(KV, "batch", (3000,), True),
     Case(KV, "exactly-full", (3072,), True),
-    Case(KV, "singles", (3000, 1, 1), True),
-    Case(KV_BFLOAT16, "batch", (3000,), True),
-    Case(CONCATENATE, "batch", (3000,), True),
     Case(CONCATENATE, "singles", (3000, 1), True),
-    Case(QUANTIZED_4, "batch", (3000,), True),
     Case(QUANTIZED_8, "exactly-full", (3072,), True),
 ]
 #: Windows whose buffers hold most of their tokens.
 WINDOWS = [
-    Case(ROTATING_4, "batch", (3000,), False),
-    Case(WIDE_WINDOW, "batch", (3000,), False),
     Case(WIDE_WINDOW, "singles", (3000, 1), False),
     Case(RING, "gone-round", (3000, *(1,) * 20), False),
     Case(WIDE_CHUNK, "exactly-full", (3072,), False),
-    Case(WIDE_CHUNK, "singles", (3000, 1), False),
 ]
 POINTS = [
-    Case(ARRAYS, "batch", (3000,), False),
     Case(LARGE_ARRAYS, "batch", (20,), False),
-    Case(LAYER, "batch", (3000,), False),
     Case(LAYER, "singles", (3000, 1), False),
 ]
 #: Layers that write a single token into their buffer in place, and hold megabytes.
 IN_PLACE = [
     Case(KV, "", (3000, 1), True),
-    Case(KV_BFLOAT16, "", (3000, 1), True),
     Case(QUANTIZED_8, "", (3000, 1), True),
     Case(WIDE_WINDOW, "unwrapped", (3000, 1), False),
     Case(RING, "wrapped", (3000, 1), False),
@@ -91,9 +77,7 @@ IN_PLACE = [
 ]
 #: Windows whose buffers hold much that they read no more, or little.
 SMALL_WINDOWS = [
-    Case(ROTATING_0, "batch", (3000,), False),
     Case(ROTATING_4, "single", (3000, 1), False),
-    Case(CHUNKED, "batch", (3000,), False),
     Case(CHUNKED, "trimmed", (3000, 1), False),
 ]
 all_cases = pytest.mark.parametrize("case", SPANS + WINDOWS + SMALL_WINDOWS + POINTS, ids=str)
@@ -116,7 +100,7 @@ def test_a_snapshot_keeps_nothing_of_the_live_cache_alive(case: Case) -> None:
 
 
 @token_cases
-@pytest.mark.parametrize(("start", "end"), [(0, 100), (1000, 1100), (500, 530), (2000, 2999)])
+@pytest.mark.parametrize(("start", "end"), [(500, 530), (2000, 2999)])
 def test_a_snapshot_of_a_part_is_as_small_as_the_part(case: Case, start: int, end: int) -> None:
     before = _active_bytes()
     cache = _fresh(case)
@@ -159,7 +143,7 @@ def test_a_merge_leaves_nothing_of_its_parts_behind(case: Case) -> None:
 
 
 @token_cases
-@pytest.mark.parametrize("at", [1536, 1700, 2600])
+@pytest.mark.parametrize("at", [1536, 2600])
 def test_a_split_copies_one_segment_and_a_merge_joins_one(case: Case, at: int) -> None:
     cache = _fresh(case)
     adapter = adapter_for(cache)
@@ -191,18 +175,11 @@ def test_tokens_taken_out_of_a_ring_one_after_the_other_keep_nothing_of_it(heads
 
 SLICES: dict[str, tuple[tuple[int, ...], Callable[[mx.array], mx.array]]] = {
     "whole": ((1, 8, 4096, 32), lambda a: a),
-    "full-range-slice": ((1, 8, 4096, 32), lambda a: a[..., :4096, :]),
     "nearly-full-range-of-one-head": ((1, 1, 4096, 32), lambda a: a[..., :4090, :]),
-    "middle": ((1, 8, 4096, 32), lambda a: a[..., 2000:2100, :]),
     "one-token": ((1, 8, 4096, 32), lambda a: a[..., 7:8, :]),
     "one-head-one-token": ((1, 1, 4096, 32), lambda a: a[..., 7:8, :]),
-    "heads": ((1, 8, 4096, 32), lambda a: a[:, 1:2]),
-    "columns": ((1, 1, 4096, 96), lambda a: a[..., 32:64]),
-    "one-column": ((1, 4096, 96), lambda a: a[..., -1:]),
     "last-row": ((1, 4096, 96), lambda a: a[:, -1]),
-    "transposed": ((1, 4096, 8, 32), lambda a: a.transpose(0, 2, 1, 3)),
     "reversed": ((1, 8, 4096, 32), lambda a: a[..., ::-1, :]),
-    "flat": ((1 << 20,), lambda a: a[5:50]),
     "one-number": ((1 << 20,), lambda a: a[5:6]),
     "scalar": ((1 << 20,), lambda a: a[5]),
     "empty": ((1, 8, 4096, 32), lambda a: a[..., :0, :]),
@@ -211,7 +188,7 @@ SLICES: dict[str, tuple[tuple[int, ...], Callable[[mx.array], mx.array]]] = {
 
 
 @pytest.mark.parametrize("name", SLICES)
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.uint32], ids=str)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_an_owned_copy_has_a_buffer_of_its_own_and_of_its_size(name: str, dtype: mx.Dtype) -> None:
     shape, cut = SLICES[name]
     before = _active_bytes()
@@ -227,25 +204,6 @@ def test_an_owned_copy_has_a_buffer_of_its_own_and_of_its_size(name: str, dtype:
     _assert_bytes(_active_bytes() - before, copy.nbytes, 1)
 
 
-@pytest.mark.parametrize("name", ["one-number", "one-token", "most"])
-def test_owned_copies_of_small_arrays_keep_none_of_them_alive(name: str) -> None:
-    cut: Callable[[mx.array], mx.array] = {
-        "one-number": lambda a: a[..., 3:4, :1],
-        "one-token": lambda a: a[..., 3:4, :],
-        "most": lambda a: a[..., :200, :],
-    }[name]
-    before = _active_bytes()
-    copies = []
-    for _ in range(400):
-        parent = mx.zeros((1, 1, 512, 8))
-        mx.eval(parent)
-        copies.append(owned(cut(parent)))
-        mx.eval(copies[-1])
-    del parent
-    # 16 KiB each; where `mx.contiguous` would share, all 6.5 MB stay.
-    assert _active_bytes() - before <= sum(copy.nbytes for copy in copies) + 400 * 4096
-
-
 # The live cache is written in place
 
 
@@ -256,15 +214,6 @@ def test_a_snapshot_does_not_make_the_next_write_copy_the_buffer(case: Case) -> 
     snapshot = _snapshot(cache, 0, case.length + 1)
     assert _write_peak_bytes(cache, case) <= write_bytes + SLACK_BYTES
     assert snapshot.nbytes > 30 * (write_bytes + SLACK_BYTES)
-
-
-@in_place_cases
-def test_a_view_of_the_buffer_does_make_the_next_write_copy_it(case: Case) -> None:
-    cache = _fresh(case)
-    adapter = adapter_for(cache)
-    views = [b[..., :1, :] for b in adapter.buffers(cache)]
-    mx.eval(views)
-    assert _write_peak_bytes(cache, case) >= sum(b.nbytes for b in adapter.buffers(cache))
 
 
 @in_place_cases
@@ -298,7 +247,7 @@ def test_a_restored_cache_and_its_snapshot_hold_their_own_bytes(case: Case) -> N
     _assert_bytes(_active_bytes() - before, live_bytes, count)
 
 
-@pytest.mark.parametrize("kind", [KV, KV_BFLOAT16, QUANTIZED_8], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [KV, QUANTIZED_8], ids=lambda kind: kind.name)
 def test_a_span_that_fills_the_buffer_to_its_last_token_is_copied_nevertheless(kind: Kind) -> None:
     case = Case(kind, "", (500,), True)
     before = _active_bytes()
@@ -324,14 +273,6 @@ def test_a_cache_that_gives_up_its_room_owns_what_is_left(case: Case) -> None:
     _assert_bytes(_active_bytes() - before, sum(b.nbytes for b in adapter.buffers(cache)), 6)
 
 
-def test_a_rewound_concatenating_cache_gives_up_what_was_cut() -> None:
-    before = _active_bytes()
-    cache = _fresh(Case(CONCATENATE, "", (3000, 1), True))
-    assert adapter_for(cache).restore(cache, None, 100)
-    mx.eval(cache.keys, cache.values)
-    _assert_bytes(_active_bytes() - before, 100 * HEADS * 96 * 4, 2)
-
-
 @pytest.mark.parametrize("case", [case for case in IN_PLACE if not case.kind.is_point], ids=str)
 def test_paging_in_writes_only_what_is_missing(case: Case) -> None:
     cache = _fresh(case)
@@ -354,15 +295,6 @@ def test_holding_what_a_rollback_needs_does_not_copy_the_buffer(case: Case) -> N
     del held
 
 
-@all_cases
-def test_holding_what_a_rollback_needs_takes_no_memory(case: Case) -> None:
-    cache = _fresh(case)
-    before = _active_bytes()
-    held = [adapter_for(cache).hold(cache, count) for count in (1, 40)]
-    _assert_bytes(_active_bytes() - before, 0, 1)
-    del held
-
-
 # Arrays that a forward pass leaves
 
 
@@ -377,24 +309,6 @@ def test_after_owning_its_arrays_a_cache_takes_the_bytes_that_its_arrays_state(c
     count = len(buffers)
     del buffers
     _assert_bytes(_active_bytes() - before, stated, count)
-
-
-@pytest.mark.parametrize("kind", [WIDE_WINDOW, WIDE_CHUNK], ids=lambda kind: kind.name)
-def test_a_window_that_was_rewound_into_its_only_batch_owns_what_is_left(kind: Kind) -> None:
-    before = _active_bytes()
-    cache = _fresh(Case(kind, "batch", (3000,), True))
-    adapter = adapter_for(cache)
-    assert adapter.restore(cache, None, 2000)
-    mx.eval(adapter.own(cache))
-    _assert_bytes(_active_bytes() - before, sum(b.nbytes for b in adapter.buffers(cache)), 2)
-
-
-@pytest.mark.parametrize("case", [*POINTS[:3], SPANS[1]], ids=str)
-def test_without_owning_them_arrays_keep_the_activations_of_their_batch(case: Case) -> None:
-    before = _active_bytes()
-    cache = _fresh(case)
-    stated = sum(b.nbytes for b in adapter_for(cache).buffers(cache))
-    assert _active_bytes() - before > 1.3 * stated
 
 
 @all_cases
@@ -479,7 +393,7 @@ def _active_bytes() -> int:
 
 def _write_peak_bytes(cache: Any, case: Case) -> int:
     """Write one token; returns how much memory that took at its peak, beyond what is held before."""
-    dtype = mx.bfloat16 if case.kind is KV_BFLOAT16 else mx.float32
+    dtype = mx.float32
     keys, values = (mx.contiguous(a) for a in attention_rows([5], cache.offset, dtype))
     mx.eval(keys, values)
     before = _active_bytes()
