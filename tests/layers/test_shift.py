@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import internlm3
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import initialize_rope
 
 from benchmarks.architectures.catalogue import cache_classes, distinct_models
@@ -78,59 +78,13 @@ def relative(found: mx.array, wanted: mx.array) -> float:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize(("begin", "delta"), [(40, -40), (40, -7), (0, 1), (17, 0), (3, 500), (900, -123)])
+@pytest.mark.parametrize(("begin", "delta"), [(40, -40), (0, 1), (17, 0), (3, 500), (900, -123)])
 def test_shifted_keys_are_those_made_at_the_new_position(name: str, begin: int, delta: int) -> None:
     module = VARIANTS[name]()
     unrotated = draw(1, HEADS, TOKENS, HEAD_WIDTH)
     found = rotation_of(module).shift(module(unrotated, offset=begin), delta)
     assert found.dtype == mx.float32
     assert largest(found - module(unrotated, offset=begin + delta)) < 1e-4
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
-def test_in_half_precision_it_is_as_close_as_rounding_once_more_allows(name: str, dtype: mx.Dtype) -> None:
-    module = VARIANTS[name]()
-    unrotated = draw(1, HEADS, TOKENS, HEAD_WIDTH).astype(dtype)
-    at_40 = module(unrotated, offset=40)
-    found = rotation_of(module).shift(at_40, -25)
-    wanted = module(unrotated, offset=15)
-    assert found.dtype == dtype
-    # Three roundings, each by at most half of eps of its size: of the key before, of the one after, of what is wanted.
-    assert largest(found - wanted) <= 1.5 * mx.finfo(dtype).eps * largest(wanted)
-    # Nothing but the result is rounded again.
-    in_float32 = rotation_of(module).shift(at_40.astype(mx.float32), -25)
-    assert mx.array_equal(found, in_float32.astype(dtype))
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_every_key_of_a_batch_moves_by_the_same_distance(name: str) -> None:
-    rotation = rotation_of(VARIANTS[name]())
-    keys = draw(3, HEADS, TOKENS, HEAD_WIDTH)
-    found = rotation.shift(keys, -9)
-    assert found.shape == keys.shape
-    for row in range(3):
-        for token in range(TOKENS):
-            alone = rotation.shift(keys[row : row + 1, :, token : token + 1], -9)
-            assert largest(found[row, :, token] - alone[0, :, 0]) < 1e-6
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_there_and_back_is_where_it_was(name: str) -> None:
-    rotation = rotation_of(VARIANTS[name]())
-    keys = draw(1, HEADS, TOKENS, HEAD_WIDTH)
-    assert largest(rotation.shift(rotation.shift(keys, 321), -321) - keys) < 1e-4
-    assert largest(rotation.shift(keys, 0) - keys) < 1e-6
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_key_that_is_moved_often_is_where_one_move_takes_it(name: str) -> None:
-    rotation = rotation_of(VARIANTS[name]())
-    keys = draw(1, HEADS, TOKENS, HEAD_WIDTH)
-    moved = keys
-    for _ in range(100):
-        moved = rotation.shift(moved, -3)
-    assert largest(moved - rotation.shift(keys, -300)) < 1e-4
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -270,24 +224,7 @@ def with_fields(name: str, **fields: Any) -> Any:
     return build(TinyKind(name, {**kind_of(name).overrides, **fields}))
 
 
-#: Types, and how many rotations the layers of each have; None counts as one.
-TYPES = {
-    "llama": 1, "qwen3": 1, "phi3": 1, "gpt_neox": 1, "stablelm": 1, "gemma2": 1, "olmo2": 1, "ministral3": 1,
-    "gptj": 1, "nanochat": 1, "talkie": 1, "gemma3n": 1, "gpt_oss": 1, "internlm2": 1, "hunyuan": 1,
-    "gemma4_text": 2, "cohere2": 2, "smollm3": 2, "llama4": 2, "exaone4": 2, "nemotron-nas": 2, "minimax": 1,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_the_layers_of_a_model_find_their_rotation(name: str) -> None:
-    model = build(kind_of(name))
-    found = rotations(model)
-    assert len(found) == len(make_prompt_cache(model))
-    assert len(set(found)) == TYPES[name], found
-    assert worst_error(model, found) < 1e-4
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma4_text", "cohere2", "llama4_text", "phi3", "talkie"])
+@pytest.mark.parametrize("name", ["gemma4_text", "talkie"])
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 def test_they_find_the_same_one_in_half_precision(name: str, dtype: mx.Dtype) -> None:
     model = build(kind_of(name))
@@ -296,7 +233,7 @@ def test_they_find_the_same_one_in_half_precision(name: str, dtype: mx.Dtype) ->
     assert rotations(model) == in_float32
 
 
-@pytest.mark.parametrize("scaling", [LLAMA3, YARN, LONGROPE, {"rope_type": "linear", "factor": 4.0}], ids=str)
+@pytest.mark.parametrize("scaling", [LLAMA3, YARN, LONGROPE], ids=["llama3", "yarn", "longrope"])
 def test_a_model_with_scaled_positions_finds_the_rotation_of_its_module(scaling: dict[str, Any]) -> None:
     model = with_fields("llama", rope_scaling=scaling, head_dim=32)
     found = rotations(model)
@@ -304,7 +241,7 @@ def test_a_model_with_scaled_positions_finds_the_rotation_of_its_module(scaling:
     assert worst_error(model, found) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [mx.bfloat16], ids=str)
 def test_layers_that_rotate_by_other_frequencies_are_told_apart(dtype: mx.Dtype) -> None:
     model = with_fields("gemma3_text", rope_theta=1e6)
     model.set_dtype(dtype)
@@ -314,7 +251,7 @@ def test_layers_that_rotate_by_other_frequencies_are_told_apart(dtype: mx.Dtype)
 
 
 @pytest.mark.parametrize("scaling", [{**LLAMA3, "original_max_position_embeddings": 8192}, YARN], ids=str)
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_slow_pairs_alone_tell_rotations_of_one_base_apart(scaling: dict[str, Any], dtype: mx.Dtype) -> None:
     model = build(kind_of("llama"))
     for layer in model.layers[1:]:
@@ -323,27 +260,11 @@ def test_slow_pairs_alone_tell_rotations_of_one_base_apart(scaling: dict[str, An
     assert rotations(model) == [rotation_of(layer.self_attn.rope) for layer in model.layers]
 
 
-def test_heads_may_be_narrower_than_what_another_layer_rotates() -> None:
-    model = with_fields("gemma4_text", global_head_dim=64)
-    found = rotations(model)
-    assert [rotation.dims for rotation in found if rotation] == [layer.self_attn.head_dim for layer in model.layers[:4]]
-    assert {rotation.dims for rotation in found if rotation} == {32, 64}
-
-
 def test_a_layer_that_does_not_use_its_rope_has_no_rotation() -> None:
     model = build(kind_of("cohere2"))
     for layer, rotation in zip(model.layers, rotations(model), strict=True):
         assert isinstance(layer.self_attn.rope, nn.RoPE)
         assert (rotation is not None) == layer.self_attn.use_sliding_window
-
-
-def test_a_cache_that_is_never_written_and_a_layer_without_one_have_no_rotation() -> None:
-    model = build(kind_of("nemotron-nas"))
-    assert [rotation is None for rotation in rotations(model)] == [False, False, True]
-    assert rotations(model, [KVCache(), KVCache(), None]) == rotations(model)
-    model = build(kind_of("llama"))
-    (rotation,) = set(rotations(model))
-    assert rotations(model, [KVCache(), None, KVCache()]) == [rotation, None, rotation]
 
 
 def test_windows_are_over_ordinary_keys() -> None:
@@ -384,12 +305,8 @@ ROTATED_OTHERWISE = r"layer 0 \(KVCache\): keys depend on the position, but no k
 REFUSALS = {
     "deepseek_v3": LATENT,
     "deepseek_v32": r"layer 0: CacheList\(KVCache, KVCache\) is not known",
-    "deepseek_v41": r"layer 0: LayerCache is not known",
-    "falcon_h1": r"layer 0: CacheList\(ArraysCache, KVCache\) holds recurrent state",
     "gpt2": LEARNED,
-    "gpt_bigcode": LEARNED,
     "mamba": RECURRENT,
-    "qwen3_next": RECURRENT,
     # Latent attention that stores whole heads: rotated at their end.
     "minicpm3": ROTATED_OTHERWISE + r".*SuScaledRoPE",
     "deepseek_v2": ROTATED_OTHERWISE + r".*DeepseekV2YarnRotaryEmbedding is not known",
@@ -447,12 +364,8 @@ def test_all_that_a_layer_stores_has_to_be_rotated_the_same_way() -> None:
         rotations(TwoKeysPerToken(), [KVCache()])
 
 
-def test_quantized_keys_are_refused_by_name() -> None:
-    model = build(kind_of("llama"))
-    with pytest.raises(ShiftError, match=r"layer 1: QuantizedKVCache is not known"):
-        rotations(model, [KVCache(), QuantizedKVCache(), KVCache()])
-
-
+#: Types with one rotation, with two, with layers that have none or no cache, and with recurrent state.
+FAST = {"llama", "gemma4_text", "cohere2", "nemotron-nas", "llama4", "mamba"}
 #: Types that are refused although no layer of theirs holds recurrent state.
 OTHERS_REFUSED = {
     "afm7", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41", "glm4_moe_lite", "gpt2", "gpt_bigcode",
@@ -460,7 +373,9 @@ OTHERS_REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", distinct_models())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in distinct_models()]
+)
 def test_every_architecture_is_shifted_rightly_or_refused(name: str) -> None:
     model = build(kind_of(name))
     if name in OTHERS_REFUSED or any("ArraysCache" in each for each in cache_classes(model)):

@@ -14,7 +14,7 @@ from radixcache.adapters.span import SpanSnapshot
 from radixcache.layers import stored
 from radixcache.layers.layout import Layout
 from radixcache.stores.block import DTYPES, Buffer
-from runner.models.tiny import TINY_KINDS, tiny_model
+from runner.models.tiny import tiny_model
 
 
 def as_read(buffers: dict[str, Buffer]) -> dict[str, Buffer]:
@@ -31,9 +31,12 @@ def numbered(shape: tuple[int, ...], dtype: Any = mx.float32) -> mx.array:
 
 
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "float64"])  # a GPU has none
-@pytest.mark.parametrize("shape", [(1, 2, 3, 4), (), (0, 5)])
-def test_arrays_of_every_dtype_come_back_bit_equal(dtype: str, shape: tuple[int, ...]) -> None:
-    array = numbered(shape, getattr(mx, "bool_" if dtype == "bool" else dtype))
+def test_arrays_of_every_dtype_come_back_bit_equal(dtype: str) -> None:
+    for shape in ((1, 2, 3, 4), (), (0, 5)):
+        assert_comes_back(numbered(shape, getattr(mx, "bool_" if dtype == "bool" else dtype)))
+
+
+def assert_comes_back(array: mx.array) -> None:
     buffers = stored.point_buffers(Checkpoint(7, [PointSnapshot(7, [array])], 0, "end"))
     (snapshot,) = stored.points_in(as_read(buffers), 7, 1)
     (found,) = snapshot.state
@@ -99,7 +102,7 @@ def test_windows_come_back_with_their_gaps() -> None:
     assert all(mx.array_equal(p.segments[0][0], whole[..., p.start : p.end, :]) for p in found.pieces)
 
 
-@pytest.mark.parametrize("kind", TINY_KINDS)
+@pytest.mark.parametrize("kind", ["llama", "gemma4_text", "falcon_h1", "deepseek_v41"])
 def test_what_a_layout_learnt_another_one_knows(kind: str) -> None:
     model = tiny_model(kind)
     make = model.make_cache if hasattr(model, "make_cache") else None

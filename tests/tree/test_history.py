@@ -83,18 +83,6 @@ def test_pieces_of_different_branches_do_not_join() -> None:
     assert history.lost_tokens(keys(1, 2, 3, 4), "", 2) == [Loss(2, 4, 1)]
 
 
-def test_what_was_evicted_is_found_after_the_tree_was_cut_and_joined_otherwise() -> None:
-    tree: RadixTree[Any] = RadixTree()
-    history = History()
-    leaf = put(tree, np.arange(50))
-    stub = tree.split(leaf, 30)
-    history.evicted(leaf, 30, 4)
-    tree.remove(leaf)
-    put(tree, np.arange(10))
-    tree.split(stub, 20)
-    assert history.lost_tokens(np.arange(50), "", 30) == [Loss(30, 50, 4)]
-
-
 def test_an_evicted_checkpoint_is_found_by_prompts_that_reach_it() -> None:
     tree: RadixTree[Any] = RadixTree()
     history = History()

@@ -100,28 +100,13 @@ def test_what_is_worth_its_bytes_stays_as_long_as_its_path_has_an_end_to_lose() 
     assert left == [1290, 1289, 1024, 512]
 
 
-def test_what_was_worth_its_bytes_goes_once_something_came_between() -> None:
-    cache = cache_of(LAYOUTS["recurrent"], 1 << 20)
-    serve(cache, 0, 1290)
-    serve(cache, 5000, 10)
-    while len(offsets(cache)) > 2:
-        give_up_something(cache)
-    give_up_something(cache)  # which finds both of them worth it, and takes the path's last token
-    assert offsets(cache) == [512, 1024]
-    assert serve(cache, 0, 540) == 512  # its own checkpoints are 539 tokens behind the beginning
-    while len(offsets(cache)) == 2:
-        give_up_something(cache)
-    assert offsets(cache) == [1024]
-    assert max(node.end for node in nodes(cache)) == 1289  # it went before any end
-
-
 @pytest.mark.parametrize("kind", LAYOUTS)
-@pytest.mark.parametrize(("budget_bytes", "resumed"), [(2000, 1856), (3007, 2848), (3008, 2880), (3128, 3000)])
+@pytest.mark.parametrize(("budget_bytes", "resumed"), [(3007, 2848), (3008, 2880)])
 def test_of_a_prompt_that_does_not_fit_is_kept_what_does(kind: str, budget_bytes: int, resumed: int) -> None:
     # Up to an offset it takes a byte a token, and twice the 64 of what resumes there: live, and in the tree.
     cache = cache_of(LAYOUTS[kind], budget_bytes)
     serve(cache, 0, 3001)
-    for length in (3100, 3200, 4000):
+    for length in (3100, 4000):
         assert serve(cache, 0, length) == resumed
         stats = cache.stats
         assert stats.live_bytes + stats.paged_bytes <= budget_bytes

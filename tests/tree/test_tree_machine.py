@@ -170,4 +170,4 @@ def common(left: Iterable[int], right: Iterable[int]) -> int:
 
 
 TestTreeMachine = TreeMachine.TestCase
-TestTreeMachine.settings = settings(max_examples=90, stateful_step_count=40, deadline=None)
+TestTreeMachine.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
