@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from typer import Option
 
 from runner.commands.inputs import TraceOptions, usage_errors, with_options
 from runner.commands.outputs import Outputs, UsageError, about, require, require_counts, require_positive, say
@@ -51,29 +52,22 @@ class Comparison(NamedTuple):
 def advise(
     context: typer.Context,
     options: TraceOptions,
-    budget_gib: Annotated[float | None, typer.Option(help="Your budget, in GiB.")] = None,
-    capacity_blocks: Annotated[int | None, typer.Option(help="Your budget, in blocks.")] = None,
-    prefill_tokens_per_s: Annotated[
-        float | None, typer.Option(help="How fast your model prefills, for seconds saved.")
-    ] = None,
+    budget_gib: Annotated[float | None, Option(help="Your budget, in GiB.")] = None,
+    capacity_blocks: Annotated[int | None, Option(help="Your budget, in blocks.")] = None,
+    prefill_tokens_per_s: Annotated[float | None, Option(help="Speed of your model, for seconds saved.")] = None,
     disk_gib: Annotated[
         float | None,
-        typer.Option(help="A disk beside the budget, in GiB.  [default: ten times the budget, or room for everything]"),
+        Option(help="A disk beside the budget, in GiB.  [default: ten times the budget, or room for everything]"),
     ] = None,
     disk_mib_per_s: DiskMibPerS = DISK_MIB_PER_S,
     simulation: Annotated[
-        Path | None,
-        typer.Option(help="Rows of `radixcache simulate --json` for this trace, instead of simulating at your budget."),
+        Path | None, Option(help="Rows of `radixcache simulate --json` for this trace, instead of simulating.")
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(help="Processes to simulate in.  [default: 1, for long traces up to 4]")
-    ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="Simulate every policy on the whole trace, however long, and the optimum.")
-    ] = False,
-    sample: Annotated[float, typer.Option(metavar="RATE", help="Share of the blocks to follow; 1 is exact.")] = 1.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="Write the report as a page of its own.")] = None,
+    jobs: Annotated[int | None, Option(help="Processes to use.  [default: 1, for long traces up to 4]")] = None,
+    full: Annotated[bool, Option("--full", help="Simulate all policies and the optimum on the whole trace.")] = False,
+    sample: Annotated[float, Option(metavar="RATE", help="Share of the blocks to follow; 1 is exact.")] = 1.0,
+    json_file: Annotated[Path | None, Option("--json", help="Write the figures to this file.")] = None,
+    html_file: Annotated[Path | None, Option("--html", help="Write the report as a page of its own.")] = None,
 ) -> None:
     """Say which budget and policy to take.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
-import typer
+from typer import Argument, Option
 
 from runner.commands.outputs import UsageError, require, require_counts, say
 from runner.text import plural
@@ -119,19 +119,13 @@ def load_outline(spec: str) -> ModelOutline:
 class SizeOptions:
     """Options for the bytes of a model; a field is an option."""
 
-    model_config: Annotated[
-        Path | None, typer.Option(help="A model's config.json (or its folder), for sizes in bytes.")
-    ] = None
-    bytes_per_token: Annotated[
-        float | None, typer.Option(help="Bytes of cache per token, instead of --model-config.")
-    ] = None
+    model_config: Annotated[Path | None, Option(help="A model's config.json (or its folder), for sizes.")] = None
+    bytes_per_token: Annotated[float | None, Option(help="Bytes of cache per token, without --model-config.")] = None
     bytes_per_checkpoint: Annotated[
-        float | None, typer.Option(help="With --bytes-per-token: bytes of windows and recurrent state per checkpoint.")
+        float | None, Option(help="With --bytes-per-token: bytes of windows and recurrent state per checkpoint.")
     ] = None
-    kv_bits: Annotated[int | None, typer.Option(help="Bits per element of the model's quantized keys and values.")] = (
-        None
-    )
-    kv_group_size: Annotated[int, typer.Option(help="With --kv-bits: elements per group.")] = 64
+    kv_bits: Annotated[int | None, Option(help="Bits per element of quantized keys and values.")] = None
+    kv_group_size: Annotated[int, Option(help="With --kv-bits: elements per group.")] = 64
 
     def load(self) -> ModelBytes | None:
         """The model's bytes; None without a configuration and without bytes per token."""
@@ -162,23 +156,17 @@ class TraceOptions(SizeOptions):
 
     trace: Annotated[
         list[Path],
-        typer.Argument(
+        Argument(
             help="Trace files or folders: Mooncake JSONL, coding-agent sessions, conversations (with --model), or"
             " recorded traces. Several make one trace.",
             show_default=False,
         ),
     ]
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read.")] = False
-    seed: Annotated[int, typer.Option(help="Seed of all that is random: arrivals that are not recorded, samples.")] = 0
-    sessions_per_hour: Annotated[
-        float, typer.Option(help="Rate at which sessions begin, for data that does not record it (synthetic arrivals).")
-    ] = 30.0
-    model: Annotated[
-        str | None, typer.Option(help="Model whose tokenizer reads conversations: demo, tiny, a folder, or a hub id.")
-    ] = None
-    block_tokens: Annotated[
-        int | None, typer.Option(help="Tokens per block, for conversations and for Mooncake hashes of other than 512.")
-    ] = None
+    skip_bad: Annotated[bool, Option("--skip-bad", help="Leave out, and count, what cannot be read.")] = False
+    seed: Annotated[int, Option(help="Seed of arrivals that are not recorded, and of samples.")] = 0
+    sessions_per_hour: Annotated[float, Option(help="Rate at which sessions begin, for data without it.")] = 30.0
+    model: Annotated[str | None, Option(help="Tokenizer for conversations: demo, tiny, a folder, a hub id.")] = None
+    block_tokens: Annotated[int | None, Option(help="Tokens per block of conversations, or of Mooncake hashes.")] = None
 
     @property
     def inputs(self) -> list[Path]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from runner.commands.inputs import TraceOptions, usage_errors, with_options
 from runner.commands.outputs import Outputs, about, require, say
@@ -15,11 +16,9 @@ from runner.text import plural
 def mrc(
     context: typer.Context,
     options: TraceOptions,
-    sample: Annotated[
-        float, typer.Option(metavar="RATE", help="Share of the blocks to follow, for huge traces; 1 is exact.")
-    ] = 1.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the curve to this file.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the curve (.png, .svg or .pdf).")] = None,
+    sample: Annotated[float, Option(metavar="RATE", help="Share of the blocks to follow; 1 is exact.")] = 1.0,
+    json_file: Annotated[Path | None, Option("--json", help="Write the curve to this file.")] = None,
+    plot_file: Annotated[Path | None, Option("--plot", help="Draw the curve (.png, .svg or .pdf).")] = None,
 ) -> None:
     """LRU hit ratios at all capacities, in one pass.
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 import runner
 from radixcache.errors import RadixCacheError
@@ -31,18 +31,18 @@ KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 def serve(
     options: ServeOptions,
     *,
-    allowed_origins: Annotated[str, typer.Option(help="Whose pages may read replies, separated by commas.")] = "*",
-    chat_template_args: Annotated[str, typer.Option(help="JSON object of arguments for the chat template.")] = "{}",
-    log_level: Annotated[str, typer.Option(help=f"One of {', '.join(LOG_LEVELS)}.")] = "INFO",
-    budget_gib: Annotated[float | None, typer.Option(help="Bytes of all caches together, in GiB.", min=0)] = None,
+    allowed_origins: Annotated[str, Option(help="Whose pages may read replies, separated by commas.")] = "*",
+    chat_template_args: Annotated[str, Option(help="JSON object of arguments for the chat template.")] = "{}",
+    log_level: Annotated[str, Option(help=f"One of {', '.join(LOG_LEVELS)}.")] = "INFO",
+    budget_gib: Annotated[float | None, Option(help="Bytes of all caches together, in GiB.", min=0)] = None,
     prompt_cache_bytes: Annotated[
-        str | None, typer.Option(help="The same in bytes, or as 500MB or 8GB.  [default: a quarter of what is free]")
+        str | None, Option(help="The same in bytes, or as 500MB or 8GB.  [default: a quarter of what is free]")
     ] = None,
-    prompt_cache_size: Annotated[int | None, typer.Option(help="Accepted, without effect.", hidden=True)] = None,
+    prompt_cache_size: Annotated[int | None, Option(help="Accepted, without effect.", hidden=True)] = None,
     namespace_by: Annotated[
-        str, typer.Option(help="key: requests with different API keys share no prefix.  none: all requests share.")
+        str, Option(help="key: requests with different API keys share no prefix.  none: all requests share.")
     ] = "none",
-    pipeline: Annotated[bool, typer.Option("--pipeline", help="Refused.", hidden=True)] = False,
+    pipeline: Annotated[bool, Option("--pipeline", help="Refused.", hidden=True)] = False,
 ) -> None:
     """Serve models to clients of OpenAI's and Anthropic's APIs.
 

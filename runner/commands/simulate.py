@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
+from typer import Option
 
 from runner.commands.inputs import TraceOptions, with_options
 from runner.commands.outputs import (
@@ -49,7 +50,7 @@ MOST_REPLICAS = 1024
 FOR_REPLICAS = ("router", "shared_gib", "shared_gbit_per_s", "decode_tokens_per_s")
 FOR_ONE_CACHE = {"disk_gib": "--disk-gib", "plot_file": "--plot"}
 
-DiskMibPerS = Annotated[float, typer.Option(help="How fast the disk reads.")]
+DiskMibPerS = Annotated[float, Option(help="How fast the disk reads.")]
 
 
 @with_options(TraceOptions)
@@ -57,53 +58,38 @@ def simulate(
     context: typer.Context,
     options: TraceOptions,
     policy: Annotated[
-        str,
-        typer.Option(help="Policies separated by commas, my.module:Class among them; all: every one, and bounds."),
+        str, Option(help="Policies separated by commas, my.module:Class among them; all: every one, and bounds.")
     ] = "lru,fifo,belady",
     capacity_blocks: Annotated[
-        str | None, typer.Option(help="Capacities in blocks, separated by commas.", show_default=False)
+        str | None, Option(help="Capacities in blocks, separated by commas.", show_default=False)
     ] = None,
     budget_gib: Annotated[
-        str | None, typer.Option(help="Budgets in GiB, separated by commas; needs the bytes of a model.")
+        str | None, Option(help="Budgets in GiB, separated by commas; needs the bytes of a model.")
     ] = None,
     disk_gib: Annotated[
-        float | None, typer.Option(help="A disk beside the budget, in GiB; needs the bytes of a model.")
+        float | None, Option(help="A disk beside the budget, in GiB; needs the bytes of a model.")
     ] = None,
     disk_mib_per_s: DiskMibPerS = DISK_MIB_PER_S,
-    disk_write_on: Annotated[WriteOn, typer.Option(help="When state is written to the disk.")] = "eviction",
+    disk_write_on: Annotated[WriteOn, Option(help="When state is written to the disk.")] = "eviction",
     prefill_tokens_per_s: Annotated[
-        float, typer.Option(help="How fast the model prefills: a disk or a network that is slower is not read.")
+        float, Option(help="How fast the model prefills: a disk or a network that is slower is not read.")
     ] = PREFILL_TOKENS_PER_S,
-    replicas: Annotated[
-        str | None,
-        typer.Option(help="Numbers of replicas, separated by commas, each with the capacity or budget to itself."),
-    ] = None,
-    router: Annotated[
-        str, typer.Option(help="With --replicas: what sends requests to them, separated by commas.")
-    ] = ROUTERS,
+    replicas: Annotated[str | None, Option(help="Numbers of replicas, by commas; each has the budget.")] = None,
+    router: Annotated[str, Option(help="With --replicas: routers before them, separated by commas.")] = ROUTERS,
     shared_gib: Annotated[
-        float | None,
-        typer.Option(help="With --replicas: a tier behind all of them, in GiB; needs the bytes of a model."),
+        float | None, Option(help="With --replicas: a tier behind all of them, in GiB; needs the bytes of a model.")
     ] = None,
     shared_gbit_per_s: Annotated[
-        float, typer.Option(help="With --shared-gib: how fast a replica reads it.")
+        float, Option(help="With --shared-gib: how fast a replica reads it.")
     ] = SHARED_GBIT_PER_S,
     decode_tokens_per_s: Annotated[
-        float, typer.Option(help="With --replicas: how fast the model generates.")
+        float, Option(help="With --replicas: how fast the model generates.")
     ] = DECODE_TOKENS_PER_S,
-    separate: Annotated[
-        bool, typer.Option("--separate", help="Treat each file or folder as a trace of its own.")
-    ] = False,
-    jobs: Annotated[int, typer.Option(help="Processes to simulate in.")] = 1,
-    ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Simulate on a Ray cluster; auto finds or starts one."),
-    ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows to this file.")] = None,
-    plot_file: Annotated[
-        Path | None,
-        typer.Option("--plot", help="Draw hit ratio over capacity, a line per policy (.png, .svg or .pdf)."),
-    ] = None,
+    separate: Annotated[bool, Option("--separate", help="Treat each file or folder as a trace of its own.")] = False,
+    jobs: Annotated[int, Option(help="Processes to simulate in.")] = 1,
+    ray: Annotated[str | None, Option(metavar="ADDRESS", help="A Ray cluster; auto finds or starts one.")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Write all rows to this file.")] = None,
+    plot_file: Annotated[Path | None, Option("--plot", help="Draw ratio over capacity (.png, .svg or .pdf).")] = None,
 ) -> None:
     """Simulate eviction policies on traces, or routers before several replicas.
 

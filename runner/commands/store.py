@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from radixcache.errors import StoreError
 from runner.commands.inputs import usage_errors
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 store = typer.Typer(name="store", help="List, check and tidy prefixes that are kept on disk.")
 
-Folder = Annotated[Path, typer.Argument(metavar="PATH", help="The folder that was given as --disk.")]
+Folder = Annotated[Path, Argument(metavar="PATH", help="The folder that was given as --disk.")]
 DAY_S = 24 * 60 * 60
 
 
@@ -42,7 +43,7 @@ def list_all(path: Folder) -> None:
 @store.command()
 def verify(
     path: Folder,
-    secret_file: Annotated[Path | None, typer.Option(help="File with the secret that it was made with.")] = None,
+    secret_file: Annotated[Path | None, Option(help="File with the secret that it was made with.")] = None,
 ) -> None:
     """Read every file and check it. Exit 1: some are damaged; they are named, and prefixes behind them not found."""
     from rich.console import Console
@@ -68,8 +69,8 @@ def verify(
 @store.command()
 def gc(
     path: Folder,
-    model: Annotated[str | None, typer.Option(help="Remove the files of this model, as `ls` names it.")] = None,
-    unused_days: Annotated[float | None, typer.Option(help="Remove files not used for so many days.", min=0)] = None,
+    model: Annotated[str | None, Option(help="Remove the files of this model, as `ls` names it.")] = None,
+    unused_days: Annotated[float | None, Option(help="Remove files not used for so many days.", min=0)] = None,
 ) -> None:
     """Remove files that no prefix leads to, those that the options name, and all that follows them."""
     from radixcache.stores.files import remove

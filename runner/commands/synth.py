@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from runner.commands.inputs import usage_errors
 from runner.commands.outputs import Outputs, require, say
@@ -18,29 +18,29 @@ class Format(StrEnum):
 
 
 def synth(
-    file: Annotated[Path, typer.Argument(help="File to write.", show_default=False)],
+    file: Annotated[Path, Argument(help="File to write.", show_default=False)],
     file_format: Annotated[
-        Format, typer.Option("--format", help="compact: our own, labelled synthetic; mooncake: JSONL.")
+        Format, Option("--format", help="compact: our own, labelled synthetic; mooncake: JSONL.")
     ] = Format.COMPACT,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-    seed: Annotated[int, typer.Option(help="Same seed and options, same trace.")] = 0,
-    requests: Annotated[int, typer.Option(help="Requests to make.")] = 10_000,
-    block_tokens: Annotated[int, typer.Option(help="Tokens per block; Mooncake's own is 512.")] = 64,
-    applications: Annotated[int, typer.Option(help="Applications, each with a system prompt of its own.")] = 20,
-    zipf: Annotated[float, typer.Option(help="Exponent of their popularity; 0 for equal shares.")] = 1.0,
-    agent_share: Annotated[float, typer.Option(help="Share of the applications whose conversations use tools.")] = 0.3,
-    turns: Annotated[float, typer.Option(help="Mean number of user turns of a conversation (geometric).")] = 3.5,
-    tool_calls: Annotated[float, typer.Option(help="Mean number of tool calls in an agent's turn (geometric).")] = 4.0,
-    branching: Annotated[float, typer.Option(help="Probability that a turn goes back to an earlier one.")] = 0.05,
-    context_tokens: Annotated[int, typer.Option(help="A conversation ends before its prompt is longer.")] = 131_072,
-    sessions_per_hour: Annotated[float, typer.Option(help="Rate at which conversations begin (Poisson).")] = 600.0,
-    think_s: Annotated[float, typer.Option(help="Mean seconds from a reply to the user's next message.")] = 30.0,
-    tool_s: Annotated[float, typer.Option(help="Mean seconds that a tool takes.")] = 3.0,
-    output_tokens_per_s: Annotated[float, typer.Option(help="How fast replies are generated.")] = 40.0,
-    system_tokens: Annotated[float, typer.Option(help="Median length of a system prompt (log-normal).")] = 1_000,
-    user_tokens: Annotated[float, typer.Option(help="Median length of a user's message (log-normal).")] = 60,
-    reply_tokens: Annotated[float, typer.Option(help="Median length of a reply (log-normal).")] = 200,
-    tool_result_tokens: Annotated[float, typer.Option(help="Median length of a tool's result (log-normal).")] = 400,
+    force: Annotated[bool, Option("--force", help="Overwrite an existing file.")] = False,
+    seed: Annotated[int, Option(help="Same seed and options, same trace.")] = 0,
+    requests: Annotated[int, Option(help="Requests to make.")] = 10_000,
+    block_tokens: Annotated[int, Option(help="Tokens per block; Mooncake's own is 512.")] = 64,
+    applications: Annotated[int, Option(help="Applications, each with a system prompt of its own.")] = 20,
+    zipf: Annotated[float, Option(help="Exponent of their popularity; 0 for equal shares.")] = 1.0,
+    agent_share: Annotated[float, Option(help="Share of the applications whose conversations use tools.")] = 0.3,
+    turns: Annotated[float, Option(help="Mean number of user turns of a conversation (geometric).")] = 3.5,
+    tool_calls: Annotated[float, Option(help="Mean number of tool calls in an agent's turn (geometric).")] = 4.0,
+    branching: Annotated[float, Option(help="Probability that a turn goes back to an earlier one.")] = 0.05,
+    context_tokens: Annotated[int, Option(help="A conversation ends before its prompt is longer.")] = 131_072,
+    sessions_per_hour: Annotated[float, Option(help="Rate at which conversations begin (Poisson).")] = 600.0,
+    think_s: Annotated[float, Option(help="Mean seconds from a reply to the user's next message.")] = 30.0,
+    tool_s: Annotated[float, Option(help="Mean seconds that a tool takes.")] = 3.0,
+    output_tokens_per_s: Annotated[float, Option(help="How fast replies are generated.")] = 40.0,
+    system_tokens: Annotated[float, Option(help="Median length of a system prompt (log-normal).")] = 1_000,
+    user_tokens: Annotated[float, Option(help="Median length of a user's message (log-normal).")] = 60,
+    reply_tokens: Annotated[float, Option(help="Median length of a reply (log-normal).")] = 200,
+    tool_result_tokens: Annotated[float, Option(help="Median length of a tool's result (log-normal).")] = 400,
 ) -> None:
     """Make up a trace of many users.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from runner.commands.inputs import (
     SizeOptions,
@@ -48,34 +49,24 @@ def tree(
     options: SizeOptions,
     inputs: Annotated[
         list[Path] | None,
-        typer.Argument(
+        Argument(
             metavar="[CONVERSATIONS...]",
             help="Conversations as for replay (default: a built-in set), or a tree that was saved as .json.",
             show_default=False,
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Write it to this .html, .svg, .txt or .json instead of printing it.")
-    ] = None,
-    format_name: Annotated[
-        str, typer.Option("--format", help=f"What is printed: {', '.join(VIEW_ENDINGS.values())}.")
-    ] = "text",
+    out: Annotated[Path | None, Option("--out", help="Write it to this .html, .svg, .txt or .json.")] = None,
+    format_name: Annotated[str, Option("--format", help=f"To print: {', '.join(VIEW_ENDINGS.values())}.")] = "text",
     max_nodes: Annotated[
-        int | None, typer.Option(help="Nodes to show; the rest is counted.  [default: 200, on a page 50,000]")
+        int | None, Option(help="Nodes to show; the rest is counted.  [default: 200, on a page 50,000]")
     ] = None,
-    model: Annotated[
-        str, typer.Option(help="Whose tokenizer and sizes: demo, tiny, tiny:KIND, a folder, or a hub id.")
-    ] = "demo",
-    budget_mib: Annotated[
-        float | None, typer.Option(help="Byte budget, in MiB, beyond which nodes are evicted.  [default: no limit]")
-    ] = None,
-    policy: Annotated[str, typer.Option(help="What is evicted first.")] = "lru",
-    users: Annotated[int | None, typer.Option(help="Take only the first so many users.  [default: all]")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the schedule: the same seed, the same requests.")] = 0,
-    requests: Annotated[int | None, typer.Option(help="Requests to serve at most.  [default: all]")] = None,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read or rendered.")
-    ] = False,
+    model: Annotated[str, Option(help="Tokenizer and sizes: demo, tiny, tiny:KIND, a folder or hub id.")] = "demo",
+    budget_mib: Annotated[float | None, Option(help="Byte budget, in MiB.  [default: no limit]")] = None,
+    policy: Annotated[str, Option(help="What is evicted first.")] = "lru",
+    users: Annotated[int | None, Option(help="Take only the first so many users.  [default: all]")] = None,
+    seed: Annotated[int, Option(help="Seed of the schedule: the same seed, the same requests.")] = 0,
+    requests: Annotated[int | None, Option(help="Requests to serve at most.  [default: all]")] = None,
+    skip_bad: Annotated[bool, Option("--skip-bad", help="Leave out, and count, what cannot be read.")] = False,
 ) -> None:
     """Show the prefix tree of conversations.
 

@@ -129,15 +129,11 @@ def sample_note(estimates: Sequence[Estimate], samples: Sequence[Trace], whole: 
 
 @dataclass(frozen=True, slots=True)
 class DiskAdvice:
-    """What a disk brings LRU over a whole trace, by a simulation or, for a long trace, as bounds by the curve.
+    """What a disk brings LRU over a whole trace: the share of prompt tokens without prefill, alone and with the disk.
 
-    Memory and disk together hold no more than one LRU cache of their total size, and a block is written once it has
-    left memory. So the curve bounds what is found and what is written, for models without checkpoints: a block may be
-    in both places, and a prompt may find no room in memory.
-
-    Attributes:
-        alone, token_hit_ratio: the share of prompt tokens without prefill, without the disk and with it.
-        is_estimate: the figures are bounds: at most `token_hit_ratio`, at least `written_bytes`.
+    An estimate has bounds by the curve: at most `token_hit_ratio`, at least `written_bytes`. Memory and disk together
+    hold no more than one LRU cache of their total size, and a block is written once it has left memory. This holds for
+    models without checkpoints; a block may be in both places, and a prompt may find no room in memory.
     """
 
     plan: DiskPlan
@@ -184,12 +180,7 @@ class DiskAdvice:
 
 @dataclass(frozen=True)
 class Budget:
-    """A capacity, what it stands for, and what LRU saves with it.
-
-    Attributes:
-        saved_s: seconds of prefill saved over the trace.
-        saved_s_per_gib: the same per GiB of the budget.
-    """
+    """A capacity, what it stands for, and what LRU saves with it over the trace."""
 
     name: str
     capacity_blocks: int
@@ -202,12 +193,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class BestPolicy:
-    """The best online policy of a simulation at one capacity.
-
-    Attributes:
-        gain: its token hit ratio less LRU's; None: LRU was not simulated.
-        bound: the best policy that knows the future, and its token hit ratio; None: none was simulated.
-    """
+    """The best online policy at one capacity, its gain over LRU, and the best policy that knows the future."""
 
     policy: str
     capacity_blocks: int
@@ -256,12 +242,11 @@ def advice_of(
     budget_blocks: int | None = None,
     prefill_tokens_per_s: float | None = None,
 ) -> Advice:
-    """Work out the advice.
+    """Work out the advice. The user's budget is in bytes, which need `token_bytes`, or in blocks.
 
     Args:
         token_bytes: bytes of cache per token; None or 0: blocks have no size.
         checkpoint_bytes: bytes of windows and recurrent state per checkpoint, which the curve does not count.
-        budget_bytes, budget_blocks: the user's budget, at most one of them; bytes need `token_bytes`.
     """
     block_bytes = token_bytes * trace.block_tokens if token_bytes else None
     if budget_bytes is not None:
@@ -291,12 +276,9 @@ def _name_of(share: float) -> str:
 def best_policy(
     rows: Sequence[Mapping[str, Any]], *, trace: str | None = None, capacity_blocks: int | None = None
 ) -> BestPolicy | None:
-    """The best online policy among a simulation's rows at one capacity; None: no row fits.
+    """The best online policy among the rows of a trace, as `simulate --json` writes them; None: no row fits.
 
-    Args:
-        rows: as `radixcache simulate --json` writes them.
-        trace: only rows of this trace; None: all rows are of one trace.
-        capacity_blocks: the user's budget. The largest simulated capacity within it is used, else the smallest.
+    It is that at the largest simulated capacity within the user's `capacity_blocks`, else at the smallest one.
     """
     rows = [row for row in rows if trace in (None, row["trace"]) and row["token_hit_ratio"] is not None]
     capacities = sorted({row["capacity_blocks"] for row in rows if row["capacity_blocks"] is not None})

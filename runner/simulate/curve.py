@@ -58,10 +58,7 @@ CURVE_COUNTS = (
 class References:
     """Every block reference of a trace, in the order of the requests and, within one, from the root down.
 
-    Attributes:
-        blocks: the block's number, in the order of first use.
-        tokens: the prompt's tokens in the block.
-        first, last: the references [first, last) of the same request.
+    For each: the block's number by first use, the prompt's tokens in it, and the request's references [first, last).
     """
 
     blocks: Ints
@@ -78,11 +75,9 @@ class Curve:
     """Hit ratios of LRU over capacity, a step function.
 
     Attributes:
-        capacity_blocks: ascending capacities at which the ratios rise.
-        block_hit_ratio: from each capacity on: block hits / block references.
-        token_hit_ratio: from each capacity on: tokens of the blocks hit / prompt tokens.
+        capacity_blocks: ascending capacities from which on the ratios hold.
+        block_hit_ratio, token_hit_ratio: block hits / block references; tokens of the blocks hit / prompt tokens.
         block_error: standard error of `block_hit_ratio`; None: the curve is exact.
-        block_refs, unique_blocks, prompt_tokens: of the whole trace.
         sample_rate: share of the blocks that were followed.
     """
 
@@ -106,12 +101,10 @@ class Curve:
 
     @property
     def infinite_block_hit_ratio(self) -> float:
-        """The ratio of a cache that never evicts."""
         return float(self.block_hit_ratio[-1]) if len(self.block_hit_ratio) else 0.0
 
     @property
     def infinite_token_hit_ratio(self) -> float:
-        """The ratio of a cache that never evicts."""
         return float(self.token_hit_ratio[-1]) if len(self.token_hit_ratio) else 0.0
 
     def capacity_for(self, share: float) -> int:
@@ -143,11 +136,7 @@ class CurveRow:
 
 
 def lru_curve(trace: Trace, *, sample_rate: float = 1.0, seed: int = 0) -> Curve:
-    """The curve of a trace.
-
-    Args:
-        sample_rate: share of the blocks to follow; 1 is exact.
-        seed: of the hash that picks the blocks.
+    """The curve of a trace, from a share of its blocks that `seed` picks; 1 is exact.
 
     Raises:
         ValueError: the trace or the sample is empty, or `sample_rate` is not in (0, 1].

@@ -45,14 +45,7 @@ class AnyJob(Protocol[R_co]):
 
 @dataclass(frozen=True, slots=True)
 class SimulationJob:
-    """A policy at a capacity.
-
-    Attributes:
-        trace: index of the trace.
-        capacity_blocks: the budget in blocks of span state; None: `budget_bytes` is the budget.
-        model: the model's bytes; None: blocks are counted.
-        disk: the tier below memory.
-    """
+    """A policy at a capacity in blocks of span state, or in bytes; without a model, blocks are counted."""
 
     trace: int
     policy: str
@@ -132,11 +125,7 @@ def run_on_ray(
 ) -> Iterator[R]:
     """Yield a row per job from a Ray cluster at `address`; "auto" finds one or starts one here.
 
-    The traces travel to the cluster once. The cluster needs no file except the module of a user's own policy.
-
-    Raises:
-        ModuleNotFoundError: Ray is not installed.
-        ConnectionError: the address is not valid, or no cluster answers.
+    The cluster needs no file except the module of a user's own policy. ConnectionError: no cluster answers.
     """
     import ray
 

@@ -32,13 +32,7 @@ from runner.traces.trace import Trace, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Replicas, the router before them, and the tier behind them.
-
-    Attributes:
-        router: a name in ROUTERS; `seed` is the router's.
-        policy, budget_bytes, sizes: of each replica's cache.
-        shared: the tier behind all replicas; None: there is none.
-    """
+    """Replicas with a cache each, the router before them with its seed, and the tier behind them."""
 
     router: str
     replicas: int
@@ -63,12 +57,7 @@ class Served:
 
 @dataclass(slots=True)
 class SimulatedReplica:
-    """A cache and the numbers of its requests, the one being served first.
-
-    Attributes:
-        coming: the digests of the requests that wait.
-        busy_s: seconds of work so far.
-    """
+    """A cache, the numbers of its requests, the one being served first, and the digests of those that wait."""
 
     name: str
     simulation: Simulation
@@ -78,15 +67,9 @@ class SimulatedReplica:
 
 
 class Replicas:
-    """A trace on its way through a router.
+    """A trace on its way through a router, the setup's or another one.
 
-    Args:
-        router: used instead of the setup's.
-
-    Attributes:
-        replicas: in the order of their names.
-        served: by the request's number.
-        went: the replica of each request, by the request's number.
+    `served` has what each request took and `went` its replica, by the request's number.
     """
 
     def __init__(self, trace: Trace, setup: Setup, router: Router | None = None) -> None:

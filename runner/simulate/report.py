@@ -44,11 +44,7 @@ class DiskPlan:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """What a tier below memory did over a whole trace.
-
-    Attributes:
-        hit_tokens, token_hit_ratio: prompt tokens that were read from the tier, and their share of all prompt tokens.
-    """
+    """What a tier below memory did over a whole trace; `token_hit_ratio` is hit_tokens / all prompt tokens."""
 
     plan: DiskPlan
     hit_tokens: int
@@ -69,15 +65,11 @@ class Row:
     """One trace through one or more caches with one policy and budget.
 
     Attributes:
-        capacity_blocks: budget of each cache in blocks of span state; None: blocks have no size of their own.
-        capacity_bytes: budget of each cache in bytes; None: the bytes of a token are not known.
+        capacity_blocks, capacity_bytes: the budget of each cache, if blocks, or tokens, have a known size.
         block_refs, block_hits: blocks of all prompts, and those found in memory or in a tier below.
-        block_hit_ratio: block_hits / block_refs.
         token_hit_ratio: prompt tokens without prefill / prompt tokens. A prompt's last token counts as found with its
             block, although a model evaluates it again.
-        prefill_tokens: prompt tokens that were not found.
         seconds: wall time of the simulation.
-        is_timing_synthetic: whether the trace's arrival times were made up.
     """
 
     trace: str
@@ -109,7 +101,7 @@ class ReplicaRow(Row):
 
     Attributes:
         infinite_token_hit_ratio: of one cache without limit that sees all requests.
-        share_of_infinite: token_hit_ratio / infinite_token_hit_ratio; 1 if the latter is 0.
+        share_of_infinite: token_hit_ratio / infinite_token_hit_ratio.
         matched_tokens: prompt tokens that the router expected at the replica it chose.
         ttft_s_p50, ttft_s_p95, ttft_s_p99: from a request's arrival to the end of its prefill, waiting included.
         busy: seconds of work of all replicas / (replicas x seconds from the first arrival to the last end).
@@ -153,13 +145,11 @@ def infinite_token_ratio(trace: Trace) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """How one figure of a row is shown.
+    """How one figure of a row is shown, divided by `unit`; an optional column goes if no row has a value.
 
     Attributes:
         value: the path of a field, as "disk.read_bytes", or a function of the row.
         form: a format specification, or a function from the value to its text.
-        unit: the value is divided by it.
-        is_optional: the column goes if no row has a value.
     """
 
     title: str
@@ -169,7 +159,6 @@ class Column:
     is_optional: bool = False
 
     def of(self, row: Any) -> Any:
-        """The row's value; None: it has none."""
         if not isinstance(self.value, str):
             return self.value(row)
         for name in self.value.split("."):
@@ -177,7 +166,6 @@ class Column:
         return row
 
     def cell(self, value: Any) -> str:
-        """The text of a value."""
         if value is None:
             return "-"
         if not isinstance(self.form, str):
@@ -201,12 +189,7 @@ def cells(columns: Iterable[Column], rows: Iterable[Any]) -> list[list[str]]:
 def filled(
     shown: Table, columns: Iterable[Column], rows: Iterable[Any], *, names: Sequence[str] = (), is_narrow: bool = False
 ) -> Table:
-    """Fill an empty table.
-
-    Args:
-        names: titles of columns with text, which are left-aligned.
-        is_narrow: titles and traces wrap, figures do not.
-    """
+    """Fill an empty table, with `names` left-aligned; in a narrow one titles and traces wrap, figures do not."""
     found = cells(columns, rows)
     for title, *texts in found:
         words = [*title.split(), *(texts if title != "trace" else ())]
@@ -262,11 +245,6 @@ REPLICA_COLUMNS = (
     Column("load p95", "load_p95", ".2f"),
     Column("max", "load_max", ".2f"),
 )
-
-
-def policies_table(rows: Sequence[SimulationRow]) -> Table:
-    """A row per simulation of one cache."""
-    return filled(Table(box=box.SIMPLE_HEAD), POLICY_COLUMNS, rows, names=("trace", "policy"))
 
 
 def replicas_table(rows: Sequence[ReplicaRow]) -> Table:
@@ -384,20 +362,19 @@ def _same_policies(rows: Sequence[SimulationRow]) -> list[list[str]]:
 class Report(NamedTuple):
     """What is shown to people, and the same figures for JSON."""
 
-    shown: list[Table | str]
+    shown: Sequence[Any]
     document: dict[str, Any]
 
 
 def policies_report(traces: Sequence[Trace], rows: Sequence[SimulationRow]) -> Report:
-    shown: list[Table | str] = [policies_table(rows)] if rows else []
-    shown += policy_notes(traces, rows)
+    table = filled(Table(box=box.SIMPLE_HEAD), POLICY_COLUMNS, rows, names=("trace", "policy"))
+    shown = [*([table] if rows else []), *policy_notes(traces, rows)]
     infinite = {trace.name: infinite_ratio(trace) for trace in traces}
     return Report(shown, _document(traces, rows, POLICY_COUNTS, infinite_block_hit_ratio=infinite))
 
 
 def replicas_report(traces: Sequence[Trace], rows: Sequence[ReplicaRow], speeds: Speeds) -> Report:
-    shown: list[Table | str] = [replicas_table(rows)] if rows else []
-    shown += replica_notes(traces, rows, speeds)
+    shown = [*([replicas_table(rows)] if rows else []), *replica_notes(traces, rows, speeds)]
     return Report(shown, _document(traces, rows, REPLICA_COUNTS))
 
 
@@ -426,10 +403,9 @@ RATIO_LABEL = "block hit ratio: blocks found / blocks asked for"
 
 
 def policies_picture(rows: Sequence[SimulationRow], infinite: Mapping[str, float], file_format: str = "png") -> bytes:
-    """Block hit ratio over capacity, a panel per trace. Policies with equal digits share a line.
+    """Block hit ratio over capacity, a panel per trace, and dotted that of a cache without limit, by trace.
 
-    Args:
-        infinite: the ratio of a cache without limit, by trace; drawn as a dotted line.
+    Policies with equal digits share a line.
     """
     traces = list(dict.fromkeys(row.trace for row in rows))
     figure = new_figure(PANEL_INCHES[0], PANEL_INCHES[1] * len(traces))

@@ -52,10 +52,8 @@ class BlockSizes:
     """Bytes per block of a trace. Without a model a block is one byte, and a budget counts blocks.
 
     Attributes:
-        span_bytes: bytes of a block in the layers that can be cut anywhere.
-        checkpoint_bytes: bytes of state per checkpoint that do not depend on the offset.
+        span_bytes, checkpoint_bytes: of a block in layers that can be cut anywhere; of a checkpoint without windows.
         windows: sliding windows of at least a block, as (whole blocks, bytes per block).
-        is_counting: no model's bytes are known.
     """
 
     span_bytes: int = 1
@@ -86,11 +84,7 @@ class Offline:
 
 
 class Future:
-    """When each key of a trace is used next. Offline policies know this, and no server does.
-
-    Args:
-        last_key_of: the last key on an entry's edge; None: the entry is gone.
-    """
+    """When each key of a trace is used next, which no server knows. `last_key_of` is None for an entry that is gone."""
 
     def __init__(self, requests: Sequence[TraceRequest], last_key_of: Callable[[Entry], int | None]) -> None:
         self._requests = requests
@@ -119,15 +113,8 @@ class Machine(SizedModel):
 
         prefill    tokens / (tokens/s) ──►  clock  ◄── bytes / (bytes/s)    reading
 
-    The deployed `Rates` measure both by this clock, and the deployed cache decides what is read.
-
-    Args:
-        block_tokens: tokens that a key stands for.
-
-    Attributes:
-        store: the contents of the disk.
-        disk: what a cache takes; several caches may, one at a time.
-        now_s, read_s: the clock, and the seconds of reading in it.
+    The deployed `Rates` measure both by this clock, and the deployed cache decides what is read. Several caches may
+    take `disk`, one at a time. A key stands for `block_tokens`.
     """
 
     def __init__(self, plan: DiskPlan, block_tokens: int) -> None:
@@ -159,11 +146,7 @@ class Machine(SizedModel):
 
 
 class Simulation:
-    """A trace on its way through one cache.
-
-    Args:
-        policy: a name, an object, or an offline policy.
-        disk: a tier below memory, or the machine that several caches share.
+    """A trace on its way through one cache, with a tier below memory or a machine that several caches share.
 
     Raises:
         ValueError: the policy bypasses the cache, and there is a disk or the sizes have checkpoints.
@@ -346,10 +329,7 @@ def grow_tree(
 ) -> GrownTree:
     """Serve conversations as a replay does with recorded replies, by sizes, and describe the tree at the end.
 
-    A reply that was not recorded is missing in later prompts, too.
-
-    Raises:
-        ScriptError: the template refuses a conversation and `skip_bad` is off.
+    ScriptError: the template refuses a conversation and `skip_bad` is off.
     """
     layout = SizedLayout(sizes.token_bytes, sizes.state_bytes, sizes.windows, GROW_TOKENS)
     cache = sized_cache(layout, budget_bytes=budget_bytes, policy=policy)

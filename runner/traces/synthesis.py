@@ -36,18 +36,7 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Synth:
-    """Parameters of the traffic.
-
-    Attributes:
-        zipf: exponent of the applications' popularity; 0 for equal shares.
-        agent_share: share of the applications whose conversations use tools.
-        turns: mean number of user turns of a conversation.
-        tool_calls: mean number of tool calls in an agent's turn.
-        branching: probability that a turn goes back to an earlier one.
-        context_tokens: a conversation ends before a prompt would be longer.
-        sessions_per_hour, think_s, tool_s, output_tokens_per_s: as in `Pace`.
-        system_tokens, user_tokens, reply_tokens, tool_result_tokens: medians of lengths.
-    """
+    """Parameters of the traffic; `radixcache synth --help` explains each."""
 
     requests: int = 10_000
     block_tokens: int = 64

@@ -44,15 +44,7 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TraceRequest:
-    """One request.
-
-    Attributes:
-        keys: one key per block of the prompt, unique per whole prefix.
-        time_ms: arrival, from the start of the trace.
-        session: the conversation; "" if the trace does not say.
-        turn: the conversation's turn, from 1; None: not known.
-        kind: for example "main" or "subagent"; "" if the trace does not say.
-    """
+    """One request: a key per block, the conversation with the turn from 1, and its kind, such as "subagent"."""
 
     keys: Keys
     tokens: int
@@ -65,13 +57,10 @@ class TraceRequest:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Requests in the order of their arrival.
+    """Requests in the order of their arrival, and a line for each bad record that was left out.
 
     Attributes:
-        name: for tables and plots.
         is_timing_synthetic: arrival times were made up by the reader; every output says so.
-        source: the path or paths of the files.
-        skipped: one line for each bad record that was left out.
         sessions_per_hour: the rate of conversations that the reader assumed; None: arrivals are recorded.
     """
 
@@ -95,13 +84,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class Pace:
-    """Arrival times for data without any, drawn from one seeded generator.
+    """Arrival times for data without any: conversations begin as a Poisson process, and people and tools take time.
 
-    Attributes:
-        sessions_per_hour: rate at which conversations begin, as a Poisson process.
-        think_s: mean time of a person from a reply to the next message; exponential.
-        tool_s: mean time of a tool; exponential.
-        output_tokens_per_s: how fast replies are generated.
+    `think_s` and `tool_s` are means of exponential times: from a reply to a person's next message, and of a tool.
     """
 
     sessions_per_hour: float = 30.0
@@ -222,13 +207,7 @@ class KeyTable:
 def join_traces(traces: Sequence[Trace], *, name: str = "") -> Trace:
     """Join traces on one time axis, each from its own beginning, with keys numbered anew.
 
-    Requests that arrive at the same time keep the order of the traces.
-
-    Args:
-        name: of the result; the names joined by + if there is none.
-
-    Raises:
-        TraceError: their blocks differ in length.
+    Requests that arrive at the same time keep the order of the traces. TraceError: their blocks differ in length.
     """
     first = traces[0]
     if len(traces) == 1:
@@ -267,14 +246,7 @@ MOST_BLOCK_TOKENS = 1 << 31
 
 @dataclass
 class Reading:
-    """How files are read, for readers of every format, and what was left out.
-
-    Attributes:
-        skip_bad: list bad lines in `skipped` instead of raising.
-        seed, pace: of arrival times that are not recorded.
-        tokenizer: for conversations.
-        block_tokens: for formats that do not record it; None: the format's default.
-    """
+    """The arguments of `read_trace` for readers of every format, and the bad lines that they left out."""
 
     skip_bad: bool = False
     seed: int = 0

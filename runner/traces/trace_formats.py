@@ -97,11 +97,7 @@ def compact_bytes(trace: Trace) -> bytes:
 
 
 class _CompactReader:
-    """The state between lines: all requests so far, and the part that is being read.
-
-    Of the part it holds whether its header was understood, the index of its first request, and the blocks of its
-    requests by their numbers.
-    """
+    """The state between lines: all requests so far, and of the part whether it has a header, its start and blocks."""
 
     def __init__(self, path: Path, reading: Reading) -> None:
         self._path = path
