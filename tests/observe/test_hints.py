@@ -56,18 +56,22 @@ def test_a_request_id_of_varying_length_at_the_very_beginning_is_found() -> None
     assert hint.tokens == len(prompts[0]) - 1
 
 
-def test_an_id_whose_digits_agree_by_chance_is_one_span() -> None:
-    ids = ["4f1a-77", "4f9b-72", "4f1c-33", "4f1a-79"]
-    prompts = [chat("Is it open?", system=f"Request {each}. {SYSTEM}") for each in ids]
+@pytest.mark.parametrize(
+    ("systems", "start", "span"),
+    [
+        # Digits agree by chance: one span.
+        ([f"Request {each}. {SYSTEM}" for each in ("4f1a-77", "4f9b-72", "4f1c-33", "4f1a-79")], "Request 4f", "1a-79"),
+        # Of two spans far apart the first.
+        ([f"Id {i:03}. {SYSTEM} Id {i * 37:05}. {SYSTEM}" for i in range(4)], "Id 00", "3"),
+    ],
+    ids=["digits that agree", "two spans"],
+)
+def test_the_first_span_that_varies_is_found_whole(systems: list[str], start: str, span: str) -> None:
+    prompts = [chat("Is it open?", system=each) for each in systems]
     (hint,) = found(prompts)
-    assert text(prompts[-1][hint.start : hint.end]) == "1a-79"
+    assert text(prompts[-1][: hint.start]).endswith(start)
+    assert text(prompts[-1][hint.start : hint.end]) == span
     assert hint.values == 4
-
-
-def test_two_spans_far_apart_are_found_one_at_a_time_the_first_first() -> None:
-    prompts = [chat("Is it open?", system=f"Id {i:03}. {SYSTEM} Id {i * 37:05}. {SYSTEM}") for i in range(4)]
-    (hint,) = found(prompts)
-    assert text(prompts[-1][: hint.start]).endswith("Id 00")
 
 
 def test_an_id_per_conversation_is_found_while_conversations_take_turns() -> None:
@@ -81,65 +85,40 @@ def test_an_id_per_conversation_is_found_while_conversations_take_turns() -> Non
     assert (hint.values, hint.requests) == (3, 6)
 
 
-@pytest.mark.parametrize(
-    "prompts",
-    [
-        pytest.param(
-            [chat(f"What is the capital of {land}?") for land in ("France", "Spain", "Chile", "Japan", "Peru")],
-            id="questions alike but for a word",
-        ),
-        pytest.param([chat(f"{index * 7919} and {index}?") for index in range(8)], id="numbers asked about"),
-        pytest.param(
-            [chat(q) for q in ("Is it open?", "Where do I return books after hours?", "Why?", "Hello! I need a card")],
-            id="different questions",
-        ),
-        pytest.param(
-            [chat(*["Is it open?", "It is.", "Until when?", "Until eight.", "Thanks!"][: 2 * n + 1]) for n in range(3)],
-            id="one conversation that grows",
-        ),
-        pytest.param(
-            [
-                chat(*[f"{user}: is it open?", f"Yes, {user}.", "Until when?", "Eight.", "Thanks!"][: 2 * turn + 1])
-                for turn in range(3)
-                for user in ("Ann", "Bert", "Carol")
-            ],
-            id="conversations that take turns",
-        ),
-        pytest.param(
-            [chat("Is it open?", system=f"For {tenant}. {SYSTEM}") for tenant in ("Rome", "Oslo") for _ in range(4)],
-            id="two tenants, each with a header of its own",
-        ),
-        pytest.param(
-            [
-                chat(f"Question {index}", system=f"For {tenant}. {SYSTEM}")
-                for index in range(3)
-                for tenant in ("Rome", "Oslo", "Bern")
-            ],
-            id="three tenants who come back",
-        ),
-        pytest.param(
-            [
-                chat(f"Question {index}", system=f"For {tenant}. {SYSTEM}")
-                for index in range(3)
-                for tenant in ("A", "B")
-            ],
-            id="two tenants who take turns",
-        ),
-        pytest.param([chat("Is it open?")] * 6, id="the same prompt again and again"),
-        pytest.param(
-            [
-                chat(*[f"Are you {name}?", "No, I am an assistant of the city library, made by people.", "Oh!"][:n])
-                for name in ("a robot", "GPT", "a curious cat")
-                for n in (1, 3)
-            ],
-            id="questions that differ and get the same reply",
-        ),
-        pytest.param([chat("One?", system="Be brief."), chat("Two?", system="Be kind."), chat("Three?", system="Be.")],
-                     id="short system prompts"),
+TALK = ("Is it open?", "It is.", "Until when?", "Until eight.", "Thanks!")
+LANDS, TENANTS = ("France", "Spain", "Chile", "Japan", "Peru"), ("Rome", "Oslo", "Bern")
+
+
+def of_tenant(tenant: str, question: str = "Is it open?") -> Any:
+    return chat(question, system=f"For {tenant}. {SYSTEM}")
+
+
+ORDINARY = {
+    "questions alike but for a word": [chat(f"What is the capital of {land}?") for land in LANDS],
+    "numbers asked about": [chat(f"{index * 7919} and {index}?") for index in range(8)],
+    "different questions": [chat(q) for q in ("Is it open?", "Where do I return books after hours?", "Why?", "Hello!")],
+    "one conversation that grows": [chat(*TALK[: 2 * turn + 1]) for turn in range(3)],
+    "conversations that take turns": [
+        chat(*[f"{user}: {each}" for each in TALK[: 2 * turn + 1]])
+        for turn in range(3)
+        for user in ("Ann", "Bert", "Carol")
     ],
-)  # fmt: skip
-def test_ordinary_prompts_give_no_hint(prompts: list[Any]) -> None:
-    assert found(prompts) == []
+    "two tenants, each with a header of its own": [of_tenant(each) for each in TENANTS[:2] for _ in range(4)],
+    "three tenants who come back": [of_tenant(each, f"Question {i}") for i in range(3) for each in TENANTS],
+    "two tenants who take turns": [of_tenant(each, f"Question {i}") for i in range(3) for each in ("A", "B")],
+    "the same prompt again and again": [chat("Is it open?")] * 6,
+    "questions that differ and get the same reply": [
+        chat(*[f"Are you {name}?", "No, I am an assistant of the city library, made by people.", "Oh!"][:n])
+        for name in ("a robot", "GPT", "a curious cat")
+        for n in (1, 3)
+    ],
+    "short system prompts": [chat(f"{each}?", system=f"Be {each}.") for each in ("brief", "kind", "")],
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_prompts_give_no_hint(name: str) -> None:
+    prompts = ORDINARY[name]
     assert [each for prompt in prompts for each in variations(prompt, reversed(prompts))] == []
 
 

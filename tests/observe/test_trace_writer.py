@@ -1,19 +1,23 @@
-"""The recorded trace: what a reader gets back, what is not in the file, and what a killed writer leaves."""
+"""The recorded trace: what a reader and the simulator get back, what is not in it, and what a killed writer leaves."""
 
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radixcache import PrefixCache
 from radixcache.observe.trace import TraceWriter
 from runner.files import write_atomically
+from runner.simulate.simulator import simulate
 from runner.traces.trace import Trace, TraceError, TraceRequest
 from runner.traces.trace_formats import compact_bytes
 from runner.traces.trace_reader import read_trace
+from tests.prompts import tokens as drawn
 
 PROMPTS = st.lists(
     st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=12), st.sampled_from(["", "tenant"])),
@@ -37,7 +41,7 @@ def same_prefixes(trace: Trace, prompts: list[tuple[str, list[int]]]) -> bool:
     return len(set(meaning.values())) == len(meaning)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(PROMPTS, st.booleans(), st.sampled_from([0, 3, 1 << 18]))
 def test_what_is_written_is_read_back(tmp_path_factory, prompts, plain: bool, known_blocks: int) -> None:
     path = tmp_path_factory.mktemp("trace") / "t.jsonl"
@@ -88,31 +92,21 @@ def test_plain_trace_holds_ids_and_namespace(tmp_path) -> None:
     ]
 
 
-def test_same_salt_gives_the_same_digests_and_another_salt_others(tmp_path) -> None:
-    blocks = []
-    for name, salt in (("a", b"x"), ("b", b"x"), ("c", b"y"), ("d", None), ("e", None)):
-        with TraceWriter(tmp_path / name, salt=salt) as writer:
-            writer.append(range(100), time=1)
-        blocks.append(lines(tmp_path / name)[1]["blocks"])
-    assert blocks[0] == blocks[1]
-    assert len(set(blocks)) == 4
-
-
-@pytest.mark.parametrize("cut_bytes", range(1, 40))
-def test_torn_last_line_is_left_out_and_counted(tmp_path, cut_bytes: int) -> None:
+def test_torn_last_line_is_left_out_and_counted(tmp_path) -> None:
     path = tmp_path / "t.jsonl"
     with TraceWriter(path) as writer:
         writer.append(range(100), time=1)
         writer.append(range(130), time=2)
     content = path.read_bytes()
-    path.write_bytes(content[:-cut_bytes])
-    trace = read_trace(path)
-    # Without its end of line the last line is still whole.
-    is_torn = cut_bytes > 1
-    assert [len(request.keys) for request in trace.requests] == [2, 3][: 2 - is_torn]
-    assert len(trace.skipped) == is_torn
-    if is_torn:
-        assert trace.skipped[0].startswith(f"{path}:3: torn")
+    for cut_bytes in range(1, 40):
+        path.write_bytes(content[:-cut_bytes])
+        trace = read_trace(path)
+        # Without its end of line the last line is still whole.
+        is_torn = cut_bytes > 1
+        assert [len(request.keys) for request in trace.requests] == [2, 3][: 2 - is_torn]
+        assert len(trace.skipped) == is_torn
+        if is_torn:
+            assert trace.skipped[0].startswith(f"{path}:3: torn")
 
 
 def test_reopened_trace_goes_on_behind_a_torn_line(tmp_path) -> None:
@@ -130,25 +124,22 @@ def test_reopened_trace_goes_on_behind_a_torn_line(tmp_path) -> None:
     assert len(trace.skipped) == 1
 
 
-def test_another_salt_in_a_later_part_shares_no_block(tmp_path) -> None:
+def test_only_parts_of_one_salt_share_blocks(tmp_path) -> None:
     path = tmp_path / "t.jsonl"
-    for _ in range(2):
-        with TraceWriter(path) as writer:
-            writer.append(range(100), time=1)
-    first, second = read_trace(path).requests
-    assert not set(first.keys.tolist()) & set(second.keys.tolist())
-
-
-def test_equal_digests_under_unlike_salts_are_not_taken_for_equal_prefixes(tmp_path) -> None:
-    path = tmp_path / "t.jsonl"
-    with TraceWriter(path, salt=b"s") as writer:
-        writer.append(range(100), time=1)
-    header, request = lines(path)
-    for salt_id, shared in (("0" * 16, 0), (header["salt_id"], 2)):
-        parts = (header, request, {**header, "salt_id": salt_id}, request)
-        path.write_text("".join(json.dumps(each) + "\n" for each in parts))
+    for salts, shared in (((b"x", b"x"), 2), ((b"x", b"y"), 0), ((None, None), 0)):
+        path.unlink(missing_ok=True)
+        for salt in salts:
+            with TraceWriter(path, salt=salt) as writer:
+                writer.append(range(100), time=1)
         first, second = read_trace(path).requests
         assert len(set(first.keys.tolist()) & set(second.keys.tolist())) == shared
+    # Equal digests under another salt are no equal prefixes.
+    header, request = lines(path)[:2]
+    path.write_text(
+        "".join(json.dumps(each) + "\n" for each in (header, request, {**header, "salt_id": "0" * 16}, request))
+    )
+    first, second = read_trace(path).requests
+    assert not set(first.keys.tolist()) & set(second.keys.tolist())
 
 
 def test_failed_write_costs_its_line_and_no_other(tmp_path, monkeypatch) -> None:
@@ -172,24 +163,23 @@ def test_failed_write_costs_its_line_and_no_other(tmp_path, monkeypatch) -> None
     assert len(trace.skipped) == 1
 
 
-def test_file_of_a_header_that_could_not_be_written_can_be_opened_again(tmp_path, monkeypatch) -> None:
+def test_a_header_that_could_not_be_written_and_short_writes_leave_a_file_that_can_be_used(
+    tmp_path, monkeypatch
+) -> None:
     def fail(handle: int, content: bytes) -> int:
         raise OSError(28, "No space left on device")
 
+    path, real_write = tmp_path / "t.jsonl", os.write
     monkeypatch.setattr(os, "write", fail)
     with pytest.raises(OSError, match="No space left"):
-        TraceWriter(tmp_path / "t.jsonl")
-    monkeypatch.undo()
-    TraceWriter(tmp_path / "t.jsonl").close()
-
-
-def test_short_writes_are_completed(tmp_path, monkeypatch) -> None:
-    real_write = os.write
+        TraceWriter(path)
     monkeypatch.setattr(os, "write", lambda handle, content: real_write(handle, content[:7]))
-    with TraceWriter(tmp_path / "t.jsonl") as writer:
+    with TraceWriter(path) as writer:
         writer.append(range(100), time=1)
+        with pytest.raises(ValueError, match="another writer has this trace open"):
+            TraceWriter(path)
     monkeypatch.undo()
-    assert len(read_trace(tmp_path / "t.jsonl").requests) == 1
+    assert len(read_trace(path).requests) == 1
 
 
 def test_requests_that_ended_out_of_order_are_read_in_the_order_they_arrived(tmp_path) -> None:
@@ -200,12 +190,6 @@ def test_requests_that_ended_out_of_order_are_read_in_the_order_they_arrived(tmp
     trace = read_trace(path)
     assert [request.time_ms for request in trace.requests] == [0, 1, 2]
     assert trace.is_timing_synthetic, "ticks are no milliseconds"
-
-
-def test_two_writers_of_one_file_are_refused(tmp_path) -> None:
-    with TraceWriter(tmp_path / "t.jsonl"), pytest.raises(ValueError, match="another writer has this trace open"):
-        TraceWriter(tmp_path / "t.jsonl")
-    TraceWriter(tmp_path / "t.jsonl").close()
 
 
 def test_wrong_arguments_are_refused_and_write_nothing(tmp_path) -> None:
@@ -288,16 +272,6 @@ def test_trace_that_cannot_be_written_whole_leaves_the_old_file(tmp_path) -> Non
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_trace_is_written_to_what_a_link_leads_to(tmp_path) -> None:
-    path, link = tmp_path / "t.jsonl", tmp_path / "link.jsonl"
-    link.symlink_to(path)
-    write_atomically(
-        link, compact_bytes(Trace("t", 64, [TraceRequest(np.arange(1, dtype=np.int64), 64, 1, 0)], True, "t"))
-    )
-    assert link.is_symlink()
-    assert len(read_trace(path).requests) == 1
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -325,3 +299,57 @@ def test_bad_request_line_is_named(tmp_path, change: dict, message: str) -> None
     assert str(raised.value).startswith(f"{path}:3: ")
     assert message in str(raised.value)
     assert len(read_trace(path, skip_bad=True).requests) == 2
+
+
+# What a live cache records
+
+BLOCK_TOKENS = 8
+
+
+def serve(cache: PrefixCache, model: Any, prompt: list[int], **more: Any) -> int:
+    with cache.begin(prompt, **more) as session:
+        session.prefill(model)
+        session.step(model, prompt[-1:])
+        session.step(model, [7])
+    return session.matched_tokens
+
+
+def test_a_recorded_trace_gives_the_hits_of_the_cache_that_recorded_it(llama: Any, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    cache = PrefixCache(llama, trace=TraceWriter(file, block_tokens=BLOCK_TOKENS))
+    shared = drawn(0, 64)
+    matched = [serve(cache, llama, [*shared, *drawn(seed, 24)], turn=1, kind="chat") for seed in (1, 2, 3, 1)]
+    trace = read_trace(file)
+    assert [(r.tokens, r.output_tokens, r.turn, r.kind) for r in trace.requests] == [(88, 1, 1, "chat")] * 4
+    row = simulate(trace, "lru", 1_000)
+    assert row.block_hits == sum(each // BLOCK_TOKENS for each in matched) == 8 + 8 + 11
+
+
+def test_a_file_name_is_enough_and_no_token_or_namespace_gets_into_the_file(llama: Any, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    cache = PrefixCache(llama, trace=file)
+    prompt = [201] * 200
+    serve(cache, llama, prompt, namespace="secret tenant")
+    cache.fetch(prompt)
+    text = file.read_text(encoding="utf-8")
+    assert "secret" not in text
+    assert "201" not in text.replace('"tokens": 201', "")
+    assert [request.tokens for request in read_trace(file).requests] == [200, 200]
+    # Another namespace is another prefix.
+    assert not set(read_trace(file).requests[0].keys) & set(read_trace(file).requests[1].keys)
+
+
+def test_a_trace_that_cannot_be_written_does_not_stop_the_request(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = TraceWriter(tmp_path / "trace.jsonl")
+    cache = PrefixCache(llama, trace=writer)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "append", full)
+    with pytest.warns(RuntimeWarning, match=r"trace\.jsonl: a request could not be recorded: .*No space left"):
+        serve(cache, llama, drawn(1, 30))
+    cache.check()
+    assert cache.stats.tokens == 31

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import unicodedata
 from typing import Any
 from xml.etree import ElementTree
@@ -112,9 +110,7 @@ def test_what_is_left_out_is_counted_where_it_hangs() -> None:
         "├─ [10, 323)  313 tokens  30.6 KiB  paged",
         "└─ … 312 more nodes, 48,828 tokens, 4.7 MiB",
     ]
-
-
-def test_a_chain_does_not_move_to_the_right() -> None:
+    # A chain does not move to the right.
     assert {line.index("[") for line in render_view(chain(150)).splitlines()[2:]} == {0}
 
 
@@ -148,7 +144,7 @@ def trees(draw: st.DrawFn) -> TreeView:
     return grown(shape, (draw(st.sampled_from(["", *HOSTILE])),))
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(trees(), st.integers(1, 40))
 def test_every_node_is_shown_or_counted_exactly_once(view: TreeView, max_nodes: int) -> None:
     rows = choose(view, max_nodes)
@@ -162,13 +158,7 @@ def test_every_node_is_shown_or_counted_exactly_once(view: TreeView, max_nodes: 
         assert row.start == (rows[row.parent].node.end if row.parent >= 0 else 0)  # type: ignore[union-attr]
 
 
-@settings(max_examples=50)
-@given(trees())
-def test_a_description_survives_json(view: TreeView) -> None:
-    assert read_view(render_view(view, "json")) == view
-
-
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(trees())
 def test_hostile_text_acts_in_no_format(view: TreeView) -> None:
     text, svg, page = (render_view(view, name) for name in ("text", "svg", "html"))
@@ -182,6 +172,7 @@ def test_hostile_text_acts_in_no_format(view: TreeView) -> None:
     assert page.count("<script") == page.count("</script") == 2
     assert "<img" not in page
     assert len(page_data(page)["rows"]) >= len(view.nodes)
+    assert read_view(render_view(view, "json")) == view
 
 
 def page_data(page: str) -> Any:
@@ -220,9 +211,9 @@ def test_bars_are_as_long_as_their_tokens_and_begin_where_their_parents_end() ->
     assert abs(bars[4][0] - bars[2][0]) < 0.2
 
 
-@pytest.mark.parametrize(("longest", "step"), [(1, 1), (8, 1), (9, 2), (100, 20), (3_000, 500), (1_000_000, 200_000)])
-def test_the_axis_has_round_ticks(longest: int, step: int) -> None:
-    assert tick_step(longest) == step
+def test_the_axis_has_round_ticks() -> None:
+    for longest, step in ((1, 1), (8, 1), (9, 2), (100, 20), (3_000, 500), (1_000_000, 200_000)):
+        assert tick_step(longest) == step
 
 
 def test_a_page_needs_nothing_from_elsewhere_and_lets_nothing_in() -> None:
@@ -303,11 +294,6 @@ def damaged(**changes: Any) -> str:
 def test_a_damaged_description_is_refused_with_what_is_wrong(content: str, found: str) -> None:
     with pytest.raises(ViewError, match=re.escape(found)):
         read_view(content)
-
-
-def test_views_are_made_without_mlx() -> None:
-    script = "import sys, radixcache.observe.page, radixcache.observe.stats; sys.exit('mlx.core' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], timeout=120, check=False).returncode == 0
 
 
 def test_every_format_has_a_limit_of_its_own() -> None:

@@ -142,7 +142,7 @@ SEQUENCES = st.lists(st.integers(0, 1), min_size=1, max_size=7)
     SEQUENCES,
     st.data(),
 )
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_a_match_is_as_long_as_any_stored_chain_agrees(
     stored: list[tuple[list[int], int]],
     branches: list[tuple[int, int, list[int]]],

@@ -36,9 +36,11 @@ def requests(model: str) -> list[tuple[TokenIds, list[int], TokenIds]]:
     return found
 
 
-@pytest.mark.parametrize("tokenizer", ["tiny", "demo"])
-@pytest.mark.parametrize("write_on", ["close", "eviction"])
-@pytest.mark.parametrize("budget_bytes", [1 << 50, ROOM_TOKENS * TOKEN_BYTES])
+@pytest.mark.parametrize(
+    ("tokenizer", "write_on", "budget_bytes"),
+    [("tiny", "close", 1 << 50), ("tiny", "eviction", ROOM_TOKENS * TOKEN_BYTES),
+     pytest.param("demo", "close", ROOM_TOKENS * TOKEN_BYTES, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_what_is_written_is_hardly_more_than_what_is_distinct(
     tokenizer: str, write_on: WriteOn, budget_bytes: int
 ) -> None:

@@ -36,7 +36,7 @@ def _loaded_by(statement: str) -> set[str]:
         "import radixcache.cells.table; from radixcache import CacheFullError",
         "from radixcache import POLICIES, CostModel, Entry, EvictionPolicy, Ledger, RadixTree, RadixCacheError",
         "import radixcache.stores.files; from radixcache import DiskStore, StoreError",
-        "import radixcache.observe.stats; from radixcache import CacheStats, StatsSnapshot",
+        "import radixcache.observe.page, radixcache.observe.stats; from radixcache import CacheStats, StatsSnapshot",
         "import radixcache.errors, radixcache.lock, radixcache.tokens",
     ],
 )
