@@ -12,6 +12,7 @@ from runner.script.conversation import Conversation, ConversationError
 from runner.script.conversation_reader import read_conversations
 
 SHARED_DATA = Path(__file__).parents[3] / "shared" / "data"
+BRIEF = {"role": "system", "content": "Be brief."}
 HELLO = {"role": "user", "content": "Hello"}
 REPLY = {"role": "assistant", "content": "Hi there"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"day": 1}'}}
@@ -101,19 +102,6 @@ def test_sharegpt_speakers_become_roles(tmp_path: Path) -> None:
     assert conversation.conversation_id == conversation.user == "s1"
 
 
-def test_sharegpt_system_field_becomes_the_first_message(tmp_path: Path) -> None:
-    path = write(tmp_path / "s.jsonl", {"system": "Be brief.", "conversations": [{"from": "human", "value": "Hello"}]})
-    assert read_conversations(path).conversations[0].messages == ({"role": "system", "content": "Be brief."}, HELLO)
-
-
-def test_mt_bench_questions_have_no_recorded_replies(tmp_path: Path) -> None:
-    path = write(tmp_path / "question.jsonl", {"question_id": 81, "category": "writing", "turns": ["Hello", "Again"]})
-    (conversation,) = read_conversations(path).conversations
-    assert conversation.messages == (HELLO, {"role": "user", "content": "Again"})
-    assert conversation.conversation_id == "81"
-    assert not conversation.replies_recorded
-
-
 @pytest.mark.parametrize("folder", [".", "trajectories"])
 def test_tau_bench_tools_lie_beside_the_trajectories_or_one_folder_up(folder: str, tmp_path: Path) -> None:
     other = {"type": "function", "function": {"name": "cancel_order", "parameters": {}}}
@@ -131,12 +119,6 @@ def test_tau_bench_tools_lie_beside_the_trajectories_or_one_folder_up(folder: st
     assert (conversation.conversation_id, conversation.user) == ("model/3.1", "ann_1")
 
 
-def test_trajectories_without_a_tool_list_are_read_without_tools(tmp_path: Path) -> None:
-    path = tmp_path / "model-airline.json"
-    path.write_text(json.dumps([{"traj": [HELLO, CALLING, RESULT]}]))
-    assert read_conversations(path).conversations[0].tools is None
-
-
 def test_broken_tool_list_beside_trajectories_is_an_error_that_names_it(tmp_path: Path) -> None:
     path = tmp_path / "model-airline.json"
     path.write_text(json.dumps([{"traj": [HELLO]}]))
@@ -144,25 +126,31 @@ def test_broken_tool_list_beside_trajectories_is_an_error_that_names_it(tmp_path
     assert error_of(path).startswith("airline_tools.json: tool 0 is dict {'type': 'function'}; wanted a function")
 
 
-def test_several_files_are_read_in_order(tmp_path: Path) -> None:
-    first = write(tmp_path / "one.jsonl", {"id": "a", "messages": [HELLO]})
-    second = write(tmp_path / "two.jsonl", {"id": "b", "messages": [HELLO]}, [HELLO])
-    conversations = read_conversations(first, str(second)).conversations
-    assert [each.conversation_id for each in conversations] == ["a", "b", "two#1"]
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"system": "Be brief.", "conversations": [{"from": "human", "value": "Hello"}]}, (BRIEF, HELLO)),
+        ([{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}], (HELLO,)),
+        ([{**HELLO, "refusal": None, "audio": 1}], (HELLO,)),
+        ({"question_id": 81, "category": "writing", "turns": ["Hello", "Hello"]}, (HELLO, HELLO)),
+    ],
+    ids=["system field", "text parts", "unknown keys", "mt-bench"],
+)
+def test_records_become_messages(record: Any, messages: tuple[Any, ...], tmp_path: Path) -> None:
+    (found,) = read_conversations(write(tmp_path / "c.jsonl", record)).conversations
+    assert found.messages == messages
+    assert found.replies_recorded == ("turns" not in record)
+    assert (found.conversation_id == "81") == ("turns" in record)
 
 
-def test_files_of_one_name_in_two_folders_can_be_read_together(tmp_path: Path) -> None:
+def test_files_are_read_in_order_and_those_of_one_name_in_two_folders_together(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "chat.jsonl", [HELLO])
-    result = read_conversations(tmp_path / "one" / "chat.jsonl", tmp_path / "two" / "chat.jsonl")
-    assert len({each.conversation_id for each in result.conversations}) == 2
-
-
-def test_text_parts_are_joined_and_unknown_keys_are_dropped(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-    path = write(tmp_path / "c.jsonl", [{"role": "user", "content": parts, "refusal": None, "audio": 1}])
-    assert read_conversations(path).conversations[0].messages == (HELLO,)
+    last = write(tmp_path / "last.jsonl", {"id": "b", "messages": [HELLO]}, [HELLO])
+    result = read_conversations(tmp_path / "one" / "chat.jsonl", tmp_path / "two" / "chat.jsonl", str(last))
+    names = [each.conversation_id for each in result.conversations]
+    assert (len(set(names)), names[2:]) == (4, ["b", "last#1"])
 
 
 def test_byte_order_mark_and_line_separators_inside_text_are_no_trouble(tmp_path: Path) -> None:
@@ -258,8 +246,12 @@ def test_bad_element_of_a_json_array_is_skipped_and_counted(tmp_path: Path) -> N
         ("", "chat.json:2: not JSON (the file ends in an array; wanted ',' or ']')."),
         ("\n{}]", "chat.json:3: not JSON (found '{' in an array; wanted ',' or ']')."),
         ("]\n5", "chat.json:3: text after the end of the JSON array; wanted none."),
+        (
+            ',\n{\n"messages": [\n{"role": "user" "content"',
+            "chat.json:5: not JSON (Expecting ',' delimiter at column 17).",
+        ),
     ],
-    ids=["in a record", "trailing comma", "no end", "no comma", "text behind"],
+    ids=["in a record", "trailing comma", "no end", "no comma", "text behind", "in an indented object"],
 )
 def test_syntax_error_in_a_json_array_names_its_own_line_and_keeps_what_came_before(
     tail: str, wanted: str, tmp_path: Path
@@ -269,12 +261,6 @@ def test_syntax_error_in_a_json_array_names_its_own_line_and_keeps_what_came_bef
     assert error_of(path) == wanted
     result = read_conversations(path, skip_bad=True)
     assert (len(result.conversations), len(result.skipped)) == (1, 1)
-
-
-def test_syntax_error_in_an_indented_object_names_its_own_line(tmp_path: Path) -> None:
-    path = tmp_path / "chat.json"
-    path.write_text('{\n  "messages": [\n    {"role": "user" "content": "a"}\n  ]\n}\n')
-    assert error_of(path) == "chat.json:3: not JSON (Expecting ',' delimiter at column 21)."
 
 
 def test_bare_list_with_a_bad_message_is_one_bad_conversation(tmp_path: Path) -> None:
@@ -301,14 +287,23 @@ def test_second_use_of_an_id_names_the_first(tmp_path: Path) -> None:
 # Bad files
 
 
-@pytest.mark.parametrize("content", ["", " \n\n\t", "\ufeff"], ids=["nothing", "blanks", "byte order mark"])
-@pytest.mark.parametrize("skip_bad", [False, True])
-def test_empty_file_is_an_error(content: str, skip_bad: bool, tmp_path: Path) -> None:
-    path = tmp_path / "empty.jsonl"
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ("", "f.json: the file is empty; wanted conversations as JSON or JSONL."),
+        ("\ufeff \n", "f.json: the file is empty; wanted conversations as JSON or JSONL."),
+        ("[]", "f.json: no conversation found."),
+        ('{"a": 1}\n{"b": 1}', "f.json: no conversation found; the first of 2 skipped: f.json:1: no known kind"),
+    ],
+)
+def test_a_file_of_nothing_good_is_an_error_even_when_bad_records_are_skipped(
+    content: str, wanted: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "f.json"
     path.write_text(content, encoding="utf-8")
-    assert error_of(path, skip_bad=skip_bad) == (
-        "empty.jsonl: the file is empty; wanted conversations as JSON or JSONL."
-    )
+    assert error_of(path, skip_bad=True).startswith(wanted)
+    with pytest.raises(ValueError, match="no conversation file was given"):
+        read_conversations()
 
 
 def test_file_that_is_missing_or_a_directory_is_an_error(tmp_path: Path) -> None:
@@ -398,13 +393,6 @@ def test_a_trace_is_sent_to_the_commands_that_read_it(tmp_path: Path, value: dic
     )
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read every file")
-def test_file_without_permission_is_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path / "secret.jsonl", [HELLO])
-    path.chmod(0)
-    assert error_of(path) == "secret.jsonl: cannot be read (Permission denied); wanted a file of conversations."
-
-
 def test_bytes_that_are_not_utf8_are_an_error_or_spoil_their_record_alone(tmp_path: Path) -> None:
     path = tmp_path / "latin.jsonl"
     good = json.dumps([HELLO]).encode()
@@ -414,22 +402,6 @@ def test_bytes_that_are_not_utf8_are_an_error_or_spoil_their_record_alone(tmp_pa
     assert len(result.conversations) == 2
     assert len(result.skipped) == 1
     assert "latin.jsonl:2: message 0 holds the byte 0xe9 at character 3 of a text" in result.skipped[0]
-
-
-def test_file_of_nothing_but_bad_records_is_an_error_even_when_they_are_skipped(tmp_path: Path) -> None:
-    path = write(tmp_path / "bad.jsonl", {"a": 1}, {"b": 1})
-    line = error_of(path, skip_bad=True)
-    assert line.startswith("bad.jsonl: no conversation found; the first of 2 skipped: bad.jsonl:1: no known kind")
-
-
-def test_array_of_nothing_is_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path / "none.json", [])
-    assert error_of(path) == "none.json: no conversation found."
-
-
-def test_no_path_at_all_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no conversation file was given"):
-        read_conversations()
 
 
 # Real data

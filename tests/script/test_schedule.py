@@ -41,20 +41,14 @@ def test_tool_result_makes_a_request_of_the_same_turn() -> None:
     assert (second.turn, len(second.messages), second.recorded_reply) == (0, 5, messages[5])
 
 
-def test_conversation_that_ends_with_the_user_still_asks_for_a_reply() -> None:
-    (request,) = schedule([Conversation("a", "ann", (said("user", "one"), said("user", "two")))])
-    assert (request.turn, len(request.messages), request.recorded_reply) == (1, 2, None)
-
-
-def test_greeting_and_second_reply_in_a_row_are_not_asked_for() -> None:
+def test_only_what_ends_with_the_user_or_comes_before_a_reply_is_asked() -> None:
     messages = (said("assistant", "Welcome"), said("user", "q"), said("assistant", "r"), said("assistant", "s"))
     (request,) = schedule([Conversation("a", "ann", messages)])
     assert request.messages == messages[:2]
-
-
-def test_regenerated_conversation_asks_only_from_its_first_turn_on() -> None:
+    (request,) = schedule([Conversation("a", "ann", (said("user", "one"), said("user", "two")))])
+    assert (request.turn, len(request.messages), request.recorded_reply) == (1, 2, None)
     requests = schedule([talk("a", "ann", 3), talk("b", "ann", 3, first_turn=2)])
-    assert [(request.conversation_id, request.turn) for request in requests] == [("a", 0), ("a", 1), ("a", 2), ("b", 2)]
+    assert [(each.conversation_id, each.turn) for each in requests] == [("a", 0), ("a", 1), ("a", 2), ("b", 2)]
 
 
 def test_users_are_interleaved_and_the_requests_of_each_stay_in_order() -> None:
@@ -93,11 +87,8 @@ def test_users_takes_the_first_ones_and_max_requests_the_beginning() -> None:
 def test_counts_that_cannot_be_are_refused_with_one_line(options: dict[str, int], wanted: str) -> None:
     with pytest.raises(ValueError, match=wanted):
         schedule([talk("a", "ann", 1), talk("b", "bob", 1)], **options)
-
-
-def test_no_conversations_cannot_be_scheduled() -> None:
     with pytest.raises(ValueError, match="no conversations to schedule"):
-        schedule([])
+        schedule([], **options)
 
 
 def test_questions_without_recorded_replies_are_each_asked() -> None:
@@ -116,6 +107,8 @@ def test_generated_replies_take_the_place_of_recorded_ones() -> None:
     for request in schedule([talk("a", "ann", 3)]):
         replies.record(request, f"generated {request.turn}")
     messages = replies.messages(schedule([talk("a", "ann", 3)])[2])
+    _, second = schedule([talk("b", "ann", 2)])
+    assert replies.messages(second) == second.messages  # nothing was generated for it
     assert [message["content"] for message in messages] == [
         "Be brief.", "a 0?", "generated 0", "a 1?", "generated 1", "a 2?",
     ]  # fmt: skip
@@ -129,11 +122,6 @@ def test_generated_replies_stand_between_questions_that_have_no_recorded_ones() 
         replies.messages(second)
     replies.record(first, "answer")
     assert replies.messages(second) == (questions[0], said("assistant", "answer"), questions[1])
-
-
-def test_reply_that_was_not_generated_stays_as_recorded() -> None:
-    _, second = schedule([talk("a", "ann", 2)])
-    assert GeneratedReplies().messages(second) == second.messages
 
 
 def test_edited_conversation_shares_the_generated_replies_of_the_one_it_repeats() -> None:
