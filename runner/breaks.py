@@ -143,8 +143,6 @@ def find_breaks(
 
 
 class _Search:
-    """The requests so far, and their breaks."""
-
     def __init__(self, tokenizer: Any, cache: PrefixCache) -> None:
         self.report = BreakReport()
         self._tokenizer, self._cache, self._model = tokenizer, cache, SizedModel()
@@ -153,7 +151,6 @@ class _Search:
         self._prompts: deque[Any] = deque(maxlen=COMPARED_PROMPTS)
 
     def add(self, request: ScheduledRequest, rendered: RenderedRequest) -> None:
-        """Explain a request, then serve it."""
         tokens = rendered.prompt.tokens
         found = self._cache.explain(tokens)
         self._judge(request, tokens, found)
@@ -298,7 +295,6 @@ def breaks_text(report: BreakReport, *, top: int = 10) -> str:
 
 
 def breaks_document(report: BreakReport) -> dict[str, Any]:
-    """Everything, for JSON."""
     return {**asdict(report), "new_tokens": report.new_tokens}
 
 

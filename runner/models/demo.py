@@ -293,7 +293,6 @@ def _special_ids(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weights(arrays: dict[str, mx.array], fields: dict[str, Any]) -> dict[str, mx.array]:
-    """Every tensor with mlx-lm's name and order of rows, in float32."""
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
     weights = {}
     for stem in sorted(name.removesuffix(".weight") for name in arrays if name.endswith(".weight")):
@@ -326,7 +325,6 @@ def _rotary_halves(weight: mx.array, heads: int) -> mx.array:
 
 
 def _mlx_name(stem: str) -> str:
-    """Translate a GGUF tensor's name, without its suffix, to mlx-lm's."""
     if stem in OUTER_NAMES:
         return f"model.{OUTER_NAMES[stem]}.weight"
     kind, _, rest = stem.partition(".")

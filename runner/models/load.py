@@ -52,8 +52,6 @@ CONTEXT_KEYS = [
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready for inference."""
-
     model: nn.Module
     tokenizer: Any
     name: str
@@ -157,13 +155,11 @@ def _tiny_kind(spec: str) -> str | None:
 
 
 def _folder(spec: str) -> Path | None:
-    """The folder or file at a path; None: there is none."""
     path = os.path.expanduser(spec)
     return Path(path) if spec and os.path.exists(path) else None
 
 
 def _fetched(spec: str, fetch: Callable[[str], str | Path]) -> Path:
-    """The folder that `fetch` makes of a hub id."""
     if not HUB_ID.fullmatch(spec):
         raise ModelError(
             f"model {spec!r:.200}: no such folder. "

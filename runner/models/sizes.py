@@ -116,7 +116,6 @@ def _span_bytes(heads: int, width: int, element_bytes: int, kv_bits: int | None,
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
-    """The dtype that a configuration names, of the text part first."""
     inner = config.get("text_config")
     for section in (inner if isinstance(inner, Mapping) else {}, config):
         for name in ("dtype", "torch_dtype"):
@@ -198,7 +197,6 @@ def _check_fields(args_class: Any, config: Mapping[str, Any]) -> None:
 
 
 def _missing(args_class: Any, config: Mapping[str, Any]) -> str | None:
-    """The name of a number that is null and has no default."""
     for part_class, part in _parts(args_class, config):
         hints = get_type_hints(part_class)
         for each in fields(part_class):

@@ -259,7 +259,6 @@ class TinyKind:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The whole configuration, as a model's config.json would have it."""
         return tiny_config(self.module, self.overrides)
 
 

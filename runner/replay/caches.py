@@ -65,7 +65,6 @@ class Backend:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release every array."""
         self._live = []
 
 
@@ -107,7 +106,6 @@ def open_backend(
 
 
 def layers_bytes(caches: Sequence[Any]) -> int:
-    """Bytes of the arrays that a list of mlx-lm caches holds."""
     return sum(int(cache.nbytes) for cache in caches if cache is not None)
 
 
@@ -196,7 +194,6 @@ class RadixPrefixes(Backend):
         return self.shown.stats.evictions
 
     def begin(self, prompt: Prompt) -> Session:
-        """Open a session with room for the reply."""
         return self.shown.begin(prompt.tokens, marks=prompt.marks, reserve=prompt.reply_tokens)
 
     def close(self) -> None:
@@ -282,7 +279,6 @@ class LRUPrompts(Backend):
 
     @contextmanager
     def begin(self, prompt: Prompt) -> Iterator[PlainRun]:
-        """Begin at the nearest stored prefix, on a copy of its caches."""
         tokens = prompt.tokens.tolist()
         self._live, cached_tokens = self.fetch(tokens)
         self.trim_to(self._budget_bytes - self.live_bytes)

@@ -72,17 +72,14 @@ class ReplayProgress:
         self._progress.stop()
 
     def run_started(self, cache: str, requests: int) -> None:
-        """Open a bar."""
         self._done[cache] = 0, 0, 0
         self._tasks[cache] = self._progress.add_task(cache, total=requests, requests_done=0, prompt_tokens=0, cached="")
 
     def request_advanced(self, cache: str, done_tokens: int, prompt_tokens: int) -> None:
-        """Move a bar on within a request."""
         requests, tokens, _ = self._done[cache]
         self._draw(cache, requests + done_tokens / prompt_tokens, tokens + done_tokens)
 
     def request_done(self, cache: str, row: RequestRow) -> None:
-        """Count a request."""
         requests, tokens, cached_tokens = self._done[cache]
         self._done[cache] = requests + 1, tokens + row.prompt_tokens, cached_tokens + row.cached_tokens
         self._draw(cache, requests + 1, tokens + row.prompt_tokens)

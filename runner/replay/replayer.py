@@ -165,7 +165,6 @@ class Replay:
         )
 
     def _take_turns(self, opening: Iterable[_Run], into: list[_Run]) -> None:
-        """Open runs and serve all requests by each of them."""
         runs: list[_Run] = []
         release()
         try:
@@ -262,7 +261,6 @@ class _Run:
         self.server.close()
 
     def result(self, requests: int) -> CacheRun:
-        """The first so many requests that have their reply."""
         return CacheRun(
             self.server.name,
             tuple(self.rows[index] for index in sorted(self.rows)[:requests]),
@@ -300,7 +298,6 @@ class _Run:
 
 
 def release() -> None:
-    """Return free buffers to the system."""
     gc.collect()
     mx.clear_cache()
 

@@ -65,7 +65,6 @@ class Summary:
 
     @property
     def cached_share(self) -> float:
-        """Cached tokens over prompt tokens."""
         return self.cached_tokens / self.prompt_tokens
 
 
@@ -165,7 +164,6 @@ class Report:
         ]
 
     def table(self) -> Table:
-        """One row per run, units in the header."""
         users = "many" if self._is_parallel else "one"
         shown = {header: cell for header, cell, only in COLUMNS if only in (None, users)}
         table = table_of_figures(*shown)
@@ -174,7 +172,6 @@ class Report:
         return table
 
     def sentence(self) -> str:
-        """Say what the figures mean."""
         if self._is_parallel:
             return f"{self._throughput()}{self._partings()}" if self.summaries else "No request had its reply."
         if not self.summaries:
@@ -182,7 +179,6 @@ class Report:
         return f"{self._comparison()} {self._answers()}"
 
     def progress(self, requests: int) -> str:
-        """How far the replay had come."""
         return f"{len(self.runs[0].rows) if self.runs else 0} of {requests} requests"
 
     def document(self, **about: Any) -> dict[str, Any]:
@@ -304,7 +300,6 @@ class Report:
         return " ".join(said)
 
     def _partings(self) -> str:
-        """Whether the answers were those without a cache."""
         if not self.alone:
             return " Answers were not compared."
         if not self.partings:
@@ -320,12 +315,10 @@ def _less(values: dict[str, Any], left_out: set[str]) -> dict[str, Any]:
 
 
 def _row_document(row: RequestRow) -> dict[str, Any]:
-    """A row without the figures that were not measured."""
     return {key: value for key, value in vars(row).items() if value is not None or key == "reason"}
 
 
 def _verdict(other: str, ratio: PairedRatio) -> str:
-    """Which cache is ahead, as far as these requests can tell."""
     if ratio.pairs < LEAST_PAIRS:
         return (
             f"{plural(ratio.pairs, 'request')} cannot tell {OURS} and {other} apart, it takes {LEAST_PAIRS}: the "
@@ -347,6 +340,5 @@ def _verdict(other: str, ratio: PairedRatio) -> str:
 
 
 def _against(others: Sequence[Summary]) -> str:
-    """The remaining totals as a clause, or nothing."""
     said = ", ".join(f"{summary.cache} took {summary.prefill_s:.1f} s" for summary in others)
     return f"; {said}" if others else ""

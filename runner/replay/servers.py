@@ -38,8 +38,6 @@ OUTPUT_HASH_BYTES = 8
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """What holds for all caches of a replay."""
-
     budget_bytes: int
     policy: str = "lru"
     max_tokens: int = 8
@@ -214,8 +212,6 @@ class OneAtATime:
 
 
 class TreeServer:
-    """A ParallelGenerator on a PrefixCache."""
-
     name = "radix"
 
     def __init__(self, loaded: LoadedModel, options: ReplayOptions, *, capacity: int, users: int) -> None:
@@ -280,8 +276,6 @@ class TreeServer:
 
 @dataclass
 class _Running:
-    """A request in mlx-lm's generator."""
-
     index: int
     request: RenderedRequest
     reply: Reply
@@ -293,8 +287,6 @@ class _Running:
 
 
 class BatchServer:
-    """mlx-lm's generator and its store."""
-
     name = "mlx-lm"
     shown = None
     peak_tokens = 0

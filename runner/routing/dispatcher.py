@@ -102,7 +102,6 @@ class Dispatcher:
             self._backlogs[replica] = Backlog(fmean(recent_s) if recent_s else 0.0, self._now_s)
 
     def forget(self, replica: str) -> None:
-        """Drop all that is known of a replica: it died."""
         self._backlogs.pop(replica, None)
         self.directory.forget(replica)
         self._open = {request: where for request, where in self._open.items() if where != replica}
@@ -193,7 +192,6 @@ class Backlog:
             self._add_recent(work_s - expected_s, now_s)
 
     def waiting_s(self, now_s: float) -> float:
-        """Seconds of work before a request that comes now begins."""
         first_s = self._work_s.get(self._first, 0.0)
         return max(0.0, self._total_s - min(first_s, max(0.0, now_s - self._began_s)))
 
@@ -239,7 +237,6 @@ class Directory:
             known.pop(digest, None)
 
     def forget(self, replica: str) -> None:
-        """Take everything of a replica as gone."""
         self._digests.pop(replica, None)
 
     def matched_blocks(self, replica: str, digests: Iterable[int]) -> int:
@@ -253,11 +250,9 @@ class Directory:
         return count
 
     def count(self, replica: str) -> int:
-        """How many digests of a replica are known."""
         return len(self._digests.get(replica, ()))
 
     def check(self) -> None:
-        """Assert DI1."""
         for replica, known in self._digests.items():
             assert len(known) <= self.max_digests, (replica, len(known), self.max_digests)
 

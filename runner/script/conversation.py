@@ -50,7 +50,6 @@ class Conversation:
 
     @property
     def turn_count(self) -> int:
-        """How many messages the user wrote."""
         return sum(message["role"] == "user" for message in self.messages)
 
 

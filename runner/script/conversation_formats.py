@@ -40,20 +40,16 @@ TOOL_FILES = ("airline_tools.json", "retail_tools.json")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a record comes from."""
-
     path: Path
     line: int
     default_id: str
 
     @property
     def where(self) -> str:
-        """The place as errors name it."""
         return f"{self.path}:{self.line}"
 
     @property
     def source(self) -> str:
-        """The place as results name it."""
         return f"{printable(self.path.name)}:{self.line}"
 
 

@@ -49,7 +49,6 @@ class JsonRecord(NamedTuple):
 
 
 def builtin_conversations() -> list[Conversation]:
-    """Read the built-in conversations, in the order of their users."""
     with as_file(files(__package__) / BUILTIN_FILE) as path:
         return read_conversations(path).conversations
 
@@ -109,7 +108,6 @@ def _parsed(value: Any, origin: Origin, sources: dict[str, str]) -> Conversation
 
 
 def _files(path: Path) -> list[Path]:
-    """The path itself, or the files of conversations in a folder and in those below it, by name."""
     if not path.is_dir():
         return [path]
     try:

@@ -45,7 +45,6 @@ class ScheduledRequest:
 
     @property
     def where(self) -> str:
-        """The request as errors name it."""
         file = f"{self.source}: " if self.source else ""
         return f"{file}conversation {self.conversation_id}, turn {self.turn}"
 
@@ -61,7 +60,6 @@ class GeneratedReplies:
         self._texts: dict[bytes, str] = {}
 
     def record(self, request: ScheduledRequest, text: str) -> None:
-        """Store the reply to a request."""
         *_, end = beginnings(request.messages)
         self._texts[_reply_key(end, request.recorded_reply)] = text
 

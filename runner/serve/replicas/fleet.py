@@ -95,12 +95,10 @@ class Fleet:
 
     @property
     def names(self) -> list[str]:
-        """The replicas that are there."""
         return self.switchboard.names
 
     @property
     def is_healthy(self) -> bool:
-        """Whether a replica answers requests."""
         return self._is_open and bool(self.names)
 
     def ask(self, opened: OpenRequest) -> None:
@@ -114,7 +112,6 @@ class Fleet:
         opened.on_cancel = partial(loop.call_soon_threadsafe, task.cancel)
 
     async def count_tokens(self, request: Request) -> int:
-        """How many tokens a prompt has. ApiError: it cannot be made, or there is no such model."""
         return await self._prompts.count_tokens(request)
 
     def admin(self, name: str, request: AdminRequest) -> AdminReply:
@@ -187,15 +184,12 @@ class RoutedPrompts:
         self._thread = ThreadPoolExecutor(1, "tokens")
 
     async def ask_of(self, request: Request) -> Ask:
-        """What the switchboard decides by."""
         return await self._on_thread(self._ask_of, request)
 
     async def count_tokens(self, request: Request) -> int:
-        """How many tokens a prompt has. ApiError: it cannot be made, or there is no such model."""
         return await self._on_thread(self._count, request)
 
     def close(self) -> None:
-        """Take no more prompts."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _on_thread(self, function: Callable[[Request], T], request: Request) -> T:

@@ -55,7 +55,6 @@ class Scrape:
         self._http = Counter(name, about, ["route", "status"], registry=self._own)
 
     def on_http(self, route: str, status: int) -> None:
-        """Count an answered request."""
         self._http.labels(route, str(status)).inc()
 
     def exposition(self, texts: Mapping[str, str]) -> bytes:

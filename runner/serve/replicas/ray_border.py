@@ -57,8 +57,6 @@ logger = logging.getLogger(__name__)
 
 
 class SwitchboardRouter(RequestRouter):
-    """Sends each call where the switchboard says."""
-
     def initialize_state(self, **kwargs: str) -> None:
         self._switchboard = switchboard_of(kwargs["switchboard"])
 

@@ -102,7 +102,6 @@ class Replica:
         return await call_app(self._app, request)
 
     async def stop(self, drain_s: float, *, to: str) -> None:
-        """Refuse new requests, and end the running ones in so many seconds."""
         self._is_stopping = True
         await asyncio.to_thread(self._scheduler.stop, drain_s)
         self._has_ended = True

@@ -115,7 +115,6 @@ class Switchboard:
 
     @property
     def names(self) -> list[str]:
-        """The replicas that are there."""
         with self._lock:
             return sorted(self._names)
 
@@ -167,7 +166,6 @@ class Switchboard:
                 self._measure(record, together)
 
     def counts(self) -> dict[str, ReplicaCounts]:
-        """The counts of each replica that is there."""
         with self._lock:
             where = list(self._open.values())
             digests = self._dispatcher.directory.count
