@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runner.breaks import BreakReport, breaks_text, find_breaks, with_replies
-from runner.models.load import ModelError, load_outline
+from runner.models.load import load_outline
 from runner.script.conversation import Conversation
 from runner.script.schedule import schedule
 from tests.observe.test_hints import SYSTEM
@@ -114,17 +114,8 @@ def test_where_no_replies_are_recorded_later_turns_do_not_break() -> None:
 @pytest.fixture
 def talks(tmp_path: Path) -> Path:
     path = tmp_path / "talks.jsonl"
-    records = [
-        {
-            "id": f"c{i}",
-            "user": f"u{i}",
-            "messages": [
-                {"role": "system", "content": f"ScheduledRequest {7919 * i}. {SYSTEM}"},
-                {"role": "user", "content": question},
-            ],
-        }
-        for i, question in enumerate(QUESTIONS)
-    ]
+    found = [conversation(f"c{i}", q, system=f"Request {7919 * i}. {SYSTEM}") for i, q in enumerate(QUESTIONS)]
+    records = [{"id": each.user, "user": each.user, "messages": each.messages} for each in found]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
@@ -137,15 +128,14 @@ def test_the_command_prints_a_report_and_writes_its_figures(talks: Path, command
     assert "hint, in" in out
     document = json.loads((tmp_path / "breaks.json").read_text())
     assert document["breaks"][0]["role"] == "system"
-    assert document["breaks"][0]["example"]["before_text"].endswith("ScheduledRequest ")
+    assert document["breaks"][0]["example"]["before_text"].endswith("Request ")
     assert document["lost_tokens"] == sum(each["lost_tokens"] for each in document["breaks"])
     assert document["model"] == "tiny:llama"
     assert document["hints"][0]["hint"]["values"] >= 3
 
 
-@pytest.mark.parametrize("kind", ["mamba", "gemma3_text", "nemotron_h"])
-def test_the_layers_of_the_model_count(talks: Path, command: Any, kind: str) -> None:
-    code, out, _ = command("explain", talks, "--model", f"tiny:{kind}")
+def test_windows_and_recurrent_layers_are_taken_into_account(talks: Path, command: Any) -> None:
+    code, out, _ = command("explain", talks, "--model", "tiny:baichuan_m1")
     assert code == 0
     assert out.startswith("5 requests, ")
 
@@ -161,6 +151,7 @@ def test_the_layers_of_the_model_count(talks: Path, command: Any, kind: str) -> 
         (["--model", "tiny:nothing"], "tiny:nothing: no such kind"),
         (["--model", "/nowhere/at/all"], "no such folder"),
         (["--json", "/nowhere/at/all.json"], "cannot be written"),
+        (["/nowhere/talks.jsonl"], "/nowhere/talks.jsonl: cannot be read"),
     ],
 )
 def test_a_mistake_is_one_line(talks: Path, command: Any, arguments: list[Any], found: str) -> None:
@@ -170,19 +161,3 @@ def test_a_mistake_is_one_line(talks: Path, command: Any, arguments: list[Any], 
     assert err.startswith("error: ")
     assert len(err.splitlines()) == 1
     assert out == ""
-
-
-def test_a_file_that_is_not_there_is_one_line(command: Any) -> None:
-    code, _, err = command("explain", "/nowhere/talks.jsonl", "--model", "tiny")
-    assert code == 2
-    assert "/nowhere/talks.jsonl" in err
-
-
-def test_an_outline_of_a_folder_needs_no_weights(tmp_path: Path) -> None:
-    OUTLINE.tokenizer._tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"has no config\.json"):
-        load_outline(str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 77}))
-    outline = load_outline(str(tmp_path))
-    assert outline.context_length == 77
-    assert outline.tokenizer.encode("abc") == OUTLINE.tokenizer.encode("abc")

@@ -81,9 +81,7 @@ def test_every_type_that_mlx_lm_has_is_known_but_those_named_here() -> None:
     assert tuple(unknown) == UNKNOWN
 
 
-@pytest.mark.parametrize(
-    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in KNOWN if name not in FAST)]
-)
+@pytest.mark.parametrize("name", FAST)
 def test_bytes_equal_those_of_mlx_lm_in_both_dtypes(name: str) -> None:
     kind = kind_of(name)
     for dtype, text in ((mx.bfloat16, "bfloat16"), (mx.float32, "float32")):

@@ -95,8 +95,7 @@ def serve(backend, loaded, prompt, max_tokens=4):
     [
         ("llama", False),
         ("llama_sliding", True),
-        *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in ("llama_sliding", "llama4", "mamba2", "jamba")),
-        pytest.param("jamba", True, marks=pytest.mark.slow),
+        *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in ("llama4", "jamba")),
     ],
 )
 def test_every_cache_gives_the_answers_of_no_cache(kind, recorded):
@@ -175,6 +174,11 @@ def test_single_continues_its_own_conversation_and_keeps_only_the_common_prefix_
     assert serve(backend, loaded, prompt_of([*first, 7, 7]))[0] == 100
     assert serve(backend, loaded, prompt_of([*first[:40], 9, 9, 9]))[0] == 40
     assert serve(backend, loaded, prompt_of([*first[:40], 9, 9, 9]))[0] == 42
+    # A run that fails leaves caches that nobody knows.
+    with pytest.raises(KeyboardInterrupt), backend.begin(prompt_of(first)):
+        raise KeyboardInterrupt
+    assert backend.live_bytes == 0
+    assert serve(backend, loaded, prompt_of(first))[0] == 0
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "llama_sliding"])
@@ -189,17 +193,6 @@ def test_single_frees_what_it_cannot_trim_and_says_so(kind):
     assert (cached_tokens, reason) == (103, None)
     cached_tokens, reason, _ = serve(backend, loaded, prompt_of([*first[:40], 9]))
     assert (cached_tokens, reason) == (0, "a layer cannot be trimmed back to the common prefix")
-
-
-def test_single_drops_its_cache_when_a_run_fails():
-    loaded = load_model("tiny:llama")
-    backend = open_backend("single", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
-    prompt = prompt_of(range(20, 120))
-    serve(backend, loaded, prompt)
-    with pytest.raises(KeyboardInterrupt), backend.begin(prompt):
-        raise KeyboardInterrupt
-    assert backend.live_bytes == 0
-    assert serve(backend, loaded, prompt)[0] == 0
 
 
 def test_a_window_that_has_not_wrapped_is_trimmed():
@@ -455,7 +448,7 @@ def test_several_users_are_given_the_replies_of_one_at_a_time_from_the_same_prom
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("users", "kind"), [(1, "llama"), (2, "llama_sliding"), (3, "jamba"), (2, "gemma3_text")])
+@pytest.mark.parametrize(("users", "kind"), [(1, "gemma3_text"), (3, "jamba")])
 def test_rows_of_any_layers_give_the_replies_of_one_at_a_time(kind, users):
     replayed = together(kind, users, "radix", *(["mlx-lm"] if kind == "gemma3_text" else []))
     (found, *_), (expected, _) = replayed.result(), replayed.alone()
