@@ -37,7 +37,7 @@ UNLIMITED_ENTRIES = 1 << 62
 THINKING_TAIL_TOKENS = 11
 
 
-class Backend:
+class ComparedCache:
     """One cache under comparison: by default without a tree, a store and evictions. Bytes include spare capacity."""
 
     #: The cache whose tree can be shown.
@@ -77,7 +77,7 @@ def open_backend(
     exact_step_size: int | None = None,
     disk: str | None = None,
     disk_bytes: int = 0,
-) -> Backend:
+) -> ComparedCache:
     """Make an empty cache. ValueError: the name is not in CACHE_NAMES. StoreError: the folder cannot be used.
 
     Args:
@@ -174,7 +174,7 @@ class PlainRun:
         mx.eval([cache.state for cache in self.caches if cache is not None and not cache.empty()])
 
 
-class RadixPrefixes(Backend):
+class RadixPrefixes(ComparedCache):
     """A PrefixCache, and the store behind it if there is one."""
 
     def __init__(self, cache: PrefixCache, store: DiskStore | None = None) -> None:
@@ -203,7 +203,7 @@ class RadixPrefixes(Backend):
             self._store.close()
 
 
-class NoCache(Backend):
+class NoCache(ComparedCache):
     """Fresh caches for each request, dropped at its end."""
 
     @contextmanager
@@ -215,7 +215,7 @@ class NoCache(Backend):
             self.close()
 
 
-class SinglePrefix(Backend):
+class SinglePrefix(ComparedCache):
     """The caches of the last request: the next one starts from the common prefix.
 
     Invariant: outside a run the caches hold exactly `_tokens`.
@@ -252,7 +252,7 @@ class SinglePrefix(Backend):
         self._tokens = np.empty(0, np.int32)
 
 
-class LRUPrompts(Backend):
+class LRUPrompts(ComparedCache):
     """mlx-lm's LRUPromptCache under a byte budget, filled as mlx-lm's server fills it.
 
     The server stores a copy of all caches at the end of each segment of a chat prompt: the system prompt, the user's
