@@ -57,9 +57,9 @@ def _ways() -> dict[str, list[tuple[int, ...] | None]]:
 def _cascade(readers: list[tuple[int, ...] | None], rows: int = ROWS) -> mx.array:
     queries, keys, values = _arrays(rows, OWN)
     segments = [_arrays(1, SEGMENT)[1:] for _ in readers]
-    plan = Readers(rows, readers)
-    mx.eval([level.places for level in plan.levels if level.places is not None])
-    return cascade(queries, keys, values, plan, segments, scale=WIDTH**-0.5)
+    read = Readers(rows, readers)
+    mx.eval([places for _, _, places in read.levels if places is not None])
+    return cascade(queries, keys, values, read, segments, scale=WIDTH**-0.5)
 
 
 def _stock() -> mx.array:

@@ -389,5 +389,5 @@ def _layer(cache: Any, capacity: int) -> Any:
         return CellLayer(capacity)
     if type(cache) is RotatingKVCache and not cache.keep:
         return CellLayer(capacity, cache.max_size)
-    kept = f" that keeps its first {cache.keep} tokens" if type(cache) is RotatingKVCache else ""
-    raise UnsupportedCacheError(f"a layer's {type(cache).__name__}{kept} cannot be put into cells.")
+    detail = f" that keeps its first {cache.keep} tokens" if type(cache) is RotatingKVCache else ""
+    raise UnsupportedCacheError(f"a layer's {type(cache).__name__}{detail} cannot be put into cells.")

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import reduce, wraps
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -48,20 +48,6 @@ def has_slow_exp() -> bool:
     return IS_X86 and is_on_cpu()
 
 
-class Level(NamedTuple):
-    """Segments no two of which have a row in common, so that their results can be laid side by side.
-
-    Attributes:
-        segments: their numbers.
-        absent: how many rows read none of them.
-        places: for each row its place in the order of segments and absent rows; None: that is the order of the rows.
-    """
-
-    segments: list[int]
-    absent: int
-    places: mx.array | None
-
-
 class Readers:
     """Which rows of a batch read which segments (None: all rows), worked out once for all layers."""
 
@@ -77,13 +63,15 @@ class Readers:
                     break
             else:
                 taken.append((its, [number]))
-        self.levels = []
+        #: Segments no two of which have a row in common, so that their results can be laid side by side: their numbers,
+        #: how many rows read none of them, and for each row its place in that order (None: the order of the rows).
+        self.levels: list[tuple[list[int], int, mx.array | None]] = []
         for known, numbers in taken:
             order = [row for number in numbers for row in (readers[number] or range(rows))]
             order += [row for row in range(rows) if row not in known]
             in_order = order == list(range(rows))
             places = None if in_order else mx.array(sorted(range(rows), key=order.__getitem__))
-            self.levels.append(Level(numbers, rows - len(known), places))
+            self.levels.append((numbers, rows - len(known), places))
         self._is_whole = all(index is None for index in self._indices)
 
     def rows_of(self, array: mx.array, segment: int) -> mx.array:
@@ -96,12 +84,12 @@ class Readers:
         if self._is_whole:
             return [*parts]
         found = []
-        for level in self.levels:
-            columns = [parts[number] for number in level.segments]
-            if level.absent:
-                columns.append(mx.full((level.absent, *columns[0].shape[1:]), blank, columns[0].dtype))
+        for segments, absent, places in self.levels:
+            columns = [parts[number] for number in segments]
+            if absent:
+                columns.append(mx.full((absent, *columns[0].shape[1:]), blank, columns[0].dtype))
             joined = columns[0] if len(columns) == 1 else mx.concatenate(columns)
-            found.append(joined if level.places is None else joined[level.places])
+            found.append(joined if places is None else joined[places])
         return found
 
 

@@ -285,8 +285,8 @@ def _own(leaf: Any, columns: Columns, index: int) -> Any:
         return TailLayer(columns, index)
     if kind is ArraysCache or (kind is RotatingKVCache and not leaf.keep):
         return leaf
-    kept = f" that keeps its first {leaf.keep} tokens" if kind is RotatingKVCache else ""
-    raise UnsupportedCacheError(f"a layer's {kind.__name__}{kept} cannot be one row among others.")
+    detail = f" that keeps its first {leaf.keep} tokens" if kind is RotatingKVCache else ""
+    raise UnsupportedCacheError(f"a layer's {kind.__name__}{detail} cannot be one row among others.")
 
 
 def _runs(places: Sequence[Place]) -> list[tuple[Batch, int, int]]:

@@ -249,7 +249,10 @@ class Removal:
                 adapter_for(leaf).place(leaf, arrays, leaf.offset - (end - begin), arrays[0].shape[2])  # type: ignore[attr-defined]
         row.in_place = [(low, high) for low, high in row.in_place if low < begin]
         row.orphans = [spans for spans in row.orphans if spans.end <= begin]
-        self._step_back()
+        node = row.node
+        room.retreat(row, begin)
+        if node is not None and node is not row.node:
+            room.evictor.tidy(node)
 
     def _require_removable(self) -> None:
         row, begin, end = self._row, self._begin, self._end
@@ -307,16 +310,6 @@ class Removal:
         first = leaf.offset - keys.shape[2]
         pairs = self._moved([(first, (keys, values))], rotation)
         return [mx.concatenate([pair[name] for pair in pairs], axis=2) for name in (0, 1)] if pairs else []
-
-    def _step_back(self) -> None:
-        """Let the row keep only the nodes of its path that end in front of the gap."""
-        row, before = self._row, self._row.node
-        node = before
-        while node is not None and node.end > self._begin:
-            node = None if node.parent is None or node.parent.is_root else node.parent
-        if node is not before and before is not None:
-            self._room.stand(row, node)
-            self._room.evictor.tidy(before)
 
 
 #: A trial has two rows that share the segment SHARED; the first row has MORE as another segment. OWN is prefilled.

@@ -236,6 +236,14 @@ class Room:
         if before is not None:
             self.states.read(before, -1)
 
+    def retreat(self, row: Row, offset: int) -> None:
+        """Let a row keep only the nodes of its path that end at or before an offset."""
+        node = row.node
+        while node is not None and node.end > offset:
+            node = None if node.parent is None or node.parent.is_root else node.parent
+        if node is not row.node:
+            self.stand(row, node)
+
     # Tokens
 
     def used_tokens(self, more: StateNode | None = None) -> int:

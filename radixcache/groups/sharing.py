@@ -114,8 +114,7 @@ class Sharing:
         reads = {id(spans) for spans in row.reads()}
         row.orphans = [s for node in gone if (s := node.payload.spans) is not None and id(s) in reads] + row.orphans
         row.in_place = [(low, min(high, gone[0].start)) for low, high in row.in_place if low < gone[0].start]
-        parent = gone[0].parent
-        self._room.stand(row, None if parent is None or parent.is_root else parent)
+        self._room.retreat(row, start)
 
     def _resume_of(self, row: Row) -> int:
         """Where a session with the row's prompt would resume; changes nothing."""

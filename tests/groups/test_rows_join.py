@@ -267,7 +267,7 @@ def test_rows_that_come_and_go_do_not_make_the_batch_longer_and_longer(monkeypat
         talk = Talk(group, model)
         talk.step(rows)
         monkeypatch.setattr(Batch, "gathered", classmethod(counted))
-        turns = 2 * GROWTH_COLUMNS // 5
+        turns = (2 * GROWTH_COLUMNS + 16) // 5
         for turn in range(turns):
             rows.pop(0).close()
             rows.append(group.admit([turn % 50 + 9, *LONGEST[5:]]))
