@@ -32,7 +32,7 @@ from policies.t_lru import TLRU
 from policies.ttl import TTL
 from policies.turn import Turn
 
-#: Policies that know the past alone. Every name works wherever a policy is asked for.
+#: The policies by name.
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "arc": ARC,
     "benefit": Benefit,
@@ -52,7 +52,7 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "turn": Turn,
 }
 
-#: Bounds that know the future, for a simulator: made from a function that says when an entry's last key is used next.
+#: Bounds for a simulator, made from a function that says when an entry's last key is used next.
 OFFLINE_POLICIES: dict[str, Callable[[Callable[[Entry], float]], EvictionPolicy]] = {
     "belady": Belady,
     "belady-bypass": BeladyBypass,
@@ -62,11 +62,10 @@ OFFLINE_POLICIES: dict[str, Callable[[Callable[[Entry], float]], EvictionPolicy]
 def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
     """Return a policy from its name in POLICIES, from "my.module:Class", or the object itself.
 
-    A class is imported from anywhere Python looks, the working directory last, and made without arguments.
+    Python searches the module as usual, then in the working directory; the class takes no arguments.
 
     Raises:
-        ValueError: the name is not in POLICIES, there is no such class, making it failed, or the object does not
-            follow the EvictionPolicy protocol: the message says which methods it lacks. It is one line.
+        ValueError: an unknown name or class, making it failed, or it lacks methods of EvictionPolicy. One line.
     """
     if isinstance(policy, str):
         if ":" in policy:
@@ -90,7 +89,7 @@ def _imported(path: str) -> EvictionPolicy:
         raise ValueError(f"policy {path!r} is not of the form my.module:Class.")
     try:
         made: EvictionPolicy = getattr(_module(module_name), class_name)()
-    except Exception as error:  # Whatever the user's module does, it is the user who can put it right.
+    except Exception as error:  # The user's module may raise anything, and the user can repair it.
         reason = " ".join(str(error).split()) or "no message"
         raise ValueError(f"policy {path!r} cannot be made: {type(error).__name__}: {reason}") from error
     if missing := _missing(made):
@@ -99,7 +98,7 @@ def _imported(path: str) -> EvictionPolicy:
 
 
 def _module(name: str) -> ModuleType:
-    """Import a module; the working directory is looked in as well, which an installed program does not do by itself."""
+    """Import a module, from the working directory if need be, which an installed program does not search."""
     top = name.partition(".")[0]
     if top not in sys.modules and find_spec(top) is None and PathFinder.find_spec(top, [os.getcwd()]) is not None:
         sys.path.append(os.getcwd())
@@ -107,13 +106,12 @@ def _module(name: str) -> ModuleType:
 
 
 def _missing(policy: object) -> list[str]:
-    """The methods that a policy lacks: hooks, and the key that OrderedPolicy leaves to its subclasses."""
+    """The methods that a policy lacks."""
     missing = [hook for hook in HOOKS if not callable(getattr(policy, hook, None))]
     leaves_key = isinstance(policy, OrderedPolicy) and type(policy).key is OrderedPolicy.key
     return [*missing, "key"] if leaves_key else missing
 
 
-#: What the protocol asks for.
 HOOKS = ("inserted", "touched", "split", "merged", "evicted", "evictable_changed", "victim")
 
 __all__ = [

@@ -1,11 +1,9 @@
-"""AlphaSearch: which weight would have chosen the better victims, from the decisions of a bootstrap window.
+"""AlphaSearch: find the weight that would have chosen the best victims in a bootstrap window.
 
-Marconi's authors replay the requests of the window at each weight. A policy does not see requests, but it sees its own
-decisions: for each it is noted which victim every weight on a grid would have named. A victim that is used again before
-the window ends was a mistake and costs what it takes to prefill it again, per byte that it would have freed. That is
-known of entries that stayed, by their touch, and of those that went, by their ghost. Decisions are noted in the first
-half of the window and all of it is watched. The weight with the least cost wins, the smallest of equals.
-What is remembered is no more than half the window's decisions times the weights of the grid, and ends with the window.
+Marconi's authors replay the window's requests at each weight. A policy sees no requests, so each decision records the
+victim that every weight on a grid names. A victim that is used again before the window ends was a mistake; it costs its
+prefill per freed byte. A touch shows this for entries that stayed, a ghost for evicted ones. The first half of the
+window records decisions; the whole window is watched. The weight with the least cost wins, the smallest of equals.
 """
 
 from __future__ import annotations
@@ -15,16 +13,11 @@ from collections.abc import Sequence
 from policies.entry import Entry
 from policies.ghosts import Ghosts
 
-#: The weights that are tried.
 GRID = tuple(index / 4 for index in range(9))
 
 
 class AlphaSearch:
-    """The bootstrap window of one Marconi policy.
-
-    Args:
-        decisions: length of the window in victims.
-    """
+    """The bootstrap window of one Marconi policy, `decisions` victims long."""
 
     def __init__(self, decisions: int) -> None:
         self.decisions = decisions
@@ -40,39 +33,32 @@ class AlphaSearch:
 
     @property
     def best(self) -> float:
-        """The weight with the least cost so far."""
         return GRID[self.costs.index(min(self.costs))]
 
     def decide(self, victims: Sequence[tuple[Entry, float]]) -> None:
-        """A victim was needed: the one that each weight of the grid names, and its cost per byte."""
+        """Record the victim that each weight of the grid names, and its cost per byte."""
         self._decided += 1
         if 2 * self._decided <= self.decisions:
             for index, (entry, cost_per_byte) in enumerate(victims):
                 self._waiting.setdefault(entry.entry_id, []).append((index, cost_per_byte))
 
     def touched(self, entry: Entry) -> None:
-        """The last key of an entry was used."""
         self._charge(self._waiting.pop(entry.entry_id, []))
 
     def inserted(self, entry: Entry) -> None:
-        """A new entry, perhaps one that went before."""
         for end, digest in self._ghosts.meet(entry):
             self._ghosts.take(entry.state, end, digest)
             self._charge(self._gone.pop((entry.state, digest), []))
 
     def split(self, upper: Entry, lower: Entry) -> None:
-        """What waits is about the last key, which is in the lower part."""
-        waiting = self._waiting.pop(upper.entry_id, None)
-        if waiting is not None:
-            self._waiting[lower.entry_id] = waiting
+        if (waiting := self._waiting.pop(upper.entry_id, None)) is not None:
+            self._waiting[lower.entry_id] = waiting  # It is about the last key.
 
     def merged(self, gone: Entry, into: Entry) -> None:
         self._waiting.pop(gone.entry_id, None)
 
     def evicted(self, entry: Entry) -> None:
-        """An entry goes; what waits for it waits for its ghost."""
-        waiting = self._waiting.pop(entry.entry_id, None)
-        if waiting is not None:
+        if (waiting := self._waiting.pop(entry.entry_id, None)) is not None:
             self._ghosts.add(entry, max(1, entry.tokens))
             self._gone[entry.state, entry.digest] = waiting
 

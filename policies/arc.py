@@ -1,14 +1,13 @@
-"""ARC: two LRU lists, of what was used once and of what was used again, and a target between them that ghosts move.
+"""ARC: two LRU lists, of keys used once and of keys used again; ghosts move the target size of the first.
 
-Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. T1 holds what was used
-once, T2 what was used again, B1 and B2 the ghosts of what went from them, c is the capacity. The target p is how much
-of c T1 may have: a new key whose ghost is in B1 raises it by max(1, |B2| / |B1|), one whose ghost is in B2 lowers it by
-max(1, |B1| / |B2|), and both join T2. A victim is the oldest of T1 if |T1| > p, or |T1| = p and the new key's ghost was
-in B2, else of T2. |T1| + |B1| stays within c and everything together within 2 c.
+Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. T1 holds keys used once, T2
+keys used again, B1 and B2 the ghosts evicted from them; c is the capacity, p the target size of T1. A new key with a
+ghost in B1 raises p by max(1, |B2| / |B1|), one in B2 lowers p by max(1, |B1| / |B2|); both keys join T2. The victim is
+the oldest key of T1 if |T1| > p, or if |T1| = p and the new key's ghost was in B2; else the oldest of T2.
+|T1| + |B1| <= c, and all four together <= 2 c.
 
-ARC moves p before it chooses. That is exact where a cache adds a request's keys first and makes room for them
-afterwards; where it makes room first, p is the one that the request before left. On a tree, keys that may not go are
-passed over; ghosts are digests of prefixes. O(log n) per operation.
+ARC moves p before it chooses. A cache that makes room before it adds uses the p of the request before. On a tree, keys
+that may not go are passed over; ghosts are digests of prefixes. O(log n) per operation.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ONCE, AGAIN = 0, 1
 
 
 class ARC(RunPolicy):
-    """Adaptive replacement: recency and frequency share the capacity as past mistakes suggest."""
+    """Adaptive replacement cache."""
 
     queue_count: ClassVar[int] = 2
 
@@ -68,7 +67,7 @@ class ARC(RunPolicy):
         self._trim()
 
     def _adapt(self, entry: Entry, end: int, digest: bytes, queue: int) -> int:
-        """Move the target for a ghost that a new entry has met, and forget the ghost; returns its length."""
+        """Move the target for a ghost that a new entry meets, forget the ghost, return its length."""
         ours, other = self.ghosts[queue], self.ghosts[1 - queue]
         step = max(1.0, other.tokens / ours.tokens)
         known = ours.take(entry.state, end, digest)

@@ -1,15 +1,13 @@
-"""Belady: what is used again furthest in the future goes first, the deepest first on ties. Needs to know the future.
+"""Belady: the entry used again furthest in the future goes first, the deepest on ties. Needs to know the future.
 
 Key (-next use of the entry's last key, -end, last_used). Source: Belady, "A study of replacement algorithms for a
-virtual-storage computer", IBM Systems Journal 5(2), 1966. O(log n) per operation and one look into the future each.
+virtual-storage computer", IBM Systems Journal 5(2), 1966. O(log n) per operation, with one look into the future.
 
-A prefix is used again no later than its continuations, so the rule only ever names leaves. Where every key weighs the
-same and a leaf can lose its tail key by key, it is exactly optimal. With checkpoints, leaves that go as a whole, or
-unequal weights it is not the optimum, only this rule.
+A prefix is used again no later than its continuations, so the victim is always a leaf. Where every key weighs the same
+and a leaf loses its tail key by key, the rule is optimal; with checkpoints, whole leaves or unequal weights it is not.
 
-Two bounds. `Belady`: the path of the request being served stays, as in a real cache that must compute on it: the cache
-makes room first and adds afterwards. `BeladyBypass`: a cache may also refuse what is new. It differs by nothing but
-`bypass`, which tells the driver to add the request's path first, to hold none of it, and to make room afterwards.
+Two bounds. `Belady`: the path of the present request stays, as in a real cache, which makes room and then adds.
+`BeladyBypass`: the driver adds the request's path without a guard and makes room afterwards.
 """
 
 from __future__ import annotations
@@ -22,15 +20,10 @@ from policies.ordered import Key, OrderedPolicy
 
 
 class Belady(OrderedPolicy):
-    """Furthest next use first.
+    """Furthest next use first. `next_use` says when an entry's last key is used next; infinity: never."""
 
-    Args:
-        next_use: when the last key of an entry is used next, seen from now; infinity for never.
-    """
-
-    #: Whether the driver offers the path of the request being served for eviction, too.
     bypass: ClassVar[bool] = False
-    #: The keys of one edge are used next at different times: its tail is to go one key at a time.
+    #: The keys of one edge have different next uses.
     ranks_whole_edges: ClassVar[bool] = False
 
     def __init__(self, next_use: Callable[[Entry], float]) -> None:
@@ -40,8 +33,7 @@ class Belady(OrderedPolicy):
     def key(self, entry: Entry) -> Key:
         return (-self._next_use(entry), -entry.end, entry.last_used)
 
-    # The future is only asked about what may go: every use of an entry makes it not evictable or is followed by a
-    # touch, so an answer stays right for as long as it is filed.
+    # Only evictable entries have a key. A use makes an entry unevictable or touches it, so the key stays right.
 
     def inserted(self, entry: Entry) -> None:
         pass
@@ -67,6 +59,6 @@ class Belady(OrderedPolicy):
 
 
 class BeladyBypass(Belady):
-    """Furthest next use first, what was just asked for included."""
+    """Furthest next use first; the present request may go, too."""
 
     bypass: ClassVar[bool] = True

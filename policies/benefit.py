@@ -1,15 +1,13 @@
-"""Benefit: keeps what saves the most prefill per byte and tick, spans and checkpoints on one scale.
+"""Benefit: the entry that saves the least prefill per byte and tick goes first, spans and checkpoints on one scale.
 
-    worth = prefill cost that the entry saves when it is used / bytes it frees * uses per tick to be expected of it
+    worth = prefill cost that the entry saves when used / bytes it frees * expected uses per tick
 
-The last factor is Turn's: see there for classes, queues and what is learnt. What an entry saves is its edge's cost; for
-a checkpoint, and for a leaf that holds one, the cost since the checkpoint before it, because without it that
-is what would be computed again. The quotient is rounded to half octaves so that entries of one queue share it.
-Where all bytes cost the same to compute (one kind of layer, no attention term) the order is Turn's.
+The last factor is Turn's. An entry saves the cost of its edge. A checkpoint, and a leaf with one, saves the cost since
+the previous checkpoint. The quotient is rounded to half octaves so that entries of one queue share it. Where all bytes
+cost the same to compute, the order is Turn's.
 
-Bytes become known, and checkpoints come and go, without a hook: what was filed since the last victim is weighed once
-more for the next one, and so is what would go. Complexity as Turn, plus O(depth in nodes) per filing of an entry with
-a checkpoint. Ours.
+Bytes and checkpoints change without a hook, so each victim and everything filed since the last victim is weighed again.
+Complexity as Turn, plus O(depth in nodes) for an entry with a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ class Benefit(Turn):
 
     def __init__(self) -> None:
         super().__init__()
-        #: What was filed since the last victim.
         self._newly_filed: dict[int, Entry] = {}
 
     def victim(self) -> Entry | None:
@@ -43,7 +40,7 @@ class Benefit(Turn):
         return round(2.0 * math.log2(saved / entry.weight_bytes))
 
     def _weigh(self, entry: Entry) -> bool:
-        """File an entry anew if its weight has changed; whether it has."""
+        """File an entry again if its weight has changed; return whether it has."""
         has_changed = self._filed[entry.entry_id][0][-1] != self.weight_of(entry)
         if has_changed:
             self._refile(entry)

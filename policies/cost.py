@@ -1,7 +1,7 @@
 """CostModel: what prefilling a span costs, as a pure function of its position.
 
-A transformer's prefill of token i costs a constant for its weights and a share that grows with i for attention.
-The coefficients are fixed when the model is made, so two replays of a trace make the same decisions on any machine.
+Prefill of a token costs a constant for the weights, and a share that grows with its position for attention. The
+coefficients are fixed, so two replays of a trace make the same decisions on any machine.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Entry: the view that an eviction policy has of one evictable piece of state.
+"""Entry: what an eviction policy sees of one piece of state. The cache writes the fields, a policy reads them.
 
-A tree node gives up to two entries. Its *span* entry stands for the edge itself and can go while the node is
-a leaf, taking the node's checkpoint along. Its *checkpoint* entry stands for the point state at the node's end
-alone and can go while the node has exactly one child. They age apart: a request refreshes the spans of its whole
-path, but only the one checkpoint that it resumed from.
-
-Numbers only: no arrays, no clock. The cache layer writes the fields, a policy reads them.
+A tree node has up to two entries. The *span* entry is the edge; it can go while the node is a leaf and takes the node's
+checkpoint along. The *checkpoint* entry is the point state at the node's end; it can go while the node has exactly one
+child. A request refreshes the spans of its whole path, but only the one checkpoint that it resumed from.
 """
 
 from __future__ import annotations
@@ -22,19 +19,17 @@ class Entry:
     """One piece of state that may be evicted.
 
     Attributes:
-        entry_id: creation order, unique within one cache; the last word on ties.
+        entry_id: creation order, unique within one cache; decides ties.
         state: "span" (a node's edge) or "checkpoint" (point state at a node's end).
-        start, end: the half-open token span [start, end) of the node, counted from the start of the sequence.
-        weight_bytes: bytes that evicting this entry frees. For the span entry of a leaf with a checkpoint: both.
+        start, end: the span of the node, in tokens from the start of the sequence.
+        weight_bytes: bytes that evicting the entry frees; for a leaf with a checkpoint, both.
         cost: prefill cost of the edge with its prefix cached, in the unit of the cache's CostModel.
         parent: span entry of the parent node; None below the root.
-        children: child nodes of the node.
-        has_checkpoint: whether the node holds a checkpoint.
+        children: number of child nodes.
         created, last_used: logical ticks, one per request.
         uses: 1 at creation, plus 1 for each request that used it.
         priority: the largest priority of the requests that used it.
-        turn, kind: as the caller of begin() gave them: the conversation's turn, from 1, and the kind of request; None
-            and "" where that is not known.
+        turn, kind: of the request, as given to begin(); None and "" if unknown. Turns count from 1.
         digest_of, digests_of: where `digest` and `digests` come from.
     """
 
@@ -58,19 +53,15 @@ class Entry:
 
     @property
     def tokens(self) -> int:
-        """Length of the edge in tokens."""
         return self.end - self.start
 
     @property
     def digest(self) -> bytes:
-        """16-byte digest of namespace and all keys up to `end`; the same after any split or merge."""
+        """16-byte digest of the namespace and all keys up to `end`, however edges are split or merged."""
         return self.digest_of()
 
     def digests(self, offsets: Sequence[int]) -> list[bytes]:
-        """Digests of the prefixes that end at these offsets, ascending, in (start, end]; b"" where none is to be had.
-
-        Without `digests_of` only the one at `end` is known, which is all there is of an edge with a single key.
-        """
+        """Digests of the prefixes that end at these offsets, ascending, in (start, end]; b"" where unknown."""
         if self.digests_of is not None:
             return self.digests_of(offsets)
         return [self.digest if offset == self.end else b"" for offset in offsets]

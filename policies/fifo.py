@@ -1,6 +1,6 @@
-"""FIFO: the oldest entry goes first, whatever happened to it since; the deepest first on ties.
+"""FIFO: the oldest entry goes first, the deepest on ties. A hit changes nothing.
 
-Key (created, -end). O(log n) per operation. The baseline that shows what refreshing on a hit is worth.
+Key (created, -end). O(log n) per operation. A baseline for what refreshing on a hit is worth.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from policies.ordered import Key, OrderedPolicy
 
 
 class FIFO(OrderedPolicy):
-    """First in, first out. A hit changes nothing."""
+    """First in, first out."""
 
     def key(self, entry: Entry) -> Key:
         return (entry.created, -entry.end)

@@ -1,17 +1,16 @@
-"""GDSF: the smallest H = L + uses * cost / bytes goes first, where L is the H of what went last.
+"""GDSF: the smallest H = L + uses * cost / bytes goes first, where L is the H of the last victim.
 
 Source: Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", HPL-98-69R1,
-after Cao and Irani's GreedyDual-Size. O(log n) per operation, plus the runs of equal L on the edge it is about; ties
-go to the least recently used, then the deepest.
+after Cao and Irani's GreedyDual-Size. O(log n) per operation, plus the runs of equal L on the edge; ties go to the
+least recently used, then the deepest.
 
-L is taken when a key is added or used, and kept until it is used again: a node that merely becomes a
-leaf keeps its old L, else every shared prefix would come back to life when its last branch goes. A split inherits it.
-Where a cache makes room for a whole request first, the keys that follow take the values that L went through, the root
-side the first, as if room had been made for each key by itself; so the keys of one edge may differ in L. Where it adds
-first, and holds what it added while it makes room, all of them take the L that they met.
+A key takes L when it is added or used. Becoming a leaf leaves L as it is, else every shared prefix would come back to
+life when its last branch goes. A split inherits L. If a cache makes room for a whole request first, the new keys take
+the values that L went through, the root side the first, as if room had been made for each key by itself; so the keys of
+one edge may differ in L. If a cache adds first, all new keys take the present L.
 
-`cost / bytes` is read where the entry is filed, because a new entry has no bytes yet; an entry without bytes counts as
-worthless. On an edge of many keys it is the mean, exact where the cost of a key does not depend on its position.
+`cost / bytes` is read when the entry is filed, since a new entry has no bytes yet; without bytes it counts as 0. On an
+edge of many keys it is the mean, which is exact where a key's cost does not depend on its position.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from typing import ClassVar
 from policies.entry import Entry
 from policies.ordered import Key, OrderedPolicy
 
-#: Keys next to each other with the same L, and that L.
+#: Number of adjacent keys with the same L, and that L.
 Aged = tuple[int, float]
 
 
 class GDSF(OrderedPolicy):
-    """Greedy-Dual-Size-Frequency: cheap, large and rarely used first, everything ages."""
+    """Greedy-Dual-Size-Frequency."""
 
     ranks_whole_edges: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
-        #: L of the definition: H of the last victim.
+        #: L, the H of the last victim.
         self.inflation = 0.0
         self._aged: dict[int, list[Aged]] = {}
-        #: The values of L since keys were last added, and how many keys went at each.
+        #: How many keys went at each value of L since keys were last added.
         self._levels: list[Aged] = []
         self._level_before = 0.0
-        #: What the latest request has added, root side first: entry and number of keys.
+        #: Entry and number of keys that the latest request added, root side first.
         self._fresh: list[tuple[int, int]] = []
         self._added_tick = -1
         self._is_new_burst = True
@@ -48,7 +47,7 @@ class GDSF(OrderedPolicy):
         self._chosen_value = 0.0
 
     def value(self, entry: Entry) -> float:
-        """What keeping an entry is worth at each use: its cost per byte."""
+        """What one use of an entry is worth: its cost per byte."""
         return entry.cost / entry.weight_bytes if entry.weight_bytes > 0 else 0.0
 
     def key(self, entry: Entry) -> Key:
@@ -120,7 +119,7 @@ class GDSF(OrderedPolicy):
         return passed
 
     def _note_level(self, victim: Entry, tokens: int) -> None:
-        """A victim goes, or its tail: its H is the new L."""
+        """The H of a victim that goes, or loses its tail, is the new L."""
         if self._is_new_burst:
             self._is_new_burst = False
             self._levels = []
@@ -132,7 +131,7 @@ class GDSF(OrderedPolicy):
             self._levels.append((tokens, self.inflation))
 
     def _add_fresh(self, entry: Entry) -> None:
-        """Give what a request adds the values that L went through to make room for it; the last key has the latest."""
+        """Give a request's keys the values that L went through to make room for them; the last key has the latest."""
         if entry.created != self._added_tick:
             self._added_tick = entry.created
             self._fresh = []
@@ -149,7 +148,7 @@ class GDSF(OrderedPolicy):
 
 
 def _joined(aged: list[Aged]) -> list[Aged]:
-    """The same with equal neighbours made one."""
+    """Join neighbours with equal L."""
     joined = aged[:1]
     for length, level in aged[1:]:
         if level == joined[-1][1]:
@@ -160,7 +159,7 @@ def _joined(aged: list[Aged]) -> list[Aged]:
 
 
 def _cut(aged: list[Aged], below_tokens: int) -> tuple[list[Aged], list[Aged]]:
-    """The same above, and of the last `below_tokens` keys."""
+    """Cut off the last `below_tokens` keys."""
     above = list(aged)
     below: list[Aged] = []
     while below_tokens > 0:

@@ -1,9 +1,8 @@
-"""Ghosts: what was evicted not long ago, remembered by the digests of its prefixes. No state, only the memory of it.
+"""Ghosts: digests of what was evicted not long ago.
 
-A ghost is a run of keys that went in one piece: the digest of the prefix that ends with it, and how many keys it had.
-A new edge meets a ghost when it spells all of it. Digests are worked out only at offsets where some ghost ends.
-
-All O(1), amortised, but `meet`: O(keys of the edge) or O(ends of ghosts), whichever is less, and the digests.
+A ghost is a run of keys that went in one piece: the digest of the prefix that ends with the run, and its length. A new
+edge meets a ghost when it spells all of it. Digests are computed only where some ghost ends. Everything is O(1)
+amortised, except `meet`: O(keys of the edge) or O(ends of ghosts), whichever is less.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from policies.entry import Entry
 
 
 class Ghosts:
-    """A queue of ghosts, the oldest goes first. `tokens` is the number of keys they stand for."""
+    """A queue of ghosts, the oldest first. `tokens` is the number of their keys."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -33,14 +32,14 @@ class Ghosts:
         self.tokens += tokens
 
     def take(self, state: str, end: int, digest: bytes) -> int:
-        """Forget the ghost with this digest; returns how many keys it stood for, 0 when there was none."""
+        """Forget the ghost with this digest; return its number of keys, 0 if there is none."""
         tokens, _ = self._lengths.pop((state, digest), (0, end))
         if tokens:
             self._forget(tokens, end)
         return tokens
 
     def meet(self, entry: Entry) -> list[tuple[int, bytes]]:
-        """The ends of the ghosts that a new entry spells, and their digests, ascending. Forgets nothing."""
+        """Ends and digests, ascending, of the ghosts that a new entry spells."""
         first = entry.start + 1 if entry.state == "span" else entry.end
         if len(self._ends) < entry.end - first:
             ends = sorted(end for end in self._ends if first <= end <= entry.end)
@@ -53,7 +52,7 @@ class Ghosts:
         return [(end, digest) for end, digest in pairs if (entry.state, digest) in self._lengths]
 
     def trim(self, tokens: float) -> None:
-        """Forget the oldest until at most this many keys are remembered."""
+        """Forget the oldest ghosts beyond this many keys."""
         while self.tokens > max(0, tokens):
             _, (length, end) = self._lengths.popitem(last=False)
             self._forget(length, end)

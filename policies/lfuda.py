@@ -1,8 +1,7 @@
-"""LFUDA: the smallest H = L + uses goes first, where L is the H of what went last.
+"""LFUDA: the smallest H = L + uses goes first, where L is the H of the last victim. LFU with dynamic aging.
 
-LFU with dynamic aging: GDSF with a cost equal to the bytes, which is the policy to take when hits count and not the
-work they save. Source: Arlitt et al., "Evaluating content management techniques for web proxy caches", 2000.
-O(log n) per operation; ties go to the least recently used, then the deepest.
+GDSF with a cost equal to the bytes: for hits, not for the work they save. Source: Arlitt et al., "Evaluating content
+management techniques for web proxy caches", 2000. O(log n) per operation; ties as in GDSF.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from policies.gdsf import GDSF
 
 
 class LFUDA(GDSF):
-    """Least frequently used with dynamic aging: rarely used first, everything ages."""
+    """Least frequently used with dynamic aging."""
 
     def value(self, entry: Entry) -> float:
         return 1.0

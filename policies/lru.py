@@ -1,7 +1,7 @@
-"""LRU: the least recently used entry goes first, the deepest first on ties.
+"""LRU: the least recently used entry goes first, the deepest on ties.
 
-Key (last_used, -end). A request gives its whole path one tick, so the tie rule evicts a path from its leaf upwards.
-O(log n) per operation. Source: folklore; the tie rule is what keeps a prefix longer than its continuation.
+Key (last_used, -end). O(log n) per operation. A request gives its whole path one tick, so ties evict a path from its
+leaf upwards.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from policies.ordered import Key, OrderedPolicy
 
 
 class LRU(OrderedPolicy):
-    """Least recently used first. A hit refreshes."""
+    """Least recently used first."""
 
     def key(self, entry: Entry) -> Key:
         return (entry.last_used, -entry.end)

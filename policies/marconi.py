@@ -1,40 +1,31 @@
-"""Marconi: least recently used and least compute saved per byte, weighed against each other.
+"""Marconi: recency weighed against compute saved per byte.
 
-Source: Pan et al., "Marconi: prefix caching for the era of hybrid LLMs", MLSys 2025, arXiv 2411.19379. Over the
-candidates the value of an entry is minmax(1 / age) + alpha * minmax(cost / bytes): both terms are scaled to 0..1,
-`cost` is what prefilling the edge costs with its prefix cached, and the smallest value goes first. Candidates are
-leaves and the checkpoints of single-child nodes; where such a checkpoint goes, the child takes the node's spans over.
+Source: Pan et al., "Marconi: prefix caching for the era of hybrid LLMs", MLSys 2025, arXiv 2411.19379. The value of a
+candidate is minmax(1 / age) + alpha * minmax(cost / bytes), both terms scaled to 0..1 over the candidates; the smallest
+value goes first. Candidates are leaves and the checkpoints of single-child nodes.
 
-The order of two entries changes as they age, so no list can be kept sorted. A victim is the worst of at most
-`candidates` entries, one drawn from each of as many equal slices of the LRU order. O(candidates * log n) per victim,
-O(log n) per other operation. On an edge of many keys `cost / bytes` is the mean over the edge. Where all entries save
-the same per byte, as blocks without checkpoints and with a cost per token do, this is LRU among the candidates.
-
-Unless it is given, alpha is 0 for the first `bootstrap` victims and then what they show to be best: see AlphaSearch.
+The order of two entries changes as they age, so no sorted list holds it. A victim is the worst of at most `candidates`
+entries, one drawn from each of as many equal slices of the LRU order. O(candidates * log n) per victim, O(log n) per
+other operation. On an edge of many keys `cost / bytes` is the mean. If all entries save the same per byte, this is LRU
+among the candidates. Unless given, alpha is 0 for the first `bootstrap` victims and then learnt (see AlphaSearch).
 """
 
 from __future__ import annotations
 
-import random
-from typing import ClassVar
-
 from policies.alpha_search import GRID, AlphaSearch
 from policies.entry import Entry
-from policies.ordered import Key, OrderedPolicy
+from policies.ordered import Key
+from policies.random_choice import Random
 
 
-class Marconi(OrderedPolicy):
-    """Recency plus compute saved per byte.
+class Marconi(Random):
+    """Recency plus compute saved per byte. Like Random, one draw per victim.
 
     Args:
-        alpha: weight of compute saved per byte, 0 or more, 0 is LRU; None: learnt.
+        alpha: weight of compute saved per byte, 0 or more; 0 is LRU; None: learnt.
         candidates: entries compared for a victim.
         bootstrap: victims from which alpha is learnt.
-        seed: of the draws.
     """
-
-    #: Each victim has its own draw of candidates.
-    ranks_whole_edges: ClassVar[bool] = False
 
     def __init__(self, alpha: float | None = None, candidates: int = 48, bootstrap: int = 2000, seed: int = 0) -> None:
         if (alpha is not None and alpha < 0) or candidates < 1 or bootstrap < 1:
@@ -42,15 +33,12 @@ class Marconi(OrderedPolicy):
                 f"alpha is {alpha}, candidates {candidates}, bootstrap {bootstrap}; wanted 0 or more, 1 or more, and "
                 "1 or more."
             )
-        super().__init__()
+        super().__init__(seed)
         self.alpha = 0.0 if alpha is None else alpha
         self.candidates = candidates
         self._search = AlphaSearch(bootstrap) if alpha is None else None
-        self._random = random.Random(seed)
-        self._draw = self._random.random()
         self._decided_draw: float | None = None
         self._now = 0
-        self._chosen: set[int] = set()
         self._answer: Entry | None = None
 
     def key(self, entry: Entry) -> Key:
@@ -72,27 +60,23 @@ class Marconi(OrderedPolicy):
 
     def split(self, upper: Entry, lower: Entry) -> None:
         self._answer = None
-        if not self._chosen.isdisjoint((upper.entry_id, lower.entry_id)):
-            self._chosen |= {upper.entry_id, lower.entry_id}
         super().split(upper, lower)
         if self._search is not None:
             self._search.split(upper, lower)
 
     def merged(self, gone: Entry, into: Entry) -> None:
-        self._chosen.discard(gone.entry_id)  # It is joined to another, which is no eviction.
         if self._search is not None:
             self._search.merged(gone, into)
         super().merged(gone, into)
 
     def evicted(self, entry: Entry) -> None:
         self._answer = None
+        was_chosen = entry.entry_id in self._chosen
         super().evicted(entry)
         if self._search is not None:
             self._search.evicted(entry)
-        if entry.entry_id in self._chosen:
-            self._chosen = set()
-            self._draw = self._random.random()
-            self._end_bootstrap()
+            if was_chosen and self._search.is_over:
+                self.alpha, self._search = self._search.best, None
 
     def evictable_changed(self, entry: Entry, evictable: bool) -> None:
         self._answer = None
@@ -104,13 +88,8 @@ class Marconi(OrderedPolicy):
             self._chosen = {self._answer.entry_id}
         return self._answer
 
-    def _end_bootstrap(self) -> None:
-        if self._search is not None and self._search.is_over:
-            self.alpha = self._search.best
-            self._search = None
-
     def _sample(self) -> list[tuple[Key, int]]:
-        """All that may go, or one of each slice; the draw stays the same until a victim is gone."""
+        """All evictable entries, or one of each slice."""
         count = len(self._order)
         if count <= self.candidates:
             return list(self._order)
@@ -132,6 +111,6 @@ class Marconi(OrderedPolicy):
 
 
 def _scaled(numbers: list[float]) -> list[float]:
-    """The numbers on a scale from 0, the smallest, to 1, the largest; all 0 when they are equal."""
+    """Scale numbers to 0 for the smallest and 1 for the largest; all 0 if they are equal."""
     low, high = min(numbers), max(numbers)
     return [(number - low) / (high - low) if high > low else 0.0 for number in numbers]

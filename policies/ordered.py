@@ -1,12 +1,10 @@
-"""OrderedPolicy: policies whose order is a static key, changed by a touch and by nothing else.
+"""OrderedPolicy: base of the policies whose order is a static key that only a touch changes.
 
-Keeps the evictable entries in a SortedList of (key, entry_id). Every hook is O(log n), `victim` is O(1).
+The evictable entries stand in a SortedList of (key, entry_id). Every hook is O(log n), `victim` is O(1).
 
-Invariants:
-
-  O1  `_position[id]` is the pair under which an evictable entry is filed, and only evictable entries are filed.
-  O2  An entry's key is computed when it is inserted, touched, or takes over another's history; never when it
-      merely becomes evictable.
+  O1  The SortedList holds (_keys[id], id) of exactly the entries in `_filed`, the evictable ones.
+  O2  An entry's key is computed when it is inserted, touched, or takes over another's history, not when it becomes
+      evictable.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ Key = tuple[float, ...]
 
 
 class OrderedPolicy:
-    """Base of the static-key policies: subclasses define `key`, smallest goes first."""
+    """Subclasses define `key`."""
 
     def __init__(self) -> None:
         self._keys: dict[int, Key] = {}
@@ -29,7 +27,7 @@ class OrderedPolicy:
         self._order: Any = SortedList()
 
     def key(self, entry: Entry) -> Key:
-        """The sort key of an entry; the smallest is evicted first."""
+        """The sort key of an entry; the smallest goes first."""
         raise NotImplementedError(f"{type(self).__name__} must define key(entry).")
 
     def inserted(self, entry: Entry) -> None:

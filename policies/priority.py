@@ -1,7 +1,7 @@
-"""Priority: the lowest priority goes first, the least recently used of it, the deepest first on ties.
+"""Priority: the lowest priority goes first, the least recently used of those, the deepest on ties.
 
-Key (priority, last_used, -end). O(log n) per operation. A request's priority spreads over its path by max, so a prefix
-is never worth less than what was built on it; a split inherits. With equal priorities this is LRU.
+Key (priority, last_used, -end). O(log n) per operation. A path takes the largest priority of its requests, so a prefix
+is worth no less than its continuations. With equal priorities this is LRU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from policies.ordered import Key, OrderedPolicy
 
 
 class Priority(OrderedPolicy):
-    """Lowest priority first, least recently used within it."""
+    """Lowest priority first."""
 
     def key(self, entry: Entry) -> Key:
         return (entry.priority, entry.last_used, -entry.end)

@@ -1,21 +1,19 @@
-"""EvictionPolicy: what the cache layer tells a policy, and the one question it asks.
+"""EvictionPolicy: what the cache tells a policy, and the one question it asks.
 
-The cache layer owns the entries and decides what *may* go; a policy only orders what may. Every entry is announced
-once with `inserted`, may then be touched, split and merged, and leaves with `evicted` or as the first argument of
-`merged`. A policy never sees an entry again after that. `victim` is asked as long as bytes are wanted; it must
-answer with an entry that is evictable at that moment, and asking twice without a hook between gives the same answer.
+The cache decides which entries *may* go; a policy orders them. Every entry is announced once with `inserted`, may then
+be touched, split and merged, and leaves with `evicted` or as the first argument of `merged`. The hooks of one request
+come deepest node first. Ticks grow from request to request, but with several open sessions, what a request adds may be
+announced after hooks of later requests. An entry's bytes, children and has_checkpoint change without a hook; so do
+start, cost and parent of a checkpoint whose node is split or merged.
 
-Three attributes are optional. `ranks_whole_edges` (default True): the victim stays the victim while its tail is cut,
-key by key, so that a cache may cut as much of it as it needs at once; False: ask again after each step. `bypass`
-(default False): an offline bound that may also refuse what the request being served has added. `pass_over(entry,
-cuts)`: the victim's tail is about to be cut at these offsets in turn, the deepest first. It says how many of them would
-leave `entry` the victim, the last one never among them, and takes note of those as if it had heard of each; the next
-one it hears of. Asked only where the keys of an edge cost the same.
+Three attributes are optional:
 
-Order of calls: the hooks of one request come deepest node first, so the root side is the newest. Ticks grow from
-request to request, but with several sessions open what a request adds may be announced after hooks of later requests.
-An entry's bytes, children and has_checkpoint change without a hook; so do start, cost and parent of a checkpoint whose
-node is split or merged.
+- `ranks_whole_edges` (default True): the victim stays the victim while its tail is cut key by key, so the cache may cut
+  as much as it needs at once. False: the cache asks again after each step.
+- `bypass` (default False): an offline bound that may also refuse what the present request has added.
+- `pass_over(entry, cuts)`: the victim's tail is about to be cut at these offsets in turn, the deepest first. Return how
+  many of the cuts leave `entry` the victim, never counting the last, and record those cuts; the policy does not hear of
+  them otherwise. Called only where the keys of an edge cost the same.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from policies.entry import Entry
 
 @runtime_checkable
 class EvictionPolicy(Protocol):
-    """Chooses which evictable entry goes first."""
+    """Choose which evictable entry goes first."""
 
     def inserted(self, entry: Entry) -> None:
         """A new entry, not evictable yet."""
@@ -42,10 +40,10 @@ class EvictionPolicy(Protocol):
         """`gone` was joined to `into`, which now covers both edges; `gone` is never mentioned again."""
 
     def evicted(self, entry: Entry) -> None:
-        """The entry is gone, by eviction or because its node was removed."""
+        """The entry is gone."""
 
     def evictable_changed(self, entry: Entry, evictable: bool) -> None:
-        """The entry may go from now on, or may not any more."""
+        """The entry may go from now on, or no longer."""
 
     def victim(self) -> Entry | None:
-        """The evictable entry that should go first; None when nothing is evictable."""
+        """The evictable entry that goes first, if any. Without a hook in between, the answer stays the same."""

@@ -1,8 +1,7 @@
-"""Random: any evictable entry, all equally likely, from a seed.
+"""Random: any evictable entry, all equally likely, from a seed. A baseline without LRU's cliff on cyclic scans.
 
-The sanity baseline: a policy that loses to it is worse than not thinking. It has no cliff on cyclic scans, where LRU
-has one. O(log n) per operation. The draw is an index into the evictable entries in the order (created, -end), one draw
-for each eviction, so the same traffic gives the same victims and asking does not draw.
+O(log n) per operation. The draw is an index into the evictable entries in the order (created, -end). There is one draw
+per eviction, so the same traffic gives the same victims, however often the cache asks.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ from policies.ordered import Key, OrderedPolicy
 
 
 class Random(OrderedPolicy):
-    """Uniformly random victim.
-
-    Args:
-        seed: of the draws.
-    """
+    """Uniformly random victim."""
 
     ranks_whole_edges: ClassVar[bool] = False
 
@@ -38,7 +33,7 @@ class Random(OrderedPolicy):
         super().split(upper, lower)
 
     def merged(self, gone: Entry, into: Entry) -> None:
-        self._chosen.discard(gone.entry_id)  # It is joined to another, which is no eviction.
+        self._chosen.discard(gone.entry_id)  # A merge is no eviction.
         super().merged(gone, into)
 
     def evicted(self, entry: Entry) -> None:

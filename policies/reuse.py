@@ -1,15 +1,14 @@
-"""ReuseModel: how soon something of a class is used again, learnt while serving; from it the worth of keeping it.
+"""ReuseModel: learn how soon something of a class is used again, and from that what it is worth to hold it.
 
-A class is what is known about a use when it happens ("second turn, small growth"). The prior says for each class with
-what probability it is used again, and that the interval is lognormal around a median common to all classes. Two
-things are learnt: the common median, in whatever a tick is worth here, and for each class how much more or less often
-it is used again than the prior has it. What is evicted before its next use counts as watched up to then and no longer,
-so an eviction teaches nothing wrong.
+A class is what is known about a use when it happens ("second turn, small growth"). The prior gives each class a
+probability of another use, and a lognormal interval around one common median. The model learns the common median in
+ticks, and for each class how much more or less often it is used again than the prior says. What is evicted before its
+next use counts as watched up to then, so an eviction teaches nothing wrong.
 
-The worth of an age is the Gittins index: the most uses per tick of room that any plan "keep it until age s" can expect.
+The worth of an age is the Gittins index: the most uses per tick of room that any plan "hold it until age s" can expect.
 Source: Gittins, J. R. Stat. Soc. B 41 (1979); as hit density in a cache: Beckmann et al., LHD, NSDI 2018.
 
-`value` is O(1); `rebuild` is O(classes * bins^2 + watched) and is called once per as many uses as are being watched.
+`value` is O(1). `rebuild` is O(classes * bins^2 + watched).
 """
 
 from __future__ import annotations
@@ -25,17 +24,15 @@ BIN_COUNT = 96
 SIGMA_OCTAVES = 1.7
 #: Observed uses that weigh as much as the prior of a class.
 PRIOR_USES = 30.0
-#: Share of intervals that the lognormal does not explain; only for finding the median.
+#: Share of intervals that the lognormal does not explain, when the median is fitted.
 STRAY_SHARE = 0.05
-#: After this many uses what was learnt counts half.
 HALF_LIFE_USES = 2000.0
-#: No guess before this many intervals were seen.
 WARM_UP_INTERVALS = 16
 
 
 @dataclass(slots=True)
 class _Learnt:
-    """What was seen of one class, per bin of age."""
+    """Observations of one class, per bin of age."""
 
     probability: float
     stretch: float
@@ -45,7 +42,7 @@ class _Learnt:
 
 
 class ReuseModel:
-    """Worth of keeping something, by its class and the ticks since its last use."""
+    """What it is worth to hold something, by its class and the ticks since its last use."""
 
     def __init__(self) -> None:
         self._classes: dict[Hashable, _Learnt] = {}
@@ -54,38 +51,31 @@ class ReuseModel:
 
     @property
     def is_warm(self) -> bool:
-        """Whether there is something to guess from."""
         return self.median_ticks > 0
 
     def declare(self, key: Hashable, probability: float, stretch: float) -> None:
-        """Make a class known: its prior probability of another use, and its median in units of the common one."""
+        """Declare a class: its prior probability of another use, and its median in units of the common one."""
         if key not in self._classes:
             self._classes[key] = _Learnt(probability, stretch)
             if self.is_warm:
                 self._classes[key].worth = self._worth(self._classes[key], 1.0)
 
     def value(self, key: Hashable, age_ticks: int) -> float:
-        """Uses per tick to be expected of what was last used `age_ticks` ago; 0 while nothing is known."""
+        """Expected uses per tick of what was last used `age_ticks` ago; 0 before the warm-up."""
         return self._classes[key].worth[_bin(age_ticks)]
 
     def used_again(self, key: Hashable, age_ticks: int) -> None:
-        """Something of this class was used again."""
         self._watch(key, age_ticks)
         self._classes[key].used[_bin(age_ticks)] += 1.0
         if not self.is_warm:
             self._intervals.append(max(1, age_ticks))
 
     def lost_sight(self, key: Hashable, age_ticks: int) -> None:
-        """Something of this class was not used again up to this age, and is gone."""
+        """Something of this class was evicted at this age without another use."""
         self._watch(key, age_ticks)
 
     def rebuild(self, watching: Iterable[tuple[Hashable, int]], uses: int) -> None:
-        """Work the worths out again.
-
-        Args:
-            watching: class and age of all that waits for its next use.
-            uses: how many uses came since the last call.
-        """
+        """Compute the worths again, from class and age of all that waits, `uses` uses after the last call."""
         if not self.is_warm:
             if len(self._intervals) < WARM_UP_INTERVALS:
                 return
@@ -116,7 +106,7 @@ class ReuseModel:
             learnt.watched = [each * factor for each in learnt.watched]
 
     def _move_median(self, seen: list[tuple[_Learnt, list[float]]]) -> None:
-        """Let the median take half an octave towards where what was seen is likelier."""
+        """Move the median by half an octave if that makes the observations likelier."""
         steps = (0.0, -0.5, 0.5)
         fits = [sum(_fit(*each, self.median_ticks * 2.0**step) for each in seen) for step in steps]
         self.median_ticks *= 2.0 ** steps[fits.index(max(fits))]
@@ -127,7 +117,7 @@ class ReuseModel:
         last = min(BIN_COUNT - 1, _bin(int(64 * self.median_ticks)) + 1)
         worth = [_gittins(hazards, first, last) for first in range(last + 1)]
         worth += [worth[-1]] * (BIN_COUNT - len(worth))
-        for index in reversed(range(last)):  # the young are worth no less than the old: heads of queues are enough
+        for index in reversed(range(last)):  # Worth never grows with age, so the heads of queues are enough.
             worth[index] = max(worth[index], worth[index + 1])
         return worth
 
@@ -142,7 +132,7 @@ _EDGES = [0.0, *(2.0 ** (index / BINS_PER_OCTAVE) for index in range(BIN_COUNT))
 
 @lru_cache(maxsize=512)
 def _hazards(probability: float, median_ticks: float, stray_share: float) -> Sequence[float]:
-    """Chance of a use within each bin, given none before it. Medians move by half octaves: most come again."""
+    """Probability of a use within each bin, given none before it."""
     hazards: list[float] = []
     below = 0.0
     for edge in _EDGES[1:]:
@@ -154,7 +144,7 @@ def _hazards(probability: float, median_ticks: float, stray_share: float) -> Seq
 
 
 def _add_watched(watched: list[float], counts: list[float]) -> None:
-    """Add what waits, `counts` by bin: half a watch in its own bin, a whole one in each before it."""
+    """Add what waits: half a watch in its own bin, a whole one in each bin before."""
     older = 0.0
     for index in reversed(range(BIN_COUNT)):
         watched[index] += older + 0.5 * counts[index]
@@ -162,13 +152,13 @@ def _add_watched(watched: list[float], counts: list[float]) -> None:
 
 
 def _ratio(used: list[float], watched: list[float], hazards: Sequence[float]) -> float:
-    """How much more often a class was used again than its prior has it, drawn towards 1."""
+    """How much more often a class was used again than its prior says, drawn towards 1."""
     expected = sum(each * hazard for each, hazard in zip(watched, hazards, strict=True) if each)
     return (sum(used) + PRIOR_USES) / (expected + PRIOR_USES)
 
 
 def _fit(learnt: _Learnt, watched: list[float], median_ticks: float) -> float:
-    """Log likelihood of what was seen of a class (a Poisson count in each bin) under a common median."""
+    """Log likelihood of a class's observations (a Poisson count in each bin) under a common median."""
     hazards = _hazards(learnt.probability, learnt.stretch * median_ticks, STRAY_SHARE)
     ratio = _ratio(learnt.used, watched, hazards)
     total = 0.0
@@ -179,7 +169,7 @@ def _fit(learnt: _Learnt, watched: list[float], median_ticks: float) -> float:
 
 
 def _gittins(hazards: list[float], first: int, last: int) -> float:
-    """Most uses per tick of room that keeping from the middle of bin `first` to the end of some bin can expect."""
+    """Most expected uses per tick of room, held from the middle of bin `first` to the end of any later bin."""
     alive, uses, room, best = 1.0, 0.0, 0.0, 0.0
     for index in range(first, last + 1):
         width, hazard = _EDGES[index + 1] - _EDGES[index], hazards[index]

@@ -1,22 +1,19 @@
 """RunPolicy: base of the queue policies, which know something about each key and move one key at a time.
 
-An entry stands for many keys, of which only the last may go. What a queue policy knows of them is kept in runs: keys
-next to each other with the same queue, the same place in it and the same marks. A queue holds, for each evictable
-entry, its last run, at (place, -end): of keys that came together the deepest is the oldest. What is not evictable is
-in no queue and is passed over without being changed. So an edge of n keys goes through the same states as n nodes.
+An entry stands for many keys, of which only the last may go. A run is adjacent keys with the same queue, place and
+marks. A queue holds the last run of each evictable entry, at (place, -end): of keys that came together the deepest is
+the oldest. An entry that is not evictable is in no queue and is passed over. So an edge of n keys goes through the same
+states as n nodes.
 
-Sizes are keys: a queue's `tokens` counts all keys in it, evictable or not; a checkpoint counts as one key. The
-capacity is learnt: what was held when the first victim of a request was asked for. The request's own new keys do
-not count as long as they cannot go, so it does not matter whether a cache makes room before it adds or afterwards.
+Sizes are in keys: a queue's `tokens` counts all its keys, evictable or not; a checkpoint counts as one key. The
+capacity is learnt: the keys held at the first victim of a request, without the request's own new keys while those may
+not go.
 
-Invariants:
-
-  RU1  The runs of an entry have one key or more each, and as many keys together as the entry.
+  RU1  The runs of an entry have at least one key each, and together as many keys as the entry.
   RU2  `_filed[id]` says where an evictable entry's last run stands; nothing else is in a queue.
   RU3  `tokens[q]` is the sum over all runs in queue q.
 
-O(log n) per operation, plus the runs of the edge it is about (one, unless uses ended inside it or its keys were moved
-apart); a victim costs what it takes to pass over the marks that uses have left.
+O(log n) per operation, plus the runs of the edge; a victim costs what it takes to pass over marks.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ Place = tuple[float, int, int]
 
 @dataclass(slots=True)
 class Run:
-    """Keys of one entry that a policy knows the same about."""
+    """Adjacent keys of one entry with the same history."""
 
     tokens: int
     queue: int
@@ -45,20 +42,18 @@ class Run:
 
 
 def key_count(entry: Entry) -> int:
-    """Keys that an entry stands for."""
     return entry.end - entry.start if entry.state == "span" else 1
 
 
 class RunPolicy:
-    """Base of the queue policies: subclasses define `admit`, `use`, `choose` and what `lost` keys leave behind."""
+    """Subclasses define `admit`, `use`, `choose` and `lost`."""
 
-    #: The keys of one edge go one at a time: the next one may be marked, or in another queue.
+    #: The next key of an edge may be marked, or in another queue.
     ranks_whole_edges: ClassVar[bool] = False
     queue_count: ClassVar[int] = 1
 
     def __init__(self) -> None:
         self.tokens = [0] * self.queue_count
-        #: Keys held when the first victim of the latest request was asked for.
         self.capacity = 0
         self._queues: list[Any] = [SortedList() for _ in range(self.queue_count)]
         self._runs: dict[int, list[Run]] = {}
@@ -79,15 +74,15 @@ class RunPolicy:
         raise NotImplementedError(f"{type(self).__name__} must define admit(entry).")
 
     def use(self, run: Run, entry: Entry) -> None:
-        """A request used the run: change its queue, place and marks."""
+        """Change the queue, place and marks of a used run."""
         raise NotImplementedError(f"{type(self).__name__} must define use(run, entry).")
 
     def choose(self) -> Entry:
-        """The victim; asked only when something is evictable, and not again before the next hook."""
+        """The victim; called when something is evictable, at most once between two hooks."""
         raise NotImplementedError(f"{type(self).__name__} must define choose().")
 
     def lost(self, entry: Entry, runs: list[Run]) -> None:
-        """A victim, or the part of it that was cut off, goes; its runs are not counted any more."""
+        """A victim, or its tail, goes; its runs no longer count."""
 
     # Hooks
 
@@ -191,12 +186,12 @@ class RunPolicy:
     # For subclasses
 
     def counted(self, queue: int) -> int:
-        """Keys in a queue, without those that the request being served has just added."""
+        """Keys in a queue, without those that the present request has added."""
         return self.tokens[queue] - (self._fresh[queue] if self.is_serving else 0)
 
     @property
     def is_serving(self) -> bool:
-        """Whether the newest keys belong to a request that still holds them."""
+        """Whether the newest keys belong to a request that still guards them."""
         return self._newest is not None and self._newest.entry_id not in self._evictable
 
     def oldest(self, queue: int) -> Entry | None:
@@ -204,16 +199,14 @@ class RunPolicy:
         return self._entries[self._queues[queue][0][2]] if self._queues[queue] else None
 
     def last_key(self, entry: Entry) -> Run:
-        """The run of an entry's last key alone, cut off from the rest. Its queue and place change by `move` only."""
+        """Cut off the run of an entry's last key. Only `move` changes its queue and place."""
         runs = self._runs[entry.entry_id]
-        if runs[-1].tokens > 1:
-            last = runs[-1]
+        if (last := runs[-1]).tokens > 1:
             last.tokens -= 1
             runs.append(Run(1, last.queue, last.place, last.marks))
         return runs[-1]
 
     def move(self, entry: Entry, queue: int, place: float, marks: int) -> None:
-        """Move the last key of an evictable entry to another place."""
         self._unfile(entry)
         run = self.last_key(entry)
         self.tokens[run.queue] -= 1
@@ -228,7 +221,7 @@ class RunPolicy:
             self._fresh = [0] * self.queue_count
 
     def _forget(self, entry: Entry) -> None:
-        """Everything about a gone entry but its runs."""
+        """Forget everything about a gone entry except its runs."""
         self._unfile(entry)
         self._evictable.discard(entry.entry_id)
         del self._entries[entry.entry_id]
@@ -250,7 +243,7 @@ class RunPolicy:
 
 
 def _joined(runs: list[Run]) -> list[Run]:
-    """The runs with equal neighbours made one."""
+    """Join equal neighbours."""
     joined = runs[:1]
     for run in runs[1:]:
         if run.continues(joined[-1]):
@@ -261,7 +254,7 @@ def _joined(runs: list[Run]) -> list[Run]:
 
 
 def _cut(runs: list[Run], below_tokens: int) -> tuple[list[Run], list[Run]]:
-    """The runs above, and those of the last `below_tokens` keys."""
+    """Cut off the last `below_tokens` keys."""
     above = list(runs)
     below: list[Run] = []
     while below_tokens > 0:

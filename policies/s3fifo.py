@@ -1,14 +1,13 @@
-"""S3-FIFO: three queues. What is not used again while in the small one goes soon and leaves only its ghost behind.
+"""S3-FIFO: a small, a main and a ghost queue. A key not used again in the small queue goes soon and leaves a ghost.
 
 Source: Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023. New keys join the
-small queue, a tenth of the capacity, and those whose ghost is still remembered the main queue. A victim is the oldest
-of the small queue if that has its tenth, else the oldest of the main one. From the small queue a key that was used
-twice moves to the main one instead; from the main queue a key that was used joins at its end again with one use less.
-Uses count up to three. Ghosts stand for as many keys as the main queue's share of the capacity.
+small queue, a tenth of the capacity; keys with a ghost join the main queue. The victim is the oldest key of the small
+queue if that has its tenth, else of the main queue. A key used twice moves from the small to the main queue instead; a
+used key of the main queue joins its end again with one use less. Uses count up to three. Ghosts stand for as many keys
+as the main queue's share of the capacity.
 
-Keys that came before the first victim was asked for fill the small queue up to its tenth, then the main one, as if the
-capacity had been known from the start. On a tree, keys that may not go are passed over; ghosts are digests of prefixes,
-so an evicted edge is known again however it is cut. O(log n) per operation, amortised: each use pays for one move.
+Keys that came before the first victim fill the small queue up to its tenth, then the main queue. On a tree, keys that
+may not go are passed over; ghosts are digests of prefixes. O(log n) per operation, amortised.
 """
 
 from __future__ import annotations
@@ -21,17 +20,12 @@ from policies.runs import Run, RunPolicy, key_count
 
 SMALL, MAIN = 0, 1
 MOST_MARKS = 3
-#: More than will ever be moved, so that places can be numbered by request first and by move second.
+#: More than will ever be moved: places are numbered by request, then by move.
 MOST_MOVES = 1 << 60
 
 
 class S3FIFO(RunPolicy):
-    """Small, main and ghost queue.
-
-    Args:
-        small_share: the small queue's share of the capacity, in (0, 1).
-        marks_to_promote: uses that move a key from the small queue to the main one.
-    """
+    """Small, main and ghost queue. `marks_to_promote` uses move a key from the small to the main queue."""
 
     queue_count: ClassVar[int] = 2
 
@@ -89,7 +83,7 @@ class S3FIFO(RunPolicy):
             self.ghosts.trim(int(self.capacity * (1 - self.small_share)))
 
     def _end_of_main(self) -> int:
-        """The end of the main queue, but before the keys of the request that room is made for."""
+        """The end of the main queue, before the keys of the request that needs room."""
         self._moves += 1
         return (self._request if self.is_serving else self._request + 1) * MOST_MOVES + self._moves
 
@@ -98,7 +92,7 @@ class S3FIFO(RunPolicy):
         return int(self.capacity * self.small_share)
 
     def _warm_up(self) -> None:
-        """Move what came after the small queue was full to the main one; once, when the capacity is known."""
+        """Once, when the capacity is known: move what came after the small queue was full to the main queue."""
         if not self._warming:
             return
         self._warming = False
@@ -108,7 +102,7 @@ class S3FIFO(RunPolicy):
                 room = self._fill(self._entries[number], place, room)
 
     def _arrivals(self) -> list[tuple[float, int, int]]:
-        """When the runs of all entries came, and where they end; of a request's keys the root side came first."""
+        """Place, end and entry of all runs; of a request's keys the root side came first."""
         arrivals = []
         for number, runs in self._runs.items():
             end = self._entries[number].end
@@ -118,17 +112,16 @@ class S3FIFO(RunPolicy):
         return arrivals
 
     def _fill(self, entry: Entry, place: float, room: int) -> int:
-        """Leave at most `room` keys of what came at `place` in the small queue; returns the room that is left."""
+        """Leave at most `room` keys that came at `place` in the small queue; return the remaining room."""
         filed = self._unfile(entry)
         runs = self._runs[entry.entry_id]
         for index in range(len(runs) - 1, -1, -1):
             run = runs[index]
             if run.place != place or run.queue != SMALL:
                 continue
-            kept = min(room, run.tokens)
-            room -= kept
-            rest = Run(run.tokens - kept, MAIN, place, run.marks)
-            run.tokens = kept
+            rest = Run(max(0, run.tokens - room), MAIN, place, run.marks)
+            run.tokens -= rest.tokens
+            room -= run.tokens
             runs[index : index + 1] = [each for each in (run, rest) if each.tokens]
             self.tokens[SMALL] -= rest.tokens
             self.tokens[MAIN] += rest.tokens

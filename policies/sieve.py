@@ -1,12 +1,9 @@
-"""SIEVE: a hand moves from the oldest key to the newest, forgives what was used since it last came by, takes the rest.
+"""SIEVE: a hand moves from the oldest key to the newest, clears marks of used keys and takes the first unmarked key.
 
-Source: Zhang, Yang, Yue, Vigfusson, Rashmi, "SIEVE is simpler than LRU", NSDI 2024. One queue in the order of arrival
-that a use never changes; a use marks. The hand clears the mark of a marked key and moves on; an unmarked key goes, and
-the hand stays where it was, so newcomers, which join at the far end, are looked at last. Past the newest key the hand
-starts again at the oldest.
-
-On a tree the hand passes over keys that may not go without touching their marks. O(log n) per operation, amortised:
-each mark that the hand clears was set by a use.
+Source: Zhang, Yang, Yue, Vigfusson, Rashmi, "SIEVE is simpler than LRU", NSDI 2024. One queue in the order of arrival.
+A use marks a key and moves nothing. After a victim the hand stays where it is, so newcomers at the far end come last;
+past the newest key it starts again at the oldest. On a tree the hand passes over keys that may not go and leaves their
+marks. O(log n) per operation, amortised: each cleared mark was set by a use.
 """
 
 from __future__ import annotations
@@ -20,13 +17,13 @@ from policies.runs import Place, Run, RunPolicy, key_count
 
 
 class SIEVE(RunPolicy):
-    """Lazy promotion, quick demotion, one queue."""
+    """Lazy promotion, quick demotion."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: Where the hand is: at the first key from here on; None: at the oldest.
+        #: The hand is at the first key from here on; None: at the oldest.
         self._hand: Place | tuple[float, int, int, int] | None = None
-        #: Keys held of those that came at each tick.
+        #: How many keys of each tick are left.
         self._arrived: Any = SortedDict()
 
     def admit(self, entry: Entry) -> list[Run]:
@@ -63,7 +60,7 @@ class SIEVE(RunPolicy):
             self._hand = None  # Nothing newer is left.
 
     def _latest_arrival(self) -> float:
-        """When the newest keys came, without those that the request being served has just added; -1 for none."""
+        """When the newest keys came, without those of the present request; -1: there are none."""
         fresh = self._newest.created if self.is_serving and self._newest is not None else None
         latest = (tick for tick in reversed(self._arrived) if tick != fresh)
         return next(latest, -1.0)

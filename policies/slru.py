@@ -1,10 +1,8 @@
-"""SLRU: what was used once goes before what was used again; within each part the least recently used, deepest first.
+"""SLRU: entries used once go before entries used again; within each part the least recently used, the deepest on ties.
 
 Key (uses >= 2, last_used, -end). O(log n) per operation. Source: Karedla, Love, Wherry, "Caching strategies to improve
-disk system performance", IEEE Computer 27(3), 1994, where the protected part is a list of fixed size.
-
-Here the protected part is capped only if `protected_share` is given: while it holds more than that share of all tokens,
-protection is off and the order is plain LRU. Nothing is moved between lists for it, so a cap costs O(log n) as well.
+disk system performance", IEEE Computer 27(3), 1994, where the protected part is a list of fixed size. Here, while the
+protected part holds more than `protected_share` of all tokens, the order is plain LRU.
 """
 
 from __future__ import annotations
@@ -14,17 +12,13 @@ from policies.ordered import Key, OrderedPolicy
 
 
 class SLRU(OrderedPolicy):
-    """Segmented LRU. The first hit protects, every hit refreshes.
-
-    Args:
-        protected_share: largest share of the tokens held that may be protected, in (0, 1]; None: no cap.
-    """
+    """Segmented LRU. `protected_share`: largest share of the tokens that may be protected; None: no cap."""
 
     def __init__(self, protected_share: float | None = None) -> None:
         if protected_share is not None and not 0 < protected_share <= 1:
             raise ValueError(f"protected_share is {protected_share}; wanted more than 0 and at most 1, or None.")
         super().__init__()
-        #: Under a cap, each key that goes changes the share.
+        # Under a cap, each key that goes changes the share.
         self.ranks_whole_edges = protected_share is None
         self.protected_share = protected_share
         self._tokens: dict[int, tuple[int, bool]] = {}

@@ -1,16 +1,15 @@
 """T-LRU: what a conversation can spare without missing its latency goal goes first, then LRU.
 
 Source: Zhang, Li, Moallemi, Peng, "Tail-Optimized Caching for LLM Inference", arXiv 2510.15152. A request waits for the
-tokens it has to prefill. Let a branch have been `high_water` tokens long at its longest, and expect the next prompt to
-add `next_tokens`: with only [0, s) of it cached, high_water + next_tokens - s tokens are left to prefill. An entry is
-safe when that stays within `threshold_tokens` without the entry's last key.
+tokens that it prefills. Let a branch have been `high_water` tokens long at its longest, and the next prompt add
+`next_tokens`: with only [0, s) cached, high_water + next_tokens - s tokens are left to prefill. An entry is safe if
+that stays within `threshold_tokens` without the entry's last key.
 
-Key (0 if safe else 1, last_used, -end). The high-water length of a node is that of the longest branch through it and
-never shrinks, not even when the branch is cut back; for a checkpoint the branch ends with it, because what lies behind
-has checkpoints of its own. Lengths count keys of the tree: tokens, or blocks of a block trace.
+Key (0 if safe else 1, last_used, -end). A node's high-water length is that of the longest branch through it and never
+shrinks; for a checkpoint the branch ends with it, because what follows has checkpoints of its own. Lengths count keys.
 
-Without arguments the policy learns what is usual: the next prompt is as long as requests have added on average, and
-the goal is four times that. O(log n) per operation, plus the path of a new leaf as long as it sets a new record.
+Unless given, the next prompt is as long as the average addition, and the goal is four times that. O(log n) per
+operation, plus the path of a new leaf while it sets a record.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class TLRU(OrderedPolicy):
     """Tail-optimized LRU.
 
     Args:
-        threshold_tokens: tokens a request may have to prefill and still be fast enough; None: learnt.
+        threshold_tokens: most tokens that a request may have to prefill; None: learnt.
         next_tokens: tokens that the next prompt of a conversation will add; None: learnt.
     """
 
@@ -65,7 +64,7 @@ class TLRU(OrderedPolicy):
         high_water = self._high_water
         known = upper if upper.entry_id in high_water else lower
         high_water[upper.entry_id] = high_water[lower.entry_id] = high_water[known.entry_id]
-        if known is lower:  # Nothing about its last key has changed, so it is not judged again.
+        if known is lower:  # Its last key is the same.
             self._keys[upper.entry_id] = self.key(upper)
         else:
             super().split(upper, lower)
@@ -80,7 +79,7 @@ class TLRU(OrderedPolicy):
         self._high_water.pop(entry.entry_id, None)
 
     def evictable_changed(self, entry: Entry, evictable: bool) -> None:
-        if evictable:  # What is usual, and the branch's length, may have changed since it was used.
+        if evictable:  # The averages and the branch's length may have changed.
             self._rekey(entry)
         super().evictable_changed(entry, evictable)
 
@@ -91,7 +90,7 @@ class TLRU(OrderedPolicy):
             self._requests += 1
 
     def _raise(self, entry: Entry) -> None:
-        """Give the path above a new leaf its high-water length."""
+        """Raise the high-water length of the path above a new leaf."""
         above = entry.parent
         while above is not None and self._high_water.get(above.entry_id, entry.end) < entry.end:
             self._high_water[above.entry_id] = entry.end

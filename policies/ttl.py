@@ -1,12 +1,9 @@
-"""TTL: soft pins. What was used within its time to live goes last; everything else before it, LRU in both.
+"""TTL: soft pins. Entries within their time to live go last; LRU in both parts.
 
-Key (unexpired, last_used, -end), where an entry is unexpired until the tick `last_used + ttl`. Its time to live is the
-one given for its kind, else its priority: a request with priority 500 keeps what it used for 500 ticks, and every use
-renews that. Without kinds and priorities nothing is pinned and this is LRU.
-
-A soft pin yields when the budget cannot be met otherwise; for one that does not, see PrefixCache.pin.
-Time is what the entries say: a tick is a request, or a millisecond where the ticks follow a clock.
-O(log n) per operation, amortised: an entry expires at most once for each time it was used.
+Key (unexpired, last_used, -end). An entry expires at `last_used + ttl`, so a use renews it. Its time to live comes from
+its kind, else from its priority: a request with priority 500 pins for 500 ticks. Without either this is LRU. A soft pin
+yields when the budget cannot be met otherwise; PrefixCache.pin does not. A tick is a request, or a millisecond where
+ticks follow a clock. O(log n) per operation, amortised: an entry expires once per use.
 """
 
 from __future__ import annotations
@@ -21,11 +18,7 @@ from policies.ordered import Key, OrderedPolicy
 
 
 class TTL(OrderedPolicy):
-    """Unexpired entries last, then LRU.
-
-    Args:
-        ttl_ticks: time to live by kind of the request that made an entry; other kinds take their priority for it.
-    """
+    """Unexpired entries last, then LRU. `ttl_ticks`: time to live by kind; other kinds take their priority."""
 
     def __init__(self, ttl_ticks: Mapping[str, int] | None = None) -> None:
         super().__init__()
@@ -34,12 +27,11 @@ class TTL(OrderedPolicy):
         if wrong:
             raise ValueError(f"ttl_ticks is {wrong}; wanted 0 or more for each kind.")
         self._now = 0
-        #: The soft pins: when each expires, and of what; and (expiry, entry_id) of all of them.
+        #: The soft pins by entry_id, and (expiry, entry_id) of each.
         self._pinned: dict[int, tuple[int, Entry]] = {}
         self._expiries: Any = SortedList()
 
     def expiry(self, entry: Entry) -> int:
-        """The tick from which an entry that is not used again may go."""
         return entry.last_used + self.ttl_ticks.get(entry.kind, entry.priority)
 
     def key(self, entry: Entry) -> Key:

@@ -1,27 +1,27 @@
-"""Turn: keeps the conversations that are likely to go on soon, by turn number and growth.
+"""Turn: keep the conversations that are likely to go on soon, by turn number and growth.
 
-Every request leaves its path as the last to have used it. How likely the path is to be used again depends on the class
-of that request: its kind ("main", "subagent"), its turn, and how much it brought. A first turn counts by its length
-(long prompts go on less often, and later) and by whether it leaves a stored path in the middle (a shared document: it
-rarely goes on); a later turn by its growth (a long text pasted in is mostly the last thing asked). Lengths are compared
-with the typical first turn and ages with the typical interval, so that blocks or tokens, milliseconds or request
-counts are all the same. A ReuseModel turns class and age into the worth of keeping; the least worth goes first.
+Every request becomes the last user of its path. How likely the path is to be used again depends on the request's class:
+its kind ("main", "subagent"), its turn and its size. A first turn counts by its length (long prompts go on less often,
+and later) and by whether it leaves a stored path in the middle (a shared document rarely goes on). A later turn counts
+by its growth (a long pasted text is mostly the last question). Lengths are compared with the typical first turn and
+ages with the typical interval, so units play no role. A ReuseModel turns class and age into a worth; the least worth
+goes.
 
-    spent      what a continuation left behind (the cut-off end of the earlier prompt), and the end itself
-               where continuations are seen to cut it off and trimming takes no more than that: worth almost nothing
-    branching  each request that only passed through on its way elsewhere adds its worth once more (up to 4 times)
+    spent      what a continuation left behind (the cut-off end of the earlier prompt), and the end itself if
+               continuations cut it off and trimming takes no more than that: worth almost nothing
+    branching  each request that only passed through adds its worth once more (up to 4 times)
 
-Without turn numbers from the caller, a request that takes up at least half of what another one added, where nobody else
-has branched off, is its next turn; the prior then counts half, because such a turn is a guess.
-Until the model has been worked out from 16 intervals or more, what is spent goes first, then the least recently used.
+Without turn numbers from the caller, a request is the next turn of another if it takes up at least half of what that
+one added and nobody else has branched off; the prior then counts half. Before the model has seen 16 intervals, what is
+spent goes first, then the least recently used.
 
-One queue per (class, branching, spent), the least recently used first; since worth does not grow with age only the
-heads are candidates. A hook is O(log n) amortised, a victim O(queues), some tens; beyond the first MAX_KINDS all kinds
-count as one. A request is remembered while it holds an entry, or until the one that may continue it is settled.
+There is one queue per (class, branching, spent), the least recently used first. Worth does not grow with age, so only
+the heads are candidates. A hook is O(log n) amortised, a victim O(queues), some tens. A request is remembered while it
+holds an entry, or until the request that may continue it is settled.
 
 After LPC (NeurIPS 2025) and the workload-aware policy of arXiv 2506.02634; classes by growth, the index and the
-treatment of ends are ours. The priors come from the first half of the Mooncake conversation trace, the other constants
-were chosen with all of it in view: see benchmarks/results/turn-research.md, also for how far that carries.
+treatment of ends are ours. The priors come from the first half of the Mooncake conversation trace; the other constants
+were chosen with all of it in view (see benchmarks/results/turn-research.md).
 """
 
 from __future__ import annotations
@@ -61,28 +61,27 @@ PRIOR: dict[tuple[str, str], tuple[float, float]] = {
     ("checkpoint", "fresh"): (0.15, 1.0),
     ("checkpoint", "used"): (0.50, 1.0),
 }
-#: Where a turn is inferred, the prior goes half of the way (in logarithms) to this.
+#: If a turn is inferred, the prior goes half of the way (in logarithms) to this.
 COMMON_PROBABILITY = 0.35
 SPENT_WORTH = 1e-6
 MAX_BRANCHING = 4
-#: The model is worked out again after this many uses, or after an eighth of those watched.
+#: The model is rebuilt after this many uses, or after an eighth of those watched.
 REBUILD_USES = 100
-#: Kinds of request that have classes of their own: a server may have one kind for each user.
+#: Kinds of request with classes of their own; a server may have one kind for each user.
 MAX_KINDS = 8
 OTHER_KINDS = "(other)"
 
 
 class Turn:
-    """Least worth goes first, where worth is how soon a conversation of this class is likely to go on."""
+    """Least worth first."""
 
-    #: The end of an edge may be spent where the rest is not: blocks go one at a time.
+    #: The end of an edge may be spent while the rest is not.
     ranks_whole_edges: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.model = ReuseModel()
         self._now = 0
         self._requests: dict[int, Request] = {}
-        #: Requests of which it is not known yet what they add.
         self._unsettled: dict[int, Request] = {}
         self._user: dict[int, Request] = {}
         self._watched: dict[int, Request] = {}
@@ -109,7 +108,7 @@ class Turn:
             self._take_up(request, entry.parent)
         if not request.has_added:
             request.has_added, request.start = True, entry.start
-        request.end, request.kept_end = max(request.end, entry.end), max(request.kept_end, entry.end)
+        request.end, request.stored_end = max(request.end, entry.end), max(request.stored_end, entry.end)
         request.given_turn, request.kind = entry.turn, entry.kind
         self._turns_are_given = entry.turn is not None
         self._hold(request, entry)
@@ -146,7 +145,7 @@ class Turn:
         if entry.state == "span":
             request = self._user[entry.entry_id]
             self._ends.cut(entry.tokens)
-            request.kept_end = min(request.kept_end, entry.start)
+            request.stored_end = min(request.stored_end, entry.start)
         self._forget(entry)
 
     def evictable_changed(self, entry: Entry, evictable: bool) -> None:
@@ -168,7 +167,7 @@ class Turn:
         queue, item = self._filed[number]
         others = [rank for each, rank in self._ranks.items() if each != queue]
         others += [self._rank(queue, each) for each in self._queues[queue][1:2]]
-        # Behind the first cut it has no prompt's end any more that could be spent.
+        # After the first cut it has no prompt's end that could be spent.
         worth, tick, *_ = self._rank((*queue[:2], self._user[number].is_spent, queue[3]), item)
         nearest = min(others, default=(math.inf, math.inf))
         passed = 0
@@ -178,16 +177,13 @@ class Turn:
             self._ends.cut(end - at)
         return passed
 
-    # For policies that weigh differently
-
     def weight_of(self, entry: Entry) -> int:
-        """The octave halves by which an entry's worth is scaled; entries of one queue share it."""
+        """The half octaves by which subclasses scale an entry's worth; entries of one queue share it."""
         return 0
 
     # Requests
 
     def _request(self, tick: int) -> Request:
-        """The request of this tick; it is settled when the next one comes."""
         self._advance(tick)
         if tick not in self._requests:
             self._requests[tick] = Request(tick)
@@ -195,7 +191,7 @@ class Turn:
         return self._requests[tick]
 
     def _advance(self, tick: int) -> None:
-        """With the first hook of a new tick, what came before is settled."""
+        """Settle the earlier requests at the first hook of a new tick."""
         if tick > self._now:
             self._now = tick
             unsettled, self._unsettled = self._unsettled, {}
@@ -204,20 +200,23 @@ class Turn:
                     self._settle(each)
 
     def _take_up(self, request: Request, entry: Entry) -> None:
-        """The deepest entry that a request found: whether the request goes on from who used it last."""
+        """Note how a request takes up what the last user of its deepest found entry added."""
         previous = self._user[entry.entry_id]
         if previous is request:
             return
-        matched, start, kept = entry.end, previous.start, previous.kept_end
-        request.previous, request.start, request.end, request.kept_end = previous, matched, matched, matched
-        request.takes_up = 2 * (matched - start) >= kept - start if matched > start else matched == start == kept - 1
-        request.reaches_end = matched >= kept - 1
+        matched, start, stored = entry.end, previous.start, previous.stored_end
+        last = stored - 1
+        request.previous, request.start, request.end, request.stored_end = previous, matched, matched, matched
+        request.takes_up = (
+            2 * (matched - start) >= stored - start if matched > start else matched == start == stored - 1
+        )
+        request.reaches_end = matched >= stored - 1
         request.found_alone = entry.children <= 1
         previous.is_claimed = True
 
     def _settle(self, request: Request) -> None:
-        """Give a request its turn and class, now that it is known what it added."""
-        # The caller's word comes with what is added; without it, what the last caller did is done.
+        """Give a request its turn and class."""
+        # The caller's turn comes with added entries. If there are none, trust as for the last request.
         request.is_trusted = request.given_turn is not None if request.has_added else self._turns_are_given
         if request.previous is not None:
             self._judge(request, request.previous)
@@ -235,16 +234,16 @@ class Turn:
             self._refile(each)
 
     def _judge(self, request: Request, previous: Request) -> None:
-        """Settle whether a request is the next turn of the one it found, and what that says of either."""
+        """Decide whether a request is the next turn of the previous one."""
         request.previous, previous.is_claimed = None, False
         request.continues = request.takes_up and request.found_alone
         if request.given_turn is not None:
             follows = request.given_turn == previous.turn + 1
             request.continues = follows and (request.takes_up or request.reaches_end)
         if request.continues:
-            # A guess needs something added: a prompt that is repeated is no next turn.
+            # A repeated prompt is no next turn.
             request.turn = previous.turn + (request.has_added or request.is_trusted)
-            self._ends.cut_off(previous.end - request.start if previous.kept_end == previous.end else None)
+            self._ends.cut_off(previous.end - request.start if previous.stored_end == previous.end else None)
             self._stop_watching(previous, request.tick, used=True)
             previous.is_spent = True
             for each in list(previous.holds.values()):
@@ -257,7 +256,7 @@ class Turn:
         self._drop_if_unused(previous, request.tick)
 
     def _use_checkpoint(self, entry: Entry, how: str) -> None:
-        """A checkpoint is used on its own: only a request that resumes at it counts."""
+        """Use a checkpoint: only requests that resume at it count."""
         self._advance(entry.last_used)
         old = self._user.get(entry.entry_id)
         if old is not None:
@@ -269,14 +268,13 @@ class Turn:
         self._watch(-entry.entry_id, request)
 
     def _classify(self, request: Request, turn: str, size: str, prior: tuple[float, float]) -> None:
-        """Give a request its class. The first kinds of request are told apart, whatever else there is counts as one."""
+        """Give a request its class. All kinds beyond the first MAX_KINDS count as one."""
         if len(self._kinds) < MAX_KINDS:
             self._kinds.add(request.kind)
         request.class_key = (request.kind if request.kind in self._kinds else OTHER_KINDS, turn, size)
         self.model.declare(request.class_key, *prior)
 
     def _watch(self, number: int, request: Request) -> None:
-        """Wait for the next use of what a request holds."""
         request.is_watched = True
         self._watched[number] = request
         self._uses_since_rebuild += 1
@@ -296,7 +294,7 @@ class Turn:
         self._ranks.clear()
 
     def _hold(self, request: Request, entry: Entry) -> None:
-        """`request` is now the last to have used `entry`."""
+        """Make `request` the last user of `entry`."""
         old = self._user.get(entry.entry_id)
         if old is request:
             return
