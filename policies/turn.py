@@ -207,10 +207,8 @@ class Turn:
         matched, start, stored = entry.end, previous.start, previous.stored_end
         last = stored - 1
         request.previous, request.start, request.end, request.stored_end = previous, matched, matched, matched
-        request.takes_up = (
-            2 * (matched - start) >= stored - start if matched > start else matched == start == stored - 1
-        )
-        request.reaches_end = matched >= stored - 1
+        request.takes_up = 2 * (matched - start) >= stored - start if matched > start else matched == start == last
+        request.reaches_end = matched >= last
         request.found_alone = entry.children <= 1
         previous.is_claimed = True
 

@@ -1,8 +1,7 @@
-"""verify=1.0 finds state that was spoilt, quarantines it and answers cold; where nothing is wrong it changes nothing.
+"""verify=1.0 finds spoilt state, quarantines it and answers cold; where nothing is wrong it changes nothing.
 
-A fault is planted where it would come about: in a snapshot that lies in the tree, in the live buffers of an idle slot,
-or in the code that writes and reads snapshots. Each is also planted with verify=0: there the answer is a wrong one, so
-the fault matters.
+A fault is planted in a snapshot of the tree, in the live buffers of an idle slot, or in the code that writes and reads
+snapshots. With verify=0 each of them changes the answer, so the fault matters.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from radixcache.adapters.span import SpanAdapter, SpanSnapshot
 from radixcache.adapters.window import RotatingKVAdapter
 from radixcache.layers.sizes import SizedLayout
 from radixcache.sized_cache import sized_cache
-from radixcache.tree.entries import StateNode
 from radixcache.verify import Part
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
 from tests import inside
@@ -91,10 +89,6 @@ def far_apart(left: list[NDArray[Any]], right: list[NDArray[Any]]) -> bool:
 # Faults
 
 
-def nodes(cache: PrefixCache) -> list[StateNode]:
-    return inside.nodes(cache)
-
-
 def spoilt(array: mx.array, index: Any = ...) -> mx.array:
     """The same array with one byte turned over: sign and exponent of the largest number under `index`."""
     values = np.array(array)
@@ -109,8 +103,8 @@ def wrong_span(part: int) -> Callable[[PrefixCache], None]:
     """A wrong byte in a key (0) or a value (1) of the last layer with spans, in a snapshot at token 20."""
 
     def plant(cache: PrefixCache) -> None:
-        node = next(n for n in nodes(cache) if n.start <= 20 < n.end and inside.spans_of(n) is not None)
-        snapshot = [leaf for leaf in inside.spans_of(node).leaves if leaf is not None][-1]  # type: ignore[union-attr]
+        node = next(n for n in inside.nodes(cache) if n.start <= 20 < n.end and n.payload.spans is not None)
+        snapshot = [leaf for leaf in node.payload.spans.leaves if leaf is not None][-1]
         arrays = list(snapshot.segments[0])
         arrays[part] = spoilt(arrays[part], (0, slice(None), 20 - node.start))
         snapshot.segments[0] = tuple(arrays)
@@ -120,42 +114,35 @@ def wrong_span(part: int) -> Callable[[PrefixCache], None]:
 
 def wrong_recurrent_state(cache: PrefixCache) -> None:
     """A wrong byte in the recurrent state behind the reply to PROMPT_A."""
-    for node in nodes(cache):
-        checkpoint = inside.checkpoint_of(node)
+    for node in inside.nodes(cache):
+        checkpoint = node.payload.checkpoint
         if checkpoint is not None and checkpoint.offset == len(PROMPT_A) + 3:
             snapshot = [leaf for leaf in checkpoint.leaves if leaf is not None and isinstance(leaf.state, tuple)][-1]
-            slots = inside.slots_of(snapshot)
-            slots[-1] = spoilt(slots[-1])
+            snapshot.state[0][-1] = spoilt(snapshot.state[0][-1])
 
 
 def swapped_spans(cache: PrefixCache) -> None:
     """The ends of two conversations of the same length have each other's snapshots."""
-    first, second = (n for n in nodes(cache) if n.start == len(SYSTEM))
-    one, two = inside.spans_of(first), inside.spans_of(second)
+    first, second = (n for n in inside.nodes(cache) if n.start == len(SYSTEM))
+    one, two = first.payload.spans, second.payload.spans
     one.leaves, two.leaves = two.leaves, one.leaves
 
 
 def swapped_checkpoints(cache: PrefixCache) -> None:
     """The ends of two conversations of the same length have each other's checkpoints."""
-    ends = [n for n in nodes(cache) if n.end in (len(PROMPT_A), len(PROMPT_A) + 3) and inside.checkpoint_of(n)]
+    ends = [n for n in inside.nodes(cache) if n.end in (len(PROMPT_A), len(PROMPT_A) + 3) and n.payload.checkpoint]
     for end in {node.end for node in ends}:
-        first, second = (inside.checkpoint_of(n) for n in ends if n.end == end)
-        assert first is not None
-        assert second is not None
+        first, second = (n.payload.checkpoint for n in ends if n.end == end)
         first.leaves, second.leaves = second.leaves, first.leaves
 
 
 def swapped_windows(cache: PrefixCache) -> None:
     """Two conversations of the same length have each other's windows behind what they share."""
     found = {}
-    for node in nodes(cache):
+    for node in inside.nodes(cache):
         other = found.setdefault((node.start, node.end), node)
         if other is not node:
-            inside.swap_windows(other, node)
-
-
-def no_fault(cache: PrefixCache) -> None:
-    pass
+            other.payload.windows, node.payload.windows = node.payload.windows, other.payload.windows
 
 
 def off_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -187,23 +174,16 @@ def wrong_offset(patch: pytest.MonkeyPatch) -> None:
 FAULTS = {
     "a byte of a key": ("llama", wrong_span(0), None, {Part.ROWS}),
     "a byte of a value": ("llama", wrong_span(1), None, {Part.ROWS}),
-    "a byte of a key in a hybrid model": ("nemotron_h", wrong_span(0), None, {Part.ROWS}),
-    "a byte of a recurrent state": ("mamba", wrong_recurrent_state, None, {Part.POINT}),
     "a byte of a recurrent state in a hybrid model": ("nemotron_h", wrong_recurrent_state, None, {Part.POINT}),
-    "the offset of a rotating cache": ("llama_sliding", no_fault, wrong_offset, {Part.OFFSET}),
+    "the offset of a rotating cache": ("llama_sliding", lambda cache: None, wrong_offset, {Part.OFFSET}),
     "swapped snapshots": ("llama", swapped_spans, None, {Part.ROWS}),
     "swapped checkpoints": ("mamba", swapped_checkpoints, None, {Part.POINT}),
     "swapped windows": ("llama_sliding", swapped_windows, None, {Part.WINDOW}),
-    "a span stored one token off": ("llama", no_fault, off_by_one, {Part.ROWS}),
-    "a span stored one token off in a hybrid model": ("nemotron_h", no_fault, off_by_one, {Part.ROWS}),
-}
-# Much like another one.
-SIMILAR = {name for name in FAULTS if name.endswith("in a hybrid model")} - {
-    "a byte of a recurrent state in a hybrid model"
+    "a span stored one token off": ("llama", lambda cache: None, off_by_one, {Part.ROWS}),
 }
 
 
-@pytest.fixture(params=[pytest.param(n, marks=[pytest.mark.slow] * (n in SIMILAR)) for n in FAULTS])
+@pytest.fixture(params=FAULTS)
 def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     kind, plant, patch, parts = FAULTS[request.param]
     model = shared_model(kind)
@@ -266,25 +246,13 @@ def test_a_planted_fault_is_found_quarantined_and_answered_cold(fault: Any, monk
     assert inside.quarantined_from(cache, prompt) == start < resumed
     caches, remaining = cache.fetch(prompt)
     assert len(prompt) - len(remaining) <= start
-    grown = [*prompt, 5]
     model(mx.array([remaining.tolist()]), cache=caches)
     assert cache.insert(prompt, caches) <= start
-    with cache.begin(grown) as session:
+    with cache.begin([*prompt, 5]) as session:
         assert session.matched_tokens <= start
         assert session.mismatch is None
         answer(session, model)
-    cache.check()
-    assert cache.stats.verify_mismatches == 1
-
-
-@pytest.mark.slow
-def test_after_the_quarantine_was_cleared_the_path_is_stored_again(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, make, _, expected = fault
-    prompt = [*PROMPT_A, 0, 1, 2, *TURN]
-    cache = make(verify=1.0)
-    with pytest.warns(RuntimeWarning, match="cold prefill"):
-        serve(cache, model, prompt)
-    monkeypatch.undo()
+    # Once the quarantine is cleared, the path is stored again.
     cache.clear_quarantine("elsewhere")
     assert cache.stats.quarantined == 1
     cache.clear_quarantine()
@@ -296,7 +264,6 @@ def test_after_the_quarantine_was_cleared_the_path_is_stored_again(fault: Any, m
         assert session.mismatch is None
     cache.check()
     assert cache.stats.verify_mismatches == 1
-    assert same_bits(expected, cold(model, prompt))
 
 
 # Whoever else stands on the path
@@ -323,13 +290,13 @@ def test_other_paths_that_hold_the_wrong_state_step_back_and_the_session_on_one_
         with pytest.warns(RuntimeWarning, match="from token 20 on"):
             found = answer(session, model)
         cache.check()
-        assert all(node.end <= 20 for node in nodes(cache))
+        assert all(node.end <= 20 for node in inside.nodes(cache))
         # What is right of the path is there for others, also while this request has not stored it again.
         assert cache.stats.tokens == 20
         # The one that stands on it goes on, and nothing beyond token 20 of it is stored.
         standing.close()
         cache.check()
-        assert all(node.end <= 20 for node in nodes(cache))
+        assert all(node.end <= 20 for node in inside.nodes(cache))
     assert same_bits(found, cold(model, [*PROMPT_A, 3]))
     cache.check()
     assert cache.stats.tokens == 20
@@ -386,27 +353,6 @@ def test_pins_on_the_wrong_path_are_void_and_those_in_front_of_it_stay() -> None
     assert cache.begin([*PROMPT_A, 1], namespace="tenant").cached_tokens == len(PROMPT_A)
 
 
-def test_what_shares_only_the_beginning_stays_and_is_resumed() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model, verify=1.0)
-    serve(cache, model, PROMPT_A)
-    serve(cache, model, PROMPT_B)
-    node = next(n for n in nodes(cache) if n.end == len(PROMPT_A) + 3 and inside.spans_of(n) is not None)
-    snapshot = inside.spans_of(node).leaves[0]  # type: ignore[union-attr]
-    snapshot.segments[0] = tuple(spoilt(array) for array in snapshot.segments[0])
-    with pytest.warns(RuntimeWarning, match="from token"):
-        found = serve(cache, model, [*PROMPT_A, 9])
-    assert same_bits(found, cold(model, [*PROMPT_A, 9]))
-    (mismatch,) = cache.mismatches
-    assert mismatch.row is not None
-    assert len(SYSTEM) <= mismatch.row == mismatch.quarantined_from
-    with cache.begin([*PROMPT_B, 9]) as session:
-        assert session.cached_tokens == len(PROMPT_B)
-    with cache.begin([*PROMPT_A, 9]) as session:
-        assert session.cached_tokens == mismatch.row
-    assert cache.stats.verify_mismatches == 1
-
-
 def long_prompts(*lengths: int) -> list[list[int]]:
     return [np.random.default_rng(n).integers(0, VOCABULARY_LENGTH, n).tolist() for n in lengths]
 
@@ -435,8 +381,7 @@ def steps(session: Session, model: Any) -> list[NDArray[Any]]:
     return [np.array(logits[0][:, -1:]), *map(np.array, logits[1:])]
 
 
-@pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
-@pytest.mark.parametrize("takes", ["prefill", "steps"])
+@pytest.mark.parametrize(("kind", "takes"), [("llama", "steps"), ("nemotron_h", "prefill")])
 def test_where_only_the_logits_differ_the_whole_path_is_quarantined(kind: str, takes: str) -> None:
     model = Hidden(shared_model(kind))
     cache = PrefixCache(model.model, verify=1.0)
@@ -522,7 +467,7 @@ def test_without_verify_nothing_is_evaluated_twice_and_with_it_everything_once_m
     assert counts[1.0] == counts[0.0] + len(prompt)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.5])
 def test_what_fetch_and_begin_many_restore_is_drawn_as_well_and_counted_as_skipped(share: float) -> None:
     model = shared_model("llama")
     drawn = random.Random(7)
@@ -547,10 +492,10 @@ def test_what_fetch_and_begin_many_restore_is_drawn_as_well_and_counted_as_skipp
             wanted_skipped += is_drawn
         stats = cache.stats
         assert (stats.verified_requests, stats.verify_skipped) == (wanted_verified, wanted_skipped)
-    assert (wanted_skipped, wanted_verified) == (8, 4) if share == 1 else wanted_skipped < 8
+    assert (wanted_skipped + wanted_verified > 0) == (share > 0)
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "mamba", "nemotron_h", "llama4"])
+@pytest.mark.parametrize("kind", ["llama_sliding", "nemotron_h"])
 def test_answers_are_the_same_bits_with_and_without_verification(kind: str) -> None:
     model = shared_model(kind)
     plain, verified = PrefixCache(model), PrefixCache(model, verify=1.0)
@@ -560,8 +505,7 @@ def test_answers_are_the_same_bits_with_and_without_verification(kind: str) -> N
     stats = verified.stats
     assert stats.verified_requests >= 2
     assert stats.verify_largest_error < 1e-5
-    # The products of a recurrent layer add up in the same order on some processors, whatever the length.
-    assert stats.verify_largest_error > 0 or kind == "mamba"
+    assert stats.verify_largest_error > 0
     assert (stats.verify_mismatches, stats.verify_skipped, verified.mismatches) == (0, 0, ())
 
 
@@ -581,14 +525,6 @@ def test_the_same_seed_draws_the_same_requests_and_about_the_share_that_was_aske
     first, again, other = drawn(1), drawn(1), drawn(2)
     assert first == again != other
     assert 2 <= first[-1] <= 9
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), True, "1", None])
-def test_a_share_that_is_none_is_refused(share: Any) -> None:
-    with pytest.raises(ValueError, match="wanted a share from 0 to 1"):
-        PrefixCache(shared_model("llama"), verify=share)
-    with pytest.raises(ValueError, match="a layout that holds sizes has none"):
-        sized_cache(SizedLayout(8), budget_bytes=100, verify=0.5)
 
 
 # When a check cannot be made
@@ -628,26 +564,28 @@ def test_a_second_state_makes_room_for_itself_or_is_skipped_and_evicts_nothing(b
     assert stats.peak_bytes <= budget_tokens * token_bytes
 
 
-def test_requests_of_which_the_tokens_do_not_say_everything_are_skipped() -> None:
+def test_what_the_tokens_do_not_tell_is_skipped() -> None:
     model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0)
-    keys = np.array(PROMPT_A) + 1000
-    for _ in range(2):
-        serve(cache, model, PROMPT_A, keys=keys)
+    for _ in range(2):  # Keys that are not the token ids.
+        serve(cache, model, PROMPT_A, keys=np.array(PROMPT_A) + 1000)
     assert (cache.stats.verified_requests, cache.stats.verify_skipped) == (0, 1)
-
-
-@pytest.mark.parametrize("kind", ["llama", "mamba"])
-def test_a_loop_that_called_the_model_before_prefill_is_skipped(kind: str) -> None:
-    model = shared_model(kind)
-    cache = PrefixCache(model, verify=1.0)
     serve(cache, model, PROMPT_A)
-    with cache.begin([*PROMPT_A, 0, 1, 2, *TURN]) as session:
+    with cache.begin([*PROMPT_A, 0, 1, 2, *TURN]) as session:  # The loop called the model before prefill.
         at = session.cached_tokens
         model(mx.array(session.prompt[at : at + 4])[None], cache=session.caches)
         session.prefill(model)
-    assert (cache.stats.verified_requests, cache.stats.verify_skipped) == (0, 1)
-    cache.check()
+    assert (cache.stats.verified_requests, cache.stats.verify_skipped) == (0, 2)
+    caches = lambda: [RotatingKVCache(max_size=60, keep=4) for _ in model.layers]  # noqa: E731
+    cache = PrefixCache(model, caches=caches, verify=1.0)  # Windows that have wrapped and keep their first tokens.
+    for prompt in (SYSTEM, [*SYSTEM, 0, 1, 2, 5], PROMPT_A, [*PROMPT_A, 0, 1, 2, 5]):
+        serve(cache, model, prompt)
+    assert (cache.stats.verified_requests, cache.stats.verify_skipped, cache.stats.verify_mismatches) == (1, 2, 0)
+    for share in (-0.1, 1.1, float("nan"), True, "1", None):
+        with pytest.raises(ValueError, match="wanted a share from 0 to 1"):
+            PrefixCache(model, verify=share)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a layout that holds sizes has none"):
+        sized_cache(SizedLayout(8), budget_bytes=100, verify=0.5)
 
 
 def test_of_a_loop_that_takes_over_after_prefill_the_state_is_compared() -> None:
@@ -667,34 +605,10 @@ def test_of_a_loop_that_takes_over_after_prefill_the_state_is_compared() -> None
     cache.check()
 
 
-def test_a_window_that_keeps_its_first_tokens_is_compared_until_it_wraps() -> None:
-    model = shared_model("llama")
-    layers = len(model.layers)
-    cache = PrefixCache(model, caches=lambda: [RotatingKVCache(max_size=60, keep=4) for _ in range(layers)], verify=1.0)
-    for prompt in (SYSTEM, [*SYSTEM, 0, 1, 2, 5], PROMPT_A, [*PROMPT_A, 0, 1, 2, 5]):
-        serve(cache, model, prompt)
-    assert (cache.stats.verified_requests, cache.stats.verify_skipped, cache.stats.verify_mismatches) == (1, 2, 0)
-
-
-def test_layers_that_the_given_model_does_not_write_are_left_out() -> None:
-    model, draft = shared_model("llama"), shared_model("llama", seed=1)
-    layers = len(model.layers)
-
-    def target_alone(tokens: mx.array, cache: Any) -> mx.array:
-        logits: mx.array = model(tokens, cache=cache[:layers])
-        return logits
-
-    cache = PrefixCache(caches=lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)], verify=1.0)
-    serve(cache, target_alone, PROMPT_A)
-    serve(cache, target_alone, [*PROMPT_A, 0, 1, 2, 7])
-    assert (cache.stats.verified_requests, cache.stats.verify_mismatches) == (1, 0)
-
-
 # When a check breaks off
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
+@pytest.mark.parametrize(("kind", "error"), [("llama", KeyboardInterrupt), ("nemotron_h", MemoryError)])
 def test_a_check_that_breaks_off_leaves_the_session_as_it_was(kind: str, error: type[BaseException]) -> None:
     model = shared_model(kind)
     prompt = [*PROMPT_A, 0, 1, 2, *TURN]
@@ -762,39 +676,6 @@ def test_a_check_that_breaks_off_by_a_mistake_is_warned_of_once_and_counted(
     assert (stats.verified_requests, stats.verify_skipped, stats.verify_mismatches, stats.verify_bytes) == (0, 2, 0, 0)
 
 
-def test_a_session_that_breaks_off_in_its_check_stores_what_was_restored() -> None:
-    model = shared_model("nemotron_h")
-    cache = PrefixCache(model, verify=1.0)
-    serve(cache, model, PROMPT_A)
-
-    def interrupted(tokens: mx.array, cache: Any) -> mx.array:
-        raise KeyboardInterrupt
-
-    def request() -> None:
-        with cache.begin([*PROMPT_A, 0, 1, 2, *TURN]) as session:
-            session.prefill(interrupted)
-
-    with pytest.raises(KeyboardInterrupt):
-        request()
-    cache.check()
-    with cache.begin([*PROMPT_A, 0, 1, 2, *TURN]) as session:
-        assert session.cached_tokens == len(PROMPT_A) + 3
-
-
-def test_a_session_that_vanishes_in_its_check_gives_the_second_state_back() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model, verify=1.0)
-    serve(cache, model, PROMPT_A)
-    session = cache.begin([*PROMPT_A, 1])
-    assert inside.book_second_state(session, 1000)
-    assert cache.stats.verify_bytes == 1000
-    cache.check()
-    del session
-    gc.collect()
-    serve(cache, model, OTHER)
-    assert cache.stats.verify_bytes == 0
-
-
 def test_a_verified_request_gives_back_all_the_memory_of_its_second_state() -> None:
     model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0)
@@ -810,7 +691,7 @@ def test_a_verified_request_gives_back_all_the_memory_of_its_second_state() -> N
     assert cache.stats.verified_requests == 7
 
 
-@pytest.mark.parametrize(("kind", "moments"), [("llama", 6), pytest.param("nemotron_h", 25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "moments"), [("llama", 5), pytest.param("nemotron_h", 12, marks=pytest.mark.slow)])
 def test_after_ctrl_c_at_any_line_of_a_check_that_finds_a_fault_the_next_answer_is_right(
     kind: str, moments: int
 ) -> None:
@@ -850,20 +731,12 @@ def tokenizer() -> Any:
     return wrapped
 
 
-@pytest.mark.parametrize("kind", ["llama", "mamba"])
-def test_stream_generate_says_what_mlx_lm_says_after_a_fault(kind: str, tokenizer: Any) -> None:
-    model = shared_model(kind)
+def test_stream_generate_says_what_mlx_lm_says_after_a_fault(tokenizer: Any) -> None:
+    model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0)
     first = [r.token for r in stream_generate(model, tokenizer, PROMPT_A, max_tokens=4, cache=cache)]
     prompt = [*PROMPT_A, *first[:3], *TURN]
-    serve(cache, model, OTHER)
-    for node in nodes(cache):
-        checkpoint, spans = inside.checkpoint_of(node), inside.spans_of(node)
-        if node.end == len(PROMPT_A) + 3 and checkpoint is not None:
-            slots = inside.slots_of(checkpoint.leaves[-1])
-            slots[-1] = spoilt(slots[-1])
-        elif kind == "llama" and node.start == 0 and node.end == len(PROMPT_A) + 3 and spans is not None:
-            spans.leaves[0].segments[0] = tuple(spoilt(array) for array in spans.leaves[0].segments[0])
+    spoil_live(cache, 0, 20)
     expected = [r.token for r in plain_stream_generate(model, tokenizer, mx.array(prompt), max_tokens=8)]
     with pytest.warns(RuntimeWarning, match="cold prefill"):
         responses = list(stream_generate(model, tokenizer, prompt, max_tokens=8, cache=cache))
