@@ -10,6 +10,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+from hypothesis import settings
 
 import radixcache.adapters.span
 import radixcache.layers.layout
@@ -46,8 +47,17 @@ def quietly() -> Iterator[None]:
         yield
 
 
+def walking(machine: Any, examples: int, steps: int = 20) -> Any:
+    """The test case of a state machine, with so many walks of at most so many steps."""
+
+    class Walking(machine.TestCase):  # type: ignore[misc]
+        settings = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+
+    return Walking
+
+
 class Told:
-    """A listener that keeps account of what it is told.
+    """A listener that counts what it is told.
 
     Attributes:
         kinds: how many events of each kind.

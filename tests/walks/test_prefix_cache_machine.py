@@ -1,8 +1,8 @@
 """Random walks over PrefixCache with caches that spell their tokens, against a plain record of what was evaluated.
 
-Whatever is handed out must spell exactly the prefix that it claims; every invariant holds after every call; the
-budget holds whenever nothing pinned stands against it. Grid and trim steps are made small, so that short sequences
-cross them. With several live slots, sessions overlap: one is left open while others come and go.
+Caches that are handed out must spell exactly the prefix that they claim. Every invariant holds after every call, and so
+does the budget unless a pin or an open session exceeds it. Grid and trim steps are small, so that short sequences cross
+them. With several live slots, one session stays open while others come and go.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import hypothesis.strategies as st
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixcache import CacheBusyError, Explanation, PrefixCache, Reason, Session, SnapshotError
 from tests import inside
 from tests.tree.test_tree_machine import common
-from tests.walks.common import NAMESPACES, Told, short
+from tests.walks.common import NAMESPACES, Told, short, walking
 from tests.walks.common import small_steps as small_steps
 from tests.walks.spelling import LayerError, SpellingModel, spells
 
@@ -539,12 +538,8 @@ class ExactMachine(PrefixCacheMachine):
         return len(tokens) // 3 * 3
 
 
-quick = settings(max_examples=25, stateful_step_count=20, deadline=None)
-TestAnyLayers = PrefixCacheMachine.TestCase
-TestAnyLayers.settings = quick
-TestPureSpans = PureSpanMachine.TestCase
-TestPureSpans.settings = quick
-TestHybrids = HybridMachine.TestCase
-TestHybrids.settings = quick
-TestExact = ExactMachine.TestCase
-TestExact.settings = quick
+TestAnyLayers = walking(PrefixCacheMachine, examples=12)
+TestExact = walking(ExactMachine, examples=12)
+TestAnyLayersLonger = pytest.mark.slow(walking(PrefixCacheMachine, examples=20, steps=30))
+TestPureSpans = pytest.mark.slow(walking(PureSpanMachine, examples=15))
+TestHybrids = pytest.mark.slow(walking(HybridMachine, examples=15))

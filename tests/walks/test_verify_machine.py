@@ -12,13 +12,12 @@ import hypothesis.strategies as st
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixcache import PrefixCache
 from radixcache.adapters.registry import leaves
 from tests import inside
-from tests.walks.common import NAMESPACES, quietly, short
+from tests.walks.common import NAMESPACES, quietly, short, walking
 from tests.walks.common import small_steps as small_steps
 from tests.walks.spelling import SpellingModel, spells
 
@@ -202,12 +201,5 @@ def change(arrays: list[Any], data: Any) -> bool:
     return True
 
 
-TestVerify = VerifyMachine.TestCase
-TestVerify.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
-
-
-@pytest.mark.slow
-class TestVerifyLonger(VerifyMachine.TestCase):  # type: ignore[misc]
-    """The same walk, more often and longer."""
-
-    settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestVerify = walking(VerifyMachine, examples=12)
+TestVerifyLonger = pytest.mark.slow(walking(VerifyMachine, examples=50, steps=40))
