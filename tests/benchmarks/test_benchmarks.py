@@ -1,35 +1,78 @@
-"""The benchmarks run, and what they write has the shape that readers of it rely on. Figures are not looked at."""
+"""The benchmarks run in quick mode, write what their readers rely on, and their figures agree. No time is judged."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from benchmarks import (
     bench_decode,
+    bench_disk,
+    bench_exact,
     bench_explain,
     bench_first_token,
     bench_growth,
+    bench_hops,
     bench_kernels,
     bench_memory,
+    bench_overhead,
     bench_paging,
     bench_parallel,
+    bench_policies,
+    bench_redis,
+    bench_replay,
     bench_restore,
+    bench_routing,
+    bench_serve,
+    bench_tree,
     bench_verify,
+    bench_windows,
 )
+from benchmarks.bench_serve import OURS, THEIRS, Load, Run
+from benchmarks.harness import record
+from benchmarks.harness.chat_client import Reply
+from benchmarks.harness.hollow_model import KINDS, HollowModel
 from benchmarks.harness.record import Spread, in_turns, publish, rotated
+from benchmarks.harness.recorded_traces import TRACES, traces_in
+from benchmarks.harness.stored_state import Filler, SlowStore, fill, forget, opened
+from radixcache import PrefixCache, RadixTree
+from radixcache.tokens import common_length
+from runner.models.tiny import tiny_model
+from runner.script.conversation import Conversation
+from tests.prompts import tokens
+from tests.stores.redis_server import program_named
 
 ORIGIN = {"benchmark", "question", "repeats", "rows", "machine", "versions", "date", "commit", "command"}
+REQUESTS = {"next turn", "switch", "miss", "full budget"}
 
 
-def _run(main: Callable[[Sequence[str]], None], folder: Path) -> dict[str, dict[str, Any]]:
-    """Run a benchmark with its smallest sizes; returns what it wrote, by name."""
-    main(["--quick", "--results", str(folder)])
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.iterdir()}
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """Run a benchmark with its smallest sizes; return the rows that it wrote, by name of the file."""
+
+    def running(benchmark: ModuleType, *more: str) -> dict[str, Any]:
+        benchmark.main(["--quick", "--results", str(tmp_path), *more])
+        written = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("*.json")}
+        printed = capsys.readouterr().out
+        for document in written.values():
+            assert document.keys() >= ORIGIN
+            assert document.get("conclusion", "") in printed
+        return {name: document["rows"] for name, document in written.items()}
+
+    return running
+
+
+Running = Callable[..., dict[str, Any]]
+
+# What is shared
 
 
 def test_a_spread_is_the_median_between_the_least_and_the_most() -> None:
@@ -42,24 +85,13 @@ def test_measurements_in_turns_come_in_pairs_without_the_first_of_each() -> None
     def measurement(name: str) -> Callable[[], int]:
         return lambda: calls.append(name) or len(calls)  # type: ignore[func-returns-value]
 
-    pairs = in_turns(measurement("a"), measurement("b"), 2)
-
+    assert in_turns(measurement("a"), measurement("b"), 2) == [(4, 3), (5, 6)]
     assert calls == ["a", "b", "b", "a", "a", "b"]
-    assert pairs == [(4, 3), (5, 6)]
-
-
-def test_rotated_items_begin_with_another_one_each_time() -> None:
-    assert [rotated("abc", by) for by in range(4)] == [
-        ["a", "b", "c"],
-        ["b", "c", "a"],
-        ["c", "a", "b"],
-        ["a", "b", "c"],
-    ]
+    assert ["".join(rotated("abc", by)) for by in range(4)] == ["abc", "bca", "cab", "abc"]
 
 
 def test_what_is_published_says_where_it_comes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     publish("some", "How much?", [{"what": "this", "MB": 1.5}], folder=tmp_path / "new", conclusion="This much.", aim=2)
-
     document = json.loads((tmp_path / "new" / "some.json").read_text(encoding="utf-8"))
     assert document.keys() == ORIGIN | {"conclusion", "aim"}
     assert document["rows"] == [{"what": "this", "MB": 1.5}]
@@ -67,11 +99,43 @@ def test_what_is_published_says_where_it_comes_from(tmp_path: Path, capsys: pyte
     assert printed.endswith("This much.\n")
 
 
-def test_restore_has_a_row_for_each_model_size_and_request(tmp_path: Path) -> None:
-    found = _run(bench_restore.main, tmp_path)
+@pytest.mark.parametrize("given", [["--traces", "/some/where"], ["--conversations=/some/where"]])
+def test_the_recorded_command_names_no_path(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+    words = ["python", "-m", "benchmarks.bench_policies", *given, "--quick", "--results", "/else/where"]
+    monkeypatch.setattr(sys, "orig_argv", words)
+    assert record._command() == "python -m benchmarks.bench_policies --quick"
 
-    rows = found.pop("restore")["rows"]
-    assert not found
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_hollow_model_moves_its_caches_as_far_as_it_was_given_tokens(kind: str) -> None:
+    model = HollowModel(kind, 4)
+    caches = model.make_cache()
+    for length in (5, 1):
+        assert model(np.zeros((1, length), np.int32), cache=caches).shape[:2] == (1, length)
+    assert {cache.offset for cache in caches if hasattr(cache, "offset")} == {6}
+
+
+def test_recorded_traces_are_read_from_the_folder_that_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench_policies.main(["--quick", "--traces", str(tmp_path)])
+    assert f"{tmp_path} has no mooncake/conversation_trace.jsonl" in capsys.readouterr().err
+    mooncake, agents = (tmp_path / path for path in TRACES.values())
+    mooncake.parent.mkdir()
+    agents.mkdir(parents=True)
+    mooncake.write_text('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}\n')
+    session = {"block_size": 64, "hash_id_scope": "local", "requests": [{"t": 0, "in": 64, "out": 1, "hash_ids": [1]}]}
+    (agents / "one.json").write_text(json.dumps(session))
+    traces = traces_in(tmp_path, quick=False)
+    assert [(trace.name, len(trace.requests)) for trace in traces] == [("mooncake", 1), ("coding agents", 1)]
+
+
+# One cache
+
+
+def test_restore_has_a_row_for_each_model_size_and_request(run: Running) -> None:
+    rows = run(bench_restore)["restore"]
     assert len(rows) == 3 * 2 * len(bench_restore.QUICK_SIZES)
     assert {row["model"].partition(":")[0] for row in rows} == {"kv", "sliding", "hybrid"}
     for row in rows:
@@ -80,11 +144,8 @@ def test_restore_has_a_row_for_each_model_size_and_request(tmp_path: Path) -> No
         assert (row["uncut"] is None) == row["model"].startswith("kv"), row
 
 
-def test_paging_copies_the_bytes_it_says(tmp_path: Path) -> None:
-    found = _run(bench_paging.main, tmp_path)
-
-    rows = found.pop("paging")["rows"]
-    assert not found
+def test_paging_copies_the_bytes_it_says(run: Running) -> None:
+    rows = run(bench_paging)["paging"]
     assert [(row["page"], row["tokens"]) for row in rows] == [("out", 100), ("in", 100), ("out", 600), ("in", 600)]
     for row in rows:
         assert row["MB"] == pytest.approx(row["tokens"] * bench_paging.TOKEN_BYTES / 1e6), row
@@ -92,15 +153,12 @@ def test_paging_copies_the_bytes_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_buffers_that_were_told_the_length_of_the_reply_never_grow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Three layers, each of which counts the same growths as thirty would.
+    # Three layers count the same growths as thirty would.
     monkeypatch.setattr(bench_growth, "TOKEN_BYTES", bench_growth.TOKEN_BYTES // bench_growth.LAYERS * 3)
     monkeypatch.setattr(bench_growth, "LAYERS", 3)
-    found = _run(bench_growth.main, tmp_path)
-
-    decode = {row["buffers"]: row for row in found.pop("growth")["rows"] if row["what"] == "decode"}
-    assert not found
+    decode = {row["buffers"]: row for row in run(bench_growth)["growth"] if row["what"] == "decode"}
     assert decode["told"]["growths"] == decode["told"]["copied MB"] == 0
     assert decode["mlx-lm"]["growths"] >= decode["session"]["growths"] > 0
     # mlx-lm's buffers: 16 tokens, at 256 and at 512.
@@ -108,147 +166,333 @@ def test_buffers_that_were_told_the_length_of_the_reply_never_grow(
 
 
 @pytest.mark.slow
-def test_memory_is_what_the_caches_say_and_not_below_the_least(tmp_path: Path) -> None:
-    found = _run(bench_memory.main, tmp_path)
-
-    held, kept = found.pop("memory")["rows"], found.pop("memory-pressure")["rows"]
-    assert not found
+def test_memory_is_what_the_caches_say_and_not_below_the_least(run: Running) -> None:
+    written = run(bench_memory)
+    held = written["memory"]
     assert [(row["model"], row["users"]) for row in held] == [(k, u) for k in bench_memory.KINDS for u in (1, 2)]
     for row in held:
         assert row["radix MB"] == pytest.approx(row["radix says MB"], rel=0.1), row
         assert row["radix MB"] >= row["least MB"], row
         assert row["radix index MB"] > 0, row
-    for row in kept:
-        assert 0 <= row["radix hit"] <= row["possible"], row
-        assert 0 <= row["mlx-lm hit"] <= row["possible"], row
+    for row in written["memory-pressure"]:
+        assert min(row["radix hit"], row["mlx-lm hit"]) >= 0
+        assert max(row["radix hit"], row["mlx-lm hit"]) <= row["possible"], row
 
 
-def test_explain_has_a_row_for_each_prompt_and_says_what_it_found(tmp_path: Path) -> None:
-    found = _run(bench_explain.main, tmp_path)
-
-    rows = found.pop("explain")["rows"]
-    kept = found.pop("explain-keeping")["rows"]
-    assert not found
-    assert {(row["layers"], row["prompt"]) for row in rows} == {
+def test_explain_has_a_row_for_each_prompt_and_says_what_it_found(run: Running) -> None:
+    written = run(bench_explain)
+    assert {(row["layers"], row["prompt"]) for row in written["explain"]} == {
         (layers, prompt) for layers in ("span", "point") for prompt in ("stored", "diverged", "evicted", "hint")
     }
-    for row in rows:
-        assert row["nodes"] >= 10, row
+    for row in written["explain"]:
+        assert row["nodes"] >= 10 <= row["evicted pieces"], row
         assert row["gaps"] >= 1, row
-        assert row["evicted pieces"] >= 10, row
         assert row["hints"] > 0 or row["prompt"] != "hint", row
         assert (row["resumable"] == 0) == (row["prompt"] == "hint"), row
-    assert {row["request"] for row in kept} == {"next turn", "switch", "miss", "full budget"}
-    assert all(row["events/request"] >= 2 for row in kept)
-    for row in kept:
-        assert row["request us"] >= row["begin and close us"] > 0, row
-        assert row["+- us"] > 0, row
-        assert row["of request %"] == pytest.approx(100 * row["both add us"] / row["request us"]), row
-        assert row["of begin and close %"] == pytest.approx(100 * row["both add us"] / row["begin and close us"]), row
-
-
-@pytest.mark.parametrize(("explain_ms", "verdict"), [(0.2, "under 1"), (1.5, "NOT under 1")])
-def test_the_conclusion_of_explain_says_whether_the_aim_is_met(explain_ms: float, verdict: str) -> None:
-    row = {"nodes": 10_000, "prompt": "stored", "layers": "span", "explain ms": explain_ms, "with text ms": 2.0}
-    assert f"; {verdict})" in bench_explain.asking([row])
-
-
-def test_the_conclusion_of_keeping_counts_who_is_under_the_aim_of_each_of_the_two() -> None:
-    rows = [
-        {
-            "model": "kv x 4",
-            "request": name,
-            "begin and close us": 100.0,
-            "request us": 500.0,
-            "both add us": us,
-            "+- us": 2.0,
-            "of request %": us / 5,
-            "of begin and close %": us,
-        }
-        for name, us in (("next turn", 1.0), ("miss", 9.0), ("switch", 12.0))
-    ]
-    said = bench_explain.keeping(rows)
-    assert "are 2.4 % at most (switch with kv x 4), less than 2 % in 2 of 3 kinds of requests, in 1 also" in said
-    assert "alone 12.0 % at most (switch with kv x 4), less than 2 % in 1 of 3 kinds of requests, in 0 also" in said
+    assert {row["request"] for row in written["explain-keeping"]} == REQUESTS
+    for row in written["explain-keeping"]:
+        assert row["events/request"] >= 2
+        assert row["request us"] >= row["begin and close us"] > 0 < row["+- us"], row
+        for name, whole in (("of request %", "request us"), ("of begin and close %", "begin and close us")):
+            assert row[name] == pytest.approx(100 * row["both add us"] / row[whole]), row
 
 
 @pytest.mark.slow
-def test_every_resumed_request_of_the_checked_side_is_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_resumed_request_of_the_checked_side_is_checked(run: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_verify, "SYSTEM_TOKENS", 60)
     monkeypatch.setattr(bench_verify, "MESSAGE_TOKENS", 20)
-    found = _run(bench_verify.main, tmp_path)
-
-    rows = found.pop("verify")["rows"]
-    assert not found
+    rows = run(bench_verify)["verify"]
     assert {row["requests"] for row in rows} == set(bench_verify.REPLIES)
     for row in rows:
         assert row["checked"] == 2 * (bench_verify.USERS * bench_verify.TURNS - 1), row
         assert 0 < row["error"] < 1e-3, row
         assert row["checked request ms"] > 0, row
-    assert "adds" in capsys.readouterr().out
 
 
-def test_users_at_a_time_have_a_row_for_each_way_and_hold_a_common_beginning_once(tmp_path: Path) -> None:
-    found = _run(bench_parallel.main, tmp_path)
+def test_the_overhead_benchmark_evaluates_one_token_where_it_says_so(run: Running) -> None:
+    written = run(bench_overhead)
+    rows = written["overhead"]
+    assert {row["request"] for row in rows} == REQUESTS
+    assert all(row["tokens evaluated"] == 1 for row in rows if row["request"] in ("next turn", "switch"))
+    assert all((row["evictions/request"] > 0) == (row["request"] == "full budget") for row in rows)
+    assert {row["model"] for row in written["overhead-tokens"]} == {"kv x 2", "hybrid x 4", "tiny:llama"}
 
-    rows = found.pop("parallel")["rows"]
-    assert not found
+
+def test_the_exact_benchmark_caches_less_the_wider_the_grid_and_never_more_than_without(run: Running) -> None:
+    rows = run(bench_exact)["exact"]
+    assert [row["exact, step_size"] for row in rows] == ["no", *map(str, bench_exact.STEP_SIZES)]
+    cached = [row["cached tokens"] for row in rows]
+    assert cached == sorted(cached, reverse=True)
+    assert cached[0] > cached[-1] > 0
+    assert all(row["cached tokens"] % step == 0 for step, row in zip(bench_exact.STEP_SIZES, rows[1:], strict=True))
+
+
+def test_the_hops_benchmark_counts_every_passage_and_the_same_ones_each_time(run: Running) -> None:
+    first = run(bench_hops)["hops"]
+    assert first == run(bench_hops)["hops"]
+    assert [row["call"] for row in first] == list(bench_hops.BEFORE)
+    assert all(row["hops"] >= row["files"] > 1 for row in first)
+
+
+def test_the_windows_benchmark_finds_no_less_by_token_and_no_more_than_without_windows(run: Running) -> None:
+    rows = run(bench_windows)["windows"]
+    assert len(rows) == 4
+    assert {row["model"] for row in rows} == set(bench_windows.MODELS)
+    assert all(row["all %"] <= row["whole %"] <= row["now %"] <= row["bound %"] for row in rows)
+    assert rows[-1]["now %"] > 0
+
+
+# Many rows
+
+
+def test_users_at_a_time_have_a_row_for_each_way_and_hold_a_common_beginning_once(run: Running) -> None:
+    rows = run(bench_parallel)["parallel"]
     (load,) = bench_parallel.QUICK
     assert [(row["prompt"], row["users"], row["way"]) for row in rows] == [
         (prompt, users, way) for prompt in ("shared", "own") for users in load.users for way in bench_parallel.WAYS
     ]
     assert {row["repeats"] for row in rows} == {load.repeats}
-    many = max(load.users)
-    held = {(row["prompt"], row["way"]): row["held MB"] for row in rows if row["users"] == many}
+    held = {(row["prompt"], row["way"]): row["held MB"] for row in rows if row["users"] == max(load.users)}
     assert held["shared", "tree"] < held["own", "tree"]
     assert held["shared", "mlx-lm"] == held["own", "mlx-lm"]
 
 
-@pytest.mark.parametrize(
-    ("speed", "verdict"), [(1.5, "(at least 1.5) and take 0.20 of"), (1.4, "(NOT at least 1.5) and take 0.20 of")]
-)
-def test_the_conclusion_of_users_at_a_time_says_whether_the_aims_are_met(speed: float, verdict: str) -> None:
-    def row(way: str, tokens_s: float, held_mb: float) -> dict[str, Any]:
-        return {"model": "tiny", "prompt": "shared", "users": 8, "way": way, "tokens/s": tokens_s, "held MB": held_mb}
-
-    assert verdict in bench_parallel.conclusion([row("tree", speed, 0.2), row("mlx-lm", 1.0, 1.0)])
-
-
-def test_decoding_together_is_measured_on_both_sides_and_says_which_aims_are_met(tmp_path: Path) -> None:
-    found = _run(bench_decode.main, tmp_path)
-
-    (row,) = found.pop("decode")["rows"]
-    assert not found
+def test_decoding_together_is_measured_on_both_sides(run: Running) -> None:
+    (row,) = run(bench_decode)["decode"]
     assert (row["model"], row["shared"], row["users"]) == ("tiny", "1 x 300", 3)
-    assert all(
-        row[name] > 0 for name in ("decode", "step ms", "join ms", "mlx-lm join ms", "leave ms", "mlx-lm leave ms")
-    )
-    assert row["mlx-lm MB"] > 0 < row["held MB"]
-    for decode, said in (
-        (0.96, "1 of 1 at their aim; the closest: tiny, 1 x 300, 3 users: 0.96 of 0.95."),
-        (0.9, "not so"),
-    ):
-        assert said in bench_decode.conclusion([row | {"decode": decode}])
+    positive = ("decode", "step ms", "join ms", "mlx-lm join ms", "leave ms", "mlx-lm leave ms", "mlx-lm MB", "held MB")
+    assert all(row[name] > 0 for name in positive)
+    assert "1 of 1 at their aim" in bench_decode.conclusion([row | {"decode": 0.96}])
+    assert "not so" in bench_decode.conclusion([row | {"decode": 0.9}])
 
 
-def test_a_first_token_is_held_beside_the_forward_pass_of_what_is_not_in_the_tree(tmp_path: Path) -> None:
-    found = _run(bench_first_token.main, tmp_path)
-
-    (row,) = found.pop("first-token")["rows"]
-    assert not found
+def test_a_first_token_is_held_beside_the_forward_pass_of_what_is_not_in_the_tree(run: Running) -> None:
+    (row,) = run(bench_first_token)["first-token"]
     assert (row["model"], row["cached"], row["uncached"]) == ("tiny", 300, 32)
     assert row["first token ms"] > 0 < row["forward ms"]
     for ratio, said in ((1.04, "1 of 1 within 1.05"), (1.06, "0 of 1 within 1.05")):
         assert said in bench_first_token.conclusion([row | {"by forward": ratio}])
 
 
-def test_each_segment_takes_kernels_and_views_take_none(tmp_path: Path) -> None:
-    rows = _run(bench_kernels.main, tmp_path)["kernels"]["rows"]
-
-    kernels = {row["way"]: row["kernels"] for row in rows}
-    # Two products, a maximum, a difference, an exponential and a sum are a segment's; the rest brings parts together.
+def test_each_segment_takes_kernels_and_views_take_none(run: Running) -> None:
+    kernels = {row["way"]: row["kernels"] for row in run(bench_kernels)["kernels"]}
+    # A segment takes two products, a maximum, a difference, an exponential and a sum; the rest joins the parts.
     assert kernels["two levels"] - kernels["one level"] == kernels["one level"] - kernels["nothing shared"] == 9
     assert kernels["four groups"] > kernels["two levels"]
     assert kernels["one row alone, one level"] < kernels["one level"]
+
+
+# The tree
+
+
+@pytest.mark.slow
+def test_the_tree_benchmark_reports_every_shape_with_the_nodes_it_was_asked_for(
+    run: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = run(bench_tree)["tree"]
+    assert {row["shape"] for row in rows} == {"part", "chain", "short"}
+    assert {row["nodes"] for row in rows if row["shape"] == "part"} <= {10, 11, 100, 101}
+    assert all(row["match ms"] > 0 and row["trie bytes per token"] > row["bytes per token"] for row in rows)
+    missed = [{**row, "match ms": bench_tree.AIM_MS + 1} for row in rows]
+    assert ("NOT under" in bench_tree.conclusion(missed), "NOT under" in bench_tree.conclusion(rows)) == (True, False)
+    monkeypatch.setattr(bench_tree, "TRIE_BYTES", 1)  # The trie is left out where it would take too much.
+    assert bench_tree._measure(bench_tree.part, 500, 10)["trie match ms"] is None
+
+
+@pytest.mark.parametrize("make", [bench_tree.part, bench_tree.chain, bench_tree.short])
+def test_a_shape_looks_up_prompts_that_are_stored_as_far_as_it_says(make: Any) -> None:
+    shape = make(1_000)
+    tree = RadixTree()
+    bench_tree._grow(tree, shape.sequences, 20)
+    tree.check()
+    matched = [tree.match(prompt).offset for prompt in shape.following]
+    stored = [max(node.end for node in tree.match(prompt).node.path()) for prompt in shape.following]
+    assert matched == stored
+    assert all(0 < offset < len(prompt) for offset, prompt in zip(matched, shape.following, strict=True))
+    parted = tree.match(shape.parted)
+    assert parted.offset == parted.node.end < matched[0]
+    assert not parted.node.is_leaf
+
+
+# Replay and simulation
+
+
+def conversation(user: int) -> Conversation:
+    messages = [{"role": "system", "content": "You answer questions about trains, politely and briefly."}]
+    for turn in range(3):
+        for role in ("user", "assistant"):
+            messages.append({"role": role, "content": f"{role} {user} says something in turn {turn}, and a bit more."})
+    return Conversation(str(user), str(user), tuple(messages))
+
+
+@pytest.mark.slow
+def test_the_replay_benchmark_counts_no_fewer_tokens_than_the_infinite_cache_prefills(
+    run: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversations = [conversation(user) for user in range(4)]
+    monkeypatch.setattr(bench_replay, "_conversations", lambda path: (conversations, "short ones"))
+    rows = run(bench_replay)["budgets"]
+    bounds = {row["part"]: row["prefilled tokens"] for row in rows if row["cache"] == "bound"}
+    assert set(bounds) == {"counted", "timed"}
+    assert all(row["prefilled tokens"] >= bounds[row["part"]] for row in rows)
+    unlimited = next(row for row in rows if row["cache"] == "radix" and row["budget %"] == "no limit")
+    assert unlimited["prefilled tokens"] == bounds["counted"]
+    assert (tmp_path / "budgets.png").stat().st_size > 0
+
+
+def test_the_bound_of_a_script_is_what_no_earlier_request_held() -> None:
+    conversations, _ = bench_replay._conversations(None)
+    workload = bench_replay._workload("counted", bench_replay.load_model("tiny"), conversations, 5, 2, is_timed=False)
+    held, bound = [], 0
+    for request in (workload.script[index] for index in range(5)):
+        prompt = request.prompt.tokens
+        shared = max((common_length(prompt, earlier) for earlier in held), default=0)
+        bound += len(prompt) - min(shared, len(prompt) - 1)
+        held.append(np.concatenate([prompt, request.reply]))
+    assert workload.bound_tokens == bound < workload.prompt_tokens
+
+
+def test_the_policy_benchmark_puts_no_online_policy_above_the_optimum(run: Running, tmp_path: Path) -> None:
+    assert {row["unit"] for row in run(bench_policies)["policies-speed"]} == {"block references/s", "s", "us"}
+    document = json.loads((tmp_path / "policies.json").read_text())
+    found = {(row["policy"], row["capacity_blocks"]): row["block_hit_ratio"] for row in document["grid"]}
+    assert all(found["lru", blocks] <= found["belady", blocks] for name, blocks in found if name == "lru")
+    assert max(found.values()) <= max(document["infinite_block_hit_ratio"].values())
+    assert (tmp_path / "policies.png").stat().st_size > 0
+
+
+def test_no_router_finds_more_than_the_bounds_and_one_replica_is_the_pooled_cache(run: Running) -> None:
+    written = run(bench_routing)
+    rows = written["routing"]
+    assert len(rows) == 3 * 4
+    for row in rows:
+        assert row["of infinite"] <= 1.0 + 1e-9
+        assert row["of pooled"] == 1.0 if row["replicas"] == 1 else row["of pooled"] > 0.2
+    by_router = {row["router"]: row["token hits"] for row in rows if row["replicas"] == 8}
+    assert by_router["prefix"] > by_router["hash"] > by_router["random"]
+    parts = {row["parts"]: row["token hits"] for row in written["routing-parts"]}
+    assert parts["no evening"] >= parts["all"]
+    assert len(set(parts.values())) > 1
+    # A tier behind all replicas finds what other replicas computed.
+    alone, together = (row for row in written["routing-shared"] if row["router"] == "random")
+    assert (alone["Gbit/s"], alone["from there"]) == (None, None)
+    assert together["token hits"] > alone["token hits"]
+    assert together["GiB read"] > 0.0
+
+
+# Stores
+
+
+@pytest.mark.slow
+def test_the_disk_benchmark_has_a_row_for_each_copy_speed_and_request(run: Running, tmp_path: Path) -> None:
+    written = run(bench_disk, "--folder", str(tmp_path))
+    assert [(row["model"], row["tokens"]) for row in written["disk"]] == list(bench_disk.QUICK_SIZES)
+    for row in written["disk"]:
+        assert row["MB"] > 0
+        assert row["begin ms"] > 0 < row["prefill ms"]
+        assert row["page cache"] in ("cold", "warm")
+    assert {row["number"] for row in written["disk-folder"]} == {200, 20}
+    for row in written["disk-choices"]:
+        assert row["wrong"] <= row["were read"] <= row["requests"] - row["missed"]
+    assert [(row["write on"], row["request"]) for row in written["disk-requests"]] == [
+        (write_on, request) for write_on in ("close", "eviction") for request in ("turn", "hit", "miss", "misses")
+    ]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"] * 4
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "lfm2"])
+def test_noise_is_stored_and_read_as_the_models_own_state(kind: str, tmp_path: Path) -> None:
+    model, prompt = tiny_model(kind), tokens(1, 600)
+    files = []
+    for name, writer in (("model", model), ("noise", Filler(model))):
+        with opened(tmp_path / name) as store, PrefixCache(model, store=store) as cache:
+            fill(cache, writer, prompt).close()
+            cache.flush()
+            files.append({path.name: path.stat().st_size for path in (tmp_path / name).glob("??/*")})
+            cache.clear()
+            forget(sorted((tmp_path / name).glob("??/*")))
+            assert len(cache.fetch([*prompt, 1])[1]) == 1
+    assert files[0] == files[1]
+
+
+def test_a_slow_store_gives_what_the_store_has(tmp_path: Path) -> None:
+    model, prompt = tiny_model("llama"), tokens(1, 90)
+    with opened(tmp_path) as store, PrefixCache(model, store=store) as cache:
+        fill(cache, model, prompt).close()
+    slow: Any = opened(tmp_path, SlowStore)
+    slow.bytes_per_s = 1e9
+    with slow, PrefixCache(model, store=slow) as cache, cache.begin(prompt) as session:
+        session.prefill(model)
+        logits = session.step(model, prompt[-1:])
+        assert session.cached_tokens == 89
+    cold = model(mx.array(prompt)[None])
+    assert np.allclose(np.array(logits[0, -1]), np.array(cold[0, -1]), atol=1e-4)
+
+
+def test_the_redis_benchmark_has_a_row_for_each_size_question_and_link(run: Running) -> None:
+    program_named("redis-server")
+    written = run(bench_redis)
+    assert [row["blocks"] for row in written["redis"]] == [4]
+    assert [row["number"] for row in written["redis-keys"]] == [1000, 1000, 200, 200]
+    even = written["redis-break-even"]
+    assert len(even) == len(bench_redis.TOKEN_BYTES) * len(bench_redis.LINKS_GBIT)
+    for row in even:
+        assert row["tokens/s"] * row["KiB/token"] <= row["link Gbit/s"] * 1e9 / 8 / 1024 + 1e-6
+
+
+# Servers
+
+
+@pytest.mark.slow
+def test_the_serve_benchmark_asks_both_servers_the_same(run: Running) -> None:
+    ours, theirs = run(bench_serve)["serve"]
+    assert [ours["server"], theirs["server"]] == [OURS, THEIRS]
+    assert ours["prompt tokens"] == theirs["prompt tokens"] > 2 * 220
+    for each in (ours, theirs):
+        assert 0 < each["prefilled tokens"] <= each["prompt tokens"]
+        assert 0 < each["TTFT ms p50"] <= each["TTFT ms p95"]
+        assert each["tokens/s"] > 0 <= each["peak MB"]
+
+
+def test_users_share_the_system_prompt_alone_and_say_the_same_to_both_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run([Reply(0.1, 100, 60, 8), Reply(0.2, 50, 0, 4)], total_s=3.0, peak_bytes=0)
+    assert (run.prefilled_tokens, run.tokens_per_s) == (90, 4.0)
+    asked: list[list[dict[str, str]]] = []
+
+    def ask(url: str, messages: list[dict[str, str]], max_tokens: int) -> Reply:
+        asked.append([dict(message) for message in messages])
+        return Reply(0.0, 1, 0, max_tokens)
+
+    monkeypatch.setattr(bench_serve, "ask", ask)
+    load = Load("llama", "growing", 2, system=40, own=30, turns=2)
+    for url in ("one", "other"):
+        for user in range(2):
+            assert len(bench_serve._talk(url, load, user)) == 2
+    assert asked[:4] == asked[4:]
+    assert [len(messages) for messages in asked[:4]] == [2, 4, 2, 4]
+    assert asked[1][:2] == asked[0]
+    assert {messages[0]["content"] for messages in asked} == {asked[0][0]["content"]}
+    texts = {messages[-1]["content"] for messages in asked[:4]}
+    assert [len(texts), {len(text) for text in texts}] == [4, {30}]
+
+
+# Conclusions
+
+
+def test_conclusions_name_what_misses_its_aim() -> None:
+    asking = {"nodes": 10_000, "prompt": "stored", "layers": "span", "with text ms": 2.0}
+    for explain_ms, verdict in ((0.2, "under 1"), (1.5, "NOT under 1")):
+        assert f"; {verdict})" in bench_explain.asking([asking | {"explain ms": explain_ms}])
+    many = {"model": "tiny", "prompt": "shared", "users": 8}
+    for speed, verdict in ((1.5, "(at least 1.5)"), (1.4, "(NOT at least 1.5)")):
+        ways = (("tree", speed, 0.2), ("mlx-lm", 1.0, 1.0))
+        rows = [many | {"way": way, "tokens/s": each, "held MB": held} for way, each, held in ways]
+        assert f"{verdict} and take 0.20 of" in bench_parallel.conclusion(rows)
+    served: dict[str, Any] = {"model": "m", "load": "tight", "users": 16, "prefilled tokens": 100}
+    rows = [
+        served | {"server": server, "by theirs": speed, "least": speed, "most": speed}
+        for server, speed in ((OURS, 0.9), (THEIRS, 1.0))
+    ]
+    assert "slower than mlx_lm.server: m, tight, 16 users (0.90)" in bench_serve.conclusion(rows)
+    rows[0] = rows[0] | {"by theirs": 3.0, "least": 3.0, "most": 3.0}
+    assert "never slower" in bench_serve.conclusion(rows)
