@@ -15,7 +15,7 @@ from radixcache import Event, EventKind, Ledger, PrefixCache, Reason, Session, S
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.prompts import tokens
-from tests.verify.test_verify import nodes, spoil_live
+from tests.verify.test_verify import spoil_live
 from tests.walks.spelling import SpellingModel
 from tests.whole.test_exact import REPLY, STEP, Logits, Recorded, differing, exact_cache, serve
 
@@ -71,7 +71,7 @@ def test_a_session_that_starts_over_in_exact_mode_answers_as_a_cold_one_and_stor
     start = cache.mismatches[0].quarantined_from
     # What is left ends on the grid: nothing resumes on the right part of the chunk in which the wrong row lies.
     assert start % STEP == 0
-    assert all(node.end % STEP == 0 for node in nodes(cache))
+    assert all(node.end % STEP == 0 for node in inside.nodes(cache))
     assert inside.stored_tokens(cache, prompt) <= start
     assert cache.explain(prompt).resumable_tokens <= start
     # Once nothing is quarantined any more its whole chunks are stored again, and are right.
@@ -131,7 +131,7 @@ def test_a_leaf_that_lost_its_tail_is_not_matched_with_what_followed_its_former_
         session.prefill(model)
     assert cache.explain([1, 2, 3, 4, 5, 6, 7, 8, 9, 0]).matched_tokens == 9
     cache.reclaim(6 * inside.token_bytes(cache))
-    assert [node.end for node in nodes(cache)] == [4]
+    assert [node.end for node in inside.nodes(cache)] == [4]
     # Nobody ever asked for 9 behind the first four.
     other = [1, 2, 3, 4, 9, 9, 9]
     explained = cache.explain(other)
@@ -149,7 +149,7 @@ def quarantined_cache(**more: Any) -> tuple[Any, PrefixCache]:
     model = tiny_model("llama")
     cache = PrefixCache(model, verify=1.0, step_size=STEP, **more)
     for _ in range(2):
-        if nodes(cache):
+        if inside.nodes(cache):
             spoil_live(cache, 0, 20)
         with cache.begin(PROMPT) as session:
             session.prefill(model)
@@ -305,7 +305,7 @@ def test_figures_of_a_run_with_mismatches_are_counters_only_where_they_never_fal
         return model(ids, cache=cache_list)
 
     for _ in range(2):
-        if nodes(cache):
+        if inside.nodes(cache):
             spoil_live(cache, 0, 20)
         with cache.begin(PROMPT) as session:
             session.prefill(lambda ids, cache: looking(ids, cache))
@@ -350,7 +350,7 @@ def test_a_second_session_that_finds_the_same_checkpoint_wrong_does_not_quaranti
     prefix, prompt = [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8]
     cache.warm(model, prefix)
     cache.warm(model, prompt)
-    (node,) = (each for each in nodes(cache) if each.end == len(prompt))
+    (node,) = (each for each in inside.nodes(cache) if each.end == len(prompt))
     assert node.start == len(prefix)
     checkpoint = inside.checkpoint_of(node)
     assert checkpoint is not None
