@@ -5,8 +5,6 @@ import pytest
 
 from radixcache import PrefixCache, UnsupportedCacheError
 from runner.engine.generator import ParallelGenerator
-from runner.engine.replies import Reply
-from runner.engine.sequence import Outline, Ticket, TokenSequence
 from runner.models.load import load_model
 from tests.replay.test_pipeline import Uncompiled, is_compiling
 
@@ -153,39 +151,3 @@ def test_with_recurrent_layers_who_waits_comes_in_where_the_other_stands_or_at_a
     reached = -(-shared // 32) * 32
     assert order.index((1, shared)) == order.index((0, reached)) + 1
     assert [number for number, _ in order[: order.index((1, shared))]] == [0] * (reached // 32 + 1)
-
-
-# A request's own state
-
-
-def request(loaded, marks=(20, 40, 60), max_tokens=10):
-    reply = Reply(loaded.tokenizer, max_tokens=max_tokens, stop_tokens=(), prompt_tokens=100)
-    outline = Outline.of(100, marks)
-    return TokenSequence(Ticket(0, 100), PROMPT, PROMPT.copy(), marks, outline, reply, None, max_tokens, None)
-
-
-def test_a_request_that_goes_back_twice_has_its_reply_in_its_tokens_once(tiny):
-    each = request(tiny)
-    for token in (1, 2, 3):
-        each.reply.add(token, None, lambda: False)
-    each.go_back()
-    assert each.tokens.tolist() == [*PROMPT, 1, 2, 3]
-    assert each.needed_tokens == 109
-    for token in (4, 5):
-        each.reply.add(token, None, lambda: False)
-    assert each.proven_tokens == 104
-    each.go_back()
-    assert each.tokens.tolist() == each.keys.tolist() == [*PROMPT, 1, 2, 3, 4, 5]
-    assert each.needed_tokens == 109
-    assert each.proven_tokens == 0
-
-
-def test_what_is_dropped_is_gone_from_tokens_keys_and_marks(tiny):
-    each = request(tiny)
-    each.drop(30)
-    assert each.tokens.tolist() == each.keys.tolist() == [*PROMPT[:20], *PROMPT[50:]]
-    assert each.marks == (20, 30)
-    each.shift(10)
-    assert each.tokens.tolist() == [*PROMPT[:20], *PROMPT[60:]]
-    assert each.marks == (20,)
-    assert (each.dropped, each.reply.shifted_tokens) == (40, 10)

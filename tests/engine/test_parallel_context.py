@@ -220,22 +220,6 @@ def test_the_reply_itself_is_never_cut(llama: LoadedModel) -> None:
     assert completion.shifted_tokens == len(prompt) - len(SYSTEM) - len(OPENING)
 
 
-def test_what_must_stay_and_does_not_fit_is_refused_with_the_numbers(llama: LoadedModel) -> None:
-    with new_generator(llama, new_cache(llama), context=CONTEXT) as generator:
-        with pytest.raises(
-            ValueError, match=r"163 tokens and 32 more do not fit 128: the first 120 and the last 3 stay"
-        ):
-            submit(generator, conversation(16)[0][:163], (120, 140, 160), 50)
-        # Asked for less, or with less of its beginning kept, it fits.
-        tickets = [
-            submit(generator, conversation(16)[0][:163], (120, 140, 160), 5),
-            submit(generator, conversation(16)[0][:163], (120, 140, 160), 50, keep=0),
-        ]
-        drain(generator)
-    assert [done(ticket).omitted_tokens for ticket in tickets] == [40, 120]
-    assert [len(tokens_of(ticket)) for ticket in tickets] == [5, 50]
-
-
 @pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())

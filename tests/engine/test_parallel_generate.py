@@ -115,12 +115,6 @@ def require_right_tree(loaded: LoadedModel, cache: PrefixCache, prompts: Iterabl
         assert done(last).tokens == alone(loaded, prompt, 2)
 
 
-def quarantine(cache: PrefixCache, prompt: Any, start: int) -> None:
-    """Have what begins with a prompt quarantined from an offset on, as verification does where state is wrong."""
-    with cache.begin(prompt) as session:
-        inside.find_wrong(cache, session, len(prompt), start)
-
-
 def scripted(tokens: Sequence[int]) -> Callable[[mx.array], mx.array]:
     """A sampler that says what it is told to, whatever the model thinks."""
     script = iter(tokens)
@@ -278,19 +272,6 @@ def test_requests_may_be_handed_in_by_other_threads_while_others_run(llama: Load
     require_alone(llama, found, [by_length[ticket.prompt_tokens] for ticket in found])
 
 
-def test_an_iteration_that_is_broken_off_goes_on_with_the_next(llama: LoadedModel) -> None:
-    with new_generator(llama, new_cache(llama)) as generator:
-        tickets = [submit(generator, prompt) for prompt in PROMPTS[:3]]
-        seen: dict[Ticket, list[int | None]] = {ticket: [] for ticket in tickets}
-        while not all(ticket.completion for ticket in tickets):
-            for ticket, piece in generator:
-                seen[ticket].append(piece.token)
-                if len(seen[ticket]) % 2:
-                    break
-    require_alone(llama, tickets, PROMPTS[:3])
-    assert [seen[ticket] for ticket in tickets] == [list(tokens_of(ticket)) for ticket in tickets]
-
-
 def test_whatever_ends_the_block_what_was_evaluated_is_stored(loaded: LoadedModel) -> None:
     cache = new_cache(loaded)
     tickets: list[Ticket] = []
@@ -405,20 +386,6 @@ def test_nobody_waits_for_a_prompt_that_was_cancelled(llama: LoadedModel) -> Non
     assert done(first).done_reason == "cancelled"
     require_alone(llama, [second], [PROMPTS[2]])
     assert done(second).cached_tokens == STEP_SIZE
-
-
-def test_nobody_waits_for_what_is_quarantined() -> None:
-    loaded = load("llama")
-    cache = new_cache(loaded)
-    quarantine(cache, PROMPTS[2], 0)
-    order: list[tuple[str, int]] = []
-    with new_generator(loaded, cache) as generator:
-        first = submit(generator, PROMPTS[2], on_progress=lambda done, total: order.append(("first", done)))
-        second = submit(generator, PROMPTS[2], on_progress=lambda done, total: order.append(("second", done)))
-        drain(generator)
-    require_alone(loaded, [first, second], [PROMPTS[2]] * 2)
-    assert done(second).cached_tokens == 0
-    assert order[:2] == [("first", 0), ("second", 0)]
 
 
 # Failing
@@ -620,22 +587,6 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers(llama: LoadedMode
         fits = submit(generator, PROMPTS[1], 21)
         drain(generator)
         require_alone(llama, [fits], [PROMPTS[1]])
-
-
-@pytest.mark.parametrize(("capacity", "together"), [(52 + 47, True), (52 + 46, False)])
-def test_who_fits_once_what_it_shares_is_counted_does_not_wait(
-    llama: LoadedModel, capacity: int, together: bool
-) -> None:
-    progress: list[tuple[int, bool]] = []
-    with new_generator(llama, new_cache(llama), capacity=capacity) as generator:
-        # 45 tokens and a reply of 8 take 52; 80 and 8 take 87, of which the system prompt's 40 are there.
-        first = submit(generator, PROMPTS[0])
-        second = submit(
-            generator, PROMPTS[1], on_progress=lambda done, total: progress.append((done, first.completion is None))
-        )
-        drain(generator)
-    require_alone(llama, [first, second], PROMPTS[:2])
-    assert progress[0] == (len(SYSTEM), together)
 
 
 def test_at_most_max_rows_run_at_a_time(llama: LoadedModel) -> None:

@@ -144,46 +144,6 @@ def test_what_is_no_json_is_refused_with_a_reason(abused: Abused) -> None:
             require_refused(path, abused.send("POST", path, body))
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "said"),
-    [
-        (CHAT, {"messages": []}, "at least 1"),
-        (CHAT, {"messages": [{"role": "user", "content": "x" * 40_000}]}, "context length is 32768"),
-        (CHAT, {"messages": [USER] * 10_001}, "at most 10000"),
-        (TEXT, {"model": "~nobody/x/y"}, "no such folder"),
-        (TEXT, {"model": "\0"}, "no such folder"),
-        (TEXT, {"model": "tiny:qwen3", "adapters": "~nobody/x"}, "wanted a folder"),
-        (TEXT, {"model": "tiny:gemma3_text", "draft_model": "tiny"}, "cannot take back"),
-        (MESSAGES + "/count_tokens", {"model": "x" * 5000}, "no such folder"),
-        (TEXT, {"num_draft_tokens": 100_000}, "less than or equal to 64"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_with_a_reason(
-    abused: Abused, path: str, fields: dict[str, Any], said: str
-) -> None:
-    assert said in require_refused(path, abused.ask(path, {**GOOD[path], **fields}))["message"]
-
-
-def nested(depth: int) -> Any:
-    return json.loads("[" * depth + "]" * depth)
-
-
-@pytest.mark.parametrize("depth", [63, 900])
-@pytest.mark.parametrize("path", ["/cache/explain", MESSAGES, CHAT])
-def test_deep_bodies_harm_nobody(abused: Abused, path: str, depth: int) -> None:
-    """A copy of such a message raised RecursionError on the generation thread, which took the server with it."""
-    odd = {**USER, "odd": nested(depth - 3)}
-    body = {**GOOD[path], "messages": [odd], "tools": [{"function": {"name": "f", "odd": nested(depth - 5)}}]}
-    body.pop("prompt", None)
-    if path == MESSAGES:
-        body["tools"] = [{"name": "f", "input_schema": {"odd": nested(depth - 5)}}]
-    status, answer = abused.ask(path, body)
-    if status != 200:
-        require_refused(path, (status, answer))
-    assert (status == 400) >= (depth > 64 and path in (CHAT, MESSAGES))
-    assert abused.ask(CHAT, GOOD[CHAT])[0] == 200
-
-
 def test_wrong_keys_are_refused_without_being_told_a_right_one(abused: Abused) -> None:
     for key in ("", KEY + "x", KEY[:-1], "\xff" * 100):
         status, body = abused.send("GET", "/metrics", key=key)

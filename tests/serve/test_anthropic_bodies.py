@@ -164,11 +164,8 @@ def test_names_of_anthropics_mean_the_servers_own_model() -> None:
 BLOCKS = "messages.0.user.content.0"
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": 1}, "model"),
-    ({"model": ""}, "model"),
     ({"model": None}, "model"),
     ({"messages": []}, "messages"),
-    ({"messages": "Hi"}, "messages"),
-    ({"messages": ["Hi"]}, "messages.0"),
     ({"messages": [{"content": "Hi"}]}, "messages.0"),
     ({"messages": [{**USER, "role": "tool"}]}, "messages.0"),
     ({"messages": [{"role": "user"}]}, "messages.0.user.content"),
@@ -189,12 +186,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "messages"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 1.5}, "max_tokens"),
-    ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": 2**40}, "max_tokens"),
-    ({"system": 1}, "system"),
     ({"system": [{"type": "image"}]}, "system.0.type"),
-    ({"tools": {}}, "tools"),
     ({"tools": [{"name": "t"}]}, "tools.0.input_schema"),
     ({"tools": [{**TOOL, "name": ""}]}, "tools.0.name"),
     ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools.0.type"),
@@ -205,11 +198,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
     ({"stop_sequences": "END"}, "stop_sequences"),
     ({"stop_sequences": [""]}, "stop_sequences.0"),
-    ({"stream": "yes"}, "stream"),
     ({"temperature": -1}, "temperature"),
-    ({"temperature": "hot"}, "temperature"),
     ({"top_p": 2}, "top_p"),
-    ({"top_k": -1}, "top_k"),
     ({"cache_control": {"type": "forever"}}, "cache_control.type"),
 ]  # fmt: skip
 

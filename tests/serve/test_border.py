@@ -172,41 +172,6 @@ def test_the_system_prompts_end_is_marked_and_on_demand_each_messages(tiny: Load
         assert any(end.rstrip().endswith(f"{message['content']}<|im_end|>") for end in ends), message
 
 
-def test_no_mark_lies_beyond_what_a_reply_that_the_client_began_has_in_common(tiny: LoadedModel) -> None:
-    begun = [*MESSAGES, {"role": "assistant", "content": "Because"}]
-    found = prompt_of(asked(messages=begun), tiny.tokenizer, {}, with_marks=True)
-    assert found.tokens == tiny.tokenizer.apply_chat_template(begun, add_generation_prompt=True)
-    assert all(0 < mark <= len(found.tokens) for mark in found.marks)
-
-
-def test_without_a_template_the_role_mapping_says_how_messages_are_put_together() -> None:
-    tokenizer = load_model("tiny").tokenizer
-    tokenizer.has_chat_template = False
-    mapping = {"user": "Q: ", "assistant": "A: ", "stop": "\n"}
-    found = prompt_of(asked(messages=MESSAGES[1:2], role_mapping=mapping), tokenizer, {}, with_marks=True)
-    assert tokenizer.decode(found.tokens) == "Q: Why?\nA:"
-
-
-def test_what_thinks_begins_where_the_prompt_leaves_it(tiny: LoadedModel) -> None:
-    class Thinking:
-        has_thinking, response_initial_state = True, None
-
-        def __init__(self, opens: int) -> None:
-            self.opens = opens
-
-        def rfind_think_start(self, tokens: list[int], start: int = 0) -> int:
-            return self.opens
-
-        def rfind_think_end(self, tokens: list[int]) -> int:
-            return 3
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(tiny.tokenizer, name)
-
-    states = [prompt_of(asked(messages=MESSAGES), Thinking(opens), {}).initial_state for opens in (-1, 5)]
-    assert states == ["normal", "reasoning"]
-
-
 @pytest.mark.parametrize(
     ("more", "found"),
     [

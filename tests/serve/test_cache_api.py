@@ -152,22 +152,6 @@ def test_what_was_warmed_is_there_for_the_first_who_asks_and_survives_a_reclaim(
     assert used["prompt_tokens_details"]["cached_tokens"] >= warmed["prompt_tokens"]
 
 
-def test_evictions_that_were_asked_for_are_told_from_pressure(server: Server) -> None:
-    def counted(cause: str) -> float:
-        wanted = f'radixcache_serve_evictions_total{{cause="{cause}",state="tokens"}} '
-        lines = server.client.get("/metrics").text.splitlines()
-        return sum(float(line.removeprefix(wanted)) for line in lines if line.startswith(wanted))
-
-    before = counted("reclaim"), counted("clear"), counted("pressure")
-    server.chat("What about quince?")
-    server.post("/cache/reclaim", target_bytes=0)
-    assert counted("reclaim") > before[0]
-    server.chat("What about quince?")
-    server.client.delete("/cache")
-    assert counted("clear") > before[1]
-    assert counted("pressure") == before[2]
-
-
 def test_a_check_that_fails_is_an_error_that_says_what_is_wrong(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import select
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -140,18 +139,6 @@ def test_a_client_that_never_ends_a_body_is_given_up_and_reaches_no_route(sent: 
     assert "body" in message
 
 
-def test_a_client_that_sends_in_drops_gets_no_more_time_for_them() -> None:
-    routes = Routes()
-    with (
-        serving(routes, max_mib=1 << 20, body=0.3) as served,
-        served.connect(POST.replace(b" 3", b" %d" % MIB**2)) as client,
-    ):
-        while not select.select([client], [], [], 0)[0]:
-            client.sendall(b"x")
-        assert error_of(parse(read_all(client)))[0] == 408
-    assert routes.reached == 0
-
-
 def test_a_client_that_reads_nothing_is_given_up() -> None:
     is_gone = threading.Event()
 
@@ -252,14 +239,6 @@ def test_a_client_is_where_it_connects_from_whatever_its_headers_say() -> None:
         served.connect(GET.replace(b"Host", b"X-Forwarded-For: 192.0.2.1\r\nHost")) as client,
     ):
         assert read_reply(client) == b"127.0.0.1"
-
-
-@pytest.mark.parametrize("line", [b"POST / HTTP/1.1\r\nConnection: close\r\n"])
-def test_a_client_that_asks_once_reads_the_refusal_of_what_it_sends_too(line: bytes) -> None:
-    body = bytes(16 * MIB)
-    with serving(Routes()) as served:
-        sent = POST.replace(b"POST / HTTP/1.1\r\n", line).replace(b" 3", b" %d" % len(body))
-        assert error_of(served.ask(sent, body))[0] == 413
 
 
 # The end --------------------------------------------------------------------------------------------------------------

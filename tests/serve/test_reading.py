@@ -136,13 +136,6 @@ def test_a_tool_call_that_cannot_be_read_is_left_out_and_others_are_not(parsed):
     assert [call["function"]["name"] for call in delta.tool_calls] == ["good"]
 
 
-def test_text_before_a_tool_call_is_held_back_until_the_call_is_through():
-    read = reading()
-    first, second = (read.add(Token(text, 1, 0.0, (), None)) for text in ("a<call>f", "</call>"))
-    assert (first.text, first.tool_calls, len(first.tokens)) == ("", (), 1)
-    assert (second.text, len(second.tool_calls)) == ("a", 1)
-
-
 def test_a_reply_that_is_ended_from_outside_keeps_what_could_have_become_a_stop_word():
     read = reading()
     assert read.add(Token("a ST", 1, 0.0, (), None)).text == "a "

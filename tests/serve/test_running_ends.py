@@ -27,7 +27,7 @@ from runner.serve.request import (
 )
 from runner.serve.scheduler import Scheduler
 from runner.serve.served_model import ServedModel
-from tests.serve.jobs import GUARD_S, LONG, MESSAGES, PROMPTS, Waiting, alone, running
+from tests.serve.jobs import LONG, MESSAGES, PROMPTS, Waiting, alone, running
 
 
 def cancel_at(kind: type[ReplyEvent], count: int) -> Callable[[OpenRequest, ReplyEvent], None]:
@@ -150,38 +150,6 @@ def test_what_cannot_be_answered_fails_with_a_reason_and_nobody_else_does(
     assert bad.failure.record is not None
     assert bad.failure.record.outcome == "error"
     assert good.tokens == alone(tiny, PROMPTS[0])[0]
-
-
-def test_what_raises_while_a_request_begins_ends_that_request_alone(tiny: LoadedModel, shared: Scheduler) -> None:
-    deep: Any = "x"
-    for _ in range(2000):
-        deep = [deep]
-    bad = Waiting(shared, messages=[{**MESSAGES[0], "deep": deep}])
-    assert bad.failure.status == 400
-    broken = Waiting(shared, prompt="?", stop_words=[7])
-    assert broken.failure.status in (400, 500)
-    assert Waiting(shared, prompt=PROMPTS[0]).tokens == alone(tiny, PROMPTS[0])[0]
-
-
-def test_calls_without_end_keep_nobody_waiting_and_are_bounded() -> None:
-    may_go_on, said, seen = threading.Event(), list[ReplyEvent](), list[int]()
-    with running(decode_concurrency=3, max_waiting=2) as thread:
-        endless: dict[str, Any] = {"max_tokens": 1 << 20, "penalties": Penalties({1: -1e6})}
-        waiting = Waiting(thread, on_answer=lambda _, answer: said.append(answer), **endless)
-        waiting.until(Token)
-        has_begun = threading.Event()
-        blocking = thread.call(lambda models: (has_begun.set(), may_go_on.wait(GUARD_S)))
-        assert has_begun.wait(GUARD_S)
-        calls = [thread.call(lambda models: seen.append(len(said))) for _ in range(5)]
-        with pytest.raises(ApiError) as refused:
-            thread.call(lambda models: None)
-        assert refused.value.status == 429
-        may_go_on.set()
-        for call in (blocking, *calls):
-            call.result(GUARD_S)
-        assert len(set(seen)) > 1
-        waiting.opened.cancel()
-        waiting.end()
 
 
 def test_a_prompt_beyond_the_budget_fails_with_both_sizes_and_the_next_one_is_answered() -> None:

@@ -153,17 +153,3 @@ def seen_in(record: RequestRecord) -> dict[str, Any]:
     """What the record of a request says, less its id and times."""
     names = ("names", "prompt_tokens", "cached_tokens", "matched_tokens", "reason", "completion_tokens", "outcome")
     return {"short": record.short_tokens, "note": record.note, **{name: getattr(record, name) for name in names}}
-
-
-def test_who_is_told_that_a_prompt_has_no_room_is_not_told_what_others_hold(tmp_path: Path) -> None:
-    long, short = (Route("POST", "/v1/completions", [{"prompt": "?" * count, "max_tokens": 2}]) for count in (900, 90))
-    told = []
-    for is_among in (False, True):
-        with serving(tmp_path, budget_bytes=600_000) as server:
-            if is_among:
-                assert [status for status, *_ in server.send(short, BOB)] == [200]
-                Waiting(server.running, namespace="bob", prompt="Why? " * 10, max_tokens=20)
-            told += server.send(long, ANN)
-    assert told[0] == told[1]
-    assert told[0][0] == 400
-    assert "600000" in told[0][2]
