@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from radixcache import Ledger
-from radixcache.ledger import Account
 
 
 def no_reclaim(amount_bytes: int) -> int:
@@ -35,38 +34,6 @@ class Owner:
 def test_a_budget_that_is_not_a_positive_whole_number_is_refused(budget_bytes: Any) -> None:
     with pytest.raises(ValueError, match=r"^budget_bytes is .*; wanted a whole number of bytes, 1 or more\.$"):
         Ledger(budget_bytes)
-
-
-def test_the_smallest_budget_is_one_byte() -> None:
-    assert Ledger(1).budget_bytes == 1
-
-
-def test_the_total_is_the_sum_over_accounts_and_purposes() -> None:
-    ledger = Ledger(1000)
-    first, second = ledger.open_account(no_reclaim), ledger.open_account(no_reclaim)
-    first.add_live(100)
-    first.add_spans(20)
-    first.add_checkpoints(3)
-    second.add_live(400)
-    second.add_spans(50)
-    assert (first.paged_bytes, first.total_bytes) == (23, 123)
-    assert (second.paged_bytes, second.total_bytes) == (50, 450)
-    assert ledger.total_bytes == 573
-    ledger.check()
-
-
-def test_every_purpose_changes_by_signed_amounts() -> None:
-    ledger = Ledger(1000)
-    account = ledger.open_account(no_reclaim)
-    account.add_live(100)
-    account.add_live(-30)
-    account.add_spans(30)
-    account.add_spans(-10)
-    account.add_checkpoints(8)
-    account.add_checkpoints(-8)
-    assert (account.live_bytes, account.span_bytes, account.checkpoint_bytes) == (70, 20, 0)
-    assert ledger.total_bytes == 90
-    ledger.check()
 
 
 def test_the_peak_is_the_most_that_was_ever_held_at_once() -> None:
@@ -103,14 +70,6 @@ def test_the_others_are_asked_in_the_order_they_came_until_enough_came_back() ->
     ledger.check()
 
 
-def test_one_who_gives_less_than_asked_is_not_asked_again() -> None:
-    ledger = Ledger(100)
-    asking = Owner(ledger, 0)
-    stingy, generous = Owner(ledger, 50, gives=5), Owner(ledger, 50)
-    ledger.reclaim_elsewhere(asking.account, 30)
-    assert (stingy.asked, generous.asked, asking.asked) == ([30], [25], [])
-
-
 def test_nobody_is_asked_for_nothing_and_the_asker_never() -> None:
     ledger = Ledger(100)
     owners = [Owner(ledger, 10), Owner(ledger, 10)]
@@ -119,13 +78,6 @@ def test_nobody_is_asked_for_nothing_and_the_asker_never() -> None:
     assert [owner.asked for owner in owners] == [[], []]
     ledger.reclaim_elsewhere(owners[0].account, 1000)
     assert [owner.asked for owner in owners] == [[], [1000]]
-
-
-def test_accounts_with_equal_bytes_are_told_apart() -> None:
-    ledger = Ledger(100)
-    first, second = ledger.open_account(no_reclaim), Ledger(100).open_account(no_reclaim)
-    assert ledger.is_sole(first)
-    assert not ledger.is_sole(second)
 
 
 def test_an_account_is_sole_until_another_is_opened() -> None:
@@ -184,24 +136,3 @@ def test_work_that_waits_for_the_lock_runs_at_the_end_of_the_outermost_turn() ->
     assert order == ["still inside", "deferred"]
     lock.when_free(lambda: order.append("at once"))
     assert order[-1] == "at once"
-
-
-def test_work_that_waits_runs_also_after_the_turn_failed() -> None:
-    lock = Ledger(100).lock
-    order: list[str] = []
-
-    def failing() -> None:
-        with lock:
-            lock.when_free(lambda: order.append("deferred"))
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        failing()
-    assert order == ["deferred"]
-
-
-def test_an_account_shows_its_bytes_and_not_its_ledger() -> None:
-    account = Ledger(100).open_account(no_reclaim)
-    account.add_spans(7)
-    assert repr(account) == "Account(live_bytes=0, span_bytes=7, checkpoint_bytes=0, second_bytes=0)"
-    assert isinstance(account, Account)

@@ -29,11 +29,6 @@ def press_ctrl_c() -> None:
         pass
 
 
-def test_outside_of_a_block_an_interrupt_is_immediate() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        press_ctrl_c()
-
-
 def test_an_interrupt_arrives_when_the_block_is_through() -> None:
     done = []
 
@@ -50,17 +45,12 @@ def test_an_interrupt_arrives_when_the_block_is_through() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_block_without_an_interrupt_leaves_the_handler_as_it_was() -> None:
-    with uninterrupted():
-        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_many_interrupts_in_a_block_become_one() -> None:
     arrived = _listen()
     with uninterrupted():
-        for _ in range(3):
-            press_ctrl_c()
+        with uninterrupted():
+            for _ in range(3):
+                press_ctrl_c()
         assert arrived() == 0
     assert arrived() == 1
 
@@ -73,16 +63,6 @@ def test_the_handler_that_was_installed_before_gets_the_signal_and_the_frame() -
     assert seen == [(signal.SIGINT, True)]
 
 
-def test_an_interrupt_in_an_inner_block_waits_for_the_outer_one() -> None:
-    arrived = _listen()
-    with uninterrupted():
-        with uninterrupted():
-            press_ctrl_c()
-            assert arrived() == 0
-        assert arrived() == 0
-    assert arrived() == 1
-
-
 def test_an_interrupt_beside_an_error_arrives_and_the_error_is_its_context() -> None:
     def work() -> None:
         with uninterrupted():
@@ -92,12 +72,6 @@ def test_an_interrupt_beside_an_error_arrives_and_the_error_is_its_context() -> 
     with pytest.raises(KeyboardInterrupt) as caught:
         work()
     assert isinstance(caught.value.__context__, ValueError)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_an_error_alone_leaves_the_block_as_it_is_and_the_handler_as_it_was() -> None:
-    with pytest.raises(ValueError, match="alone"), uninterrupted():
-        raise ValueError("alone")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -138,14 +112,6 @@ def test_the_first_of_two_signals_is_delivered_and_both_handlers_are_back() -> N
         signal.signal(signal.SIGTERM, before)
 
 
-def test_an_ignored_interrupt_stays_ignored() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with uninterrupted():
-        press_ctrl_c()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-
-
 def test_another_thread_may_use_a_block_and_leaves_the_signal_alone() -> None:
     arrived = _listen()
     handler = signal.getsignal(signal.SIGINT)
@@ -164,15 +130,6 @@ def test_another_thread_may_use_a_block_and_leaves_the_signal_alone() -> None:
     assert signal.getsignal(signal.SIGINT) is handler
     leave.set()
     thread.join()
-
-
-def test_a_second_block_after_an_interrupted_one_works_the_same() -> None:
-    arrived = _listen()
-    for count in (1, 2):
-        with uninterrupted():
-            press_ctrl_c()
-            assert arrived() == count - 1
-        assert arrived() == count
 
 
 def _listen() -> Callable[[], int]:

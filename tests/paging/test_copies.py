@@ -28,9 +28,8 @@ TOKEN_BYTES = {
     "llama in 8 bits": 3 * 2 * 2 * (64 + 4 + 4),
     "llama_sliding": 2 * 2 * 2 * 32 * 4,
     "nemotron_h": 2 * 2 * 2 * 32 * 4,
-    "falcon_h1": 3 * 2 * 2 * 32 * 4,
 }
-PURE_KINDS = ["llama", "llama in 8 bits"]
+PURE_KINDS = ["llama in 8 bits"]
 
 LONG_LENGTH = 1000
 SHARED_LENGTH = 800
@@ -38,7 +37,7 @@ TAIL_LENGTH = 150
 
 pytestmark = pytest.mark.usefixtures("exact_allocations")
 
-SLOW_KINDS = {"falcon_h1", "llama in 8 bits"}
+SLOW_KINDS = {"llama in 8 bits"}
 
 
 @pytest.fixture(params=[pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW_KINDS)) for k in sorted(TOKEN_BYTES)])
@@ -131,7 +130,7 @@ def test_a_request_that_continues_the_live_path_copies_nothing(kind: str) -> Non
 
 def test_decoding_writes_into_the_same_buffers(kind: str) -> None:
     model, cache = model_and_cache(kind)
-    prompt = tokens(1, 2 * LONG_LENGTH)
+    prompt = tokens(1, LONG_LENGTH)
     with cache.begin(prompt, reserve=64) as session:
         session.prefill(model, step_size=512)
     reply = [*range(30)]
@@ -155,7 +154,6 @@ def _plain_growth_bytes(cache: PrefixCache, model: Any, prompt: list[int], reply
     return peak_growth_bytes(base)
 
 
-# The buffers of falcon_h1 are of the same class.
 @pytest.mark.parametrize(
     "kind",
     ["llama", "llama_sliding", "nemotron_h", pytest.param("llama in 8 bits", marks=pytest.mark.slow)],
@@ -166,15 +164,15 @@ def test_a_conversation_of_many_turns_moves_its_buffers_only_now_and_then(kind: 
     prompt = tokens(1, 600)
     moves = 0
     before: list[int] = []
-    for turn in range(18):
+    for turn in range(12):
         with cache.begin(prompt) as session:
             _run(session, model, ())
             moves += addresses(session) != before
             before = addresses(session)
         prompt = [*prompt, *tokens(turn, 100)]
-    assert cache.stats.copied_bytes == (600 + 17 * 100) * inside.window_bytes(cache)
-    # Growing by half each time, 600 tokens become 2,300 in four steps; the first allocation and a spare one besides.
-    assert moves <= 6
+    assert cache.stats.copied_bytes == (600 + 11 * 100) * inside.window_bytes(cache)
+    # Growing by half each time, 600 tokens become 1,700 in three steps; the first allocation and a spare one besides.
+    assert moves <= 5
 
 
 def test_a_switch_between_users_copies_out_and_in_only_what_lies_below_their_common_ancestor(kind: str) -> None:
@@ -224,20 +222,6 @@ def test_a_switch_between_users_neither_moves_the_buffers_nor_allocates_more_tha
         # Point layers bring their checkpoints; a tenth of the buffers is room for those, not for a copy of any layer.
         assert grown <= out + live // 10, turn
         cache.check()
-
-
-def test_a_switch_to_a_user_who_shares_nothing_pages_everything_out_once(kind: str) -> None:
-    model, cache = model_and_cache(kind)
-    first, second = [1, *tokens(1, 700)], [2, *tokens(2, 700)]
-    for prompt in (first, second):
-        serve(cache, model, prompt, reply=())
-    assert cache.stats.paged_out_bytes == len(first) * TOKEN_BYTES[kind]
-    # What is paged in for a user who then adds nothing need not be paged out again.
-    for prompt in (first, second, first, second):
-        with cache.begin([*prompt, 9]):
-            pass
-    assert cache.stats.paged_out_bytes == (len(first) + len(second)) * TOKEN_BYTES[kind]
-    assert cache.stats.paged_in_bytes == 2 * (len(first) + len(second)) * TOKEN_BYTES[kind]
 
 
 @pytest.mark.parametrize("kind", PURE_KINDS)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import radixcache.paging.resume
-from radixcache.paging.resume import Tails, floor, stops_on_grid
+from radixcache.paging.resume import Tails, stops_on_grid
 from radixcache.tokens import Keys, common_length
 from radixcache.tree.radix_tree import Match, Node
 
@@ -19,10 +19,6 @@ def keys(*values: int) -> Keys:
 
 def root(namespace: str = "") -> Node:
     return Node(keys(), 0, None, namespace)
-
-
-def test_floor_is_the_multiple_at_or_below() -> None:
-    assert [floor(offset, 4) for offset in (0, 3, 4, 7, 8)] == [0, 0, 4, 4, 8]
 
 
 def test_stops_move_down_to_the_grid_and_the_most_lasting_of_several_stays() -> None:
@@ -54,17 +50,6 @@ def test_a_match_that_ends_inside_an_edge_has_no_tail() -> None:
     assert tails.matched(Match(inside, 2), keys(5, 6, 8)) == 0
 
 
-def test_a_tail_that_another_one_covers_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(radixcache.paging.resume, "MAX_TAIL_KEYS", 8)
-    monkeypatch.setattr(radixcache.paging.resume, "NODE_KEYS", 0)
-    tails = Tails()
-    for tail in (keys(1, 2), keys(1, 2, 3, 4, 5), keys(1, 2, 3)):
-        tails.add(root("a"), tail)
-    tails.add(root("b"), keys(1, 2, 3))
-    assert tails.matched(Match(root("a"), 0), keys(1, 2, 3, 4, 5, 6)) == 5
-    assert tails.matched(Match(root("b"), 0), keys(1, 2, 3, 4)) == 3
-
-
 def test_the_tail_that_was_added_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(radixcache.paging.resume, "MAX_TAIL_KEYS", 8)
     monkeypatch.setattr(radixcache.paging.resume, "NODE_KEYS", 0)
@@ -83,15 +68,6 @@ def test_a_node_keeps_as_many_tails_as_there_is_room_for(monkeypatch: pytest.Mon
         tails.check()
     found = [tails.matched(Match(node, 0), keys(value, value)) for value in range(11)]
     assert found == [0] + [2] * 10, "the oldest went, at 64 keys a node"
-
-
-def test_a_tail_that_is_added_again_is_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(radixcache.paging.resume, "MAX_TAIL_KEYS", 8)
-    monkeypatch.setattr(radixcache.paging.resume, "NODE_KEYS", 0)
-    tails, node = Tails(), root()
-    for tail in (keys(1, 1, 1), keys(2, 2, 2), keys(1, 1), keys(3, 3, 3)):
-        tails.add(node, tail)
-    assert [tails.matched(Match(node, 0), keys(value, value, value)) for value in (1, 2, 3)] == [3, 0, 3]
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 2), max_size=6)), max_size=30))

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from radixcache import CacheBusyError, Ledger, NamedPin, PrefixCache
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
-from runner.models.tiny import TINY_KINDS, tiny_model
+from runner.models.tiny import tiny_model
 from tests import inside
 from tests.paging.test_pins import PROMPT, ROUNDING, SYSTEM, TOKEN_BYTES_OF_LLAMA, serve
 from tests.prompts import tokens
@@ -48,22 +48,6 @@ def test_a_named_pin_is_released_by_its_tokens_too_after_the_unnamed_ones(llama:
     assert cache.names() == {}
     with pytest.raises(ValueError, match="not pinned"):
         cache.unpin(SYSTEM)
-    cache.check()
-
-
-def test_a_name_that_is_taken_changes_over_and_stays_where_it_was_on_refusal(llama: Any) -> None:
-    cache = PrefixCache(llama, budget_bytes=150 * TOKEN_BYTES_OF_LLAMA)
-    serve(cache, llama, SYSTEM)
-    cache.pin(SYSTEM, name="support")
-    with pytest.raises(ValueError, match="only 40 of 70 tokens are stored"):
-        cache.pin(PROMPT, name="support")
-    assert cache.names()["support"].tokens == 40
-    serve(cache, llama, PROMPT)
-    cache.pin(PROMPT, name="support")
-    assert cache.names()["support"].tokens == 70
-    assert cache.stats.pinned_bytes == 70 * TOKEN_BYTES_OF_LLAMA
-    cache.unpin(name="support")
-    assert cache.stats.pinned_bytes == 0
     cache.check()
 
 
@@ -140,34 +124,7 @@ def test_a_pin_ends_with_its_last_request_and_the_prefix_is_ordinary_again(llama
     cache.check()
 
 
-def test_the_request_with_which_a_pin_ends_still_resumes_on_it(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    serve(cache, llama, PROMPT)
-    cache.pin(SYSTEM, ttl_requests=1)
-    cache.reclaim(0)
-    assert serve(cache, llama, [*SYSTEM, *tokens(9, 4)]).cached_tokens == 40
-    cache.reclaim(0)
-    assert cache.stats.tokens == 0
-
-
-def test_a_renewed_name_counts_from_its_renewal_and_insert_does_not_count(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    serve(cache, llama, PROMPT)
-    cache.pin(SYSTEM, name="support", ttl_requests=2)
-    caches, remaining = cache.fetch([*PROMPT, 7])
-    llama(mx.array(remaining)[None], cache=caches)
-    cache.insert([*PROMPT, 7], caches)
-    assert cache.names()["support"].requests_left == 1
-    cache.pin(SYSTEM, name="support", ttl_requests=5)
-    assert cache.names()["support"].requests_left == 5
-    cache.pin(SYSTEM, name="support")
-    assert cache.names()["support"].requests_left is None
-    for seed in range(6):
-        serve(cache, llama, tokens(70 + seed, 3))
-    assert list(cache.names()) == ["support"]
-
-
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from("ppnnurtbc"), st.integers(0, 5), st.integers(1, 4)), max_size=40))
 def test_pins_keep_what_they_say_through_any_calls(calls: list[tuple[str, int, int]]) -> None:
     """Against a plain list of (name, prefix, requests left): whatever lasts there is resumed whole after reclaim(0)."""
@@ -245,18 +202,8 @@ def test_a_pin_of_live_state_that_is_lost_is_gone_with_it_and_no_other(llama: An
 # Warming
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "mamba", "nemotron_h", "llama4", "rwkv7", "deepseek_v41"])
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "nemotron_h"])
 def test_a_warmed_prefix_is_resumed_at_its_very_end(kind: str) -> None:
-    check_warming(kind)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(TINY_KINDS))
-def test_a_warmed_prefix_is_resumed_at_its_very_end_by_every_kind(kind: str) -> None:
-    check_warming(kind)
-
-
-def check_warming(kind: str) -> None:
     model = tiny_model(kind)
     cache = PrefixCache(model, live_slots=2)
     with cache.begin(tokens(3, 30)) as other:
@@ -296,21 +243,6 @@ def test_progress_of_warming_is_told_in_tokens_of_the_prefix(llama: Any) -> None
     told: list[tuple[int, int]] = []
     PrefixCache(llama).warm(llama, SYSTEM, step_size=16, on_progress=lambda done, total: told.append((done, total)))
     assert told == [(0, 40), (16, 40), (32, 40), (40, 40)]
-
-
-def test_a_prefix_that_cannot_stay_is_refused_with_the_numbers(llama: Any) -> None:
-    budget_bytes = 60 * TOKEN_BYTES_OF_LLAMA
-    cache = PrefixCache(llama, budget_bytes=budget_bytes)
-    cache.warm(llama, SYSTEM, name="kept")
-    wanted = (40 + 50) * TOKEN_BYTES_OF_LLAMA
-    message = f"pins would keep {wanted} bytes; the budget is {budget_bytes} bytes"
-    with pytest.raises(ValueError, match=message):
-        cache.warm(llama, tokens(8, 50), name="more")
-    cache.check()
-    assert list(cache.names()) == ["kept"]
-    with pytest.raises(ValueError, match=rf"of 50 tokens could be stored: .* {budget_bytes} bytes"):
-        cache.warm(llama, tokens(8, 50))
-    assert serve(cache, llama, [*SYSTEM, 3]).cached_tokens == 40
 
 
 def test_a_prefix_that_cannot_stay_is_refused_before_anything_is_evaluated_and_is_no_request() -> None:
@@ -365,13 +297,3 @@ def test_a_prefix_is_warmed_for_a_draft_model_too(llama: Any) -> None:
             assert np.abs(np.array(model(mx.array([[1]]), cache=caches)[0, -1]) - cold).max() < ROUNDING
     with pytest.raises(ValueError, match=r"has \d+ layer caches; draft_model needs both models' \d+, in order"):
         PrefixCache(llama).warm(llama, SYSTEM, draft_model=draft)
-
-
-def test_keys_are_warmed_as_they_are_asked_for(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    keys = [(1 << 61) + index for index in range(40)]
-    assert cache.warm(llama, SYSTEM, keys=keys) == 40
-    with cache.begin([*SYSTEM, 1], keys=[*keys, 1]) as session:
-        assert session.cached_tokens == 40
-        session.prefill(llama)
-    assert cache.warm(llama, SYSTEM) == 40

@@ -16,7 +16,7 @@ from radixcache.sized_cache import sized_cache
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model
 from tests.prompts import tokens
 
-KINDS = ["llama", "llama_sliding", "mamba", "nemotron_h"]
+KINDS = ["llama", "nemotron_h"]
 TOKEN_BYTES_OF_LLAMA = 3 * 2 * 2 * 64 * 4
 ROUNDING = 1e-4
 
@@ -124,18 +124,6 @@ def test_letting_go_of_a_pin_inside_an_edge_leaves_no_seam(llama: Any) -> None:
     cache.check()
 
 
-def test_a_pin_where_no_checkpoint_stands_keeps_the_nearest_one_above() -> None:
-    mamba = tiny_model("mamba")
-    cache = PrefixCache(mamba)
-    serve(cache, mamba, PROMPT, marks=[len(SYSTEM)])
-    cache.pin(PROMPT[:50])
-    serve(cache, mamba, tokens(5, 50))
-    cache.reclaim(0)
-    cache.check()
-    session = serve(cache, mamba, [*PROMPT[:50], *tokens(6, 10)])
-    assert (session.matched_tokens, session.cached_tokens) == (50, len(SYSTEM))
-
-
 def test_pins_count(model: Any) -> None:
     cache = PrefixCache(model)
     serve(cache, model, PROMPT, marks=[len(SYSTEM)])
@@ -149,46 +137,6 @@ def test_pins_count(model: Any) -> None:
     with pytest.raises(ValueError, match="these 40 tokens are not pinned in namespace ''"):
         cache.unpin(SYSTEM)
     cache.check()
-
-
-def test_nested_and_overlapping_pins_are_counted_once_and_let_go_one_by_one(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    other = [*SYSTEM, *tokens(9, 20)]
-    for prompt in (PROMPT, other):
-        serve(cache, llama, prompt)
-    assert cache.pin(SYSTEM) == 40 * TOKEN_BYTES_OF_LLAMA
-    assert cache.pin(PROMPT) == 70 * TOKEN_BYTES_OF_LLAMA
-    assert cache.pin(other) == 90 * TOKEN_BYTES_OF_LLAMA
-    cache.unpin(PROMPT)
-    assert cache.stats.pinned_bytes == 60 * TOKEN_BYTES_OF_LLAMA
-    cache.reclaim(0)
-    assert cache.stats.tokens == 60
-    cache.unpin(other)
-    cache.reclaim(0)
-    assert cache.stats.tokens == 40
-    cache.unpin(SYSTEM)
-    cache.check()
-
-
-def test_pins_larger_than_the_budget_are_refused_and_change_nothing(llama: Any) -> None:
-    budget_bytes = 100 * TOKEN_BYTES_OF_LLAMA
-    cache = PrefixCache(llama, budget_bytes=budget_bytes)
-    pinned = [[1, *tokens(1, 59)], [2, *tokens(2, 29)]]
-    for prompt in pinned:
-        serve(cache, llama, prompt)
-        cache.pin(prompt)
-    # A third one still runs beside the two, but can neither stay nor be made to stay.
-    third = [3, *tokens(3, 19)]
-    serve(cache, llama, third)
-    before = (cache.dump(), cache.stats.pinned_bytes)
-    with pytest.raises(ValueError, match=r"of 20 tokens are stored|pins would keep"):
-        cache.pin(third)
-    assert (cache.dump(), cache.stats.pinned_bytes) == before
-    assert cache.stats.pinned_bytes == 90 * TOKEN_BYTES_OF_LLAMA
-    assert held_bytes(cache) <= budget_bytes
-    for prompt in pinned:
-        assert serve(cache, llama, [*prompt, 1]).cached_tokens == len(prompt)
-        assert held_bytes(cache) <= budget_bytes
 
 
 def test_a_request_larger_than_what_the_pins_leave_runs_and_the_pins_stay(model: Any) -> None:
@@ -217,18 +165,6 @@ def test_only_a_prefix_that_is_stored_whole_can_be_pinned(model: Any) -> None:
     cache.check()
 
 
-def test_pins_of_one_namespace_do_not_hold_those_of_another(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    for namespace in ("a", "b"):
-        serve(cache, llama, PROMPT, namespace=namespace)
-    cache.pin(PROMPT, namespace="a")
-    cache.reclaim(0)
-    assert cache.view().namespaces == ("a",)
-    assert cache.stats.tokens == len(PROMPT)
-    with pytest.raises(ValueError, match="not pinned in namespace 'b'"):
-        cache.unpin(PROMPT, namespace="b")
-
-
 def test_a_pin_made_while_a_session_is_open_holds_after_it(model: Any) -> None:
     cache = PrefixCache(model)
     serve(cache, model, PROMPT, marks=[len(SYSTEM)])
@@ -244,17 +180,6 @@ def test_a_pin_made_while_a_session_is_open_holds_after_it(model: Any) -> None:
     cache.check()
 
 
-def test_clear_lets_go_of_pins_too(model: Any) -> None:
-    cache = PrefixCache(model)
-    serve(cache, model, PROMPT)
-    cache.pin(PROMPT)
-    cache.clear()
-    assert held_bytes(cache) == cache.stats.tokens == cache.stats.pinned_bytes == 0
-    with pytest.raises(ValueError, match="not pinned"):
-        cache.unpin(PROMPT)
-    cache.check()
-
-
 def test_a_pinned_live_path_gives_up_its_spare_room_and_nothing_else(llama: Any) -> None:
     cache = PrefixCache(llama)
     serve(cache, llama, PROMPT)
@@ -264,12 +189,3 @@ def test_a_pinned_live_path_gives_up_its_spare_room_and_nothing_else(llama: Any)
     assert cache.stats.spare_bytes <= TOKEN_BYTES_OF_LLAMA
     assert cache.stats.tokens == len(PROMPT)
     assert serve(cache, llama, [*PROMPT, 1]).cached_tokens == len(PROMPT)
-
-
-def test_a_pin_and_its_tokens_show_in_the_dump(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    serve(cache, llama, PROMPT)
-    cache.pin(SYSTEM)
-    lines = cache.dump().splitlines()
-    assert [("pin" in line) for line in lines[2:]] == [True, False]
-    assert lines[2].startswith("[0, 40)")

@@ -16,17 +16,14 @@ from runner.models.tiny import CHUNK_LENGTH, VOCABULARY_LENGTH, WINDOW_LENGTH, t
 from tests import inside
 from tests.prompts import tokens
 
-POINT_KINDS = ["llama_sliding", "llama4", "mamba2", "nemotron_h", "falcon_h1"]
-MORE_POINT_KINDS = ["gemma4_text", "rwkv7", "deepseek_v41"]
+POINT_KINDS = ["llama_sliding", "llama4", "nemotron_h"]
 #: Chat templates rewrite at most this many tokens at the end of a prompt.
 REWRITTEN_TAIL = 16
 
 SYSTEM_LENGTH = 60
 
 
-@pytest.fixture(
-    scope="module", params=[*POINT_KINDS, *(pytest.param(k, marks=pytest.mark.slow) for k in MORE_POINT_KINDS)]
-)
+@pytest.fixture(scope="module", params=POINT_KINDS)
 def model(request: pytest.FixtureRequest) -> Any:
     return tiny_model(request.param)
 
@@ -74,18 +71,6 @@ def test_each_turn_resumes_16_tokens_before_the_last_prompts_end_when_the_templa
         prompt = [*prompt[: previous - 15], *tokens(200 + turn, 45)]
 
 
-def test_each_turn_resumes_just_as_well_when_users_take_turns(model: Any) -> None:
-    cache = PrefixCache(model)
-    prompts = {user: SYSTEM + tokens(user, 30, first=user) for user in (10, 20, 30)}
-    ends = dict.fromkeys(prompts, 0)
-    for turn in range(3):
-        for user, prompt in prompts.items():
-            session = serve(cache, model, prompt, tokens(turn, 5))
-            assert session.cached_tokens >= ends[user] - REWRITTEN_TAIL
-            ends[user] = len(prompt)
-            prompts[user] = [*prompt, *tokens(turn, 5), *tokens(user + turn, 20)]
-
-
 def test_a_regenerated_reply_resumes_16_tokens_before_the_prompts_end(model: Any) -> None:
     cache = PrefixCache(model)
     prompt = SYSTEM + tokens(1, 30)
@@ -95,15 +80,6 @@ def test_a_regenerated_reply_resumes_16_tokens_before_the_prompts_end(model: Any
         assert again.matched_tokens == len(prompt)
         assert again.cached_tokens >= len(prompt) - REWRITTEN_TAIL
         assert again.reason is not None
-
-
-def test_a_turn_that_was_only_prefilled_is_resumed_by_the_next_try(model: Any) -> None:
-    cache = PrefixCache(model)
-    prompt = SYSTEM + tokens(1, 30)
-    with cache.begin(prompt) as session:
-        session.prefill(model)
-    again = serve(cache, model, prompt)
-    assert (again.cached_tokens, again.reason) == (len(prompt) - 1, None)
 
 
 # A shared system prompt
@@ -128,13 +104,6 @@ def test_without_marks_the_third_user_resumes_at_the_end_of_the_system_prompt(mo
     assert (second.cached_tokens, second.reason) in [(0, ShortReason.NO_CHECKPOINT), (SYSTEM_LENGTH, None)]
 
 
-def test_marks_at_both_ends_of_a_prompt_are_harmless(model: Any) -> None:
-    cache = PrefixCache(model)
-    prompt = SYSTEM + tokens(1, 30)
-    serve(cache, model, prompt, marks=[0, len(prompt) - 1, len(prompt)])
-    assert serve(cache, model, prompt).cached_tokens == len(prompt) - 1
-
-
 # Branches
 
 
@@ -148,32 +117,6 @@ def test_after_one_branch_at_an_offset_the_next_one_there_resumes_there(model: A
         sessions.append(serve(cache, model, trunk[:offset] + tokens(branch, 40, first=other)))
     assert [s.matched_tokens for s in sessions[1:]] == [offset] * 3
     assert [s.cached_tokens for s in sessions[2:]] == [offset] * 2
-
-
-def test_a_branch_inside_a_branch_resumes_there_too(model: Any) -> None:
-    cache = PrefixCache(model)
-    trunk = tokens(1, 90)
-    limb = trunk[:50] + tokens(2, 60, first=(trunk[50] + 1) % VOCABULARY_LENGTH)
-    serve(cache, model, trunk)
-    serve(cache, model, limb)
-    first = serve(cache, model, limb[:80] + tokens(3, 20, first=(limb[80] + 1) % VOCABULARY_LENGTH))
-    second = serve(cache, model, limb[:80] + tokens(4, 20, first=(limb[80] + 2) % VOCABULARY_LENGTH))
-    # Windows are kept as long as there is room: they resume anywhere. Recurrent state does where somebody branched off.
-    wanted = (80, 50, ShortReason.NO_CHECKPOINT) if inside.has_states(cache) else (80, 80, None)
-    assert (first.matched_tokens, first.cached_tokens, first.reason) == wanted
-    assert (second.matched_tokens, second.cached_tokens, second.reason) == (80, 80, None)
-
-
-def test_a_window_is_whole_at_every_token_of_what_two_branches_share() -> None:
-    sliding = tiny_model("llama_sliding")
-    cache = PrefixCache(sliding)
-    trunk = tokens(1, WINDOW_LENGTH - 4)
-    limb = trunk[:7] + tokens(2, 60, first=(trunk[7] + 1) % VOCABULARY_LENGTH)
-    serve(cache, sliding, trunk)
-    assert serve(cache, sliding, limb).cached_tokens == 7
-    for at in (30, 29, 8, 66, 7, 3):
-        twig = serve(cache, sliding, limb[:at] + tokens(at, 20, first=(limb[at] + 1) % VOCABULARY_LENGTH))
-        assert (twig.matched_tokens, twig.cached_tokens) == (at, at)
 
 
 # Reasons
@@ -228,21 +171,6 @@ def test_a_fetch_in_another_thread_says_what_the_open_session_keeps_from_it(mode
 
 
 @pytest.mark.parametrize(("kind", "length"), [("llama_sliding", WINDOW_LENGTH), ("llama4", CHUNK_LENGTH)])
-@pytest.mark.parametrize("visitor", [False, True], ids=["live", "from a checkpoint"])
-def test_a_window_that_has_not_wrapped_is_cut_back_to_any_offset(kind: str, length: int, visitor: bool) -> None:
-    model = tiny_model(kind)
-    cache = PrefixCache(model)
-    prompt = tokens(1, length - 4)
-    serve(cache, model, prompt, reply=(1, 2, 3))
-    if visitor:
-        serve(cache, model, tokens(2, length - 4, first=(prompt[0] + 1) % VOCABULARY_LENGTH))
-    for offset in (length - 5, 7, 1):
-        branch = prompt[:offset] + tokens(offset, 3, first=(prompt[offset] + 1) % VOCABULARY_LENGTH)
-        session = serve(cache, model, branch, reply=())
-        assert (session.cached_tokens, session.reason) == (offset, None)
-
-
-@pytest.mark.parametrize(("kind", "length"), [("llama_sliding", WINDOW_LENGTH), ("llama4", CHUNK_LENGTH)])
 def test_a_window_whose_tokens_were_given_up_resumes_at_the_checkpoint_before(kind: str, length: int) -> None:
     model = tiny_model(kind)
     known = PrefixCache(model)
@@ -263,12 +191,11 @@ def test_a_window_whose_tokens_were_given_up_resumes_at_the_checkpoint_before(ki
 # Checkpoints on the way, and the cap on them
 
 
-@pytest.mark.parametrize("step_size", [2048, 50])
-def test_a_branch_resumes_at_the_last_checkpoint_of_the_interval(model: Any, step_size: int) -> None:
+def test_a_branch_resumes_at_the_last_checkpoint_of_the_interval(model: Any) -> None:
     cache = PrefixCache(model, checkpoint_interval=32)
     trunk = tokens(1, 200)
     with cache.begin(trunk) as session:
-        session.prefill(model, step_size=step_size)
+        session.prefill(model, step_size=50)
     for offset, resumed in ((150, 128), (100, 96), (65, 64), (40, 32)):
         branch = trunk[:offset] + tokens(offset, 10, first=(trunk[offset] + 1) % VOCABULARY_LENGTH)
         session = serve(cache, model, branch)

@@ -31,9 +31,7 @@ LLAMA_TOKEN_BYTES = 3 * 2 * 2 * 64 * 4
 _answers: dict[tuple[int, tuple[int, ...]], tuple[Any, mx.array]] = {}
 shared_model = functools.cache(tiny_model)
 
-KINDS = ["llama", "llama_sliding", "nemotron_h", "mamba2", "llama4"]
-#: By kind, which calls of a copy fail: the first, and from there every so many.
-COPYING_KINDS = [("llama", 5), pytest.param("nemotron_h", 5, marks=pytest.mark.slow)]
+KINDS = ["llama", "llama_sliding", "nemotron_h"]
 
 SYSTEM = tokens(0, 200)
 ANNA, BEN, CARLA = ([*SYSTEM, *tokens(seed, 60)] for seed in (1, 2, 3))
@@ -147,35 +145,6 @@ def test_open_sessions_of_one_thread_read_each_others_prefix(model: Any) -> None
         assert serve(cache, model, [*prompt, 3, 4, 5]).cached_tokens == len(prompt) + 2
 
 
-def test_what_two_slots_hold_is_not_joined_with_what_one_of_them_goes_on_with(llama: Any) -> None:
-    cache = PrefixCache(llama, live_slots=2)
-    with cache.begin(SYSTEM) as shorter, cache.begin(ANNA) as longer:
-        run(shorter, llama)
-        run(longer, llama)
-    cache.check()
-    with cache.begin([*SYSTEM, 1, 2, 7]) as again:
-        assert slot_of(again) == slot_of(shorter)
-        assert again.cached_tokens == len(SYSTEM)
-        run(again, llama)
-    cache.check()
-
-
-@pytest.mark.parametrize("model", ["llama", "llama_sliding", "nemotron_h"], indirect=True)
-def test_a_session_is_not_disturbed_by_others_that_come_and_go(model: Any) -> None:
-    cache = PrefixCache(model, live_slots=2, budget_bytes=2_000 * LLAMA_TOKEN_BYTES)
-    reply = tokens(20, 6)
-    with cache.begin(ANNA, marks=[len(SYSTEM)]) as session:
-        session.prefill(model)
-        logits = [session.step(model, ANNA[-1:])]
-        for index, token in enumerate(reply):
-            serve(cache, model, [*SYSTEM, *tokens(30 + index, 40)], marks=[len(SYSTEM)])
-            logits.append(session.step(model, [token]))
-    cold = model(mx.array([[*ANNA, *reply]]), cache=make_prompt_cache(model))[0, len(ANNA) - 1 :]
-    found = mx.concatenate([each[0] for each in logits])
-    assert float(mx.abs(found - cold).max()) < ROUNDING
-    cache.check()
-
-
 def test_a_slot_behind_another_pages_nothing_out_that_is_live_there(llama: Any) -> None:
     cache = PrefixCache(llama, live_slots=2)
     with cache.begin(ANNA) as anna, cache.begin(ANNA) as again:
@@ -203,19 +172,6 @@ def test_a_common_prefix_of_two_slots_counts_twice_and_is_so_much_memory(llama: 
     gc.collect()
     mx.clear_cache()
     assert mx.get_active_memory() - base == pytest.approx(stats.live_bytes + stats.paged_bytes, rel=0.01)
-
-
-def test_a_reclaim_empties_every_idle_slot_and_no_open_one(llama: Any) -> None:
-    cache = PrefixCache(llama, live_slots=3)
-    for seed in (1, 2, 3):
-        serve(cache, llama, tokens(seed, 80))
-    with cache.begin([*tokens(2, 80), 9]) as session:
-        cache.reclaim(0)
-        cache.check()
-        assert cache.stats.tokens == 80
-        run(session, llama)
-    cache.reclaim(0)
-    assert (cache.stats.live_bytes, cache.stats.paged_bytes) == (0, 0)
 
 
 # Who gives way
@@ -335,13 +291,11 @@ def _side_by_side(cache: PrefixCache, model: Any, first: list[int], second: list
             mx.eval(one.step(model, [7]))
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", ["page_out", "page_in", "restore_points", "reserve"])
-@pytest.mark.parametrize(("kind", "stride"), COPYING_KINDS)
+@pytest.mark.parametrize(("method", "times"), [("page_out", 2), ("page_in", 1), ("reserve", 2)])
 def test_a_copy_that_fails_while_slots_overlap_leaves_nothing_wrong(
-    kind: str, stride: int, method: str, times: int, monkeypatch: pytest.MonkeyPatch
+    method: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model: Any = shared_model(kind)
+    model: Any = shared_model("llama")
     at = 1
     reached = True
     while reached:
@@ -358,21 +312,11 @@ def test_a_copy_that_fails_while_slots_overlap_leaves_nothing_wrong(
         for prompt in (ANNA, BEN, CARLA):
             serve(cache, model, [*prompt, 8])
         reached = failing.reached
-        assert reached or at > 1 or (kind, method) == ("llama", "restore_points")
-        at += stride
+        assert reached or at > 1
+        at += 5
 
 
 # Who holds the slots
-
-
-def test_a_busy_error_counts_the_reply_apart_from_the_prompt(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    with cache.begin(ANNA) as session:
-        session.prefill(llama)
-        for token in (ANNA[-1], 7, 8):
-            session.step(llama, [token])
-        with pytest.raises(CacheBusyError, match=f"at token 2 behind its {len(ANNA)}"):
-            cache.begin(BEN)
 
 
 def test_a_busy_error_names_who_holds_each_slot(llama: Any) -> None:
@@ -444,7 +388,7 @@ def test_a_session_collected_in_the_middle_of_an_operation_is_closed_after_it(
 # Threads
 
 
-@pytest.mark.parametrize("model", ["llama", "llama_sliding", "nemotron_h"], indirect=True)
+@pytest.mark.parametrize("model", ["llama", "nemotron_h"], indirect=True)
 def test_sessions_of_several_threads_run_side_by_side(model: Any) -> None:
     cache = PrefixCache(model, live_slots=3, budget_bytes=3_000 * LLAMA_TOKEN_BYTES)
     serve(cache, model, ANNA, marks=[len(SYSTEM)])
@@ -507,14 +451,6 @@ def test_a_snapshot_is_not_dropped_as_a_duplicate_while_another_thread_needs_it(
 
 
 # Looking
-
-
-def test_the_dump_says_in_which_slots_a_node_is_live(llama: Any) -> None:
-    cache = PrefixCache(llama, live_slots=2)
-    with cache.begin(ANNA) as anna, cache.begin(BEN) as ben:
-        run(anna, llama)
-        run(ben, llama)
-    assert sorted(node.slots for node in cache.view().nodes) == [(0,), (0, 1), (1,)]
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ from radixcache import DiskStore, PrefixCache
 from radixcache.paging import tier
 from radixcache.paging.rates import TELLING_TOKENS, StoreRates
 from radixcache.stores.block import Block, Kind
-from runner.models.tiny import tiny_model
 from tests.paging.test_rates import Clock
 from tests.prompts import tokens
 from tests.restarts import is_close, serve
@@ -50,13 +49,12 @@ class Timed:
         return getattr(self._model, name)
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_sliding"])
 def test_what_prefill_takes_is_learnt_by_the_end_of_one_prompt_and_then_nothing_is_read(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(tier, "StoreRates", lambda cost, _: StoreRates(cost, clock))
-    model = tiny_model(kind)
+    model = llama
     prompts = [[*tokens(number, LENGTH, first=number), 1] for number in range(3)]
     with Slow(tmp_path, clock) as store, PrefixCache(model, store=store) as cache:
         answers = [serve(cache, model, prompt)[1] for prompt in prompts]

@@ -9,7 +9,7 @@ from runner.models.tiny import tiny_model
 from tests.prompts import tokens
 from tests.restarts import cold, is_close, serve
 
-KINDS = ["llama", "llama_sliding", "gemma3_text", "nemotron_h", "falcon_h1"]
+KINDS = ["llama_sliding", "nemotron_h"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -34,8 +34,9 @@ def rotating(size: int, keep: int = 0) -> WindowModel:
 
 
 WINDOWS = {
-    **{f"{size} of which {keep}": rotating(size, keep) for size in (4, 16, 17) for keep in (0, 4) if keep < size},
-    **{f"chunks of {size}": WindowModel(KVCache, lambda size=size: ChunkedKVCache(size)) for size in (4, 16, 17)},  # type: ignore[misc]
+    "16": rotating(16),
+    "17 of which 4": rotating(17, 4),
+    "chunks of 16": WindowModel(KVCache, lambda: ChunkedKVCache(16)),
     "no full attention": WindowModel(lambda: RotatingKVCache(16)),
     "two sizes": WindowModel(KVCache, lambda: RotatingKVCache(5), lambda: RotatingKVCache(17, 4)),
 }
@@ -65,7 +66,7 @@ def serve(
     return session
 
 
-@pytest.mark.parametrize(("step_size", "stride"), [(3, 1), (16, 5), (50, 7)])
+@pytest.mark.parametrize(("step_size", "stride"), [(3, 2), (50, 7)])
 def test_a_branch_resumes_at_every_token_around_the_wrap(model: WindowModel, step_size: int, stride: int) -> None:
     cache = PrefixCache(model)
     trunk = ids(1, 45)
@@ -78,7 +79,7 @@ def test_a_branch_resumes_at_every_token_around_the_wrap(model: WindowModel, ste
 def test_what_was_decoded_past_the_wrap_twice_is_resumed_where_the_window_still_has_it(model: WindowModel) -> None:
     prompt, reply = ids(1, 20), ids(101, 40)
     whole = [*prompt, *reply]
-    for at in (*range(1, 60, 7), 43, 44, 45, 56, 59, 60):
+    for at in (1, 15, 29, 43, 44, 45, 56, 59, 60):
         cache = PrefixCache(model)  # another one each: what is prefilled again is stored
         serve(cache, model, prompt, reply)
         session = serve(cache, model, [*whole[:at], 201, 202])
@@ -189,14 +190,6 @@ def test_beside_recurrent_layers_nothing_is_kept_of_windows_that_no_checkpoint_n
     serve(cache, model, ids(1, 60))
     # Checkpoints at the tail, 44, and at the end.
     assert cache.stats.window_bytes == (16 + 16) * TOKEN_BYTES
-
-
-def test_a_warmed_prefix_is_resumed_at_any_token() -> None:
-    model = rotating(8)
-    cache = PrefixCache(model)
-    trunk = ids(1, 60)
-    cache.warm(model, trunk)
-    assert cache.explain([*trunk[:30], 200]).resumable_tokens == 30
 
 
 def test_what_is_evaluated_again_after_a_failure_is_kept_once() -> None:

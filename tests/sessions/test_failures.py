@@ -42,10 +42,9 @@ STEP_SIZE, WHOLE = 16, 64
 #: The deepest checkpoint before the end of a prompt that is taken in any case.
 TAIL_LENGTH = 16
 
-KINDS = ["llama", "llama_sliding", "mamba2", "nemotron_h"]
-MORE_KINDS = ["llama4", "falcon_h1", "deepseek_v41"]
+KINDS = ["llama", "llama_sliding", "nemotron_h"]
 #: A single-token write into these goes over what it replaces, so only a checkpoint brings it back.
-OVERWRITING_KINDS = {"llama_sliding", "llama4"}
+OVERWRITING_KINDS = {"llama_sliding"}
 
 _random = np.random.default_rng(11)
 SYSTEM = _random.integers(0, VOCABULARY_LENGTH, 20).tolist()
@@ -55,7 +54,7 @@ REPLY = _random.integers(0, VOCABULARY_LENGTH, 5).tolist()
 TURN = [*PROMPT, *REPLY, 7, 8, 9]
 
 
-@pytest.fixture(scope="module", params=[*KINDS, *(pytest.param(k, marks=pytest.mark.slow) for k in MORE_KINDS)])
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -206,20 +205,14 @@ def passes(model: Any) -> list[int]:
 # A layer raises
 
 
-@pytest.mark.parametrize(
-    ("error", "after"),
-    [
-        pytest.param(KeyboardInterrupt, True, id="interrupt after"),
-        pytest.param(ValueError, False, id="error before", marks=pytest.mark.slow),
-    ],
-)
 def test_after_a_layer_raised_at_a_forward_pass_the_rest_is_kept_and_the_retry_is_right(
-    kind: str, model: Any, passes: list[int], error: type[BaseException], after: bool
+    kind: str, model: Any, passes: list[int]
 ) -> None:
     for at in passes:
         cache = warm(model)
         session = cache.begin(PROMPT, reserve=32)
-        with fused(model, Fuse(at, raising(error, after))) as fuse, pytest.raises(error, match="blown"), session:
+        blown = Fuse(at, raising(KeyboardInterrupt, after=True))
+        with fused(model, blown) as fuse, pytest.raises(KeyboardInterrupt, match="blown"), session:
             run(session, model, REPLY)
         completed = session.cached_tokens + fuse.done
         cache.check()
@@ -278,10 +271,10 @@ def test_a_model_that_fails_twice_in_a_row_is_retried_from_what_both_tries_compl
 # An evaluation fails
 
 
-@pytest.mark.parametrize("poison", POISONS)
 def test_after_an_evaluation_failed_at_a_forward_pass_no_wrong_state_is_stored_also_where_nobody_looked_at_it(
-    model: Any, passes: list[int], poison: Callable[[], mx.array]
+    model: Any, passes: list[int]
 ) -> None:
+    poison = refused_product
     for at in passes:
         cache = warm(model)
         session = cache.begin(PROMPT, reserve=32)
@@ -329,27 +322,13 @@ def test_a_sampled_token_that_cannot_be_evaluated_is_not_stored(model: Any) -> N
     assert answers_rightly(cache, model, [*PROMPT, 0, 1]).matched_tokens <= len(PROMPT)
 
 
-def test_a_sampled_token_outside_the_vocabulary_ends_what_is_stored(model: Any) -> None:
-    cache = warm(model)
-    with cache.begin(PROMPT, reserve=32) as session:
-        session.prefill(model, step_size=STEP_SIZE)
-        for token in (PROMPT[-1], 3, VOCABULARY_LENGTH + 1, 4):
-            session.step(model, mx.array([token]))
-    cache.check()
-    retry = answers_rightly(cache, model, [*PROMPT, 3, 4, 5])
-    assert retry.matched_tokens <= len(PROMPT) + 1
-    assert retry.cached_tokens >= len(PROMPT) - TAIL_LENGTH
-
-
 # A copy of ours fails
 
 
 #: By kind, which calls of a copy fail: the first, and from there every so many.
-COPYING_KINDS = [
-    ("nemotron_h", 6),
-    *(pytest.param(*each, marks=pytest.mark.slow) for each in (("llama", 3), ("llama_sliding", 7), ("mamba2", 6))),
-]
-COPIES = ["page_out", "page_in", "checkpoint", "restore_points", "reserve", "split", "merge"]
+COPYING_KINDS = [("nemotron_h", 8), pytest.param("llama_sliding", 7, marks=pytest.mark.slow)]
+#: How often each copy fails in a row: once, and it is made again; or twice, and the call raises.
+COPIES = {"page_out": 1, "page_in": 2, "checkpoint": 2, "restore_points": 1, "reserve": 2, "split": 1, "merge": 2}
 
 
 @dataclass
@@ -403,13 +382,13 @@ def _filled(model: Any, prompt: list[int]) -> list[Any]:
     return list(caches)
 
 
-@pytest.mark.parametrize(("times", "error"), [(1, RuntimeError), (2, MemoryError)], ids=["once", "twice"])
 @pytest.mark.parametrize("method", COPIES)
 @pytest.mark.parametrize(("kind", "stride"), COPYING_KINDS)
 def test_a_copy_that_fails_once_is_made_again_and_one_that_keeps_failing_leaves_nothing_wrong(
-    kind: str, stride: int, method: str, times: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    kind: str, stride: int, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_of(kind)
+    model, times = model_of(kind), COPIES[method]
+    error = RuntimeError if times == 1 else MemoryError
     at = 1
     reached = True
     while reached:
@@ -425,8 +404,7 @@ def test_a_copy_that_fails_once_is_made_again_and_one_that_keeps_failing_leaves_
         for prompt in ([*OTHER, 9], TURN):
             answers_rightly(cache, model, prompt)
         reached = failing.reached
-        if at == 1:
-            assert reached != _is_never_called(kind, method)
+        assert reached or at > 1
         at += stride
 
 
@@ -451,11 +429,6 @@ def test_a_copy_that_memory_runs_out_for_is_made_once_half_of_what_is_held_has_g
     cache.check()
 
 
-def _is_never_called(kind: str, method: str) -> bool:
-    """Pure span models have no checkpoints; pure point models have no rows to make room for and copy in."""
-    return method in {"llama": ("checkpoint", "restore_points"), "mamba2": ("page_in", "reserve")}.get(kind, ())
-
-
 # Generators that run ahead, and are closed early
 
 
@@ -464,10 +437,9 @@ def tokenizer() -> Any:
     return tiny_tokenizer()
 
 
-@pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "left open"])
-def test_mlx_lms_generator_may_run_ahead_of_what_was_reported(kind: str, model: Any, count: int, closed: bool) -> None:
-    cache = warm(model)
+def test_mlx_lms_generator_may_run_ahead_of_what_was_reported(kind: str, model: Any, closed: bool) -> None:
+    cache, count = warm(model), 5
     reply = []
     with cache.begin(PROMPT, reserve=32) as session:
         session.prefill(model, step_size=STEP_SIZE)
@@ -527,12 +499,11 @@ def test_a_loop_of_its_own_that_reports_wrong_tokens_too_late_is_told(model: Any
     answers_rightly(cache, model, [*PROMPT, 4, 5, 6])
 
 
-@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "collected"])
 def test_a_stream_that_is_closed_early_keeps_what_it_yielded(
-    kind: str, model: Any, tokenizer: Any, count: int, closed: bool
+    kind: str, model: Any, tokenizer: Any, closed: bool
 ) -> None:
-    cache = warm(model)
+    cache, count = warm(model), 3
     stream: Any = stream_generate(model, tokenizer, PROMPT, max_tokens=20, cache=cache)
     reply = [next(stream).token for _ in range(count)]
     if closed:
@@ -542,14 +513,6 @@ def test_a_stream_that_is_closed_early_keeps_what_it_yielded(
     cache.check()
     retry = answers_rightly(cache, model, [*PROMPT, *reply, 7, 8])
     assert retry.cached_tokens >= (len(PROMPT) - TAIL_LENGTH if kind in OVERWRITING_KINDS else len(PROMPT) + count)
-
-
-def test_a_stream_that_was_never_started_holds_nothing(model: Any, tokenizer: Any) -> None:
-    cache = warm(model)
-    stream: Any = stream_generate(model, tokenizer, PROMPT, cache=cache)
-    answers_rightly(cache, model, OTHER)
-    stream.close()
-    cache.check()
 
 
 def test_a_sampler_that_raises_leaves_the_tokens_before_it(model: Any, tokenizer: Any) -> None:
@@ -577,7 +540,7 @@ def test_a_sampler_that_raises_leaves_the_tokens_before_it(model: Any, tokenizer
 # Caches that were converted on the way
 
 
-@pytest.mark.parametrize("start", [0, len(PROMPT) + 2, len(PROMPT) + 50])
+@pytest.mark.parametrize("start", [0, len(PROMPT) + 2])
 def test_caches_that_were_quantized_on_the_way_are_stored_up_to_there(start: int) -> None:
     llama = model_of("llama")
     cache = warm(llama)
@@ -632,9 +595,8 @@ def _conversation(cache: PrefixCache, model: Any, tokenizer: Any) -> None:
     serve(cache, model, [*PROMPT[:30], 4, 5, 6])
 
 
-@pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
-def test_after_a_real_interrupt_at_many_moments_the_cache_is_sound(kind: str, tokenizer: Any) -> None:
-    model = model_of(kind)
+def test_after_a_real_interrupt_at_many_moments_the_cache_is_sound(tokenizer: Any) -> None:
+    model = model_of("llama")
     _conversation(PrefixCache(model), model, tokenizer)
     cache = PrefixCache(model)
     interrupts = 0
@@ -697,21 +659,11 @@ def _interrupted_at(line: int, model: Any, tokenizer: Any) -> int:
     return lines.lines
 
 
-@pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
-def test_after_an_interrupt_at_any_of_many_lines_the_cache_is_sound_and_right(kind: str, tokenizer: Any) -> None:
-    model = model_of(kind)
+def test_after_an_interrupt_at_any_of_many_lines_the_cache_is_sound_and_right(tokenizer: Any) -> None:
+    model = model_of("nemotron_h")
     total = _interrupted_at(0, model, tokenizer)
     for line in range(1, total, total // 9):
         assert _interrupted_at(line, model, tokenizer) >= line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama_sliding", "mamba2", "nemotron_h"])
-def test_after_an_interrupt_at_more_lines_the_cache_is_sound_and_right(kind: str, tokenizer: Any) -> None:
-    model = model_of(kind)
-    total = _interrupted_at(0, model, tokenizer)
-    for line in range(2, total, total // 14):
-        _interrupted_at(line, model, tokenizer)
 
 
 def test_a_session_whose_finalizer_was_cut_off_frees_the_slot_for_the_next(

@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from radixcache import CacheBusyError, PrefixCache, render_chat, stream_generate
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
 
-KINDS = ["llama", "llama_sliding", "mamba2", "nemotron_h"]
+KINDS = ["llama", "llama_sliding", "nemotron_h"]
 
 PROMPT = np.random.default_rng(4).integers(0, VOCABULARY_LENGTH, 50).tolist()
 
@@ -61,11 +61,8 @@ def _as_mlx(prompt: Any) -> Any:
 # The same tokens
 
 
-@pytest.mark.parametrize("step_size", [2048, 16])
-def test_greedy_replies_are_those_of_mlx_lm_through_a_conversation_with_a_branch(
-    model: Any, tokenizer: Any, step_size: int
-) -> None:
-    cache = PrefixCache(model)
+def test_greedy_replies_are_those_of_mlx_lm_through_a_conversation_with_a_branch(model: Any, tokenizer: Any) -> None:
+    cache, step_size = PrefixCache(model), 16
     prompt = PROMPT
     for turn in range(2):
         reply = agree(model, tokenizer, cache, prompt, lambda: {"max_tokens": 8, "prefill_step_size": step_size})
@@ -75,6 +72,7 @@ def test_greedy_replies_are_those_of_mlx_lm_through_a_conversation_with_a_branch
     assert cache.stats.hit_tokens > cache.stats.miss_tokens
 
 
+@pytest.mark.parametrize("model", ["nemotron_h"], indirect=True)
 def test_a_seeded_sampler_draws_what_it_draws_for_mlx_lm(model: Any, tokenizer: Any) -> None:
     cache = PrefixCache(model)
 
@@ -95,6 +93,7 @@ def test_a_seeded_sampler_draws_what_it_draws_for_mlx_lm(model: Any, tokenizer: 
     assert other != first
 
 
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
 def test_logits_processors_see_the_whole_prompt_however_much_of_it_was_cached(model: Any, tokenizer: Any) -> None:
     cache = PrefixCache(model)
     seen: list[list[list[int]]] = []
@@ -152,7 +151,7 @@ def test_a_stop_token_ends_the_reply(model: Any) -> None:
     assert (last.finish_reason, last.token) == ("stop", stop)
 
 
-@pytest.mark.parametrize("model", ["nemotron_h"], indirect=True)
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
 def test_without_a_limit_only_a_stop_token_ends_the_reply(model: Any) -> None:
     plain: Any = tiny_tokenizer()
     plain.eos_token_ids = set()
@@ -214,6 +213,7 @@ def test_marks_and_namespace_reach_the_cache(tokenizer: Any) -> None:
     assert elsewhere.cached_tokens == 0
 
 
+@pytest.mark.parametrize("model", ["llama_sliding"], indirect=True)
 def test_progress_is_reported_up_to_the_whole_prompt(model: Any, tokenizer: Any) -> None:
     cache = PrefixCache(model)
 
@@ -244,11 +244,8 @@ def test_progress_is_reported_up_to_the_whole_prompt(model: Any, tokenizer: Any)
 # Embeddings
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_a_prompt_may_come_as_embeddings_which_are_asked_for_from_where_it_is_resumed(
-    tokenizer: Any, kind: str
-) -> None:
-    model = tiny_model(kind)
+def test_a_prompt_may_come_as_embeddings_which_are_asked_for_from_where_it_is_resumed(tokenizer: Any) -> None:
+    model = tiny_model("gemma3_text")
     rows = mx.array(np.random.default_rng(5).standard_normal((50, 64)), mx.float32)
     cache = PrefixCache(model)
     expected = list(plain_stream_generate(model, tokenizer, mx.array(PROMPT), 8, input_embeddings=rows))
@@ -273,57 +270,34 @@ def test_a_prompt_may_come_as_embeddings_which_are_asked_for_from_where_it_is_re
     assert agree(model, tokenizer, cache, PROMPT, lambda: {"max_tokens": 8}) != [each.token for each in expected]
 
 
-@pytest.mark.parametrize("more", [{}, {"keys": PROMPT, "draft_model": "draft"}])
-def test_embeddings_without_keys_or_with_a_draft_model_are_refused(tokenizer: Any, more: dict[str, Any]) -> None:
-    llama = tiny_model("llama")
-    cache = PrefixCache(llama)
-    with pytest.raises(ValueError, match=r"embed needs keys, .* and no draft_model"):
-        stream_generate(llama, tokenizer, PROMPT, cache=cache, embed=lambda offset: mx.zeros((50 - offset, 64)), **more)
-    assert cache.stats.requests == 0
-
-
 # Arguments
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("arguments", "message"),
     [
-        ("prompt_cache", []),
-        ("max_kv_size", 64),
-        ("input_embeddings", mx.zeros((4, 64))),
-        ("kv_bits", 8),
-        ("kv_group_size", 32),
-        ("quantized_kv_start", 100),
+        ({"prompt_cache": []}, r"prompt_cache cannot be used together with cache=: \w+"),
+        ({"max_kv_size": 64}, r"max_kv_size cannot be used together with cache=: \w+"),
+        ({"input_embeddings": mx.zeros((4, 64))}, r"input_embeddings cannot be used together with cache=: \w+"),
+        ({"kv_bits": 8}, r"kv_bits cannot be used together with cache=: \w+"),
+        ({"kv_group_size": 32}, r"kv_group_size cannot be used together with cache=: \w+"),
+        ({"quantized_kv_start": 100}, r"quantized_kv_start cannot be used together with cache=: \w+"),
+        ({"prompt_cache": None, "temperature": 0.5}, "unexpected arguments: temperature"),
+        ({"max_tokens": 0}, "max_tokens is 0; wanted 1 or more, or -1"),
+        ({"max_tokens": -2}, "max_tokens is -2; wanted 1 or more, or -1"),
+        ({"embed": len}, "embed needs keys, .* and no draft_model"),
+        ({"embed": len, "keys": PROMPT, "draft_model": "draft"}, "embed needs keys, .* and no draft_model"),
     ],
+    ids=lambda given: next(reversed(given)) if isinstance(given, dict) else "",
 )
-def test_an_argument_that_contradicts_the_cache_is_refused_by_name_before_anything_runs(
-    tokenizer: Any, name: str, value: Any
+def test_a_wrong_argument_is_refused_by_name_before_anything_runs(
+    tokenizer: Any, arguments: dict[str, Any], message: str
 ) -> None:
     llama = tiny_model("llama")
     cache = PrefixCache(llama)
-    with pytest.raises(ValueError, match=rf"{name} cannot be used together with cache=: \w+"):
-        stream_generate(llama, tokenizer, PROMPT, cache=cache, **{name: value})
+    with pytest.raises((ValueError, TypeError), match=message):
+        stream_generate(llama, tokenizer, PROMPT, cache=cache, **arguments)
     assert cache.stats.requests == 0
-
-
-def test_an_argument_left_at_none_is_not_refused(tokenizer: Any) -> None:
-    llama = tiny_model("llama")
-    cache = PrefixCache(llama)
-    arguments: dict[str, Any] = {"prompt_cache": None, "max_kv_size": None, "kv_bits": None, "max_tokens": 3}
-    assert len(list(stream_generate(llama, tokenizer, PROMPT, cache=cache, **arguments))) == 3
-
-
-def test_an_unknown_argument_is_refused_by_name(tokenizer: Any) -> None:
-    llama = tiny_model("llama")
-    with pytest.raises(TypeError, match="unexpected arguments: temperature"):
-        stream_generate(llama, tokenizer, PROMPT, cache=PrefixCache(llama), temperature=0.5)
-
-
-@pytest.mark.parametrize("max_tokens", [0, -2])
-def test_a_limit_of_no_tokens_is_refused(tokenizer: Any, max_tokens: int) -> None:
-    llama = tiny_model("llama")
-    with pytest.raises(ValueError, match=f"max_tokens is {max_tokens}; wanted 1 or more, or -1"):
-        stream_generate(llama, tokenizer, PROMPT, max_tokens=max_tokens, cache=PrefixCache(llama))
 
 
 @pytest.mark.parametrize("prompt", [[], "", [1, VOCABULARY_LENGTH], [1.5], [-1]])
@@ -344,8 +318,7 @@ def both_models(seed: int = 1) -> tuple[Any, Any, PrefixCache]:
     return model, draft, PrefixCache(model, caches=lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)])
 
 
-@pytest.mark.parametrize("seed", [0, 1], ids=["a twin", "another"])
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(("seed", "count"), [(0, 4), (1, 1)], ids=["a twin", "another"])
 def test_speculative_decoding_gives_mlx_lms_tokens_and_the_next_turn_resumes(
     tokenizer: Any, seed: int, count: int
 ) -> None:
@@ -369,25 +342,9 @@ def test_speculative_decoding_gives_mlx_lms_tokens_and_the_next_turn_resumes(
     )] == greedy  # fmt: skip
 
 
-def test_logits_processors_work_with_a_draft_model(tokenizer: Any) -> None:
-    model, draft, cache = both_models()
-    for prompt in (PROMPT, [*PROMPT, 1, 2, 3]):
-        agree(
-            model,
-            tokenizer,
-            cache,
-            prompt,
-            lambda: {
-                "max_tokens": 9,
-                "draft_model": draft,
-                "logits_processors": make_logits_processors(repetition_penalty=1.3),
-            },
-        )
-
-
 def test_a_speculative_stream_closed_early_leaves_the_right_state(tokenizer: Any) -> None:
     model, draft, cache = both_models()
-    for count in (1, 2, 3, 5, 8):
+    for count in (1, 3, 5):
         stream: Any = stream_generate(model, tokenizer, PROMPT, max_tokens=20, draft_model=draft, cache=cache)
         reply = [next(stream).token for _ in range(count)]
         stream.close()
@@ -408,6 +365,7 @@ def test_a_draft_model_needs_a_cache_made_for_both(tokenizer: Any) -> None:
 # Threads
 
 
+@pytest.mark.parametrize("model", ["nemotron_h"], indirect=True)
 def test_a_stream_may_be_read_in_a_thread_of_its_own(model: Any, tokenizer: Any) -> None:
     cache = PrefixCache(model)
     expected = agree(model, tokenizer, cache, PROMPT, lambda: {"max_tokens": 6})

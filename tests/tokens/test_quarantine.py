@@ -17,7 +17,7 @@ def keys(sequence: list[int]) -> Keys:
     return np.array(sequence, dtype=np.int64)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     entries=st.lists(st.tuples(names, sequences, st.integers(0, 5)), max_size=12),
     asked=st.lists(st.tuples(names, sequences), min_size=1, max_size=12),

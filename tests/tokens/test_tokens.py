@@ -47,13 +47,10 @@ def test_the_result_is_the_callers_to_keep() -> None:
     [
         ([], r"tokens is empty; wanted at least 1\."),
         (np.array([], dtype=np.int64), r"tokens is empty; wanted at least 1\."),
-        (mx.array([], mx.int32), r"tokens is empty; wanted at least 1\."),
         ("hello", r"tokens is a str; wanted token ids: encode the text first\."),
-        (b"hello", r"tokens is a bytes; wanted token ids: encode the text first\."),
         ([[1, 2], [3, 4]], r"tokens has 2 dimensions; wanted 1\."),
         (mx.array([[1, 2]]), r"tokens has 2 dimensions; wanted 1\."),
         (7, r"tokens has 0 dimensions; wanted 1\."),
-        (None, r"tokens has 0 dimensions; wanted 1\."),
         ([[1], [2, 3]], r"tokens is not a sequence of integers: .*"),
         ([1.0, 2.0], r"tokens\[0\] is 1\.0; wanted an integer of at most 64 bits\."),
         ([True, False], r"tokens\[0\] is True; wanted an integer of at most 64 bits\."),
@@ -72,34 +69,12 @@ def test_anything_else_is_refused_in_one_line_that_says_what_was_found(tokens: A
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("tokens", "index", "found"), [([1, 2.5], 1, "2.5"), ([1, 2, "a"], 2, "'a'")])
-def test_the_message_names_the_entry_that_is_wrong(tokens: list[Any], index: int, found: str) -> None:
-    with pytest.raises(ValueError, match="wanted an integer") as caught:
-        token_ids(tokens, 10)
-    assert str(caught.value).startswith(f"tokens[{index}] is {found};")
-
-
-def test_half_precision_floats_are_refused_as_floats_are() -> None:
-    for dtype in (mx.float16, mx.bfloat16):
-        with pytest.raises(ValueError, match=r"^tokens"):
-            token_ids(mx.array([1.0, 2.0], dtype), 10)
-
-
 def test_without_a_vocabulary_ids_fill_31_bits() -> None:
     largest = (1 << 31) - 1
     assert token_ids([0, largest]).tolist() == [0, largest]
     for size in (None, 1 << 40):
         with pytest.raises(ValueError, match=rf"tokens\[0\] is {1 << 31}; wanted a token id in \[0, {1 << 31}\)"):
             token_ids([1 << 31], size)
-
-
-def test_the_last_id_of_the_vocabulary_is_in_it() -> None:
-    assert token_ids([9], 10).tolist() == [9]
-
-
-def test_the_argument_is_named_as_the_caller_knows_it() -> None:
-    with pytest.raises(ValueError, match=r"^prompt\[0\] is 99;"):
-        token_ids([99], 10, name="prompt")
 
 
 # Keys
@@ -151,8 +126,3 @@ def test_keys_that_are_not_one_integer_a_token_are_refused(keys: Any, length: in
 )
 def test_the_vocabulary_is_what_the_models_arguments_state(args: Any, size: int | None) -> None:
     assert vocabulary_size(SimpleNamespace(args=args)) == size
-
-
-def test_a_model_without_arguments_states_no_vocabulary() -> None:
-    assert vocabulary_size(object()) is None
-    assert vocabulary_size(None) is None
