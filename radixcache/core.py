@@ -60,13 +60,7 @@ class Owner(Protocol):
 
 
 class Lookup(NamedTuple):
-    """What the cache has of a prompt.
-
-    Attributes:
-        match: what the tree holds of the part that is not quarantined.
-        live: the slot that a session would use; None: no slot was asked for.
-        plan: where the request resumes.
-    """
+    """What the cache has of a prompt that is not quarantined; `live`: the chosen slot, if one was asked for."""
 
     match: Match[NodeState]
     live: LivePath | None
@@ -92,11 +86,7 @@ class Foresight(NamedTuple):
 
 
 class Core:
-    """What requests do with one cache. Arguments are checked already.
-
-    Args:
-        trace: a TraceWriter or None; closed with the cache if `owns_trace`.
-    """
+    """What requests do with one cache; it closes the trace, a TraceWriter or None, if it owns it."""
 
     def __init__(
         self,
@@ -142,7 +132,6 @@ class Core:
             self.close_booking(booking)
 
     def require_slot(self, namespace: str) -> None:
-        """Raise CacheBusyError if every live slot is taken."""
         self.reclaim_vanished()
         self._slots.require_free(namespace)
 
@@ -153,12 +142,10 @@ class Core:
         return booking
 
     def close_booking(self, booking: Booking) -> None:
-        """Give back all that a group has booked."""
         booking.end()
         self._bookings = [each for each in self._bookings if each[0] is not booking]
 
     def groups(self) -> list[Owner]:
-        """The open groups."""
         return [group for _, reference in self._bookings if (group := reference()) is not None]
 
     def unquarantined(self, keys: Keys, namespace: str) -> Keys:
@@ -189,10 +176,9 @@ class Core:
         behind: int = 0,
         evaluate: bool = True,
     ) -> Lookup:
-        """Find what the tree has of a prompt, and plan where the request resumes.
+        """Find what the tree has of a prompt, and plan where a request resumes that may restore `limit` tokens.
 
         Args:
-            limit: the most tokens that may be restored.
             takes_slot: choose a live slot, and split the tree where the match ends: the rest of that edge belongs to
                 other prompts and is neither touched nor guarded. Else nothing is changed.
             behind: nodes that end at or before this offset need not be readable.
@@ -314,7 +300,6 @@ class Core:
     # Serving
 
     def grow(self, live: LivePath, need_tokens: int) -> None:
-        """Grow live buffers beyond `need_tokens` tokens."""
         self._pager.grow(live, need_tokens)
 
     def timing_prefill(self, start: int, end: int) -> AbstractContextManager[None]:
@@ -356,11 +341,8 @@ class Core:
     def copy_windows(self, own: OwnState, caches: Sequence[Any], start: int, end: int, *, is_last: bool) -> None:
         """Copy the tokens [start, end), just evaluated, out of sliding windows, if there is room to spare.
 
-        Few tokens wait for more while the windows still hold them, so that not every token is a copy of its own. Beside
-        recurrent layers nothing is copied: requests resume only at checkpoints there, which copy what they need.
-
-        Args:
-            is_last: no tokens follow soon.
+        Unless it is the last call for now, few tokens wait for more. Beside recurrent layers nothing is copied:
+        requests resume only at checkpoints there, which copy what they need.
         """
         if self.layout.has_states:
             return
@@ -384,11 +366,7 @@ class Core:
     def take_checkpoint(
         self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int, kind: str
     ) -> None:
-        """Take a request's checkpoint where its caches stand; of windows only what is stored nowhere is copied.
-
-        Args:
-            path: nodes of the tree up to where the request's own state begins.
-        """
+        """Take a request's checkpoint where its caches stand; `path`: what the tree has in front of its own state."""
         self.capture(own, path, caches, offset)
         own.add_checkpoint(self._pager.allocating(lambda: self.layout.checkpoint(caches, offset, kind)))
         self.thin(own)
@@ -436,11 +414,7 @@ class Core:
         self._slots.lose(live)
 
     def end_session(self, live: LivePath, request: PrefixRequest, stored: Keys, used: int, output_tokens: int) -> None:
-        """Free a slot whose state was committed or lost.
-
-        Args:
-            stored: the keys that the session left in the tree; it had found the first `used` of them there.
-        """
+        """Free a slot; its session left the `stored` keys in the tree, and had found the first `used` of them there."""
         self._release(live)
         # Not earlier: from here on the closing thread may read the buffers, whichever thread that is.
         self.write_store(stored, request, used)
@@ -557,7 +531,6 @@ class Core:
     # The cache as a whole
 
     def counters(self) -> dict[str, Any]:
-        """What the cache has done and holds now, by the names of CacheStats."""
         account, states, verifier = self._account, self._states, self._verifier
         return {
             **states.tally.counts(),
@@ -590,7 +563,6 @@ class Core:
         return [(path.is_open, path.offset, path.booking.live_bytes) for path in self._slots.paths]
 
     def mismatches(self) -> tuple[Mismatch, ...]:
-        """The last mismatches that verification found, oldest first."""
         return tuple(self._verifier.mismatches)
 
     def clear(self) -> None:
@@ -624,7 +596,6 @@ class Core:
                 self._trace.close()
 
     def check(self) -> None:
-        """Assert C1 to C4 and the invariants of all parts."""
         states, account, paths = self._states, self._account, self._slots.paths
         parts = (states, states.events.history, self._ledger, self._slots, self._pins, self._quarantine, self._tails)
         for part in parts:

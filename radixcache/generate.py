@@ -23,6 +23,8 @@ from radixcache.prefix_cache import PrefixCache
 from radixcache.sessions.session import Session, both_models
 from radixcache.settings import is_whole
 
+#: Further arguments of mlx_lm.stream_generate.
+OPTIONS = {"sampler", "logits_processors", "prefill_step_size", "prompt_progress_callback", "num_draft_tokens"}
 #: Arguments of mlx_lm.stream_generate that contradict a PrefixCache, and what to do instead.
 REFUSED = {
     "prompt_cache": "the PrefixCache provides the caches",
@@ -98,10 +100,7 @@ def stream_generate(
         raise ValueError(f"max_tokens is {max_tokens!r}; wanted 1 or more, or -1 for no limit.")
     if embed is not None and (keys is None or draft_model is not None):
         raise ValueError("embed needs keys, which tell embeddings apart where tokens do not, and no draft_model.")
-    unknown = kwargs.keys() - {
-        "sampler", "logits_processors", "prefill_step_size", "prompt_progress_callback", "num_draft_tokens"
-    }  # fmt: skip
-    if unknown:
+    if unknown := kwargs.keys() - OPTIONS:
         raise TypeError(f"stream_generate() got unexpected arguments: {', '.join(sorted(unknown))}.")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
@@ -123,12 +122,8 @@ def _respond(
     tokens_of: Callable[[Session], Generator[Token, None, None]],
 ) -> Generator[CachedGenerationResponse, None, None]:
     with wired_limit(model, [stream]), begin() as session:
-        length = len(session.prompt)
-        detokenizer = tokenizer.detokenizer
-        tokens = tokens_of(session)
-        began = time.perf_counter()
-        prompt_tps = 0.0
-        finish = None
+        length, detokenizer, tokens = len(session.prompt), tokenizer.detokenizer, tokens_of(session)
+        began, prompt_tps, finish = time.perf_counter(), 0.0, None
         try:
             for count, (token, logprobs, from_draft) in enumerate(tokens, start=1):
                 if count == 1:

@@ -124,13 +124,7 @@ class Ledger:
 
 
 class Booking:
-    """The bytes that one live path or one group has on an account beside the tree.
-
-    Attributes:
-        live_bytes: buffers.
-        checkpoint_bytes: checkpoints that requests took and the tree does not have yet.
-        second_bytes: the state of a cold run that verifies a request.
-    """
+    """The bytes that one live path or one group has on an account beside the tree, by purpose."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
@@ -144,11 +138,9 @@ class Booking:
 
     @property
     def amounts(self) -> tuple[int, int, int]:
-        """Live, checkpoint and second bytes."""
         return self.live_bytes, self.checkpoint_bytes, self.second_bytes
 
     def book_live(self, nbytes: int) -> None:
-        """Book the buffers at so many bytes."""
         nbytes = 0 if self._is_over else nbytes
         if nbytes != self.live_bytes:
             self._account.add_live(nbytes - self.live_bytes)
@@ -161,7 +153,6 @@ class Booking:
             self._account.book_checkpoints(change_bytes)
 
     def book_second(self, nbytes: int) -> None:
-        """Book the cold run's state at so many bytes."""
         if nbytes != self.second_bytes:
             self._account.add_second(nbytes - self.second_bytes)
             self.second_bytes = nbytes

@@ -14,7 +14,7 @@ Invariants, asserted by `check`:
   M1  nbytes <= max_bytes and len <= max_size.
   M2  The bytes of all types are nbytes.
 
-Any thread may call it.
+Thread-safe.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ class RadixPromptCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         return self._ledger.total_bytes
 
     def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
@@ -95,11 +94,10 @@ class RadixPromptCache:
         A draft model's caches may follow the model's: then as much is stored as both have.
 
         Args:
-            prompt_cache: mlx-lm caches, batch 1; recurrent ones are taken to stand at the end of `tokens`.
-            cache_type: one of PRIORITIES.
+            prompt_cache: mlx-lm caches, batch 1; recurrent ones must stand at the end of `tokens`.
 
         Raises:
-            KeyError: no such type.
+            KeyError: cache_type is not in PRIORITIES.
             UnsupportedCacheError: a class of cache that has no adapter, or cannot be emptied.
             SnapshotError: the caches do not fit the tokens, or what is stored; nothing was changed.
         """

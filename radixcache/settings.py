@@ -94,7 +94,6 @@ def require_caches(model: Any, caches: Any, kv_bits: Any, kv_group_size: Any) ->
 
 
 def require_about(tokenizer: Any, cost: Any) -> None:
-    """Raise ValueError unless the tokenizer has decode() and the cost model cost()."""
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         raise ValueError(f"tokenizer is {tokenizer!r:.80}; wanted an object with decode(), or None.")
     if cost is not None and not callable(getattr(cost, "cost", None)):
@@ -102,7 +101,6 @@ def require_about(tokenizer: Any, cost: Any) -> None:
 
 
 def require_use(priority: Any, turn: Any, kind: Any) -> tuple[int, int | None, str]:
-    """Raise ValueError unless begin() can take these."""
     if turn is not None and (not is_whole(turn) or turn < 0):
         raise ValueError(f"turn is {turn!r}; wanted a whole number, 0 or more, or None.")
     if not is_whole(priority) or not isinstance(kind, str):
@@ -118,13 +116,11 @@ def require_group(capacity: Any, priority: Any, prompts: Any) -> tuple[int, int]
 
 
 def require_one(tokens: Any, name: Any) -> None:
-    """Raise ValueError unless unpin() was given one of these."""
     if (tokens is None) == (name is None):
         raise ValueError("unpin() takes tokens or name=; wanted exactly one of them.")
 
 
 def require_pin(name: Any, ttl_requests: Any) -> None:
-    """Raise ValueError unless a pin can have this name and this number of requests."""
     if name is not None and (not isinstance(name, str) or not name):
         raise ValueError(f"name is {name!r}; wanted a str that is not empty.")
     if ttl_requests is not None:
@@ -132,21 +128,18 @@ def require_pin(name: Any, ttl_requests: Any) -> None:
 
 
 def require_count(name: str, value: Any, unit: str) -> int:
-    """Raise ValueError unless this is a whole number, 1 or more."""
     if not is_whole(value) or value < 1:
         raise ValueError(f"{name} is {value!r}; wanted a whole number of {unit}, 1 or more.")
     return int(value)
 
 
 def require_amount(name: str, value: Any, unit: str) -> int:
-    """Raise ValueError unless this is a whole number, 0 or more."""
     if not is_whole(value) or value < 0:
         raise ValueError(f"{name} is {value!r}; wanted a whole number of {unit}, 0 or more.")
     return int(value)
 
 
 def is_whole(value: Any) -> bool:
-    """Whether this is an int of Python or NumPy, and not a bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 

@@ -199,7 +199,6 @@ class KnownTokens:
         self.count -= length - len(self.read_ids)
 
     def forget_pending(self) -> None:
-        """Let go of what was reported and not read."""
         self._pending.clear()
         self._is_cut_short = True
 
@@ -265,12 +264,10 @@ class Quarantine:
         return found
 
     def limit(self, keys: Keys, namespace: str) -> int:
-        """How many of these keys may be stored or resumed."""
         offset = self.offset(keys, namespace)
         return len(keys) if offset is None else offset
 
     def clear(self, namespace: str | None = None) -> None:
-        """Remove the entries of a namespace; None: all."""
         for name in [name for name in self._entries if namespace in (None, name[0])]:
             self._remove(name)
 

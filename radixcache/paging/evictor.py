@@ -40,11 +40,7 @@ OWN: tuple[object, ...] = (*POLICIES.values(), *OFFLINE_POLICIES.values())
 
 
 class Evictor:
-    """Eviction for one cache: its tree and its live paths.
-
-    Attributes:
-        checkpoint_budget_bytes: cap on checkpoints, beyond which interval ones are thinned.
-    """
+    """Eviction for one cache; beyond `checkpoint_budget_bytes` interval checkpoints are thinned."""
 
     def __init__(self, states: StateTree, slots: Slots, checkpoint_budget_bytes: int, trim_tokens: int) -> None:
         self._states, self._account, self._layout, self._slots = states, states.account, states.layout, slots
@@ -78,7 +74,6 @@ class Evictor:
         return self.over_bytes(need_bytes) == 0
 
     def could_fit(self, need_bytes: int) -> bool:
-        """Whether `make_room` would succeed; evicts nothing."""
         return not self.over_bytes(need_bytes) or self.fixed_bytes() + need_bytes <= self._account.ledger.budget_bytes
 
     def find_room(self, need_bytes: int) -> bool:
@@ -92,7 +87,6 @@ class Evictor:
         return before - self._held_bytes()
 
     def halve(self) -> None:
-        """Evict until this cache holds half of its bytes, or nothing evictable is left."""
         self.shrink_to(self._held_bytes() // 2)
 
     def fixed_bytes(self) -> int:

@@ -10,8 +10,7 @@ Slots: the live paths of one cache, side by side.
     slot 1   root ── system ── user B        idle: the next request of user B goes on here, without a copy
 
 `system` is LIVE in both slots and takes its bytes twice. A request takes the free slot that has the most of its path;
-the rest comes from snapshots, or from the buffers of a slot that may be read: an idle one, or one whose session runs in
-the same thread. Another thread changes the buffers of its session at any time.
+the rest comes from snapshots, or from another slot that is idle or whose session runs in the same thread.
 
 Invariants, asserted by `check`; V2 and V3 while no session is open on the path:
 
@@ -88,7 +87,6 @@ class LivePath:
     # Who it is open for
 
     def open(self, node: StateNode, tick: int) -> None:
-        """Guard the path to `node` for a session that is about to run."""
         self.guard(None if node.is_root else node)
         self.is_open, self.used, self.right_tokens = True, tick, None
         self.seats += 1
@@ -115,11 +113,7 @@ class LivePath:
         return None if self._tenant is None else self._tenant()
 
     def is_readable(self, evaluate: bool = True) -> bool:
-        """Whether the calling thread may read the buffers now.
-
-        Args:
-            evaluate: evaluate what is pending in them; else assume that it succeeds.
-        """
+        """Whether the calling thread may read the buffers now; without `evaluate`, pending state counts as intact."""
         if not self.is_open:
             return True
         tenant = self.tenant
@@ -144,11 +138,9 @@ class LivePath:
 
     @property
     def offset(self) -> int:
-        """Tokens that the live caches hold."""
         return 0 if self.tip is None else self.tip.end
 
     def nodes(self) -> list[StateNode]:
-        """The live nodes, root side first."""
         return [] if self.tip is None else self.tip.path()
 
     def common(self, path: list[StateNode], limit: int) -> int:
@@ -163,10 +155,9 @@ class LivePath:
         self.booking.book_live(nbytes + self._layout.live_nbytes(replaced) if replaced else nbytes)
 
     def leave(self, keep: int) -> list[StateNode]:
-        """Prepare to overwrite the buffers beyond `keep`; returns the nodes that are to be paged out.
+        """Prepare to overwrite the buffers beyond `keep`; returns the nodes to page out, which are LEAVING until then.
 
-        A node across `keep` is split. Nodes whose spans are nowhere else are LEAVING until `page_out`, or until they
-        are dropped; those on which nothing can resume are dropped here.
+        A node across `keep` is split; nodes on which nothing can resume are dropped.
         """
         left = []
         for node in self.nodes():
@@ -330,7 +321,6 @@ class Slots:
         """Where the first node begins that is only in buffers that must not be read now; None: all can be read.
 
         Args:
-            path: nodes, root side first.
             live: the slot that is about to be used: what it holds need not be read.
             evaluate: as in `LivePath.is_readable`.
         """

@@ -202,7 +202,6 @@ class Pager:
         Args:
             spans: of all that the tree does not hold yet; None: it holds all.
             points: caches whose point layers stand at the end, for a checkpoint there; None: no checkpoint.
-            windows, checkpoints: the request's own state.
         """
         if len(keys) == 0:
             return

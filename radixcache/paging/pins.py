@@ -117,11 +117,9 @@ class Pins:
         return keys[:end]
 
     def stored_tokens(self, keys: Keys, namespace: str) -> int:
-        """How many of these keys the tree has."""
         return self._states.match(keys, namespace).offset
 
     def require_allowed(self, keys: Keys, namespace: str) -> None:
-        """Raise ValueError if some of these keys are quarantined."""
         start = self._quarantine.limit(keys, namespace)
         if start < len(keys):
             raise ValueError(
@@ -229,7 +227,6 @@ class Pins:
             self._book()
 
     def clear(self) -> None:
-        """End all pins."""
         for sequence, path in list(self._pinned.items()):
             for pin in list(path.pins):
                 self._end(sequence, pin)

@@ -106,7 +106,6 @@ class StoreRates:
         return TELLING_TOKENS if is_due else 0
 
     def was_left(self) -> None:
-        """Note that `tokens_to_prefill` were left to prefill."""
         self._has_left_an_end = True
 
     def was_refused(self, tiers: Iterable[int], start: int, end: int) -> None:

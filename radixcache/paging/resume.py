@@ -62,9 +62,7 @@ class PrefixRequest:
     """A prompt and what goes with it.
 
     Attributes:
-        prompt: int32 token ids.
-        keys: int64, one per token: what the tree goes by.
-        namespace: nothing is shared across namespaces.
+        keys: one per token: what the tree goes by.
         use: who asks, and when.
         marks: offsets worth a checkpoint.
         reserve: tokens of room beyond the prompt.
@@ -218,19 +216,15 @@ def stored_from(layout: Layout, plan: ResumePlan, window: Window) -> int:
 
 
 def floor(offset: int, step_size: int) -> int:
-    """The largest multiple of `step_size` at or below `offset`."""
     return offset - offset % step_size
 
 
 def checkpoint_stops(
     settings: Settings, prompt_tokens: int, marks: Iterable[int], matched: int, resumed: int, last: int
 ) -> dict[int, str]:
-    """Offsets at which to take a checkpoint in prefill, with the reason: of several the most lasting one.
+    """Offsets up to `last` at which to take a checkpoint in prefill, with the reason: of several the most lasting one.
 
-    Args:
-        marks: offsets that the caller named.
-        matched: tokens that the tree held; if more than `resumed`, other prompts may branch off there as well.
-        last: no offset beyond this one is reached.
+    The tree held `matched` tokens; if more than were `resumed`, other prompts may branch off there as well.
     """
     stops = dict.fromkeys(marks, "mark")
     interval, tail = settings.checkpoint_interval, prompt_tokens - settings.tail_tokens
@@ -321,8 +315,7 @@ class OwnState:
     are in order of their offsets, and booked.
 
     Attributes:
-        start: where it begins: the tree has what is in front.
-        prompt_tokens: where the request's prompt ends.
+        start: the tree has what is in front of this offset.
         pending: the token from which on copies out of windows wait for more tokens; None: none wait.
     """
 
@@ -371,11 +364,7 @@ class OwnState:
         self.drop(lambda each: each.offset > end)
 
     def give_up(self, *, only_dear: bool = False) -> bool:
-        """Drop what is missed least: spare tokens, else an interval checkpoint; False: there is nothing to drop.
-
-        Args:
-            only_dear: drop no checkpoint that is worth its bytes.
-        """
+        """Drop spare tokens, else an interval checkpoint (`only_dear`: not worth its bytes); False: there is none."""
         if not self._has_spare:
             gap, victim = _least_covering(self.start, self.checkpoints, self._last_to_fit())
             if victim is None:

@@ -5,9 +5,8 @@
     write    what a request left (write_on="close") or had found (write_on="second_use")
     lose     what is about to be evicted (write_on="eviction")
 
-Several stores are asked as one (`Tiers`); each is written at its own moment. No error of a store or its files fails a
-request: the cache serves without that state. Bytes that wait to be written are beside the budget, up to the store's own
-limit. Callers hold the lock; arrays are made on the calling thread, files are read by other threads.
+Several stores are asked as one (`Tiers`); each is written at its own moment. A store error never fails a request. Bytes
+that wait to be written are beside the budget, up to the store's own limit. Callers hold the lock.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple, TypeVar
 
@@ -78,12 +77,7 @@ class Foreseen(NamedTuple):
 
 
 class Tier:
-    """The stores of one cache.
-
-    Attributes:
-        store: the store, or several as one.
-        rates: measured speeds, by which it decides what to read.
-    """
+    """The stores of one cache."""
 
     def __init__(
         self, disk: Disk, layout: Layout, states: StateTree, evictor: Evictor, slots: Slots, pager: Pager
@@ -109,7 +103,6 @@ class Tier:
         return decision == "brought"
 
     def foresee(self, keys: Keys, namespace: str) -> Foreseen:
-        """What `read` would do."""
         return self._safely(lambda: self._reader.foresee(keys, namespace)) or Foreseen()
 
     def write(self, keys: Keys, request: PrefixRequest, used: int) -> None:
@@ -193,7 +186,6 @@ class StoreReader:
                 self._evictor.tidy(match.node)
 
     def foresee(self, keys: Keys, namespace: str) -> Foreseen:
-        """What `read` would do."""
         _, resume, links = self._missing(keys, namespace)
         if not links:
             return Foreseen()
@@ -236,7 +228,6 @@ class StoreReader:
         return self._rates.is_worth_reading(self._tier_bytes(links), start, links[-1].end)
 
     def _can_resume(self, link: Link) -> bool:
-        """Whether a request can resume behind a block."""
         return link.has_checkpoint or not self._layout.has_states
 
     def _runs(self, links: Sequence[Link]) -> Iterator[list[Link]]:
@@ -347,8 +338,6 @@ class StoreWriter:
         path        |------------------------------| end
         put                              |-----|---|    behind it: each token is written once
 
-    Of several stores that are written at the same moment, one may lack what another has: that is put too.
-
     A block also ends where the system prompt ends and where the tree parts: what goes on from there need not write it
     again. A path that parts in the second half of a stored block goes on from inside that block. Layers that resume
     only at checkpoints need a block that ends at each: theirs is written again, up to the last checkpoint.
@@ -390,12 +379,11 @@ class StoreWriter:
                 parent = link.key
             else:
                 head = Head("block", *about)
-                if not self._offer(head, lambda low=low, high=high: self._state(path, low, high), wait):  # type: ignore[misc]
+                if not self._offer(head, partial(self._state, path, low, high), wait):
                     return
                 parent = head.key
-            point = points.get(high)
-            if point is not None:
-                self._offer(Head("checkpoint", *about), lambda its=point: self._layout.point_buffers(its), wait)  # type: ignore[misc]
+            if high in points:
+                self._offer(Head("checkpoint", *about), partial(self._layout.point_buffers, points[high]), wait)
             cut = 0
 
     def _bounds(
@@ -410,10 +398,7 @@ class StoreWriter:
         return [*((each.start, each.end, each) for each in found), *((low, high, None) for low, high in new)]
 
     def _chain(self, keys: Keys, namespace: str, root: bytes) -> list[Link]:
-        """The longest chain of blocks that these keys follow, stored or put.
-
-        Whole blocks; if the store takes cuts, the last one may be a part of at least half a block.
-        """
+        """The longest chain of blocks that these keys follow, stored or put; its end may be half a block or more."""
         if self._store.flush(0):
             self._put = Index()
         stored = self._store.known(self._disk.identity, namespace, keys, grid=self._disk.grid)

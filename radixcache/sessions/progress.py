@@ -77,7 +77,6 @@ class Progress:
         return self._moved(self.caches) is Moved.NONE
 
     def forget(self) -> None:
-        """Let go of all state."""
         self.own = OwnState(self._layout, self._live.booking)
         self.caches, self._noted, self.raised = [], [], None
 
