@@ -143,16 +143,12 @@ class Spans:
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """An offset to resume at, with snapshots there of all point layers that are no windows.
-
-    Attributes:
-        kind: why it was taken: "branch", "mark", "interval", "tail" or "end".
-    """
+    """An offset to resume at, with snapshots there of all point layers that are no windows."""
 
     offset: int
     leaves: list[Any]
     nbytes: int
-    kind: str
+    kind: str  # why it was taken: "branch", "mark", "interval", "tail" or "end"
 
 
 class Window(NamedTuple):
@@ -171,15 +167,11 @@ class Window(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class WindowSnapshot:
-    """Some of the tokens [start, end) of one layer with a window, with gaps between them.
-
-    Attributes:
-        pieces: span snapshots in order, never changed; two of them may touch.
-    """
+    """Some of the tokens [start, end) of one layer with a window, with gaps between them."""
 
     start: int
     end: int
-    pieces: list[Any]
+    pieces: list[Any]  # span snapshots in order, never changed; two of them may touch
     _ranges: list[Range] | None = None
 
     @property

@@ -40,10 +40,9 @@ class PointSnapshot:
 
 
 class PointAdapter(ABC):
-    """Base of the adapters of point state. A snapshot can be restored at its own offset only, but for windows."""
+    """Base of the adapters of point state. But for windows, a snapshot can be restored at its own offset only."""
 
-    is_point = True
-    is_window = False
+    is_point, is_window = True, False
 
     @abstractmethod
     def state(self, cache: Any) -> Any:
@@ -69,7 +68,7 @@ class PointAdapter(ABC):
         return 0
 
     def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:  # noqa: B027
-        """Nothing to reserve: the class allocates at every update."""
+        """The class allocates at every update."""
 
     def snapshot(self, cache: Any, start: int, end: int) -> PointSnapshot | None:
         if self.is_empty(cache):
@@ -236,7 +235,6 @@ class ProbedAdapter(PointAdapter):
         return True
 
     def _prove(self, cache: Any) -> None:
-        """UnsupportedCacheError: the first state of the class is lost on a round trip."""
         if type(cache) in self._proven:
             return
         name, fresh = type(cache).__name__, object.__new__(type(cache))

@@ -77,8 +77,7 @@ class SpanSnapshot:
         SnapshotError: they do not touch, or are of different layers.
         """
         if self.end != lower.start:
-            found = f"[{self.start}, {self.end}) and [{lower.start}, {lower.end})"
-            raise SnapshotError(f"spans {found} do not touch.")
+            raise SnapshotError(f"spans [{self.start}, {self.end}) and [{lower.start}, {lower.end}) do not touch.")
         for left, right in zip(self.segments[-1], lower.segments[0], strict=True):
             if left.dtype != right.dtype or _without_time(left) != _without_time(right):
                 raise SnapshotError(f"spans differ: {left.shape} {left.dtype} and {right.shape} {right.dtype}.")
@@ -129,8 +128,7 @@ class SpanAdapter(KeysAndValues):
     So any capacity is fine, and a rewind is a smaller offset. Subclasses store their buffers elsewhere.
     """
 
-    is_point = False
-    is_window = False
+    is_point, is_window = False, False
 
     def put(self, cache: Any, buffers: list[mx.array]) -> None:
         """Store new buffers, in the order of `buffers`."""
@@ -240,7 +238,7 @@ class ConcatenateKVAdapter(SpanAdapter):
         return 0
 
     def reserve(self, cache: Any, capacity_tokens: int, like: SpanSnapshot | None = None, wait: bool = True) -> None:
-        """Nothing to reserve: the class allocates at every update."""
+        """The class allocates at every update."""
 
     def own(self, cache: Any) -> list[mx.array]:
         self._cut(cache, cache.offset)

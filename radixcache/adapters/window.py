@@ -33,8 +33,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
     def window(self, cache: Any) -> Window: ...
 
     @abstractmethod
-    def held(self, cache: Any) -> list[Range]:
-        """The tokens whose keys and values the buffers have, in order."""
+    def held(self, cache: Any) -> list[Range]: ...
 
     @abstractmethod
     def places(self, cache: Any, start: int, end: int) -> list[Range]:

@@ -56,19 +56,14 @@ class LiveStateError(RadixCacheError):
 
 
 class Layout:
-    """Operations on a whole live cache: a list of mlx-lm cache objects made by `factory`.
-
-    Args:
-        factory: returns a fresh list of mlx-lm caches, the same classes every time; layers may be None.
-        kv_bits, kv_group_size: quantize KVCache layers from offset 0; None leaves them as they are.
+    """Operations on live caches: lists of mlx-lm cache objects, which `factory` makes with the same classes every time.
 
     Attributes:
+        is_quantized: KVCache layers are quantized from offset 0, as `kv_bits` and `kv_group_size` say.
         token_bytes: bytes of a token over all span leaves; 0 before a forward pass was seen.
-        shapes: what each leaf's adapter returned from `shapes` once the leaf was written; before that None.
-        has_states: some leaf in use has state that is valid at one offset only.
+        shapes: of each leaf its adapter's `shapes`; None before the leaf was written.
         windows: the different windows of leaves in use.
-        has_points: one of these two is so.
-        is_quantized: KVCache layers are quantized from offset 0.
+        has_states, has_points: some leaf in use is a point leaf but no window; a point leaf.
 
     Raises:
         UnsupportedCacheError: a cache class has no adapter.
@@ -186,10 +181,7 @@ class Layout:
     def offsets(self, caches: Sequence[Any], trusted: bool = False) -> tuple[int, int] | None:
         """Smallest and largest offset over the leaves in use; None when no leaf in use knows its offset.
 
-        A leaf that is empty while others are not stands at 0, unless it is known to be unused.
-
-        Args:
-            trusted: the caches are whole: before a forward pass was seen, every empty leaf is unused.
+        An empty leaf stands at 0, unless it is known to be unused, or `trusted` says so before a pass was seen.
         """
         pairs = self.leaves(caches)
         empty = [adapter.is_empty(cache) for cache, adapter in pairs]
@@ -252,11 +244,9 @@ class Layout:
         mx.eval(self.arrays(caches))
 
     def own(self, caches: Sequence[Any], *, was_empty: bool = True, wait: bool = True) -> None:
-        """Replace live arrays that may be views of activations by owned copies.
+        """Replace live arrays that may be views of activations by owned copies, and evaluate all if `wait`.
 
-        Args:
-            was_empty: the first forward pass of these caches may have run since they were last owned.
-            wait: evaluate all live arrays, before and after; otherwise evaluate nothing.
+        `was_empty`: the first forward pass of these caches may have run since they were last owned.
         """
         if wait:
             self.evaluate(caches)
@@ -280,7 +270,7 @@ class Layout:
         return sum(not adapter.roll_back(cache, h) for (cache, adapter), h in pairs) == 0
 
     def can_rewind(self, caches: Sequence[Any], offset: int, target: int) -> bool:
-        """Whether the live state, which stands at `offset`, can move back to `target` without a snapshot."""
+        """Whether live state at `offset` can move back to `target` without a snapshot."""
         if target >= offset:
             return target == offset
         return all(a.is_empty(cache) or a.can_rewind(cache, target) for cache, a in self.leaves(caches))
@@ -303,9 +293,7 @@ class Layout:
     ) -> None:
         """Set the capacity of the span buffers, one leaf at a time, so that at most one leaf is held twice.
 
-        Args:
-            like: empty leaves take their shapes from these.
-            wait: evaluate each leaf, and shrink windows too; otherwise evaluate nothing.
+        Empty leaves take their shapes from `like`. With `wait` each leaf is evaluated, and windows shrink too.
         """
         for index, (cache, adapter) in enumerate(self.leaves(caches)):
             if wait or not adapter.is_point:
@@ -319,10 +307,7 @@ class Layout:
             adapter.free(cache)
 
     def compare(self, caches: Sequence[Any]) -> None:
-        """Check foreign caches against the state in the tree.
-
-        SnapshotError: other classes, a batch larger than 1, other head shapes or dtypes.
-        """
+        """Raise SnapshotError if foreign caches differ from those of the tree in class, batch, head shape or dtype."""
         fresh = self.leaves(self.fresh())
         pairs = self.leaves(caches)
         found, wanted = ([type(c).__name__ for c, _ in side] for side in (pairs, fresh))
@@ -365,10 +350,7 @@ class Layout:
         return Spans(start, end, snapshots, _evaluated_nbytes(snapshots))
 
     def page_in(self, caches: Sequence[Any], spans: Spans, target: int, *, wait: bool = True) -> int:
-        """Write the tokens that the span leaves lack up to `target` into the live buffers. Returns the bytes written.
-
-        Without `wait` nothing is evaluated: the next call with `wait` does it.
-        """
+        """Write the tokens that span leaves lack up to `target` into the live buffers. Returns the bytes written."""
         begin = max(spans.start, min((a.offset(c) or 0 for c, a in self._span_leaves(caches)), default=0))
         written: list[mx.array] = []
         for (cache, adapter), snapshot in zip(self.leaves(caches), spans.leaves, strict=True):
@@ -435,7 +417,7 @@ class Layout:
         return Spans(spans.start, spans.end, cut, nbytes), sum(array.nbytes for array in new)
 
     def with_more(self, spans: Spans, more: Spans) -> Spans:
-        """State of windows, joined with that of other tokens of the same edge."""
+        """Join state of windows with that of other tokens of the same edge."""
         both = [
             ours if theirs is None else theirs if ours is None else ours.with_more(theirs.pieces)
             for ours, theirs in zip(spans.leaves, more.leaves, strict=True)
@@ -457,14 +439,9 @@ class Layout:
     def restore_points(
         self, caches: Sequence[Any], checkpoint: Checkpoint | None, target: int, stored: Sequence[Spans] = ()
     ) -> None:
-        """Move the point leaves to `target`.
+        """Move the point leaves to `target`: windows from `stored`, the others from the checkpoint.
 
-        Args:
-            checkpoint: the state of those that are no windows; None: none are in use, or the target is 0.
-            stored: state of windows, with all tokens that they need at the target.
-
-        Raises:
-            LiveStateError: some state is missing, or MLX failed while the caches were written.
+        LiveStateError: some state is missing, or MLX failed while the caches were written.
         """
         if target == 0:
             self._empty_points(caches)
@@ -541,8 +518,7 @@ class Stack(NamedTuple):
     def restore(self, pairs: Sequence[Leaf], stored: Sequence[Spans], target: int) -> tuple[int, ...]:
         """Move these leaves to `target` and return them; return none where no state of them is stored.
 
-        Raises:
-            LiveStateError: some of the tokens needed are not stored; nothing was changed.
+        LiveStateError: some of the tokens needed are not stored; nothing was changed.
         """
         snapshots = [found for spans in stored if (found := spans.leaves[self.leaves[0]]) is not None]
         pieces = sorted((piece for each in snapshots for piece in each.pieces), key=lambda piece: piece.start)
@@ -577,8 +553,7 @@ def one_each(tokens: Any, row_count: int, vocab_size: int | None) -> mx.array:
 
 def _fit(found: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
     """Whether shapes are equal, except for arrays that one side does not have yet."""
-    pairs = list(zip(found, known, strict=False))
-    return len(found) == len(known) and all(a == b or ("none",) in (a, b) for a, b in pairs)
+    return len(found) == len(known) and all(a == b or ("none",) in (a, b) for a, b in zip(found, known, strict=True))
 
 
 def _require(is_restored: bool, cache: Any, target: int) -> None:

@@ -29,11 +29,7 @@ class SizedLayout(Layout):
     """
 
     def __init__(
-        self,
-        token_bytes: int,
-        checkpoint_bytes: int = 0,
-        windows: Sequence[tuple[int, int]] = (),
-        grow_keys: int = 0,
+        self, token_bytes: int, checkpoint_bytes: int = 0, windows: Sequence[tuple[int, int]] = (), grow_keys: int = 0
     ) -> None:
         if min(token_bytes, checkpoint_bytes, *(min(window) for window in windows), 0) < 0:
             raise ValueError(f"sizes are {token_bytes}, {checkpoint_bytes} and {list(windows)}; wanted 0 or more.")

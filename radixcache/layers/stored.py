@@ -48,8 +48,7 @@ _DTYPE_OF: dict[str, mx.Dtype] = {name: getattr(mx, "bool_" if name == "bool" el
 def weights_identity(*models: Any, name: str = "") -> Identity:
     """The identity of models that make state together: their classes, arguments and weights.
 
-    Args:
-        name: shown to people; by default the type of the first model.
+    `name` is shown to people; by default it is the type of the first model.
     """
     digest = blake2b(digest_size=DIGEST_BYTES, person=b"rc weights")
     for model in models:
@@ -67,15 +66,9 @@ def weights_identity(*models: Any, name: str = "") -> Identity:
 def state_identity(
     leaves: Iterable[Any], model: Any, given: Identity | bytes | str | None, *, exact: bool = False
 ) -> Identity:
-    """The identity of a cache's state.
+    """The identity of a cache's state: of its empty leaves, and of the model's weights unless another is `given`.
 
-    Args:
-        leaves: empty caches; their classes and parameters count, quantization among them.
-        given: stands for the weights; None: digest those of the model.
-        exact: state must be equal to the bit, so MLX's version and the device count too.
-
-    Raises:
-        ValueError: neither a model nor a usable `given`.
+    With `exact` state must be equal to the bit, so MLX's version and the device count too.
     """
     if given is None:
         if model is None:

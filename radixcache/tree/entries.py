@@ -93,8 +93,7 @@ class Entries:
     """The entries of one tree's nodes, and what the policy knows of them."""
 
     def __init__(self, policy: EvictionPolicy, cost: CostModel) -> None:
-        self._policy = policy
-        self._cost = cost
+        self._policy, self._cost = policy, cost
         self.thinning = Thinning()
         self._node_of: dict[int, StateNode] = {}
         self._evictable: set[int] = set()
@@ -149,10 +148,7 @@ class Entries:
         self._policy.evicted(lost)
 
     def trim(self, leaf: StateNode, cuts: Sequence[int]) -> int:
-        """Tell the policy of each cut, the deepest first, until it has another victim. Returns the last cut made.
-
-        The policy does not hear of cuts that it passes over.
-        """
+        """Tell the policy of each cut that it does not pass over, until it has another victim. Returns the last cut."""
         entry, digests, is_victim = leaf.payload.entry, digests_on(leaf), True
         while cuts and is_victim:
             passed = 0 if self._pass_over is None else self._pass_over(entry, cuts)
@@ -319,7 +315,7 @@ class Thinning:
         return None
 
     def check(self, thinned: Collection[StateNode]) -> None:
-        """Assert that these are the nodes whose checkpoints may go, each filed under its entry as it is now."""
+        """Assert S6: these are the nodes whose checkpoints may go."""
         assert len(self._order) == len(self._filed) == len(thinned), (len(self._order), len(thinned))
         for node in thinned:
             checkpoint, entry = node.payload.checkpoint, node.payload.checkpoint_entry

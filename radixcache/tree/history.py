@@ -9,9 +9,9 @@
     paged_in     spans were copied into the live buffers
     quarantined  state turned out wrong; it was taken out before (evicted, `was_wrong`)
 
-Events reach the listener in order, after the call that caused them has released the lock. The thread of that call hands
-them over, unless another thread is handing over already. So a listener may call the cache. An exception of the listener
-never reaches the cache's caller: it is counted, and the first one is a warning. KeyboardInterrupt and SystemExit pass.
+Events reach the listener in order, after the call that caused them has released the lock; so a listener may call the
+cache. Its exceptions never reach the cache's caller: they are counted, and the first one is a warning; but
+KeyboardInterrupt and SystemExit pass.
 
 History holds the recently evicted pieces and the recent prompts. A piece is the edges of its path, shared with the
 tree, and the ticks at which its parts went. A leaf that loses its tail in steps, and then its parent, make one piece:
@@ -104,14 +104,9 @@ _Fields = tuple[EventKind, int, str, int, int, int, Detail]
 
 
 class Events:
-    """The events of one cache on their way to its listener.
-
-    Args:
-        on_event: called with each Event; None: nobody listens.
-        lock: held by whoever calls `emit`.
+    """The events of one cache on their way to its listener. Callers of `emit` hold the lock.
 
     Attributes:
-        is_on: whether somebody listens.
         history: evictions and prompts, recorded with and without a listener.
         tick: the present tick, set by the cache.
         failures, dropped: calls of the listener that raised; events that were dropped because too many waited.
@@ -205,15 +200,8 @@ class Loss(NamedTuple):
 class History:
     """Evicted pieces and recent prompts of one cache, bounded."""
 
-    def __init__(
-        self,
-        max_pieces: int = MAX_PIECES,
-        max_piece_keys: int = MAX_PIECE_KEYS,
-        max_prompts: int = MAX_PROMPTS,
-        max_prompt_keys: int = MAX_PROMPT_KEYS,
-    ) -> None:
+    def __init__(self, max_pieces: int = MAX_PIECES, max_piece_keys: int = MAX_PIECE_KEYS) -> None:
         self._max_pieces, self._max_piece_keys = max_pieces, max_piece_keys
-        self._max_prompts, self._max_prompt_keys = max_prompts, max_prompt_keys
         self._pieces: deque[_Piece] = deque()
         self._prompts: dict[str, deque[Keys]] = {}
         self._piece_keys = self._prompt_keys = 0
@@ -242,9 +230,9 @@ class History:
             ring = self._prompts[namespace] = deque()
         ring.append(keys)
         self._prompt_keys += len(keys)
-        if len(ring) > self._max_prompts:
+        if len(ring) > MAX_PROMPTS:
             self._prompt_keys -= len(ring.popleft())
-        while self._prompt_keys > self._max_prompt_keys:
+        while self._prompt_keys > MAX_PROMPT_KEYS:
             self._forget_prompt()
 
     def prompts(self, namespace: str) -> list[Keys]:
@@ -284,8 +272,8 @@ class History:
         held = sum(piece.end for piece in self._pieces)
         assert held == self._piece_keys <= self._max_piece_keys, (held, self._piece_keys)
         asked = sum(len(keys) for ring in self._prompts.values() for keys in ring)
-        assert asked == self._prompt_keys <= self._max_prompt_keys, (asked, self._prompt_keys)
-        assert all(0 < len(ring) <= self._max_prompts for ring in self._prompts.values()), self._prompts
+        assert asked == self._prompt_keys <= MAX_PROMPT_KEYS, (asked, self._prompt_keys)
+        assert all(0 < len(ring) <= MAX_PROMPTS for ring in self._prompts.values()), self._prompts
         for piece in self._pieces:
             for lower, upper in zip(piece.parts, piece.parts[1:], strict=False):
                 assert upper.end == lower.start and upper.start < upper.end, piece.parts
@@ -311,13 +299,9 @@ class History:
 
 
 class _Piece:
-    """An evicted stretch of one path.
+    """An evicted stretch [start, end) of one path; its last edge begins at `last_start`.
 
-    Attributes:
-        edges: from the root to the end of the piece; the last one begins at `last_start`.
-        parts: the parts in the order in which they went, the deepest first; or one checkpoint.
-        start, end: of all parts.
-        below: the node that the stretch hung on when it was evicted; None once another piece came.
+    `below` is the node that it hung on when it was evicted; None once another piece came.
     """
 
     __slots__ = ("below", "edges", "end", "last_start", "namespace", "parts", "start")

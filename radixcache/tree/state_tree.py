@@ -46,10 +46,8 @@ from radixcache.tree.windows import Windows
 class StateTree:
     """Tree, node states, policy entries and bytes, changed together.
 
-    Args:
-        grid_tokens: state is resumed at multiples of this many tokens only: 1, or in exact mode the chunk of prefill.
-        merges: join a node with its only child where nothing is lost by it.
-        on_loss: called with a node that is about to lose state on which a request might have resumed.
+    State is resumed at multiples of `grid_tokens` only: 1, or in exact mode the chunk of prefill. `on_loss` is called
+    with a node that is about to lose state on which a request might have resumed.
     """
 
     def __init__(
@@ -109,8 +107,7 @@ class StateTree:
     def split(self, node: StateNode, at: int) -> StateNode:
         """Cut a node at offset `at`, its spans with it; returns the upper node. The checkpoint stays with the lower.
 
-        A live node's duplicate is dropped where its halves cannot be allocated; otherwise that is an error, and
-        nothing was changed.
+        If the halves cannot be allocated, a live node loses its duplicate; otherwise it raises and changes nothing.
         """
         state = node.payload
         halves = windows = None
@@ -147,10 +144,7 @@ class StateTree:
         return upper
 
     def coalesce(self, node: StateNode) -> StateNode:
-        """Merge a node with its only child when nothing is lost by it; returns the node that covers the edge now.
-
-        Where the seam's copy cannot be allocated the two stay as they are.
-        """
+        """Merge a node with its only child if nothing is lost and the copy succeeds; returns the node of the edge."""
         child = self._mergeable(node)
         if child is None:
             return node
@@ -211,10 +205,9 @@ class StateTree:
         self._shorten(leaf, at, head)
 
     def trim(self, leaf: StateNode, cuts: Sequence[int]) -> None:
-        """Cut the tail of a leaf without a checkpoint at each of these offsets in turn, the deepest first.
+        """Cut the tail of a leaf without a checkpoint at these offsets, deepest first, while it is the policy's victim.
 
-        It stops where the policy has another victim. Keys and spans are cut once. May fail as `split` does, after the
-        policy has heard of it: then all of the leaf has to go.
+        Keys and spans are cut once. If that fails as `split` may, all of the leaf must go: the policy has heard of it.
         """
         self.on_loss(leaf)
         at = self.entries.trim(leaf, cuts)

@@ -24,15 +24,7 @@ from radixcache.tree.entries import StateNode
 
 
 class Windows:
-    """State of windows on the nodes of one tree.
-
-    Args:
-        copied: `StateTree._copied`.
-        changed: called with a node and by how many bytes its state grew.
-
-    Attributes:
-        nbytes: bytes on all nodes.
-    """
+    """State of windows on the nodes of one tree; `changed` is called with a node and by how many bytes it grew."""
 
     def __init__(
         self,
@@ -40,9 +32,7 @@ class Windows:
         copied: Callable[..., tuple[Any, ...] | None],
         changed: Callable[[StateNode, int], None],
     ) -> None:
-        self._layout = layout
-        self._copied = copied
-        self._changed = changed
+        self._layout, self._copied, self._changed = layout, copied, changed
         self.nbytes = 0
         # Nodes that have more than checkpoints need, by id().
         self._unneeded: dict[int, StateNode] = {}
@@ -143,10 +133,7 @@ class Windows:
         return nbytes
 
     def drop_unneeded(self, over: Callable[[], int]) -> bool:
-        """Drop state that no checkpoint needs while `over()` is not 0, the least recently used first.
-
-        Returns whether anything was dropped.
-        """
+        """Drop state that no checkpoint needs while `over()` is not 0, least recently used first; whether any was."""
         dropped = False
         for node in sorted(self._unneeded.values(), key=lambda each: (each.payload.entry.last_used, -each.end)):
             if not over():

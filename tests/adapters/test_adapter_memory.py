@@ -27,7 +27,6 @@ from tests.adapters.cases import (
     QUANTIZED_8,
     ROTATING_4,
     Case,
-    Kind,
     attention_rows,
     feed_all,
     token_ids,
@@ -100,18 +99,6 @@ def test_a_snapshot_keeps_nothing_of_the_live_cache_alive(case: Case) -> None:
 
 
 @token_cases
-@pytest.mark.parametrize(("start", "end"), [(500, 530), (2000, 2999)])
-def test_a_snapshot_of_a_part_is_as_small_as_the_part(case: Case, start: int, end: int) -> None:
-    before = _active_bytes()
-    cache = _fresh(case)
-    whole = sum(b.nbytes for b in adapter_for(cache).buffers(cache))
-    snapshot = _snapshot(cache, start, end)
-    assert snapshot.nbytes < whole // 2
-    del cache
-    _assert_bytes(_active_bytes() - before, snapshot.nbytes, len(snapshot.arrays()))
-
-
-@token_cases
 def test_halves_of_a_split_do_not_keep_each_other_alive(case: Case) -> None:
     cache = _fresh(case)
     adapter = adapter_for(cache)
@@ -128,18 +115,6 @@ def test_halves_of_a_split_do_not_keep_each_other_alive(case: Case) -> None:
         mx.eval(snapshot.arrays(), upper.arrays())
         del upper
         _assert_bytes(_active_bytes() - floor, snapshot.nbytes, len(snapshot.arrays()) + 1)
-
-
-@token_cases
-def test_a_merge_leaves_nothing_of_its_parts_behind(case: Case) -> None:
-    cache = _fresh(case)
-    adapter = adapter_for(cache)
-    before = _active_bytes()
-    snapshot = _snapshot(cache, 0, 300)
-    for start, end in ((300, 700), (700, 1024), (1024, 2999)):
-        snapshot = adapter.merge(snapshot, _snapshot(cache, start, end))
-    mx.eval(snapshot.arrays())
-    _assert_bytes(_active_bytes() - before, snapshot.nbytes, len(snapshot.arrays()))
 
 
 @token_cases
@@ -247,20 +222,6 @@ def test_a_restored_cache_and_its_snapshot_hold_their_own_bytes(case: Case) -> N
     _assert_bytes(_active_bytes() - before, live_bytes, count)
 
 
-@pytest.mark.parametrize("kind", [KV, QUANTIZED_8], ids=lambda kind: kind.name)
-def test_a_span_that_fills_the_buffer_to_its_last_token_is_copied_nevertheless(kind: Kind) -> None:
-    case = Case(kind, "", (500,), True)
-    before = _active_bytes()
-    snapshot = _snapshot(_fresh(case), 0, 500)
-    cache = kind.make()
-    adapter = adapter_for(cache)
-    adapter.reserve(cache, 500, snapshot)
-    assert adapter.restore(cache, snapshot, 500)
-    mx.eval(adapter.buffers(cache))
-    live_bytes = sum(b.nbytes for b in adapter.buffers(cache))
-    _assert_bytes(_active_bytes() - before, snapshot.nbytes + live_bytes, 1)
-
-
 @span_cases
 def test_a_cache_that_gives_up_its_room_owns_what_is_left(case: Case) -> None:
     before = _active_bytes()
@@ -319,23 +280,6 @@ def test_a_freed_cache_gives_all_its_bytes_back(case: Case) -> None:
     _assert_bytes(_active_bytes() - before, 0, 1)
 
 
-@all_cases
-def test_giving_room_up_gives_the_spare_bytes_back(case: Case) -> None:
-    before = _active_bytes()
-    cache = _fresh(case)
-    adapter = adapter_for(cache)
-    mx.eval(adapter.own(cache))
-    adapter.reserve(cache, case.length)
-    mx.eval(adapter.buffers(cache))
-    buffers = adapter.buffers(cache)
-    stated = sum(b.nbytes for b in buffers)
-    one_token = stated // case.length
-    assert adapter.spare_nbytes(cache) <= one_token + 1
-    count = len(buffers)
-    del buffers
-    _assert_bytes(_active_bytes() - before, stated, count)
-
-
 # A whole model's cache
 
 
@@ -350,20 +294,6 @@ def test_the_live_bytes_of_a_layout_are_the_bytes_of_memory() -> None:
     layout.own(caches)
     _assert_bytes(_active_bytes() - before, layout.live_nbytes(caches), 20)
     assert layout.spare_nbytes(caches) < layout.live_nbytes(caches) // 10
-
-
-def test_paged_spans_and_checkpoints_take_the_bytes_they_state_and_come_evaluated() -> None:
-    layout = Layout(_mixed_model, None, 64)
-    caches = layout.fresh()
-    for (cache, _), kind in zip(layout.leaves(caches), (KV, ARRAYS, RING, QUANTIZED_8), strict=True):
-        feed_all(kind, cache, token_ids(3000), [3000])
-    layout.own(caches)
-    before = _active_bytes()
-    spans = layout.page_out(caches, 1000, 2000)
-    checkpoint = layout.checkpoint(caches, 3000, "end")
-    _assert_bytes(_active_bytes() - before, spans.nbytes + checkpoint.nbytes, 40)
-    cache = next(iter(layout.leaves(caches)))[0]
-    assert _write_peak_bytes(cache, Case(KV, "", (3000,), True)) <= SLACK_BYTES
 
 
 def _mixed_model() -> list[Any]:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from itertools import combinations, cycle, product
+from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +22,6 @@ from radixcache.adapters.registry import ADAPTERS, adapter_for
 from radixcache.adapters.span import SpanAdapter
 from tests.adapters.cases import (
     CASES,
-    CHUNKED,
     CONTINUATIONS,
     DIGEST,
     KINDS,
@@ -32,7 +31,6 @@ from tests.adapters.cases import (
     Case,
     Kind,
     picture,
-    spelled_attention,
     spelled_pieces,
     state_bits,
     temporal_buffers,
@@ -46,10 +44,6 @@ token_cases = pytest.mark.parametrize("case", SPAN_CASES + WINDOW_CASES, ids=str
 cut_cases = pytest.mark.parametrize("case", [case for case in CASES if case.can_cut], ids=str)
 point_cases = pytest.mark.parametrize("case", POINT_CASES, ids=str)
 all_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-# The model makes the mask of a chunked layer itself, from the offsets.
-MASKED_CASES = [case for case in CASES if case.kind.spelled is spelled_attention and case.kind is not CHUNKED]
-masked_cases = pytest.mark.parametrize("case", MASKED_CASES, ids=str)
-
 CUTS = (1, 2, 255, 256, 257, 511, 512, 513, 800, 1024, 1299)
 SHORT_CONTINUATIONS = ((1, 1, 7, 1), (3, 40, 1))
 
@@ -92,16 +86,6 @@ def test_a_restored_cache_goes_on_like_an_undisturbed_one(case: Case) -> None:
         _assert_goes_on_alike(case, _restored(case, case.length), case.lengths, continuation)
 
 
-@masked_cases
-def test_masks_of_a_restored_cache_are_those_of_an_undisturbed_one(case: Case) -> None:
-    for count, window_size, as_array in product((2, 5, 16, 40), (None, 5, 16), (False, True)):
-        masks = [
-            cache.make_mask(count, window_size=window_size, return_array=as_array)
-            for cache in (_restored(case, case.length), case.cache())
-        ]
-        assert picture(masks[0]) == picture(masks[1]), (count, window_size, as_array)
-
-
 @all_cases
 def test_a_snapshot_is_cut_back_to_any_offset_whose_state_it_has_and_to_none_else(case: Case) -> None:
     snapshot = _snapshot(case)
@@ -124,18 +108,6 @@ def test_a_cache_restored_to_a_cut_goes_on_like_one_that_stopped_there(case: Cas
     targets = [target for target in case.cut_targets() if case.can_restore(target)]
     for target, continuation in zip(targets, cycle(SHORT_CONTINUATIONS), strict=False):
         _assert_goes_on_alike(case, _restored(case, target), (target,), continuation)
-
-
-@all_cases
-def test_a_snapshot_takes_the_place_of_another_sequence(case: Case) -> None:
-    other = token_ids(case.length + 9, seed=1)
-    cache = case.kind.fed(other, [case.length, 9])
-    adapter = adapter_for(cache)
-    if not adapter.is_point:
-        assert adapter.restore(cache, None, 0)
-    assert adapter.restore(cache, _snapshot(case), case.length)
-    assert case.kind.spelled(cache) == case.kind.expected(case.ids, case.lengths)
-    _assert_goes_on_alike(case, cache, case.lengths, (2, 1, 7, 1))
 
 
 @all_cases
@@ -276,18 +248,6 @@ def test_a_span_that_is_not_live_has_no_snapshot(case: Case) -> None:
             adapter_for(cache).snapshot(cache, start, end)
 
 
-@window_cases
-def test_a_snapshot_of_a_window_has_the_tokens_of_its_span_that_the_buffers_hold(case: Case) -> None:
-    cache = case.cache()
-    adapter = adapter_for(cache)
-    edges = {0, 3, 5, case.length // 2, case.length - 1, case.length, case.length + 9}
-    for start, end in combinations(sorted(edges), 2):
-        snapshot = adapter.snapshot(cache, start, end)
-        assert (snapshot.start, snapshot.end) == (start, end)
-        expected = [(position, case.ids[position]) for position in case.held() if start <= position < end]
-        assert spelled_pieces(snapshot) == expected, (start, end)
-
-
 # A4 and A5: split and merge
 
 
@@ -345,15 +305,6 @@ def test_many_splits_then_merges_in_any_order_are_the_identity(case: Case) -> No
             at = 0 if from_the_left else len(pieces) - 2
             pieces[at : at + 2] = [adapter.merge(*pieces[at : at + 2])]
         assert picture(pieces[0]) == before, from_the_left
-
-
-@token_cases
-def test_neighbouring_snapshots_merge_into_the_snapshot_of_both(case: Case) -> None:
-    cache = case.cache()
-    adapter = adapter_for(cache)
-    for at in case.cut_targets()[1:]:
-        merged = adapter.merge(adapter.snapshot(cache, 0, at), adapter.snapshot(cache, at, case.length))
-        assert picture(merged) == picture(_snapshot(case)), at
 
 
 @all_cases
@@ -431,17 +382,6 @@ def test_reserving_room_or_giving_it_up_changes_no_state(case: Case, capacity_to
 
 
 @span_cases
-def test_an_empty_cache_takes_its_shapes_from_a_snapshot_and_keeps_its_room(case: Case) -> None:
-    cache = case.kind.make()
-    adapter = adapter_for(cache)
-    adapter.reserve(cache, 2000, _snapshot(case))
-    assert adapter.capacity(cache) >= 2000
-    assert adapter.offset(cache) == 0
-    _assert_goes_on_alike(case, cache, (), (5, 1, 30))
-    assert adapter.capacity(cache) >= 2000
-
-
-@span_cases
 def test_reserved_room_is_there_and_no_update_reallocates_before_it_is_full(case: Case) -> None:
     cache = case.cache()
     adapter = adapter_for(cache)
@@ -476,15 +416,6 @@ def test_spare_bytes_are_what_the_buffers_hold_beyond_the_state(case: Case) -> N
     # A window may hold tokens that it reads no more.
     state = temporal_buffers(cache) if case.kind.is_window else _snapshot(case).arrays()
     assert adapter.spare_nbytes(cache) == held - sum(array.nbytes for array in state)
-
-
-@all_kinds
-def test_shapes_of_a_layer_do_not_depend_on_how_far_it_is(kind: Kind) -> None:
-    first, second = kind.fed(token_ids(30), [30]), kind.fed(token_ids(51), [30, *[1] * 21])
-    adapter = adapter_for(first)
-    assert adapter.shapes(first) == adapter.shapes(second)
-    restored = _put_back(kind, adapter.snapshot(second, 0, 51))
-    assert adapter.shapes(restored) == adapter.shapes(first)
 
 
 # A forward pass that broke off

@@ -29,12 +29,9 @@ from radixcache.adapters.registry import ADAPTERS
 from tests.adapters.cases import (
     CHUNKED,
     CONCATENATE,
-    KV,
-    QUANTIZED_8,
     ROTATING_4,
     attention_rows,
     picture,
-    spelled_rows,
     token_ids,
 )
 
@@ -86,30 +83,7 @@ def test_a_cache_holds_the_fields_that_the_adapters_read_and_no_others(cache: An
     assert set(vars(cache)) == fields
 
 
-def test_every_cache_class_inherits_a_state_that_holds_nothing() -> None:
-    class Bare(_BaseCache):  # type: ignore[misc]
-        pass
-
-    assert Bare().state == []
-    Bare().state = []
-    assert isinstance(vars(_BaseCache)["state"], property)
-
-
 # How they change
-
-
-def test_kv_caches_grow_only_when_full_and_never_look_beyond_the_offset() -> None:
-    for kind in (KV, QUANTIZED_8):
-        cache = kind.fed(token_ids(200), [200])
-        assert _capacities(cache) == {256}
-        kind.feed(cache, token_ids(56))
-        assert _capacities(cache) == {256}
-        kind.feed(cache, [1])
-        assert _capacities(cache) == {512}
-        cache.offset = 5
-        twin = kind.fed(token_ids(200)[:5], [5])
-        assert kind.feed(cache, [7, 8]) == kind.feed(twin, [7, 8])
-        assert kind.spelled(cache) == kind.spelled(twin)
 
 
 def test_a_concatenating_cache_takes_its_offset_from_its_arrays() -> None:
@@ -120,28 +94,6 @@ def test_a_concatenating_cache_takes_its_offset_from_its_arrays() -> None:
     assert cache.offset == 11, "a smaller offset alone brings the cut tokens back"
 
 
-def test_quantized_buffers_are_packed_values_scales_and_biases_of_each_token_alone() -> None:
-    at_once = QUANTIZED_8.fed(token_ids(20), [20])
-    singly = QUANTIZED_8.fed(token_ids(20), [1] * 20)
-    for side, width in ((at_once.keys, 32), (at_once.values, 64)):
-        assert isinstance(side, tuple | list)
-        assert [(b.shape[3], b.dtype) for b in side] == [
-            (width * 8 // 32, mx.uint32),
-            (width // 32, mx.float32),
-            (width // 32, mx.float32),
-        ]
-    buffers = [[b[..., :20, :] for b in (*c.keys, *c.values)] for c in (at_once, singly)]
-    assert picture(buffers[0]) == picture(buffers[1])
-
-
-def test_a_rotating_cache_holds_more_than_its_window_after_a_batch() -> None:
-    cache = ROTATING_4.fed(token_ids(30), [10, 20])
-    assert cache.keys.shape[2] == 30
-    cache = ROTATING_4.fed(token_ids(60), [40, 20])
-    assert cache.keys.shape[2] == cache.max_size - 1 + 20
-    assert cache._idx == cache.keys.shape[2]
-
-
 def test_a_rotating_cache_writes_one_token_in_place_and_a_batch_into_new_arrays() -> None:
     cache = ROTATING_4.fed(token_ids(24), [1] * 24)
     keys = cache.keys
@@ -149,23 +101,6 @@ def test_a_rotating_cache_writes_one_token_in_place_and_a_batch_into_new_arrays(
     assert cache.keys is keys
     ROTATING_4.feed(cache, [5, 6])
     assert cache.keys is not keys
-
-
-def test_a_rotating_cache_overwrites_its_oldest_token_behind_those_it_keeps() -> None:
-    cache = ROTATING_4.fed(token_ids(18), [1] * 18)
-    positions = [int(p) for p, _ in spelled_rows(cache.keys, cache.values)]
-    assert positions == [0, 1, 2, 3, 16, 17, *range(6, 16)]
-    assert cache._idx == 6
-    assert not cache.is_trimmable()
-
-
-def test_a_rotating_cache_that_has_not_wrapped_goes_on_from_any_smaller_index() -> None:
-    for lengths in ([12], [1] * 12):
-        cache = ROTATING_4.fed(token_ids(12), lengths)
-        cache.offset = cache._idx = 7
-        twin = ROTATING_4.fed(token_ids(7), [7])
-        assert ROTATING_4.feed(cache, [9]) == ROTATING_4.feed(twin, [9])
-        assert ROTATING_4.feed(cache, [9, 8]) == ROTATING_4.feed(twin, [9, 8])
 
 
 def test_advancing_an_arrays_cache_changes_its_lengths_in_place_but_no_second_handle() -> None:
@@ -222,10 +157,3 @@ def test_a_second_handle_on_an_array_keeps_its_value_when_the_first_is_written()
     array += 1
     assert handle.tolist() == [[0.0] * 8]
     assert array.tolist() == [[2.0] * 4 + [1.0] * 4]
-
-
-def _capacities(cache: Any) -> set[int]:
-    """Lengths of a cache's buffers."""
-    sides = (cache.keys, cache.values)
-    buffers = sides if isinstance(cache, KVCache) else [buffer for side in sides for buffer in side]
-    return {buffer.shape[2] for buffer in buffers}

@@ -110,17 +110,6 @@ def test_the_tokens_that_are_held_are_those_that_no_forward_pass_dropped(layer: 
         assert positions_in(adapter.snapshot(cache, 0, cache.offset)) == expected
 
 
-@all_layers
-@all_passes
-def test_every_part_of_what_is_held_is_taken_out_exactly(layer: Layer, name: str) -> None:
-    cache = layer.make()
-    for length in layer.passes()[name]:
-        feed(cache, length)
-        if layer in SMALL_LAYERS:
-            assert_every_part_is_taken_out(cache)
-    assert_every_part_is_taken_out(cache)
-
-
 # The state that is made of what was taken out
 
 
@@ -309,16 +298,6 @@ def adapter_of(cache: Any) -> Windowed:
     adapter = adapter_for(cache)
     assert is_windowed(adapter)
     return adapter
-
-
-def assert_every_part_is_taken_out(cache: Any) -> None:
-    adapter = adapter_of(cache)
-    parts = [part for low, high in adapter.held(cache) for part in combinations(range(low, high + 1), 2)]
-    snapshots = [adapter.snapshot(cache, *part) for part in parts]
-    mx.eval([snapshot.arrays() for snapshot in snapshots])
-    for (start, end), snapshot in zip(parts, snapshots, strict=True):
-        assert (snapshot.start, snapshot.end, snapshot.ranges) == (start, end, [(start, end)])
-        assert positions_in(snapshot) == list(range(start, end))
 
 
 def attended(cache: Any) -> list[int]:

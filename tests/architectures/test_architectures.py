@@ -46,7 +46,7 @@ from benchmarks.architectures.right_state import (
     timeline,
 )
 from benchmarks.architectures.temporal import largest_difference
-from runner.models.tiny import TINY_KINDS, WINDOW_LENGTH, tiny_config
+from runner.models.tiny import TINY_KINDS
 
 # What no tiny kind has: caches that are never written, layers without any cache.
 REPRESENTATIVE = {"gear", "nemotron-nas"}
@@ -121,27 +121,12 @@ def test_a_type_that_is_fed_one_token_at_a_time_needs_it_without_any_cache(name:
     assert largest_difference(at_once.cold(PROMPT_A).logits, alone.cold(PROMPT_A).logits) > ROUNDING
 
 
-def test_a_field_that_no_rule_knows_keeps_its_default_and_an_exception_wins() -> None:
-    config = tiny_config("gemma2", {"num_hidden_layers": 5})
-    assert "attn_logit_softcapping" not in config
-    assert config["num_hidden_layers"] == 5
-    assert config["rms_norm_eps"] == 1e-5
-    sliding = tiny_config("olmo3", {"num_hidden_layers": 3})
-    assert sliding["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
-    assert sliding["sliding_window"] == WINDOW_LENGTH
-
-
 def test_errors_are_rounded_up_to_a_power_of_ten_and_left_out_where_documents_are_compared() -> None:
     assert [power_of_ten_above(error) for error in (0, 9e-6, 1.1e-5, 3e-5)] == ["0", "<1e-5", "<1e-4", "<1e-4"]
     one, other = (str(Row("llama", "3 KVCache", "3,072", "-", "token-exact", error)) for error in ("<1e-5", "<1e-4"))
     assert one != other
     assert without_errors(one) == without_errors(other)
     assert without_errors(one) != without_errors(one.replace("3,072", "3,073"))
-
-
-def test_a_type_that_there_is_not_is_an_error_of_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--one", "nothing_of_the_kind"]) == 2
-    assert capsys.readouterr() == ("", "error: nothing_of_the_kind: not a module of mlx_lm.models.\n")
 
 
 def test_a_document_that_says_other_than_measured_is_stale(

@@ -28,7 +28,7 @@ from benchmarks.architectures.right_state import (
     fetched_error,
     timeline,
 )
-from benchmarks.architectures.temporal import largest_error, places, stand_in, temporal_state
+from benchmarks.architectures.temporal import largest_error, temporal_state
 from radixcache import PrefixCache
 from runner.models.tiny import TINY_KINDS, build, kind_of
 
@@ -111,15 +111,3 @@ def test_two_states_with_other_arrays_or_other_shapes_are_infinitely_far_apart()
     assert largest_error(right, shorter) == float("inf")
     assert largest_error(right, {}) == float("inf")
     assert largest_error({}, {}) == float("inf"), "no layer holds any state"
-
-
-def test_the_state_of_another_prompt_in_one_place_is_another_state() -> None:
-    for name in ("llama_sliding", "falcon_h1"):
-        subject = subject_of(name)
-        for place in places(subject.fresh()):
-            caches = subject.cold_caches(PROMPT_A)
-            right = temporal_state(caches)
-            stand_in(caches, subject.cold_caches(PROMPT_A[::-1]), place)
-            changed = {array for array, value in temporal_state(caches).items() if (value != right[array]).any()}
-            assert changed, (name, place)
-            assert all(array.startswith(str(place)) for array in changed), (name, place, changed)

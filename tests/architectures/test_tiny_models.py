@@ -95,21 +95,6 @@ def test_every_cache_class_of_mlx_lm_is_some_kinds() -> None:
     assert len(caches["longcat_flash_ngram"]) > len(tiny_model("longcat_flash_ngram").layers)
 
 
-@pytest.mark.parametrize("kind", ["llama", "kimi_linear"])
-def test_weights_depend_on_the_seed_alone(kind: str) -> None:
-    first = _parameters(tiny_model(kind, seed=5))
-    mx.random.seed(123)
-    again = _parameters(tiny_model(kind, seed=5))
-    other = _parameters(tiny_model(kind, seed=6))
-    assert all(mx.array_equal(first[name], again[name]) for name in first)
-    assert not any(mx.array_equal(first[name], other[name]) for name in first)
-
-
-def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'nothing' is not known\. Known: .*llama, .*mamba"):
-        tiny_model("nothing")
-
-
 def _prefilled(model: Any, tokens: NDArray[np.int64], lengths: Sequence[int] = (PROMPT_LENGTH,)) -> list[Any]:
     caches: list[Any] = make_prompt_cache(model)
     for chunk in np.split(tokens, np.cumsum(lengths)[:-1]):

@@ -20,7 +20,6 @@ from mlx_lm.models.cache import (
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from radixcache import SnapshotError, UnsupportedCacheError
-from radixcache.adapters.contract import NEVER
 from radixcache.layers.layout import Layout, LiveStateError
 from tests.adapters.cases import (
     ARRAYS,
@@ -210,19 +209,6 @@ def test_points_without_a_checkpoint_are_emptied_and_start_over(model: Model) ->
     assert model.bits(layout, live) == model.bits(layout, model.fed(layout, token_ids(50, seed=5), [30, 1, 19]))
 
 
-@all_models
-def test_can_rewind_promises_what_rewind_does(model: Model) -> None:
-    layout = model.layout()
-    for length, target in ((12, 12), (12, 5), (12, 1), (60, 59), (60, 10)):
-        live = model.fed(layout, IDS[:length], [length])
-        if not layout.can_rewind(live, length, target):
-            assert target < length
-            continue
-        layout.rewind(live, length, target)
-        assert model.bits(layout, live) == model.bits(layout, model.fed(layout, IDS[:target], [target]))
-    assert not layout.can_rewind(layout.fresh(), 5, 6)
-
-
 def test_tokens_taken_out_of_a_window_one_part_after_the_other_are_its_state_anywhere() -> None:
     model = Model("gemma", lambda: [KVCache(), RotatingKVCache(WINDOW_LENGTH, keep=4)], [KV, ROTATING_4])
     layout = model.layout()
@@ -253,12 +239,6 @@ def test_room_can_be_reserved_and_given_up_without_changing_the_state(model: Mod
     layout.reserve(live, 900)
     assert layout.spare_nbytes(live) <= layout.token_bytes
     assert model.bits(layout, live) == before
-
-
-def test_a_layout_with_no_layer_that_grows_has_endless_room() -> None:
-    layout = MODELS[2].layout()
-    assert layout.span_capacity(MODELS[2].fed(layout, IDS[:5], [5])) == NEVER
-    assert layout.capacity(layout.fresh()) == 0
 
 
 def test_identities_change_when_a_layer_without_offset_is_written_unseen() -> None:

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from mlx_lm.models import internlm3
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import initialize_rope
 
 from benchmarks.architectures.catalogue import cache_classes, distinct_models
 from radixcache import ShiftError
-from radixcache.cells.table import CellPlan, CellTable
 from radixcache.layers import shift
 from radixcache.layers.shift import Rotation, rotation_of
 from runner.models.tiny import TinyKind, build, kind_of
@@ -125,49 +124,7 @@ def test_pairs_turn_as_complex_numbers_do(traditional: bool, frequencies: tuple[
     assert np.array_equal(found[..., 8:], keys[..., 8:])
 
 
-def test_rotations_are_values() -> None:
-    assert rotation_of(rope(YARN)) == rotation_of(rope(YARN))
-    assert len({rotation_of(make()) for make in VARIANTS.values()}) == len(VARIANTS)
-
-
 # Remove and shift
-
-
-class Cells:
-    """Keys in cells; carries out the plans of a cell table."""
-
-    def __init__(self, capacity: int, rotation: Rotation) -> None:
-        self.keys = mx.zeros((1, HEADS, capacity, HEAD_WIDTH))
-        self.rotation = rotation
-
-    def remove(self, plan: CellPlan) -> None:
-        for source, target, length in plan.moves:
-            self.keys[..., target : target + length, :] = self.keys[..., source : source + length, :]
-        for start, length, delta in plan.shifts:
-            run = self.keys[..., start : start + length, :]
-            self.keys[..., start : start + length, :] = self.rotation.shift(run, delta)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_after_a_removal_keys_are_those_of_the_tokens_at_their_new_positions(name: str) -> None:
-    module = VARIANTS[name]()
-    table, cells = CellTable(64), Cells(64, rotation_of(module))
-    unrotated = draw(1, HEADS, 64, HEAD_WIDTH)
-    tokens = {1: list(range(20)), 2: list(range(14))}
-    for sequence in tokens:
-        table.add(sequence)
-    table.append([(1, 20)])
-    table.copy_prefix(1, 2, 14)
-    cells.keys[..., :20, :] = module(unrotated[..., :20, :], offset=0)
-    for sequence, begin, end in [(2, 3, 8), (1, 0, 5), (1, 6, 7), (2, 1, 2), (2, 0, 3)]:
-        plan = table.plan_remove(sequence, begin, end)
-        cells.remove(plan)
-        table.apply(plan)
-        del tokens[sequence][begin:end]
-        for owner, held in tokens.items():
-            wanted = module(mx.take(unrotated, mx.array(held), axis=2), offset=0)
-            found = mx.take(cells.keys, mx.array(table.cells(owner)), axis=2)
-            assert largest(found - wanted) < 1e-4, (owner, sequence, begin, end)
 
 
 # Rotations of models
@@ -250,23 +207,6 @@ def test_layers_that_rotate_by_other_frequencies_are_told_apart(dtype: mx.Dtype)
     assert set(bases) == {1e4, 1e6}
 
 
-@pytest.mark.parametrize("scaling", [{**LLAMA3, "original_max_position_embeddings": 8192}, YARN], ids=str)
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-def test_slow_pairs_alone_tell_rotations_of_one_base_apart(scaling: dict[str, Any], dtype: mx.Dtype) -> None:
-    model = build(kind_of("llama"))
-    for layer in model.layers[1:]:
-        layer.self_attn.rope = rope(scaling, dims=64)
-    model.set_dtype(dtype)
-    assert rotations(model) == [rotation_of(layer.self_attn.rope) for layer in model.layers]
-
-
-def test_a_layer_that_does_not_use_its_rope_has_no_rotation() -> None:
-    model = build(kind_of("cohere2"))
-    for layer, rotation in zip(model.layers, rotations(model), strict=True):
-        assert isinstance(layer.self_attn.rope, nn.RoPE)
-        assert (rotation is not None) == layer.self_attn.use_sliding_window
-
-
 def test_windows_are_over_ordinary_keys() -> None:
     model = build(kind_of("llama"))
     windows = [RotatingKVCache(max_size=16) for _ in model.layers]
@@ -344,24 +284,6 @@ def test_keys_that_are_zero_tell_nothing() -> None:
     model.layers[1].self_attn.k_proj.weight *= 0
     with pytest.raises(ShiftError, match=r"layer 1 \(KVCache\): keys of token 100 are zero"):
         rotations(model)
-
-
-class TwoKeysPerToken(nn.Module):
-    """Stores a key that is rotated, and then one that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rope = nn.RoPE(8)
-
-    def __call__(self, tokens: mx.array, cache: list[Any]) -> None:
-        keys = draw(1, 1, tokens.shape[1], 8)
-        cache[0].update_and_fetch(self.rope(keys, offset=cache[0].offset), keys)
-        cache[0].update_and_fetch(keys, keys)
-
-
-def test_all_that_a_layer_stores_has_to_be_rotated_the_same_way() -> None:
-    with pytest.raises(ShiftError, match=r"layer 0 \(KVCache\): keys depend on the position"):
-        rotations(TwoKeysPerToken(), [KVCache()])
 
 
 #: Types with one rotation, with two, with layers that have none or no cache, and with recurrent state.

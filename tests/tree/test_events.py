@@ -12,6 +12,13 @@ from radixcache.lock import Lock
 from radixcache.tree.history import MAX_WAITING, Event, EventKind, Events
 
 
+def emit(events: Events, *starts: int) -> None:
+    """What one call of the cache causes."""
+    with events._lock:
+        for start in starts:
+            events.emit(EventKind.STORED, "", start, 0, 0, {})
+
+
 def offsets(events: list[Event]) -> list[int]:
     return [event.start for event in events]
 
@@ -58,9 +65,7 @@ def test_what_a_listener_causes_follows_in_its_turn() -> None:
         told.append(event)
 
     events = Events(listen, lock)
-    with lock:
-        for start in range(3):
-            events.emit(EventKind.STORED, "", start, 0, 0, {})
+    emit(events, 0, 1, 2)
     assert offsets(told) == [0, 1, 2, 10, 11, 12]
     assert events.failures == 0
 
@@ -84,13 +89,8 @@ def test_what_a_listener_raises_is_counted_and_warned_of_once() -> None:
 
     events = Events(listen, lock)
 
-    def emit_two() -> None:
-        with lock:
-            events.emit(EventKind.STORED, "", 0, 1, 0, {})
-            events.emit(EventKind.STORED, "", 1, 2, 0, {})
-
     with pytest.warns(RuntimeWarning, match=r"on_event raised LookupError\('no such metric'\) for stored") as caught:
-        emit_two()
+        emit(events, 0, 1)
     assert events.failures == 2
     assert len(caught) == 1
 
@@ -104,8 +104,7 @@ def test_a_warning_that_is_an_error_does_not_reach_the_caller_either() -> None:
     events = Events(listen, lock)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with lock:
-            events.emit(EventKind.STORED, "", 0, 1, 0, {})
+        emit(events, 0)
     assert events.failures == 1
 
 
@@ -119,16 +118,10 @@ def test_an_interrupt_in_a_listener_passes_and_the_rest_is_told_later(kind: type
             raise kind
 
     events = Events(listen, lock)
-
-    def emit(*starts: int) -> None:
-        with lock:
-            for start in starts:
-                events.emit(EventKind.STORED, "", start, 0, 0, {})
-
     with pytest.raises(kind):
-        emit(0, 1)
+        emit(events, 0, 1)
     assert offsets(told) == [0]
-    emit(2)
+    emit(events, 2)
     assert offsets(told) == [0, 1, 2]
 
 
@@ -140,20 +133,15 @@ def test_an_interrupt_in_the_listener_of_one_cache_does_not_silence_another_on_t
 
     first, second = Events(interrupt, lock), Events(told.append, lock)
 
-    def emit(*starts: int) -> None:
-        with lock:
-            for start in starts:
-                second.emit(EventKind.EVICTED, "", start, start, 0, {})
-
     def emit_both() -> None:
         with lock:
-            first.emit(EventKind.EVICTED, "", 0, 0, 0, {})
-            emit(*range(count))
+            emit(first, 0)
+            emit(second, *range(count))
 
     with pytest.raises(KeyboardInterrupt):
         emit_both()
     assert told == []
-    emit(count)
+    emit(second, count)
     assert offsets(told) == list(range(min(count + 1, MAX_WAITING)))
 
 
@@ -163,8 +151,7 @@ def test_threads_lose_no_event_and_each_keeps_its_order() -> None:
 
     def work(first: int) -> None:
         for start in range(first, first + 200):
-            with lock:
-                events.emit(EventKind.STORED, "", start, 0, 0, {})
+            emit(events, start)
 
     threads = [threading.Thread(target=work, args=(1000 * index,)) for index in range(4)]
     for thread in threads:

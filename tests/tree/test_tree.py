@@ -113,15 +113,6 @@ def test_merge_keeps_the_childs_identity_and_children(tree: RadixTree[str]) -> N
     tree.check()
 
 
-def test_append_copies_the_keys_it_is_given(tree: RadixTree[str]) -> None:
-    sequence = keys(20, 21, 22)
-    leaf = tree.append(tree.root(), sequence)
-    sequence[0] = 99
-    assert leaf.edge.tolist() == [20, 21, 22]
-    assert leaf.prefix().tolist() == [20, 21, 22]
-    tree.check()
-
-
 def test_extend_lengthens_a_leaf_and_truncate_shortens_it(tree: RadixTree[str]) -> None:
     leaf = tree.match(keys(9, 9)).node
     tree.extend(leaf, keys(8, 7, 6))
