@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from typer import Option
 
-from runner.commands.inputs import TraceOptions, usage_errors, with_options
-from runner.commands.outputs import Outputs, UsageError, about, require, require_counts, require_positive, say
+from runner.commands.inputs import TraceOptions, with_options
+from runner.commands.outputs import (
+    Outputs,
+    UsageError,
+    about,
+    require,
+    require_counts,
+    require_positive,
+    say,
+    usage_errors,
+)
 from runner.commands.simulate import DISK_MIB_PER_S, PREFILL_TOKENS_PER_S, DiskMibPerS, disk_plan, run_grid
 from runner.files import read_json
 from runner.text import GIB, MIB

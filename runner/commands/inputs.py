@@ -8,8 +8,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, wraps
 from inspect import Parameter, Signature, signature
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 from typer import Argument, Option
 
-from runner.commands.outputs import UsageError, require, require_counts, say
+from runner.commands.outputs import require, require_counts, say, usage_errors
 from runner.text import plural
 
 if TYPE_CHECKING:
@@ -49,15 +48,6 @@ Traces are JSONL, a request per line, equal ids for equal prefixes:
 Also a coding agent's sessions, what PrefixCache(trace=FILE) recorded, what radixcache synth makes, conversations with
 --model, and folders with all below them; - is stdin.
 """
-
-
-@contextmanager
-def usage_errors(*errors: type[Exception], prefix: str = "") -> Iterator[None]:
-    """Turn these errors into a UsageError with the same message."""
-    try:
-        yield
-    except errors as error:
-        raise UsageError(f"{prefix}{error}") from error
 
 
 def given_files(paths: Sequence[Path]) -> list[Path]:

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from runner.commands.inputs import TraceOptions, usage_errors, with_options
-from runner.commands.outputs import Outputs, about, require, say
+from runner.commands.inputs import TraceOptions, with_options
+from runner.commands.outputs import Outputs, about, require, say, usage_errors
 from runner.text import plural
 
 

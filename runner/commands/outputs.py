@@ -10,8 +10,8 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -51,6 +51,15 @@ class UsageError(Exception):
     """A mistake that the user can correct; the message is one line."""
 
 
+@contextmanager
+def usage_errors(*errors: type[Exception], prefix: str = "") -> Iterator[None]:
+    """Turn these errors into a UsageError with the same message."""
+    try:
+        yield
+    except errors as error:
+        raise UsageError(f"{prefix}{error}") from error
+
+
 def require(holds: bool, message: str) -> None:
     """Raise UsageError unless the condition holds."""
     if not holds:
@@ -73,10 +82,8 @@ def require_policy(policy: str) -> None:
     """Refuse an unknown policy before a long run."""
     from policies import make_policy
 
-    try:
+    with usage_errors(ValueError, prefix="--policy: "):
         make_policy(policy)
-    except ValueError as error:
-        raise UsageError(f"--policy: {error}") from error
 
 
 def require_view_file(path: Path) -> str:

@@ -14,8 +14,8 @@ from typer import Option
 
 import runner
 from radixcache.errors import RadixCacheError
-from runner.commands.inputs import usage_errors, with_options
-from runner.commands.outputs import UsageError, require, require_policy, say
+from runner.commands.inputs import with_options
+from runner.commands.outputs import UsageError, require, require_policy, say, usage_errors
 from runner.serve.options import ServeOptions, require_compatible
 
 if TYPE_CHECKING:

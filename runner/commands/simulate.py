@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from typer import Option
 
+from radixcache.errors import PolicyError
 from runner.commands.inputs import TraceOptions, with_options
 from runner.commands.outputs import (
     EXIT_INTERRUPTED,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from runner.models.footprint import ModelBytes
     from runner.simulate.grid import AnyJob
     from runner.simulate.report import DiskPlan, Row
-    from runner.simulate.simulator import OnProgress
     from runner.traces.trace import Trace
 
 R = TypeVar("R", bound="Row")
@@ -165,6 +165,8 @@ def run_grid(
     """Run a grid under a bar. Returns the rows that finished, and what to raise later if not all did."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from runner.simulate.grid import run_locally, run_on_ray
+
     if not grid:
         return [], None
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,}/{task.total:,} requests"))
@@ -180,33 +182,19 @@ def run_grid(
                 done = progress.tasks[0].completed
                 lines.tell(lambda: f"simulating: {done:,.0f} of {total:,} requests")
 
-            rows.extend(_rows(traces, grid, jobs, ray, advance))
+            run = run_locally(traces, grid, jobs, advance) if ray is None else run_on_ray(traces, grid, ray, advance)
+            rows.extend(run)
     except KeyboardInterrupt:
         return rows, typer.Exit(EXIT_INTERRUPTED)
-    except UsageError as error:
-        return rows, error
-    return rows, None
-
-
-def _rows(
-    traces: Sequence[Trace], grid: Sequence[AnyJob[R]], jobs: int, ray: str | None, on_progress: OnProgress
-) -> Iterator[R]:
-    from radixcache.errors import PolicyError
-    from runner.simulate.grid import run_locally, run_on_ray
-
-    try:
-        if ray is None:
-            yield from run_locally(traces, grid, jobs, on_progress)
-        else:
-            yield from run_on_ray(traces, grid, ray, on_progress)
     except PolicyError as error:
         # Ray wraps the first cause into an exception of its own.
         cause = getattr(error, "cause", error)
-        raise UsageError(f"--policy: policy {cause.policy}: {cause.hook}() {cause.reason}.") from error
-    except BrokenProcessPool as error:
-        raise UsageError("a process of --jobs was killed, perhaps for its memory; take fewer of them.") from error
+        return rows, UsageError(f"--policy: policy {cause.policy}: {cause.hook}() {cause.reason}.")
+    except BrokenProcessPool:
+        return rows, UsageError("a process of --jobs was killed, perhaps for its memory; take fewer of them.")
     except ConnectionError as error:
-        raise UsageError(f"--ray {ray}: no cluster answers ({error}).") from error
+        return rows, UsageError(f"--ray {ray}: no cluster answers ({error}).")
+    return rows, None
 
 
 def _separate(options: TraceOptions) -> list[Trace]:
@@ -243,15 +231,11 @@ def _policies(listed: str, sizes: ModelBytes | None, disk: DiskPlan | None, *, i
 
     names = _words(listed)
     require(bool(names), "--policy names no policy.")
+    defined = "--policy: belady-bypass is defined"
     has_checkpoints = sizes is not None and sizes.checkpoint_bytes > 0
-    require(
-        not has_checkpoints or "belady-bypass" not in names,
-        f"--policy: belady-bypass is defined without checkpoints alone, and there are some ({sizes}).",
-    )
-    require(
-        disk is None or "belady-bypass" not in names,
-        "--policy: belady-bypass is defined for memory alone, and there is a disk.",
-    )
+    if "belady-bypass" in names:
+        require(not has_checkpoints, f"{defined} without checkpoints alone, and there are some ({sizes}).")
+        require(disk is None, f"{defined} for memory alone, and there is a disk.")
     if "all" in names:
         bypasses = disk is None and not has_checkpoints
         bounds = [name for name in sorted(OFFLINE_POLICIES) if name != "belady-bypass" or bypasses]
@@ -267,11 +251,11 @@ def _policies(listed: str, sizes: ModelBytes | None, disk: DiskPlan | None, *, i
 def _router_names(listed: str) -> list[str]:
     from runner.routing.routers import ROUTERS
 
-    names = list(dict.fromkeys(_words(listed)))
+    names = _words(listed)
     require(bool(names), "--router names no router.")
     for name in names:
         require(name in ROUTERS, f"--router: no router {name!r}; known: {', '.join(ROUTERS)}.")
-    return names
+    return list(dict.fromkeys(names))
 
 
 def _replica_counts(listed: str) -> list[int]:
@@ -293,12 +277,9 @@ def _capacities(
     require(capacity_blocks is None or budget_gib is None, "give --capacity-blocks or --budget-gib; wanted only one.")
     if capacity_blocks is not None:
         blocks = _numbers(capacity_blocks, "--capacity-blocks")
-        require(
-            all(each == int(each) for each in blocks), f"--capacity-blocks is {capacity_blocks}; wanted whole numbers."
-        )
-        require(
-            sizes is None or sizes.token_bytes > 0, f"{sizes}: blocks have no size of their own; give --budget-gib."
-        )
+        are_whole, has_size = all(each == int(each) for each in blocks), sizes is None or sizes.token_bytes > 0
+        require(are_whole, f"--capacity-blocks is {capacity_blocks}; wanted whole numbers.")
+        require(has_size, f"{sizes}: blocks have no size of their own; give --budget-gib.")
         return [(int(each), None) for each in dict.fromkeys(blocks)]
     if budget_gib is None:
         raise UsageError("give --capacity-blocks or --budget-gib.")

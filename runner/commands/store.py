@@ -9,8 +9,7 @@ import typer
 from typer import Argument, Option
 
 from radixcache.errors import StoreError
-from runner.commands.inputs import usage_errors
-from runner.commands.outputs import EXIT_CHECK_FAILED, Outputs, say
+from runner.commands.outputs import EXIT_CHECK_FAILED, Outputs, say, usage_errors
 from runner.text import MIB, plural, table_of_figures
 
 if TYPE_CHECKING:
@@ -42,8 +41,7 @@ def list_all(path: Folder) -> None:
 
 @store.command()
 def verify(
-    path: Folder,
-    secret_file: Annotated[Path | None, Option(help="File with the secret that it was made with.")] = None,
+    path: Folder, secret_file: Annotated[Path | None, Option(help="File with the secret that it was made with.")] = None
 ) -> None:
     """Read every file and check it. Exit 1: some are damaged; they are named, and prefixes behind them not found."""
     from rich.console import Console

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from runner.commands.inputs import usage_errors
-from runner.commands.outputs import Outputs, require, say
+from runner.commands.outputs import Outputs, require, say, usage_errors
 
 
 class Format(StrEnum):

@@ -14,7 +14,6 @@ from runner.commands.inputs import (
     load_outline,
     read_chosen,
     scheduled_requests,
-    usage_errors,
     with_options,
 )
 from runner.commands.outputs import (
@@ -30,6 +29,7 @@ from runner.commands.outputs import (
     require_policy,
     require_view_file,
     say,
+    usage_errors,
     view_bytes,
 )
 from runner.text import plural
@@ -99,16 +99,16 @@ def tree(
         from runner.simulate.simulator import grow_tree
 
         with usage_errors(ScriptError, ValueError):
-            grown = grow_tree(
+            cache, skipped = grow_tree(
                 scheduled, outline.tokenizer, sizes, budget_bytes=budget_bytes, policy=policy, skip_bad=skip_bad
             )
-        if grown.skipped:
-            say(f"note: {plural(len(grown.skipped), 'request')} skipped, the first: {grown.skipped[0]}")
-        view, note = grown.view, f"{plural(grown.requests, 'request')} read; "
+        if skipped:
+            say(f"note: {plural(len(skipped), 'request')} skipped, the first: {skipped[0]}")
+        view, note = cache.view(tokenizer=outline.tokenizer), f"{plural(cache.stats.requests, 'request')} read; "
         if budget_mib is None:
             note += "without --budget-mib nothing was evicted."
         else:
-            note += f"{plural(grown.evictions, 'eviction')} by {policy} under a budget of {budget_mib:g} MiB."
+            note += f"{plural(cache.stats.evictions, 'eviction')} by {policy} under a budget of {budget_mib:g} MiB."
     if out is None or out == STDOUT:
         from radixcache.observe.page import render_view
 

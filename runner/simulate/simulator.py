@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies import OFFLINE_POLICIES, Entry, EvictionPolicy, make_policy
-from radixcache import PrefixCache, TreeView, render_chat
+from radixcache import PrefixCache, render_chat
 from radixcache.layers.sizes import SizedCache, SizedLayout, SizedModel
 from radixcache.lock import uninterrupted
 from radixcache.paging.tier import Disk
@@ -74,13 +74,6 @@ class BlockSizes:
 
     def layout(self) -> SizedLayout:
         return SizedLayout(self.span_bytes, self.checkpoint_bytes, self.windows)
-
-
-@dataclass(frozen=True, slots=True)
-class Offline:
-    """A policy that knows the future; `make` takes the function that tells when an entry is used next."""
-
-    make: Callable[[Callable[[Entry], float]], EvictionPolicy]
 
 
 class Future:
@@ -148,6 +141,8 @@ class Machine(SizedModel):
 class Simulation:
     """A trace on its way through one cache, with a tier below memory or a machine that several caches share.
 
+    An offline policy is given by its name.
+
     Raises:
         ValueError: the policy bypasses the cache, and there is a disk or the sizes have checkpoints.
     """
@@ -155,7 +150,7 @@ class Simulation:
     def __init__(
         self,
         trace: Trace,
-        policy: str | EvictionPolicy | Offline,
+        policy: str | EvictionPolicy,
         budget_bytes: int,
         sizes: BlockSizes,
         disk: DiskPlan | Machine | None = None,
@@ -187,11 +182,12 @@ class Simulation:
         longest = max((len(request.keys) for request in trace.requests), default=0)
         self._ids: NDArray[np.int32] = np.zeros(longest + 1, dtype=np.int32)
 
-    def _make(self, policy: str | EvictionPolicy | Offline) -> EvictionPolicy:
-        if not isinstance(policy, Offline):
+    def _make(self, policy: str | EvictionPolicy) -> EvictionPolicy:
+        offline = OFFLINE_POLICIES.get(policy) if isinstance(policy, str) else None
+        if offline is None:
             return make_policy(policy)
         self._future = Future(self.trace.requests, lambda entry: last_key(self.cache, entry))
-        return policy.make(self._future.next_use)
+        return offline(self._future.next_use)
 
     def run(self, on_progress: OnProgress | None = None) -> None:
         """Serve all requests; `on_progress` gets the number of requests since its last call."""
@@ -300,22 +296,10 @@ def simulate(
 ) -> SimulationRow:
     """Run one simulation. `policy` is a name in POLICIES or OFFLINE_POLICIES, or "module:Class"."""
     began = time.perf_counter()
-    offline = OFFLINE_POLICIES.get(policy)
-    chosen = policy if offline is None else Offline(offline)
-    simulation = Simulation(trace, chosen, budget_bytes, sizes or BlockSizes(), disk)
+    simulation = Simulation(trace, policy, budget_bytes, sizes or BlockSizes(), disk)
     simulation.run(on_progress)
     fields = row_fields([simulation], policy, time.perf_counter() - began)
     return SimulationRow(**fields, has_checkpoints=simulation.layout.has_points, disk=simulation.disk_use())
-
-
-@dataclass(frozen=True)
-class GrownTree:
-    """A tree, how many requests made it, its evictions, and a line for each request that was left out."""
-
-    view: TreeView
-    requests: int
-    evictions: int
-    skipped: tuple[str, ...]
 
 
 def grow_tree(
@@ -326,9 +310,10 @@ def grow_tree(
     budget_bytes: int,
     policy: str = "lru",
     skip_bad: bool = False,
-) -> GrownTree:
-    """Serve conversations as a replay does with recorded replies, by sizes, and describe the tree at the end.
+) -> tuple[PrefixCache, list[str]]:
+    """Serve conversations as a replay does with recorded replies, by sizes.
 
+    Returns the cache, and a line for each request that was left out.
     ScriptError: the template refuses a conversation and `skip_bad` is off.
     """
     layout = SizedLayout(sizes.token_bytes, sizes.state_bytes, sizes.windows, GROW_TOKENS)
@@ -341,8 +326,7 @@ def grow_tree(
             if not skip_bad:
                 raise
             skipped.append(str(error))
-    stats = cache.stats
-    return GrownTree(cache.view(tokenizer=tokenizer), stats.requests, stats.evictions, tuple(skipped))
+    return cache, skipped
 
 
 def _serve(cache: PrefixCache, model: SizedModel, tokenizer: Any, request: ScheduledRequest) -> None:

@@ -91,8 +91,7 @@ def run(cache: PrefixCache, model: Any, requests: list[tuple[list[int], list[int
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES],
+    ("kind", "policy"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES]
 )
 def test_the_simulator_evicts_what_the_live_cache_evicts(kind: str, policy: str) -> None:
     model: Any = tiny_model(kind)
@@ -106,12 +105,7 @@ def test_the_simulator_evicts_what_the_live_cache_evicts(kind: str, policy: str)
         )
     layout = SizedLayout(token_bytes, checkpoint_bytes, grow_keys=GROW_TOKENS)
     sized = sized_cache(
-        layout,
-        budget_bytes=budget_bytes,
-        policy=sized_record,
-        cost=CostModel(),
-        checkpoint_interval=64,
-        trim_tokens=32,
+        layout, budget_bytes=budget_bytes, policy=sized_record, cost=CostModel(), checkpoint_interval=64, trim_tokens=32
     )
     cached = run(live, model, requests, marks=[60])
     assert cached == run(sized, SizedModel(), requests, marks=[60])

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from runner.traces.trace import Pace, Trace, TraceError, join_traces
+from runner.traces.trace import Pace, Trace, TraceError, infer_turns, join_traces
 from runner.traces.trace_formats import compact_bytes, mooncake_bytes
 from runner.traces.trace_reader import read_trace
 from tests.simulate.made import made, words
@@ -224,6 +225,10 @@ def test_real_sessions_are_read_whole(shared_data) -> None:
     assert sum(request.kind == "subagent" for request in trace.requests) == 102
     assert trace.skipped == ()
     assert_invariants(trace)
+    # First turns are found without what the sessions say of them.
+    inferred = infer_turns(replace(trace, requests=[replace(each, turn=None) for each in trace.requests]))
+    agreeing = sum((a.turn == 1) == (b.turn == 1) for a, b in zip(trace.requests, inferred.requests, strict=True))
+    assert agreeing / len(trace.requests) > 0.97
 
 
 # Conversations -------------------------------------------------------------------------------------------------------
