@@ -6,7 +6,6 @@ Messages of the DevTools protocol go both ways as JSON that ends in a NUL, over 
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -141,13 +140,6 @@ class Page:
             "new Promise((done) => { const look = () => { const value = (() => (" + script + "))();"
             " value ? done(value) : setTimeout(look, 20); }; look(); })"
         )
-
-    def screenshot(self, file: Path) -> None:
-        """Save the whole page as PNG."""
-        size = self._call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        shot = self._call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(shot["data"]))
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._last_id += 1

@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import logging
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -177,17 +175,16 @@ def test_names_have_no_text_in_them_and_with_a_secret_are_nothing_that_tokens_te
 
 
 @pytest.mark.parametrize("field", ["way", "tokens"])
-# Named by length: a running test's name is in the environment, and so in that of a server that is started for it.
-@pytest.mark.parametrize("value", [b"", b"x", b"\0\0", bytes(8), b"\xff" * 64, bytes(1 << 16)], ids=len)
-def test_a_way_that_is_wrong_is_a_miss(redis: Server, field: str, value: bytes) -> None:
+def test_a_way_that_is_wrong_is_a_miss(redis: Server, field: str) -> None:
     blocks = chain(range(8))
     stored(redis, *blocks)
-    for block in blocks:
-        redis.client.hset(place_of(block), field, value)
-    with store_at(redis.url) as store:
-        assert resumed(store, range(8)) in (0, 4)
-        put_all(store, blocks)
-        assert resumed(store, range(8)) == 8  # who has written it knows it without asking for ways
+    for value in (b"", b"x", b"\0\0", bytes(8), b"\xff" * 64, bytes(1 << 16)):
+        for block in blocks:
+            redis.client.hset(place_of(block), field, value)
+        with store_at(redis.url) as store:
+            assert resumed(store, range(8)) in (0, 4)
+            put_all(store, blocks)
+            assert resumed(store, range(8)) == 8  # who has written it knows it without asking for ways
 
 
 def test_keys_of_somebody_else_are_left_alone(redis: Server) -> None:
@@ -303,30 +300,6 @@ def test_a_port_that_accepts_and_never_answers_costs_one_limit_and_then_nothing(
     assert time.monotonic() - began < LONG_S
 
 
-def test_a_server_that_drips_is_cut_off_at_the_limit() -> None:
-    listening, is_over = socket.create_server(("127.0.0.1", 0)), threading.Event()
-
-    def drip() -> None:
-        client, _ = listening.accept()
-        try:
-            client.sendall(b"$99999999\r\n")
-            while not is_over.wait(0.02):
-                client.sendall(b"x")
-        except OSError:
-            is_over.set()
-
-    dripping = threading.Thread(target=drip)
-    dripping.start()
-    began = time.monotonic()
-    with store_at(f"redis://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.3) as store:
-        assert matched(store, range(8)) == []
-        assert store.stats.failed_calls == {"timed out": 1}
-    assert is_over.wait(LONG_S)  # its connection is gone
-    assert time.monotonic() - began < LONG_S
-    dripping.join()
-    listening.close()
-
-
 def test_a_server_that_is_killed_is_a_miss_and_found_again_once_it_is_back(
     own_server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -355,25 +328,12 @@ def test_a_server_that_is_killed_is_a_miss_and_found_again_once_it_is_back(
     ]  # fmt: skip
 
 
-def test_a_server_that_comes_later_is_no_error(own_server: Server) -> None:
-    own_server.kill()
-    clock = Clock()
-    with store_at(own_server.url, clock=clock) as store:
-        assert matched(store, range(8)) == []
-        own_server.start()
-        clock.now_s += 1.0
-        matched(store, range(8))
-        tried(store)
-        put_all(store, chain(range(8)))
-        assert resumed(store, range(8)) == 8
-
-
 def test_a_reply_that_is_cut_anywhere_is_a_miss(proxy: Proxy, redis: Server) -> None:
     blocks = chain(range(8))
     with store_at(redis.url) as store:
         put_all(store, blocks)
         links = matched(store, range(8))
-    for cut_after in (0, 1, 30, 60, 100, 300, 1000, 1300):
+    for cut_after in (0, 30, 300, 1300):
         proxy.cut_after, clock = cut_after, Clock()
         with store_at(proxy.url, clock=clock) as store:
             for _ in range(3):
@@ -434,42 +394,17 @@ def test_a_password_is_used_and_never_shown(caplog: pytest.LogCaptureFixture) ->
                 kinds = set(store.stats.failed_calls) - {"not asked"}
                 assert kinds == (set() if found else {"not allowed"})
                 shown += [repr(store), str(store.stats), repr(store._calls)]
+        redis.kill()
+        with store_at(f"unix://:{PASSWORD}@{redis.socket}") as store:
+            assert matched(store, range(4)) == []
+            assert store.stats.failed_calls == {"not reached": 1}
+            shown += [repr(store), str(store.stats)]
         shown += caplog.messages
         text = "\n".join(shown)
         assert "not allowed" in text
         assert all(each not in text for each in (PASSWORD, PASSWORD[::-1], str(redis.socket)))
     finally:
         redis.end()
-
-
-def test_an_error_of_the_network_shows_no_address(caplog: pytest.LogCaptureFixture) -> None:
-    listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
-    listening.close()
-    with store_at(f"redis://me:{PASSWORD}@127.0.0.1:{port}") as store:
-        assert matched(store, range(4)) == []
-        shown = "\n".join([repr(store), str(store.stats), *caplog.messages])
-    assert "not reached" in shown
-    assert all(each not in shown for each in (PASSWORD, "127.0.0.1", str(port)))
-
-
-def test_rediss_speaks_tls_from_the_first_byte() -> None:
-    listening, got = socket.create_server(("127.0.0.1", 0)), list[bytes]()
-
-    def answer() -> None:
-        client, _ = listening.accept()
-        got.append(client.recv(1 << 16))
-        client.close()
-
-    answering = threading.Thread(target=answer)
-    answering.start()
-    with store_at(f"rediss://me:{PASSWORD}@127.0.0.1:{listening.getsockname()[1]}") as store:
-        assert matched(store, range(4)) == []
-        assert store.stats.failed_calls["not reached"] == 1
-    answering.join(LONG_S)
-    listening.close()
-    assert got[0][:2] == b"\x16\x03"  # a handshake
-    assert PASSWORD.encode() not in got[0]
 
 
 def test_a_url_may_name_the_limit_and_cannot_switch_off_what_the_store_needs(redis: Server) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 240
 
 
-def apart(url: str, *prompts: list[int], reads: str = "always", within: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """What a process of its own makes of these prompts, started by the command `within`; see `redis_apart.py`."""
+def apart(url: str, *prompts: list[int]) -> list[dict[str, Any]]:
+    """What a process of its own makes of these prompts; see `redis_apart.py`."""
     done = subprocess.run(
-        [*within, sys.executable, "-P", "-m", "tests.whole.redis_apart", url, reads, *map(json.dumps, prompts)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+        [sys.executable, "-P", "-m", "tests.whole.redis_apart", url, *map(json.dumps, prompts)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -110,24 +106,6 @@ def test_a_link_that_hangs_or_breaks_off_costs_one_limit_and_no_answer(redis: Se
             assert sum(count for kind, count in kinds.items() if kind != "not asked") == 1, kinds
             assert kinds["not asked"] >= len(prompts) - 1
         proxy.close()
-
-
-@pytest.mark.slow
-def test_a_server_that_evicts_under_pressure_changes_no_answer(redis: Server, llama: Any) -> None:
-    prompts = conversation()
-    usual = redis.client.config_get("maxmemory*")
-    try:
-        with store_at(redis.url) as store, PrefixCache(llama, store=store) as cache:
-            serve(cache, llama, prompts[2])
-        redis.client.config_set("maxmemory-policy", "allkeys-lru")
-        redis.client.config_set("maxmemory", redis.client.info("memory")["used_memory"])
-        for turn, prompt in enumerate([*prompts, *([9, *each] for each in prompts), *prompts]):
-            with store_at(redis.url) as store, PrefixCache(llama, store=store) as cache:
-                assert is_close(serve(cache, llama, prompt)[1], cold(llama, prompt)), turn
-        assert redis.client.info("stats")["evicted_keys"] > 0
-    finally:
-        for name, value in usual.items():
-            redis.client.config_set(name, value)
 
 
 # Whose it is
