@@ -26,46 +26,17 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from radixcache.observe import words
 from radixcache.observe.tree_view import NodeView, TreeView
-from radixcache.observe.words import (
-    NodeLine,
-    about_words,
-    bytes_words,
-    choose,
-    fit,
-    more_words,
-    node_words,
-    place_words,
-    text,
-    text_words,
-    total_words,
-    visible,
-    whole_text,
-)
+from radixcache.observe.words import NodeLine
 
 #: The formats, and how many nodes each shows by default.
 FORMATS: dict[str, int] = {"text": 200, "svg": 200, "html": 50_000, "json": 1 << 62}
 
-WIDTH = 1240
-MARGIN = 24
-AXIS_WIDTH = 560
-ROW_HEIGHT = 24
-BAR_HEIGHT = 14
-HEAD_HEIGHT = 112
+WIDTH, MARGIN, AXIS_WIDTH, HEAD_HEIGHT = 1240, 24, 560, 112
+ROW_HEIGHT, BAR_HEIGHT = 24, 14
 #: Average width of a character in the small type.
 COLUMN_WIDTH = 6.8
-
-STYLE = """
-svg{--ground:#fff;--ink:#1c2128;--soft:#656d76;--line:#d5dae0;--live:#e08a00;--paged:#2f6fd0;--mark:#8250df;--pin:#cf222e;
-background:var(--ground);font:12px system-ui,-apple-system,"Segoe UI",sans-serif}
-@media (prefers-color-scheme:dark){svg{--ground:#0f1319;--ink:#e6e9ed;--soft:#98a2ad;--line:#30363d;--live:#f0a83c;
---paged:#5c9bf5;--mark:#b78af7;--pin:#ff7b72}}
-.ground{fill:var(--ground)}text{fill:var(--ink)}.soft{fill:var(--soft)}.text{fill:var(--soft);unicode-bidi:isolate}
-.title{font-size:17px;font-weight:600}.live{fill:var(--live)}.paged{fill:var(--paged)}.mark{fill:var(--mark)}
-.pin{fill:var(--pin)}.line{stroke:var(--line);fill:none}.join{stroke:var(--soft);fill:none}
-.open{stroke:var(--ink);stroke-width:1.5;fill:none}
-.rest{fill:none;stroke:var(--soft);stroke-dasharray:3 3}.more{fill:var(--soft);font-style:italic}
-""".strip()
 
 
 def render_view(view: TreeView, format: str = "text", max_nodes: int | None = None) -> str:
@@ -90,8 +61,8 @@ def page(view: TreeView, max_nodes: int) -> str:
     """The tree as an HTML document."""
     # ASCII, so that lone surrogates are escaped too; without "<" nothing in it can end the element.
     embedded = json.dumps(tree_data(view, max_nodes), separators=(",", ":")).replace("<", "\\u003c")
-    about = f"<p>{escape(about_words(view))}</p>" if view.about else ""
-    body = f"""{tree_markup(total_words(view), about)}
+    about = f"<p>{escape(words.about_words(view))}</p>" if view.about else ""
+    body = f"""{tree_markup(words.total_words(view), about)}
 <noscript>Nodes are drawn by a script, which is switched off here.</noscript>
 <script type="application/json" id="tree">{embedded}</script>"""
     return document("Prefix tree", body, page_file("page.css"), page_file("page.js"))
@@ -147,7 +118,7 @@ def _rows(view: TreeView, max_nodes: int) -> list[list[Any]]:
     """What the script reads: [parent, kind, depth, start, ...]; a named namespace has a row of its own."""
     rows: list[list[Any]] = []
     number_of = {-1: -1}  # row numbers by line number; -1 is the heading
-    for number, row in enumerate(choose(view, max_nodes)):
+    for number, row in enumerate(words.choose(view, max_nodes)):
         if row.heading is not None:
             number_of[-1] = len(rows)
             rows.append([-1, "namespace", 0, 0, row.heading])
@@ -159,11 +130,11 @@ def _rows(view: TreeView, max_nodes: int) -> list[list[Any]]:
 def _cells(row: NodeLine, slot_count: int) -> list[Any]:
     node = row.node
     if node is None:
-        return ["more", row.depth, row.start, more_words(row.left_out)]
-    text = whole_text(node) if node.text is not None else None
-    state = [node.residency, place_words(node, slot_count), node.span_bytes]
-    checkpoint = [visible(node.checkpoint), node.checkpoint_bytes]
-    pins = [visible(name) for name in node.pin_names] if node.pin_names or node.is_pinned else None
+        return ["more", row.depth, row.start, words.more_words(row.left_out)]
+    text = words.whole_text(node) if node.text is not None else None
+    state = [node.residency, words.place_words(node, slot_count), node.span_bytes]
+    checkpoint = [words.visible(node.checkpoint), node.checkpoint_bytes]
+    pins = [words.visible(name) for name in node.pin_names] if node.pin_names or node.is_pinned else None
     counts = [node.is_open, node.uses, node.last_used, node.below, node.below_tokens, node.below_bytes]
     return ["node", row.depth, node.start, text, node.end, *state, *checkpoint, pins, *counts]
 
@@ -174,14 +145,14 @@ def _sha256(text: str) -> str:
 
 def picture(view: TreeView, max_nodes: int) -> str:
     """The tree as an SVG document."""
-    rows = choose(view, max_nodes)
+    rows = words.choose(view, max_nodes)
     longest = max((node.end for node in view.nodes), default=1)
     scale = AXIS_WIDTH / longest
     lines, body, y = [], [], float(HEAD_HEIGHT)
     y_of: list[float] = []
     for row in rows:
         if row.heading is not None:
-            name = escape(repr(fit(row.heading, 120)))
+            name = escape(repr(words.fit(row.heading, 120)))
             body.append(f'<text x="{MARGIN}" y="{y + 16:g}" class="soft">namespace {name}</text>')
             y += ROW_HEIGHT
         y_of.append(y)
@@ -192,9 +163,10 @@ def picture(view: TreeView, max_nodes: int) -> str:
         y += ROW_HEIGHT
     height = y + MARGIN
     drawn = "\n".join([*_head(view, longest, scale, height), *lines, *body])
+    style = page_file("picture.css").strip()
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
-        f'height="{height:g}" role="img" aria-label="{escape(total_words(view))}">\n<style>{STYLE}</style>\n'
+        f'height="{height:g}" role="img" aria-label="{escape(words.total_words(view))}">\n<style>{style}</style>\n'
         f'<rect class="ground" width="{WIDTH}" height="{height:g}"/>\n{drawn}\n</svg>\n'
     )
 
@@ -202,8 +174,8 @@ def picture(view: TreeView, max_nodes: int) -> str:
 def _head(view: TreeView, longest: int, scale: float, height: float) -> list[str]:
     parts = [
         f'<text x="{MARGIN}" y="34" class="title">Prefix tree</text>',
-        f'<text x="{MARGIN + 116}" y="34">{escape(total_words(view))}</text>',
-        f'<text x="{MARGIN}" y="54" class="soft">{escape(fit(about_words(view), 180))}</text>',
+        f'<text x="{MARGIN + 116}" y="34">{escape(words.total_words(view))}</text>',
+        f'<text x="{MARGIN}" y="54" class="soft">{escape(words.fit(words.about_words(view), 180))}</text>',
     ]
     x = float(MARGIN)
     for name, sign in _PICTURE_LEGEND:
@@ -238,11 +210,11 @@ def _drawn_node(node: NodeView, y: float, scale: float, slot_count: int) -> str:
     if node.is_pinned:
         parts.append(f'<path class="pin" d="{_pin(at + 4, middle)}"/>')
         at += 14
-    span, tokens, nbytes, *facts = node_words(node, slot_count)
-    label = f"{span}  {tokens}, {bytes_words(node.nbytes)}"
-    names = fit(f" {', '.join(visible(name) for name in node.pin_names)}", 40) if node.pin_names else ""
+    span, tokens, nbytes, *facts = words.node_words(node, slot_count)
+    label = f"{span}  {tokens}, {words.bytes_words(node.nbytes)}"
+    names = words.fit(f" {', '.join(words.visible(name) for name in node.pin_names)}", 40) if node.pin_names else ""
     columns = int((WIDTH - MARGIN - at) / COLUMN_WIDTH)
-    shown = text_words(node, max(8, columns - len(label) - len(names) - 3))
+    shown = words.text_words(node, max(8, columns - len(label) - len(names) - 3))
     label = f'<tspan font-weight="600">{label}</tspan>'
     if names:
         label += f'<tspan class="pin">{escape(names)}</tspan>'
@@ -250,7 +222,7 @@ def _drawn_node(node: NodeView, y: float, scale: float, slot_count: int) -> str:
         label += f'<tspan dx="10" class="text">{escape(shown)}</tspan>'
     parts.append(f'<text x="{at:.1f}" y="{middle + 4:g}">{label}</text>')
     facts = [f"{span} {tokens}, {nbytes}", *facts, f"used {node.uses} times, last at tick {node.last_used}"]
-    title = escape("\n".join([*facts, *([text_words(node, 400)] if node.text else [])]))
+    title = escape("\n".join([*facts, *([words.text_words(node, 400)] if node.text else [])]))
     return f"<g><title>{title}</title>{''.join(parts)}</g>"
 
 
@@ -266,7 +238,9 @@ def _bar(x: float, y: float, width: float, node: NodeView) -> str:
 def _more(row: NodeLine, y: float, scale: float) -> str:
     x, middle = MARGIN + row.start * scale, y + ROW_HEIGHT / 2
     rest = f'<rect class="rest" x="{x + 0.5:.1f}" y="{middle - 5:g}" width="26" height="10" rx="3"/>'
-    return f'{rest}<text class="more" x="{x + 36:.1f}" y="{middle + 4:g}">{escape(more_words(row.left_out))}</text>'
+    return (
+        f'{rest}<text class="more" x="{x + 36:.1f}" y="{middle + 4:g}">{escape(words.more_words(row.left_out))}</text>'
+    )
 
 
 def _pin(x: float, y: float) -> str:
@@ -286,7 +260,7 @@ _PICTURE_LEGEND = (
 
 
 _RENDERERS: dict[str, Callable[[TreeView, int], str]] = {
-    "text": text,
+    "text": words.text,
     "svg": picture,
     "html": page,
     "json": lambda view, _: view.to_json(),

@@ -31,17 +31,12 @@ def _end(links: list[Link]) -> int:
     return links[-1].end if links else 0
 
 
-def test_a_match_ends_inside_of_a_block() -> None:
-    blocks = chain(range(10), step=4)
-    links = _matched(_index(blocks), [0, 1, 2, 3, 4, 5, 99])
-    assert [(link.start, link.end, link.block_end) for link in links] == [(0, 4, 4), (4, 6, 8)]
-    assert [link.key for link in links] == [block.head.key for block in blocks[:2]]
-
-
-def test_a_short_end_is_found_and_continued_by_what_follows_it() -> None:
-    short = chain([1, 2, 3], step=4)
-    longer = [*short, *_following(short[-1], [4, 5, 6])]
-    assert _end(_matched(_index(longer), [1, 2, 3, 4, 5, 9])) == 5
+def test_a_match_ends_inside_of_a_block_also_behind_a_short_one() -> None:
+    short = chain([0, 1, 2], step=4)
+    blocks = [*short, *_following(short[-1], [3, 4, 5])]
+    links = _matched(_index(blocks), [0, 1, 2, 3, 4, 9])
+    assert [(link.start, link.end, link.block_end) for link in links] == [(0, 3, 3), (3, 5, 6)]
+    assert [link.key for link in links] == [block.head.key for block in blocks]
 
 
 def test_a_chain_goes_on_from_inside_of_a_block_and_is_used_with_it() -> None:
@@ -93,13 +88,6 @@ def test_only_whole_blocks_with_a_checkpoint_count_where_checkpoints_are_needed(
     assert not _matched(index, range(7))[-1].has_checkpoint
 
 
-def test_a_grid_leaves_out_what_was_made_on_another_or_on_none() -> None:
-    index = _index(chain(range(8), step=4, grid=0), chain(range(4), step=4, grid=4))
-    assert _end(_matched(index, range(8), grid=4)) == 4
-    assert _end(_matched(index, range(8), grid=8)) == 0
-    assert _end(_matched(index, range(8))) == 8
-
-
 def test_a_checkpoint_without_its_block_is_not_matched_and_still_counted() -> None:
     blocks = chain(range(4))
     index = _index(blocks, [checkpoint(blocks[0])])
@@ -110,9 +98,13 @@ def test_a_checkpoint_without_its_block_is_not_matched_and_still_counted() -> No
     assert (index.nbytes, len(index)) == (0, 0)
 
 
-def test_a_chain_longer_than_python_may_nest_is_matched() -> None:
+def test_a_chain_longer_than_python_may_nest_64_bit_tokens_and_grids_are_matched() -> None:
     tokens = list(range(1200))
     assert _end(_matched(_index(chain(tokens, step=1)), tokens)) == 1200
+    index = _index(chain([5, 1 << 40]), chain([5, -(1 << 40)]), chain(range(8), grid=0), chain(range(4), grid=4))
+    assert _end(_matched(index, [5, 1 << 40])) == 2
+    assert _end(_matched(index, [5, (1 << 40) + (1 << 32)])) == 1
+    assert [_end(_matched(index, range(8), grid=grid)) for grid in (4, 8, 0)] == [4, 0, 8]
 
 
 def test_what_follows_a_block_is_older_than_the_block() -> None:
@@ -125,12 +117,6 @@ def test_what_follows_a_block_is_older_than_the_block() -> None:
         index.drop(oldest.key, "block")
         index.check()
     assert order == [block.head.key for block in (first[2], second[0], first[1], first[0])]
-
-
-def test_tokens_of_64_bits_are_told_apart() -> None:
-    index = _index(chain([5, 1 << 40]), chain([5, -(1 << 40)]))
-    assert _end(_matched(index, [5, 1 << 40])) == 2
-    assert _end(_matched(index, [5, (1 << 40) + (1 << 32)])) == 1
 
 
 SEQUENCES = st.lists(st.integers(0, 1), min_size=1, max_size=7)
