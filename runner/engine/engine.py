@@ -22,19 +22,15 @@ What breaks this order:
     state lost        an evaluation failed: all running requests end, waiting ones go on in a new group
     not a number      a row's logits are NaN: that request ends; what is stored ends before it
 
-Admission. A request waits for two things: tokens of the group's capacity, those that running requests hold (shared ones
-once) and will hold, and bytes of the cache's budget for that many tokens, with all evictable state gone. Nobody is
-overtaken for want of room: what does not fit waits, and so do those behind it. One exception: a request that shares a
-prompt which is being prefilled, further than with anything evaluated so far, waits until that part is evaluated. Those
-behind it that have nothing to wait for go on meanwhile. Pins and open sessions come and go, and requests may reserve
-less than they ask for, so the group can still refuse; then the engine makes room.
+Admission needs tokens of the group's capacity, for what running requests hold (shared tokens once) and will hold, and
+as many bytes of the budget with all evictable state gone. What does not fit waits, and so do those behind it. One
+exception: a request that shares most with a prompt which is being prefilled waits until that part is evaluated; those
+behind it go on. The group can still refuse, since pins come and go and replies outgrow their reserve.
 
-Chunks of prefill go in turn to the request that came first and to the one with the least left. First come, first served
-alone would let one long document delay all first tokens. A chunk for each in turn would bring the first tokens of
-requests that came together all at the very end. With half of all chunks for the first, a request is prefilled after at
-most twice the chunks of its own prompt and of those before it.
+Chunks of prefill go in turn to the request that came first and to the one with the least left: no long document delays
+all first tokens, and a request is prefilled after at most twice the chunks of its own prompt and of those before it.
 
-The same calls give the same order: nothing here reads a clock. Not thread-safe. No signal may come into a round.
+Nothing here reads a clock. Not thread-safe. No signal may come into a round.
 """
 
 from __future__ import annotations

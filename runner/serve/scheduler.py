@@ -228,6 +228,10 @@ class Scheduler:
                 waiting.remove(each)
                 try:
                     served.begin(each[1])
+                except ApiError as error:
+                    each[1].fail(error.status, error.message)
+                except ValueError as error:  # from mlx-lm's functions
+                    each[1].fail(400, str(error))
                 except Exception as error:
                     logger.exception("a request could not be begun")
                     each[1].fail(500, f"{type(error).__name__}: {error}")

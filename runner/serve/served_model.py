@@ -100,15 +100,6 @@ class ServedModel:
     def _is_free(self) -> bool:
         return self._alone is None and not self._together
 
-    def begin(self, opened: OpenRequest) -> None:
-        """Take a request in. If something is wrong with it, that request fails."""
-        try:
-            self._begin(opened)
-        except ApiError as error:
-            opened.fail(error.status, error.message)
-        except ValueError as error:  # from mlx-lm's functions
-            opened.fail(400, str(error))
-
     def prompt(self, request: Request) -> RenderedPrompt:
         """The request's prompt in tokens. ApiError: it cannot be made."""
         template_args = self._options.chat_template_args
@@ -151,7 +142,8 @@ class ServedModel:
 
     # Starting
 
-    def _begin(self, opened: OpenRequest) -> None:
+    def begin(self, opened: OpenRequest) -> None:
+        """Take a request in. ApiError, or ValueError of mlx-lm's functions: something is wrong with it."""
         request, tokenizer = opened.request, self.tokenizer
         prompt = self.prompt(request)
         prompt_tokens, longest = len(prompt.tokens), self.context_length

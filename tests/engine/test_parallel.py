@@ -116,38 +116,3 @@ def test_compiled_mode_is_off_while_a_model_that_wants_it_so_runs_and_on_between
     assert model.compiled_calls
     assert not any(model.compiled_calls)
     assert is_compiling()
-
-
-def test_compiled_mode_comes_back_when_the_model_raises(tiny):
-    with new_generator(tiny, Uncompiled(tiny.model, fails=True)) as generator:
-        ticket = generator.submit(PROMPT, max_tokens=9)
-        list(generator)
-    assert str(ticket.completion.error) == "a layer failed"
-    assert is_compiling()
-
-
-# Waiting to share
-
-
-def order_of(loaded, prompts, **more):
-    """Which request reported progress when, as (number, offset)."""
-    order = []
-    with new_generator(loaded) as generator:
-        for number, prompt in enumerate(prompts):
-            generator.submit(
-                prompt,
-                max_tokens=1,
-                on_progress=lambda done, total, number=number: order.append((number, done)),
-                **more,
-            )
-        list(generator)
-    return order
-
-
-@pytest.mark.parametrize(("common", "marks", "shared"), [(100, (), 96), (20, (10,), 10)])
-def test_with_recurrent_layers_who_waits_comes_in_where_the_other_stands_or_at_a_checkpoint(common, marks, shared):
-    loaded = load_model("tiny:qwen3_next")
-    order = order_of(loaded, [np.arange(30, 230), np.append(np.arange(30, 30 + common), 9)], marks=marks)
-    reached = -(-shared // 32) * 32
-    assert order.index((1, shared)) == order.index((0, reached)) + 1
-    assert [number for number, _ in order[: order.index((1, shared))]] == [0] * (reached // 32 + 1)

@@ -580,15 +580,6 @@ def test_a_reply_that_stops_being_numbers_takes_nobody_along(poisoned: LoadedMod
 # Room
 
 
-def test_a_request_that_never_fits_is_refused_with_the_numbers(llama: LoadedModel) -> None:
-    with new_generator(llama, new_cache(llama), capacity=100) as generator:
-        with pytest.raises(ValueError, match="a prompt of 80 tokens and a reply of 22 take 101 of a capacity of"):
-            submit(generator, PROMPTS[1], 22)
-        fits = submit(generator, PROMPTS[1], 21)
-        drain(generator)
-        require_alone(llama, [fits], [PROMPTS[1]])
-
-
 def test_at_most_max_rows_run_at_a_time(llama: LoadedModel) -> None:
     with new_generator(llama, new_cache(llama), max_rows=2) as generator:
         tickets = [submit(generator, prompt) for prompt in PROMPTS]

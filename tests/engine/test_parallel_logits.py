@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm import stream_generate
-from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from radixcache import PrefixCache
@@ -82,39 +81,6 @@ def test_a_processor_is_told_every_token_of_a_prompt_of_which_most_was_cached(ti
     reply = said(ticket)
     assert ticket.matched_tokens == len(PROMPTS[0])
     assert told == [[*PROMPTS[0], *reply[:count]] for count in range(3)]
-
-
-def test_penalties_go_on_where_a_request_that_went_back_to_waiting_left_off(tiny: LoadedModel) -> None:
-    capacity = len(SYSTEM) + sum(len(prompt) - len(SYSTEM) for prompt in PROMPTS[:2]) + 12
-    with new_generator(tiny, capacity=capacity) as generator:
-        tickets = [
-            generator.submit(
-                prompt, max_tokens=12, stop_tokens=(), reserve=1, logits_processors=make_logits_processors(**PENALTIES)
-            )
-            for prompt in PROMPTS[:2]
-        ]
-        rows = set()
-        while any(ticket.completion is None for ticket in tickets):
-            generator.round()
-            rows |= {row.id for row in generator.group.rows}
-    assert len(rows) == 3, "one went back, and got another row"
-    for ticket, prompt in zip(tickets, PROMPTS, strict=False):
-        assert said(ticket) == alone(tiny, prompt, logits_processors=make_logits_processors(**PENALTIES))
-
-
-def test_a_stop_sequence_of_several_tokens_ends_the_reply_with_its_last_one(loaded: LoadedModel) -> None:
-    whole = alone(loaded, PROMPTS[0], 12)
-    word = whole[4:7]
-    end = next(at for at in range(3, 13) if whole[at - 3 : at] == word)
-    with new_generator(loaded) as generator:
-        matchers = [StopSequences([word]).matcher() for _ in range(2)]
-        ticket = generator.submit(PROMPTS[0], max_tokens=12, stop_tokens=matchers[0].advance)
-        other = generator.submit(PROMPTS[1], max_tokens=12, stop_tokens=())
-        list(generator)
-    assert said(ticket) == whole[:end]
-    assert ticket.completion is not None
-    assert ticket.completion.done_reason == "stop"
-    assert said(other) == alone(loaded, PROMPTS[1])
 
 
 def test_a_seed_gives_what_it_gives_alone_whoever_draws_beside_it(tiny: LoadedModel) -> None:

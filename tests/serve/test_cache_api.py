@@ -203,21 +203,6 @@ def test_a_model_that_is_not_in_memory_is_not_loaded_to_be_explained(server: Ser
     assert server.get("/cache/state")["models"] == ["tiny:llama"]
 
 
-def test_every_model_that_was_served_has_its_tree_and_gives_when_reclaiming() -> None:
-    with serving() as server:
-        server.chat("What about quince?")
-        server.chat("What about quince?", model="tiny:gemma3_text")
-        state = server.get("/cache/state")
-        assert (state["models"], state["model"]) == (["tiny:llama", "tiny:gemma3_text"], "tiny:gemma3_text")
-        nodes = {name: len(server.get("/cache/tree", model=name)["nodes"]) for name in state["models"]}
-        assert nodes == {name: stats["nodes"] for name, stats in state["stats"].items()}
-        assert len(server.get("/cache/state", model="tiny:llama")["tree"]["rows"]) == nodes["tiny:llama"]
-        latest = state["stats"]["tiny:gemma3_text"]
-        server.post("/cache/reclaim", target_bytes=latest["live_bytes"] + latest["paged_bytes"])
-        after = server.get("/cache/state")["stats"]
-        assert (after["tiny:llama"]["nodes"], after["tiny:gemma3_text"]["nodes"]) == (0, nodes["tiny:gemma3_text"])
-
-
 def everything(server: Server) -> str:
     """All that the routes of the cache say, after some requests; a bad one among them."""
     server.chat("What about quince?")

@@ -1,4 +1,4 @@
-"""The real clients against a real server: conversations side by side, streams left in the middle, tools."""
+"""The real clients against a real server: conversations side by side, streams left in the middle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ TURNS, REPLY_TOKENS = 4, 12
 #: A reply that only its client's leaving ends.
 ENDLESS = 1_000_000
 SYSTEM = "You answer in few words, and never twice the same. " * 4
-PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}}
 #: What MLX keeps beside weights and caches: constants, a random state, a round's arrays.
 SLACK_BYTES = 1 << 20
 
@@ -146,41 +145,3 @@ def test_conversations_side_by_side_reuse_their_turns_and_leave_what_the_stats_s
     # MLX may hand out a freed buffer that is larger than what was asked for.
     assert held_bytes - SLACK_BYTES < active_bytes < 2 * held_bytes + SLACK_BYTES
     assert left_bytes < SLACK_BYTES
-
-
-def test_tools_and_their_results_go_through_both_clients(url: str) -> None:
-    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Ulm"}'}}
-    tool = {"name": "weather", "description": "of a place"}
-    openai_messages: Any = [
-        {"role": "user", "content": "How is Ulm?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "dry"},
-    ]
-    use = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"place": "Ulm"}}
-    anthropic_messages: Any = [
-        {"role": "user", "content": "How is Ulm?"},
-        {"role": "assistant", "content": [use]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "dry"}]},
-    ]
-    openai_tools: Any = [{"type": "function", "function": {**tool, "parameters": PARAMETERS}}]
-    anthropic_tools: Any = [{**tool, "input_schema": PARAMETERS}]
-    with (
-        openai.OpenAI(api_key="k", base_url=f"{url}/v1", max_retries=0, timeout=GUARD_S) as first,
-        anthropic.Anthropic(api_key="k", base_url=url, max_retries=0, timeout=GUARD_S) as second,
-    ):
-        reply = first.chat.completions.create(
-            model="default_model", messages=openai_messages, tools=openai_tools, max_tokens=REPLY_TOKENS
-        )
-        arguments: Any = {"model": "claude-x", "messages": anthropic_messages, "tools": anthropic_tools}
-        message = second.messages.create(**arguments, max_tokens=REPLY_TOKENS)
-        counted = second.messages.count_tokens(**arguments)
-    assert reply.usage is not None
-    usage = message.usage
-    # One prompt, whichever API says it: the second finds all but its last token.
-    assert (
-        counted.input_tokens == reply.usage.prompt_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
-    )
-    assert usage.cache_read_input_tokens == reply.usage.prompt_tokens - 1
-    (block,) = message.content
-    assert block.type == "text"
-    assert block.text == reply.choices[0].message.content

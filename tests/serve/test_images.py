@@ -7,7 +7,6 @@ import io
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,12 +14,9 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from mlx_lm import stream_generate
-from mlx_lm.processors import load_processor
-from mlx_lm.server import _make_vision
 from PIL import Image
 
 from runner.models.load import LoadedModel, load_model
-from runner.models.tiny import build, kind_of
 from runner.serve import prompts
 from runner.serve.app import make_app
 from runner.serve.metrics import Watch
@@ -226,27 +222,3 @@ def test_images_need_a_model_that_sees_and_no_draft_model(folder: str, looked: l
         assert (blind.status, "no image processor is loaded for this model" in blind.message) == (400, True)
         drafted = Waiting(thread, messages=asking(ONE), names=ModelNames(draft="tiny")).failure
         assert (drafted.status, "a draft model cannot draft replies to images" in drafted.message) == (400, True)
-
-
-# Muse Spark itself; its forward pass goes through Metal kernels, which a CPU does not have
-
-
-def test_from_any_offset_on_embeddings_are_those_of_the_whole_prompt() -> None:
-    kind = kind_of("muse_spark")
-    vision = {
-        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 2,
-        "merge_size": 2, "pos_emb_height": 4, "pos_emb_width": 4,
-    }  # fmt: skip
-    seeing = replace(kind, overrides={**kind.overrides, "image_token_id": PATCH, "vision_config": vision})
-    model: Any = build(seeing)
-    processor = load_processor(model, seeing.config)
-    sizes = [processor.preprocess_image(np.asarray(Image.open(io.BytesIO(file)))) for file in (ONE, TWO)]
-    pixel_values, counts = zip(*sizes, strict=True)
-    tokens = [9, 3, *[PATCH] * counts[0], 5, 9, 3, *[PATCH] * counts[1], 5, 9]
-    found = _make_vision(tokens, urls=["a", "b"], pixel_values=list(pixel_values), token_id=PATCH)
-    whole = model.embed_inputs(mx.array(tokens), pixel_values=list(pixel_values))
-    assert float(mx.abs(whole[2 : 2 + counts[0]] - whole[5 + counts[0] : -2]).max()) > 0.1
-    embed = prompts.embedder(model, tokens, found)
-    for offset in range(len(tokens)):
-        assert embed(offset).shape == whole[offset:].shape
-        assert float(mx.abs(embed(offset) - whole[offset:]).max()) < 1e-4

@@ -130,22 +130,6 @@ def test_all_that_stores_count_is_shown_once_for_all_models_by_the_store(llama: 
     assert found["redis"] == {**twice, "stopped": 0, "failed_calls refused": 4}
 
 
-def test_a_cache_that_was_closed_meanwhile_is_left_out(llama: Any) -> None:
-    watch, watched = Watch(), Watched()
-    watch.attach(watched)
-    watched.add(ModelNames("small", None, None), llama).close()
-    watch.on_record(record())
-    assert watch.points()[0].live_bytes == 0
-    assert not any(name.startswith("radixcache_live") for name, _ in samples(watch))
-
-
-def test_the_registry_is_the_servers_own() -> None:
-    first, second = Watch(), Watch()
-    first.on_http("/health", 200)
-    assert value(first, "http_requests_total", route="/health", status="200") == 1
-    assert not any("http_requests" in name for name, _ in samples(second))
-
-
 def test_the_end_of_a_request_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "runner.serve.metrics"):
         Watch().on_record(record(namespace="ann"))
