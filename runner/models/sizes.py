@@ -45,15 +45,11 @@ KV_GROUP_SIZES = (32, 64, 128)
 
 @dataclass
 class LayerState:
-    """State of all layers.
+    """State of all layers."""
 
-    Attributes:
-        spans: each array that grows by the token, as (heads, elements per head, bytes per element).
-        windows: bytes of one token over all sliding windows, by the windows' length in tokens.
-        fixed_bytes: bytes that do not depend on the length.
-    """
-
+    # Each array that grows by the token: heads, elements per head, bytes per element.
     spans: list[tuple[int, int, int]] = field(default_factory=list)
+    # Bytes of one token over all sliding windows, by their length in tokens.
     windows: dict[int, int] = field(default_factory=dict)
     fixed_bytes: int = 0
 
@@ -76,15 +72,11 @@ def read_model_bytes(
 def model_bytes(
     config: Mapping[str, Any], *, dtype: str | None = None, kv_bits: int | None = None, kv_group_size: int = 64
 ) -> ModelBytes:
-    """Compute the bytes.
+    """Compute the bytes of the (text) model of a config.json. ModelConfigError: it is wrong, or not known.
 
     Args:
-        config: as in config.json; the text part of a multimodal model counts.
         dtype: of the activations, and so of the cache; None: the configuration's own, else bfloat16.
         kv_bits, kv_group_size: quantization of keys and values; None: they are not quantized.
-
-    Raises:
-        ModelConfigError: the type is not known, a field is missing or wrong, or a head does not fit the groups.
     """
     dtype = dtype or _dtype(config)
     if dtype not in DTYPES:
@@ -179,10 +171,7 @@ def _what_is_wrong(args_class: Any, config: Mapping[str, Any], error: Exception)
 
 
 def _check_fields(args_class: Any, config: Mapping[str, Any]) -> None:
-    """Refuse fields that are plainly wrong before a model is built, also in the text part of a multimodal one.
-
-    mlx-lm's hints cannot be trusted further: some fields are lists or null where the hint is a number.
-    """
+    """Refuse plainly wrong fields before a model is built. Some fields are lists or null where the hint is a number."""
     for part_class, part in _parts(args_class, config):
         for name in LAYER_COUNTS:
             if isinstance(part.get(name), int) and part[name] > MOST_LAYERS:

@@ -43,11 +43,7 @@ WARM_UP_TOKENS = 64
 
 @dataclass(frozen=True)
 class CacheRun:
-    """One cache over the requests that have their reply, in the order of the script.
-
-    `tree` is the cache's dump at the end and `view` its description, each if asked for. `peak_tokens` are the most that
-    several users held at a time, of `capacity_tokens`.
-    """
+    """One cache over the requests that have their reply, in order; with the tree at the end, if that was asked for."""
 
     cache: str
     rows: tuple[RequestRow, ...]
@@ -62,10 +58,7 @@ class CacheRun:
 
 @dataclass(frozen=True)
 class AnswerDifference:
-    """A reply that differs from the one without a cache.
-
-    `gap` is the difference of the two highest logits at the first differing token.
-    """
+    """A reply that differs from the one without a cache; `gap` is between the two highest logits where it begins."""
 
     cache: str
     index: int
@@ -104,12 +97,7 @@ class Replay:
         self._alone: list[_Run] = []
 
     def run(self) -> None:
-        """Serve all requests.
-
-        Raises:
-            UnsupportedCacheError, BudgetFullError: of the radix cache.
-            ScriptError: a prompt that waited for generated replies does not fit the model or the capacity.
-        """
+        """Serve all requests. ScriptError: a prompt with generated replies does not fit the model or the capacity."""
         with wired_limit(self._loaded.model):
             warm_up(self._loaded, self._script[0].prompt)
             if self._users is None:
@@ -231,11 +219,7 @@ class _Run:
         self._view: TreeView | None = None
 
     def serve(self, *, records_replies: bool) -> Iterator[None]:
-        """Serve all requests, and yield after each reply.
-
-        Args:
-            records_replies: put the generated replies into the prompts that wait for them.
-        """
+        """Serve all requests, and yield after each reply, which may be recorded for prompts that wait for it."""
         began_s = time.perf_counter()
         while self._submit():
             for answer in self.server.answers():

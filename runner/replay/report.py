@@ -109,10 +109,7 @@ class PairedRatio(NamedTuple):
 
 
 def paired_ratio(theirs: Sequence[float], ours: Sequence[float]) -> PairedRatio:
-    """How many times as much `theirs` is, with the interval of the sign test, which assumes no distribution.
-
-    For fewer than LEAST_PAIRS pairs the interval is the range from the smallest ratio to the largest.
-    """
+    """How many times as much `theirs` is, with the interval of the sign test; for few pairs, of all ratios."""
     ratios = sorted(their / our for their, our in zip(theirs, ours, strict=True))
     count = len(ratios)
     # The most values to leave out at each end such that the median is among them with a probability of at most 2.5 %.
@@ -135,12 +132,7 @@ class Report:
         alone: Sequence[CacheRun] = (),
         partings: Sequence[AnswerDifference] = (),
     ) -> None:
-        """Sum up the runs.
-
-        Args:
-            is_parallel: several users were served at a time; `alone` are the same requests one at a time, none where
-                that was broken off, and `partings` the answers that differ from those without a cache.
-        """
+        """Sum up the runs. If several users were served at a time, `alone` are the same requests one at a time."""
         self.runs = tuple(runs)
         self.partings = tuple(partings)
         self._is_parallel = is_parallel

@@ -4,15 +4,10 @@
     tell(replica, added, removed), forget(replica), rates.prefilled(...), rates.decoded(...)     for each replica
 
 `choose` changes only the state of a router that draws or counts. `send` books the work and takes the prompt's digests
-as stored there, so the next request with this prefix follows. A server that has to choose again, since a replica
-refused, sends once.
-
-A digest stands for a whole prefix up to a block border, for the model and for the namespace:
+as stored there, so the next request with this prefix follows. A digest of 64 bits stands for the model, the namespace
+and the whole prefix up to a block border; a wrong one costs one miss.
 
     root_digest(model, namespace) ── digest of [0, 256) ── digest of [0, 512) ── ...
-
-Digests have 64 bits: two of N prefixes collide with a chance of N² / 2^65. A wrong digest sends a request to a replica
-that has to prefill it: the cost is one miss. Tokens behind the last whole block have no digest.
 
 Invariants:
 
@@ -22,8 +17,7 @@ Invariants:
   DI1  A replica has `max_digests` at most. The oldest go first; sending and telling make digests young again.
   DI2  Of digests that came together, the deepest is the oldest: a prefix loses its end first.
 
-Time is an argument, in seconds from any beginning. A choice takes O(replicas x blocks), digests about 5 us a block.
-Not thread-safe. Never imports MLX.
+Time is an argument, in seconds from any beginning. A choice takes O(replicas x blocks). Not thread-safe, never MLX.
 """
 
 from __future__ import annotations
@@ -50,29 +44,17 @@ HALF_LIFE_S = 3600.0
 
 
 class Choice(NamedTuple):
-    """Where a request goes.
-
-    Attributes:
-        matched_tokens: tokens of its prompt that the replica probably has.
-        waiting_s: seconds of work that the replica has to do first.
-        work_s: seconds of work that the request is.
-    """
+    """Where a request goes."""
 
     replica: str
     ask: Ask
-    matched_tokens: int
-    waiting_s: float
-    work_s: float
+    matched_tokens: int  # of its prompt, that the replica probably has
+    waiting_s: float  # work that the replica has to do first
+    work_s: float  # of the request
 
 
 class Dispatcher:
-    """Sends requests to replicas.
-
-    Args:
-        rates: cost of tokens, the same for all replicas; whoever measures updates them.
-        block_tokens: tokens that a digest stands for.
-        max_digests: the most that are stored for a replica.
-    """
+    """Sends requests to replicas. `rates` are the same for all of them; whoever measures updates them."""
 
     def __init__(
         self,
@@ -264,11 +246,7 @@ def root_digest(model: str, namespace: str = "", secret: bytes = b"") -> int:
 
 
 def chain_digests(tokens: NDArray[np.integer], root: int, block_tokens: int = BLOCK_TOKENS) -> list[int]:
-    """The digest at each block border of `tokens` (T,): T // block_tokens numbers of 64 bits.
-
-    Args:
-        root: of the model and the namespace; or the digest at the border that `tokens` follow.
-    """
+    """The digests at the block borders of `tokens` (T,), which follow the root or the digest at a border."""
     if block_tokens < 1:
         raise ValueError(f"block_tokens is {block_tokens}; wanted at least 1.")
     step = 8 * block_tokens

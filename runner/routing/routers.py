@@ -10,15 +10,12 @@
                     + PREFILL_WEIGHT times the prefill of the rest of the prompt there
                     + if work waits there: EVENING_WEIGHT times the recent work there beyond UNEVEN times the mean
 
-The first two terms, each with weight 1, are the time to the first token. But prefill also delays later requests and
-takes the room of another prefix. On an hour of a chat service with 8 replicas, weight 1 finds 0.81 to 0.87 of what can
-be found and weight 3 finds 0.92 to 0.94, at the same waiting times (benchmarks/results/routing-parts.json). The third
-term moves long conversations off a replica with more work than others, but only if requests wait there. Ties go to the
-replica with the least recent work, then by a hash of prompt and replica.
+With weight 1 the first two terms are the time to the first token. But prefill also delays later requests and takes the
+room of another prefix: on an hour of a chat service with 8 replicas, weight 1 finds 0.81 to 0.87 of what can be found
+and weight 3 finds 0.92 to 0.94, at the same waiting times (benchmarks/results/routing-parts.json). The third term moves
+long conversations off a busy replica. Ties go to the replica with the least recent work, then by a hash.
 
-Rates: measured cost of tokens. A rate is seconds over tokens, both sums, which are halved every `HALF_LIFE`
-measurements: many small measurements and a large one count for the time they took.
-
+Rates are measured seconds over tokens, both sums, which are halved every `HALF_LIFE` measurements.
 A router sees only its arguments: no clock, and no randomness but its seed. Never imports MLX.
 """
 
@@ -38,17 +35,11 @@ UNEVEN, EVENING_WEIGHT = 1.1, 2.0
 
 
 class Coefficients(NamedTuple):
-    """Cost of tokens on a replica.
-
-    Attributes:
-        prefill_s: seconds to prefill a token.
-        decode_s: seconds for a generated token; if several requests decode together, the request's share of a step.
-        output_tokens: tokens of a reply, on average.
-    """
+    """Cost of tokens on a replica, in seconds."""
 
     prefill_s: float
-    decode_s: float
-    output_tokens: float
+    decode_s: float  # if several requests decode together, the request's share of a step
+    output_tokens: float  # of a reply, on average
 
     def work_s(self, prefill_tokens: float, output_tokens: float | None = None) -> float:
         """Seconds of work for a request; without `output_tokens`, with a reply of average length."""
@@ -100,32 +91,20 @@ class _Ratio:
 
 
 class Ask(NamedTuple):
-    """A new request.
+    """A new request."""
 
-    Attributes:
-        digests: of its prompt, at the block borders.
-        tokens: length of the prompt.
-        session: tells conversations apart, if it is known.
-    """
-
-    digests: Sequence[int]
+    digests: Sequence[int]  # of its prompt, at the block borders
     tokens: int
-    session: str = ""
+    session: str = ""  # tells conversations apart, if it is known
 
 
 class View(NamedTuple):
-    """What is known of a replica for a request.
-
-    Attributes:
-        waiting_s: seconds of work that it has to do first.
-        matched_tokens: tokens of the prompt that it probably has.
-        recent_s: seconds of its recent work.
-    """
+    """What is known of a replica for a request."""
 
     replica: str
-    waiting_s: float
-    matched_tokens: int
-    recent_s: float
+    waiting_s: float  # work that it has to do first
+    matched_tokens: int  # of the prompt, that it probably has
+    recent_s: float  # its recent work
 
 
 class Router(Protocol):
@@ -206,11 +185,7 @@ def weighed_s(
     prefill_weight: float = PREFILL_WEIGHT,
     evening_weight: float = EVENING_WEIGHT,
 ) -> float:
-    """What `prefix` compares: seconds that a request takes of itself and of others at one replica.
-
-    Args:
-        even_s: recent work above which a replica has more than others.
-    """
+    """What `prefix` compares, in seconds. Recent work above `even_s` is more than other replicas have."""
     prefill_s = coefficients.prefill_s * max(0, ask.tokens - view.matched_tokens)
     uneven_s = max(0.0, view.recent_s - even_s) if view.waiting_s > 0 else 0.0
     return view.waiting_s + prefill_weight * prefill_s + evening_weight * uneven_s

@@ -29,15 +29,8 @@ class ConversationError(ValueError):
 class Conversation:
     """A conversation as it was recorded.
 
-    Attributes:
-        conversation_id: distinct within what was read.
-        user: a user may have several conversations.
-        messages: OpenAI chat messages (role, content, tool_calls, tool_call_id, name).
-        tools: function definitions in OpenAI form, or None.
-        first_turn: the first user turn (0-based) that is asked. A regenerated or edited conversation repeats the
-            messages of an earlier one and asks only from there on.
-        source: file and line it was read from.
-        replies_recorded: False where only the user's turns are known, so that each of them is due a reply.
+    A regenerated or edited conversation repeats messages of an earlier one and asks only from user turn `first_turn` on.
+    Without `replies_recorded` only the user's turns are known, and each is due a reply. `source` is a file and a line.
     """
 
     conversation_id: str

@@ -1,14 +1,12 @@
 """Read conversations from files, whatever known format each is in.
 
-A text holds JSON records, each with the line that it begins at: one per line (JSONL), or the values of one document.
-A bad record is an error that names file, line, what was found and what was wanted. With `skip_bad` the same line goes
-to `ReadResult.skipped` and reading goes on. A file that cannot be read at all is always an error. After a syntax error
-inside a JSON document nothing shows where its next record begins: the error is the last record.
+A text holds JSON records: one per line (JSONL), or the values of one document. A bad record is an error of one line,
+or, with `skip_bad`, a line in `ReadResult.skipped`. A file that cannot be read at all is always an error. A JSON
+document ends at a syntax error.
 
-`builtin_conversations` are what `radixcache replay` uses when none are given: four applications, each with its own
-system prompt (two with a tool list, which the prompt also spells out, since some chat templates leave tools away) and
-two users. Besides plain turns there are edited and regenerated ones, so that the conversations part after the system
-prompt, inside and after the first user turn, in the middle, and at the last turn.
+The built-in conversations are of four applications, each with its own system prompt (two with a tool list, which the
+prompt also spells out, since some chat templates leave tools away) and two users. Some turns are edited or regenerated,
+so that conversations part after the system prompt, in and after the first user turn, in the middle, and at the end.
 """
 
 from __future__ import annotations
@@ -54,16 +52,9 @@ def builtin_conversations() -> list[Conversation]:
 
 
 def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> ReadResult:
-    """Read every conversation of the files.
+    """Read every conversation of files and of folders with those below them, in any format of conversation_formats.py.
 
-    Known formats, told by content: OpenAI messages as JSON (an object with `messages`, a list of such, or one bare list
-    of messages) or JSONL (one conversation per line, with `tools`, `user`, `id` and `first_turn` if wanted); ShareGPT
-    JSON; tau-bench trajectories, with the tool list beside them; mt-bench questions; SGD dialogues; .traj files of
-    SWE-agent; InterCode logs.
-
-    Args:
-        paths: files, and folders, which are read with those below them.
-        skip_bad: leave bad records out, and list them in the result, instead of raising.
+    OpenAI messages are an object with `messages` (and `tools`, `user`, `id`, `first_turn`), or a bare list of messages.
 
     Raises:
         ConversationError: a file cannot be read, a record is bad and `skip_bad` is off, or nothing is left.
@@ -163,11 +154,7 @@ def _split(text: str, path: str) -> Iterable[JsonRecord]:
 
 
 def _is_jsonl(text: str, start: int, path: str) -> bool:
-    """Whether each line is a record of its own.
-
-    It is if the first line is a whole value and more lines follow. A broken first line says little: in an indented
-    document the first line is broken too, but no line begins with a whole object.
-    """
+    """Whether each line is a record: the first line is a whole value, or, if it is broken, another line is."""
     first, _, rest = text[start:].partition("\n")
     if not rest.strip():
         return False
@@ -252,13 +239,9 @@ def _conversations_of_array(records: list[JsonRecord]) -> list[JsonRecord]:
 
 
 def _decode(text: str, start: int, where: str, path: str | None = None) -> tuple[Any, int]:
-    """Decode the value at `start`.
+    """The value at `start` or a ConversationError, and where to read on: the text's end after a syntax error.
 
-    Args:
-        path: of the document, where a syntax error is to name its own line; None where `text` is one line.
-
-    Returns:
-        The value or a ConversationError, and where to read on: the text's end after a syntax error.
+    With the `path` of a document, a syntax error names its own line.
     """
     constants: list[str] = []
     try:

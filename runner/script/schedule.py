@@ -20,17 +20,11 @@ from runner.script.conversation import Conversation
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """One reply asked of the model.
+    """One reply asked of the model: `messages` is the conversation up to the message that it answers.
 
-    Attributes:
-        index: place in the schedule, from 0.
-        turn: number of the latest user message, from 0; a turn that calls tools makes several requests.
-        messages: the conversation up to the message that is to be answered.
-        recorded_reply: the assistant's message that followed, if one is recorded.
-        reply_slots: positions in `messages` of the model's earlier replies in words: at each stands a recorded reply,
-            or, where none is recorded, the user's next message. Replies that call tools are left out, since results
-            follow them.
-        source: file and line of the conversation.
+    `turn` is the number of the latest user message, from 0; a turn that calls tools makes several requests.
+    `reply_slots` are positions in `messages` of the model's earlier replies in words, without those that call tools:
+    at each stands a recorded reply, or, where none is recorded, the user's next message.
     """
 
     index: int
@@ -50,10 +44,9 @@ class ScheduledRequest:
 
 
 class GeneratedReplies:
-    """What the model replied so far, to take the place of recorded replies.
+    """What the model replied so far, by the recorded conversation up to and including the reply that it replaces.
 
-    A reply is filed under the recorded conversation up to and including the reply that it replaces, so conversations
-    that share their recorded beginning go on sharing it.
+    So conversations that share their recorded beginning go on sharing it.
     """
 
     def __init__(self) -> None:

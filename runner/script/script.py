@@ -57,13 +57,7 @@ class RenderedRequest:
 
 
 class Script:
-    """The rendered requests in order.
-
-    Attributes:
-        requests: those that can be replayed.
-        skipped_requests: how many were left out.
-        longest_tokens: tokens that hardly any request exceeds, with its reply and those before it at their longest.
-    """
+    """The rendered requests in order. `longest_tokens` is what hardly any exceeds, with long replies."""
 
     def __init__(
         self,

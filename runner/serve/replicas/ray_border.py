@@ -82,12 +82,9 @@ class SwitchboardRouter(RequestRouter):
 
 
 def connect(address: str | None, cpus: int) -> None:
-    """Join the cluster at an address, or start Ray on this machine with so many CPUs.
+    """Join the cluster at an address, or start Ray here with so many CPUs, for this process alone.
 
-    A Ray started here is only for this process: its ports want a token that nobody else has.
-
-    Raises:
-        ConnectionError: no cluster answers.
+    ConnectionError: no cluster answers.
     """
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is not None:
@@ -115,15 +112,9 @@ def _require_listener(address: str) -> None:
 
 
 def deploy(kind: type, arguments: tuple[Any, ...], *, name: str, count: int, cpus: int, max_calls: int) -> Any:
-    """Start replicas of a class, wait until all run, and return the handle that calls them.
+    """Start replicas of a class, wait until all run, and return the handle. ValueError: they cannot be started.
 
-    Args:
-        name: of the application and of the switchboard.
-        cpus: of each replica, for Ray's scheduler.
-        max_calls: at a time, for each replica.
-
-    Raises:
-        ValueError: they cannot be started.
+    `cpus` and `max_calls` at a time are those of each replica; `name` is of the application and of the switchboard.
     """
     about: dict[str, Any] = {"request_router_class": SwitchboardRouter, "request_router_kwargs": {"switchboard": name}}
     deployment = serve.deployment(
@@ -155,9 +146,8 @@ def disconnect(name: str, *, is_local: bool) -> None:
 class Relay:
     """Sends requests to replicas, and their events back.
 
-    Args:
-        call: `call(request, to=RoutedRequest)` returns an async iterator of lists of events, with `cancel()`.
-        ask_of: makes what the switchboard decides by.
+    `call(request, to=RoutedRequest)` returns an async iterator of lists of events that has `cancel()`. `ask_of` makes
+    what the switchboard decides by.
     """
 
     def __init__(

@@ -40,15 +40,7 @@ MAX_RECORDS = 4096
 
 
 class Replica:
-    """Serves one model.
-
-    Args:
-        options: of the server, without those of the application: keys, replicas.
-        secret: that digests are made with.
-
-    Raises:
-        ValueError, ModelError, OSError: as for Scheduler and its start.
-    """
+    """Serves one model; `options` are without those of the application. Raises as Scheduler and its start."""
 
     def __init__(self, options: ServeOptions, secret: bytes) -> None:
         logging.basicConfig(level=logging.WARNING)

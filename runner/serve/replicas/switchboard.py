@@ -39,11 +39,7 @@ class ReplicaNews:
 
 @dataclass
 class DigestChanges:
-    """The digests that one listener knows.
-
-    Attributes:
-        model: the name that digests are made with; `secret` too.
-    """
+    """The digests that one listener knows; they are made with `model` and `secret`."""
 
     model: str
     secret: bytes
@@ -91,16 +87,7 @@ class ReplicaCounts(NamedTuple):
 
 
 class Switchboard:
-    """Which replicas there are, and where requests go.
-
-    Args:
-        router: a name in `runner.routing.routers.ROUTERS`.
-        on_names: called with the names of all replicas when they change.
-        clock: seconds.
-
-    Raises:
-        ValueError: there is no such router.
-    """
+    """Which replicas there are, and where requests go. `on_names` is called with all names when they change."""
 
     def __init__(
         self, router: str, on_names: Callable[[set[str]], object], clock: Callable[[], float] = time.monotonic
