@@ -29,7 +29,7 @@ class ConversationError(ValueError):
 class Conversation:
     """A conversation as it was recorded.
 
-    A regenerated or edited conversation repeats messages of an earlier one and asks only from user turn `first_turn` on.
+    A regenerated or edited conversation repeats messages of an earlier one and asks only from turn `first_turn` on.
     Without `replies_recorded` only the user's turns are known, and each is due a reply. `source` is a file and a line.
     """
 
