@@ -176,20 +176,6 @@ def test_rows_of_states_that_cannot_be_joined_run_one_by_one() -> None:
     rows.check()
 
 
-@pytest.mark.parametrize("kind", ["gpt_bigcode", "llama"])
-def test_copies_of_a_prefix_take_no_cell_and_outlive_its_owner(kind: str) -> None:
-    rows = Rows(shared_model(kind), capacity=44)
-    rows.join(1, words(1, 40))
-    rows.share(1, 2, 40)
-    rows.share(1, 3, 40)
-    rows.leave(1)
-    rows.step({2: 4, 3: 5})
-    assert rows.causal.table.used == 42
-    rows.step({3: 6, 2: 7})
-
-    assert rows.error <= ROUNDING
-
-
 def test_a_sequence_is_tainted_from_its_first_gap_on_and_so_is_who_shares_cells_behind_it() -> None:
     model = shared_model("llama")
     causal = CausalCache(model, capacity=64)

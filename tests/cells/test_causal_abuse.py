@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache.cells.causal import CausalCache
-from radixcache.errors import CacheFullError, UnsupportedCacheError
+from radixcache.errors import CacheFullError
 from runner.models.tiny import VOCABULARY_LENGTH, build, kind_of, tiny_model
 from tests import inside
 from tests.cells.causal_rows import ROUNDING, Rows, shared_model, words
@@ -246,61 +244,6 @@ def test_an_empty_cache_takes_another_model_with_the_same_layers_and_tries_it_an
     causal.free(1)
     with pytest.raises(ValueError, match="other layers"):
         causal.steps_together(tiny_model("gemma3_text"))
-
-
-def test_a_model_that_is_refused_leaves_the_buffers_and_what_was_found_to_the_one_before() -> None:
-    other = build(kind_of("minimax_m3_vl"))
-    layers = len(make_prompt_cache(other))
-    tiny = kind_of("llama")
-    first = build(replace(tiny, overrides={**tiny.overrides, "num_hidden_layers": layers}))
-    causal = CausalCache(first, capacity=CAPACITY)
-    causal.add(1)
-    causal.prefill(first, 1, [1, 2, 3])
-    causal.free(1)
-    before = causal.nbytes
-
-    with pytest.raises(UnsupportedCacheError, match="blocks of neighbouring slots"):
-        causal.steps_together(other)
-
-    assert causal.nbytes == before > 0
-    assert causal.steps_together(first)
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [("llama", mx.float16), ("falcon_h1", mx.bfloat16)])
-def test_half_precision_rows_are_those_of_each_alone_but_for_rounding(kind: str, dtype: mx.Dtype) -> None:
-    model = tiny_model(kind)
-    model.set_dtype(dtype)
-    rows = Rows(model, capacity=90)
-    for sequence in range(3):
-        rows.join(sequence, words(sequence, 12 + 7 * sequence))
-    for token in range(4):
-        rows.step({0: token, 2: token + 1, 1: token + 2})
-
-    assert all(buffer.dtype == dtype for layer in inside.cell_layers(rows.causal) for buffer in layer.state)
-    scale = max(float(mx.abs(logits).max()) for found in rows._found.values() for _, logits in found)
-    assert rows.error / scale <= (1e-2 if dtype == mx.float16 else 6e-2)
-    rows.check()
-
-
-def test_a_row_that_is_cancelled_between_two_lazy_steps_takes_nothing_from_the_others() -> None:
-    rows = Rows(shared_model("llama"), CAPACITY)
-    for sequence in range(3):
-        rows.join(sequence, words(sequence, 5 + sequence))
-    first = rows.causal.step(rows.model, [0, 1, 2], mx.array([3, 4, 5]))
-    rows.causal.free(1)
-    rows.causal.add(9)
-    late = rows.causal.prefill(rows.model, 9, words(9, 12))  # over the cells of 1, before anything was evaluated
-    second = rows.causal.step(rows.model, [2, 0], mx.argmax(first[mx.array([2, 0]), -1], axis=-1))
-    chosen = np.argmax(np.array(first[:, -1]), axis=-1).tolist()
-
-    rows.note(1, [4], first[1])
-    rows.note(0, [3], first[0])
-    rows.note(2, [5], first[2])
-    rows.note(2, [chosen[2]], second[0])
-    rows.note(0, [chosen[0]], second[1])
-    rows.tokens[9] = []
-    rows.note(9, words(9, 12), late[0])
-    assert rows.error <= ROUNDING
 
 
 def test_a_callable_may_come_first_and_the_model_after_it() -> None:

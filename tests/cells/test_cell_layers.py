@@ -139,19 +139,6 @@ def filled(numbers: Any) -> mx.array:
     return mx.broadcast_to(column, (1, HEADS, column.shape[2], SIZE))
 
 
-def test_layers_may_be_iterated_like_caches_before_and_after_they_are_written() -> None:
-    layer = CellLayer(CELLS)
-    mx.eval([each.state for each in [layer]])
-    assert layer.nbytes == 0
-    assert layer.empty()
-    layer.write(0, filled(range(5)), filled(range(5)))
-    mx.eval([each.state for each in [layer]])
-    assert layer.nbytes == 2 * CELLS * HEADS * SIZE * 4
-    assert not layer.empty()
-    assert not layer.is_trimmable()
-    assert layer.size() == 0
-
-
 @pytest.mark.parametrize(("bad", "dtype"), [(float("nan"), mx.float32), (-float("inf"), mx.float16)])
 def test_a_value_that_is_not_finite_marks_its_token_and_no_other(bad: float, dtype: mx.Dtype) -> None:
     keys, values = mx.ones((1, HEADS, 3, SIZE), dtype=dtype), mx.ones((1, HEADS, 3, SIZE), dtype=dtype)

@@ -486,24 +486,6 @@ def test_recurrent_state_does_not_keep_the_activations_of_its_chunk() -> None:
         assert active_bytes() - base == pytest.approx(stats.live_bytes + stats.paged_bytes, rel=0.05)
 
 
-def test_the_logits_of_a_prompt_hold_the_bytes_of_one_token_and_no_buffer() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
-    with cache.begin_many([tokens(1, 30)], capacity=256) as group:
-        logits = group.prefill(model, group.rows[0])
-        held = active_bytes()
-        assert logits is not None
-        nbytes = logits.nbytes
-        del logits
-        assert held - active_bytes() <= nbytes + 64
-        mx.eval(group.step(model, group.rows, [1]))
-        held = active_bytes()
-        # A write into a buffer that something else holds would copy all of it.
-        mx.reset_peak_memory()
-        mx.eval(group.step(model, group.rows, [1]))
-        assert mx.get_peak_memory() - held < group.nbytes // 2
-
-
 def test_tails_that_do_not_fit_evict_what_they_may_and_are_refused_with_the_numbers() -> None:
     model = shared_model("llama")
     cache = PrefixCache(model)
@@ -786,29 +768,6 @@ def test_what_rows_held_is_free_once_the_cache_is_empty() -> None:
 
 
 # Beside sessions
-
-
-def test_sessions_and_groups_are_open_at_the_same_time_and_take_up_each_others_state() -> None:
-    model = shared_model("jamba")
-    cache = PrefixCache(model, live_slots=2)
-    with cache.begin(PROMPTS[0], marks=[70]) as session, cache.begin_many(capacity=512) as group:
-        session.prefill(model)
-        row = group.admit(PROMPTS[1])
-        # An open session's tokens are in the tree once it is closed.
-        assert row.cached_tokens == 0
-        prefilled(group, model, row)
-        with cache.begin_many([PROMPTS[2]], capacity=64) as another:
-            prefilled(another, model, another.rows[0])
-            cache.check()
-        session.close()
-        late = group.admit([*SYSTEM, 1, 2])
-        assert late.cached_tokens == 70
-        assert error(prefilled(group, model, late), cold(model, [*SYSTEM, 1, 2])) < ROUNDING
-        row.close()
-        with cache.begin([*PROMPTS[1], 1]) as next_session:
-            assert next_session.cached_tokens == len(PROMPTS[1])
-        checked(cache, group)
-    cache.check()
 
 
 def test_what_another_threads_session_alone_holds_is_not_read_unless_a_row_stands_on_it() -> None:
