@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -47,7 +47,7 @@ class Adapter(Protocol):
     """Operations on one leaf cache object of one class."""
 
     is_point: bool  # point state or a window; False: span state
-    is_window: bool  # a window, whose adapter is `Windowed`
+    is_window: bool  # a window, whose adapter is a `WindowAdapter`
 
     def is_empty(self, cache: Any) -> bool:
         """Whether the object was never written."""
@@ -100,30 +100,6 @@ class Adapter(Protocol):
 
     def roll_back(self, cache: Any, held: Any) -> bool:
         """Undo the forward pass; False when that is not possible and the state must not be used."""
-
-
-class Windowed(Adapter, Protocol):
-    """The adapter of a window.
-
-    window          the window of the object
-    held            the tokens of which snapshots can be taken now, in order
-    shrink          as `own`, for buffers of the class: copy them where more than a growth step is spare
-    snapshot_stack  one snapshot, arrays (S, H, T, D), of S layers that stand alike, of the wanted tokens
-    restore_stack   as `restore`, from such a snapshot
-    """
-
-    def window(self, cache: Any) -> Window: ...
-    def held(self, cache: Any) -> list[Range]: ...
-    def shrink(self, cache: Any) -> list[mx.array]: ...
-    def snapshot_stack(
-        self, caches: Sequence[Any], start: int, end: int, wanted: Sequence[Range]
-    ) -> WindowSnapshot: ...
-    def restore_stack(self, caches: Sequence[Any], snapshot: WindowSnapshot, target: int) -> bool: ...
-
-
-def is_windowed(adapter: Adapter) -> TypeGuard[Windowed]:
-    """Whether it is the adapter of a window. An adapter that a user registered may lack `is_window`."""
-    return getattr(adapter, "is_window", False)
 
 
 @dataclass(slots=True, eq=False)

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import mlx.core as mx
 
-from radixcache.adapters.contract import NEVER, Range, Window, WindowSnapshot, common, tokens_in
+from radixcache.adapters.contract import NEVER, Adapter, Range, Window, WindowSnapshot, common, tokens_in
 from radixcache.adapters.point import PointAdapter
 from radixcache.adapters.span import KeysAndValues, SpanSnapshot, owned, segment_bounds
 
@@ -65,6 +65,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         return None if cache.keys is None else self.snapshot_stack([cache], start, end, [(start, end)])
 
     def snapshot_stack(self, caches: Sequence[Any], start: int, end: int, wanted: Sequence[Range]) -> WindowSnapshot:
+        """One snapshot, arrays (S, H, T, D), of the wanted tokens of S layers that stand alike."""
         found = common(wanted, self.held(caches[0]))
         return WindowSnapshot(start, end, [self._piece(caches, low, high) for low, high in found])
 
@@ -78,6 +79,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         return True
 
     def restore_stack(self, caches: Sequence[Any], snapshot: WindowSnapshot, target: int) -> bool:
+        """As `restore`, from such a snapshot."""
         parts = []
         for start, end in self.window(caches[0]).needs(target):
             for piece in snapshot.pieces:
@@ -103,6 +105,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         return self.shrink(cache)
 
     def shrink(self, cache: Any) -> list[mx.array]:
+        """As `own`, for buffers that are the class's: copy them where more than a growth step is spare."""
         if self.is_empty(cache) or cache.keys.shape[2] - self.filled(cache) <= cache.step:
             return []
         return self._compact(cache)
@@ -140,6 +143,11 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         return SpanSnapshot(
             start, end, [tuple(_owned([_joined(_cut(b, at)) for b in its], axis=0) for its in buffers) for at in cuts]
         )
+
+
+def is_windowed(adapter: Adapter) -> TypeGuard[WindowAdapter]:
+    """Whether it is the adapter of a window. An adapter that a user registered may lack `is_window`."""
+    return getattr(adapter, "is_window", False)
 
 
 class RotatingKVAdapter(WindowAdapter):

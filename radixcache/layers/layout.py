@@ -1,9 +1,8 @@
 """Layout: all layers of a model's live cache as one.
 
 A model's cache is a list with an object per layer. A layer may have none (None), hold several (CacheList) or never use
-its own. The leaves are the objects that hold state, each with its adapter. Generators replace objects and models
-reassign arrays, so the layout walks the leaves at every call and stores none. It stores what does not change: the
-shapes and bytes of a token in each leaf, and which leaves are in use.
+its own. The leaves are the objects that hold state. Generators replace objects and models reassign arrays, so each call
+walks the leaves. The layout stores only what does not change: shapes, bytes, and which leaves are in use.
 
 Leaves of one class with equal windows and shapes are a stack: they always stand at the same offset, and one snapshot
 with arrays (S, H, T, D) holds the state of all S. It stands under the first leaf of the stack.
@@ -33,11 +32,10 @@ from radixcache.adapters.contract import (
     Range,
     Spans,
     Window,
-    Windowed,
     WindowSnapshot,
-    is_windowed,
 )
 from radixcache.adapters.registry import PROBED, adapter_for, leaves
+from radixcache.adapters.window import WindowAdapter, is_windowed
 from radixcache.errors import RadixCacheError, SnapshotError
 from radixcache.layers import stored
 from radixcache.layers.stored import Buffers
@@ -483,8 +481,6 @@ class Layout:
         """The snapshots of a stored checkpoint at offset `end`, not evaluated."""
         return stored.points_in(buffers, end, self.leaf_count)
 
-    # Private
-
     def _span_leaves(self, caches: Sequence[Any]) -> list[Leaf]:
         return [(cache, a) for cache, a in self.leaves(caches) if not a.is_point and not a.is_empty(cache)]
 
@@ -507,7 +503,7 @@ class Stack(NamedTuple):
     """Leaves, by index, that are stored as one."""
 
     window: Window
-    adapter: Windowed
+    adapter: WindowAdapter
     leaves: tuple[int, ...]
 
     def caches(self, pairs: Sequence[Leaf]) -> list[Any]:

@@ -9,10 +9,9 @@ that were last used in one tick, mostly on one path, the one with the closest ne
 
     0 ---- 2048 ---- 4096 ---- 6144 - 6200       6144 goes first, then 2048, then 4096
 
-They serve requests that leave the path, and the path itself once its end was evicted. Such a checkpoint is dear while
-the spans between its neighbours weigh less than WORTH times its own bytes. Where room is short, dear checkpoints go
-before anything else is evicted, and a long prompt is left with a few. A checkpoint that was found to be worth its bytes
-is not looked at again before its node is refreshed: O(checkpoints of one tick).
+Such a checkpoint is dear while the spans between its neighbours weigh less than WORTH times its own bytes. If room is
+short, dear checkpoints go before anything else is evicted, and a long prompt is left with a few. One that was worth its
+bytes is not looked at again before its node is refreshed: O(checkpoints of one tick).
 """
 
 from __future__ import annotations

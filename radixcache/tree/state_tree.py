@@ -365,8 +365,6 @@ class StateTree:
         assert total == self.account.checkpoint_bytes, (total, self.account.checkpoint_bytes)
         assert (leaving, duplicates) == (self.leaving_bytes, self.duplicate_bytes), (leaving, duplicates)
 
-    # Private
-
     def _set(self, node: StateNode, spans: Spans | None, windows: Spans | None) -> None:
         self.set_spans(node, spans)
         self.windows.set(node, windows)

@@ -157,8 +157,6 @@ class Windows:
         assert self._has_unneeded(node) == (id(node) in self._unneeded), node
         assert state.checkpoint is None or not self.lacking(node.path(), node.end), node
 
-    # Private
-
     def _nearest(self, node: StateNode) -> int:
         if node.payload.checkpoint is not None:
             return node.end

@@ -310,24 +310,16 @@ Expected = Callable[[Sequence[int], Sequence[int]], Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """A cache class and one way to feed it.
-
-    Attributes:
-        feed: one forward pass of these ids; returns what the layer saw, to be compared.
-        spelled: what the cache holds, as tokens; `expected(ids, lengths)` is the same from ids and forward passes.
-        break_off: a forward pass that raises before this layer is done.
-        held: of a window, the positions that its buffers hold after forward passes of these lengths; otherwise None.
-    """
+    """A cache class and one way to feed it."""
 
     name: str
     make: Callable[[], Any]
-    feed: Callable[..., Any]
-    spelled: Callable[[Any], Any]
-    expected: Expected
-    break_off: Callable[..., Any]
+    feed: Callable[..., Any]  # one forward pass of these ids; returns what the layer saw, to be compared
+    spelled: Callable[[Any], Any]  # the tokens in the cache
+    expected: Expected  # the same from ids and the lengths of forward passes
+    break_off: Callable[..., Any]  # a forward pass that raises before this layer is done
     is_point: bool = True
-    writes_in_place: bool = False
-    held: Callable[[Sequence[int]], list[int]] | None = None
+    held: Callable[[Sequence[int]], list[int]] | None = None  # of a window: the positions in its buffers
 
     @property
     def is_window(self) -> bool:
@@ -365,30 +357,23 @@ def _part(feed: Callable[..., Any]) -> Callable[..., Any]:
     return lambda cache, ids: feed(cache, ids, break_off=True)
 
 
-IN_PLACE: dict[str, Any] = {"is_point": False, "writes_in_place": True}
-KV = _attention("KVCache", KVCache, all_tokens, **IN_PLACE)
-KV_BFLOAT16 = _attention("KVCache-bfloat16", KVCache, all_tokens, mx.bfloat16, **IN_PLACE)
+KV = _attention("KVCache", KVCache, all_tokens, is_point=False)
+KV_BFLOAT16 = _attention("KVCache-bfloat16", KVCache, all_tokens, mx.bfloat16, is_point=False)
 CONCATENATE = _attention("ConcatenateKVCache", ConcatenateKVCache, all_tokens, is_point=False)
-QUANTIZED_8 = _attention("QuantizedKVCache-8", lambda: QuantizedKVCache(32, 8), all_tokens, **IN_PLACE)
-ROTATING_0 = _attention(
-    "RotatingKVCache-keep-0",
-    lambda: RotatingKVCache(WINDOW_LENGTH),
-    window_of(0),
-    writes_in_place=True,
-    held=functools.partial(rotating_positions, size=WINDOW_LENGTH, keep=0),
-)
-ROTATING_4 = _attention(
-    "RotatingKVCache-keep-4",
-    lambda: RotatingKVCache(WINDOW_LENGTH, keep=4),
-    window_of(4),
-    writes_in_place=True,
-    held=functools.partial(rotating_positions, size=WINDOW_LENGTH, keep=4),
+QUANTIZED_8 = _attention("QuantizedKVCache-8", lambda: QuantizedKVCache(32, 8), all_tokens, is_point=False)
+ROTATING_0, ROTATING_4 = (
+    _attention(
+        f"RotatingKVCache-keep-{keep}",
+        functools.partial(RotatingKVCache, WINDOW_LENGTH, keep=keep),
+        window_of(keep),
+        held=functools.partial(rotating_positions, size=WINDOW_LENGTH, keep=keep),
+    )
+    for keep in (0, 4)
 )
 CHUNKED = _attention(
     "ChunkedKVCache",
     lambda: ChunkedKVCache(CHUNK_LENGTH),
     window_of(0),
-    writes_in_place=True,
     held=functools.partial(chunked_positions, size=CHUNK_LENGTH),
 )
 ARRAYS = Kind("ArraysCache", lambda: ArraysCache(2), feed_arrays, spelled_arrays, recurrent(), _part(feed_arrays))
@@ -412,18 +397,13 @@ KINDS = (*SPAN_KINDS, ROTATING_0, ROTATING_4, CHUNKED, ARRAYS, PADDED_ARRAYS, LA
 
 @dataclass(frozen=True)
 class Case:
-    """A kind after forward passes of `lengths`.
-
-    Attributes:
-        can_cut: the live state can be rewound to any smaller offset.
-        undoes_one: roll_back works after a single-token forward pass. (After a longer one it always does.)
-    """
+    """A kind after forward passes of `lengths`."""
 
     kind: Kind
     situation: str
     lengths: tuple[int, ...]
-    can_cut: bool
-    undoes_one: bool = True
+    can_cut: bool  # the live state can be rewound to any smaller offset
+    undoes_one: bool = True  # roll_back works after a single-token forward pass; after a longer one it always does
 
     @property
     def length(self) -> int:

@@ -159,22 +159,6 @@ def test_a_span_does_not_write_again_what_is_live(case: Case) -> None:
         assert case.kind.spelled(cache) == list(enumerate([*other, *case.ids[offset:]])), offset
 
 
-@cut_cases
-def test_a_cache_that_was_trimmed_by_its_own_method_stands_where_it_says(case: Case) -> None:
-    for target in case.cut_targets()[1::2]:
-        cache = case.cache()
-        assert cache.trim(case.length - target) == case.length - target
-        adapter = adapter_for(cache)
-        assert adapter.offset(cache) == target
-        restored = _put_back(case.kind, adapter.snapshot(cache, 0, target))
-        assert case.kind.spelled(restored) == case.kind.expected(case.ids[:target], [target]), target
-        if adapter.is_point:
-            continue
-        assert adapter.restore(cache, _snapshot(case), case.length)
-        assert state_bits(case.kind, cache) == state_bits(case.kind, case.cache()), target
-        _assert_goes_on_alike(case, cache, case.lengths, (1, 3))
-
-
 # A2: rewind
 
 
@@ -448,13 +432,6 @@ def test_a_first_forward_pass_that_broke_off_leaves_an_empty_cache(kind: Kind, c
     assert adapter.roll_back(cache, held)
     assert adapter.is_empty(cache)
     _assert_goes_on_alike(Case(kind, "", (), True), cache, (), (3, 1, 30))
-
-
-def test_a_first_forward_pass_that_broke_off_in_an_unknown_class_is_not_undone_silently() -> None:
-    cache = DIGEST.make()
-    held = adapter_for(cache).hold(cache, 4)
-    DIGEST.break_off(cache, token_ids(4))
-    assert not adapter_for(cache).roll_back(cache, held)
 
 
 # The registry

@@ -31,7 +31,6 @@ from tests.adapters.cases import (
     CONCATENATE,
     ROTATING_4,
     attention_rows,
-    picture,
     token_ids,
 )
 
@@ -130,21 +129,6 @@ def test_a_chunked_cache_trims_its_front_into_new_arrays_and_writes_a_token_in_p
     cache.maybe_trim_front()
     assert cache.keys is not keys
     assert cache.keys.shape[2] == cache.chunk_size == cache.offset - cache.start_position
-
-
-def test_a_layer_cache_has_a_state_without_a_setter_and_replaces_its_arrays() -> None:
-    state = vars(LayerCache)["state"]
-    assert isinstance(state, property)
-    assert state.fset is None
-    cache = LayerCache(8)
-    cache.update_window(mx.ones((1, 3, 4)))
-    window = cache.window
-    before = picture(window)
-    returned = cache.update_window(mx.zeros((1, 1, 4)))
-    assert cache.window is not window
-    assert picture(window) == before
-    assert (cache.offset, returned.shape[1], cache.window.shape[1]) == (4, 4, 4)
-    assert not cache.is_trimmable()
 
 
 # MLX itself

@@ -24,15 +24,14 @@ from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 from radixcache.adapters.contract import (
     Range,
     Window,
-    Windowed,
     WindowSnapshot,
     common,
-    is_windowed,
     missing,
     tokens_in,
 )
 from radixcache.adapters.registry import adapter_for
 from radixcache.adapters.span import SpanSnapshot, segment_bounds
+from radixcache.adapters.window import WindowAdapter, is_windowed
 from tests.adapters.cases import chunked_positions, picture, rotating_positions, temporal_buffers
 
 #: Rows of all positions: two heads, keys of one number and values of three.
@@ -173,19 +172,6 @@ def test_a_state_is_made_of_pieces_that_overlap_if_they_begin_in_order(
     assert attended(cache) == (needed(layer.window, offset) if is_there else [])
 
 
-@pytest.mark.parametrize("layer", [rotating(520, 3), rotating(520, 0), chunked(520)], ids=lambda layer: layer.name)
-@pytest.mark.parametrize("when", ["at-once", "before-it-is-lost"])
-def test_a_window_longer_than_a_segment_is_taken_out_and_restored(layer: Layer, when: str) -> None:
-    snapshot = taken_out(layer, (500, *(1,) * 30, 600, *(1,) * 20), when)
-    assert snapshot.ranges == [(0, 1150)]
-    for offset in (0, 1, 511, 512, 513, 519, 520, 521, 1023, 1031, 1149, 1150):
-        cache = restored(layer, snapshot, offset)
-        left = needed(layer.window, offset)
-        assert attended(cache) == left
-        feed(cache, 1)
-        assert positions_in(adapter_of(cache).snapshot(cache, 0, offset + 1)) == layer.held([1], held=left)
-
-
 # What a window reads, against the tokens one by one
 
 
@@ -294,7 +280,7 @@ def spelled(keys: mx.array, values: mx.array) -> list[int]:
     return [int(position) for position in found]
 
 
-def adapter_of(cache: Any) -> Windowed:
+def adapter_of(cache: Any) -> WindowAdapter:
     adapter = adapter_for(cache)
     assert is_windowed(adapter)
     return adapter

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.architectures.right_state import ROUNDING, WRONG_STATE
 from benchmarks.architectures.temporal import largest_difference, leaf_at, places, stand_in
-from runner.models.tiny import CHUNK_LENGTH, TINY_KINDS, VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
+from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, tiny_model
 
 PROMPT_LENGTH = 52
 PROMPT, OTHER_PROMPT = np.random.default_rng(1).integers(0, VOCABULARY_LENGTH, (2, PROMPT_LENGTH))
@@ -56,21 +56,6 @@ def test_the_state_of_another_prompt_in_any_one_place_changes_the_next_logits(
         caches, others = deepcopy(prefilled)
         stand_in(caches, others, place)
         assert largest_difference(_next_logits(model, caches), right) > WRONG_STATE, place
-
-
-def test_the_prompt_is_long_enough_to_leave_windows_and_chunks_behind(
-    model: Any, prefilled: tuple[list[Any], list[Any]]
-) -> None:
-    caches = deepcopy(prefilled[0])
-    _next_logits(model, caches)
-    for leaf in (leaf_at(caches, place) for place in places(caches)):
-        if isinstance(leaf, RotatingKVCache):
-            assert leaf.offset > 2 * leaf.max_size == 2 * WINDOW_LENGTH
-        if isinstance(leaf, ChunkedKVCache):
-            assert leaf.start_position > 0
-            assert leaf.chunk_size == CHUNK_LENGTH
-        if isinstance(leaf, LayerCache):
-            assert leaf.offset > 2 * leaf.window_size
 
 
 def test_every_parameter_is_float32_and_none_is_constant(model: Any) -> None:

@@ -134,18 +134,6 @@ def test_spans_split_and_merged_are_the_same_and_state_what_was_copied(model: Mo
 
 
 @all_models
-def test_offsets_are_those_of_the_leaves_in_use(model: Model) -> None:
-    layout = model.layout()
-    assert layout.offsets(layout.fresh()) is None
-    live = model.fed(layout, IDS[:40], [39, 1])
-    knows = any(kind not in (None, ARRAYS) for kind in model.kinds)
-    assert layout.offsets(live) == ((40, 40) if knows else None)
-    assert layout.first_offset(live) == (40 if knows else None)
-    assert not layout.is_empty(live)
-    assert layout.is_empty(layout.fresh())
-
-
-@all_models
 def test_a_layout_learns_what_a_token_takes_from_the_layers_in_use(model: Model) -> None:
     layout = model.layout()
     live = model.fed(layout, IDS, [900])

@@ -181,30 +181,12 @@ def with_fields(name: str, **fields: Any) -> Any:
     return build(TinyKind(name, {**kind_of(name).overrides, **fields}))
 
 
-@pytest.mark.parametrize("name", ["gemma4_text", "talkie"])
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
-def test_they_find_the_same_one_in_half_precision(name: str, dtype: mx.Dtype) -> None:
-    model = build(kind_of(name))
-    in_float32 = rotations(model)
-    model.set_dtype(dtype)
-    assert rotations(model) == in_float32
-
-
 @pytest.mark.parametrize("scaling", [LLAMA3, YARN, LONGROPE], ids=["llama3", "yarn", "longrope"])
 def test_a_model_with_scaled_positions_finds_the_rotation_of_its_module(scaling: dict[str, Any]) -> None:
     model = with_fields("llama", rope_scaling=scaling, head_dim=32)
     found = rotations(model)
     assert found == [rotation_of(layer.self_attn.rope) for layer in model.layers]
     assert worst_error(model, found) < 1e-4
-
-
-@pytest.mark.parametrize("dtype", [mx.bfloat16], ids=str)
-def test_layers_that_rotate_by_other_frequencies_are_told_apart(dtype: mx.Dtype) -> None:
-    model = with_fields("gemma3_text", rope_theta=1e6)
-    model.set_dtype(dtype)
-    bases = [rotation.base for rotation in rotations(model) if rotation]
-    assert bases == [layer.self_attn.rope.base for layer in model.layers]
-    assert set(bases) == {1e4, 1e6}
 
 
 def test_windows_are_over_ordinary_keys() -> None:
