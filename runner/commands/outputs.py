@@ -132,10 +132,7 @@ def view_bytes(view: TreeView, format_name: str, max_nodes: int | None = None) -
 
 
 class Outputs:
-    """The files that a command writes, by option.
-
-    Args:
-        inputs: files and folders that the command reads and must not overwrite.
+    """The files that a command writes, by option; it must not overwrite its inputs.
 
     Raises:
         UsageError: a file cannot be written, is an input, or is named twice; or matplotlib is missing for a picture.
@@ -148,10 +145,8 @@ class Outputs:
             require(not _is_one_file(path, same), f"{one} and {other} are both {path}; wanted a file for each.")
         for option, path in self._files.items():
             endings = ENDINGS.get(option, ())
-            require(
-                not endings or picture.can_draw(),
-                f'{option} draws with matplotlib, which is not installed: pip install "radixcache[plot]".',
-            )
+            missing = f'{option} draws with matplotlib, which is not installed: pip install "radixcache[plot]".'
+            require(not endings or picture.can_draw(), missing)
             if path == STDOUT:
                 continue
             for given in inputs:

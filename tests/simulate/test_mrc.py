@@ -25,40 +25,15 @@ def trace_of(paths: Sequence[Sequence[int]], tail_tokens: int = BLOCK_TOKENS) ->
     return made(paths, BLOCK_TOKENS, lacks=BLOCK_TOKENS - tail_tokens)
 
 
-@given(PATHS)
+@given(PATHS, st.integers(1, BLOCK_TOKENS))
 @settings(max_examples=25, deadline=None)
-def test_curve_equals_the_simulator_at_every_capacity(paths: list[list[int]]) -> None:
-    trace = trace_of(paths)
+def test_curve_equals_the_simulator_at_every_capacity(paths: list[list[int]], tail_tokens: int) -> None:
+    trace = trace_of(paths, tail_tokens)
     curve = lru_curve(trace)
     for capacity in range(1, curve.unique_blocks + 2, 2):
         row = simulate(trace, "lru", capacity)
         assert round(curve.block_hit_ratio_at(capacity) * curve.block_refs) == row.block_hits
         assert curve.token_hit_ratio_at(capacity) == pytest.approx(row.token_hit_ratio, abs=1e-12)
-
-
-@given(PATHS, st.integers(1, BLOCK_TOKENS))
-def test_token_hits_count_the_filled_part_of_a_last_block(paths: list[list[int]], tail_tokens: int) -> None:
-    trace = trace_of(paths, tail_tokens)
-    needs = needed_blocks(references_of(trace))
-    expected, at = 0, 0
-    for request in trace.requests:
-        for index in range(len(request.keys)):
-            is_last = index == len(request.keys) - 1
-            expected += (tail_tokens if is_last else BLOCK_TOKENS) * (needs[at] < math.inf and needs[at] <= 3)
-            at += 1
-    curve = lru_curve(trace)
-    assert curve.token_hit_ratio_at(3) == pytest.approx(expected / trace.prompt_tokens)
-    assert curve.prompt_tokens == trace.prompt_tokens
-
-
-@given(PATHS)
-def test_a_prefix_needs_less_capacity_than_what_hangs_below_it(paths: list[list[int]]) -> None:
-    trace = trace_of(paths)
-    needs, at = needed_blocks(references_of(trace)), 0
-    for request in trace.requests:
-        own = needs[at : at + len(request.keys)].tolist()
-        assert own == sorted(own)
-        at += len(request.keys)
 
 
 def test_distance_is_settled_before_the_request_touches_anything() -> None:
