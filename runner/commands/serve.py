@@ -94,23 +94,18 @@ def _budget_bytes(budget_gib: float | None, prompt_cache_bytes: str | None) -> i
         try:
             budget_bytes = parse_size(prompt_cache_bytes)
         except (KeyError, ArithmeticError) as error:
-            raise UsageError(
-                f"--prompt-cache-bytes is {prompt_cache_bytes!r}; wanted bytes, or 500MB, or 8GB."
-            ) from error
+            wanted = "wanted bytes, or 500MB, or 8GB."
+            raise UsageError(f"--prompt-cache-bytes is {prompt_cache_bytes!r}; {wanted}") from error
     require(budget_bytes is None or budget_bytes > 0, "the budget is 0 bytes; wanted more than 0.")
     return budget_bytes
 
 
 def _require_compatible(options: ServeOptions) -> None:
     """Refuse options that contradict each other before anything is loaded."""
-    require(
-        options.kv_bits is None or options.kv_bits in KV_BITS,
-        f"--kv-bits is {options.kv_bits}; wanted one of {', '.join(map(str, KV_BITS))}.",
-    )
-    require(
-        options.kv_group_size in KV_GROUP_SIZES,
-        f"--kv-group-size is {options.kv_group_size}; wanted one of {', '.join(map(str, KV_GROUP_SIZES))}.",
-    )
+    listed = (("--kv-bits", options.kv_bits, KV_BITS), ("--kv-group-size", options.kv_group_size, KV_GROUP_SIZES))
+    for option, number, known in listed:
+        is_known = number is None or number in known
+        require(is_known, f"{option} is {number}; wanted one of {', '.join(map(str, known))}.")
     for option, value in (("--adapter-path", options.adapter_path), ("--draft-model", options.draft_model)):
         require(value is None or options.model is not None, f"{option} goes with a model; give --model too.")
     require(
