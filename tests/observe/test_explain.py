@@ -14,7 +14,6 @@ from policies import CostModel
 from radixcache import Event, EventKind, Explanation, Gap, Ledger, PrefixCache, Reason
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
-from radixcache.tree.radix_tree import Node
 from runner.models.tiny import tiny_model, tiny_tokenizer
 from tests import inside
 
@@ -245,18 +244,6 @@ def test_what_a_vanished_session_left_unreadable_is_foreseen() -> None:
     with cache.begin(A, reserve=0) as session:
         assert (session.matched_tokens, session.cached_tokens) == (0, 0)
     assert (found.matched_tokens, found.resumable_tokens) == (0, 0)
-
-
-def test_explain_walks_up_the_path_of_a_deep_conversation_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = recurrent(live_slots=3)
-    for end in range(10, 310, 10):
-        serve(cache, numbers(1, 300)[:end])
-    assert cache.stats.nodes >= 30
-    walks = []
-    path = Node.path
-    monkeypatch.setattr(Node, "path", lambda node: walks.append(node) or path(node))
-    cache.explain(numbers(1, 300))
-    assert len(walks) == 1
 
 
 # Hints

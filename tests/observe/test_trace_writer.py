@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,20 +51,6 @@ def test_what_is_written_is_read_back(tmp_path_factory, prompts, plain: bool, kn
         (len(tokens), 5 * at, at, at + 1, "chat") for at, (tokens, _) in enumerate(prompts)
     ]
     assert same_prefixes(trace, [(namespace, tokens) for tokens, namespace in prompts])
-
-
-def test_what_a_request_shares_with_an_earlier_one_is_not_written_again(tmp_path) -> None:
-    path = tmp_path / "t.jsonl"
-    prompt = np.arange(64 * 50, dtype=np.int64)
-    with TraceWriter(path) as writer:
-        writer.append(prompt, time=1)
-        long_bytes = path.stat().st_size
-        writer.append(np.append(prompt, [1, 2, 3]), time=2)
-    first, second = lines(path)[1:]
-    assert second["after"] == [0, 50]
-    assert len(second["blocks"]) == 12
-    assert path.stat().st_size - long_bytes < 120
-    assert first["tokens"] == 3200
 
 
 def test_no_token_text_namespace_or_salt_is_in_the_file(tmp_path) -> None:

@@ -22,11 +22,9 @@ import pytest
 from policies import CostModel
 from radixcache import DiskStore, PrefixCache, RedisStore
 from radixcache.stores.block import Block
-from runner.models.tiny import tiny_model
 from tests import inside
 from tests.prompts import tokens
 from tests.restarts import cold, conversation, is_close, reading, serve  # noqa: F401
-from tests.stores.proxy import Proxy
 from tests.stores.redis_server import Clock, Server, own_server, redis, store_at  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,38 +84,6 @@ def test_a_server_that_is_killed_and_comes_back_in_mid_replay_costs_prefill_alon
         assert found == [0, first + 3, 0, 0, 0, 0, second + 3, 400]
         assert store.stats.failed_calls["not reached"] == 1
         store.check()
-
-
-def test_a_link_that_hangs_or_breaks_off_costs_one_limit_and_no_answer(redis: Server, llama: Any) -> None:
-    prompts = conversation()
-    with store_at(redis.url) as store, PrefixCache(llama, store=store) as cache:
-        serve(cache, llama, prompts[2])
-    for fault in ({"is_silent": True}, {"cut_after": 5000}, {"bytes_per_s": 1.0}):
-        proxy = Proxy(redis.socket)
-        vars(proxy).update(fault)
-        with RedisStore(proxy.url, timeout_s=0.2, clock=Clock()) as store:
-            for prompt in prompts:
-                with PrefixCache(llama, store=store) as cache:
-                    cached, logits = serve(cache, llama, prompt)
-                    cache.flush(60)
-                assert cached == 0, fault
-                assert is_close(logits, cold(llama, prompt))
-            kinds = store.stats.failed_calls
-            assert sum(count for kind, count in kinds.items() if kind != "not asked") == 1, kinds
-            assert kinds["not asked"] >= len(prompts) - 1
-        proxy.close()
-
-
-# Whose it is
-
-
-def test_another_dtype_is_a_miss(redis: Server, llama: Any) -> None:
-    prompt = tokens(1, 90)
-    half = tiny_model("llama")
-    half.set_dtype(mx.bfloat16)
-    for model, found in ((llama, 0), (half, 0), (llama, 89), (half, 89)):
-        with store_at(redis.url) as store, PrefixCache(model, store=store) as cache:
-            assert serve(cache, model, prompt)[0] == found
 
 
 # Behind a disk

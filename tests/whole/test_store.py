@@ -169,28 +169,6 @@ def test_state_that_was_found_wrong_is_taken_off_the_disk(opened: Open, llama: A
 # What goes wrong
 
 
-@pytest.mark.parametrize(
-    ("kind", "part"), [("llama", "first"), ("llama", "middle"), ("lfm2", "last"), ("llama", "gone")]
-)
-def test_damaged_files_cost_a_prefill_and_change_no_answer(opened: Open, tmp_path: Path, kind: str, part: str) -> None:
-    model, prompt = tiny_model(kind), conversation()[1]
-    with opened() as store, PrefixCache(model, store=store) as cache:
-        serve(cache, model, prompt[:600])
-        serve(cache, model, prompt)
-    store = opened()
-    for file in tmp_path.glob("??/*"):
-        if part == "gone":
-            file.unlink()
-            continue
-        data = bytearray(file.read_bytes())
-        data[{"first": 0, "middle": len(data) // 2, "last": -1}[part]] ^= 1
-        file.write_bytes(data)
-    with PrefixCache(model, store=store) as cache:
-        cached, logits = serve(cache, model, prompt)
-        assert (cached, cache.stats.store_decisions["damaged"] > 0) == (0, True)
-        assert is_close(logits, cold(model, prompt))
-
-
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])
 def test_behind_a_damaged_block_what_was_in_front_of_it_is_used(opened: Open, tmp_path: Path, kind: str) -> None:
     model, prompt = tiny_model(kind), tokens(1, 600)
