@@ -90,4 +90,4 @@ class StoreMachine(PrefixCacheMachine):
 
 
 TestStores = StoreMachine.TestCase
-TestStores.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
+TestStores.settings = settings(max_examples=6, stateful_step_count=20, deadline=None)

@@ -260,7 +260,7 @@ def test_a_system_prompt_is_not_written_for_each_conversation_behind_it(
         assert serve(cache, model, [*system, *tokens(9, 40)])[0] == len(system)
 
 
-@pytest.mark.parametrize(("kv_bits", "is_flushed"), [(8, True), (None, False)])
+@pytest.mark.parametrize(("kv_bits", "is_flushed"), [(None, False), pytest.param(8, True, marks=pytest.mark.slow)])
 def test_what_parts_inside_of_a_block_is_written_once_and_goes_on_from_there(
     opened: Open, tmp_path: Path, kv_bits: int | None, is_flushed: bool
 ) -> None:
