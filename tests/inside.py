@@ -74,11 +74,6 @@ def window_pieces(cache: PrefixCache) -> int:
     return sum(len(leaf.pieces) for spans in stored if spans is not None for leaf in spans.leaves if leaf is not None)
 
 
-def swap_windows(first: StateNode, second: StateNode) -> None:
-    """Give two nodes each other's state of windows."""
-    first.payload.windows, second.payload.windows = second.payload.windows, first.payload.windows
-
-
 def slots_of(snapshot: Any) -> list[Any]:
     """The arrays in a checkpoint of an ArraysCache, to be changed in place."""
     return snapshot.state[0]  # type: ignore[no-any-return]
@@ -262,11 +257,6 @@ def is_lost(session: Session) -> bool:
 def lose(session: Session) -> None:
     """Have a session's state count as lost, as after an evaluation that failed."""
     session.is_lost = True
-
-
-def book_second_state(session: Session, nbytes: int) -> bool:
-    """Book what a cold run beside a session would hold; whether it fits the budget."""
-    return session._book_second(nbytes)
 
 
 # Groups and rows

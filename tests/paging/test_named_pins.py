@@ -37,20 +37,6 @@ def test_a_named_pin_is_listed_and_released_by_its_name(llama: Any) -> None:
     cache.check()
 
 
-def test_a_named_pin_is_released_by_its_tokens_too_after_the_unnamed_ones(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    serve(cache, llama, PROMPT)
-    cache.pin(SYSTEM)
-    cache.pin(SYSTEM, name="support")
-    cache.unpin(SYSTEM)
-    assert list(cache.names()) == ["support"]
-    cache.unpin(SYSTEM)
-    assert cache.names() == {}
-    with pytest.raises(ValueError, match="not pinned"):
-        cache.unpin(SYSTEM)
-    cache.check()
-
-
 def test_a_name_changes_over_only_when_the_new_prefix_is_stored_beside_the_old_one() -> None:
     cache = sized_cache(SizedLayout(1), budget_bytes=100)
     model = SizedModel()
@@ -258,13 +244,6 @@ def test_a_prefix_that_cannot_stay_is_refused_before_anything_is_evaluated_and_i
     assert (cache.stats, cache.names(), cache.dump()) == before
     with pytest.raises(ValueError, match="pins would keep 140 bytes"):
         cache.warm(SizedModel(), second, ttl_requests=5)
-
-
-def test_a_pin_that_ends_with_the_request_that_warms_is_not_in_its_way() -> None:
-    cache = sized_cache(SizedLayout(1), budget_bytes=100)
-    cache.warm(SizedModel(), tokens(8, 80), name="a", ttl_requests=1)
-    assert cache.warm(SizedModel(), tokens(9, 60), name="b") == 60
-    assert list(cache.names()) == ["b"]
 
 
 def test_a_failure_while_warming_leaves_what_was_evaluated_and_no_pin(llama: Any) -> None:

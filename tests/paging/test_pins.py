@@ -113,17 +113,6 @@ def test_a_pin_inside_an_edge_keeps_exactly_its_tokens(llama: Any) -> None:
     assert serve(cache, llama, PROMPT).cached_tokens == 25
 
 
-def test_letting_go_of_a_pin_inside_an_edge_leaves_no_seam(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    serve(cache, llama, PROMPT)
-    before = cache.dump()
-    cache.pin(PROMPT[:25])
-    assert cache.stats.nodes == 2
-    cache.unpin(PROMPT[:25])
-    assert cache.dump() == before
-    cache.check()
-
-
 def test_pins_count(model: Any) -> None:
     cache = PrefixCache(model)
     serve(cache, model, PROMPT, marks=[len(SYSTEM)])
@@ -137,18 +126,6 @@ def test_pins_count(model: Any) -> None:
     with pytest.raises(ValueError, match="these 40 tokens are not pinned in namespace ''"):
         cache.unpin(SYSTEM)
     cache.check()
-
-
-def test_a_request_larger_than_what_the_pins_leave_runs_and_the_pins_stay(model: Any) -> None:
-    probe = PrefixCache(model)
-    serve(probe, model, PROMPT, marks=[len(SYSTEM)])
-    budget_bytes = held_bytes(probe)
-    cache = PrefixCache(model, budget_bytes=budget_bytes)
-    serve(cache, model, PROMPT, marks=[len(SYSTEM)])
-    cache.pin(SYSTEM)
-    serve(cache, model, tokens(7, 300))
-    assert held_bytes(cache) <= budget_bytes
-    assert serve(cache, model, [*SYSTEM, 1, 2]).cached_tokens == len(SYSTEM)
 
 
 def test_only_a_prefix_that_is_stored_whole_can_be_pinned(model: Any) -> None:

@@ -71,17 +71,6 @@ def test_each_turn_resumes_16_tokens_before_the_last_prompts_end_when_the_templa
         prompt = [*prompt[: previous - 15], *tokens(200 + turn, 45)]
 
 
-def test_a_regenerated_reply_resumes_16_tokens_before_the_prompts_end(model: Any) -> None:
-    cache = PrefixCache(model)
-    prompt = SYSTEM + tokens(1, 30)
-    serve(cache, model, prompt, tokens(2, 9))
-    for reply in (tokens(3, 9), tokens(4, 9)):
-        again = serve(cache, model, prompt, reply)
-        assert again.matched_tokens == len(prompt)
-        assert again.cached_tokens >= len(prompt) - REWRITTEN_TAIL
-        assert again.reason is not None
-
-
 # A shared system prompt
 
 
@@ -139,17 +128,6 @@ def test_a_reason_is_given_exactly_when_less_than_the_match_is_resumed(model: An
             short[session.reason] = short.get(session.reason, 0) + 1
     assert cache.stats.short_reasons == short
     assert short.keys() == ({ShortReason.NO_CHECKPOINT} if inside.has_states(cache) else set())
-
-
-def test_a_pure_span_model_is_short_of_its_match_only_by_the_last_token() -> None:
-    llama = tiny_model("llama")
-    cache = PrefixCache(llama)
-    prompt = tokens(1, 50)
-    assert serve(cache, llama, prompt).reason is None
-    again = serve(cache, llama, prompt)
-    assert (again.matched_tokens, again.cached_tokens, again.reason) == (50, 49, ShortReason.LAST_TOKEN)
-    branch = serve(cache, llama, prompt[:20] + tokens(2, 30, first=(prompt[20] + 1) % VOCABULARY_LENGTH))
-    assert (branch.matched_tokens, branch.cached_tokens, branch.reason) == (20, 20, None)
 
 
 def test_a_fetch_in_another_thread_says_what_the_open_session_keeps_from_it(model: Any) -> None:

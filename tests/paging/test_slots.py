@@ -177,22 +177,6 @@ def test_a_common_prefix_of_two_slots_counts_twice_and_is_so_much_memory(llama: 
 # Who gives way
 
 
-def test_an_idle_slot_gives_way_before_anything_that_is_in_use(llama: Any) -> None:
-    cache = PrefixCache(llama, live_slots=2, budget_bytes=700 * LLAMA_TOKEN_BYTES)
-    serve(cache, llama, tokens(9, 250))
-    cache.pin(tokens(9, 40))
-    with cache.begin(ANNA, reserve=0) as anna:
-        run(anna, llama)
-        with cache.begin([*ANNA[:100], *tokens(5, 250)], reserve=0) as ben:
-            run(ben, llama)
-            run_on = anna.step(llama, [3])
-            mx.eval(run_on)
-        cache.check()
-    stats = cache.stats
-    assert stats.live_bytes + stats.paged_bytes <= stats.budget_bytes
-    assert serve(cache, llama, [*tokens(9, 40), 1]).cached_tokens == 40
-
-
 def test_under_pressure_the_slot_used_longest_ago_is_given_up_and_the_common_prefix_with_it(llama: Any) -> None:
     cache = PrefixCache(llama, live_slots=2)
     with cache.begin(ANNA, reserve=0) as anna, cache.begin(BEN, reserve=0) as ben:
@@ -220,20 +204,6 @@ def test_a_slot_that_nobody_came_back_to_does_not_shield_its_state_from_the_poli
     assert inside.live_offset(cache, 0) == 0
     assert inside.stored_tokens(cache, tokens(1, 300)) == 0
     assert serve(cache, llama, [*SYSTEM, *tokens(14, 60), 1], reserve=0).cached_tokens == len(SYSTEM) + 60
-
-
-@pytest.mark.own_process
-def test_a_failed_slot_costs_the_others_nothing(llama: Any) -> None:
-    cache = PrefixCache(llama, live_slots=2)
-    serve(cache, llama, ANNA)
-    with cache.begin([*ANNA, 5]) as anna, cache.begin([*ANNA, 6]) as ben:
-        run(ben, llama)
-        anna.prefill(llama)
-        poison = failed_decomposition()
-        anna.caches[0].keys = anna.caches[0].keys + poison
-    assert inside.is_lost(anna)
-    cache.check()
-    assert serve(cache, llama, [*ANNA, 6, 7]).cached_tokens == len(ANNA) + 1
 
 
 @pytest.mark.own_process

@@ -145,20 +145,6 @@ def test_many_users_behind_one_prompt_hold_its_window_once() -> None:
     assert serve(cache, model, [*system, 130, *ids(30, 9), 5]).cached_tokens == 74
 
 
-def test_under_pressure_what_nobody_needs_goes_before_any_conversation() -> None:
-    model = rotating(8)
-    budget = PrefixCache(model)
-    conversations = [[100 + user, *ids(1, 59)] for user in range(4)]
-    for each in conversations:
-        serve(budget, model, each)
-    held = budget.stats.live_bytes + budget.stats.paged_bytes
-    cache = PrefixCache(model, budget_bytes=held - 100 * TOKEN_BYTES)
-    for each in conversations:
-        serve(cache, model, each)
-    for each in conversations:
-        assert serve(cache, model, [*each, 5]).cached_tokens == 60
-
-
 def test_a_pinned_prefix_is_resumed_at_its_end_whatever_comes() -> None:
     model = rotating(16)
     cache = PrefixCache(model, budget_bytes=14_000)
@@ -215,19 +201,6 @@ def test_what_is_evaluated_again_after_a_failure_is_kept_once() -> None:
     assert inside.own_window_bytes(session) <= 54 * TOKEN_BYTES
     session.close()
     cache.check()
-
-
-def test_rows_that_take_up_a_prefix_leave_the_other_row_what_lies_behind_it() -> None:
-    model = rotating(8)
-    cache = PrefixCache(model)
-    trunk = ids(1, 60)
-    with cache.begin_many(capacity=500) as group:
-        group.prefill(model, group.admit(trunk))
-        for at in (20, 40, 50):
-            assert group.admit([*trunk[:at], 200, 201]).cached_tokens == at
-            group.check()
-    cache.check()
-    assert cache.explain([*trunk[:30], 200]).resumable_tokens == 30
 
 
 @pytest.mark.parametrize("gap", [(40, 45), (0, 99)])

@@ -22,7 +22,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm import stream_generate as plain_stream_generate
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
@@ -254,20 +253,6 @@ def test_of_a_pass_that_broke_off_in_a_loop_of_the_callers_own_nothing_is_stored
     assert cache.stats.tokens == len(PROMPT) - 1
 
 
-def test_a_model_that_fails_twice_in_a_row_is_retried_from_what_both_tries_completed(model: Any) -> None:
-    cache = PrefixCache(model)
-    cached = []
-    for _ in range(3):
-        session = cache.begin(PROMPT)
-        cached.append(session.cached_tokens)
-        blown = Fuse(2, raising(ValueError, after=False))
-        with fused(model, blown), pytest.raises(ValueError, match="blown"), session:
-            session.prefill(model, step_size=STEP_SIZE)
-        cache.check()
-    assert cached == [0, STEP_SIZE, 2 * STEP_SIZE]
-    answers_rightly(cache, model, PROMPT)
-
-
 # An evaluation fails
 
 
@@ -471,21 +456,6 @@ def test_tokens_that_were_not_reported_are_not_stored(kind: str, model: Any) -> 
     assert retry.cached_tokens >= (len(PROMPT) + 3 if kind == "llama" else len(PROMPT) - TAIL_LENGTH)
 
 
-def test_mlx_lms_stream_generate_runs_on_a_sessions_caches(kind: str, model: Any, tokenizer: Any) -> None:
-    cache = warm(model)
-    expected = [r.token for r in plain_stream_generate(model, tokenizer, PROMPT, max_tokens=9)]
-    with cache.begin(PROMPT, reserve=32) as session:
-        session.prefill(model, step_size=STEP_SIZE)
-        reply = []
-        for response in plain_stream_generate(model, tokenizer, PROMPT[-1:], max_tokens=9, prompt_cache=session.caches):
-            reply.append(response.token)
-            session.extend([response.token])
-    assert reply == expected
-    cache.check()
-    retry = answers_rightly(cache, model, [*PROMPT, *reply, 7, 8])
-    assert retry.cached_tokens >= (len(PROMPT) + 8 if kind == "llama" else len(PROMPT) - TAIL_LENGTH)
-
-
 def test_a_loop_of_its_own_that_reports_wrong_tokens_too_late_is_told(model: Any) -> None:
     cache = warm(model)
     with cache.begin(PROMPT, reserve=32) as session:
@@ -513,28 +483,6 @@ def test_a_stream_that_is_closed_early_keeps_what_it_yielded(
     cache.check()
     retry = answers_rightly(cache, model, [*PROMPT, *reply, 7, 8])
     assert retry.cached_tokens >= (len(PROMPT) - TAIL_LENGTH if kind in OVERWRITING_KINDS else len(PROMPT) + count)
-
-
-def test_a_sampler_that_raises_leaves_the_tokens_before_it(model: Any, tokenizer: Any) -> None:
-    cache = warm(model)
-    calls = 0
-
-    def sampler(logprobs: mx.array) -> mx.array:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise ValueError("no sample")
-        return mx.argmax(logprobs, axis=-1)
-
-    reply = [r.token for r in plain_stream_generate(model, tokenizer, PROMPT, max_tokens=3)]
-    stream: Any = stream_generate(model, tokenizer, PROMPT, cache=cache, sampler=sampler)
-    assert [next(stream).token, next(stream).token] == reply[:2]
-    with pytest.raises(ValueError, match="no sample"):
-        next(stream)
-    cache.check()
-    # The forward pass of the third token had run when no fourth could be drawn.
-    retry = answers_rightly(cache, model, [*PROMPT, *reply, 7, 8])
-    assert retry.cached_tokens == len(PROMPT) + 3
 
 
 # Caches that were converted on the way

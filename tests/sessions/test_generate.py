@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -123,15 +122,6 @@ def test_text_is_encoded_as_mlx_lm_encodes_it(tokenizer: Any) -> None:
     agree(llama, tokenizer, cache, "Grüße aus Köln, und noch mehr Text.", lambda: {"max_tokens": 6})
     agree(llama, tokenizer, cache, "Grüße aus Köln, und ganz anderer.", lambda: {"max_tokens": 6})
     assert cache.stats.hit_tokens == len(tokenizer.encode("Grüße aus Köln, und "))
-
-
-@pytest.mark.parametrize("as_type", [list, tuple, np.array, mx.array])
-def test_a_prompt_of_token_ids_may_be_any_sequence(tokenizer: Any, as_type: Callable[[Any], Any]) -> None:
-    llama = tiny_model("llama")
-    cache = PrefixCache(llama)
-    prompt: Any = as_type(PROMPT)
-    tokens = [r.token for r in stream_generate(llama, tokenizer, prompt, max_tokens=4, cache=cache)]
-    assert tokens == agree(llama, tokenizer, cache, PROMPT, lambda: {"max_tokens": 4})
 
 
 # The end
@@ -300,15 +290,6 @@ def test_a_wrong_argument_is_refused_by_name_before_anything_runs(
     assert cache.stats.requests == 0
 
 
-@pytest.mark.parametrize("prompt", [[], "", [1, VOCABULARY_LENGTH], [1.5], [-1]])
-def test_a_prompt_that_is_no_sequence_of_tokens_is_refused(tokenizer: Any, prompt: Any) -> None:
-    llama = tiny_model("llama")
-    cache = PrefixCache(llama)
-    with pytest.raises(ValueError, match="tokens"):
-        next(stream_generate(llama, tokenizer, prompt, cache=cache))
-    cache.check()
-
-
 # Speculative decoding
 
 
@@ -363,20 +344,3 @@ def test_a_draft_model_needs_a_cache_made_for_both(tokenizer: Any) -> None:
 
 
 # Threads
-
-
-@pytest.mark.parametrize("model", ["nemotron_h"], indirect=True)
-def test_a_stream_may_be_read_in_a_thread_of_its_own(model: Any, tokenizer: Any) -> None:
-    cache = PrefixCache(model)
-    expected = agree(model, tokenizer, cache, PROMPT, lambda: {"max_tokens": 6})
-    found: list[Iterator[int]] = []
-
-    def read() -> None:
-        found.append(iter([r.token for r in stream_generate(model, tokenizer, PROMPT, max_tokens=6, cache=cache)]))
-
-    for _ in range(2):
-        thread = threading.Thread(target=read)
-        thread.start()
-        thread.join()
-    assert [list(tokens) for tokens in found] == [expected] * 2
-    cache.check()

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, RotatingKVCa
 from numpy.typing import NDArray
 
 from radixcache import PrefixCache, Session, SnapshotError
-from runner.models.tiny import VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
+from runner.models.tiny import VOCABULARY_LENGTH, tiny_model
 from tests.prompts import tokens
 
 ROUNDING = 1e-4
@@ -112,19 +112,6 @@ def test_span_caches_that_stand_beyond_the_tokens_are_cut(llama: Any) -> None:
     assert resumed(cache, llama, PROMPT) == 40
 
 
-def test_a_window_that_has_not_wrapped_is_cut_to_the_tokens() -> None:
-    sliding = tiny_model("llama_sliding")
-    cache = PrefixCache(sliding)
-    caches = filled(sliding, PROMPT[: WINDOW_LENGTH - 2])
-    assert cache.insert(PROMPT[:9], caches) == 9
-    shorter = PrefixCache(sliding)
-    shorter.insert(PROMPT[:9], filled(sliding, PROMPT[:9]))
-    assert cache.stats.checkpoint_bytes == shorter.stats.checkpoint_bytes
-    assert resumed(cache, sliding, [*PROMPT[:9], 1, 2]) == 9
-    # The caller's stand where they stood.
-    assert {c.offset for c in caches} == {WINDOW_LENGTH - 2}
-
-
 @pytest.mark.parametrize("kind", ["llama_sliding", "deepseek_v41"])
 def test_point_state_beyond_the_tokens_is_refused_with_the_numbers(kind: str) -> None:
     model = tiny_model(kind)
@@ -135,14 +122,6 @@ def test_point_state_beyond_the_tokens_is_refused_with_the_numbers(kind: str) ->
         cache.insert(PROMPT[:40], filled(model, PROMPT))
     assert state(cache) == before
     cache.check()
-
-
-def test_span_caches_at_unequal_offsets_are_stored_up_to_the_smallest(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    caches = filled(llama, PROMPT)
-    caches[1].trim(7)
-    assert cache.insert(PROMPT, caches) == 53
-    assert resumed(cache, llama, PROMPT) == 53
 
 
 @pytest.mark.parametrize("kind", ["llama_sliding", "nemotron_h"])
@@ -216,13 +195,6 @@ def test_caches_in_bits_are_refused_where_the_tree_has_none_and_the_other_way_ro
     cache.check()
 
 
-def test_empty_caches_store_nothing(model: Any) -> None:
-    cache = PrefixCache(model)
-    assert cache.insert(PROMPT, make_prompt_cache(model)) == 0
-    assert cache.stats.tokens == 0
-    cache.check()
-
-
 @pytest.mark.parametrize("wrong", [[], [VOCABULARY_LENGTH], "text"])
 def test_tokens_that_are_none_are_refused_everywhere(llama: Any, wrong: Any) -> None:
     cache = PrefixCache(llama)
@@ -247,14 +219,6 @@ def test_an_insert_larger_than_the_budget_stores_what_fits_of_a_pure_span_model(
     cache.check()
     with cache.begin([*PROMPT, 1]) as session:
         assert session.cached_tokens == stored
-
-
-def test_an_insert_larger_than_the_budget_stores_nothing_of_a_model_with_point_layers() -> None:
-    hybrid = tiny_model("nemotron_h")
-    cache = PrefixCache(hybrid, budget_bytes=20_000)
-    assert cache.insert(PROMPT, filled(hybrid, PROMPT)) == 0
-    assert cache.stats.live_bytes + cache.stats.paged_bytes == 0
-    cache.check()
 
 
 # fetch
@@ -306,14 +270,6 @@ def test_a_fetch_leaves_the_live_path_where_it_is(llama: Any) -> None:
     assert cache.stats.copied_bytes == copied
 
 
-def test_fetches_are_counted_as_requests(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    serve(cache, llama, PROMPT)
-    cache.fetch([*PROMPT, 1, 2])
-    stats = cache.stats
-    assert (stats.requests, stats.hit_tokens, stats.miss_tokens) == (2, 60, 62)
-
-
 def test_keys_stand_for_tokens_in_fetch_and_insert(model: Any) -> None:
     cache = PrefixCache(model)
     image = (1 << 61) + 12345
@@ -347,16 +303,6 @@ def test_fetch_and_insert_work_while_a_session_is_open(model: Any) -> None:
     cache.check()
     for prompt, stored in ((other, 40), ([*PROMPT, 7, 8], 62), ([*PROMPT, 1, 2, 3], 63)):
         assert resumed(cache, model, [*prompt, 9, 9]) == stored
-
-
-def test_what_a_session_evaluates_may_be_inserted_before_it_closes(model: Any) -> None:
-    cache = PrefixCache(model)
-    with cache.begin(PROMPT) as session:
-        session.prefill(model)
-        session.step(model, PROMPT[-1:])
-        cache.insert([*PROMPT, 4, 5], filled(model, [*PROMPT, 4, 5]))
-    cache.check()
-    assert resumed(cache, model, [*PROMPT, 4, 5, 6]) == 62
 
 
 def test_many_threads_may_fetch_and_insert_at_once(llama: Any) -> None:

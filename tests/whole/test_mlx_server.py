@@ -72,20 +72,6 @@ def test_a_walk_leaves_no_more_to_evaluate_than_mlx_lms_own_and_the_answers_are_
     assert 0 < ours.nbytes <= theirs.nbytes
 
 
-@pytest.mark.parametrize("kind", SPANS + POINTS)
-def test_a_prompt_that_is_stored_whole_leaves_tokens_to_evaluate_where_mlx_lms_own_leaves_none(kind: str) -> None:
-    model = tiny_model(kind)
-    ours, theirs = RadixPromptCache(), LRUPromptCache()
-    for cache in (ours, theirs):
-        cache.insert_cache("a", PROMPT[:30], filled(model, PROMPT[:30]))
-        cache.insert_cache("a", PROMPT, filled(model, PROMPT))
-    assert left(theirs, PROMPT) == 0
-    caches, rest = ours.fetch_nearest_cache("a", PROMPT)
-    assert rest == PROMPT[-1:] if kind in SPANS else rest == PROMPT[-len(rest) :] != []
-    assert len(rest) <= 30
-    assert np.abs(logits(model, rest, caches) - logits(model, PROMPT)).max() < ROUNDING
-
-
 @pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
 def test_what_is_handed_out_and_what_was_handed_in_are_the_callers_to_change(kind: str) -> None:
     model = tiny_model(kind)
