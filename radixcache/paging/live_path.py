@@ -154,25 +154,25 @@ class LivePath:
         nbytes = self._layout.live_nbytes(self.caches)
         self.booking.book_live(nbytes + self._layout.live_nbytes(replaced) if replaced else nbytes)
 
-    def leave(self, keep: int) -> list[StateNode]:
-        """Prepare to overwrite the buffers beyond `keep`; returns the nodes to page out, which are LEAVING until then.
+    def leave(self, end: int) -> list[StateNode]:
+        """Prepare to overwrite the buffers beyond `end`; returns the nodes to page out, which are LEAVING until then.
 
-        A node across `keep` is split; nodes on which nothing can resume are dropped.
+        A node across `end` is split; nodes on which nothing can resume are dropped.
         """
         left = []
         for node in self.nodes():
-            if node.end <= keep:
+            if node.end <= end:
                 continue
-            if node.start < keep:
-                self._states.split(node, keep)
+            if node.start < end:
+                self._states.split(node, end)
             state = node.payload
             if state.spans is None and state.live_mask == 1 << self.slot:
                 # First, so that the policy knows the node's bytes when it hears of the node.
                 self._states.set_leaving(node, self._layout.token_bytes * (node.end - node.start), self.caches)
             self._states.set_live(node, self.slot, False)
             left.append(node)
-        self.tip = next((node for node in self.nodes() if node.end == keep), None)
-        assert self.offset == keep, (keep, self.tip)
+        self.tip = next((node for node in self.nodes() if node.end == end), None)
+        assert self.offset == end, (end, self.tip)
         for node in reversed(left):
             if self._states.is_useless(node):
                 self._states.remove(node)

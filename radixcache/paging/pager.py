@@ -45,13 +45,13 @@ class Pager:
 
     def move(self, live: LivePath, plan: ResumePlan, capacity_tokens: int, prompt_tokens: int) -> None:
         """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
-        keep = min(plan.common, plan.resume)
+        shared = min(plan.common, plan.resume)
         # Before making room, which drops first what no checkpoint needs.
         stored = self._states.windows.stored(plan.path)
         path = self.allocating(lambda: self._split_at(plan))
-        incoming = [node for node in path if node.end > keep]
+        incoming = [node for node in path if node.end > shared]
         with self._evictor.sparing(incoming):
-            self._page(live, keep, incoming, capacity_tokens, prompt_tokens, with_points=plan.is_live)
+            self._page(live, shared, incoming, capacity_tokens, prompt_tokens, with_points=plan.is_live)
         if self._layout.has_points and not plan.is_live:
             restore = self._layout.restore_points
             self.allocating(lambda: restore(live.caches, plan.checkpoint, plan.resume, stored))
@@ -66,9 +66,9 @@ class Pager:
         else:
             self._evictor.empty_slot(source, self._evictor.over_bytes)
 
-    def retreat(self, live: LivePath, keep: int) -> None:
-        """Leave the live nodes beyond `keep`: make room, and page out what is nowhere else."""
-        leaving = live.leave(keep)
+    def retreat(self, live: LivePath, end: int) -> None:
+        """Leave the live nodes beyond `end`: make room, and page out what is nowhere else."""
+        leaving = live.leave(end)
         self._evictor.make_room()
         for node in leaving:
             self.allocating(partial(live.page_out, node))
@@ -223,26 +223,26 @@ class Pager:
     def _page(
         self,
         live: LivePath,
-        keep: int,
+        shared: int,
         incoming: list[StateNode],
         capacity_tokens: int,
         prompt_tokens: int,
         with_points: bool,
     ) -> None:
-        """Move the span layers; `with_points`: rewind the point layers to `keep` with them."""
+        """Move the span layers; `with_points`: rewind the point layers to `shared` with them."""
         before = live.offset
         capacity = 0 if self._layout.is_empty(live.caches) else self._layout.span_capacity(live.caches)
-        leaving = live.leave(keep)
+        leaving = live.leave(shared)
         capacity_tokens = self._affordable(capacity, incoming, capacity_tokens, prompt_tokens)
         for node in leaving:
             self.allocating(partial(live.page_out, node))
         if with_points or not self._layout.has_points:
-            self._layout.rewind(live.caches, before, keep)
+            self._layout.rewind(live.caches, before, shared)
         else:
-            self._layout.rewind_spans(live.caches, keep)
+            self._layout.rewind_spans(live.caches, shared)
         like = None
         if incoming and self._layout.token_bytes:
-            like = self.allocating(lambda: self.spans_at(incoming[0], keep, keep + 1))
+            like = self.allocating(lambda: self.spans_at(incoming[0], shared, shared + 1))
         # Larger buffers are shrunk only if bytes are short.
         if (capacity or like is not None) and (capacity < capacity_tokens or self._evictor.over_bytes()):
             self.allocating(lambda: self._layout.reserve(live.caches, capacity_tokens, like))
