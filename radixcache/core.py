@@ -449,15 +449,11 @@ class Core:
         if self._tier is not None:
             self._tier.write(keys, request, used)
 
-    def enforce_budget(self) -> None:
-        """Enforce the checkpoint cap and the budget, and drop what pins no longer hold."""
+    def enforce_budget(self, *, thins: bool = True) -> None:
+        """Drop what pins no longer hold, and enforce the checkpoint cap (unless told not to) and the budget."""
         self.tidy_unpinned()
-        self._evictor.thin_checkpoints()
-        self._evictor.make_room()
-
-    def make_room(self) -> None:
-        """Enforce the budget, and drop what pins no longer hold."""
-        self.tidy_unpinned()
+        if thins:
+            self._evictor.thin_checkpoints()
         self._evictor.make_room()
 
     def tidy_unpinned(self) -> None:

@@ -51,7 +51,7 @@ class Pager:
         path = self.allocating(lambda: self._split_at(plan))
         incoming = [node for node in path if node.end > shared]
         with self._evictor.sparing(incoming):
-            self._page(live, shared, incoming, capacity_tokens, prompt_tokens, with_points=plan.is_live)
+            self._move_spans(live, plan, incoming, capacity_tokens, prompt_tokens)
         if self._layout.has_points and not plan.is_live:
             restore = self._layout.restore_points
             self.allocating(lambda: restore(live.caches, plan.checkpoint, plan.resume, stored))
@@ -220,23 +220,17 @@ class Pager:
 
     # Private
 
-    def _page(
-        self,
-        live: LivePath,
-        shared: int,
-        incoming: list[StateNode],
-        capacity_tokens: int,
-        prompt_tokens: int,
-        with_points: bool,
+    def _move_spans(
+        self, live: LivePath, plan: ResumePlan, incoming: list[StateNode], capacity_tokens: int, prompt_tokens: int
     ) -> None:
-        """Move the span layers; `with_points`: rewind the point layers to `shared` with them."""
-        before = live.offset
+        """Move the span layers, and rewind the point layers with them if the plan takes those from the live caches."""
+        before, shared = live.offset, min(plan.common, plan.resume)
         capacity = 0 if self._layout.is_empty(live.caches) else self._layout.span_capacity(live.caches)
         leaving = live.leave(shared)
         capacity_tokens = self._affordable(capacity, incoming, capacity_tokens, prompt_tokens)
         for node in leaving:
             self.allocating(partial(live.page_out, node))
-        if with_points or not self._layout.has_points:
+        if plan.is_live or not self._layout.has_points:
             self._layout.rewind(live.caches, before, shared)
         else:
             self._layout.rewind_spans(live.caches, shared)

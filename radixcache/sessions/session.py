@@ -392,7 +392,7 @@ def open_session(
             live, plan = core.open(request)
             session = Session(core, live, plan, request, core.draw_check(request, live, plan))
             live.seat(session)
-            core.make_room()
+            core.enforce_budget(thins=False)
     except BaseException:
         if session is not None:
             session.close()

@@ -130,7 +130,7 @@ def test_a_request_that_continues_the_live_path_copies_nothing(kind: str) -> Non
 
 def test_decoding_writes_into_the_same_buffers(kind: str) -> None:
     model, cache = model_and_cache(kind)
-    prompt = tokens(1, LONG_LENGTH)
+    prompt = tokens(1, 2 * LONG_LENGTH)
     with cache.begin(prompt, reserve=64) as session:
         session.prefill(model, step_size=512)
     reply = [*range(30)]
