@@ -316,32 +316,6 @@ def test_a_reply_may_be_cancelled_at_any_point(llama: LoadedModel) -> None:
         cancelled_at(llama, at)
 
 
-def test_a_prompt_cancelled_between_chunks_keeps_the_chunks_that_were_done(loaded: LoadedModel) -> None:
-    cache = new_cache(loaded)
-    with new_generator(loaded, cache) as generator:
-        tickets: list[Ticket] = []
-        reached: list[int] = []
-
-        def progress(done: int, total: int) -> None:
-            assert total == len(PROMPTS[2])
-            if done >= 72 and not reached:
-                reached.append(done)
-                tickets[1].cancel()
-
-        tickets.append(submit(generator, PROMPTS[0]))
-        tickets.append(submit(generator, PROMPTS[2], on_progress=progress))
-        drain(generator)
-        require_alone(loaded, tickets[:1], PROMPTS[:1])
-    cancelled = done(tickets[1])
-    assert cancelled.done_reason == "cancelled"
-    assert len(cancelled.tokens) <= 1
-    if cancelled.tokens == ():
-        assert cancelled.ttft_ms is None
-        with cache.begin(PROMPTS[2]) as session:
-            assert session.cached_tokens == min(reached[0], len(PROMPTS[2]) - 1)
-    require_right_tree(loaded, cache, PROMPTS[:3])
-
-
 def test_what_is_cancelled_before_it_ran_evaluates_nothing(llama: LoadedModel) -> None:
     with new_generator(llama, new_cache(llama), max_rows=1) as generator:
         tickets = [submit(generator, prompt) for prompt in PROMPTS[:2]]

@@ -8,13 +8,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm import stream_generate
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import make_logits_processors
 
 from radixcache import PrefixCache
 from runner.engine.generator import ParallelGenerator
 from runner.engine.sequence import Ticket
 from runner.models.load import LoadedModel, load_model
-from runner.serve.served_model import SeededSampler
 from tests.prompts import tokens
 
 SYSTEM = tokens(1, 40)
@@ -81,35 +80,6 @@ def test_a_processor_is_told_every_token_of_a_prompt_of_which_most_was_cached(ti
     reply = said(ticket)
     assert ticket.matched_tokens == len(PROMPTS[0])
     assert told == [[*PROMPTS[0], *reply[:count]] for count in range(3)]
-
-
-def test_a_seed_gives_what_it_gives_alone_whoever_draws_beside_it(tiny: LoadedModel) -> None:
-    sampler = make_sampler(1.0, xtc_probability=0.5, xtc_threshold=0.01)
-    mx.random.seed(11)
-    expected = alone(tiny, PROMPTS[0], sampler=sampler)
-    mx.random.seed(12)
-    other = alone(tiny, PROMPTS[0], sampler=sampler)
-    assert expected != other
-    with new_generator(tiny) as generator:
-        tickets = [
-            generator.submit(PROMPTS[0], max_tokens=12, stop_tokens=(), sampler=own)
-            for own in (make_sampler(1.0), SeededSampler(sampler, 11), SeededSampler(sampler, 12))
-        ]
-        list(generator)
-    assert [said(ticket) for ticket in tickets[1:]] == [expected, other]
-
-
-def test_a_seeded_request_leaves_the_draws_of_others_as_they_were(tiny: LoadedModel) -> None:
-    def draws(*, with_seed: bool) -> list[int]:
-        mx.random.seed(5)
-        with new_generator(tiny) as generator:
-            ticket = generator.submit(PROMPTS[0], max_tokens=8, stop_tokens=(), sampler=make_sampler(1.0))
-            if with_seed:
-                generator.submit(PROMPTS[1], max_tokens=8, sampler=SeededSampler(make_sampler(1.0), 1))
-            list(generator)
-        return said(ticket)
-
-    assert draws(with_seed=True) == draws(with_seed=False)
 
 
 @pytest.mark.parametrize("cuts", [True, False])

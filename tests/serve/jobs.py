@@ -38,7 +38,7 @@ def running(records: list[RequestRecord] | None = None, **options: Any) -> Itera
 
 
 class Waiting:
-    """A opened that was handed in, and its answers as they come."""
+    """A request that was handed in, and its answers as they come."""
 
     def __init__(
         self, thread: Scheduler, *, on_answer: Callable[[OpenRequest, ReplyEvent], None] | None = None, **asked: Any

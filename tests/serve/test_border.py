@@ -73,25 +73,6 @@ def test_samplers_and_processors_are_made_of_a_requests_own_fields(tiny: LoadedM
     assert mlx_lm_border.make_logits_processors(SimpleNamespace(logits=Penalties())) == []
 
 
-def test_xtc_never_takes_away_line_ends_and_ends_of_turn(tiny: LoadedModel) -> None:
-    sampling = Sampling(temperature=1.0, xtc_probability=1.0, xtc_threshold=0.1)
-    sampler = mlx_lm_border.make_sampler(SimpleNamespace(sampling=sampling), tiny.tokenizer)
-    (special,) = tiny.tokenizer.eos_token_ids
-    logprobs = mx.full((1, 256), -1e9)
-    for token, share in ((special, 0.6), (40, 0.25), (41, 0.15)):
-        logprobs[0, token] = mx.log(mx.array(share))
-    assert {sampler(logprobs).item() for _ in range(40)} == {special, 41}
-
-
-def test_top_log_probabilities_are_plain_numbers(tiny: LoadedModel) -> None:
-    logprobs = mx.full((256,), -9.0)
-    logprobs[70] = -0.5
-    assert mlx_lm_border.top_logprobs(logprobs, 0, tiny.tokenizer) == ()
-    assert mlx_lm_border.top_logprobs(logprobs, 1, tiny.tokenizer) == (
-        {"id": 70, "token": tiny.tokenizer.convert_ids_to_tokens([70])[0], "logprob": -0.5},
-    )
-
-
 # Stops and states
 
 

@@ -60,11 +60,6 @@ def test_a_body_that_does_not_say_how_large_it_is_is_counted() -> None:
     assert (refused.value.status, len(request.unread), request.received) == (413, 1, [])
 
 
-def test_a_fraction_of_a_mib_is_a_limit_too() -> None:
-    with pytest.raises(ApiError, match=r"larger than 0\.5 MiB"):
-        Request(length=MIB // 2 + 1).send(max_mib=0.5)
-
-
 def test_bodies_together_are_limited_until_their_requests_are_over() -> None:
     async def send() -> None:
         is_done = asyncio.Event()

@@ -37,14 +37,6 @@ def test_a_reply_that_fails_on_the_way_ends_its_stream_with_the_error():
     assert (done, rest) == ("data: [DONE]", "")
 
 
-def test_a_reply_that_is_ended_from_outside_ends_well_formed():
-    with openai_client(ScriptedRuns(said("x"), outcome="cancelled")) as client:
-        whole = client.post(CHAT, json={"messages": [USER]}).json()
-        chunks = client.post(CHAT, json={"messages": [USER], "stream": True}).text.split("\n\n")
-    assert whole["choices"][0]["finish_reason"] == "length"
-    assert json.loads(chunks[-3].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-
-
 # Streams
 
 

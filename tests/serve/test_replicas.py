@@ -210,7 +210,7 @@ class Stream:
 
 
 def relayed(board: Switchboard, *streams: Stream) -> list[ReplyEvent]:
-    """The answers of a opened whose calls are answered by these streams, one after the other."""
+    """The answers of a request whose calls are answered by these streams, one after the other."""
     answers: list[ReplyEvent] = []
     coming = iter(streams)
 
