@@ -317,8 +317,11 @@ class Layout:
             batch = {b.shape[0] for b in adapter.buffers(cache) if b.ndim > 1}
             if batch - {1}:
                 raise SnapshotError(f"layer {layer} ({type(cache).__name__}) has batch {max(batch)}; wanted 1.")
-            if known is not None and not _fit(adapter.shapes(cache), known):
-                raise SnapshotError(f"layer {layer} has shapes {adapter.shapes(cache)}; the tree holds {known}.")
+            shapes = adapter.shapes(cache)
+            # Equal, except for arrays that one side does not have yet.
+            both = zip(shapes, known or shapes, strict=False)
+            if len(shapes) != len(known or shapes) or any(a != b and ("none",) not in (a, b) for a, b in both):
+                raise SnapshotError(f"layer {layer} has shapes {shapes}; the tree holds {known}.")
 
     def release(self) -> None:
         """Give MLX's free buffers back to the system."""
@@ -451,7 +454,8 @@ class Layout:
         for index, (cache, adapter) in enumerate(pairs):
             snapshot = checkpoint.leaves[index] if checkpoint is not None and checkpoint.leaves else None
             if snapshot is not None:
-                _require(adapter.restore(cache, snapshot, target), cache, target)
+                if not adapter.restore(cache, snapshot, target):
+                    raise _incomplete(cache, target)
                 restored.add(index)
             elif adapter.is_point and index not in restored and adapter is not PROBED and not adapter.is_empty(cache):
                 adapter.free(cache)  # it was not in use when the state was stored
@@ -521,8 +525,8 @@ class Stack(NamedTuple):
         if not pieces:
             return ()
         caches = [pairs[leaf][0] for leaf in self.leaves]
-        snapshot = WindowSnapshot(0, target, pieces)
-        _require(self.adapter.restore_stack(caches, snapshot, target), caches[0], target)
+        if not self.adapter.restore_stack(caches, WindowSnapshot(0, target, pieces), target):
+            raise _incomplete(caches[0], target)
         return self.leaves
 
 
@@ -547,14 +551,8 @@ def one_each(tokens: Any, row_count: int, vocab_size: int | None) -> mx.array:
     return ids.reshape(row_count, 1)
 
 
-def _fit(found: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
-    """Whether shapes are equal, except for arrays that one side does not have yet."""
-    return len(found) == len(known) and all(a == b or ("none",) in (a, b) for a, b in zip(found, known, strict=True))
-
-
-def _require(is_restored: bool, cache: Any, target: int) -> None:
-    if not is_restored:
-        raise LiveStateError(f"{type(cache).__name__}: the state at {target} is not complete.")
+def _incomplete(cache: Any, target: int) -> LiveStateError:
+    return LiveStateError(f"{type(cache).__name__}: the state at {target} is not complete.")
 
 
 def _evaluate_written(arrays: list[mx.array]) -> None:

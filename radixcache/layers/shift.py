@@ -155,7 +155,7 @@ class _Recorder:
 
 
 def _record(model: Any, layers: Sequence[Any], offset: int) -> list[_Recorder]:
-    """Evaluate the token at `offset`. Returns a recorder per layer; it stays empty where a layer has no cache."""
+    """Evaluate the token at `offset`. Returns a recorder per layer, empty where a layer has no cache."""
     recorders = [_Recorder(offset) for _ in layers]
     caches = [None if layer is None else recorder for layer, recorder in zip(layers, recorders, strict=True)]
     model(mx.array([[_TOKEN]]), cache=caches)
@@ -213,9 +213,8 @@ def _ropes(model: nn.Module) -> tuple[list[Rotation], str]:
 def _describe(layer: Any) -> str:
     """Why a cache cannot be shifted."""
     leaves = layer.caches if isinstance(layer, CacheList) else [layer]
-    name = type(layer).__name__
-    if isinstance(layer, CacheList):
-        name += f"({', '.join(type(leaf).__name__ for leaf in leaves)})"
+    inner = f"({', '.join(type(leaf).__name__ for leaf in leaves)})" if isinstance(layer, CacheList) else ""
+    name = type(layer).__name__ + inner
     if any(isinstance(leaf, ArraysCache) for leaf in leaves):
         return f"{name} holds recurrent state, which cannot forget what was removed."
     known = ", ".join(each.__name__ for each in _ORDINARY)
