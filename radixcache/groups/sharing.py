@@ -13,9 +13,11 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import mlx.core as mx
+
 from radixcache.adapters.contract import Checkpoint, Spans
 from radixcache.adapters.span import segment_bounds
-from radixcache.groups.attention import Pair, is_on_cpu
+from radixcache.groups.attention import Pair
 from radixcache.groups.batch import Batch
 from radixcache.groups.row import Room, Row
 from radixcache.groups.tails import Columns
@@ -42,7 +44,7 @@ class Sharing:
         self._room = room
         self._core, self._states, self._evictor, self._pager = room.core, room.states, room.evictor, room.pager
         self._layout = room.layout
-        default = CPU_BYTES if is_on_cpu() else GPU_BYTES
+        default = CPU_BYTES if mx.default_device() == mx.cpu else GPU_BYTES
         self._segment_bytes = default if segment_bytes is None else segment_bytes
 
     def is_long(self, tokens: int) -> bool:
