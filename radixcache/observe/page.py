@@ -81,7 +81,8 @@ def document(title: str, body: str, style: str, script: str, more_policy: str = 
 
 def content_policy(style: str, script: str) -> str:
     """A Content-Security-Policy that allows this style and this script, and nothing else."""
-    return f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'sha256-{_sha256(style)}'"
+    style, script = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (style, script))
+    return f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'"
 
 
 def tree_markup(totals: str = "", about: str = "") -> str:
@@ -98,11 +99,6 @@ def tree_markup(totals: str = "", about: str = "") -> str:
     )
 
 
-def tree_data(view: TreeView, max_nodes: int) -> dict[str, Any]:
-    """What page.js shows, as JSON values. Its text is made visible, and must still be shown as text only."""
-    return {"longest": max((node.end for node in view.nodes), default=1), "rows": _rows(view, max_nodes)}
-
-
 def page_file(name: str, package: str = "radixcache.observe") -> str:
     """A file that is part of a page."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
@@ -114,8 +110,11 @@ _LEGEND = {
 }  # fmt: skip
 
 
-def _rows(view: TreeView, max_nodes: int) -> list[list[Any]]:
-    """What the script reads: [parent, kind, depth, start, ...]; a named namespace has a row of its own."""
+def tree_data(view: TreeView, max_nodes: int) -> dict[str, Any]:
+    """What page.js shows, as JSON values. Its text is made visible, and must still be shown as text only.
+
+    A row is [parent, kind, depth, start, ...]; a named namespace has a row of its own.
+    """
     rows: list[list[Any]] = []
     number_of = {-1: -1}  # row numbers by line number; -1 is the heading
     for number, row in enumerate(words.choose(view, max_nodes)):
@@ -124,7 +123,7 @@ def _rows(view: TreeView, max_nodes: int) -> list[list[Any]]:
             rows.append([-1, "namespace", 0, 0, row.heading])
         number_of[number] = len(rows)
         rows.append([number_of[row.parent], *_cells(row, view.slot_count)])
-    return rows
+    return {"longest": max((node.end for node in view.nodes), default=1), "rows": rows}
 
 
 def _cells(row: NodeLine, slot_count: int) -> list[Any]:
@@ -137,10 +136,6 @@ def _cells(row: NodeLine, slot_count: int) -> list[Any]:
     pins = [words.visible(name) for name in node.pin_names] if node.pin_names or node.is_pinned else None
     counts = [node.is_open, node.uses, node.last_used, node.below, node.below_tokens, node.below_bytes]
     return ["node", row.depth, node.start, text, node.end, *state, *checkpoint, pins, *counts]
-
-
-def _sha256(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def picture(view: TreeView, max_nodes: int) -> str:

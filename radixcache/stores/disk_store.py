@@ -180,7 +180,8 @@ class DiskStore(BudgetedStore):
         return self.stopped_words
 
     def _reason_not_to_write(self, nbytes: int) -> str:
-        if self._folder.free_bytes() < self._min_free_bytes + nbytes:
+        about = os.statvfs(self._folder.path)
+        if about.f_bavail * about.f_frsize < self._min_free_bytes + nbytes:
             return "the disk is nearly full"
         self._daily.refresh()
         return "the budget of the day is spent" if self._daily.left_bytes() < nbytes else ""
@@ -202,11 +203,12 @@ class DiskStore(BudgetedStore):
 
     def _mark_used(self, key: bytes, now_ns: int) -> None:
         with suppress(OSError):  # this process knows it all the same
-            self._folder.mark_used(file_name(key, "block"), now_ns)
+            path = self._folder.path / file_name(key, "block")
+            os.utime(path, ns=(now_ns, now_ns), follow_symlinks=False)
 
     def _last_use_ns(self, key: bytes) -> int:
         with suppress(FileNotFoundError):
-            return self._folder.used_ns(file_name(key, "block"))
+            return os.stat(self._folder.path / file_name(key, "block"), follow_symlinks=False).st_mtime_ns
         return 0
 
 

@@ -154,18 +154,6 @@ class Folder:
             return False
         return True
 
-    def used_ns(self, name: str) -> int:
-        """When any process used the file last."""
-        return os.stat(self.path / name, follow_symlinks=False).st_mtime_ns
-
-    def mark_used(self, name: str, now_ns: int) -> None:
-        """Record a use where other processes, and later ones, see it."""
-        os.utime(self.path / name, ns=(now_ns, now_ns), follow_symlinks=False)
-
-    def free_bytes(self) -> int:
-        about = os.statvfs(self.path)
-        return about.f_bavail * about.f_frsize
-
     def set_aside(self, name: str) -> None:
         """Move a file into the quarantine, and delete the oldest files there if there are too many."""
         quarantine = self.path / "quarantine"
