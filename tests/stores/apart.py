@@ -1,4 +1,4 @@
-"""What test_processes.py runs in processes of their own, which kill themselves at a moment that chance picks.
+"""What test_disk_store.py runs in processes of their own, which kill themselves at a moment that chance picks.
 
     python -m tests.stores.apart kills PATH COUNT SEED      prints how many children died, and in which calls
     python -m tests.stores.apart share PATH COUNT SEED      prints how many of its operations it has done
