@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -16,11 +18,14 @@ FOLDERS = (ROOT, ROOT / "radixcache")
 #: Every room may import these.
 FREE = {"errors", "settings", "lock", "tokens"}
 ANY = "any room"
+#: The most files that each package may have.
+MOST_FILES = {"radixcache": 80, "runner": 85}
 
 
 @cache
 def _code() -> str:
-    return "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "radixcache").rglob("*.py"))
+    paths = [path for package in MOST_FILES for path in (ROOT / package).rglob("*.py")]
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
 
 
 def _allowed(page: str, rooms: set[str]) -> dict[str, set[str]]:
@@ -66,6 +71,30 @@ def test_every_name_of_the_code_that_the_page_gives_is_in_the_code() -> None:
     gone = {f"{owner}.{name}" for owner, name in names if not re.search(rf"\bdef {name}\b", _code())}
     assert gone == set()
     assert {owner for owner, _ in names if not re.search(rf"^class {owner}\b", _code(), re.M)} == set()
+
+
+@pytest.mark.parametrize("package", MOST_FILES)
+def test_a_package_has_few_files_and_none_of_one_name(package: str) -> None:
+    names = [path.name for path in (ROOT / package).rglob("*.py")]
+    assert len(names) <= MOST_FILES[package]
+    assert [name for name, count in Counter(names).items() if count > 1 and name != "__init__.py"] == []
+
+
+def test_no_two_public_classes_have_one_name_and_the_table_of_words_names_classes_that_exist() -> None:
+    classes = Counter(_public_classes())
+    assert [name for name, count in classes.items() if count > 1] == []
+    words = PAGE.read_text(encoding="utf-8").partition("## Words")[2]
+    named = re.findall(r"`([A-Z]\w+)`", words)
+    assert len(named) > 60
+    assert [name for name, count in Counter(named).items() if count > 1 or name not in classes] == []
+
+
+def _public_classes() -> list[str]:
+    trees = [
+        ast.parse(path.read_text(encoding="utf-8")) for package in MOST_FILES for path in (ROOT / package).rglob("*.py")
+    ]
+    names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [name for name in names if not name.startswith("_")]
 
 
 def test_a_circle_has_no_floors() -> None:
