@@ -1,14 +1,17 @@
-"""How often a request passes from one file of radixcache to another: `begin`, `close`, `begin_many` of two rows.
+"""How many files does one call cross, and how often does it pass from one file to another?
 
-A hop is a call, or a return, that ends in another file of radixcache/ than it started in. The request is one that
-leaves a path: two conversations share a beginning, one is live, and the other one goes on. Hops are counted with a
-profile hook, and are the same on every machine. Beside them stands what the same calls took while all files of
-radixcache/ lay in one folder.
+A hop is a call, or a return, that ends in another file than it started in. A profile hook counts hops and files, so the
+figures are the same on every machine. Beside them stand the figures before small files were merged.
+
+    begin, close, begin_many    files of radixcache/. Two conversations share a beginning; one is live, the other goes on
+    chat request                files of runner/, from the ASGI application to the cache
+    simulate                    files of all packages, for a trace of two requests
 
     python -m benchmarks.bench_hops
 """
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -17,50 +20,78 @@ from typing import Any
 import runner  # noqa: F401  loads OpenBLAS before MLX
 
 import mlx.core as mx  # isort: skip
+import numpy as np
+from fastapi.testclient import TestClient
 from mlx_lm.models import llama
 
-import radixcache
 from benchmarks.harness.record import arguments, publish
 from radixcache import PrefixCache
+from runner.serve.app import make_app
+from runner.serve.metrics import Watch
+from runner.serve.options import ServeOptions
+from runner.serve.scheduler import Scheduler
+from runner.simulate.simulator import simulate
+from runner.traces.trace import Trace, TraceRequest
 
-PACKAGE = str(Path(radixcache.__file__).parent)
-#: Hops and files of each call before the files were put into rooms, at commit d2c24402f7f0.
-BEFORE = {"begin": (330, 26), "close": (214, 18), "begin_many of two rows": (690, 35)}
+ROOT = Path(__file__).parents[1]
+#: Hops and files of each call at commit 892053ce.
+BEFORE = {
+    "begin": (292, 35),
+    "close": (198, 26),
+    "begin_many of two rows": (692, 41),
+    "chat request": (115, 27),
+    "simulate": (736, 45),
+}
 
 
 class Hops:
-    """Counts passages between files of radixcache while it is installed as profile hook."""
+    """Counts passages between files of some packages while it is a profile hook and `is_counting`.
 
-    def __init__(self) -> None:
+    Args:
+        until: stop at the first call of a function with this qualified name.
+    """
+
+    def __init__(self, *packages: str, until: str = "") -> None:
         self.count = 0
         self.files: set[str] = set()
-        self._stack: list[str] = []
+        self.is_counting = True
+        self._until = until
+        self._folders = tuple(str(ROOT / package) for package in packages)
+        self._stacks = threading.local()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         name = frame.f_code.co_filename
-        if event not in ("call", "return") or not name.startswith(PACKAGE):
+        if not self.is_counting or event not in ("call", "return"):
             return
+        if self._until and frame.f_code.co_qualname == self._until:
+            self.is_counting = False
+        if not name.startswith(self._folders):
+            return
+        stack = self._stacks.__dict__.setdefault("names", [])
         if event == "call":
-            self.count += bool(self._stack) and self._stack[-1] != name
-            self._stack.append(name)
+            self.count += bool(stack) and stack[-1] != name
+            stack.append(name)
             self.files.add(name)
-        elif self._stack:
-            self._stack.pop()
-            self.count += bool(self._stack) and self._stack[-1] != name
+        elif stack:
+            stack.pop()
+            self.count += bool(stack) and stack[-1] != name
+
+    def figures(self) -> dict[str, int]:
+        return {"hops": self.count, "files": len(self.files)}
 
 
-def counted(work: Callable[[], Any]) -> tuple[Hops, Any]:
-    hops = Hops()
+def counted(work: Callable[[], Any], *packages: str) -> tuple[dict[str, int], Any]:
+    """Hops and files of a call, and its result."""
+    hops = Hops(*packages)
     sys.setprofile(hops)
     try:
         result = work()
     finally:
         sys.setprofile(None)
-    return hops, result
+    return hops.figures(), result
 
 
-def measure() -> dict[str, dict[str, int]]:
-    """Hops and files of each call."""
+def cache_calls() -> dict[str, dict[str, int]]:
     args = llama.ModelArgs(
         model_type="llama",
         hidden_size=64,
@@ -82,17 +113,42 @@ def measure() -> dict[str, dict[str, int]]:
             mx.eval(session.step(model, tokens[-1:]))
     leaving = conversations[0] + list(range(400, 430))
     found = {}
-    hops, session = counted(lambda: cache.begin(leaving))
-    found["begin"] = {"hops": hops.count, "files": len(hops.files)}
+    found["begin"], session = counted(lambda: cache.begin(leaving), "radixcache")
     session.prefill(model)
     mx.eval(session.step(model, leaving[-1:]))
-    hops, _ = counted(session.close)
-    found["close"] = {"hops": hops.count, "files": len(hops.files)}
-    hops, group = counted(lambda: cache.begin_many([leaving, conversations[1]], capacity=1024))
-    found["begin_many of two rows"] = {"hops": hops.count, "files": len(hops.files)}
+    found["close"], _ = counted(session.close, "radixcache")
+    rows = [leaving, conversations[1]]
+    found["begin_many of two rows"], group = counted(lambda: cache.begin_many(rows, capacity=1024), "radixcache")
     group.close()
     cache.check()
     return found
+
+
+def chat_request() -> dict[str, int]:
+    hops = Hops("runner", until="Group.admit")
+    hops.is_counting = False
+    threading.setprofile(hops)
+    options, watch = ServeOptions(model="tiny", budget_bytes=1 << 26), Watch()
+    scheduler = Scheduler(options, watch.on_record, watch.on_event)
+    scheduler.start()
+    body = {"max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
+    try:
+        with TestClient(make_app(options, scheduler, watch), base_url="http://127.0.0.1") as client:
+            for is_counting in (False, True):
+                hops.is_counting = is_counting
+                client.post("/v1/chat/completions", json=body).raise_for_status()
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+        scheduler.stop(0)
+    return hops.figures()
+
+
+def measure() -> dict[str, dict[str, int]]:
+    """Hops and files of each call."""
+    requests = [TraceRequest(np.array([1, 2, 3]), 192, 10, time_ms) for time_ms in (0, 1000)]
+    trace = Trace("two requests", 64, requests, False, "")
+    simulated, _ = counted(lambda: simulate(trace, "lru", 100), "policies", "radixcache", "runner")
+    return {**cache_calls(), "chat request": chat_request(), "simulate": simulated}
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -101,7 +157,7 @@ def main(given: Sequence[str] | None = None) -> None:
     for name, figures in measure().items():
         hops, files = BEFORE[name]
         rows.append({"call": name, **figures, "hops before": hops, "files before": files})
-    question = "How often does a request pass from one file of radixcache to another?"
+    question = "How many files does a call cross, and how often does it pass from one to another?"
     publish("hops", question, rows, folder=options.results, repeats=1)
 
 

@@ -47,7 +47,7 @@ class Pager:
         """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
         shared = min(plan.common, plan.resume)
         # Before making room, which drops first what no checkpoint needs.
-        stored = self._states.windows.stored(plan.path)
+        stored = self._states.windows.stored(plan.path) if self._layout.windows else []
         path = self.allocating(lambda: self._split_at(plan))
         incoming = [node for node in path if node.end > shared]
         with self._evictor.sparing(incoming):
