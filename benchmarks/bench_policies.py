@@ -25,7 +25,7 @@ from policies import OFFLINE_POLICIES, POLICIES
 from runner.files import write_atomically
 from runner.simulate.curve import lru_curve
 from runner.simulate.grid import SimulationJob, run_locally
-from runner.simulate.report import SimulationRow, infinite_ratio, policies_picture, policy_notes
+from runner.simulate.rows import SimulationRow, infinite_ratio, policies_picture, policy_notes
 from runner.simulate.simulator import BlockSizes, Simulation, simulate
 from runner.traces.trace import Trace, TraceRequest
 

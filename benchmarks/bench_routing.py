@@ -29,7 +29,7 @@ from runner.models.footprint import ModelBytes
 from runner.routing.routers import ROUTERS, PrefixRouter
 from runner.simulate.grid import ReplicaJob, SimulationJob, run_locally
 from runner.simulate.replicas import Setup, simulate_replicas
-from runner.simulate.report import DiskPlan, ReplicaRow, Speeds
+from runner.simulate.rows import DiskPlan, ReplicaRow, Speeds
 from runner.simulate.simulator import BlockSizes
 from runner.text import GIB
 from runner.traces.trace import Trace

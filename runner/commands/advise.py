@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from runner.models.footprint import ModelBytes
     from runner.simulate.advice import DiskAdvice, Estimate
     from runner.simulate.curve import Curve
-    from runner.simulate.report import DiskPlan
+    from runner.simulate.rows import DiskPlan
     from runner.traces.trace import Trace
 
 #: Processes for a long trace without --jobs.

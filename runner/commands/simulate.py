@@ -36,10 +36,10 @@ from runner.text import GIB, MIB, ProgressLines
 if TYPE_CHECKING:
     from runner.models.footprint import ModelBytes
     from runner.simulate.grid import AnyJob
-    from runner.simulate.report import DiskPlan, Row
+    from runner.simulate.rows import DiskPlan, ResultRow
     from runner.traces.trace import Trace
 
-R = TypeVar("R", bound="Row")
+R = TypeVar("R", bound="ResultRow")
 WriteOn = Literal["eviction", "second_use", "close"]
 
 #: Speeds of a common NVMe disk, of a common network, and of a laptop with a model of 8 billion parameters.
@@ -127,7 +127,7 @@ def simulate(
     from runner.files import json_bytes
     from runner.picture import picture_format
     from runner.simulate.grid import ReplicaJob, SimulationJob
-    from runner.simulate.report import Speeds, policies_picture, policies_report, replicas_report
+    from runner.simulate.rows import Speeds, policies_picture, policies_report, replicas_report
 
     traces = _separate(options) if separate else [options.read()]
     grid: Any = [
@@ -218,7 +218,7 @@ def disk_plan(
     write_on: WriteOn = "eviction",
 ) -> DiskPlan | None:
     """The disk of this size that `option` names; None: no size was given."""
-    from runner.simulate.report import DiskPlan
+    from runner.simulate.rows import DiskPlan
 
     if gib is None:
         return None

@@ -26,7 +26,7 @@ from typing import Any
 from radixcache.paging.rates import SURE
 from radixcache.stores.sized_store import HEAD_BYTES
 from runner.simulate.curve import CURVE_COUNTS, Curve
-from runner.simulate.report import Column, DiskPlan, SimulationRow, cells
+from runner.simulate.rows import Column, DiskPlan, SimulationRow, cells
 from runner.text import GIB, MIB, plural
 from runner.traces.trace import Trace, TurnInference
 

@@ -33,7 +33,7 @@ import numpy.typing as npt
 from rich.table import Table
 
 from runner.picture import new_figure, picture_bytes
-from runner.simulate.report import RATIO_LABEL, Column, filled
+from runner.simulate.rows import RATIO_LABEL, Column, filled
 from runner.text import GIB
 from runner.traces.trace import Trace
 

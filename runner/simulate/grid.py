@@ -22,15 +22,15 @@ from typing import Any, Protocol, TypeVar
 
 from runner.models.footprint import ModelBytes
 from runner.simulate.replicas import Setup, simulate_replicas
-from runner.simulate.report import DiskPlan, ReplicaRow, Row, SimulationRow, Speeds
+from runner.simulate.rows import DiskPlan, ReplicaRow, ResultRow, SimulationRow, Speeds
 from runner.simulate.simulator import BlockSizes, OnProgress, simulate
 from runner.traces.trace import Trace
 
 #: Seconds between two looks at the progress of other processes.
 POLL_S = 0.1
 
-R = TypeVar("R", bound=Row)
-R_co = TypeVar("R_co", bound=Row, covariant=True)
+R = TypeVar("R", bound=ResultRow)
+R_co = TypeVar("R_co", bound=ResultRow, covariant=True)
 
 
 class AnyJob(Protocol[R_co]):

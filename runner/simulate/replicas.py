@@ -25,7 +25,7 @@ import numpy as np
 from radixcache.sized_cache import stored_keys
 from runner.routing.dispatcher import BLOCK_TOKENS, Dispatcher
 from runner.routing.routers import FIRST, Ask, Coefficients, Router, RoutingRates, make_router
-from runner.simulate.report import DiskPlan, ReplicaRow, Speeds, TierUse, infinite_token_ratio
+from runner.simulate.rows import DiskPlan, ReplicaRow, Speeds, TierUse, infinite_token_ratio
 from runner.simulate.simulator import PROGRESS_REQUESTS, BlockSizes, Machine, OnProgress, Simulation, row_fields
 from runner.traces.trace import Trace, TraceRequest
 

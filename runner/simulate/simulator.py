@@ -34,7 +34,7 @@ from radixcache.stores.sized_store import SizedStore
 from runner.models.footprint import ModelBytes
 from runner.script.schedule import ScheduledRequest
 from runner.script.script import ScriptError, recorded_reply
-from runner.simulate.report import DiskPlan, DiskUse, SimulationRow
+from runner.simulate.rows import DiskPlan, DiskUse, SimulationRow
 from runner.traces.trace import Trace, TraceRequest
 
 Keys = NDArray[np.int64]
@@ -265,7 +265,7 @@ def _with_one_more(keys: Keys) -> Keys:
 
 
 def row_fields(caches: Sequence[Simulation], policy: str, seconds: float) -> dict[str, Any]:
-    """The fields of a Row for caches that served a trace together."""
+    """The fields of a ResultRow for caches that served a trace together."""
     first, trace = caches[0], caches[0].trace
     block_refs, block_hits = sum(each.block_refs for each in caches), sum(each.block_hits for each in caches)
     prompt_tokens, hit_tokens = trace.prompt_tokens, sum(each.hit_tokens for each in caches)

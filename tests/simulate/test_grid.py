@@ -12,7 +12,7 @@ from radixcache import PolicyError
 from runner.models.footprint import ModelBytes
 from runner.routing.routers import ROUTERS
 from runner.simulate.grid import AnyJob, ReplicaJob, SimulationJob, in_order, run_locally, run_on_ray
-from runner.simulate.report import DiskPlan, SimulationRow, Speeds, policy_notes
+from runner.simulate.rows import DiskPlan, SimulationRow, Speeds, policy_notes
 from runner.simulate.simulator import simulate
 from runner.traces.trace import Trace
 from tests.simulate.made import made

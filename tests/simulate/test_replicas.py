@@ -14,7 +14,7 @@ from rich.console import Console
 
 from runner.routing.routers import ROUTERS
 from runner.simulate.replicas import Replicas, Setup, simulate_replicas
-from runner.simulate.report import (
+from runner.simulate.rows import (
     FULL_NOTE,
     DiskPlan,
     Speeds,

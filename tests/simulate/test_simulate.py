@@ -19,7 +19,7 @@ from hypothesis import given, settings
 
 from policies import OFFLINE_POLICIES, POLICIES, Entry, make_policy
 from runner.models.footprint import ModelBytes
-from runner.simulate.report import (
+from runner.simulate.rows import (
     FIFO_NOTE,
     infinite_ratio,
     infinite_token_ratio,

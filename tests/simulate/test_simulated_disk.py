@@ -18,7 +18,7 @@ from radixcache.stores.sized_store import HEAD_BYTES
 from runner.simulate import advice
 from runner.simulate.advice import DiskAdvice, advice_of
 from runner.simulate.curve import lru_curve
-from runner.simulate.report import DiskPlan, DiskUse, SimulationRow, infinite_ratio
+from runner.simulate.rows import DiskPlan, DiskUse, SimulationRow, infinite_ratio
 from runner.simulate.simulator import BlockSizes, Simulation, simulate
 from runner.traces.trace import Trace
 from tests.simulate import made as traces

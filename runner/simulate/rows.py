@@ -61,7 +61,7 @@ class DiskUse(TierUse):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ResultRow:
     """One trace through one or more caches with one policy and budget.
 
     Attributes:
@@ -88,7 +88,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class SimulationRow(Row):
+class SimulationRow(ResultRow):
     """One cache; `has_checkpoints`: the model has state that is valid at single offsets only."""
 
     has_checkpoints: bool = False
@@ -96,7 +96,7 @@ class SimulationRow(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaRow(Row):
+class ReplicaRow(ResultRow):
     """Several replicas behind a router, counted together.
 
     Attributes:
@@ -331,7 +331,7 @@ def _trace_note(trace: Trace, length: str, infinite: float | None) -> str:
     return f"{trace.name}: {plural(len(trace.requests), 'request')}, {length}{found}{synthetic}"
 
 
-def _place(row: Row) -> tuple[object, ...]:
+def _place(row: ResultRow) -> tuple[object, ...]:
     return row.trace, row.capacity_blocks, row.capacity_bytes
 
 
@@ -359,26 +359,26 @@ def _same_policies(rows: Sequence[SimulationRow]) -> list[list[str]]:
 # Both together
 
 
-class Report(NamedTuple):
+class SimulationReport(NamedTuple):
     """What is shown to people, and the same figures for JSON."""
 
     shown: Sequence[Any]
     document: dict[str, Any]
 
 
-def policies_report(traces: Sequence[Trace], rows: Sequence[SimulationRow]) -> Report:
+def policies_report(traces: Sequence[Trace], rows: Sequence[SimulationRow]) -> SimulationReport:
     table = filled(Table(box=box.SIMPLE_HEAD), POLICY_COLUMNS, rows, names=("trace", "policy"))
     shown = [*([table] if rows else []), *policy_notes(traces, rows)]
     infinite = {trace.name: infinite_ratio(trace) for trace in traces}
-    return Report(shown, _document(traces, rows, POLICY_COUNTS, infinite_block_hit_ratio=infinite))
+    return SimulationReport(shown, _document(traces, rows, POLICY_COUNTS, infinite_block_hit_ratio=infinite))
 
 
-def replicas_report(traces: Sequence[Trace], rows: Sequence[ReplicaRow], speeds: Speeds) -> Report:
+def replicas_report(traces: Sequence[Trace], rows: Sequence[ReplicaRow], speeds: Speeds) -> SimulationReport:
     shown = [*([replicas_table(rows)] if rows else []), *replica_notes(traces, rows, speeds)]
-    return Report(shown, _document(traces, rows, REPLICA_COUNTS))
+    return SimulationReport(shown, _document(traces, rows, REPLICA_COUNTS))
 
 
-def _document(traces: Sequence[Trace], rows: Sequence[Row], counts: str, **more: Any) -> dict[str, Any]:
+def _document(traces: Sequence[Trace], rows: Sequence[ResultRow], counts: str, **more: Any) -> dict[str, Any]:
     """The rows for JSON; `counts` says what the ratios count."""
     return {
         "rows": [asdict(row) for row in rows],
@@ -447,7 +447,7 @@ def _draw_panel(
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
-def _capacity(row: Row) -> float:
+def _capacity(row: ResultRow) -> float:
     """In GiB if the bytes are known, else in blocks."""
     return (row.capacity_blocks or 0) if row.capacity_bytes is None else row.capacity_bytes / GIB
 
