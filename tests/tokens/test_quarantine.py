@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from radixcache.tokens import Keys, Quarantine
 from tests import inside
@@ -23,6 +23,7 @@ def keys(sequence: list[int]) -> Keys:
     asked=st.lists(st.tuples(names, sequences), min_size=1, max_size=12),
     cleared=st.sampled_from([None, "", "tenant", "neither"]),
 )
+@example(entries=[("", [1, 2], 0), ("", [1, 2, 0], 2)], asked=[("", [1, 2, 0])], cleared="neither")
 def test_a_prompt_is_quarantined_from_the_smallest_start_of_the_prefixes_that_it_begins_with(
     entries: list[tuple[str, list[int], int]], asked: list[tuple[str, list[int]]], cleared: str | None
 ) -> None:
