@@ -1,6 +1,6 @@
-"""What tests look at or change behind the calls that users have: a rebuild of the inside changes this file alone.
+"""The way of the tests to private parts of a cache and its sessions.
 
-The parts of one class that has tests of its own (a policy's books, a tree's nodes) are looked at in those tests.
+Tests of one class (a policy, a table of cells) read the private fields of that class themselves.
 """
 
 from __future__ import annotations
@@ -17,27 +17,47 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
-from policies import Entry
 from radixcache import PrefixCache, Row, Session, prefix_cache
 from radixcache.adapters.registry import adapter_for, leaves
-from radixcache.cells import causal
-from radixcache.cells.causal import CausalCache
-from radixcache.cells.table import CellPlan, CellTable
+from radixcache.cells.table import CellTable
 from radixcache.groups import passes
-from radixcache.groups.tails import GROWTH_COLUMNS, TailLayer
+from radixcache.groups.tails import TailLayer
 from radixcache.paging.live_path import LivePath
 from radixcache.settings import Settings
-from radixcache.tokens import Quarantine
 from radixcache.tree.entries import StateNode
-from radixcache.tree.history import History
 from runner.models import demo as demo_model
 
 
 @contextmanager
 def settings(**more: Any) -> Iterator[None]:
-    """Have caches of models made with settings that a simulator alone gives."""
+    """Give caches of models settings that only a simulator gives."""
     with patch.object(prefix_cache, "Settings", partial(Settings, **more)):
         yield
+
+
+def core(cache: PrefixCache) -> Any:
+    return cache._core
+
+
+def layout(cache: PrefixCache) -> Any:
+    return cache._core.layout
+
+
+def states(cache: PrefixCache) -> Any:
+    return cache._open.states
+
+
+def paths(cache: PrefixCache) -> list[LivePath]:
+    """The live paths, one per slot."""
+    return cache._core._slots.paths
+
+
+def live(session: Session) -> LivePath:
+    return session._live
+
+
+def progress(session: Session) -> Any:
+    return session._progress
 
 
 # The tree of a cache
@@ -48,8 +68,8 @@ def nodes(cache: PrefixCache, namespace: str | None = None) -> list[StateNode]:
     return list(cache._open.states.tree.nodes(namespace))
 
 
-def stored_path(cache: PrefixCache, tokens: Any, namespace: str = "") -> list[StateNode]:
-    """The nodes that some tokens go along, root side first."""
+def path_of(cache: PrefixCache, tokens: Any, namespace: str = "") -> list[StateNode]:
+    """The nodes along some tokens, root side first."""
     return cache._open.states.match(np.asarray(tokens, np.int64), namespace).node.path()
 
 
@@ -58,65 +78,7 @@ def stored_tokens(cache: PrefixCache, tokens: Any, namespace: str = "") -> int:
     return cache._open.states.match(np.asarray(tokens, np.int64), namespace).offset
 
 
-def spans_of(node: StateNode) -> Any:
-    """A node's snapshot of the span layers; None: it has none of its own, being live."""
-    return node.payload.spans
-
-
-def checkpoint_of(node: StateNode) -> Any:
-    """The checkpoint at a node's end; None: there is none."""
-    return node.payload.checkpoint
-
-
-def window_pieces(cache: PrefixCache) -> int:
-    """In how many pieces the tree has its state of windows."""
-    stored = [node.payload.windows for node in cache._open.states.tree.nodes()]
-    return sum(len(leaf.pieces) for spans in stored if spans is not None for leaf in spans.leaves if leaf is not None)
-
-
-def slots_of(snapshot: Any) -> list[Any]:
-    """The arrays in a checkpoint of an ArraysCache, to be changed in place."""
-    return snapshot.state[0]  # type: ignore[no-any-return]
-
-
-def is_in_use(node: StateNode) -> bool:
-    """Whether a node is live, pinned, or stood on by a session."""
-    state = node.payload
-    return state.live or state.is_kept
-
-
-def entries(cache: PrefixCache) -> list[Entry]:
-    """What the policy was told of the tokens in the tree."""
-    return [entry for node in nodes(cache) if (entry := node.payload.entry) is not None]
-
-
-def before_each_split(cache: PrefixCache, call: Callable[[], object], patch: pytest.MonkeyPatch) -> None:
-    """Have something called whenever a node is about to be cut in two."""
-    split = cache._open.states.split
-
-    def calling(*arguments: Any) -> Any:
-        call()
-        return split(*arguments)
-
-    patch.setattr(cache._open.states, "split", calling)
-
-
-def forget_history(cache: PrefixCache) -> None:
-    """Forget what was evicted, and which prompts there were."""
-    cache._open.states.events.history = History()
-
-
 # Bytes
-
-
-def has_states(cache: PrefixCache) -> bool:
-    """Whether some layer's state is valid at one offset only."""
-    return cache._core.layout.has_states
-
-
-def token_bytes(cache: PrefixCache) -> int:
-    """Bytes of a token in all span layers; 0 before the first forward pass, or where there are none."""
-    return cache._core.layout.token_bytes
 
 
 def window_bytes(cache: PrefixCache) -> int:
@@ -125,63 +87,7 @@ def window_bytes(cache: PrefixCache) -> int:
     return sum(layout.window_bytes(window) for window in layout.windows)
 
 
-def first_offset(cache: PrefixCache, caches: list[Any]) -> int | None:
-    """Where the first layer with an offset stands."""
-    return cache._core.layout.first_offset(caches)
-
-
-def peak_bytes(cache: PrefixCache) -> int:
-    """The most bytes that the budget's ledger had to account for."""
-    return cache._core._ledger.peak_bytes
-
-
 # Live slots
-
-
-def paths(cache: PrefixCache) -> list[LivePath]:
-    """What is live, a path per slot."""
-    return cache._core._slots.paths
-
-
-def live_caches(cache: PrefixCache, slot: int) -> list[Any]:
-    """The mlx-lm caches of a slot."""
-    return paths(cache)[slot].caches
-
-
-def live_offset(cache: PrefixCache, slot: int) -> int:
-    """Up to where the tree takes a slot's buffers to be filled."""
-    return paths(cache)[slot].offset
-
-
-def live_slots(cache: PrefixCache, namespace: str | None = None) -> list[int]:
-    """The slots in which something is live, of all namespaces or of one."""
-    tips = [(path.slot, path.tip.namespace) for path in paths(cache) if path.tip is not None]
-    return [slot for slot, found in tips if namespace in (None, found)]
-
-
-def idle_slots(cache: PrefixCache) -> list[int]:
-    """The slots in which something is live and on which no session is."""
-    return [slot for slot in live_slots(cache) if not paths(cache)[slot].is_open]
-
-
-def restore_live_points(cache: PrefixCache, slot: int, checkpoint: Any, offset: int) -> None:
-    """Restore a checkpoint into a slot's buffers."""
-    cache._core.layout.restore_points(live_caches(cache, slot), checkpoint, offset, [])
-
-
-def has_open_live_path(cache: PrefixCache) -> bool:
-    """Whether a session is on a slot in which something is live."""
-    return any(path.is_open and path.tip is not None for path in paths(cache))
-
-
-def has_open_path(cache: PrefixCache) -> bool:
-    """Whether a session is on one of the slots."""
-    return any(path.is_open for path in paths(cache))
-
-
-def has_free_path(cache: PrefixCache) -> bool:
-    """Whether there is a slot without a session."""
-    return not all(path.is_open for path in paths(cache))
 
 
 def slots_bytes(cache: PrefixCache) -> int:
@@ -216,17 +122,7 @@ def find_wrong(cache: PrefixCache, session: Session, length: int, start: int) ->
         core.expel(session._live, session._request.keys[:length], start, session.namespace)
 
 
-def quarantined_names(quarantine: Quarantine) -> list[bytes]:
-    """Under what a quarantine keeps its prefixes."""
-    return [name[2] for name in quarantine._entries]
-
-
 # Sessions
-
-
-def slot(session: Session) -> int:
-    """The number of the slot that a session is on."""
-    return session._live.slot
 
 
 def checkpoints(request: Session | Row) -> list[Any]:
@@ -234,47 +130,7 @@ def checkpoints(request: Session | Row) -> list[Any]:
     return request.own.checkpoints if isinstance(request, Row) else request.checkpoints
 
 
-def trim_own_windows(session: Session) -> None:
-    """Give up what a session keeps of windows that none of its checkpoints needs."""
-    session._progress.own.trim()
-
-
-def own_window_bytes(session: Session) -> int:
-    """Bytes of windows that a session keeps and the tree does not have yet."""
-    return sum(each.nbytes for each in session._progress.own.windows)
-
-
-def grid_end(session: Session) -> int:
-    """Up to where a session of an exact cache has the state of a cold run to the bit."""
-    return session._progress.grid_end
-
-
-def is_lost(session: Session) -> bool:
-    """Whether a session's state went with a failure."""
-    return session.is_lost
-
-
-def lose(session: Session) -> None:
-    """Have a session's state count as lost, as after an evaluation that failed."""
-    session.is_lost = True
-
-
 # Groups and rows
-
-
-def has_bookings(cache: PrefixCache) -> bool:
-    """Whether bytes are booked for some group."""
-    return bool(cache._core._bookings)
-
-
-def known_tokens(row: Row) -> list[int]:
-    """The prompt of a row and what was told of it since."""
-    return row.known_keys().tolist()
-
-
-def clean_tokens(row: Row) -> list[int]:
-    """Those of a row's tokens that have the state that they would have alone."""
-    return row.clean_keys().tolist()
 
 
 def point_state(row: Row, model: Any) -> list[NDArray[Any]]:
@@ -296,27 +152,11 @@ def first_tokens(row: Row, count: int) -> list[mx.array]:
     return found
 
 
-def growth_columns() -> int:
-    """How many columns a batch's tails grow by."""
-    return GROWTH_COLUMNS
-
-
 def expel_tokens(cache: PrefixCache, tokens: Sequence[int], start: int) -> None:
     """Have what begins with these tokens count as found wrong from an offset on."""
     core = cache._core
     with core.lock:
         core.expel(core._slots.paths[0], np.array(tokens, dtype=np.int64), start, "")
-
-
-def drop_unneeded_windows(cache: PrefixCache) -> None:
-    """Have the tree give up all tokens of windows that no checkpoint needs."""
-    cache._open.states.windows.drop_unneeded(lambda: 1)
-
-
-def set_clock(cache: PrefixCache, clock: Callable[[], float]) -> None:
-    """Have a cache time prefill and reading by another clock."""
-    assert cache._core._tier is not None
-    cache._core._tier.rates.clock = clock
 
 
 def keep_on_disk(cache: PrefixCache, tokens: Sequence[int]) -> None:
@@ -345,57 +185,12 @@ def first_layer_alone(model: Any, tokens: Sequence[int]) -> dict[str, mx.array]:
     return {"keys": keys[..., : len(tokens), :], "values": values[..., : len(tokens), :]}
 
 
-def read_in_place(row: Row) -> list[Any]:
-    """The spans that a row reads where the tree holds them."""
-    return row.reads()
-
-
-def found_ways() -> set[int]:
-    """Ids of the models of which it is known how they decode several rows."""
-    return set(passes._found)
-
-
 def try_ways(model: Any) -> None:
     """Find out how rows of a model decode, before anything counts its passes."""
     passes.way_of(model, lambda: make_prompt_cache(model))
 
 
-def taint_row(row: Row, offset: int) -> None:
-    """Have a row's tokens count, from an offset on, as others than those they would be alone."""
-    row._tainted = offset
-
-
 # Cells
-
-
-def cell_layers(causal: CausalCache) -> list[Any]:
-    """The layers whose tokens are in cells."""
-    return causal._cells
-
-
-def row_states(causal: CausalCache) -> Any:
-    """The states of the layers that cannot be put into cells, one per sequence."""
-    return causal._states
-
-
-def joined_rows(causal: CausalCache, *sequences: int) -> None:
-    """Write down which sequences' states lie in one batch, whatever does."""
-    causal._states._joined = sequences
-
-
-def give_second_state(causal: CausalCache, sequence: int, array: mx.array) -> None:
-    """Give the first layer of a sequence another state beside the one that lies in the batch."""
-    causal._states._own[sequence][0].cache[0] = array
-
-
-def taint(causal: CausalCache, sequence: int, offset: int) -> None:
-    """Have a sequence's tokens count, from an offset on, as others than those they would be alone."""
-    causal._tainted[sequence] = offset
-
-
-def tries() -> dict[Any, Any]:
-    """What was found out of each model by trying."""
-    return dict(causal._found)
 
 
 def table_fields(table: CellTable) -> dict[str, Any]:
@@ -418,58 +213,10 @@ def position(table: CellTable, cell: int) -> int | None:
     return next((cells.index(cell) for cells in lists if cell in cells), None)
 
 
-def defragment(table: CellTable, room: int | None = None) -> CellPlan:
-    """Plan a defragmentation and apply it at once."""
-    plan = table.plan_defragment(room)
-    table.apply(plan)
-    return plan
-
-
-def held_cells(table: CellTable) -> NDArray[np.bool_]:
-    """Which cells hold a token of some sequence."""
-    return table._is_used
-
-
 # History
 
 
-def piece_count(history: History) -> int:
-    """How many pieces a history keeps of what was evicted."""
-    return len(history._pieces)
-
-
 # The runner
-
-
-def mlx_lm_store(backend: Any) -> Any:
-    """mlx-lm's own prompt cache, of the backend that measures it."""
-    return backend._stored
-
-
-def mlx_lm_segments(backend: Any, prompt: Any) -> list[tuple[int, str]]:
-    """Where the mlx-lm backend stores on its way through a prompt, and as what."""
-    return list(backend.segments(prompt))
-
-
-def replies(replay: Any, cache: str) -> dict[int, list[int]]:
-    """The tokens of the replies that a cache gave to several users at a time, by request."""
-    return next(run.replies for run in replay._together if run.server.name == cache)
-
-
-def set_budget(backend: Any, budget_bytes: int) -> None:
-    """Give a backend another budget than it was opened with."""
-    backend._budget_bytes = budget_bytes
-
-
-def radix_cache(backend: Any) -> PrefixCache:
-    """The PrefixCache of the backend that measures it."""
-    cache: PrefixCache = backend._cache
-    return cache
-
-
-def float32(arrays: Any, name: str) -> mx.array:
-    """A tensor of the demo model's file, as it is read."""
-    return demo_model._float32(arrays, name)
 
 
 def after_each_sync(call: Callable[[Any], object], patch: pytest.MonkeyPatch) -> None:
@@ -496,7 +243,7 @@ def everything(cache: PrefixCache) -> dict[str, Any]:
         "stats": cache.stats,
         "tick": cache._core._tick,
         "entries": [
-            _entry(entry)
+            (entry.entry_id, entry.start, entry.end, entry.weight_bytes, entry.last_used, entry.uses, entry.priority)
             for node in found
             for entry in (node.payload.entry, node.payload.checkpoint_entry)
             if entry is not None
@@ -507,14 +254,7 @@ def everything(cache: PrefixCache) -> dict[str, Any]:
         "next_entry_id": states.entries._last_id,
         "namespaces": [root.namespace for root in states.tree.roots()],
         "slots": [
-            (
-                path.offset,
-                path.booking.live_bytes,
-                path.is_open,
-                path.used,
-                id(path.guarded),
-                [id(each) for each in path.caches],
-            )
+            (path.offset, path.booking.live_bytes, path.is_open, path.used, id(path.guarded), [*map(id, path.caches)])
             for path in paths(cache)
         ],
         "sessions": [
@@ -526,10 +266,6 @@ def everything(cache: PrefixCache) -> dict[str, Any]:
         "prompts": {name: [id(keys) for keys in ring] for name, ring in history._prompts.items()},
         "policy": _plain(vars(states.policy)),
     }
-
-
-def _entry(entry: Any) -> tuple[Any, ...]:
-    return entry.entry_id, entry.start, entry.end, entry.weight_bytes, entry.last_used, entry.uses, entry.priority
 
 
 def _plain(value: Any, depth: int = 3) -> Any:

@@ -14,7 +14,6 @@ from benchmarks.architectures.right_state import ROUNDING, WRONG_STATE
 from benchmarks.architectures.temporal import largest_difference
 from radixcache.cells.causal import CausalCache
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model
-from tests import inside
 
 __all__ = ["ROUNDING", "WRONG_STATE", "Rows", "alone", "shared_model", "words"]
 
@@ -59,7 +58,7 @@ class Rows:
     @property
     def has_states(self) -> bool:
         """Whether some layer's state cannot be cut."""
-        return bool(inside.row_states(self.causal))
+        return bool(self.causal._states)
 
     @property
     def error(self) -> float:

@@ -16,7 +16,6 @@ from radixcache.cells.causal import CausalCache
 from radixcache.cells.table import CellTable
 from radixcache.errors import UnsupportedCacheError
 from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, WINDOW_LENGTH, build, kind_of, tiny_model
-from tests import inside
 from tests.cells.causal_rows import ROUNDING, WRONG_STATE, Rows, shared_model, words
 
 #: What cannot run on cells, and the word of the error that says why.
@@ -265,16 +264,16 @@ def timeline(rows: Rows) -> int:
 
 def plant_membership(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every row see all cells that the fetch spans; where there are none, give each row the state of another."""
-    if inside.cell_layers(rows.causal):
+    if rows.causal._cells:
         right = CellTable.mask
 
         def wrong(self: CellTable, *args: Any, **kwargs: Any) -> Any:
             start, stop = self.span(*args, **kwargs)
-            return right(self, *args, **kwargs) | inside.held_cells(self)[start:stop]
+            return right(self, *args, **kwargs) | self._is_used[start:stop]
 
         monkeypatch.setattr(CellTable, "mask", wrong)
     else:
-        for cache in inside.row_states(rows.causal).take((0, 1, 2)):
+        for cache in rows.causal._states.take((0, 1, 2)):
             cache.cache = [None if array is None else array[::-1] for array in cache.cache]
 
 
@@ -326,25 +325,29 @@ def stepped(kind: str) -> Rows:
 
 def cut_buffer(causal: CausalCache, name: str) -> None:
     """Leave the first layer a buffer that ends before the last cell in use."""
-    layer: Any = inside.cell_layers(causal)[0]
+    layer: Any = causal._cells[0]
     setattr(layer, name, getattr(layer, name)[..., : causal.table.used - 1, :])
 
 
+def set_joined(causal: CausalCache, *sequences: int) -> None:
+    causal._states._joined = sequences
+
+
 BREAKS: dict[str, tuple[str, Callable[[CausalCache], object]]] = {
-    "K1: a sequence without state": ("lfm2", lambda c: inside.row_states(c).free(3)),
+    "K1: a sequence without state": ("lfm2", lambda c: c._states.free(3)),
     "K2: keys end before the last cell": ("llama", lambda c: cut_buffer(c, "keys")),
     "K2: values end before the last cell": ("llama", lambda c: cut_buffer(c, "values")),
     "K2: more cells than the table": (
         "llama",
-        lambda c: setattr(inside.cell_layers(c)[0], "keys", mx.zeros((1, 1, 41, 1))),
+        lambda c: setattr(c._cells[0], "keys", mx.zeros((1, 1, 41, 1))),
     ),
-    "K3: nobody is tainted": ("llama", lambda c: inside.taint(c, 9, 0)),
-    "K3: from before the start": ("llama", lambda c: inside.taint(c, 1, -1)),
-    "K3: from the end": ("llama", lambda c: inside.taint(c, 1, c.length(1))),
-    "CS1: nobody is joined": ("lfm2", lambda c: inside.joined_rows(c, 1, 9)),
-    "CS1: one is joined twice": ("lfm2", lambda c: inside.joined_rows(c, 1, 1)),
-    "CS1: a row that nobody has": ("lfm2", lambda c: inside.joined_rows(c, 1)),
-    "CS2: a state is held twice": ("lfm2", lambda c: inside.give_second_state(c, 2, mx.zeros((1,)))),
+    "K3: nobody is tainted": ("llama", lambda c: c._tainted.update({9: 0})),
+    "K3: from before the start": ("llama", lambda c: c._tainted.update({1: -1})),
+    "K3: from the end": ("llama", lambda c: c._tainted.update({1: c.length(1)})),
+    "CS1: nobody is joined": ("lfm2", lambda c: set_joined(c, 1, 9)),
+    "CS1: one is joined twice": ("lfm2", lambda c: set_joined(c, 1, 1)),
+    "CS1: a row that nobody has": ("lfm2", lambda c: set_joined(c, 1)),
+    "CS2: a state is held twice": ("lfm2", lambda c: c._states._own[2][0].cache.__setitem__(0, mx.zeros((1,)))),
 }
 
 

@@ -16,6 +16,13 @@ from radixcache.cells.table import CellPlan, CellTable, pack
 from tests import inside
 
 
+def defragmented(table: CellTable, room: int | None = None) -> CellPlan:
+    """Plan a defragmentation and apply it at once."""
+    plan = table.plan_defragment(room)
+    table.apply(plan)
+    return plan
+
+
 def table_with(capacity: int, *tokens: int) -> CellTable:
     """Sequences 1, 2, ... of so many tokens, one after the other."""
     table = CellTable(capacity)
@@ -41,7 +48,7 @@ def test_the_picture_at_the_top_of_the_file_is_what_happens() -> None:
     assert (picture(table), batch.start, batch.positions.tolist()) == ("***112..", 4, [4, 3])
     assert table.free(1) == 2
     assert picture(table) == "222..2.."
-    assert inside.defragment(table, room=4).moves == ((5, 3, 1),)
+    assert defragmented(table, 4).moves == ((5, 3, 1),)
     assert picture(table) == "2222...."
     assert table.cells(2).tolist() == [0, 1, 2, 3]
     table.check()
@@ -109,7 +116,7 @@ def test_a_batch_outlives_a_row_that_came_or_went_beside_it_but_not_its_own_cell
     table.add(7)
     assert np.array_equal(table.mask(batch), mask)
     assert table.span(batch) == span
-    inside.defragment(table)
+    defragmented(table)
     with pytest.raises(ValueError, match="the cells of sequence 1 in this batch have been moved"):
         table.mask(batch)
     batch = table.append([(1, 1)])
@@ -251,7 +258,7 @@ def test_shared_cells_move_once_for_all_who_share_them() -> None:
     table.append([(2, 2)])
     table.copy_prefix(2, 3, 2)
     table.free(1)
-    plan = inside.defragment(table)
+    plan = defragmented(table)
     assert plan.moves == ((2, 0, 2),)
     assert table.cells(2).tolist() == table.cells(3).tolist() == [0, 1]
     table.check()

@@ -80,10 +80,10 @@ def decoded(group: Group, model: Any, rows: list[Row], logits: list[mx.array], s
         for row, replies, answered, last, each in zip(rows, said, answers, token.tolist(), found, strict=True):
             replies.append(last)
             answered.append(each[0])
-            assert inside.known_tokens(row)[-len(replies) :] == replies
+            assert row.known_keys().tolist()[-len(replies) :] == replies
         token = mx.argmax(found[:, -1], axis=-1)
     for row, answered in zip(rows, answers, strict=True):
-        wanted = cold_last(model, inside.known_tokens(row), steps)
+        wanted = cold_last(model, row.known_keys().tolist(), steps)
         assert all(error(*each) < ROUNDING for each in zip(answered, wanted, strict=True))
     return said
 
@@ -209,8 +209,8 @@ def test_every_distinct_edge_is_restored_once_and_shared_by_all_rows() -> None:
             assert error(prefilled(group, model, row), cold(model, row.prompt.tolist())) < ROUNDING
         # Nothing was copied but two tokens that two of them begin with: tails hold what is new, and room to grow.
         assert cache.stats.paged_in_bytes == before.paged_in_bytes
-        assert cache.stats.paged_bytes == held + 2 * inside.token_bytes(cache)
-        assert cache.stats.live_bytes <= inside.slots_bytes(cache) + 6 * 70 * inside.token_bytes(cache)
+        assert cache.stats.paged_bytes == held + 2 * inside.layout(cache).token_bytes
+        assert cache.stats.live_bytes <= inside.slots_bytes(cache) + 6 * 70 * inside.layout(cache).token_bytes
     cache.check()
 
 
@@ -306,7 +306,7 @@ def test_rows_count_as_requests_in_stats_history_events_pins_and_traces(tmp_path
         for row in group.rows:
             prefilled(group, model, row)
         decoded(group, model, group.rows[:1], [mx.arange(8)], 2)
-    ticks = [entry.priority for entry in inside.entries(cache)]
+    ticks = [node.payload.entry.priority for node in inside.nodes(cache) if node.payload.entry is not None]
     assert 2 in ticks
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["output"] for line in lines if "request" in line] == [0, 2, 0, 0]
@@ -350,7 +350,7 @@ def test_the_tainted_part_of_a_row_is_never_found_in_the_tree() -> None:
         one, two = group.rows
         for row in (one, two):
             prefilled(group, model, row)
-        inside.taint_row(one, 80)
+        one._tainted = 80
         # Another row takes up no more of it than that.
         third = group.admit([*PROMPTS[0], 1])
         assert third.cached_tokens == 80
@@ -372,9 +372,9 @@ def test_a_tainted_row_with_point_layers_is_stored_up_to_where_their_state_is_kn
     with cache.begin_many(capacity=512) as group:
         row = group.admit(prompt, marks=[40])
         prefilled(group, model, row)
-        inside.taint_row(row, 60)
+        row._tainted = 60
     with cache.begin([*prompt, 1]) as session:
-        assert session.cached_tokens == session.matched_tokens == (40 if inside.has_states(cache) else 60)
+        assert session.cached_tokens == session.matched_tokens == (40 if inside.layout(cache).has_states else 60)
         session.prefill(model)
         assert error(session.step(model, [1])[0, -1], cold(model, [*prompt, 1])) < ROUNDING
     cache.check()
@@ -490,7 +490,7 @@ def test_tails_that_do_not_fit_evict_what_they_may_and_are_refused_with_the_numb
     model = shared_model("llama")
     cache = PrefixCache(model)
     stored(cache, model, PROMPTS[0])
-    token_bytes = inside.token_bytes(cache)
+    token_bytes = inside.layout(cache).token_bytes
     budget = 900 * token_bytes
     cache = PrefixCache(model, budget_bytes=budget)
     stored(cache, model, tokens(9, 300))
@@ -532,7 +532,7 @@ def test_tails_that_do_not_fit_evict_what_they_may_and_are_refused_with_the_numb
 def test_a_prefix_that_would_not_fit_beside_a_copy_of_it_is_read_where_it_is() -> None:
     model = shared_model("llama")
     stored(cache := PrefixCache(model), model, PROMPTS[2])
-    token_bytes = inside.token_bytes(cache)
+    token_bytes = inside.layout(cache).token_bytes
     cache = PrefixCache(model, budget_bytes=1000 * token_bytes)
     prompt = tokens(1, 600)
     stored(cache, model, prompt)
@@ -543,7 +543,7 @@ def test_a_prefix_that_would_not_fit_beside_a_copy_of_it_is_read_where_it_is() -
         checked(cache, group)
     cache.check()
     assert cache.explain([*prompt, 1, 2]).matched_tokens == 601
-    assert inside.peak_bytes(cache) <= 1000 * token_bytes
+    assert cache.stats.peak_bytes <= 1000 * token_bytes
 
 
 def test_tokens_run_out_with_the_numbers_and_nothing_is_lost() -> None:
@@ -832,7 +832,7 @@ def test_arguments_out_of_their_range_are_named_and_change_nothing() -> None:
         with pytest.raises(ValueError, match=message):
             call()
     cache.check()
-    assert not inside.has_bookings(cache)
+    assert not inside.core(cache)._bookings
     with cache.begin_many([prompt], capacity=256) as group, cache.begin_many([[1, 2]], capacity=8) as another:
         (row,), (foreign,) = group.rows, another.rows
         group.prefill(model, row, 24)

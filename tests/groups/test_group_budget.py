@@ -139,7 +139,7 @@ def test_the_state_of_a_row_that_takes_up_what_another_evaluated_meanwhile_is_as
 
 def test_the_first_forward_pass_of_a_cache_takes_few_tokens_and_then_the_budget_is_asked() -> None:
     model: Any = shared_model("llama")
-    token_bytes = inside.token_bytes(known(model))
+    token_bytes = inside.layout(known(model)).token_bytes
     cache = PrefixCache(model, budget_bytes=200 * token_bytes)
     with cache.begin_many([tokens(1, 3000)], capacity=100_000) as group:
         with pytest.raises(BudgetFullError, match="do not fit the budget"):
@@ -160,7 +160,7 @@ def test_what_would_not_fit_even_alone_is_known_from_the_first_pass_on() -> None
         refused = group.refusal_of(5_000)
         assert refused is not None
         assert (refused.budget_bytes, refused.held_bytes) == (1 << 20, 0)
-        token_bytes = inside.token_bytes(cache)
+        token_bytes = inside.layout(cache).token_bytes
         state_bytes = row_bytes(model, 1)
         assert 0 < refused.wanted_bytes - 5_000 * token_bytes < state_bytes
         assert group.refusal_of(100) is None

@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import PrefixCache, Row
+from radixcache.groups.tails import GROWTH_COLUMNS
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, shared_model
@@ -19,7 +20,7 @@ SYSTEM, QUARTERS = tokens(1, 60), [tokens(20 + number, 40) for number in range(3
 
 
 def in_place(row: Row) -> int:
-    return sum(spans.end - spans.start for spans in inside.read_in_place(row))
+    return sum(spans.end - spans.start for spans in row.reads())
 
 
 def three_levels() -> list[list[int]]:
@@ -67,9 +68,9 @@ def test_what_eight_users_share_is_held_once() -> None:
         rows = [group.admit([*system, *tokens(10 + user, own)]) for user in range(users)]
         logits = [prefilled(group, model, row, 256) for row in rows]
         group.step(model, rows, mx.argmax(mx.stack(logits), axis=-1))
-        token_bytes = inside.token_bytes(cache)
+        token_bytes = inside.layout(cache).token_bytes
         held = cache.stats.live_bytes + cache.stats.paged_bytes
-        room = users * inside.growth_columns() * token_bytes
+        room = users * GROWTH_COLUMNS * token_bytes
         assert held - room <= 1.05 * (600 + users * own) * token_bytes
         assert [in_place(row) for row in rows] == [600] * users
         # Here and there two go on with the same token.
@@ -92,7 +93,7 @@ def test_nothing_takes_away_what_rows_read() -> None:
         assert [in_place(row) for row in group.rows] == [90, 90]
         with cache.begin([*prompt, 5]) as session:
             session.prefill(model)
-            assert cache.stats.duplicate_bytes == 90 * inside.token_bytes(cache)
+            assert cache.stats.duplicate_bytes == 90 * inside.layout(cache).token_bytes
             cache.reclaim(0)
             assert [in_place(row) for row in group.rows] == [90, 90]
             decoded(group, model, group.rows, logits, 1)
@@ -100,7 +101,7 @@ def test_nothing_takes_away_what_rows_read() -> None:
         cache.reclaim(0)
         checked(cache, group)
         assert [in_place(row) for row in group.rows] == [90, 90]
-        assert [len(inside.read_in_place(row)) for row in group.rows] == [2, 2]
+        assert [len(row.reads()) for row in group.rows] == [2, 2]
         decoded(group, model, group.rows, logits, 2)
         cache.clear()
         decoded(group, model, group.rows, logits, 1)
@@ -177,7 +178,7 @@ def test_a_pass_that_raises_for_any_row_has_happened_for_none(kind: str, at: int
         checked(cache, group)
         found = group.step(model, group.rows, [4, 5, 6])
         for row, each in zip(group.rows, found, strict=True):
-            assert error(each[0], cold(model, inside.known_tokens(row))) < ROUNDING
+            assert error(each[0], cold(model, row.known_keys().tolist())) < ROUNDING
     cache.check()
 
 
@@ -202,7 +203,7 @@ def test_rows_whose_windows_a_failed_pass_has_written_are_lost_alone_and_stored_
             group.step(model, rows[:1], [1])
         checked(cache, group)
         found = group.step(model, rows[2:], [9])[0, -1]
-        said = inside.known_tokens(rows[2])
+        said = rows[2].known_keys().tolist()
         assert error(found, cold(model, said)) < ROUNDING
     cache.check()
     assert [cache.explain([*tokens(number, 40), 1]).resumable_tokens for number in (1, 2)] == [30, 30]

@@ -19,7 +19,6 @@ from radixcache.groups.batch import Batch
 from radixcache.groups.passes import Way, way_of
 from radixcache.groups.tails import PassError
 from runner.models.tiny import tiny_model
-from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, shared_model
 from tests.groups.test_begin_many import decoded, prefilled, stored
 from tests.whole.test_exact import tokens
@@ -68,7 +67,7 @@ def test_every_model_decodes_the_best_way_that_gives_what_it_gives_alone(kind: s
         for prompt, each in zip(prompts, logits, strict=True):
             assert error(each, cold(model, prompt)) < ROUNDING
         decoded(group, model, group.rows, logits, 4)
-        reads = [len(inside.read_in_place(row)) for row in group.rows]
+        reads = [len(row.reads()) for row in group.rows]
         assert (reads[0] > 0) == (way is Way.SEGMENTS and kind not in ("mamba2", "recurrent_gemma")), reads
         group.check()
     cache.check()
@@ -78,10 +77,10 @@ def test_what_was_found_is_kept_as_long_as_the_model_lives() -> None:
     model = tiny_model("llama")
     assert found(model) is found(model)
     name = id(model)
-    assert name in inside.found_ways()
+    assert name in passes._found
     del model
     gc.collect()
-    assert name not in inside.found_ways()
+    assert name not in passes._found
 
 
 def test_a_model_that_is_wrong_every_way_is_refused_by_name_with_the_reasons() -> None:

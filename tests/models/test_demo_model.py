@@ -146,7 +146,7 @@ def test_the_converted_tokenizer_merges_splits_digits_and_knows_special_tokens(w
 def test_quantized_tensors_become_exactly_scale_times_step_plus_bias() -> None:
     steps, scales, biases = mx.quantize(mx.random.normal((8, 64), key=mx.random.key(0)), group_size=32, bits=4)
     arrays = {"w.weight": steps, "w.scales": scales.astype(mx.float16), "w.biases": biases.astype(mx.float16)}
-    found = np.array(inside.float32(arrays, "w"))
+    found = np.array(demo_model._float32(arrays, "w"))
     shifts = np.arange(8, dtype=np.uint32) * 4
     plain_steps = (np.array(steps)[..., None] >> shifts & 15).reshape(8, 2, 32)
     plain_scales, plain_biases = (np.array(arrays[f"w.{part}"], np.float64)[..., None] for part in ("scales", "biases"))

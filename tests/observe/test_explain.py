@@ -380,7 +380,7 @@ def test_a_listener_that_raises_costs_nothing_and_an_interrupt_in_it_leaves_the_
     with pytest.raises(KeyboardInterrupt):
         cache.begin(A, namespace="ann")
     cache.check()
-    assert not inside.has_open_path(cache)
+    assert not any(path.is_open for path in inside.paths(cache))
 
 
 def test_losing_the_live_state_is_told_as_evicted() -> None:
@@ -389,7 +389,7 @@ def test_losing_the_live_state_is_told_as_evicted() -> None:
         session.prefill(MODEL)
     told.clear()
     with cache.begin([*A, 1], reserve=0) as session:
-        inside.lose(session)
+        session.is_lost = True
     assert [(e.kind, e.start, e.end) for e in told if e.kind == EventKind.EVICTED] == [(EventKind.EVICTED, 0, 99)]
     assert cache.stats.tokens == 0
 

@@ -16,7 +16,6 @@ from radixcache import CacheBusyError, Ledger, NamedPin, PrefixCache
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import tiny_model
-from tests import inside
 from tests.paging.test_pins import PROMPT, ROUNDING, SYSTEM, TOKEN_BYTES_OF_LLAMA, serve
 from tests.prompts import tokens
 
@@ -178,7 +177,7 @@ def test_a_pin_of_live_state_that_is_lost_is_gone_with_it_and_no_other(llama: An
     cache.warm(llama, PROMPT, name="live")
     with cache.begin([*PROMPT, 1, 2, 3]) as session:
         session.prefill(llama)
-        inside.lose(session)
+        session.is_lost = True
     cache.check()
     assert list(cache.names()) == ["paged"]
     assert cache.stats.pinned_bytes == 20 * TOKEN_BYTES_OF_LLAMA

@@ -127,7 +127,7 @@ def test_a_reason_is_given_exactly_when_less_than_the_match_is_resumed(model: An
         if session.reason is not None:
             short[session.reason] = short.get(session.reason, 0) + 1
     assert cache.stats.short_reasons == short
-    assert short.keys() == ({ShortReason.NO_CHECKPOINT} if inside.has_states(cache) else set())
+    assert short.keys() == ({ShortReason.NO_CHECKPOINT} if inside.layout(cache).has_states else set())
 
 
 def test_a_fetch_in_another_thread_says_what_the_open_session_keeps_from_it(model: Any) -> None:
@@ -140,7 +140,7 @@ def test_a_fetch_in_another_thread_says_what_the_open_session_keeps_from_it(mode
         thread.start()
         thread.join()
     # Spans are only in the buffers that the session is writing. A model without span layers needs none of those.
-    has_spans = inside.token_bytes(cache) > 0
+    has_spans = inside.layout(cache).token_bytes > 0
     assert cache.stats.short_reasons == ({ShortReason.LIVE_ELSEWHERE: 1} if has_spans else {})
     assert remaining == [64 if has_spans else 1]
 

@@ -73,7 +73,7 @@ def serve(cache: PrefixCache, model: Any, prompt: list[int], reply: Sequence[int
 
 
 def slot_of(session: Session) -> int:
-    return inside.slot(session)
+    return inside.live(session).slot
 
 
 # Which slot, and what is copied
@@ -191,7 +191,7 @@ def test_under_pressure_the_slot_used_longest_ago_is_given_up_and_the_common_pre
     assert stats.evictions == 0
     # BEN was begun last.
     assert stats.paged_bytes == 60 * LLAMA_TOKEN_BYTES
-    assert inside.live_offset(cache, 0) == 0
+    assert inside.paths(cache)[0].offset == 0
     assert serve(cache, llama, [*ANNA, 7], reserve=0).cached_tokens == len(ANNA)
 
 
@@ -201,7 +201,7 @@ def test_a_slot_that_nobody_came_back_to_does_not_shield_its_state_from_the_poli
     # They all share SYSTEM and so the other slot; the tails of the first that come are the policy's victims.
     for seed in range(2, 22):
         serve(cache, llama, [*SYSTEM, *tokens(seed, 60)], reserve=0)
-    assert inside.live_offset(cache, 0) == 0
+    assert inside.paths(cache)[0].offset == 0
     assert inside.stored_tokens(cache, tokens(1, 300)) == 0
     assert serve(cache, llama, [*SYSTEM, *tokens(14, 60), 1], reserve=0).cached_tokens == len(SYSTEM) + 60
 
@@ -217,7 +217,7 @@ def test_a_session_outlives_the_slot_that_held_what_it_matched() -> None:
         assert (ben.matched_tokens, ben.cached_tokens) == (100, 0)
         anna.caches[0][0] = anna.caches[0][0] + failed_decomposition()
         anna.close()
-        assert inside.is_lost(anna)
+        assert anna.is_lost
         cache.check()
         run(ben, mamba)
     cache.check()
@@ -234,7 +234,7 @@ def test_state_that_is_pending_on_a_failure_is_not_read_by_another_slot(llama: A
         assert ben.cached_tokens == 0
         assert ben.reason is ShortReason.LIVE_ELSEWHERE
         run(ben, llama)
-    assert inside.is_lost(anna)
+    assert anna.is_lost
     anna.close()
     cache.check()
     assert serve(cache, llama, [*ANNA, 6, 3]).cached_tokens == len(ANNA) + 1
@@ -278,7 +278,7 @@ def test_a_copy_that_fails_while_slots_overlap_leaves_nothing_wrong(
                     assert times > 1
                     assert failing.reached
                 cache.check()
-        assert not inside.has_open_path(cache)
+        assert not any(path.is_open for path in inside.paths(cache))
         for prompt in (ANNA, BEN, CARLA):
             serve(cache, model, [*prompt, 8])
         reached = failing.reached
@@ -344,14 +344,16 @@ def test_a_session_collected_in_the_middle_of_an_operation_is_closed_after_it(
     def collect() -> None:
         abandoned[0] = None
         gc.collect()
-        is_open_after.append(inside.has_open_live_path(cache))
+        is_open_after.append(any(path.is_open and path.tip is not None for path in inside.paths(cache)))
 
-    inside.before_each_split(cache, collect, monkeypatch)
+    states = inside.states(cache)
+    split = states.split
+    monkeypatch.setattr(states, "split", lambda *arguments: (collect(), split(*arguments))[1])
     serve(cache, llama, BEN)
     monkeypatch.undo()
     assert is_open_after
     assert all(is_open_after)
-    assert not inside.has_open_path(cache)
+    assert not any(path.is_open for path in inside.paths(cache))
     cache.check()
 
 

@@ -70,7 +70,7 @@ def test_tokens_of_windows_come_back_where_memory_has_all_else(opened: Open) -> 
         with PrefixCache(model, store=store) as cache:
             serve(cache, model, prompt)
             cache.flush()
-            inside.drop_unneeded_windows(cache)
+            inside.states(cache).windows.drop_unneeded(lambda: 1)
             assert inside.stored_tokens(cache, branch) == 400
             cached, logits = serve(cache, model, branch)
             assert cached == found

@@ -124,9 +124,9 @@ def test_a_checkpoint_a_few_tokens_behind_another_costs_these_tokens() -> None:
     with cache.begin(ids(1, 60), marks=[30, 33]) as session:
         session.prefill(model)
         session.step(model, session.prompt[-1:])
-        inside.trim_own_windows(session)
+        inside.progress(session).own.trim()
         # At 30 the last 16 tokens, at 33 three more; at the tail, 44, eleven.
-        assert inside.own_window_bytes(session) == (16 + 3 + 11) * TOKEN_BYTES
+        assert sum(each.nbytes for each in inside.progress(session).own.windows) == (16 + 3 + 11) * TOKEN_BYTES
     cache.check()
 
 
@@ -198,7 +198,7 @@ def test_what_is_evaluated_again_after_a_failure_is_kept_once() -> None:
             session.prefill(model, 9)
     model.fail_in_layer = None
     session.prefill(model, 9)
-    assert inside.own_window_bytes(session) <= 54 * TOKEN_BYTES
+    assert sum(each.nbytes for each in inside.progress(session).own.windows) <= 54 * TOKEN_BYTES
     session.close()
     cache.check()
 
@@ -222,7 +222,8 @@ def test_a_prefill_token_by_token_is_kept_in_pieces_of_many() -> None:
     cache = PrefixCache(model)
     trunk = ids(1, 300)
     serve(cache, model, trunk, step_size=1)
-    assert inside.window_pieces(cache) < 12
+    stored = [node.payload.windows for node in inside.nodes(cache) if node.payload.windows is not None]
+    assert sum(len(leaf.pieces) for windows in stored for leaf in windows.leaves if leaf is not None) < 12
     assert serve(cache, model, [*trunk[:250], 200]).cached_tokens == 250
 
 

@@ -19,7 +19,6 @@ from runner.replay.servers import ReplayOptions
 from runner.script.conversation import Conversation
 from runner.script.schedule import schedule
 from runner.script.script import Prompt, Script, ScriptError
-from tests import inside
 
 BUDGET_BYTES = 64 << 20
 TIMING_FIELDS = ("ttft_ms", "begin_ms", "decode_ms", "close_ms", "allocated_bytes")
@@ -208,7 +207,7 @@ def test_mlx_lm_stores_the_system_prompt_the_user_turn_and_the_reply_of_a_model_
     backend = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
     system = list(range(20, 60))
     *_, reply = serve(backend, loaded, prompt_of([*system, 1, 2, 3], system_end=40))
-    counts = {kind: stats["n_sequences"] for kind, stats in inside.mlx_lm_store(backend).stats_by_type().items()}
+    counts = {kind: stats["n_sequences"] for kind, stats in backend._stored.stats_by_type().items()}
     assert counts == {"system": 1, "user": 1, "assistant": 1}
     # Another user resumes at the system prompt, a repetition at the user turn, the next turn after the reply.
     assert serve(backend, loaded, prompt_of([*system, 9, 9, 9], system_end=40))[0] == 40
@@ -238,7 +237,7 @@ def test_mlx_lm_stores_where_its_own_server_cuts_the_prompt(texts, system):
     # Its generator keeps the last token of the last segment for the first step.
     ends[-1] -= 1
     backend = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
-    assert inside.mlx_lm_segments(backend, asked) == list(zip(ends, kinds, strict=True))
+    assert list(backend.segments(asked)) == list(zip(ends, kinds, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mamba2"])
@@ -248,7 +247,7 @@ def test_mlx_lm_evaluates_the_last_token_of_a_prompt_that_is_stored_whole(kind):
     prompt = list(range(20, 60))
     *_, reply = serve(backend, loaded, prompt_of(prompt))
     # What trims has one entry per conversation.
-    assert len(inside.mlx_lm_store(backend)) == (1 if kind == "llama" else 2)
+    assert len(backend._stored) == (1 if kind == "llama" else 2)
     cached_tokens, _, again = serve(backend, loaded, prompt_of([*prompt, *reply[:3]]))
     # What trims goes back by one; what does not goes back to the entry before.
     assert cached_tokens == (42 if kind == "llama" else 39)
@@ -260,12 +259,12 @@ def test_mlx_lm_stays_within_the_budget_with_the_live_cache_and_counts_what_that
     backend = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
     serve(backend, loaded, prompt_of(range(20, 120)))
     one_bytes = backend.paged_bytes
-    inside.set_budget(backend, int(2.5 * one_bytes))
+    backend._budget_bytes = int(2.5 * one_bytes)
     for start in range(4):
         serve(backend, loaded, prompt_of([start, *range(21, 120)]))
         assert backend.paged_bytes <= 2.5 * one_bytes
-    assert (len(inside.mlx_lm_store(backend)), backend.evictions) == (2, 3)
-    inside.set_budget(backend, int(1.5 * one_bytes))
+    assert (len(backend._stored), backend.evictions) == (2, 3)
+    backend._budget_bytes = int(1.5 * one_bytes)
     # The hit's copy and the entries that it came from do not fit together.
     with backend.begin(prompt_of([3, *range(21, 120), 5])) as session:
         assert session.cached_tokens == 100
@@ -473,7 +472,7 @@ def test_the_report_of_several_users_has_a_row_for_each_way(two_users):
 def test_an_answer_that_parts_is_said_by_how_near_the_two_tokens_were(two_users, monkeypatch):
     replayed, _ = two_users
     runs = replayed.result()
-    replies = inside.replies(replayed, "radix")
+    replies = next(run.replies for run in replayed._together if run.server.name == "radix")
     first, second, third, *rest = replies[3]
     monkeypatch.setitem(replies, 3, [first, second, third + 1, *rest])
     (found,) = replayed.differences()

@@ -285,7 +285,7 @@ def test_a_session_whose_state_was_lost_says_so_and_closes(poison: Callable[[], 
     session = cache.begin(PROMPT)
     with fused(llama, Fuse(2, spoiling(poison))), pytest.raises(RuntimeError):
         session.prefill(llama, step_size=STEP_SIZE)
-    if inside.is_lost(session):
+    if session.is_lost:
         with pytest.raises(SessionClosedError, match="state was lost"):
             session.prefill(llama)
         with pytest.raises(SessionClosedError, match="state was lost"):
@@ -460,7 +460,7 @@ def test_a_loop_of_its_own_that_reports_wrong_tokens_too_late_is_told(model: Any
     cache = warm(model)
     with cache.begin(PROMPT, reserve=32) as session:
         session.prefill(model, step_size=STEP_SIZE)
-        offset = inside.first_offset(cache, session.caches)
+        offset = inside.layout(cache).first_offset(session.caches)
         model(mx.array([[*PROMPT[-1:], 4, 5]]), cache=session.caches)
         if offset is not None:
             with pytest.raises(ValueError, match=f"{len(PROMPT) + 2}.*only {len(PROMPT)} tokens are known"):

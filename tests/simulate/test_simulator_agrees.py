@@ -159,4 +159,4 @@ def measured(model: Any) -> tuple[int, int]:
     cache = PrefixCache(model)
     with cache.begin([1, 2, 3, 4]) as session:
         session.prefill(model)
-    return inside.token_bytes(cache), cache.stats.checkpoint_bytes
+    return inside.layout(cache).token_bytes, cache.stats.checkpoint_bytes

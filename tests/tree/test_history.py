@@ -9,7 +9,6 @@ import pytest
 
 from radixcache.tree.history import History, Loss
 from radixcache.tree.radix_tree import Node, RadixTree
-from tests import inside
 
 Tree = RadixTree[Any]
 
@@ -48,7 +47,7 @@ def test_a_leaf_that_went_step_by_step_and_then_its_parent_are_one_piece(tree: T
     history.evicted(parent, 0, 7)
     tree.remove(parent)
     history.check()
-    assert inside.piece_count(history) == 1
+    assert len(history._pieces) == 1
     assert history.lost_tokens(np.arange(100), "", 0) == [Loss(0, 40, 7), Loss(40, 80, 6), Loss(80, 100, 5)]
     assert history.lost_checkpoint(np.arange(100), "", 0, 100) is None
 

@@ -271,7 +271,7 @@ def test_a_planted_fault_is_found_quarantined_and_answered_cold(fault: Any, monk
 
 def spoil_live(cache: PrefixCache, slot: int, row: int, layer: int = -1) -> None:
     """A wrong byte in a row of the live buffers of a slot."""
-    leaf = [each for each in inside.live_caches(cache, slot) if isinstance(each, KVCache)][layer]
+    leaf = [each for each in inside.paths(cache)[slot].caches if isinstance(each, KVCache)][layer]
     leaf.keys = spoilt(leaf.keys, (0, slice(None), row))
     mx.eval(leaf.keys)
 
@@ -342,7 +342,7 @@ def test_pins_on_the_wrong_path_are_void_and_those_in_front_of_it_stay() -> None
     spoil_live(cache, 0, 20)
     with pytest.warns(RuntimeWarning, match="from token 20 on"):
         serve(cache, model, [*PROMPT_A, 3])
-    assert cache.stats.pinned_bytes == 10 * inside.token_bytes(cache)
+    assert cache.stats.pinned_bytes == 10 * inside.layout(cache).token_bytes
     cache.unpin(PROMPT_A[:10])
     with pytest.raises(ValueError, match="not pinned"):
         cache.unpin(PROMPT_A)
@@ -535,7 +535,7 @@ def test_a_second_state_makes_room_for_itself_or_is_skipped_and_evicts_nothing(b
     model = shared_model("llama")
     probe = PrefixCache(model)
     serve(probe, model, SYSTEM)
-    token_bytes = inside.token_bytes(probe)
+    token_bytes = inside.layout(probe).token_bytes
     cache = PrefixCache(model, verify=1.0, budget_bytes=budget_tokens * token_bytes)
     second, third, first = long_prompts(210, 220, 620)
     held: list[int] = []

@@ -83,5 +83,5 @@ class Told:
             nodes: list[Any] = inside.nodes(cache, namespace)
             assert held["tokens"] == sum(len(node.edge) for node in nodes), namespace
             # A checkpoint that goes with its tokens is not told of apart.
-            assert held["checkpoint"] >= sum(inside.checkpoint_of(node) is not None for node in nodes), namespace
+            assert held["checkpoint"] >= sum(node.payload.checkpoint is not None for node in nodes), namespace
         assert self.kinds["resumed"] == stats.requests

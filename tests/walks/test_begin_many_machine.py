@@ -159,7 +159,7 @@ class Groups(RuleBasedStateMachine):
         except (CacheFullError, BudgetFullError, ShiftError):
             assert self.evaluated(row) == before
             return
-        assert tuple(inside.known_tokens(row)[: row.position]) == before[:begin] + before[end:]
+        assert tuple(row.known_keys().tolist()[: row.position]) == before[:begin] + before[end:]
         assert begin == end or row.clean_tokens <= begin
 
     @precondition(lambda self: self.rows())
@@ -210,11 +210,11 @@ class Groups(RuleBasedStateMachine):
             assert self.cache.stats.live_bytes + self.cache.stats.paged_bytes == 0
 
     def evaluated(self, row: Row) -> tuple[int, ...]:
-        return tuple(inside.known_tokens(row)[: row.position])
+        return tuple(row.known_keys().tolist()[: row.position])
 
     def clean(self, row: Row) -> tuple[int, ...]:
         """What of a row may be stored or shared."""
-        return tuple(inside.clean_tokens(row))
+        return tuple(row.clean_keys().tolist())
 
     def stored(self, group: Group, told: tuple[int, ...], is_whole: bool) -> None:
         """With room for it, what a row evaluated is resumed at its end, or before that where it was shifted."""

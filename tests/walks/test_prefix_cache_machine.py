@@ -16,6 +16,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixcache import CacheBusyError, Explanation, PrefixCache, Reason, Session, SnapshotError
+from radixcache.tree.history import History
 from tests import inside
 from tests.tree.test_tree_machine import common
 from tests.walks.common import NAMESPACES, Told, short, walking
@@ -70,7 +71,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             with self.cache.begin([0, 0]) as session:
                 session.prefill(self.model)
             self.cache.clear()
-            inside.forget_history(self.cache)
+            inside.states(self.cache).events.history = History()
         self.pure = not set(self.model.kinds) & set(POINTS)
 
     def teardown(self) -> None:
@@ -329,7 +330,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         explanation = self.explain(tokens, namespace)
         caches, remaining = self.cache.fetch(tokens, namespace=namespace)
         cached = len(tokens) - len(remaining)
-        if not inside.has_free_path(self.cache):
+        if all(path.is_open for path in inside.paths(self.cache)):
             self.fetched(explanation, cached)
         assert len(remaining) > 0
         assert remaining.tolist() == tokens[cached:]
@@ -528,7 +529,7 @@ class ExactMachine(PrefixCacheMachine):
     def resumes(self, tokens: list[int], namespace: str) -> None:
         """With room for everything, each prefilled chunk is there; how much of a sequence was, only the tree knows."""
         for node in inside.nodes(self.cache):
-            if node.is_leaf and not inside.is_in_use(node):
+            if node.is_leaf and not (node.payload.live or node.payload.is_kept):
                 assert node.end % 3 == 0, self.cache.dump()
 
     def pinned_length(self, tokens: list[int]) -> int:

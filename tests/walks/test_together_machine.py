@@ -188,7 +188,7 @@ class TogetherMachine(VerifyMachine):
     @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES), after=st.integers(0, 6))
     def break_off(self, data: Any, namespace: str, after: int) -> None:
         """Ctrl-C in the middle of a forward pass, the cold run's perhaps."""
-        if not inside.has_free_path(self.cache):
+        if all(path.is_open for path in inside.paths(self.cache)):
             return
         tokens = data.draw(short)
         if self.stored[namespace]:
@@ -214,7 +214,7 @@ class TogetherMachine(VerifyMachine):
     @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
     def others_call_meanwhile(self, data: Any, namespace: str) -> None:
         """Between the forward passes of a request, those of its cold run among them, others use the cache."""
-        if not inside.has_free_path(self.cache) or not self.stored[namespace]:
+        if all(path.is_open for path in inside.paths(self.cache)) or not self.stored[namespace]:
             return
         base = data.draw(st.sampled_from(self.stored[namespace][-6:]))
         tokens = base + data.draw(short)
@@ -246,7 +246,7 @@ class TogetherMachine(VerifyMachine):
         self.told.check(self.cache)
         assert self.told.kinds["quarantined"] == self.cache.stats.verify_mismatches
         for node in inside.nodes(self.cache) if self.exact else []:
-            assert not node.is_leaf or inside.is_in_use(node) or node.end % STEP == 0, node
+            assert not node.is_leaf or (node.payload.live or node.payload.is_kept) or node.end % STEP == 0, node
         if not self.is_spoilt:
             for tokens, namespace in self.pins:
                 length = (len(tokens) - 1) // STEP * STEP if self.exact else len(tokens)

@@ -111,20 +111,20 @@ class VerifyMachine(RuleBasedStateMachine):
         if not self.stored[namespace]:
             return
         tokens = data.draw(st.sampled_from(self.stored[namespace][-6:]))
-        path = inside.stored_path(self.cache, tokens, namespace)
+        path = inside.path_of(self.cache, tokens, namespace)
         if path:
             self.spoil(data, data.draw(st.sampled_from(path)))
-        if inside.has_free_path(self.cache):
+        if not all(path.is_open for path in inside.paths(self.cache)):
             session, tokens = self.serve_one(data, namespace, tokens)
             session.close()
             self.stored[namespace].append(tokens)
 
     def spoil(self, data: Any, node: Any) -> None:
         """Change one number of its snapshot, of its checkpoint, or in the live buffers of an idle slot."""
-        spans, checkpoint = inside.spans_of(node), inside.checkpoint_of(node)
+        spans, checkpoint = node.payload.spans, node.payload.checkpoint
         snapshots = [] if spans is None else [each for each in spans.leaves if each is not None]
         kept = [] if checkpoint is None else [each for each in checkpoint.leaves if each is not None]
-        idle = inside.idle_slots(self.cache)
+        idle = [path.slot for path in inside.paths(self.cache) if path.tip is not None and not path.is_open]
         if snapshots:
             snapshot = data.draw(st.sampled_from(snapshots))
             index = data.draw(st.integers(0, len(snapshot.segments) - 1))
@@ -134,7 +134,7 @@ class VerifyMachine(RuleBasedStateMachine):
         elif kept and data.draw(st.booleans()):
             snapshot = data.draw(st.sampled_from(kept))
             if isinstance(snapshot.state, tuple):
-                self.is_spoilt |= change(inside.slots_of(snapshot), data)
+                self.is_spoilt |= change(snapshot.state[0], data)
             else:
                 for index, array in enumerate(snapshot.state):
                     arrays = [array]
@@ -142,8 +142,8 @@ class VerifyMachine(RuleBasedStateMachine):
                     snapshot.state[index] = arrays[0]
         elif idle:
             slot = data.draw(st.sampled_from(idle))
-            offset = inside.live_offset(self.cache, slot)
-            cache = data.draw(st.sampled_from(leaves(inside.live_caches(self.cache, slot))))
+            offset = inside.paths(self.cache)[slot].offset
+            cache = data.draw(st.sampled_from(leaves(inside.paths(self.cache)[slot].caches)))
             if type(cache).__name__ in ("KVCache", "ConcatenateKVCache"):
                 arrays = [cache.keys[..., :offset, :]]
                 self.is_spoilt |= change(arrays, data)

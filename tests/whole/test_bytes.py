@@ -212,7 +212,7 @@ def test_closing_a_session_adds_the_checkpoint_at_its_end_and_no_more(kind: str)
     del session
     after = cache.stats
     # One more beside the one that was taken 16 tokens before the end, of the same size; of windows the last token.
-    has_states = inside.has_states(cache)
+    has_states = inside.layout(cache).has_states
     added = before.checkpoint_bytes if has_states else before.checkpoint_bytes // 199
     assert after.checkpoint_bytes - before.checkpoint_bytes == added > 0
     assert held_bytes(after) - held_bytes(before) == added

@@ -397,7 +397,7 @@ def test_checkpoints_stand_on_the_grid(kind: str) -> None:
     model: Any = tiny_model(kind)
     cache = exact_cache(model, checkpoint_interval=20)
     serve(cache, model, tokens(1, 100), marks=[33, 40, 47, 70])
-    found = {n.end: found.kind for n in inside.nodes(cache) if (found := inside.checkpoint_of(n)) is not None}
+    found = {n.end: found.kind for n in inside.nodes(cache) if (found := n.payload.checkpoint) is not None}
     assert found == {16: "interval", 32: "mark", 48: "interval", 64: "mark", 80: "tail", 96: "end"}
 
 

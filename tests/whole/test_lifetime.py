@@ -25,9 +25,9 @@ from runner.models.tiny import tiny_model
 PROMPT = list(range(1, 41))
 
 
-@pytest.fixture(params=["llama", "nemotron_h"])
-def model(request: pytest.FixtureRequest) -> Any:
-    return tiny_model(request.param)
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("nemotron_h")
 
 
 def serve(cache: PrefixCache, model: Any, prompt: list[int]) -> None:

@@ -53,6 +53,32 @@ PUBLIC_NAMES = [
     "stream_generate",
 ]
 
+METHODS = [
+    "begin",
+    "begin_many",
+    "check",
+    "clear",
+    "clear_quarantine",
+    "close",
+    "dump",
+    "edges",
+    "explain",
+    "fetch",
+    "flush",
+    "insert",
+    "make_room",
+    "mismatches",
+    "names",
+    "pin",
+    "reclaim",
+    "render",
+    "snapshot_stats",
+    "stats",
+    "unpin",
+    "view",
+    "warm",
+]
+
 
 def test_the_public_names_are_these() -> None:
     assert radixcache.__all__ == PUBLIC_NAMES
@@ -110,23 +136,8 @@ def test_an_eviction_policy_has_these_hooks_and_no_others() -> None:
 
 def test_an_entry_has_the_fields_that_policies_are_written_against() -> None:
     fields = typing.get_type_hints(radixcache.Entry)
-    assert {
-        "entry_id",
-        "state",
-        "start",
-        "end",
-        "weight_bytes",
-        "cost",
-        "parent",
-        "children",
-        "has_checkpoint",
-        "created",
-        "last_used",
-        "uses",
-        "priority",
-        "turn",
-        "kind",
-    } <= set(fields)
+    place, worth = "entry_id state start end parent children has_checkpoint", "weight_bytes cost created last_used uses"
+    assert set(f"{place} {worth} priority turn kind".split()) <= set(fields)
     assert isinstance(radixcache.Entry.tokens, property)
     assert isinstance(radixcache.Entry.digest, property)
 
@@ -154,29 +165,5 @@ def test_the_arguments_of_the_public_calls_are_those_of_the_documentation() -> N
 
 
 def test_what_users_may_ask_of_a_cache_is_this() -> None:
-    assert [name for name in dir(radixcache.PrefixCache) if not name.startswith("_")] == [
-        "begin",
-        "begin_many",
-        "check",
-        "clear",
-        "clear_quarantine",
-        "close",
-        "dump",
-        "edges",
-        "explain",
-        "fetch",
-        "flush",
-        "insert",
-        "make_room",
-        "mismatches",
-        "names",
-        "pin",
-        "reclaim",
-        "render",
-        "snapshot_stats",
-        "stats",
-        "unpin",
-        "view",
-        "warm",
-    ]
+    assert [name for name in dir(radixcache.PrefixCache) if not name.startswith("_")] == METHODS
     assert radixcache.PrefixCache.__mro__ == (radixcache.PrefixCache, object)

@@ -154,7 +154,7 @@ def test_of_what_is_slower_to_fetch_than_to_prefill_only_what_a_disk_has_is_read
         with PrefixCache(llama, store=store) as cache:
             for prompt in prompts:
                 cache.insert(prompt[:end], _prefilled(llama, prompt[:end]))
-            byte_s = token_s / inside.token_bytes(cache)
+            byte_s = token_s / inside.layout(cache).token_bytes
 
     def prefill(ids: Any, **more: Any) -> Any:
         clock.now_s += ids.size * token_s
@@ -164,7 +164,7 @@ def test_of_what_is_slower_to_fetch_than_to_prefill_only_what_a_disk_has_is_read
     stores: Any = [Timed(disk, clock, 0.1 * byte_s), Timed(shared, clock, slowness * byte_s)]
     found = []
     with PrefixCache(llama, store=stores, cost=CostModel()) as cache:
-        inside.set_clock(cache, clock)
+        inside.core(cache)._tier.rates.clock = clock
         for prompt in prompts:
             with cache.begin([*prompt, 7, 8]) as session:
                 session.prefill(prefill)

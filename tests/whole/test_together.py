@@ -64,7 +64,7 @@ def test_a_session_that_starts_over_in_exact_mode_answers_as_a_cold_one_and_stor
         assert session.cached_tokens == 64
         with pytest.warns(RuntimeWarning, match="cold prefill"):
             found = own_logits(session, model)
-        assert inside.grid_end(session) == 96
+        assert inside.progress(session).grid_end == 96
         assert found.keys() == cold.keys()
         assert differing(found, cold) == []
     cache.check()
@@ -98,7 +98,7 @@ def test_step_before_prefill_starts_over_in_whole_chunks_and_stores_them_alone()
         cache.clear_quarantine()
         session.prefill(model)
         # What step() evaluated was not made in a whole chunk: the chunks in front of it are all that is on the grid.
-        assert (session.position, inside.grid_end(session)) == (109, 64)
+        assert (session.position, inside.progress(session).grid_end) == (109, 64)
     assert cache.explain(prompt).resumable_tokens == 64
     with cache.begin(prompt) as session:
         assert differing(own_logits(session, model), cold) == []
@@ -130,7 +130,7 @@ def test_a_leaf_that_lost_its_tail_is_not_matched_with_what_followed_its_former_
     with cache.begin([1, 2, 3, 4, 5, 6, 7, 8, 9, 9]) as session:
         session.prefill(model)
     assert cache.explain([1, 2, 3, 4, 5, 6, 7, 8, 9, 0]).matched_tokens == 9
-    cache.reclaim(6 * inside.token_bytes(cache))
+    cache.reclaim(6 * inside.layout(cache).token_bytes)
     assert [node.end for node in inside.nodes(cache)] == [4]
     # Nobody ever asked for 9 behind the first four.
     other = [1, 2, 3, 4, 9, 9, 9]
@@ -208,7 +208,7 @@ def test_in_exact_mode_unpin_takes_the_pin_of_the_same_tokens_back_whatever_was_
         session.prefill(model)
     cache.pin(nine)  # keeps 8
     cache.unpin(eight)
-    assert cache.stats.pinned_bytes == 8 * inside.token_bytes(cache)
+    assert cache.stats.pinned_bytes == 8 * inside.layout(cache).token_bytes
     with pytest.raises(ValueError, match="not pinned"):
         cache.unpin([*nine[:8], 0])
     cache.unpin(nine)
@@ -221,7 +221,7 @@ def test_in_exact_mode_unpin_takes_the_pin_of_the_same_tokens_back_whatever_was_
     cache.warm(model, eight)
     cache.pin(eight)
     cache.unpin(eight)
-    assert cache.stats.pinned_bytes == 4 * inside.token_bytes(cache)
+    assert cache.stats.pinned_bytes == 4 * inside.layout(cache).token_bytes
     cache.unpin(eight)
     assert cache.stats.pinned_bytes == 0
     cache.check()
@@ -282,7 +282,7 @@ def test_the_second_state_counts_for_all_caches_on_the_ledger_and_takes_from_the
         with cache.begin([*PROMPT, 1, 2]) as session:
             session.prefill(looking)
             session.step(looking, [2])
-        per_token = inside.token_bytes(cache)
+        per_token = inside.layout(cache).token_bytes
         assert max(seen) >= 70 * per_token
         assert session.mismatch is not None
         ledger.check()
@@ -327,7 +327,7 @@ def test_an_infinite_error_is_written_as_prometheus_and_json_can_read_it() -> No
     cache = PrefixCache(model, verify=1.0, step_size=STEP)
     with cache.begin(PROMPT) as session:
         session.prefill(model)
-    leaf = inside.live_caches(cache, 0)[-1]
+    leaf = inside.paths(cache)[0].caches[-1]
     leaf.keys = mx.where(mx.arange(leaf.keys.shape[2])[:, None] == 20, mx.nan, leaf.keys)
     mx.eval(leaf.keys)
     with pytest.warns(RuntimeWarning, match="relative error inf"), cache.begin(PROMPT) as session:
@@ -352,12 +352,12 @@ def test_a_second_session_that_finds_the_same_checkpoint_wrong_does_not_quaranti
     cache.warm(model, prompt)
     (node,) = (each for each in inside.nodes(cache) if each.end == len(prompt))
     assert node.start == len(prefix)
-    checkpoint = inside.checkpoint_of(node)
+    checkpoint = node.payload.checkpoint
     assert checkpoint is not None
-    (slots,) = (inside.slots_of(leaf) for leaf in checkpoint.leaves if leaf is not None)
+    (slots,) = (leaf.state[0] for leaf in checkpoint.leaves if leaf is not None)
     slots[1] = slots[1] + 1
-    for slot in inside.live_slots(cache):
-        inside.restore_live_points(cache, slot, checkpoint, len(prompt))
+    for slot in [path.slot for path in inside.paths(cache) if path.tip is not None]:
+        inside.layout(cache).restore_points(inside.paths(cache)[slot].caches, checkpoint, len(prompt), [])
     first, second = cache.begin([*prompt, 9]), cache.begin([*prompt, 10])
     assert first.cached_tokens == second.cached_tokens == len(prompt)
     for session in (first, second):
@@ -431,7 +431,7 @@ def test_a_mismatch_is_told_after_the_request_was_resumed_and_its_state_was_take
     assert (found.start, found.end) == (20, len(PROMPT) - 1)
     assert taken_out.detail == {"state": "tokens", "was_wrong": True}
     assert (taken_out.start, taken_out.end) == (20, len(PROMPT) - 1)
-    assert taken_out.nbytes == inside.token_bytes(cache) * (len(PROMPT) - 1 - 20)
+    assert taken_out.nbytes == inside.layout(cache).token_bytes * (len(PROMPT) - 1 - 20)
     assert {event.namespace for event in told} == {"tenant"}
 
 
