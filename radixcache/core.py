@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -113,6 +114,8 @@ class Core:
         #: The booking of each open group.
         self._bookings: list[tuple[Booking, weakref.ref[Owner]]] = []
         self._tick = 0
+        self._counts: Counter[str] = Counter()
+        self._short_reasons: Counter[str] = Counter()
 
     # Before a request
 
@@ -280,12 +283,13 @@ class Core:
 
     def count_request(self, request: PrefixRequest, plan: ResumePlan, by: str) -> None:
         """Count a restored request and emit its event; `by` is the public call that restored it."""
-        tally, resume = self._states.tally, plan.resume
-        tally.add(
-            requests=1, hit_tokens=resume, miss_tokens=len(request.prompt) - resume, off_grid_tokens=plan.off_grid
-        )
+        counts = self._counts
+        counts["requests"] += 1
+        counts["off_grid_tokens"] += plan.off_grid
+        counts["miss_tokens"] += len(request.prompt)
+        self.count_more_hits(plan.resume)
         if plan.reason is not None:
-            tally.add_to("short_reasons", plan.reason)
+            self._short_reasons[plan.reason] += 1
         self._pins.request_passed()
         if by != "begin":
             self._verifier.pass_over(plan.resume)
@@ -295,7 +299,8 @@ class Core:
 
     def count_more_hits(self, tokens: int) -> None:
         """Count tokens of a request as hits that `count_request` counted as misses."""
-        self._states.tally.add(hit_tokens=tokens, miss_tokens=-tokens)
+        self._counts["hit_tokens"] += tokens
+        self._counts["miss_tokens"] -= tokens
 
     # Serving
 
@@ -530,6 +535,8 @@ class Core:
         account, states, verifier = self._account, self._states, self._verifier
         return {
             **states.tally.counts(),
+            **self._counts,
+            "short_reasons": dict(self._short_reasons),
             "copied_bytes": states.copied_bytes,
             "paged_in_bytes": states.paged_in_bytes,
             "paged_out_bytes": states.paged_out_bytes,
