@@ -4,10 +4,7 @@ The templates below are small ones of each kind that real models have; the token
 """
 
 import json
-import sys
 from functools import cache
-from pathlib import Path
-from subprocess import run
 from typing import Any
 
 import numpy as np
@@ -331,17 +328,10 @@ def test_missing_content_is_no_text(template: str) -> None:
         assert "<|im_start|>assistant\n<|im_end|>\n<|im_start|>tool\n21<|im_end|>\n" in text
 
 
-def test_text_parts_are_joined() -> None:
-    tokenizer = make_tokenizer(CHATML)
+def test_text_parts_are_joined_and_template_arguments_reach_the_template() -> None:
     parts = [{"type": "text", "text": "How is "}, {"type": "text", "text": "the weather?"}]
-    split, _ = render_chat(tokenizer, [{"role": "user", "content": parts}])
-    whole, _ = render_chat(tokenizer, TURNS[:1])
-    assert split.tolist() == whole.tolist()
-
-
-def test_template_arguments_reach_the_template() -> None:
     tokenizer = make_tokenizer("{% if shout %}LOUD {% endif %}{{ messages[0]['content'] }}")
-    tokens, _ = render_chat(tokenizer, TURNS[:1], shout=True)
+    tokens, _ = render_chat(tokenizer, [{"role": "user", "content": parts}], shout=True)
     assert tokenizer.decode(tokens) == "LOUD How is the weather?"
 
 
@@ -441,26 +431,18 @@ def test_messages_that_are_none_are_refused_with_one_line(messages: Any, wanted:
     assert "\n" not in str(caught.value)
 
 
+def test_what_a_template_refuses_and_arguments_of_the_call_are_errors_with_a_reason() -> None:
+    with pytest.raises(ValueError, match=r"refused 2 message\(s\) \(user, user\): roles must alternate"):
+        render_chat(make_tokenizer(MERGED), [TURNS[0], TURNS[0]])
+    with pytest.raises(ValueError, match="tokenize is not an argument of the chat template"):
+        render_chat(make_tokenizer(CHATML), TURNS, tokenize=False)
+
+
 @pytest.mark.parametrize("wrap", [lambda tokenizer: tokenizer, TokenizerWrapper], ids=["plain", "wrapped"])
 def test_tokenizer_without_chat_template_is_refused_with_one_line(wrap: Any) -> None:
     with pytest.raises(ValueError, match=r"\(\w+\) has no chat template") as caught:
         render_chat(wrap(make_tokenizer(None)), TURNS)
     assert "\n" not in str(caught.value)
-
-
-def test_conversation_that_the_template_refuses_is_an_error_with_its_reason() -> None:
-    with pytest.raises(ValueError, match=r"refused 2 message\(s\) \(user, user\): roles must alternate"):
-        render_chat(make_tokenizer(MERGED), [TURNS[0], TURNS[0]])
-
-
-def test_argument_that_would_change_what_is_returned_is_refused() -> None:
-    with pytest.raises(ValueError, match="tokenize is not an argument of the chat template"):
-        render_chat(make_tokenizer(CHATML), TURNS, tokenize=False)
-
-
-def test_chat_does_not_import_mlx() -> None:
-    code = "import sys; sys.modules['mlx'] = None; sys.modules['mlx.core'] = None; import radixcache.chat"
-    assert run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
 
 
 # The promise of a mark, over conversations drawn at random
@@ -491,7 +473,7 @@ def two_conversations_that_share_a_beginning(draw: st.DrawFn) -> tuple[list[Any]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(pair=two_conversations_that_share_a_beginning(), with_tools=st.booleans())
 def test_tokens_before_a_mark_begin_every_conversation_with_the_same_messages(
     name: str, kind: str, pair: tuple[list[Any], list[Any], int], with_tools: bool
