@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from policies import CostModel
-from radixcache import Event, EventKind, Explanation, Gap, Ledger, PrefixCache, Reason
+from radixcache import CacheBusyError, Event, EventKind, Explanation, Gap, Ledger, PrefixCache, Reason
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import tiny_model, tiny_tokenizer
@@ -404,3 +404,34 @@ def test_what_one_cache_takes_from_another_is_told_to_the_other() -> None:
     assert {str(event.kind) for event in told_one} == {"evicted"}
     assert [str(event.kind) for event in told_two] == ["resumed", "stored"]
     assert {gap.reason for gap in one.explain(A).gaps} == {Reason.EVICTED}
+
+
+def test_sessions_in_several_threads_and_a_listener_that_looks_do_not_stand_in_each_others_way() -> None:
+    told: list[Event] = []
+
+    def listen(event: Event) -> None:
+        told.append(event)
+        assert cache.stats.requests > 0
+        cache.explain(A, namespace=event.namespace)
+
+    cache = spans(budget_bytes=1_000, live_slots=3, on_event=listen)
+
+    def work(name: str) -> None:
+        for turn in range(12):
+            try:
+                serve(cache, [*A[: 30 + turn], *numbers(turn, 20)], namespace=name)
+            except CacheBusyError:
+                cache.explain(A, namespace=name)
+
+    threads = [threading.Thread(target=work, args=(f"tenant {index}",)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    cache.check()
+    stats = cache.stats
+    assert (stats.event_failures, stats.dropped_events) == (0, 0)
+    assert [str(event.kind) for event in told].count("resumed") == stats.requests
+    stored = sum(e.end - e.start for e in told if e.kind == EventKind.STORED)
+    assert stored - sum(e.end - e.start for e in told if e.kind == EventKind.EVICTED) == stats.tokens

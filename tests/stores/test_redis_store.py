@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import logging
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -405,6 +407,36 @@ def test_a_password_is_used_and_never_shown(caplog: pytest.LogCaptureFixture) ->
         assert all(each not in text for each in (PASSWORD, PASSWORD[::-1], str(redis.socket)))
     finally:
         redis.end()
+
+
+def test_an_error_of_the_network_shows_no_address(caplog: pytest.LogCaptureFixture) -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    listening.close()
+    with store_at(f"redis://me:{PASSWORD}@127.0.0.1:{port}") as store:
+        assert matched(store, range(4)) == []
+        shown = "\n".join([repr(store), str(store.stats), *caplog.messages])
+    assert "not reached" in shown
+    assert all(each not in shown for each in (PASSWORD, "127.0.0.1", str(port)))
+
+
+def test_rediss_speaks_tls_from_the_first_byte() -> None:
+    listening, got = socket.create_server(("127.0.0.1", 0)), list[bytes]()
+
+    def answer() -> None:
+        client, _ = listening.accept()
+        got.append(client.recv(1 << 16))
+        client.close()
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    with store_at(f"rediss://me:{PASSWORD}@127.0.0.1:{listening.getsockname()[1]}") as store:
+        assert matched(store, range(4)) == []
+        assert store.stats.failed_calls["not reached"] == 1
+    answering.join(LONG_S)
+    listening.close()
+    assert got[0][:2] == b"\x16\x03"  # a handshake
+    assert PASSWORD.encode() not in got[0]
 
 
 def test_a_url_may_name_the_limit_and_cannot_switch_off_what_the_store_needs(redis: Server) -> None:
