@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache.cells.causal import CausalCache
-from radixcache.errors import CacheFullError
+from radixcache.errors import CacheFullError, UnsupportedCacheError
 from runner.models.tiny import VOCABULARY_LENGTH, build, kind_of, tiny_model
 from tests import inside
 from tests.cells.causal_rows import ROUNDING, Rows, shared_model, words
@@ -140,6 +140,7 @@ class Fuse:
     ("kind", "error"),
     [
         ("llama", KeyboardInterrupt()),
+        ("llama_sliding", RuntimeError("layer")),
         ("falcon_h1", RuntimeError("layer")),
     ],
     ids=lambda each: each if isinstance(each, str) else type(each).__name__,
@@ -242,8 +243,51 @@ def test_an_empty_cache_takes_another_model_with_the_same_layers_and_tries_it_an
     causal.prefill(second, 1, [1, 2, 3])
     assert {buffer.dtype for buffer in causal.state} == {mx.bfloat16}
     causal.free(1)
-    with pytest.raises(ValueError, match="other layers"):
-        causal.steps_together(tiny_model("gemma3_text"))
+    before = causal.nbytes
+    by_slot = build(kind_of("minimax_m3_vl"))
+    for refused, why in ((tiny_model("gemma3_text"), "other layers"), (by_slot, "blocks of neighbouring slots")):
+        with pytest.raises((ValueError, UnsupportedCacheError), match=why):
+            causal.steps_together(refused)
+        # The buffers and what was found out stay those of the model before.
+        assert causal.nbytes == before > 0
+        assert causal._takes_rows
+    assert causal.steps_together(second)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("gemma3_text", mx.float16), ("falcon_h1", mx.bfloat16)])
+def test_half_precision_rows_are_those_of_each_alone_but_for_rounding(kind: str, dtype: mx.Dtype) -> None:
+    model = tiny_model(kind)
+    model.set_dtype(dtype)
+    rows = Rows(model, capacity=90)
+    for sequence in range(3):
+        rows.join(sequence, words(sequence, 12 + 7 * sequence))
+    for token in range(4):
+        rows.step({0: token, 2: token + 1, 1: token + 2})
+
+    assert {buffer.dtype for layer in rows.causal._cells for buffer in layer.state} == {dtype}
+    scale = max(float(mx.abs(logits).max()) for found in rows._found.values() for _, logits in found)
+    assert rows.error / scale <= (1e-2 if dtype == mx.float16 else 6e-2)
+    rows.check()
+
+
+def test_a_row_that_is_cancelled_between_two_lazy_steps_takes_nothing_from_the_others() -> None:
+    rows = Rows(shared_model("llama"), CAPACITY)
+    for sequence in range(3):
+        rows.join(sequence, words(sequence, 5 + sequence))
+    first = rows.causal.step(rows.model, [0, 1, 2], mx.array([3, 4, 5]))
+    rows.causal.free(1)
+    rows.causal.add(9)
+    late = rows.causal.prefill(rows.model, 9, words(9, 12))  # over the cells of 1, before anything was evaluated
+    chosen = mx.argmax(first[mx.array([2, 0]), -1], axis=-1)
+    second = rows.causal.step(rows.model, [2, 0], chosen)
+    for sequence in range(3):
+        rows.note(sequence, [3 + sequence], first[sequence])
+    for row, sequence in enumerate((2, 0)):
+        rows.note(sequence, chosen[row : row + 1].tolist(), second[row])
+    rows.tokens[9] = []
+    rows.note(9, words(9, 12), late[0])
+
+    assert rows.error <= ROUNDING
 
 
 def test_a_callable_may_come_first_and_the_model_after_it() -> None:

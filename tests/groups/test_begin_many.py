@@ -25,6 +25,7 @@ from radixcache import (
     Event,
     EventKind,
     Group,
+    Ledger,
     PrefixCache,
     Reason,
     Row,
@@ -37,6 +38,7 @@ from radixcache.layers.sizes import SizedLayout
 from radixcache.sized_cache import sized_cache
 from tests import inside
 from tests.groups.cold import ROUNDING, WRONG, cold, cold_last, error, shared_model
+from tests.sessions.test_failures import Fuse, fused, raising
 from tests.whole.test_exact import tokens
 
 SLOW_KINDS = ("deepseek_v3", "llama_sliding", "gpt_oss", "gemma4_text", "mamba2", "rwkv7", "recurrent_gemma")
@@ -486,6 +488,37 @@ def test_recurrent_state_does_not_keep_the_activations_of_its_chunk() -> None:
         assert active_bytes() - base == pytest.approx(stats.live_bytes + stats.paged_bytes, rel=0.05)
 
 
+def test_the_logits_of_a_prompt_hold_the_bytes_of_one_token_and_no_buffer() -> None:
+    model = shared_model("llama")
+    cache = PrefixCache(model)
+    with cache.begin_many([tokens(1, 30)], capacity=256) as group:
+        logits = group.prefill(model, group.rows[0])
+        held = active_bytes()
+        assert logits is not None
+        nbytes = logits.nbytes
+        del logits
+        assert held - active_bytes() <= nbytes + 64
+        for _ in range(2):  # a write into a buffer that something else holds would copy all of it
+            held = active_bytes()
+            mx.reset_peak_memory()
+            mx.eval(group.step(model, group.rows, [1]))
+        assert mx.get_peak_memory() - held < group.nbytes // 2
+
+
+def test_one_ledger_for_two_caches_counts_what_rows_hold() -> None:
+    model = shared_model("llama")
+    ledger = Ledger(1 << 30)
+    cache, other = (PrefixCache(model, budget_bytes=ledger) for _ in range(2))
+    stored(other, model, PROMPTS[0])
+    with cache.begin_many([PROMPTS[1]], capacity=256) as group:
+        prefilled(group, model, group.rows[0])
+        stats = (cache.stats, other.stats)
+        assert ledger.total_bytes == sum(each.live_bytes + each.paged_bytes for each in stats)
+        other.check()
+        checked(cache, group)
+    ledger.check()
+
+
 def test_tails_that_do_not_fit_evict_what_they_may_and_are_refused_with_the_numbers() -> None:
     model = shared_model("llama")
     cache = PrefixCache(model)
@@ -573,9 +606,6 @@ def test_tokens_run_out_with_the_numbers_and_nothing_is_lost() -> None:
     cache.check()
 
 
-# Rows come and go
-
-
 # What breaks off
 
 
@@ -618,6 +648,32 @@ def test_what_was_evaluated_before_an_exception_becomes_a_stored_prefix(
         assert error(session.step(model, [1])[0, -1], cold(model, [*prompt, 1])) < ROUNDING
     with pytest.raises(SessionClosedError, match="group is closed"):
         group.admit(prompt)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "mamba2"])
+def test_a_model_that_raises_in_any_chunk_leaves_the_row_where_it_was_and_the_group_goes_on(
+    kind: str, after: bool
+) -> None:
+    model = shared_model(kind)
+    cache = PrefixCache(model)
+    stored(cache, model, PROMPTS[0], marks=[70])
+    with cache.begin_many(PROMPTS[1:], capacity=512) as group:
+        rows, found = group.rows, [mx.array(0), mx.array(0)]
+        assert [row.position for row in rows] == [70, 0]  # the first chunk of one stands on what was stored
+        while any(row.prompt_left for row in rows):
+            for row in [each for each in rows if each.prompt_left]:
+                places = [each.position for each in rows]
+                with fused(model, Fuse(1, raising(ValueError, after))), pytest.raises(ValueError, match="blown"):
+                    group.prefill(model, row, 13)
+                assert [each.position for each in rows] == places
+                checked(cache, group)
+                if (logits := group.prefill(model, row, 13)) is not None:
+                    found[rows.index(row)] = logits[0, 0]
+        for row, each in zip(rows, found, strict=True):
+            assert error(each, cold(model, row.prompt.tolist())) < ROUNDING
+        decoded(group, model, rows, found, 2)
+    cache.check()
 
 
 def test_a_failed_evaluation_loses_the_rows_and_nothing_of_them_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:

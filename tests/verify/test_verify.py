@@ -319,6 +319,12 @@ def test_a_session_that_stands_on_wrong_state_stores_none_of_it_also_where_that_
     assert explained.matched_tokens == 20
     assert {gap.reason for gap in explained.gaps} == {Reason.QUARANTINED}
     assert "found wrong and taken out at tick 3" in str(explained)
+    # The slot is as good as any other afterwards.
+    with cache.begin([*PROMPT_A, 1, 3]) as session:
+        assert session.cached_tokens == 20
+        session.prefill(model)
+        assert session.mismatch is None
+    assert cache.explain([*PROMPT_A, 1]).matched_tokens == len(PROMPT_A) + 1
 
 
 def test_what_is_wrong_is_quarantined_from_the_first_row_that_is_in_any_layer() -> None:

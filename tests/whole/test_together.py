@@ -463,3 +463,27 @@ def test_what_was_found_wrong_is_told_from_what_had_to_go(kind: str) -> None:
         gaps = [gap for gap in cache.explain(prompt).gaps if start < gap.end < len(prompt)]
         assert {(gap.reason, gap.tick) for gap in gaps} == {(Reason.QUARANTINED, mismatch.tick)}
         assert f"found wrong and taken out at tick {mismatch.tick}" in str(gaps[0])
+
+
+@pytest.mark.filterwarnings("ignore:state restored")
+def test_what_is_quarantined_in_one_namespace_is_as_it_was_in_another() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, verify=1.0, step_size=STEP, live_slots=2)
+    for namespace in ("mine", "hidden"):
+        with cache.begin(PROMPT, namespace=namespace) as session:
+            session.prefill(model)
+
+    def told() -> tuple[object, object]:
+        return cache.explain([*PROMPT, 1], "mine"), cache.snapshot_stats("mine").exposition()
+
+    before = told()
+    spoil_live(cache, 1, 20)
+    with cache.begin([*PROMPT, 1], namespace="hidden") as session:
+        session.prefill(model)
+        assert session.mismatch is not None
+    assert told() == before
+    assert cache.pin(PROMPT[:-1], "mine", name="a") > 0
+    assert cache.warm(model, PROMPT[:-1], "mine") == 0
+    cache.clear_quarantine("mine")
+    assert cache.stats.quarantined == 1
+    cache.check()
