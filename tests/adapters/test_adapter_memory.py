@@ -118,6 +118,22 @@ def test_halves_of_a_split_do_not_keep_each_other_alive(case: Case) -> None:
 
 
 @token_cases
+def test_a_merge_and_a_part_take_the_bytes_they_state(case: Case) -> None:
+    before = _active_bytes()
+    cache = _fresh(case)
+    adapter, live_bytes = adapter_for(cache), _active_bytes()
+    snapshot = _snapshot(cache, 0, 300)
+    for start, end in ((300, 700), (700, 1024), (1024, 2999)):
+        snapshot = adapter.merge(snapshot, _snapshot(cache, start, end))
+    mx.eval(snapshot.arrays())
+    _assert_bytes(_active_bytes() - live_bytes, snapshot.nbytes, len(snapshot.arrays()))
+    del snapshot
+    part = _snapshot(cache, 2000, 2100)
+    del cache
+    _assert_bytes(_active_bytes() - before, part.nbytes, len(part.arrays()))
+
+
+@token_cases
 @pytest.mark.parametrize("at", [1536, 2600])
 def test_a_split_copies_one_segment_and_a_merge_joins_one(case: Case, at: int) -> None:
     cache = _fresh(case)
@@ -278,6 +294,19 @@ def test_a_freed_cache_gives_all_its_bytes_back(case: Case) -> None:
     cache = _fresh(case)
     adapter_for(cache).free(cache)
     _assert_bytes(_active_bytes() - before, 0, 1)
+
+
+@all_cases
+def test_giving_room_up_gives_the_spare_bytes_back(case: Case) -> None:
+    before = _active_bytes()
+    cache = _fresh(case)
+    adapter = adapter_for(cache)
+    mx.eval(adapter.own(cache))
+    adapter.reserve(cache, case.length)
+    mx.eval(adapter.buffers(cache))
+    stated, count = sum(b.nbytes for b in adapter.buffers(cache)), len(adapter.buffers(cache))
+    assert adapter.spare_nbytes(cache) <= stated // case.length + 1
+    _assert_bytes(_active_bytes() - before, stated, count)
 
 
 # A whole model's cache

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +22,7 @@ from radixcache.adapters.registry import ADAPTERS, adapter_for
 from radixcache.adapters.span import SpanAdapter
 from tests.adapters.cases import (
     CASES,
+    CHUNKED,
     CONTINUATIONS,
     DIGEST,
     KINDS,
@@ -31,6 +32,7 @@ from tests.adapters.cases import (
     Case,
     Kind,
     picture,
+    spelled_attention,
     spelled_pieces,
     state_bits,
     temporal_buffers,
@@ -43,6 +45,10 @@ window_cases = pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
 token_cases = pytest.mark.parametrize("case", SPAN_CASES + WINDOW_CASES, ids=str)
 cut_cases = pytest.mark.parametrize("case", [case for case in CASES if case.can_cut], ids=str)
 point_cases = pytest.mark.parametrize("case", POINT_CASES, ids=str)
+# The model makes the mask of a chunked layer itself, from the offsets.
+masked_cases = pytest.mark.parametrize(
+    "case", [case for case in CASES if case.kind.spelled is spelled_attention and case.kind is not CHUNKED], ids=str
+)
 all_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 CUTS = (1, 2, 255, 256, 257, 511, 512, 513, 800, 1024, 1299)
 SHORT_CONTINUATIONS = ((1, 1, 7, 1), (3, 40, 1))
@@ -101,6 +107,24 @@ def test_a_snapshot_is_cut_back_to_any_offset_whose_state_it_has_and_to_none_els
         else:
             assert picture(cache) == untouched, target
     assert picture(snapshot) == before
+
+
+@masked_cases
+def test_masks_of_a_restored_cache_are_those_of_an_undisturbed_one(case: Case) -> None:
+    caches = _restored(case, case.length), case.cache()
+    for count, window_size, as_array in product((2, 16, 40), (None, 5, 16), (False, True)):
+        masks = [picture(cache.make_mask(count, window_size=window_size, return_array=as_array)) for cache in caches]
+        assert masks[0] == masks[1], (count, window_size, as_array)
+
+
+@all_cases
+def test_a_snapshot_takes_the_place_of_another_sequence(case: Case) -> None:
+    cache = case.kind.fed(token_ids(case.length + 9, seed=1), [case.length, 9])
+    adapter = adapter_for(cache)
+    assert adapter.is_point or adapter.restore(cache, None, 0)
+    assert adapter.restore(cache, _snapshot(case), case.length)
+    assert case.kind.spelled(cache) == case.kind.expected(case.ids, case.lengths)
+    _assert_goes_on_alike(case, cache, case.lengths, (2, 1, 7, 1))
 
 
 @token_cases
@@ -184,6 +208,20 @@ def test_a_rewound_cache_goes_on_like_one_that_stopped_there(case: Case) -> None
         cache = case.cache()
         assert adapter_for(cache).restore(cache, None, target), target
         _assert_goes_on_alike(case, cache, (target,), continuation)
+
+
+@cut_cases
+def test_a_cache_that_was_trimmed_by_its_own_method_stands_where_it_says(case: Case) -> None:
+    for target in case.cut_targets()[1::2]:
+        cache = case.cache()
+        adapter = adapter_for(cache)
+        assert cache.trim(case.length - target) == case.length - target
+        assert adapter.offset(cache) == target
+        restored = _put_back(case.kind, adapter.snapshot(cache, 0, target))
+        assert case.kind.spelled(restored) == case.kind.expected(case.ids[:target], [target]), target
+        if not adapter.is_point:
+            assert adapter.restore(cache, _snapshot(case), case.length)
+            assert state_bits(case.kind, cache) == state_bits(case.kind, case.cache()), target
 
 
 # A1: a snapshot owns its arrays

@@ -6,6 +6,8 @@ A new mlx-lm release that changes any of this fails here, by name, before it fai
 from __future__ import annotations
 
 import ast
+import inspect
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import mlx.core as mx
 import mlx_lm.models
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -29,8 +32,13 @@ from radixcache.adapters.registry import ADAPTERS
 from tests.adapters.cases import (
     CHUNKED,
     CONCATENATE,
+    KV,
+    QUANTIZED_8,
     ROTATING_4,
+    Kind,
     attention_rows,
+    picture,
+    spelled_rows,
     token_ids,
 )
 
@@ -129,6 +137,125 @@ def test_a_chunked_cache_trims_its_front_into_new_arrays_and_writes_a_token_in_p
     cache.maybe_trim_front()
     assert cache.keys is not keys
     assert cache.keys.shape[2] == cache.chunk_size == cache.offset - cache.start_position
+
+
+def _capacities(kind: Kind, lengths: Sequence[int]) -> list[int]:
+    """The length of the first buffer of keys after each forward pass."""
+    found, cache = [], kind.make()
+    for length in lengths:
+        kind.feed(cache, token_ids(length))
+        found.append((cache.keys if isinstance(cache.keys, mx.array) else cache.keys[0]).shape[2])
+    return found
+
+
+def _goes_on(kind: Kind, lengths: Sequence[int], index: int) -> list[Any]:
+    """What a cache sees and holds that goes on from a smaller index."""
+    cache = kind.fed(token_ids(sum(lengths)), lengths)
+    cache.offset = index
+    if isinstance(cache, RotatingKVCache):
+        cache._idx = index
+    return [kind.feed(cache, [9]), kind.feed(cache, [9, 8]), kind.spelled(cache)]
+
+
+def _of_any_capacity() -> list[Any]:
+    cache = KVCache()
+    cache.keys, cache.values = mx.zeros((1, 2, 37, 32)), mx.zeros((1, 2, 37, 64))
+    KV.feed(cache, token_ids(40)[:36])
+    capacity = cache.keys.shape[2]
+    KV.feed(cache, token_ids(40)[36:])
+    return [capacity, KV.spelled(cache)]
+
+
+def _quantized(lengths: Sequence[int]) -> list[mx.array]:
+    cache = QUANTIZED_8.fed(token_ids(20), lengths)
+    return [buffer[..., :20, :] for buffer in (*cache.keys, *cache.values)]
+
+
+def _ring_order() -> list[Any]:
+    cache = ROTATING_4.fed(token_ids(18), [1] * 18)
+    return [[int(p) for p, _ in spelled_rows(cache.keys, cache.values)], cache._idx, cache.is_trimmable()]
+
+
+def _list_of_state() -> list[type]:
+    cache = CacheList(KVCache(), ArraysCache(2))
+    KV.feed(cache.caches[0], token_ids(3))
+    return [type(cache.caches), type(CacheList.from_state(cache.state).caches)]
+
+
+def _layer_window() -> list[Any]:
+    cache = LayerCache(8)
+    cache.update_window(mx.ones((1, 3, 4)))
+    window = cache.window
+    seen = cache.update_window(mx.zeros((1, 1, 4))).shape[1]
+    is_same = picture(window) == picture(mx.ones((1, 3, 4)))
+    return [cache.window is window, is_same, cache.offset, seen, cache.window.shape[1], cache.is_trimmable()]
+
+
+#: What it does, and what the adapters need it to do.
+HABITS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "attention starts without arrays at offset 0": lambda: (
+        [
+            (cache.keys, cache.values, cache.offset, [*inspect.signature(cache.update_and_fetch).parameters])
+            for cache in (KVCache(), ConcatenateKVCache(), QuantizedKVCache(32, 8), RotatingKVCache(8))
+        ],
+        [(None, None, 0, ["keys", "values"])] * 4,
+    ),
+    "a class inherits a state that holds nothing and takes nothing": lambda: (
+        (_BaseCache().state, vars(_BaseCache)["state"].fset(_BaseCache(), [])),
+        ([], None),
+    ),
+    "buffers grow only when full": lambda: (
+        [_capacities(kind, [200, 56, 1]) for kind in (KV, QUANTIZED_8)],
+        [[256, 256, 512]] * 2,
+    ),
+    "nothing looks beyond the offset": lambda: (
+        [_goes_on(kind, [200], 5) for kind in (KV, QUANTIZED_8)],
+        [_goes_on(kind, [5], 5) for kind in (KV, QUANTIZED_8)],
+    ),
+    "KVCache may have any capacity": lambda: (_of_any_capacity(), [37, KV.spelled(KV.fed(token_ids(40), [40]))]),
+    "quantized buffers are packed values, scales and biases": lambda: (
+        [(buffer.shape[3], buffer.dtype) for buffer in _quantized([20])],
+        [(n, t) for w in (32, 64) for n, t in ((w // 4, mx.uint32), (w // 32, mx.float32), (w // 32, mx.float32))],
+    ),
+    "each token is quantized alone": lambda: (picture(_quantized([20])), picture(_quantized([1] * 20))),
+    "KVCache becomes quantized with the bits it is given": lambda: (
+        vars(KVCache().to_quantized(group_size=32, bits=4)),
+        {"keys": None, "values": None, "offset": 0, "group_size": 32, "bits": 4},
+    ),
+    "a ring holds more than its window after a batch": lambda: (
+        [_capacities(ROTATING_4, lengths)[-1] for lengths in ([10, 20], [40, 20])],
+        [30, ROTATING_4.make().max_size - 1 + 20],
+    ),
+    "a ring overwrites its oldest token behind those it keeps": lambda: (
+        _ring_order(),
+        [[0, 1, 2, 3, 16, 17, *range(6, 16)], 6, False],
+    ),
+    "a ring that has not gone round goes on from any smaller index": lambda: (
+        [_goes_on(ROTATING_4, lengths, 7) for lengths in ([12], [1] * 12)],
+        [_goes_on(ROTATING_4, [7], 7)] * 2,
+    ),
+    "ArraysCache has neither offset nor length": lambda: (
+        (hasattr(ArraysCache(2), "offset"), ArraysCache(2).size()),
+        (False, 0),
+    ),
+    "CacheList holds a tuple, which its state makes a list": lambda: (_list_of_state(), [tuple, list]),
+    "LayerCache replaces its window": lambda: (_layer_window(), [False, True, 4, 4, 4, False]),
+    "LayerCache has a state without a setter": lambda: (vars(LayerCache)["state"].fset, None),
+    "masks come from the cache": lambda: (
+        [
+            picture(create_attention_mask(mx.zeros((1, 3, 8)), KV.fed(token_ids(5), [5]), return_array=its))
+            for its in (False, True)
+        ],
+        ["causal", picture(KV.fed(token_ids(5), [5]).make_mask(3, return_array=True, window_size=None))],
+    ),
+    "mlx-lm is of the supported version": lambda: (mlx_lm.__version__.split(".")[:2], ["0", "32"]),
+}
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_mlx_lm_still_has_the_habits_that_the_adapters_rely_on(habit: str) -> None:
+    found, wanted = HABITS[habit]()
+    assert found == wanted
 
 
 # MLX itself

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -269,17 +270,21 @@ def workers_of(process: subprocess.Popen[bytes], count: int) -> list[psutil.Proc
 
 
 @pytest.mark.slow
-def test_workers_end_when_the_process_that_started_them_is_killed(trace: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_when_the_process_that_started_them_is_stopped(trace: Path, number: int) -> None:
     (trace.parent / "mine.py").write_text(WAITING)
     more = ["--capacity-blocks", "50", "--policy", "lru,mine:Slow,mine:Slow", "--jobs", "2"]
     with subprocess.Popen(
         [*PROGRAM, "simulate", str(trace), *more], cwd=trace.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         workers = workers_of(process, 2)
-        process.kill()
+        process.send_signal(number)
         # The pipe ends once nobody else holds it.
-        process.communicate(timeout=60)
+        _, err = process.communicate(timeout=60)
     assert not psutil.wait_procs(workers, timeout=60)[1]
+    if number == signal.SIGTERM:
+        assert process.returncode == 128 + signal.SIGTERM
+        assert err.decode().splitlines()[-1].startswith("interrupted: ")
 
 
 # A policy of the user's that fails

@@ -179,6 +179,27 @@ def test_every_layer_is_rolled_back_also_behind_one_that_cannot_be() -> None:
     assert live[1].offset == 60
 
 
+@all_models
+def test_can_rewind_promises_what_rewind_does(model: Model) -> None:
+    layout = model.layout()
+    for length, target in ((12, 12), (12, 5), (60, 59), (60, 10)):
+        live = model.fed(layout, IDS[:length], [length])
+        if layout.can_rewind(live, length, target):
+            layout.rewind(live, length, target)
+            assert model.bits(layout, live) == model.bits(layout, model.fed(layout, IDS[:target], [target]))
+        else:
+            assert target < length
+            assert layout.has_points
+    assert not layout.can_rewind(layout.fresh(), 5, 6)
+
+
+def test_kv_bits_quantizes_full_attention_from_the_start_and_nothing_else() -> None:
+    layout = Layout(lambda: [CacheList(KVCache(), ArraysCache(2)), KVCache(), RotatingKVCache(16)], 8, 32)
+    leaves = [cache for cache, _ in layout.leaves(layout.fresh())]
+    assert [type(c) for c in leaves] == [QuantizedKVCache, ArraysCache, QuantizedKVCache, RotatingKVCache]
+    assert (leaves[0].bits, leaves[0].group_size, leaves[0].offset) == (8, 32, 0)
+
+
 def test_paging_in_counts_only_what_was_not_live() -> None:
     model = Model("one layer", lambda: [KVCache()], [KV])
     layout = model.layout()

@@ -189,6 +189,13 @@ def test_a_model_with_scaled_positions_finds_the_rotation_of_its_module(scaling:
     assert worst_error(model, found) < 1e-4
 
 
+def test_heads_may_be_narrower_than_what_another_layer_rotates() -> None:
+    model = with_fields("gemma4_text", global_head_dim=64)
+    found = [rotation.dims for rotation in rotations(model) if rotation]
+    assert found == [layer.self_attn.head_dim for layer in model.layers[:4]]
+    assert {*found} == {32, 64}
+
+
 def test_windows_are_over_ordinary_keys() -> None:
     model = build(kind_of("llama"))
     windows = [RotatingKVCache(max_size=16) for _ in model.layers]
