@@ -13,7 +13,7 @@ from pathlib import Path
 
 #: Set in such a process.
 OWN_PROCESS = "RADIXCACHE_TEST_OWN_PROCESS"
-OPTIONS = ["-q", "-m", "", "-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:xdist"]
+OPTIONS = ["-q", "-m", "", "-p", "no:cacheprovider", "-p", "no:xdist"]
 IMPORTS = ["runner", "pytest", "hypothesis", "radixcache.prefix_cache", "runner.models.load"]
 #: Less than the limit of any test, which would take the process that waits with it.
 LIMIT_S = 240

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -352,6 +353,41 @@ def test_who_waits_to_share_comes_in_as_soon_as_what_is_shared_is_there(llama: L
     assert order[:4] == [("long", 0), ("long", 32), ("long", 64), ("short", 40)]
 
 
+@pytest.mark.parametrize(("common", "marks", "shared"), [(100, (), 96), (100, (98,), 98), (20, (10,), 10), (20, (), 0)])
+def test_recurrent_rows_wait_for_a_chunk_end_or_checkpoint_that_they_can_share(
+    common: int, marks: tuple[int, ...], shared: int
+) -> None:
+    loaded, order = load("jamba"), list[tuple[int, int]]()
+    with new_generator(loaded, new_cache(loaded)) as generator:
+        for row, prompt in enumerate((np.arange(30, 230), np.append(np.arange(30, 30 + common), 9))):
+            submit(generator, prompt, 1, marks=marks, on_progress=lambda at, total, row=row: order.append((row, at)))
+        drain(generator)
+    chunks = range(0, shared + STEP_SIZE, STEP_SIZE)
+    assert order[: len(chunks) + 1] == [*((0, at) for at in chunks), (1, shared)]
+
+
+@pytest.mark.parametrize(("capacity", "pieces", "entry"), [(CAPACITY, 0, (1, False)), (200, 1, (6, True))])
+def test_what_is_quarantined_is_neither_waited_for_nor_counted_as_shared(
+    llama: LoadedModel, capacity: int, pieces: int, entry: tuple[int, bool]
+) -> None:
+    """Where there is room, the second comes in at once, else in one go when the first has ended."""
+    cache, tickets, chunks, entries = new_cache(llama), list[Ticket](), list[int](), list[tuple[int, bool]]()
+
+    def ask_again(count: int) -> None:
+        if count == pieces:
+            inside.quarantine(cache, PROMPTS[2], 0)
+            tickets.append(submit(generator, PROMPTS[2], on_progress=enter))
+
+    def enter(at: int, total: int) -> None:
+        entries.append((len(chunks), first.completion is not None))
+
+    with new_generator(llama, cache, capacity=capacity) as generator:
+        first = submit(generator, PROMPTS[2], 20, on_progress=lambda at, total: chunks.append(at))
+        drain(generator, ask_again)
+        require_alone(llama, [first, *tickets], [PROMPTS[2]] * 2)
+    assert (entries[0], len(entries), done(tickets[0]).cached_tokens) == (entry, 6, 0)
+
+
 def test_nobody_waits_for_a_prompt_that_was_cancelled(llama: LoadedModel) -> None:
     with new_generator(llama, new_cache(llama)) as generator:
         first = submit(generator, PROMPTS[2], on_progress=lambda done, total: first.cancel() if done else None)
@@ -410,6 +446,27 @@ def test_a_sampler_that_returns_no_token_ends_its_own_reply_alone(
     llama: LoadedModel, token: Any, error: type[Exception]
 ) -> None:
     assert isinstance(spoiled_by_its_sampler(llama, 2, lambda: token), error)
+
+
+def test_a_detokenizer_that_raises_ends_its_own_reply_alone(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, made = type(llama.tokenizer), list[Any]()
+    make = kind.detokenizer.fget
+
+    def detokenizer(tokenizer: Any) -> Any:
+        made.append(make(tokenizer))
+        if len(made) == 2:
+            made[1].add_token = Mock(side_effect=[None, None, KeyError("no such token")])
+            made[1].finalize = Mock(side_effect=KeyError("nothing to end"))
+        return made[-1]
+
+    monkeypatch.setattr(kind, "detokenizer", property(detokenizer))
+    with new_generator(llama, new_cache(llama)) as generator:
+        tickets = [submit(generator, prompt) for prompt in PROMPTS[:3]]
+        drain(generator)
+        require_alone(llama, [tickets[0], tickets[2]], [PROMPTS[0], PROMPTS[2]])
+    assert (done(tickets[1]).done_reason, type(done(tickets[1]).error)) == ("error", KeyError)
 
 
 def test_a_progress_callback_that_raises_ends_its_own_request_alone(llama: LoadedModel) -> None:

@@ -82,6 +82,22 @@ def test_a_processor_is_told_every_token_of_a_prompt_of_which_most_was_cached(ti
     assert told == [[*PROMPTS[0], *reply[:count]] for count in range(3)]
 
 
+def test_penalties_go_on_where_a_request_that_went_back_to_waiting_left_off(tiny: LoadedModel) -> None:
+    capacity = len(SYSTEM) + sum(len(prompt) - len(SYSTEM) for prompt in PROMPTS[:2]) + 12
+    rows, processors = set[int](), make_logits_processors(**PENALTIES)
+    with new_generator(tiny, capacity=capacity) as generator:
+        tickets = [
+            generator.submit(prompt, max_tokens=12, stop_tokens=(), reserve=1, logits_processors=processors)
+            for prompt in PROMPTS[:2]
+        ]
+        while any(ticket.completion is None for ticket in tickets):
+            generator.round()
+            rows |= {row.id for row in generator.group.rows}
+    assert len(rows) == 3, "one went back, and got another row"
+    for ticket, prompt in zip(tickets, PROMPTS, strict=False):
+        assert said(ticket) == alone(tiny, prompt, logits_processors=processors)
+
+
 @pytest.mark.parametrize("cuts", [True, False])
 def test_a_character_cut_in_two_by_the_end_is_left_out_or_told_as_mlx_lm_does(tiny: LoadedModel, cuts: bool) -> None:
     half = tiny.tokenizer.encode("é")[0]

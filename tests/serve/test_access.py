@@ -162,13 +162,21 @@ def test_over_loopback_a_request_names_this_machine(serve: Serve, path: str, hos
     assert (answer.status_code, answer.json().get("error") is not None) == (403, True)
 
 
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:80"])
+def test_this_machine_has_several_names_its_page_may_send_and_over_another_interface_any_name_is_taken(
+    serve: Serve, host: str
+) -> None:
+    assert serve().get("/cache/tree", headers={"Host": host, "Origin": f"http://{host}"}).status_code == 200
+    assert serve(over="192.0.2.2").get("/v1/models", headers={"Host": "llm.example"}).status_code == 200
+
+
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:8081", "http://localhost:8080"])
 @pytest.mark.parametrize("admin", [False, True])
 def test_the_admins_routes_answer_no_other_page(serve: Serve, origin: str, admin: bool) -> None:
     client = serve(admin=admin)
     for path in ADMINS:
         answer = client.get(path, headers={"Origin": origin, **bearer(ROOT)})
-        asked = client.options(path, headers={"Origin": origin, "Access-Control-HttpRequest-Method": "GET"})
+        asked = client.options(path, headers={"Origin": origin, "Access-Control-Request-Method": "GET"})
         assert answer.status_code == 403
         assert not [name for reply in (answer, asked) for name in reply.headers if name.startswith("access-control")]
         assert asked.status_code >= 400
@@ -246,6 +254,17 @@ def test_a_bad_key_file_is_refused_with_its_line_and_no_key(tmp_path: Path, line
         Keyring(path, None)
     assert found in str(refused.value)
     assert not {"k1", "k2", "k3"} & set(str(refused.value).split())
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o644, True), (0o640, False)])
+def test_a_key_file_that_everybody_may_read_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warns: bool
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("ann k1\n")
+    path.chmod(mode)
+    Keyring(path, None)
+    assert ("chmod 600" in caplog.text) == warns
 
 
 def test_the_admin_has_one_key_which_is_no_tenants(tmp_path: Path) -> None:

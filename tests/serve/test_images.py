@@ -211,6 +211,12 @@ def test_an_image_that_cannot_be_used_is_refused_with_the_reason(
     assert (failure.status, found in failure.message) == (400, True), failure.message
 
 
+def test_images_beyond_the_models_context_are_refused_also_where_text_would_be_shifted(folder: str) -> None:
+    with running(model=folder, context=64) as thread:
+        failure = Waiting(thread, messages=asking(*[picture(1, 512, 256)] * 9)).failure
+    assert (failure.status, "the model's context length is 32768 tokens." in failure.message) == (400, True)
+
+
 def test_images_of_every_known_format_are_taken(loaded: LoadedModel, shared: Scheduler) -> None:
     for file in (picture(4, file_format=each) for each in prompts.FORMATS):
         assert Waiting(shared, messages=asking(file)).tokens == expected(loaded, asking(file), file)

@@ -179,6 +179,12 @@ def test_an_adapter_changes_what_is_said_and_shares_nothing_with_the_model_alone
         assert answers[1].record.cached_tokens == 0
 
 
+def test_the_servers_chat_template_takes_the_place_of_the_models(tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    with running(model=str(write_model(tmp_path / "model")), chat_template=template) as thread:
+        assert Waiting(thread, messages=[{"role": "user", "content": "four"}]).record.prompt_tokens == 4
+
+
 def test_tokens_are_counted_as_they_are_asked_for_also_of_a_model_that_is_not_loaded(models: Models) -> None:
     models.open(LLAMA)
     messages = [{"role": "user", "content": "How many?"}]

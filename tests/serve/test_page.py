@@ -217,3 +217,6 @@ def test_the_key_is_asked_for_and_never_in_an_address(page: Page, tmp_path: Path
         page.open(f"{url}/cache")
         page.wait_for(f"{ROWS} > 0")
         assert not [asked for asked in page.requested if "-key" in asked]
+        # Without --show-text it shows where nodes begin and end, and no text.
+        assert page.run(LABELS) == ["ann", "[0, 24)"]
+        assert "bread" not in page.run("document.documentElement.outerHTML")
