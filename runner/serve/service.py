@@ -172,6 +172,8 @@ class ServedReply:
                 if isinstance(event, PrefillProgress):
                     yield event
                     continue
+                if isinstance(event, Started):  # Its replica ended before the first token; another one starts anew.
+                    continue
                 if isinstance(event, Failed):
                     raise ApiError(event.status, event.message)
                 if isinstance(event, Token):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from runner.serve.request import ModelNames, OpenRequest, Request
+from runner.serve.request import ModelNames, OpenRequest, Request, Started
 from runner.serve.service import Delta, ServedReply, Service
-from tests.serve.scripted import ScriptedRuns, said
+from tests.serve.scripted import PROMPT_TOKENS, ScriptedReading, ScriptedRuns, said
 
 
 class BurstRuns(ScriptedRuns):
@@ -63,3 +63,17 @@ def test_the_time_limit_of_a_request_is_in_seconds(monkeypatch: pytest.MonkeyPat
 
     asyncio.run(ask())
     assert delays_s == [60]
+
+
+def test_a_reply_that_another_replica_starts_anew_goes_on() -> None:
+    class Restarted(ScriptedRuns):
+        def ask(self, opened: OpenRequest) -> None:
+            # By a replica that ended before its first token.
+            opened.put(Started(PROMPT_TOKENS, ScriptedReading([said("x")], Delta("", "", (), ()))))
+            super().ask(opened)
+
+    async def ask() -> list[str]:
+        reply = await Service(Restarted(said("x")), timeout_s=60).ask(Request(ModelNames(), 8))
+        return [part.text async for part in reply if isinstance(part, Delta)]
+
+    assert asyncio.run(ask()) == ["x", ""]
