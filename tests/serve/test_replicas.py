@@ -412,6 +412,7 @@ def test_what_cannot_be_had_with_replicas_is_one_line_and_exit_code_2(
     assert found in errors.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_without_ray_the_command_says_how_to_have_it() -> None:
     arguments = ["serve", "--model", "tiny", "--port", "0", "--replicas", "2"]
     code = f"import sys; sys.modules['ray'] = None; from runner.cli import main; main({arguments})"

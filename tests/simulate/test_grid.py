@@ -53,6 +53,7 @@ REPLICA_JOBS = [
 JOBS: list[AnyJob] = [*POLICY_JOBS, *DISK_JOBS, *REPLICA_JOBS]
 
 
+@pytest.mark.slow
 def test_a_grid_gives_the_same_rows_in_one_process_and_in_several() -> None:
     alone = [replace(row, seconds=0) for row in run_locally(TRACES, JOBS)]
     assert [row.trace for row in alone] == [TRACES[job.trace].name for job in JOBS]

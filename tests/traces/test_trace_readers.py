@@ -219,6 +219,7 @@ def test_sessions_of_unlike_blocks_are_refused(tmp_path) -> None:
         read_trace(tmp_path)
 
 
+@pytest.mark.slow
 def test_real_sessions_are_read_whole(shared_data) -> None:
     trace = read_trace(shared_data / "claude-code-traces" / "traces")
     assert len(trace.requests) == 1327
