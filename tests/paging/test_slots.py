@@ -261,6 +261,19 @@ def _side_by_side(cache: PrefixCache, model: Any, first: list[int], second: list
             mx.eval(one.step(model, [7]))
 
 
+def test_what_two_slots_hold_is_not_joined_with_what_one_of_them_goes_on_with(llama: Any) -> None:
+    cache = PrefixCache(llama, live_slots=2)
+    with cache.begin(SYSTEM) as shorter, cache.begin(ANNA) as longer:
+        run(shorter, llama)
+        run(longer, llama)
+    cache.check()
+    with cache.begin([*SYSTEM, 1, 2, 7]) as again:
+        assert slot_of(again) == slot_of(shorter)
+        assert again.cached_tokens == len(SYSTEM)
+        run(again, llama)
+    cache.check()
+
+
 @pytest.mark.parametrize(("method", "times"), [("page_out", 2), ("page_in", 1), ("reserve", 2)])
 def test_a_copy_that_fails_while_slots_overlap_leaves_nothing_wrong(
     method: str, times: int, monkeypatch: pytest.MonkeyPatch
