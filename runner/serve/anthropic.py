@@ -31,9 +31,10 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field
 
-from runner.serve.openai import MAX_MESSAGES, ChatBody, Count, Share, StopWord, Tokens
+from runner.serve.bodies import MAX_MESSAGES, Checked, Count, Share, StopWord, Temperature, Tokens, body_schema
+from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
 from runner.serve.request import DEFAULT, ApiError, PrefillProgress, Request
 from runner.serve.service import (
@@ -55,12 +56,6 @@ COUNT_TOKENS = "/v1/messages/count_tokens"
 _BILLING_HEADER = "x-anthropic-billing-header:"
 
 # Blocks and turns -----------------------------------------------------------------------------------------------------
-
-
-class Checked(BaseModel):
-    """No value is taken for one of another type, and unknown fields are ignored."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class CacheControl(Checked):
@@ -128,7 +123,7 @@ Shown: TypeAlias = Annotated[Text | Image, Field(discriminator="type")]
 class ToolResult(Markable):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[list[Shown], _or_str(list[Shown])] = []
+    content: Annotated[list[Shown], _or_str(list[Shown])] = Field(default_factory=list)
     is_error: bool = False
 
 
@@ -262,10 +257,7 @@ class AnthropicPromptBody(Checked):
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:
         """Check a body. ApiError: a field is missing or wrong."""
-        try:
-            checked = cls.model_validate({name: value for name, value in body.items() if value is not None})
-        except ValidationError as error:
-            raise ApiError.of_validation(error.errors()) from error
+        checked = cls.checked({name: value for name, value in body.items() if value is not None})
         if checked.messages[-1].role == "assistant":
             raise ApiError(400, "the last one is the assistant's; a reply cannot go on from it.", param="messages")
         return checked
@@ -300,19 +292,13 @@ class MessagesBody(AnthropicPromptBody):
     max_tokens: Tokens
     stop_sequences: list[StopWord] = Field(default_factory=list, max_length=64)
     stream: bool = False
-    temperature: Annotated[float, Field(ge=0, le=10_000)] | None = None
+    temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: Count | None = None
 
     def _openai_fields(self) -> dict[str, Any]:
-        return {
-            **super()._openai_fields(),
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "max_tokens": self.max_tokens,
-            "stop": self.stop_sequences,
-        }
+        sampling = self.model_dump(include={"temperature", "top_p", "top_k", "max_tokens"})
+        return {**super()._openai_fields(), **sampling, "stop": self.stop_sequences}
 
 
 # Replies --------------------------------------------------------------------------------------------------------------
@@ -442,7 +428,7 @@ def anthropic_routes(
     """Return the routes. `prompt_length` counts the tokens of a request's prompt."""
     router = APIRouter()
 
-    @router.post(MESSAGES, openapi_extra=_body_schema(MessagesBody, MESSAGES))
+    @router.post(MESSAGES, openapi_extra=body_schema(MessagesBody, MESSAGES))
     async def messages(request: HttpRequest) -> Response:
         """A reply to a conversation, whole or as events."""
         body = MessagesBody.read(await read_json(request))
@@ -458,7 +444,7 @@ def anthropic_routes(
         await while_connected(request, finish())
         return to_json(draft.message)
 
-    @router.post(COUNT_TOKENS, openapi_extra=_body_schema(AnthropicPromptBody, COUNT_TOKENS))
+    @router.post(COUNT_TOKENS, openapi_extra=body_schema(AnthropicPromptBody, COUNT_TOKENS))
     async def count_tokens(request: HttpRequest) -> Response:
         """How many tokens a conversation would be."""
         body = AnthropicPromptBody.read(await read_json(request))
@@ -466,13 +452,6 @@ def anthropic_routes(
         return to_json({"input_tokens": tokens})
 
     return router
-
-
-def _body_schema(kind: type[AnthropicPromptBody], path: str) -> dict[str, Any]:
-    """What the OpenAPI document says of a route that reads its body itself."""
-    at = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema"
-    schema = kind.model_json_schema(ref_template=at + "/$defs/{model}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def _sent(events: AsyncIterator[MessageEvent]) -> AsyncIterator[str]:

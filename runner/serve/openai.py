@@ -4,28 +4,40 @@
     OpenAIReply                 the reply, whole or as server-sent events
     openai_routes               the routes
 
-Names, defaults, ranges and replies are those of mlx_lm.server 0.32.2. Ranges are narrower where a value would make
-logits infinite, fail while a token is sampled, or cost memory or time without bound. `null` means the same as no field,
-and unknown fields are ignored. docs/serve-differences.md lists the differences.
+Names, defaults and replies are those of mlx_lm.server 0.32.2; some ranges are narrower (bodies.py). `null` means the
+same as no field. docs/serve-differences.md lists the differences.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
+from runner.serve.bodies import (
+    MAX_MESSAGES,
+    Bias,
+    Checked,
+    Count,
+    Penalty,
+    Share,
+    StopWord,
+    Temperature,
+    TokenId,
+    Tokens,
+    body_schema,
+)
 from runner.serve.mlx_lm_border import get_system_fingerprint
 from runner.serve.options import ServeOptions
-from runner.serve.request import DEFAULT, ApiError, ModelNames, Penalties, PrefillProgress, Request, Sampling, Token
+from runner.serve.request import DEFAULT, ApiError, ModelNames, PrefillProgress, Request, Token
 from runner.serve.service import (
     Delta,
     ReplyStream,
@@ -38,12 +50,11 @@ from runner.serve.service import (
     while_connected,
 )
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 #: Below it, float16 cannot tell the likeliest token from the others.
 LEAST_TEMPERATURE = 1e-3
 #: Below it, logits become infinite in float16; 0 is no penalty.
 LEAST_REPETITION_PENALTY = 0.01
-#: Templates take time for each.
-MAX_MESSAGES = 10_000
 #: Stands for the logarithm of 0: JSON has no infinities.
 LEAST_LOGPROB = -9999.0
 #: Files that every repository with a model for mlx-lm has, as in mlx_lm.server.
@@ -57,10 +68,6 @@ NOT_OF_TEMPLATES = frozenset((
 ))  # fmt: skip
 
 # Bodies ---------------------------------------------------------------------------------------------------------------
-
-
-def _temperature(temperature: float) -> float:
-    return temperature if temperature >= LEAST_TEMPERATURE else 0.0
 
 
 def _repetition_penalty(penalty: float) -> float:
@@ -79,16 +86,6 @@ def _words(stop: Any) -> Any:
     return [stop] * bool(stop) if isinstance(stop, str) else stop
 
 
-Count = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[int, Field(ge=1, lt=2**31)]
-Share = Annotated[float, Field(ge=0, le=1)]
-#: Subtracted from a logit for each time that a token occurred.
-Penalty = Annotated[float, Field(ge=-100, le=100)]
-#: Added to a logit: -10,000 bans a token and 10,000 forces it, and both are finite in float16.
-Bias = Annotated[float, Field(ge=-10_000, le=10_000)]
-TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
-StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
-
 # These objects stay as they are, with all fields for the chat template; _check_message and _check_function check them.
 NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 TEXT = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
@@ -99,23 +96,19 @@ TOOL = {"type": "object", "properties": {"function": NAMED}, "required": ["funct
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
 Tool = Annotated[dict[str, Any], WithJsonSchema(TOOL)]
 
-Part = TypeVar("Part", Sampling, Penalties)
 
-
-class OpenAIBody(BaseModel):
-    """What both bodies have in common. Each makes its part of a Request in `_prompt`."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+class OpenAIBody(Checked):
+    """What both bodies have in common. Fields that a Request has too keep their names there."""
 
     model: str = DEFAULT
     adapters: str | None = None
     draft_model: str | None = DEFAULT
     num_draft_tokens: Annotated[int, Field(ge=0, le=64)] = 3
     stream: bool = False
-    stream_options: dict[str, bool] = {}
+    stream_options: dict[str, bool] = Field(default_factory=dict)
     max_tokens: Tokens = 512
     max_completion_tokens: Tokens | None = None
-    temperature: Annotated[float, Field(ge=0, le=10_000), AfterValidator(_temperature)] = 0.0
+    temperature: Annotated[Temperature, AfterValidator(lambda each: each if each >= LEAST_TEMPERATURE else 0.0)] = 0.0
     top_p: Share = 1.0
     top_k: Count = 0
     min_p: Share = 0.0
@@ -127,48 +120,34 @@ class OpenAIBody(BaseModel):
     presence_context_size: Count = 20
     frequency_penalty: Penalty = 0.0
     frequency_context_size: Count = 20
-    logit_bias: dict[TokenId, Bias] = {}
+    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=-1, le=11)] = -1
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     stop: Annotated[
         list[StopWord], Field(max_length=64), BeforeValidator(_words, json_schema_input_type=str | list[StopWord])
-    ] = []
+    ] = Field(default_factory=list)
     n: Literal[1] = 1
 
     @classmethod
     def read(cls, body: Mapping[str, Any], options: ServeOptions) -> Self:
-        """Check a body; `options` have the defaults. ApiError: a field is missing or wrong."""
+        """Check a body; defaults come from `options`. ApiError: a field is missing or wrong."""
         names = ("num_draft_tokens", "max_tokens", "top_p", "top_k", "min_p")
         defaults = {"temperature": options.temp, **{name: getattr(options, name) for name in names}}
-        # Only for a draft model null has a meaning: none.
+        # A null draft model means none; any other null means the default.
         given = {name: value for name, value in body.items() if value is not None or name == "draft_model"}
-        try:
-            return cls.model_validate({**defaults, **given})
-        except ValidationError as error:
-            raise ApiError.of_validation(error.errors()) from error
+        return cls.checked({**defaults, **given})
 
     def request(self, namespace: str) -> Request:
         """Return the Request of this body. ApiError: a message or a tool is wrong."""
-        return Request(
-            names=ModelNames(self.model, self.adapters, self.draft_model),
-            max_tokens=self.max_completion_tokens or self.max_tokens,
-            sampling=self._part(Sampling),
-            penalties=self._part(Penalties),
-            stop_words=self.stop,
-            num_draft_tokens=self.num_draft_tokens,
-            logprobs=self.logprobs,
-            top_logprobs=self.top_logprobs,
-            seed=self.seed,
-            namespace=namespace,
-            **self._prompt(),
-        )
-
-    def _part(self, kind: type[Part]) -> Part:
-        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
-
-    def _prompt(self) -> dict[str, Any]:
-        raise NotImplementedError
+        same = {field.name: getattr(self, field.name) for field in fields(Request) if hasattr(self, field.name)}
+        own = {
+            "names": ModelNames(self.model, self.adapters, self.draft_model),
+            "max_tokens": self.max_completion_tokens or self.max_tokens,
+            "stop_words": self.stop,
+            "namespace": namespace,
+        }
+        return Request(**{**same, **own})
 
 
 class CompletionBody(OpenAIBody):
@@ -179,29 +158,22 @@ class CompletionBody(OpenAIBody):
     echo: Literal[False] = False
     suffix: Literal[""] = ""
 
-    def _prompt(self) -> dict[str, Any]:
-        return {"prompt": self.prompt}
-
 
 class ChatBody(OpenAIBody):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    tools: list[Tool] = []
+    tools: list[Tool] = Field(default_factory=list)
     role_mapping: dict[str, Annotated[str, Field(max_length=1000)]] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_args)] = {}
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_args)] = Field(default_factory=dict)
 
-    def _prompt(self) -> dict[str, Any]:
+    def request(self, namespace: str) -> Request:
         for index, message in enumerate(self.messages):
             _check_message(message, f"messages.{index}")
         for index, tool in enumerate(self.tools):
             _check_function(tool, f"tools.{index}")
-        return {
-            "messages": self.messages,
-            "tools": self.tools or None,
-            "role_mapping": self.role_mapping,
-            "template_args": self.chat_template_kwargs or None,
-        }
+        request = super().request(namespace)
+        return replace(request, tools=self.tools or None, chat_template_kwargs=self.chat_template_kwargs or None)
 
 
 def _check_message(message: dict[str, Any], at: str) -> None:
@@ -237,7 +209,7 @@ def _require(holds: bool, param: str, wanted: str) -> None:
 
 @dataclass(frozen=True)
 class OpenAIReply:
-    """Writes one reply. `model` is the name in the request; `created_s`: since 1970."""
+    """Writes one reply. `model` is the name in the request; `created_s` counts from 1970."""
 
     reply: ServedReply
     request: Request
@@ -246,7 +218,7 @@ class OpenAIReply:
     created_s: int
 
     async def whole(self) -> dict[str, Any]:
-        """Wait for all of it. ApiError: it failed on the way."""
+        """Wait for the whole reply. ApiError: it failed."""
         deltas = [part async for part in self.reply if isinstance(part, Delta)]
         delta = Delta(
             "".join(delta.text for delta in deltas),
@@ -334,7 +306,7 @@ def _message(delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def list_models(served: str | None, downloaded: Sequence[str], only: str | None = None) -> dict[str, Any]:
-    """List the downloaded models and the served one, as mlx_lm.server does; `only`: just this repository."""
+    """List the downloaded models and the served one, as mlx_lm.server does. `only` selects one repository."""
     names = [repository for repository in downloaded if only in (None, repository)]
     if served:
         name = str(Path(served).resolve()) if Path(served).exists() else served
@@ -376,22 +348,22 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
         finally:
             reply.cancel()
 
-    @router.post("/v1/chat/completions", openapi_extra=_body_schema(ChatBody))
-    @router.post("/chat/completions", openapi_extra=_body_schema(ChatBody))
+    @router.post(CHAT, openapi_extra=body_schema(ChatBody, CHAT))
+    @router.post(CHAT.removeprefix("/v1"), openapi_extra=body_schema(ChatBody, CHAT))
     async def chat_completions(request: HttpRequest) -> Response:
         return await answer(request, ChatBody)
 
-    @router.post("/v1/completions", openapi_extra=_body_schema(CompletionBody))
+    @router.post(COMPLETIONS, openapi_extra=body_schema(CompletionBody, COMPLETIONS))
     async def completions(request: HttpRequest) -> Response:
         return await answer(request, CompletionBody)
 
-    # A model that one tenant has fetched later must not show to others.
+    # A tenant must not see the models that another tenant downloads later.
     at_start = downloaded_models() if options.namespace_by == "key" else None
 
     def listed(only: str | None = None) -> dict[str, Any]:
         return list_models(options.model, downloaded_models() if at_start is None else at_start, only)
 
-    # Reading the hub's cache takes time, so the next two run on a thread.
+    # Reading the hub's cache takes time: the next two are no coroutines, so they run on a thread.
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
         return listed()
@@ -405,8 +377,3 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
         return to_json({"status": "ok"}) if service.backend.is_healthy else to_json({"status": "unavailable"}, 503)
 
     return router
-
-
-def _body_schema(kind: type[OpenAIBody]) -> dict[str, Any]:
-    """What the OpenAPI document says of a route that reads its body itself."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}

@@ -84,10 +84,7 @@ def prompt_of(
         )
         require_images(messages, processor)
         tokens, segments, _, initial_state, vision = mlx_lm_border.tokenize(
-            SimpleNamespace(model_provider=provider),
-            tokenizer,
-            completion,
-            SimpleNamespace(chat_template_kwargs=request.template_args),
+            SimpleNamespace(model_provider=provider), tokenizer, completion, request
         )
     except Exception as error:  # Templates and tokenizers are foreign code, and may raise anything.
         raise ApiError(400, f"the prompt cannot be made: {type(error).__name__}: {error}") from error
@@ -95,7 +92,7 @@ def prompt_of(
         raise ApiError(400, "the prompt has no tokens; wanted at least one.", param="messages" if is_chat else "prompt")
     marks = {sum(map(len, segments[: count + 1])) for count in range(len(segments) - 1)}
     if with_marks and is_chat and tokenizer.has_chat_template:
-        kwargs = {**template_args, **(request.template_args or {})}
+        kwargs = {**template_args, **(request.chat_template_kwargs or {})}
         # Some templates take a conversation only as a whole. A place without a mark is at worst prefilled again.
         with suppress(Exception):
             marks |= _message_marks(tokens, tokenizer, messages, tools, kwargs)

@@ -41,31 +41,6 @@ class ModelNames:
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Arguments of mlx_lm.sample_utils.make_sampler."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-
-
-@dataclass(frozen=True)
-class Penalties:
-    """Arguments of mlx_lm.sample_utils.make_logits_processors."""
-
-    logit_bias: Mapping[int, float] | None = None
-    repetition_penalty: float = 0.0
-    repetition_context_size: int = 20
-    presence_penalty: float = 0.0
-    presence_context_size: int = 20
-    frequency_penalty: float = 0.0
-    frequency_context_size: int = 20
-
-
-@dataclass(frozen=True)
 class Request:
     """One reply to generate, checked as far as possible without a tokenizer.
 
@@ -73,7 +48,10 @@ class Request:
         prompt: of a text completion; None: a chat.
         messages: of a chat, in OpenAI's form, as mlx-lm's chat templates take them.
         marked_texts: checkpoints inside of messages: (index of the message, characters of its content before it).
-        seed: None: such requests draw from one common random stream.
+        chat_template_kwargs: arguments of the chat template, over those of the server.
+        temperature to xtc_threshold: for mlx_lm.sample_utils.make_sampler.
+        logit_bias to frequency_context_size: for mlx_lm.sample_utils.make_logits_processors.
+        seed: None: all such requests draw from one random stream.
     """
 
     names: ModelNames
@@ -82,10 +60,21 @@ class Request:
     messages: Sequence[dict[str, Any]] = ()
     tools: Sequence[dict[str, Any]] | None = None
     role_mapping: Mapping[str, str] | None = None
-    template_args: Mapping[str, Any] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
     marked_texts: Sequence[tuple[int, int]] = ()
-    sampling: Sampling = Sampling()
-    penalties: Penalties = Penalties()
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    logit_bias: Mapping[int, float] | None = None
+    repetition_penalty: float = 0.0
+    repetition_context_size: int = 20
+    presence_penalty: float = 0.0
+    presence_context_size: int = 20
+    frequency_penalty: float = 0.0
+    frequency_context_size: int = 20
     stop_words: Sequence[str] = ()
     num_draft_tokens: int = 3
     logprobs: bool = False

@@ -346,23 +346,22 @@ class ServedModel:
 
 def sampler_of(request: Request, tokenizer: Any, vocabulary_length: int) -> Sampler | None:
     """mlx-lm's sampler; None: the likeliest token. ApiError, ValueError: what mlx-lm would refuse at each token."""
-    sampling, length = request.sampling, vocabulary_length
-    if sampling.temperature == 0:
+    if request.temperature == 0:
         return None
-    if sampling.top_k >= length:
-        raise ApiError(400, f"top_k is {sampling.top_k}; wanted less than the {length} tokens there are.")
-    if sampling.xtc_probability > 0 and not 0 <= sampling.xtc_threshold <= 0.5:
-        raise ApiError(400, f"xtc_threshold is {sampling.xtc_threshold}; wanted 0 to 0.5.")
-    sampler: Sampler = mlx_lm_border.make_sampler(SimpleNamespace(sampling=sampling), tokenizer)
+    if request.top_k >= vocabulary_length:
+        raise ApiError(400, f"top_k is {request.top_k}; wanted less than the {vocabulary_length} tokens there are.")
+    if request.xtc_probability > 0 and not 0 <= request.xtc_threshold <= 0.5:
+        raise ApiError(400, f"xtc_threshold is {request.xtc_threshold}; wanted 0 to 0.5.")
+    sampler: Sampler = mlx_lm_border.make_sampler(SimpleNamespace(sampling=request), tokenizer)
     return sampler if request.seed is None else SeededSampler(sampler, request.seed)
 
 
 def processors_of(request: Request, vocabulary_length: int) -> Sequence[LogitsProcessor]:
     """mlx-lm's logits processors. ApiError, ValueError: an id that is no token, or a penalty that mlx-lm refuses."""
-    for token in request.penalties.logit_bias or ():
+    for token in request.logit_bias or ():
         if not 0 <= token < vocabulary_length:
             raise ApiError(400, f"logit_bias names token {token}; wanted 0 to {vocabulary_length - 1}.")
-    args = SimpleNamespace(logits=request.penalties)
+    args = SimpleNamespace(logits=request)
     processors: Sequence[LogitsProcessor] = mlx_lm_border.make_logits_processors(args)
     return processors
 

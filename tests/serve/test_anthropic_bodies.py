@@ -138,22 +138,21 @@ def test_tools_become_functions_unless_the_choice_is_none() -> None:
 
 
 def test_thinking_is_an_argument_of_the_chat_template_where_it_is_said() -> None:
-    assert asked(thinking={"type": "enabled", "budget_tokens": 1024}).template_args == {"enable_thinking": True}
-    assert asked(thinking={"type": "disabled"}).template_args == {"enable_thinking": False}
-    assert asked(thinking={"type": "adaptive"}).template_args is None
-    assert asked().template_args is None
+    assert asked(thinking={"type": "enabled", "budget_tokens": 1024}).chat_template_kwargs == {"enable_thinking": True}
+    assert asked(thinking={"type": "disabled"}).chat_template_kwargs == {"enable_thinking": False}
+    assert asked(thinking={"type": "adaptive"}).chat_template_kwargs is None
+    assert asked().chat_template_kwargs is None
 
 
 def test_sampling_is_the_bodys_and_else_the_servers() -> None:
     options = ServeOptions(temp=0.5, top_p=0.8, top_k=30, min_p=0.1, num_draft_tokens=5)
     mine = asked(options, temperature=1, top_p=0.9, top_k=40, stop_sequences=["END", "\n"])
     assert (mine.max_tokens, mine.stop_words, mine.namespace) == (16, ["END", "\n"], "ann")
-    sampling = mine.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 0.9, 40, 0.1)
-    sampling = asked(options, temperature=None).sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.8, 30, 0.1)
+    assert (mine.temperature, mine.top_p, mine.top_k, mine.min_p) == (1.0, 0.9, 40, 0.1)
+    mine = asked(options, temperature=None)
+    assert (mine.temperature, mine.top_p, mine.top_k, mine.min_p) == (0.5, 0.8, 30, 0.1)
     assert asked(options).num_draft_tokens == 5
-    assert asked(options, temperature=0).sampling.temperature == 0
+    assert asked(options, temperature=0).temperature == 0
 
 
 def test_names_of_anthropics_mean_the_servers_own_model() -> None:

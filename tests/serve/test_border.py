@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from runner.models.load import LoadedModel, load_model
 from runner.serve import mlx_lm_border
 from runner.serve.prompts import prompt_of
-from runner.serve.request import ApiError, ModelNames, Penalties, Request, Sampling
+from runner.serve.request import ApiError, ModelNames, Request
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -60,17 +61,18 @@ def test_a_name_has_the_parameters_that_the_server_gives(name: str, parameters: 
 
 def test_samplers_and_processors_are_made_of_a_requests_own_fields(tiny: LoadedModel) -> None:
     likeliest = mx.log(mx.array([[0.1, 0.2, 0.7]]))
-    for sampling in (Sampling(), Sampling(temperature=1.0, top_k=1)):
+    plain = Request(ModelNames(), 1)
+    for sampling in (plain, replace(plain, temperature=1.0, top_k=1)):
         sampler = mlx_lm_border.make_sampler(SimpleNamespace(sampling=sampling), tiny.tokenizer)
         assert sampler(likeliest).tolist() == [2]
-    penalties = Penalties(logit_bias={3: 5.0}, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5)
+    penalties = replace(plain, logit_bias={3: 5.0}, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5)
     made = mlx_lm_border.make_logits_processors(SimpleNamespace(logits=penalties))
     assert len(made) == 4
     logits = mx.ones((1, 4))
     for processor in made:
         logits = processor(mx.array([1, 1, 2]), logits)
     assert logits.tolist() == [[1.0, 0.5 - 1.0 - 1.0, 0.5 - 1.0 - 0.5, 6.0]]
-    assert mlx_lm_border.make_logits_processors(SimpleNamespace(logits=Penalties())) == []
+    assert mlx_lm_border.make_logits_processors(SimpleNamespace(logits=plain)) == []
 
 
 # Stops and states
@@ -134,7 +136,7 @@ def test_arguments_of_tool_calls_reach_the_template_as_objects(tiny: LoadedModel
 def test_the_requests_template_arguments_go_before_the_servers(tiny: LoadedModel) -> None:
     template = "{{ who }} {{ what }}"
     found = prompt_of(
-        asked(messages=MESSAGES, template_args={"who": "mine", "chat_template": template}),
+        asked(messages=MESSAGES, chat_template_kwargs={"who": "mine", "chat_template": template}),
         tiny.tokenizer,
         {"who": "server's", "what": "stays"},
     )
@@ -160,7 +162,7 @@ def test_the_system_prompts_end_is_marked_and_on_demand_each_messages(tiny: Load
         ({"messages": [{"role": "user", "content": 5}]}, "the prompt cannot be made"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "JSONDecodeError"),
         ({"prompt": ""}, "the prompt has no tokens"),
-        ({"messages": MESSAGES, "template_args": {"add_generation_prompt": False}}, "TypeError"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"add_generation_prompt": False}}, "TypeError"),
     ],
 )
 def test_what_cannot_be_made_is_the_requests_fault(tiny: LoadedModel, more: dict[str, Any], found: str) -> None:

@@ -19,7 +19,7 @@ from radixcache.observe.trace import FORMAT
 from runner.models.load import ModelError, load_model
 from runner.serve.models import Models, WarmFileError, read_warm_file
 from runner.serve.options import ServeOptions
-from runner.serve.request import ApiError, Ended, ModelNames, OpenRequest, Penalties, ReplyEvent, Request
+from runner.serve.request import ApiError, Ended, ModelNames, OpenRequest, ReplyEvent, Request
 from tests.serve.jobs import Waiting, alone, running
 
 SYSTEM = "You are a careful assistant, and you answer in rhyme. "
@@ -173,7 +173,7 @@ def test_an_adapter_changes_what_is_said_and_shares_nothing_with_the_model_alone
     folder, adapter = write_model(tmp_path / "model"), save_adapter(tmp_path / "adapter")
     with running(model=None) as thread:
         names = [ModelNames(str(folder), each, None) for each in (None, str(adapter), None)]
-        answers = [Waiting(thread, names=each, prompt=LONG, penalties=Penalties({1: -1e6})) for each in names]
+        answers = [Waiting(thread, names=each, prompt=LONG, logit_bias={1: -1e6}) for each in names]
         said = [answer.tokens for answer in answers]
         assert said[0] == said[2] != said[1]
         assert answers[1].record.cached_tokens == 0

@@ -9,7 +9,7 @@ import httpx2 as httpx
 import pytest
 
 from runner.serve.options import ServeOptions
-from runner.serve.request import ModelNames, Penalties, Request, Sampling
+from runner.serve.request import ModelNames, Request
 from tests.serve.openai_app import CHAT, TEXT, USER, openai_app, openai_client
 from tests.serve.scripted import ScriptedRuns, said
 
@@ -30,7 +30,7 @@ def asked_by(body: dict[str, Any], path: str = CHAT) -> Request:
 
 def test_what_a_body_leaves_open_or_null_is_as_the_server_was_started():
     wanted = Request(
-        ModelNames(), 33, messages=[USER], sampling=Sampling(0.5, 0.9, 7, 0.1), penalties=Penalties(logit_bias={}),
+        ModelNames(), 33, messages=[USER], temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, logit_bias={},
         stop_words=[], num_draft_tokens=4,
     )  # fmt: skip
     nulls = ("model", "max_tokens", "temperature", "top_k", "stop", "tools", "stream", "seed", "logit_bias", "n")
@@ -56,9 +56,10 @@ def test_every_field_of_a_chat_reaches_the_generation_thread():
     }  # fmt: skip
     assert asked_by(body) == Request(
         ModelNames("m", "a", "d"), 8, messages=messages, tools=[tool], role_mapping={"user": "U"},
-        template_args={"think": False}, sampling=Sampling(1.0, 0.5, 3, 0.0, 1.0, 0.2),
-        penalties=Penalties({5: -100.0}, 1.1, 5, -1.0, 6, 2.5, 7), stop_words=["x", "y"], num_draft_tokens=2,
-        logprobs=True, top_logprobs=3, seed=2**64 - 1,
+        chat_template_kwargs={"think": False}, temperature=1.0, top_p=0.5, top_k=3, min_p=0.0, xtc_probability=1.0,
+        xtc_threshold=0.2, logit_bias={5: -100.0}, repetition_penalty=1.1, repetition_context_size=5,
+        presence_penalty=-1.0, presence_context_size=6, frequency_penalty=2.5, frequency_context_size=7,
+        stop_words=["x", "y"], num_draft_tokens=2, logprobs=True, top_logprobs=3, seed=2**64 - 1,
     )  # fmt: skip
 
 
@@ -73,8 +74,8 @@ def test_a_stop_word_may_stand_alone_and_an_empty_one_is_none(stop, words):
 
 
 def test_a_temperature_that_float16_cannot_tell_from_greedy_is_greedy():
-    assert asked_by({"messages": [USER], "temperature": 1e-8}).sampling.temperature == 0
-    assert asked_by({"messages": [USER], "temperature": 1e-3}).sampling.temperature == 1e-3
+    assert asked_by({"messages": [USER], "temperature": 1e-8}).temperature == 0
+    assert asked_by({"messages": [USER], "temperature": 1e-3}).temperature == 1e-3
 
 
 def test_null_as_a_draft_model_is_none_and_no_draft_model_is_the_servers():

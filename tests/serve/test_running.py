@@ -20,12 +20,10 @@ from runner.serve.request import (
     Ended,
     ModelNames,
     OpenRequest,
-    Penalties,
     PrefillProgress,
     ReplyEvent,
     Request,
     RequestRecord,
-    Sampling,
     Started,
     Token,
 )
@@ -113,10 +111,12 @@ def test_a_seed_and_penalties_give_what_they_give_in_mlx_lm(tiny: LoadedModel, o
                 thread,
                 prompt=LONG,
                 seed=3,
-                sampling=Sampling(temperature=0.8, top_p=0.9),
-                penalties=Penalties(logit_bias={5: 2.0}, repetition_penalty=1.3),
+                temperature=0.8,
+                top_p=0.9,
+                logit_bias={5: 2.0},
+                repetition_penalty=1.3,
             )
-            beside = Waiting(thread, prompt=PROMPTS[1], sampling=Sampling(temperature=1.0))
+            beside = Waiting(thread, prompt=PROMPTS[1], temperature=1.0)
             assert (found.tokens, found.text) == expected
             beside.end()
 
@@ -207,7 +207,7 @@ def test_who_is_drawn_waits_for_those_that_run_and_those_behind_wait_for_it() ->
         held = threading.Event()
         thread.call(lambda _: held.wait())
         asked = [
-            Waiting(thread, max_tokens=count, penalties=Penalties({1: -1e6}), on_answer=note(name))
+            Waiting(thread, max_tokens=count, logit_bias={1: -1e6}, on_answer=note(name))
             for name, count in (("before", 30), ("alone", 20), ("behind", 1))
         ]
         held.set()

@@ -19,10 +19,8 @@ from runner.serve.request import (
     Failed,
     ModelNames,
     OpenRequest,
-    Penalties,
     PrefillProgress,
     ReplyEvent,
-    Sampling,
     Token,
 )
 from runner.serve.scheduler import Scheduler
@@ -97,7 +95,7 @@ def test_what_runs_may_end_before_the_thread_stops(tiny: LoadedModel) -> None:
 def test_what_is_not_through_by_then_ends_with_what_it_has(tiny: LoadedModel, options: dict[str, Any]) -> None:
     prompt = next(prompt for prompt in PROMPTS if len(alone(tiny, prompt, 60)[0]) == 60)
     with running(**options) as thread:
-        asked = [Waiting(thread, prompt=prompt, max_tokens=1 << 20, penalties=Penalties({1: -1e6})) for _ in range(2)]
+        asked = [Waiting(thread, prompt=prompt, max_tokens=1 << 20, logit_bias={1: -1e6}) for _ in range(2)]
         asked[0].until(Token)
         thread.stop(0)
         assert [waiting.record.outcome for waiting in asked] == ["cancelled", "cancelled"]
@@ -107,7 +105,7 @@ def test_what_is_not_through_by_then_ends_with_what_it_has(tiny: LoadedModel, op
 
 def test_a_second_stop_shortens_the_time() -> None:
     with running() as thread:
-        waiting = Waiting(thread, max_tokens=2000, penalties=Penalties({1: -1e6}))
+        waiting = Waiting(thread, max_tokens=2000, logit_bias={1: -1e6})
         waiting.until(Token)
         first = threading.Thread(target=thread.stop, args=(600,))
         first.start()
@@ -126,16 +124,16 @@ def test_a_second_stop_shortens_the_time() -> None:
     [
         ({"prompt": ""}, 400, "the prompt has no tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "Only 'text' content type"),
-        ({"messages": MESSAGES, "template_args": {"tokenize": 1}}, 400, "the prompt cannot be made: TypeError"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": 1}}, 400, "the prompt cannot be made: TypeError"),
         ({"prompt": "x" * 40_000}, 400, "the prompt has 40000 tokens; the model's context length is 32768 tokens."),
-        ({"sampling": Sampling(1.0, top_k=256)}, 400, "top_k is 256; wanted less than the 256 tokens there are."),
+        ({"temperature": 1.0, "top_k": 256}, 400, "top_k is 256; wanted less than the 256 tokens there are."),
         (
-            {"sampling": Sampling(1.0, xtc_probability=0.5, xtc_threshold=0.6)},
+            {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.6},
             400,
             "xtc_threshold is 0.6; wanted 0 to 0.5.",
         ),
-        ({"sampling": Sampling(1.0), "seed": -1}, 400, "seed is -1"),
-        ({"penalties": Penalties({256: 1.0})}, 400, "logit_bias names token 256; wanted 0 to 255."),
+        ({"temperature": 1.0, "seed": -1}, 400, "seed is -1"),
+        ({"logit_bias": {256: 1.0}}, 400, "logit_bias names token 256; wanted 0 to 255."),
         ({"names": ModelNames("nothing")}, 404, "model 'nothing': no such folder."),
         ({"names": ModelNames(draft="tiny:nothing")}, 404, "model tiny:nothing: no such kind."),
     ],
@@ -163,7 +161,7 @@ def test_a_prompt_beyond_the_budget_fails_with_both_sizes_and_the_next_one_is_an
 
 def test_a_reply_that_the_budget_cannot_hold_ends_with_what_it_has() -> None:
     with running(budget_bytes=600_000) as thread:
-        waiting = Waiting(thread, max_tokens=4000, penalties=Penalties({1: -1e6}))
+        waiting = Waiting(thread, max_tokens=4000, logit_bias={1: -1e6})
         assert waiting.record.outcome == "length"
         assert 10 < waiting.record.completion_tokens < 4000
         assert "the budget of 600000" in str(waiting.record.note)
