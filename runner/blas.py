@@ -7,6 +7,7 @@ call is harmless.
 """
 
 import ctypes
+import os
 import sys
 from importlib import metadata
 
@@ -31,3 +32,16 @@ def load_openblas(library: str = LIBRARY) -> str | None:
         installed = {package.metadata["Name"] for package in metadata.distributions()}
         return ADVICE if installed.isdisjoint(CUDA_PACKAGES) else None
     return None
+
+
+def blas_name() -> str:
+    """The library that multiplies matrices on the CPU, with the version and the kernel that OpenBLAS states."""
+    if sys.platform == "darwin":
+        return "Accelerate"
+    try:
+        loaded = ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return "MLX's own, slow in float32"
+    describe = loaded.openblas_get_config
+    describe.restype = ctypes.c_char_p
+    return str(describe().decode())

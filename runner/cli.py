@@ -19,10 +19,11 @@ import typer
 from radixcache import __version__
 from radixcache.errors import PolicyError
 from runner.commands.advise import advise
+from runner.commands.doctor import doctor
 from runner.commands.explain import explain
 from runner.commands.inputs import CONVERSATIONS, TRACES
 from runner.commands.mrc import mrc
-from runner.commands.outputs import EXIT_INTERRUPTED, EXIT_USAGE, UsageError, discard_stdout, say
+from runner.commands.outputs import EXIT_INTERRUPTED, EXIT_USAGE, UsageError, discard_stdout, require, say
 from runner.commands.replay import replay
 from runner.commands.serve import serve
 from runner.commands.simulate import simulate
@@ -110,25 +111,35 @@ def _complain(message: str) -> int:
     return EXIT_USAGE
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(context: typer.Context, is_asked: bool) -> None:
+    if not is_asked:
+        return
+    if context.params["verbose"]:
+        from runner.commands.version import version_report
+
+        print(version_report())
+    else:
         print(f"radixcache {__version__}")
-        raise typer.Exit
+    raise typer.Exit
 
 
 @app.callback()
 def radixcache(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, help="Print the version.")] = False,
+    verbose: Annotated[
+        # Eager: read before --version, wherever it stands.
+        bool,
+        typer.Option("--verbose", is_eager=True, help="With --version: add packages, system and device, for an issue."),
     ] = False,
 ) -> None:
     """A prefix cache for MLX language models, and tools that show what it saves."""
+    require(not verbose, "--verbose goes with --version.")
 
 
 for command in (simulate, mrc, advise):
     app.command(epilog=TRACES)(command)
 for command in (tree, explain, replay):
     app.command(epilog=CONVERSATIONS)(command)
-for command in (synth, serve):
+for command in (synth, serve, doctor):
     app.command()(command)
 app.add_typer(store)
