@@ -1,4 +1,4 @@
-"""Eviction policies: which entry goes first. Numbers in, a choice out; no arrays, no clock, no MLX."""
+"""Eviction policies: which entry goes first. They use numbers only: no arrays, no clock, no MLX."""
 
 from __future__ import annotations
 
@@ -15,19 +15,15 @@ from policies.belady import Belady, BeladyBypass
 from policies.benefit import Benefit
 from policies.cost import CostModel
 from policies.entry import Entry
-from policies.fifo import FIFO
-from policies.gdsf import GDSF
-from policies.lfu import LFU
-from policies.lfuda import LFUDA
-from policies.lru import LRU
+from policies.gdsf import GDSF, LFUDA
 from policies.marconi import Marconi
 from policies.ordered import OrderedPolicy
-from policies.priority import Priority
 from policies.protocol import EvictionPolicy
 from policies.random_choice import Random
 from policies.s3fifo import S3FIFO
 from policies.sieve import SIEVE
 from policies.slru import SLRU
+from policies.static import FIFO, LFU, LRU, Priority
 from policies.t_lru import TLRU
 from policies.ttl import TTL
 from policies.turn import Turn
@@ -52,7 +48,7 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "turn": Turn,
 }
 
-#: Bounds for a simulator, made from a function that says when an entry's last key is used next.
+#: Upper bounds for a simulator. Each takes a function that tells when an entry's last key is used next.
 OFFLINE_POLICIES: dict[str, Callable[[Callable[[Entry], float]], EvictionPolicy]] = {
     "belady": Belady,
     "belady-bypass": BeladyBypass,
@@ -65,7 +61,7 @@ def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
     Python searches the module as usual, then in the working directory; the class takes no arguments.
 
     Raises:
-        ValueError: an unknown name or class, making it failed, or it lacks methods of EvictionPolicy. One line.
+        ValueError: the name is unknown, the class cannot be made, or a method of EvictionPolicy is missing.
     """
     if isinstance(policy, str):
         if ":" in policy:
@@ -98,7 +94,7 @@ def _imported(path: str) -> EvictionPolicy:
 
 
 def _module(name: str) -> ModuleType:
-    """Import a module, from the working directory if need be, which an installed program does not search."""
+    """Import a module. An installed program does not search the working directory, so search it as well."""
     top = name.partition(".")[0]
     if top not in sys.modules and find_spec(top) is None and PathFinder.find_spec(top, [os.getcwd()]) is not None:
         sys.path.append(os.getcwd())
@@ -106,7 +102,6 @@ def _module(name: str) -> ModuleType:
 
 
 def _missing(policy: object) -> list[str]:
-    """The methods that a policy lacks."""
     missing = [hook for hook in HOOKS if not callable(getattr(policy, hook, None))]
     leaves_key = isinstance(policy, OrderedPolicy) and type(policy).key is OrderedPolicy.key
     return [*missing, "key"] if leaves_key else missing

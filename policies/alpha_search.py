@@ -1,9 +1,9 @@
 """AlphaSearch: find the weight that would have chosen the best victims in a bootstrap window.
 
 Marconi's authors replay the window's requests at each weight. A policy sees no requests, so each decision records the
-victim that every weight on a grid names. A victim that is used again before the window ends was a mistake; it costs its
-prefill per freed byte. A touch shows this for entries that stayed, a ghost for evicted ones. The first half of the
-window records decisions; the whole window is watched. The weight with the least cost wins, the smallest of equals.
+victim of every weight on a grid. If a victim is used again before the window ends, its weight pays the victim's prefill
+per freed byte. A touch shows the use of an entry that stayed, a ghost the use of an evicted one. Decisions are recorded
+in the first half of the window, uses in all of it. The weight with the least cost wins, the smallest of equals.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AlphaSearch:
 
     def split(self, upper: Entry, lower: Entry) -> None:
         if (waiting := self._waiting.pop(upper.entry_id, None)) is not None:
-            self._waiting[lower.entry_id] = waiting  # It is about the last key.
+            self._waiting[lower.entry_id] = waiting  # A victim is a last key.
 
     def merged(self, gone: Entry, into: Entry) -> None:
         self._waiting.pop(gone.entry_id, None)

@@ -2,12 +2,12 @@
 
 Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. T1 holds keys used once, T2
 keys used again, B1 and B2 the ghosts evicted from them; c is the capacity, p the target size of T1. A new key with a
-ghost in B1 raises p by max(1, |B2| / |B1|), one in B2 lowers p by max(1, |B1| / |B2|); both keys join T2. The victim is
-the oldest key of T1 if |T1| > p, or if |T1| = p and the new key's ghost was in B2; else the oldest of T2.
+ghost in B1 raises p by max(1, |B2| / |B1|), a new key with a ghost in B2 lowers p by max(1, |B1| / |B2|); both join T2.
+The victim is the oldest key of T1 if |T1| > p, or if |T1| = p and the new key's ghost was in B2; else the oldest of T2.
 |T1| + |B1| <= c, and all four together <= 2 c.
 
-ARC moves p before it chooses. A cache that makes room before it adds uses the p of the request before. On a tree, keys
-that may not go are passed over; ghosts are digests of prefixes. O(log n) per operation.
+ARC moves p before it chooses. If a cache makes room before it adds, it uses the p of the request before. On a tree, the
+policy passes over keys that may not go, and ghosts are digests of prefixes. O(log n) per operation.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ARC(RunPolicy):
         return known
 
     def _advance(self, tick: int) -> None:
-        if tick > self._now:  # Only now, so that no key of a request drives out the ghost of the next one.
+        if tick > self._now:  # Not earlier: a key must not push out the ghost that the request's next key meets.
             self._trim()
         super()._advance(tick)
 

@@ -1,4 +1,4 @@
-"""Belady: the entry used again furthest in the future goes first, the deepest on ties. Needs to know the future.
+"""Belady: the entry used again furthest in the future goes first, the deepest on ties. It knows the future.
 
 Key (-next use of the entry's last key, -end, last_used). Source: Belady, "A study of replacement algorithms for a
 virtual-storage computer", IBM Systems Journal 5(2), 1966. O(log n) per operation, with one look into the future.
@@ -20,7 +20,7 @@ from policies.ordered import Key, OrderedPolicy
 
 
 class Belady(OrderedPolicy):
-    """Furthest next use first. `next_use` says when an entry's last key is used next; infinity: never."""
+    """Furthest next use first. `next_use` tells when an entry's last key is used next; infinity: never."""
 
     bypass: ClassVar[bool] = False
     #: The keys of one edge have different next uses.
@@ -33,7 +33,7 @@ class Belady(OrderedPolicy):
     def key(self, entry: Entry) -> Key:
         return (-self._next_use(entry), -entry.end, entry.last_used)
 
-    # Only evictable entries have a key. A use makes an entry unevictable or touches it, so the key stays right.
+    # Only evictable entries have a key. Any use touches an entry or makes it unevictable, so the key stays right.
 
     def inserted(self, entry: Entry) -> None:
         pass

@@ -2,12 +2,12 @@
 
     worth = prefill cost that the entry saves when used / bytes it frees * expected uses per tick
 
-The last factor is Turn's. An entry saves the cost of its edge. A checkpoint, and a leaf with one, saves the cost since
-the previous checkpoint. The quotient is rounded to half octaves so that entries of one queue share it. Where all bytes
-cost the same to compute, the order is Turn's.
+Turn gives the last factor. An entry saves the cost of its edge; a checkpoint, or a leaf with one, saves the cost since
+the previous checkpoint. The quotient is rounded to half octaves, and each queue has one quotient. If all bytes cost the
+same to compute, the order is Turn's.
 
-Bytes and checkpoints change without a hook, so each victim and everything filed since the last victim is weighed again.
-Complexity as Turn, plus O(depth in nodes) for an entry with a checkpoint.
+Bytes and checkpoints change without a hook, so the policy weighs each victim again, and each entry filed since the last
+victim. Complexity as Turn, plus O(depth in nodes) for an entry with a checkpoint.
 """
 
 from __future__ import annotations

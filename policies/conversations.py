@@ -1,6 +1,6 @@
-"""Conversations as a policy sees them: who used entries last, how large a turn is, what continuations leave behind.
+"""Conversations as Turn sees them: the last user of entries, the size of a turn, the ends that continuations cut off.
 
-Sizes are compared with the typical first turn, so keys may be tokens or blocks and ticks of any length.
+Sizes are in units of the typical first turn, so keys may be tokens or blocks, and ticks may have any length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIRST_TURNS = 512
 class Request:
     """The last user of some entries: a request, or for a checkpoint its own last use.
 
-    A request is settled, when the next one comes: then its class is known, and whether it continues `previous`.
+    A request is settled when the next one comes: then its class is known, and whether it continues `previous`.
 
     Attributes:
         start, end: the request added [start, end).
@@ -37,11 +37,12 @@ class Request:
         holds: entries that no later request used, by id.
         passed: the entries that it found stored; empty once it is settled.
         previous: the last user of the deepest entry that it found, until it is settled.
-        takes_up, reaches_end: it found half of what `previous` added, or all that is left of that.
+        takes_up: it found half of what `previous` added.
+        reaches_end: it found all that is still stored of what `previous` added.
         found_alone: no other request branched off where it left the stored path.
         is_trusted: the caller gave its turn, or the turn follows from one that the caller gave.
         is_claimed: it is the `previous` of a request that is not settled.
-        is_spent: a later request continues it and left its remaining entries behind.
+        is_spent: a later request continues it without its remaining entries.
     """
 
     tick: int
@@ -94,7 +95,7 @@ class Sizes:
         return 2.0 ** (self._log_sum / self._weight) if self._weight else 1.0
 
     def _note_found(self, start: int) -> None:
-        """Remember how much the last first turns found stored: a prefix that all share is no branch."""
+        """Remember how much recent first turns found stored: a prefix that all of them share is no branch."""
         self._found.append(start)
         self._found_order.add(start)
         if len(self._found) > FIRST_TURNS:
@@ -102,7 +103,7 @@ class Sizes:
 
 
 class Ends:
-    """Tell whether the end of a prompt is worth nothing: continuations cut it off, and trimming takes no more."""
+    """Tell whether the end of a prompt has no worth: continuations cut it off, and one eviction takes no more."""
 
     def __init__(self) -> None:
         self._cut_off_keys: float | None = None
@@ -113,7 +114,7 @@ class Ends:
         return bool(self._cut_off_keys and self._cut_keys and self._cut_keys < 1.5 * self._cut_off_keys)
 
     def cut_off(self, keys: int | None) -> None:
-        """A continuation left this many keys of its predecessor's end behind; None: the end was gone before."""
+        """A continuation cut this many keys off its predecessor's end; None: the end was evicted before."""
         if keys is not None:
             self._cut_off_keys = _average(self._cut_off_keys, keys)
 

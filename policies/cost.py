@@ -1,7 +1,7 @@
-"""CostModel: what prefilling a span costs, as a pure function of its position.
+"""CostModel: the cost of prefilling a span, as a pure function of its position.
 
-Prefill of a token costs a constant for the weights, and a share that grows with its position for attention. The
-coefficients are fixed, so two replays of a trace make the same decisions on any machine.
+A token costs a constant for the weights, plus attention, which grows with its position. The coefficients are fixed, so
+two replays of a trace make the same decisions on any machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Entry: what an eviction policy sees of one piece of state. The cache writes the fields, a policy reads them.
+"""Entry: one piece of state as an eviction policy sees it. The cache writes the fields; a policy reads them.
 
 A tree node has up to two entries. The *span* entry is the edge; it can go while the node is a leaf and takes the node's
 checkpoint along. The *checkpoint* entry is the point state at the node's end; it can go while the node has exactly one
@@ -30,7 +30,7 @@ class Entry:
         uses: 1 at creation, plus 1 for each request that used it.
         priority: the largest priority of the requests that used it.
         turn, kind: of the request, as given to begin(); None and "" if unknown. Turns count from 1.
-        digest_of, digests_of: where `digest` and `digests` come from.
+        digest_of, digests_of: compute `digest` and `digests`.
     """
 
     entry_id: int

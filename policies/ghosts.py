@@ -1,8 +1,8 @@
-"""Ghosts: digests of what was evicted not long ago.
+"""Ghosts: digests of recently evicted keys.
 
-A ghost is a run of keys that went in one piece: the digest of the prefix that ends with the run, and its length. A new
-edge meets a ghost when it spells all of it. Digests are computed only where some ghost ends. Everything is O(1)
-amortised, except `meet`: O(keys of the edge) or O(ends of ghosts), whichever is less.
+A ghost is a run of keys that were evicted together: the digest of the prefix up to its end, and its length. A new edge
+meets a ghost if it contains all of these keys. Digests are computed only at the ends of ghosts. O(1) amortised; `meet`
+is O(keys of the edge) or O(ends of ghosts), whichever is less.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Ghosts:
         return tokens
 
     def meet(self, entry: Entry) -> list[tuple[int, bytes]]:
-        """Ends and digests, ascending, of the ghosts that a new entry spells."""
+        """Ends and digests, ascending, of the ghosts that a new entry contains."""
         first = entry.start + 1 if entry.state == "span" else entry.end
         if len(self._ends) < entry.end - first:
             ends = sorted(end for end in self._ends if first <= end <= entry.end)

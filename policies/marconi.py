@@ -4,10 +4,10 @@ Source: Pan et al., "Marconi: prefix caching for the era of hybrid LLMs", MLSys 
 candidate is minmax(1 / age) + alpha * minmax(cost / bytes), both terms scaled to 0..1 over the candidates; the smallest
 value goes first. Candidates are leaves and the checkpoints of single-child nodes.
 
-The order of two entries changes as they age, so no sorted list holds it. A victim is the worst of at most `candidates`
-entries, one drawn from each of as many equal slices of the LRU order. O(candidates * log n) per victim, O(log n) per
+The order of two entries changes as they age, so a sorted list cannot hold it. A victim is the worst of at most
+`candidates` entries, drawn one each from equal slices of the LRU order. O(candidates * log n) per victim, O(log n) per
 other operation. On an edge of many keys `cost / bytes` is the mean. If all entries save the same per byte, this is LRU
-among the candidates. Unless given, alpha is 0 for the first `bootstrap` victims and then learnt (see AlphaSearch).
+among the candidates. A learnt alpha is 0 for the first `bootstrap` victims (see AlphaSearch).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OrderedPolicy: base of the policies whose order is a static key that only a touch changes.
+"""OrderedPolicy: base of the policies that order entries by a key, which only a touch changes.
 
 The evictable entries stand in a SortedList of (key, entry_id). Every hook is O(log n), `victim` is O(1).
 

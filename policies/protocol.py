@@ -1,19 +1,19 @@
-"""EvictionPolicy: what the cache tells a policy, and the one question it asks.
+"""EvictionPolicy: the hooks that the cache calls, and the one question that it asks.
 
 The cache decides which entries *may* go; a policy orders them. Every entry is announced once with `inserted`, may then
 be touched, split and merged, and leaves with `evicted` or as the first argument of `merged`. The hooks of one request
-come deepest node first. Ticks grow from request to request, but with several open sessions, what a request adds may be
-announced after hooks of later requests. An entry's bytes, children and has_checkpoint change without a hook; so do
-start, cost and parent of a checkpoint whose node is split or merged.
+come deepest node first. Ticks grow from request to request, but with several open sessions a request's new entries may
+be announced after hooks of later requests. No hook tells of a change of an entry's bytes, children or has_checkpoint,
+or of start, cost and parent of a checkpoint whose node is split or merged.
 
 Three attributes are optional:
 
 - `ranks_whole_edges` (default True): the victim stays the victim while its tail is cut key by key, so the cache may cut
   as much as it needs at once. False: the cache asks again after each step.
 - `bypass` (default False): an offline bound that may also refuse what the present request has added.
-- `pass_over(entry, cuts)`: the victim's tail is about to be cut at these offsets in turn, the deepest first. Return how
-  many of the cuts leave `entry` the victim, never counting the last, and record those cuts; the policy does not hear of
-  them otherwise. Called only where the keys of an edge cost the same.
+- `pass_over(entry, cuts)`: the cache is about to cut the victim's tail at these offsets in turn, the deepest first.
+  Record the cuts after which `entry` is still the victim, never the last one, and return their number; no other hook
+  tells of them. Called only if the keys of an edge cost the same.
 """
 
 from __future__ import annotations

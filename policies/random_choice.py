@@ -1,7 +1,7 @@
-"""Random: any evictable entry, all equally likely, from a seed. A baseline without LRU's cliff on cyclic scans.
+"""Random: any evictable entry, all equally likely, from a seed. On cyclic scans it loses no hits at once, as LRU does.
 
 O(log n) per operation. The draw is an index into the evictable entries in the order (created, -end). There is one draw
-per eviction, so the same traffic gives the same victims, however often the cache asks.
+per eviction, so the same traffic gives the same victims, however often the cache asks for one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""ReuseModel: learn how soon something of a class is used again, and from that what it is worth to hold it.
+"""ReuseModel: learn how soon entries of a class are used again, and from that the worth of holding one.
 
 A class is what is known about a use when it happens ("second turn, small growth"). The prior gives each class a
 probability of another use, and a lognormal interval around one common median. The model learns the common median in
-ticks, and for each class how much more or less often it is used again than the prior says. What is evicted before its
-next use counts as watched up to then, so an eviction teaches nothing wrong.
+ticks, and for each class the ratio of observed to expected uses. An evicted entry counts as watched until its eviction.
 
 The worth of an age is the Gittins index: the most uses per tick of room that any plan "hold it until age s" can expect.
 Source: Gittins, J. R. Stat. Soc. B 41 (1979); as hit density in a cache: Beckmann et al., LHD, NSDI 2018.
@@ -42,7 +41,7 @@ class _Learnt:
 
 
 class ReuseModel:
-    """What it is worth to hold something, by its class and the ticks since its last use."""
+    """The worth of holding an entry, by its class and the ticks since its last use."""
 
     def __init__(self) -> None:
         self._classes: dict[Hashable, _Learnt] = {}
@@ -61,21 +60,24 @@ class ReuseModel:
                 self._classes[key].worth = self._worth(self._classes[key], 1.0)
 
     def value(self, key: Hashable, age_ticks: int) -> float:
-        """Expected uses per tick of what was last used `age_ticks` ago; 0 before the warm-up."""
+        """Expected uses per tick, `age_ticks` after the last use; 0 before the warm-up."""
         return self._classes[key].worth[_bin(age_ticks)]
 
     def used_again(self, key: Hashable, age_ticks: int) -> None:
-        self._watch(key, age_ticks)
+        self.lost_sight(key, age_ticks)
         self._classes[key].used[_bin(age_ticks)] += 1.0
         if not self.is_warm:
             self._intervals.append(max(1, age_ticks))
 
     def lost_sight(self, key: Hashable, age_ticks: int) -> None:
         """Something of this class was evicted at this age without another use."""
-        self._watch(key, age_ticks)
+        last, watched = _bin(age_ticks), self._classes[key].watched
+        for index in range(last):
+            watched[index] += 1.0
+        watched[last] += 0.5
 
     def rebuild(self, watching: Iterable[tuple[Hashable, int]], uses: int) -> None:
-        """Compute the worths again, from class and age of all that waits, `uses` uses after the last call."""
+        """Compute all worths again. `watching`: class and age of all that waits. `uses`: since the last call."""
         if not self.is_warm:
             if len(self._intervals) < WARM_UP_INTERVALS:
                 return
@@ -92,13 +94,6 @@ class ReuseModel:
         for learnt, watched in seen.values():
             hazards = _hazards(learnt.probability, learnt.stretch * self.median_ticks, 0.0)
             learnt.worth = self._worth(learnt, _ratio(learnt.used, watched, hazards))
-
-    def _watch(self, key: Hashable, age_ticks: int) -> None:
-        last = _bin(age_ticks)
-        watched = self._classes[key].watched
-        for index in range(last):
-            watched[index] += 1.0
-        watched[last] += 0.5
 
     def _fade(self, factor: float) -> None:
         for learnt in self._classes.values():
@@ -144,7 +139,7 @@ def _hazards(probability: float, median_ticks: float, stray_share: float) -> Seq
 
 
 def _add_watched(watched: list[float], counts: list[float]) -> None:
-    """Add what waits: half a watch in its own bin, a whole one in each bin before."""
+    """Add the entries that wait: half a watch in an entry's bin, a whole one in each bin before."""
     older = 0.0
     for index in reversed(range(BIN_COUNT)):
         watched[index] += older + 0.5 * counts[index]
@@ -152,7 +147,7 @@ def _add_watched(watched: list[float], counts: list[float]) -> None:
 
 
 def _ratio(used: list[float], watched: list[float], hazards: Sequence[float]) -> float:
-    """How much more often a class was used again than its prior says, drawn towards 1."""
+    """Observed uses of a class over the uses that its prior expects, drawn towards 1."""
     expected = sum(each * hazard for each, hazard in zip(watched, hazards, strict=True) if each)
     return (sum(used) + PRIOR_USES) / (expected + PRIOR_USES)
 
@@ -178,7 +173,5 @@ def _gittins(hazards: list[float], first: int, last: int) -> float:
         uses += alive * hazard
         room += alive * width * (1.0 - hazard / 2.0)
         alive *= 1.0 - hazard
-        rate = uses / room
-        if rate > best:
-            best = rate
+        best = max(best, uses / room)
     return best

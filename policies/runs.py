@@ -1,24 +1,22 @@
-"""RunPolicy: base of the queue policies, which know something about each key and move one key at a time.
+"""RunPolicy: base of the queue policies, which know each key and move one key at a time.
 
-An entry stands for many keys, of which only the last may go. A run is adjacent keys with the same queue, place and
-marks. A queue holds the last run of each evictable entry, at (place, -end): of keys that came together the deepest is
-the oldest. An entry that is not evictable is in no queue and is passed over. So an edge of n keys goes through the same
-states as n nodes.
+An entry stands for many keys; only its last key may go. A run is adjacent keys with the same queue, place and marks.
+A queue holds the last run of each evictable entry, at (place, -end): of keys that came together the deepest is the
+oldest. An entry that is not evictable is in no queue. So an edge of n keys goes through the same states as n nodes.
 
 Sizes are in keys: a queue's `tokens` counts all its keys, evictable or not; a checkpoint counts as one key. The
-capacity is learnt: the keys held at the first victim of a request, without the request's own new keys while those may
-not go.
+capacity is the number of keys stored at the first victim of a request, without the request's own guarded keys.
 
   RU1  The runs of an entry have at least one key each, and together as many keys as the entry.
   RU2  `_filed[id]` says where an evictable entry's last run stands; nothing else is in a queue.
   RU3  `tokens[q]` is the sum over all runs in queue q.
 
-O(log n) per operation, plus the runs of the edge; a victim costs what it takes to pass over marks.
+O(log n) per operation, plus the runs of the edge; a victim takes O(log n) more for each mark that it clears.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from sortedcontainers import SortedList
@@ -36,9 +34,6 @@ class Run:
     queue: int
     place: float
     marks: int = 0
-
-    def continues(self, other: Run) -> bool:
-        return (self.queue, self.place, self.marks) == (other.queue, other.place, other.marks)
 
 
 def key_count(entry: Entry) -> int:
@@ -78,11 +73,11 @@ class RunPolicy:
         raise NotImplementedError(f"{type(self).__name__} must define use(run, entry).")
 
     def choose(self) -> Entry:
-        """The victim; called when something is evictable, at most once between two hooks."""
+        """The victim. Called only if an entry is evictable, and once between two hooks."""
         raise NotImplementedError(f"{type(self).__name__} must define choose().")
 
     def lost(self, entry: Entry, runs: list[Run]) -> None:
-        """A victim, or its tail, goes; its runs no longer count."""
+        """A victim or its tail goes; `tokens` no longer counts its runs."""
 
     # Hooks
 
@@ -110,7 +105,7 @@ class RunPolicy:
             self.tokens[run.queue] -= run.tokens
             self.use(run, entry)
             self.tokens[run.queue] += run.tokens
-        self._runs[entry.entry_id] = _joined(runs)
+        self._runs[entry.entry_id] = joined(runs)
         if filed:
             self._file(entry)
 
@@ -118,8 +113,7 @@ class RunPolicy:
         self._answer = None
         old, new = (upper, lower) if upper.entry_id in self._runs else (lower, upper)
         filed = self._unfile(old)
-        above, below = _cut(self._runs[old.entry_id], lower.end - lower.start)
-        self._runs[upper.entry_id], self._runs[lower.entry_id] = above, below
+        self._runs[upper.entry_id], self._runs[lower.entry_id] = cut(self._runs[old.entry_id], lower.tokens)
         self._entries[new.entry_id] = new
         if old.entry_id in self._chosen:
             self._chosen.add(new.entry_id)
@@ -131,7 +125,7 @@ class RunPolicy:
         self._forget(gone)
         self._chosen.discard(gone.entry_id)
         filed = self._unfile(into)
-        self._runs[into.entry_id] = _joined(self._runs.pop(gone.entry_id) + self._runs[into.entry_id])
+        self._runs[into.entry_id] = joined(self._runs.pop(gone.entry_id) + self._runs[into.entry_id])
         if filed:
             self._file(into)
 
@@ -186,7 +180,7 @@ class RunPolicy:
     # For subclasses
 
     def counted(self, queue: int) -> int:
-        """Keys in a queue, without those that the present request has added."""
+        """Keys in a queue, without the guarded ones that the present request has added."""
         return self.tokens[queue] - (self._fresh[queue] if self.is_serving else 0)
 
     @property
@@ -195,7 +189,6 @@ class RunPolicy:
         return self._newest is not None and self._newest.entry_id not in self._evictable
 
     def oldest(self, queue: int) -> Entry | None:
-        """The evictable entry that is first in a queue."""
         return self._entries[self._queues[queue][0][2]] if self._queues[queue] else None
 
     def last_key(self, entry: Entry) -> Run:
@@ -242,26 +235,27 @@ class RunPolicy:
         return filed is not None
 
 
-def _joined(runs: list[Run]) -> list[Run]:
-    """Join equal neighbours."""
-    joined = runs[:1]
+def joined(runs: list[Run]) -> list[Run]:
+    """Join neighbours that differ in length only. The runs themselves do not change."""
+    found = runs[:1]
     for run in runs[1:]:
-        if run.continues(joined[-1]):
-            joined[-1].tokens += run.tokens
+        last = found[-1]
+        if (run.queue, run.place, run.marks) == (last.queue, last.place, last.marks):
+            found[-1] = replace(last, tokens=last.tokens + run.tokens)
         else:
-            joined.append(run)
-    return joined
+            found.append(run)
+    return found
 
 
-def _cut(runs: list[Run], below_tokens: int) -> tuple[list[Run], list[Run]]:
-    """Cut off the last `below_tokens` keys."""
+def cut(runs: list[Run], below_tokens: int) -> tuple[list[Run], list[Run]]:
+    """Cut off the last `below_tokens` keys. The runs themselves do not change."""
     above = list(runs)
     below: list[Run] = []
     while below_tokens > 0:
         run = above.pop()
         if run.tokens > below_tokens:
-            above.append(Run(run.tokens - below_tokens, run.queue, run.place, run.marks))
-            run = Run(below_tokens, run.queue, run.place, run.marks)
+            above.append(replace(run, tokens=run.tokens - below_tokens))
+            run = replace(run, tokens=below_tokens)
         below.insert(0, run)
         below_tokens -= run.tokens
     return above, below

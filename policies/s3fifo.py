@@ -2,12 +2,12 @@
 
 Source: Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023. New keys join the
 small queue, a tenth of the capacity; keys with a ghost join the main queue. The victim is the oldest key of the small
-queue if that has its tenth, else of the main queue. A key used twice moves from the small to the main queue instead; a
+queue if that queue is full, else of the main queue. A key used twice moves from the small to the main queue instead; a
 used key of the main queue joins its end again with one use less. Uses count up to three. Ghosts stand for as many keys
 as the main queue's share of the capacity.
 
-Keys that came before the first victim fill the small queue up to its tenth, then the main queue. On a tree, keys that
-may not go are passed over; ghosts are digests of prefixes. O(log n) per operation, amortised.
+Keys that came before the first victim fill the small queue, then the main queue. On a tree, the policy passes over keys
+that may not go, and ghosts are digests of prefixes. O(log n) per operation, amortised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from policies.runs import Run, RunPolicy, key_count
 
 SMALL, MAIN = 0, 1
 MOST_MARKS = 3
-#: More than will ever be moved: places are numbered by request, then by move.
+#: More moves than ever happen: places are numbered by request, then by move.
 MOST_MOVES = 1 << 60
 
 
@@ -92,7 +92,7 @@ class S3FIFO(RunPolicy):
         return int(self.capacity * self.small_share)
 
     def _warm_up(self) -> None:
-        """Once, when the capacity is known: move what came after the small queue was full to the main queue."""
+        """Once, when the capacity is known: move keys that came after the small queue was full to the main queue."""
         if not self._warming:
             return
         self._warming = False
@@ -102,7 +102,7 @@ class S3FIFO(RunPolicy):
                 room = self._fill(self._entries[number], place, room)
 
     def _arrivals(self) -> list[tuple[float, int, int]]:
-        """Place, end and entry of all runs; of a request's keys the root side came first."""
+        """Place, end and entry of all runs. Within a request, keys at the root side came first."""
         arrivals = []
         for number, runs in self._runs.items():
             end = self._entries[number].end

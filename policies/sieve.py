@@ -1,9 +1,9 @@
 """SIEVE: a hand moves from the oldest key to the newest, clears marks of used keys and takes the first unmarked key.
 
 Source: Zhang, Yang, Yue, Vigfusson, Rashmi, "SIEVE is simpler than LRU", NSDI 2024. One queue in the order of arrival.
-A use marks a key and moves nothing. After a victim the hand stays where it is, so newcomers at the far end come last;
-past the newest key it starts again at the oldest. On a tree the hand passes over keys that may not go and leaves their
-marks. O(log n) per operation, amortised: each cleared mark was set by a use.
+A use marks a key and moves nothing. After a victim the hand stays where it is, so new keys come last; after the newest
+key it goes back to the oldest. On a tree the hand passes over keys that may not go, and does not clear their marks.
+O(log n) per operation, amortised: each cleared mark was set by a use.
 """
 
 from __future__ import annotations

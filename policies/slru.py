@@ -1,4 +1,4 @@
-"""SLRU: entries used once go before entries used again; within each part the least recently used, the deepest on ties.
+"""SLRU: entries used once go before entries used again; in each part the least recently used first, deepest on ties.
 
 Key (uses >= 2, last_used, -end). O(log n) per operation. Source: Karedla, Love, Wherry, "Caching strategies to improve
 disk system performance", IEEE Computer 27(3), 1994, where the protected part is a list of fixed size. Here, while the

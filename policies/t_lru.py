@@ -1,15 +1,14 @@
-"""T-LRU: what a conversation can spare without missing its latency goal goes first, then LRU.
+"""T-LRU: entries that a conversation does not need for its latency goal go first, then LRU.
 
 Source: Zhang, Li, Moallemi, Peng, "Tail-Optimized Caching for LLM Inference", arXiv 2510.15152. A request waits for the
-tokens that it prefills. Let a branch have been `high_water` tokens long at its longest, and the next prompt add
-`next_tokens`: with only [0, s) cached, high_water + next_tokens - s tokens are left to prefill. An entry is safe if
-that stays within `threshold_tokens` without the entry's last key.
+tokens that it prefills: high_water + next_tokens - s, if the longest branch had `high_water` tokens, the next prompt
+adds `next_tokens`, and [0, s) is cached. An entry is safe to evict if this number stays within `threshold_tokens`
+without the entry's last key.
 
 Key (0 if safe else 1, last_used, -end). A node's high-water length is that of the longest branch through it and never
-shrinks; for a checkpoint the branch ends with it, because what follows has checkpoints of its own. Lengths count keys.
-
-Unless given, the next prompt is as long as the average addition, and the goal is four times that. O(log n) per
-operation, plus the path of a new leaf while it sets a record.
+shrinks. The branch of a checkpoint ends there, because later tokens have their own checkpoints. Lengths count keys. By
+default the next prompt adds the average number of tokens, and the goal is four times that. O(log n) per operation, plus
+the path of a new leaf that is longer than the branches before it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import ClassVar
 from policies.entry import Entry
 from policies.ordered import Key, OrderedPolicy
 
-#: The goal in average requests, where none is given.
+#: The default goal, in average additions.
 LEARNT_THRESHOLD = 4.0
 
 
@@ -31,7 +30,7 @@ class TLRU(OrderedPolicy):
         next_tokens: tokens that the next prompt of a conversation will add; None: learnt.
     """
 
-    #: A branch can spare its end and not its middle.
+    #: A branch may need its middle and not its end.
     ranks_whole_edges: ClassVar[bool] = False
 
     def __init__(self, threshold_tokens: int | None = None, next_tokens: int | None = None) -> None:

@@ -1,9 +1,9 @@
 """TTL: soft pins. Entries within their time to live go last; LRU in both parts.
 
 Key (unexpired, last_used, -end). An entry expires at `last_used + ttl`, so a use renews it. Its time to live comes from
-its kind, else from its priority: a request with priority 500 pins for 500 ticks. Without either this is LRU. A soft pin
-yields when the budget cannot be met otherwise; PrefixCache.pin does not. A tick is a request, or a millisecond where
-ticks follow a clock. O(log n) per operation, amortised: an entry expires once per use.
+its kind, else from its priority: a request with priority 500 pins for 500 ticks. Without either this is LRU. Unlike
+PrefixCache.pin, a soft pin goes if the budget requires it. A tick is a request, or a millisecond if ticks follow a
+clock. O(log n) per operation, amortised: an entry expires once per use.
 """
 
 from __future__ import annotations

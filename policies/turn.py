@@ -1,27 +1,26 @@
-"""Turn: keep the conversations that are likely to go on soon, by turn number and growth.
+"""Turn: evict last the conversations that are likely to go on soon, by turn number and growth.
 
 Every request becomes the last user of its path. How likely the path is to be used again depends on the request's class:
-its kind ("main", "subagent"), its turn and its size. A first turn counts by its length (long prompts go on less often,
-and later) and by whether it leaves a stored path in the middle (a shared document rarely goes on). A later turn counts
-by its growth (a long pasted text is mostly the last question). Lengths are compared with the typical first turn and
-ages with the typical interval, so units play no role. A ReuseModel turns class and age into a worth; the least worth
-goes.
+its kind ("main", "subagent"), its turn and its size. The size of a first turn is its length (long prompts go on less
+often, and later), or "branch" if it leaves a stored path in the middle (a shared document rarely goes on). The size of
+a later turn is its growth (a long pasted text is mostly the last question). Lengths are in units of the typical first
+turn, ages in units of the typical interval. A ReuseModel gives the worth of a class at an age; the least worth goes.
 
-    spent      what a continuation left behind (the cut-off end of the earlier prompt), and the end itself if
-               continuations cut it off and trimming takes no more than that: worth almost nothing
-    branching  each request that only passed through adds its worth once more (up to 4 times)
+    spent      almost without worth: the end of a prompt that its continuation does not share. A new end counts as spent
+               if continuations cut such ends off and one eviction takes no more than that
+    branching  each request that only passed through adds the worth once more, up to 4 times
 
-Without turn numbers from the caller, a request is the next turn of another if it takes up at least half of what that
-one added and nobody else has branched off; the prior then counts half. Before the model has seen 16 intervals, what is
-spent goes first, then the least recently used.
+Without turn numbers from the caller, a request is the next turn of another if it shares at least half of what the other
+added and no third one has branched off; the prior then counts half. Before the model has seen 16 intervals, spent
+entries go first, then the least recently used.
 
 There is one queue per (class, branching, spent), the least recently used first. Worth does not grow with age, so only
-the heads are candidates. A hook is O(log n) amortised, a victim O(queues), some tens. A request is remembered while it
-holds an entry, or until the request that may continue it is settled.
+the heads are candidates. A hook is O(log n) amortised; a victim is O(queues), a few dozen. A request is remembered
+while it holds an entry, or until the request that may continue it is settled.
 
-After LPC (NeurIPS 2025) and the workload-aware policy of arXiv 2506.02634; classes by growth, the index and the
-treatment of ends are ours. The priors come from the first half of the Mooncake conversation trace; the other constants
-were chosen with all of it in view (see benchmarks/results/turn-research.md).
+Based on LPC (NeurIPS 2025) and the workload-aware policy of arXiv 2506.02634, which have no classes by growth, no
+Gittins index and no spent ends. The priors come from the first half of the Mooncake conversation trace, the other
+constants from all of it (see benchmarks/results/turn-research.md).
 """
 
 from __future__ import annotations
@@ -40,34 +39,22 @@ Queue = tuple[Class, int, bool, int]
 Rank = tuple[float, int, int, int]
 
 #: (probability of another use, median interval in units of the typical one) of a class, by turn and size.
-PRIOR: dict[tuple[str, str], tuple[float, float]] = {
-    ("1", "tiny"): (0.02, 1.1),
-    ("1", "short"): (0.39, 1.0),
-    ("1", "long"): (0.29, 1.4),
-    ("1", "huge"): (0.24, 1.8),
-    ("1", "branch"): (0.14, 1.2),
-    ("2", "small"): (0.54, 1.1),
-    ("2", "large"): (0.11, 1.2),
-    ("2", "unknown"): (0.42, 1.1),
-    ("3", "small"): (0.59, 1.0),
-    ("3", "large"): (0.15, 0.9),
-    ("3", "unknown"): (0.48, 1.0),
-    ("4-5", "small"): (0.65, 0.95),
-    ("4-5", "large"): (0.39, 1.2),
-    ("4-5", "unknown"): (0.60, 1.0),
-    ("6+", "small"): (0.77, 0.75),
-    ("6+", "large"): (0.60, 1.5),
-    ("6+", "unknown"): (0.72, 0.9),
-    ("checkpoint", "fresh"): (0.15, 1.0),
-    ("checkpoint", "used"): (0.50, 1.0),
+_PRIORS = {
+    "1": {"tiny": (0.02, 1.1), "short": (0.39, 1.0), "long": (0.29, 1.4), "huge": (0.24, 1.8), "branch": (0.14, 1.2)},
+    "2": {"small": (0.54, 1.1), "large": (0.11, 1.2), "unknown": (0.42, 1.1)},
+    "3": {"small": (0.59, 1.0), "large": (0.15, 0.9), "unknown": (0.48, 1.0)},
+    "4-5": {"small": (0.65, 0.95), "large": (0.39, 1.2), "unknown": (0.60, 1.0)},
+    "6+": {"small": (0.77, 0.75), "large": (0.60, 1.5), "unknown": (0.72, 0.9)},
+    "checkpoint": {"fresh": (0.15, 1.0), "used": (0.50, 1.0)},
 }
+PRIOR = {(turn, size): prior for turn, sizes in _PRIORS.items() for size, prior in sizes.items()}
 #: If a turn is inferred, the prior goes half of the way (in logarithms) to this.
 COMMON_PROBABILITY = 0.35
 SPENT_WORTH = 1e-6
 MAX_BRANCHING = 4
 #: The model is rebuilt after this many uses, or after an eighth of those watched.
 REBUILD_USES = 100
-#: Kinds of request with classes of their own; a server may have one kind for each user.
+#: Kinds of request that have their own classes: a server may have one kind for each user.
 MAX_KINDS = 8
 OTHER_KINDS = "(other)"
 
@@ -167,7 +154,7 @@ class Turn:
         queue, item = self._filed[number]
         others = [rank for each, rank in self._ranks.items() if each != queue]
         others += [self._rank(queue, each) for each in self._queues[queue][1:2]]
-        # After the first cut it has no prompt's end that could be spent.
+        # After the first cut the entry no longer has the end of a prompt, which may be spent.
         worth, tick, *_ = self._rank((*queue[:2], self._user[number].is_spent, queue[3]), item)
         nearest = min(others, default=(math.inf, math.inf))
         passed = 0
@@ -178,7 +165,7 @@ class Turn:
         return passed
 
     def weight_of(self, entry: Entry) -> int:
-        """The half octaves by which subclasses scale an entry's worth; entries of one queue share it."""
+        """By how many half octaves a subclass scales an entry's worth; all entries of a queue have one weight."""
         return 0
 
     # Requests
@@ -200,7 +187,7 @@ class Turn:
                     self._settle(each)
 
     def _take_up(self, request: Request, entry: Entry) -> None:
-        """Note how a request takes up what the last user of its deepest found entry added."""
+        """Note how much a request shares of what the last user of its deepest found entry added."""
         previous = self._user[entry.entry_id]
         if previous is request:
             return

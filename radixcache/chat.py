@@ -1,9 +1,9 @@
 """Render chat messages to tokens, and find the offsets ("marks") where other conversations may diverge from this one.
 
-A template is foreign code. It may refuse part of a conversation, insert a default system prompt, merge the system
-prompt into the first user message, or rewrite earlier turns. So the end of a message is never computed from the
-message. It is read from the rendering of the conversation up to that message. Where the template refuses or rewrites
-that, it is read from renderings of conversations that differ only in what follows. A mark is a promise:
+A template may refuse part of a conversation, insert a default system prompt, merge the system prompt into the first
+user message, or rewrite earlier turns. So the end of a message is read from the rendering of the conversation up to
+that message. If the template refuses or rewrites this part, the end is read from renderings of conversations that
+differ only in later messages. A mark promises:
 
   M1  tokens are what the tokenizer's own `apply_chat_template` gives for the whole conversation.
   M2  tokens[:mark] begins the tokens of every conversation that shares the messages up to that mark and goes on after
@@ -11,15 +11,12 @@ that, it is read from renderings of conversations that differ only in what follo
   M3  0 < mark <= len(tokens); marks ascend and are distinct. Messages that end at one offset share a mark. A message
       whose end is not certain has none.
 
-M2 holds for text first, then for tokens. Tokens that reach over the border are left out. Without a control token at the
-border, tokens that other text could merge with are left out too. (If a tokenizer does not split text into words, M2
-holds for merges with the beginnings of text that `TokenSpans` tries.)
+A mark leaves out tokens that reach over the border and, without a control token at the border, tokens that other text
+could merge with. (If a tokenizer does not split text into words, M2 holds for the beginnings of text in `_FOLLOWERS`.)
 
-Templates want messages in different forms: arguments of tool calls as text or as objects, an empty content or none.
-`choose_form` finds the first form that a template accepts.
-
-Cost: one tokenization of the whole text and one rendering per message. A tokenizer without offsets, or with its own
-renderer, needs one tokenization per message. Never imports MLX.
+Templates want messages in different forms; `choose_form` finds the first form that a template accepts. Cost: one
+tokenization of the whole text and one rendering per message. A tokenizer without offsets, or with its own renderer,
+needs one tokenization per message. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ class ChatTemplate:
             self._kwargs["return_dict"] = False
 
     def render(self, messages: Sequence[Message], generation_prompt: bool) -> Rendering:
-        """Render as text, or as tokens if the text does not determine them; raises whatever the template raises."""
+        """Render as text, or as tokens if the text does not determine them. Errors of the template pass through."""
         rendered = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             add_generation_prompt=generation_prompt,
@@ -69,22 +66,22 @@ class ChatTemplate:
         return str(rendered) if self.as_text else [int(token) for token in rendered]
 
     def attempt(self, messages: Sequence[Message], generation_prompt: bool = False) -> Rendering | None:
-        """Render, or None where the template refuses these messages."""
+        """Render; None: the template refuses these messages."""
         try:
             return self.render(messages, generation_prompt)
-        except Exception:  # A template may raise anything. Every exception is a refusal.
+        except Exception:  # A template may raise anything.
             return None
 
     def encode(self, texts: Sequence[str]) -> Any:
         return self._inner(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 
     def control_tokens(self) -> dict[int, str]:
-        """Ids and texts of the tokens that text beside them cannot change; white space does not count as one."""
+        """Ids and texts of the tokens that never merge with text beside them; white space does not count."""
         added = self._inner.added_tokens_decoder.items()
         return {int(token_id): token.content for token_id, token in added if token.content.strip()}
 
     def _has_python_template(self) -> bool:
-        """Whether mlx-lm replaces the tokenizer's Jinja template by a function."""
+        """Whether mlx-lm replaces the tokenizer's Jinja template with a function."""
         return self._inner is not self._tokenizer and getattr(self._tokenizer, "_chat_template", None) is not None
 
     def _renders_text_that_it_tokenizes(self) -> bool:
@@ -100,11 +97,11 @@ def _has_stock_renderer(tokenizer: Any) -> bool:
 
 
 def _require_template(tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
-    has_template = callable(getattr(tokenizer, "apply_chat_template", None))
-    if has_template and _has_stock_renderer(tokenizer):
-        has_template = getattr(tokenizer, "chat_template", None) is not None
-    if has_template:
-        has_template = bool(getattr(tokenizer, "has_chat_template", True))
+    has_template = (
+        callable(getattr(tokenizer, "apply_chat_template", None))
+        and (not _has_stock_renderer(tokenizer) or getattr(tokenizer, "chat_template", None) is not None)
+        and getattr(tokenizer, "has_chat_template", True)
+    )
     if not has_template and template_kwargs.get("chat_template") is None:
         raise ValueError(
             f"the tokenizer ({type(tokenizer).__name__}) has no chat template; wanted an instruct model's tokenizer."
@@ -115,22 +112,23 @@ def _require_template(tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
 def choose_form(
     template: ChatTemplate, messages: Sequence[Message], add_generation_prompt: bool
 ) -> tuple[list[dict[str, Any]], Rendering]:
-    """Find the form of the messages that the template accepts, and render it.
+    """Find the first form of the messages that the template accepts, and render it.
 
-    Most templates want the arguments of a tool call as an object and would quote text twice; a few need text. Most
-    accept a message without content if it calls tools; a few need a string.
+    Most templates want the arguments of a tool call as an object and quote text twice; a few need text. Most accept a
+    message without content if it calls tools; a few need a string.
     """
     generation_prompt = add_generation_prompt and messages[-1]["role"] != "assistant"
     accepted: list[tuple[list[dict[str, Any]], Rendering]] = []
     refusals: list[Exception] = []
     for form in _forms(messages):
         try:
-            accepted.append((form, template.render(form, generation_prompt)))
+            rendering = template.render(form, generation_prompt)
         except Exception as error:  # A template may raise anything; another form may work.
             refusals.append(error)
             continue
-        if not _shows_python_objects(accepted[-1][1], form):
-            return accepted[-1]
+        if not _shows_python_objects(rendering, form):
+            return form, rendering
+        accepted.append((form, rendering))
     if accepted:
         return accepted[0]
     refusal = refusals[0]
@@ -150,7 +148,7 @@ def _forms(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _plain(message: Message, parse_arguments: bool) -> dict[str, Any]:
-    """Copy a message without None values, which templates write as text, and join its text parts."""
+    """Copy a message, join its text parts, and leave out None values, which templates write as text."""
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content")
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
@@ -182,7 +180,7 @@ def _parse_object(text: str) -> Any:
 
 
 def _shows_python_objects(rendering: Rendering, form: Sequence[dict[str, Any]]) -> bool:
-    """Whether the template wrote arguments with Python's quotes, and so expects them as text."""
+    """Whether the template wrote arguments with Python's quotes, so that it expects them as text."""
     calls = [call for message in form for call in message.get("tool_calls", ())]
     functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
     arguments = [function.get("arguments") for function in functions if isinstance(function, Mapping)]
@@ -209,8 +207,6 @@ _WINDOW_CHARS = 256
 
 
 class TokenSpans:
-    """Tokens of a rendered text, and the characters that each token stands for."""
-
     def __init__(self, template: ChatTemplate, text: str) -> None:
         encoding = template.encode([text])
         spans = np.asarray(encoding["offset_mapping"][0], dtype=np.int64).reshape(-1, 2)
@@ -225,16 +221,16 @@ class TokenSpans:
         self._control_indices = np.flatnonzero(np.isin(self.tokens, np.fromiter(control, dtype=np.int32)))
 
     def offset(self, end: int, closed: bool) -> int:
-        """The number of tokens before the character at `end`, whatever text follows."""
+        """The number of tokens before the character at `end` that no later text can change."""
         if not closed and end not in self._ends[self._control_indices]:
             end = self._settled_end(end)
         return int(np.searchsorted(self._ends, end, "right"))
 
     def _settled_end(self, end: int) -> int:
-        """Go back from a border to where text after it cannot change the tokens.
+        """The last offset before a border at which text after the border cannot change the tokens.
 
         The last word before the border (as the pre-tokenizer splits words) may grow, so it is left out. Tokenizing the
-        text with a follower of each kind shows what else changes.
+        text with each follower shows the other changes.
         """
         before = self._control_indices[self._ends[self._control_indices] <= end]
         control_start = int(self._starts[before[-1]]) if len(before) else -1
@@ -253,10 +249,7 @@ def _common_end(encoding: Any, other: int, length: int) -> int:
 
 
 def _last_word_start(encoding: Any, length: int, skip: bool) -> int:
-    """The start of the last word of text 0; its length if it is a single word.
-
-    `skip`: the text starts with a control token, which is not a word.
-    """
+    """The start of the last word of text 0; its length if it is one word. `skip`: it starts with a control token."""
     words = encoding.word_ids(0)
     first = len(words)
     while first > 0 and words[first - 1] == words[-1]:
@@ -264,7 +257,7 @@ def _last_word_start(encoding: Any, length: int, skip: bool) -> int:
     return int(encoding["offset_mapping"][0][first][0]) if first > int(skip) else length
 
 
-# Contents that may follow a border; they differ from the first character on.
+# Contents after a border; they differ in the first character.
 _PROBE_CONTENTS = ("alpha", "Zulu")
 # The length of a plain header before the first user message. A longer one holds a system prompt or a tool list.
 _HEADER_CHARS = 64
@@ -367,9 +360,9 @@ class _Borders:
         self._messages = messages
         self._full = full
         self._later = self._render_with_a_later_turn()
-        # The rendering up to here does not change when another user turn follows.
+        # A later user turn does not change the rendering up to here.
         self._lasting = common_rendering(full, self._later) if self._later is not None else len(full)
-        # Ends after which text of the template follows, not content of a message.
+        # Ends that are followed by text of the template, not by content of a message.
         self._complete: set[int] = set()
 
     def message_end(self, count: int) -> int:
@@ -377,7 +370,7 @@ class _Borders:
         beginning = self._messages[:count]
         alone = self._template.attempt(beginning)
         if not alone or self._full[: len(alone)] != alone:
-            # Refused, or rewritten when more follows: compare conversations that continue from here.
+            # Refused, or rewritten by later messages: compare conversations that continue from here.
             end = self._parting(beginning, _next_roles(beginning[-1]))
             if end is None:
                 end = common_rendering(self._full, alone) if alone else 0
@@ -389,10 +382,7 @@ class _Borders:
         return min(end, self._lasting)
 
     def opening_end(self, first_end: int) -> int:
-        """The end of everything before the first user text, if it is more than the system prompt.
-
-        `first_end` is the end of message 0.
-        """
+        """The end of all before the first user text, if that is more than the system prompt."""
         system = self._messages[:1] if _is_system(self._messages[0]) else []
         system_end = first_end if system else 0
         end = min(self._parting(system, ("user",)) or 0, self._lasting)
@@ -408,18 +398,18 @@ class _Borders:
         return spans.tokens, [spans.offset(end, self._is_closed(end, spans)) if end else 0 for end in text_ends]
 
     def _is_closed(self, end: int, spans: TokenSpans) -> bool:
-        """Whether a control token of the template follows, so that nothing merges over the border."""
+        """Whether a control token of the template follows, so that no token reaches over the border."""
         text = self._full if end < len(self._full) else self._later
         return end in self._complete and isinstance(text, str) and text.startswith(spans.control_texts, end)
 
     def _parting(self, beginning: Sequence[dict[str, Any]], roles: Sequence[str]) -> int | None:
         """The common prefix of the full rendering and of conversations that continue with one of these roles.
 
-        None: the template refuses every probe, or all but one.
+        None: the template accepts fewer than two of them.
         """
         probes = [[*beginning, _probe(role, content, beginning)] for role in roles for content in _PROBE_CONTENTS]
         others = [other for other in map(self._template.attempt, probes) if other is not None]
-        # A single one could continue exactly as this conversation does.
+        # A single one may continue exactly as this conversation.
         return min(common_rendering(self._full, other) for other in others) if len(others) > 1 else None
 
     def _render_with_a_later_turn(self) -> Rendering | None:

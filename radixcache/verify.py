@@ -6,20 +6,18 @@
     last token       the live logits of the prompt's last token are compared with the cold ones
 
 After a mismatch the session quarantines the path, empties the live caches and begins again at offset 0. Its answers are
-then, bit by bit, those of a session that found nothing. The cold state counts against the budget while it exists. If it
-does not fit, the check is skipped.
+then equal, bit by bit, to those of a session that found nothing. The cold state counts against the budget. If it does
+not fit, the check is skipped.
 
-Other checks that are skipped: state from fetch(), which belongs to the caller before a model runs; rows of
-begin_many(), whose state lies among that of other rows; requests whose `keys` are not their token ids; wrapped windows
-with `keep`, whose content depends on how mlx-lm was fed; sessions whose loop called the model before prefill() or
-step(). If a loop takes over after prefill(), the state is compared and the logits are not.
+Also skipped: state from fetch(), rows of begin_many(), requests whose `keys` are not their token ids, wrapped windows
+with `keep` (their content depends on the lengths of forward passes), and sessions whose loop called the model before
+prefill() or step(). If a loop takes over after prefill(), the state is compared and the logits are not.
 
-`compare_states` compares layer by layer. Span layers: row by row over [0, end). Windows: the rows that they read, in
-order of time, since two ways to one offset may lay them out differently. Other point layers: as a whole. An error is
-the largest difference over the largest magnitude in the same cold array. Offsets and shapes must be equal, else the
-error is infinite. Restored and cold state come from forward passes of different lengths and differ by rounding. Not
-compared: integer arrays of unknown classes, and leaves that the model does not write. Everything is reduced on the
-device, a number of rows at a time; no handle on a live buffer is held.
+`compare_states` compares span layers row by row over [0, end), windows by the rows that they read, in order of time,
+and other point layers as a whole. An error is the largest difference over the largest magnitude in the same cold array;
+different offsets or shapes are an infinite error. Small errors are rounding, since restored and cold state come from
+forward passes of different lengths. Not compared: integer arrays of unknown classes, and leaves that the model does not
+write. Everything is reduced on the device, a number of rows at a time, without handles on live buffers.
 """
 
 from __future__ import annotations
@@ -54,8 +52,6 @@ LEAST_SHARE = 1e-4
 
 
 class Part(StrEnum):
-    """The part of a state that was compared."""
-
     OFFSET = "offset"
     SHAPE = "shape"
     ROWS = "rows"
@@ -114,7 +110,7 @@ def compare_states(
 
 
 def compare_logits(restored: mx.array, cold: mx.array) -> Difference:
-    """Compare logits (V,) after a restored state with those after the cold one."""
+    """Compare logits (V,) after a restored state with those after a cold one."""
     if restored.shape != cold.shape:
         return Difference(Part.LOGITS, -1, "", 0)
     errors, magnitude = _reduced(restored[None, None], cold[None, None], axes=(0, 1, 2))
@@ -193,7 +189,7 @@ def _point_arrays(cache: Any, adapter: Adapter, end: int) -> list[mx.array]:
 
 
 def _reduced(ours: mx.array, theirs: mx.array, axes: tuple[int, ...] | None = None) -> tuple[mx.array, mx.array]:
-    """Largest difference over `axes` (None: all), infinite where one side is NaN; and the largest finite magnitude."""
+    """The largest difference over `axes` (None: all), infinite if one side is NaN; the largest finite magnitude."""
     if ours.size == 0:
         return mx.array(0.0), mx.array(0.0)
     if not mx.issubdtype(ours.dtype, mx.floating):
@@ -259,10 +255,10 @@ class Mismatch:
 
 
 class Finding(NamedTuple):
-    """Wrong state: everything that begins with the first `length` tokens of the prompt, from offset `start` on.
+    """Wrong state: all that begins with the first `length` tokens of the prompt, from offset `start` on.
 
-    `start=None`: from the beginning of the node on which these tokens end; with `is_branch`, of their branch. The
-    session fills in whose request it was and from which offset on the path was quarantined.
+    `start=None`: from the beginning of the node where these tokens end; with `is_branch`, from that of their branch.
+    The session fills in the mismatch's namespace, tick and `quarantined_from`.
     """
 
     mismatch: Mismatch
@@ -327,8 +323,7 @@ class Verifier:
         if not self._has_warned_of_failure:
             self._has_warned_of_failure = True
             what = "The request is served from the restored state, without verification."
-            text = f"verification failed with {described(error)}. {what}"
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            warnings.warn(f"verification failed with {described(error)}. {what}", RuntimeWarning, stacklevel=4)
 
 
 class Check:
@@ -342,19 +337,15 @@ class Check:
         self._step_size, self._tolerance = 0, 0.0
         self._was_made = False
         self._cold_logits: mx.array | None = None
-        self.is_pending = True  # Nothing was compared yet.
+        self.is_pending = True
 
     def run(
         self, model: Any, keys: Keys, caches: Sequence[Any], step_size: int, book: Book, is_untouched: bool
     ) -> Finding | None:
         """Compare the restored state with a cold run; None: nothing is wrong, or nothing could be compared.
 
-        A failure of the cold run counts as skipped. The first failure that does not come from MLX is warned of.
-
-        Args:
-            keys: of the prompt.
-            caches: the restored state, which is only read.
-            is_untouched: no forward pass has used the caches since they were restored.
+        A failure of the cold run counts as skipped; the first one that does not come from MLX gives a warning. `caches`
+        are only read; `is_untouched`: no forward pass has used them since they were restored.
         """
         self.is_pending = False
         self._step_size = step_size
@@ -394,7 +385,7 @@ class Check:
         self.is_pending, self._was_made, self._cold_logits = False, True, None
 
     def _run_cold(self, model: Any, restored: Sequence[Any], book: Book) -> list[Difference]:
-        """Prefill the prompt cold and return how the restored state differs. If it does not, hold the last logits."""
+        """Prefill the prompt cold and return all differences; if none is an error, store the last logits."""
         prompt, caches, position = self._prompt, self._layout.fresh(), 0
         differences: list[Difference] = []
         try:
@@ -448,7 +439,7 @@ class Check:
         length, start, is_branch = self._resume, None if first.part is not Part.LOGITS else 0, False
         if row is not None and all(each.part in (Part.ROWS, Part.WINDOW) for each in wrong):
             length, start = row + 1, row
-            # Nothing in front of a window was compared, and wrong state may begin there.
+            # State in front of a window was not compared and may be wrong.
             is_branch = any(each.part is Part.WINDOW for each in wrong)
         request = ("", 0, self._prompt.copy(), self._resume, self._step_size)
         where = (first.part, first.layer, first.cache_class, first.array, row)

@@ -150,9 +150,9 @@ def test_a_policy_that_gives_up_what_may_not_go_is_named() -> None:
 
 
 def test_policies_are_made_anew_by_name_or_by_module_and_class() -> None:
-    for name in [*POLICIES, "policies.lru:LRU"]:
+    for name in [*POLICIES, "policies.static:LRU"]:
         assert make_policy(name) is not make_policy(name)
-    own = make_policy("policies.lru:LRU")
+    own = make_policy("policies.static:LRU")
     assert type(own) is LRU
     assert make_policy(own) is own
     assert list(POLICIES) == sorted(POLICIES)
@@ -164,12 +164,12 @@ def test_policies_are_made_anew_by_name_or_by_module_and_class() -> None:
     [
         ("lru2", r"is not known\. Known: .*fifo.*lru.*"),
         ("LRU", r"is not known\. Known: .*fifo.*lru.*"),
-        ("policies.lru:", "is not of the form my.module:Class"),
+        ("policies.static:", "is not of the form my.module:Class"),
         (":LRU", "is not of the form my.module:Class"),
         ("a b:LRU", "is not of the form my.module:Class"),
-        ("policies.lru:LRU()", "is not of the form my.module:Class"),
+        ("policies.static:LRU()", "is not of the form my.module:Class"),
         ("no.such.module:LRU", "cannot be made: ModuleNotFoundError: No module named 'no'"),
-        ("policies.lru:Lru", "cannot be made: AttributeError: module 'policies.lru' has no attribute 'Lru'"),
+        ("policies.static:Lru", "cannot be made: AttributeError: module 'policies.static' has no attribute 'Lru'"),
         ("policies.belady:Belady", "cannot be made: TypeError: .*next_use.*"),
         (
             "policies.cost:CostModel",

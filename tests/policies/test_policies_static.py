@@ -160,8 +160,8 @@ def test_cutting_and_joining_an_edge_again_and_again_leaves_no_trace_in_gdsf() -
     leaf = traffic.request(range(40))
     for at in [*range(1, 39), *range(38, 0, -1)]:
         traffic.states.coalesce(traffic.states.split(leaf, at))
-    (aged,) = policy._aged.values()
-    assert aged == [(40, 0.0)]
+    (runs,) = policy._runs.values()
+    assert [(run.tokens, run.place) for run in runs] == [(40, 0.0)]
 
 
 @pytest.mark.parametrize("policy", [GDSF(), LFUDA()])

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from policies import LRU
 from policies.conversations import Ends, Sizes
 from policies.entry import Entry
-from policies.lru import LRU
 from policies.protocol import EvictionPolicy
 from policies.reuse import BIN_COUNT, WARM_UP_INTERVALS, ReuseModel
 from policies.turn import MAX_BRANCHING, MAX_KINDS, OTHER_KINDS, PRIOR, REBUILD_USES, Turn

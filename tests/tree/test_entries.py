@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from policies import LRU
 from policies.entry import Entry
-from policies.lru import LRU
 from radixcache import Event, PrefixCache
 from radixcache.layers.sizes import SizedCache, SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from policies import LRU, Entry
-from policies.fifo import FIFO
+from policies import FIFO, LRU, Entry
 from radixcache import PolicyError, PrefixCache
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
