@@ -40,14 +40,9 @@ INTERRUPTED = "Interrupted: policies were not compared. These are LRU's figures.
 
 
 class Comparison(NamedTuple):
-    """Policies at one budget.
+    """Policies at one budget: their rows on the whole trace (None: not compared), and how they were compared.
 
-    Attributes:
-        rows: of policies on the whole trace; None: policies were not compared.
-        notes: how policies were compared.
-        estimates: of all policies, from samples.
-        with_disk: what a disk brings LRU; None: that was not simulated.
-        stop: what interrupted the comparison.
+    `estimates` of all policies are from samples; `stop` interrupted the comparison.
     """
 
     rows: list[dict[str, Any]] | None
@@ -209,7 +204,7 @@ def _compare(
     with_disk = None
     if disk is not None and sizes is not None and is_long and not full and not has_checkpoints:
         block_bytes = sizes.token_bytes * trace.block_tokens
-        with_disk = advice.DiskAdvice.estimated(curve, disk, capacity_blocks, trace.block_tokens, block_bytes)
+        with_disk = advice.estimated_disk(curve, disk, capacity_blocks, trace.block_tokens, block_bytes)
     elif disk is not None:
         grid.append(SimulationJob(0, "lru", capacity_blocks, None, sizes, disk))
     found, stop = run_grid([trace], grid, jobs)
@@ -218,9 +213,12 @@ def _compare(
         return Comparison(None, [*notes, INTERRUPTED], estimates, stop=stop)
     beside = found.pop() if disk is not None and with_disk is None else None
     rows = [*([] if "lru" in names else [lru]), *map(asdict, found)]
-    if beside is not None:
+    if beside is not None and beside.disk is not None:
         alone = next(row["token_hit_ratio"] for row in rows if row["policy"] == "lru")
-        with_disk = advice.DiskAdvice.simulated(beside, alone)
+        disk_use = beside.disk
+        with_disk = advice.DiskAdvice(
+            disk_use.plan, alone, beside.token_hit_ratio, disk_use.written_bytes, is_estimate=False
+        )
     return Comparison(rows, [*notes, with_disk.note] if with_disk else notes, estimates, with_disk)
 
 

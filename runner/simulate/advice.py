@@ -1,15 +1,14 @@
-"""Advice on a trace: what a prefix cache saves at most, how many bytes that takes, and which policy to take.
+"""Advice on a trace: the most that a prefix cache saves, the bytes for it, and the best policy.
 
 `advice_of` needs only the LRU curve; `best_policy` compares policies by rows of a simulation. Shares are of prompt
-tokens, since prefill is paid for by the token.
+tokens.
 
-  AD1  A figure that cannot be known is None, and the text names what it needs: no bytes without a model, no seconds
-      without a speed.
+  AD1  An unknown figure is None, and the text names what it needs: a model for bytes, a speed for seconds.
 
 For long traces policies are compared on samples: some conversations, chosen by hash, with a cache smaller in the same
-ratio. Policies differ less between a sample and the whole trace than from one another. Several samples show how far to
-trust that. A cache with room for a few prompts only behaves unlike a large one, so a sample is as large as it must be
-(`parts_of`) and covers the beginning of the trace. This file never imports MLX.
+ratio. The differences between policies are nearly the same on a sample and on the whole trace; several samples give
+their standard error. A cache for a few prompts behaves unlike a large one, so `parts_of` makes a sample large enough.
+This file never imports MLX.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def distinct(estimates: Sequence[Estimate]) -> list[Estimate]:
 
 
 def best_two(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """The two best of LRU and the policies that are ahead of it by more than their standard error."""
+    """The two best of LRU and the policies that beat it by more than their standard error."""
     return [each for each in distinct(estimates) if each.policy == "lru" or each.gain > each.error][:2]
 
 
@@ -131,9 +130,9 @@ def sample_note(estimates: Sequence[Estimate], samples: Sequence[Trace], whole: 
 class DiskAdvice:
     """What a disk brings LRU over a whole trace: the share of prompt tokens without prefill, alone and with the disk.
 
-    An estimate has bounds by the curve: at most `token_hit_ratio`, at least `written_bytes`. Memory and disk together
-    hold no more than one LRU cache of their total size, and a block is written once it has left memory. This holds for
-    models without checkpoints; a block may be in both places, and a prompt may find no room in memory.
+    An estimate has bounds from the curve, for models without checkpoints: at most `token_hit_ratio`, at least
+    `written_bytes`. Memory and disk together hold no more than one LRU cache of their total size, and a block is
+    written when it leaves memory.
     """
 
     plan: DiskPlan
@@ -141,28 +140,6 @@ class DiskAdvice:
     token_hit_ratio: float
     written_bytes: int
     is_estimate: bool
-
-    @classmethod
-    def simulated(cls, row: SimulationRow, alone: float) -> DiskAdvice:
-        assert row.disk is not None, row
-        return cls(row.disk.plan, alone, row.token_hit_ratio, row.disk.written_bytes, is_estimate=False)
-
-    @classmethod
-    def estimated(
-        cls, curve: Curve, plan: DiskPlan, capacity_blocks: int, block_tokens: int, block_bytes: int
-    ) -> DiskAdvice:
-        """Bounds for a disk beside memory of `capacity_blocks`. A disk that is too slow is not read."""
-        file_bytes = block_bytes + HEAD_BYTES
-        is_read = file_bytes / plan.read_bytes_per_s <= SURE * block_tokens / plan.prefill_tokens_per_s
-        together = capacity_blocks + plan.budget_bytes // file_bytes
-        missed = round((1 - curve.block_hit_ratio_at(together)) * curve.block_refs)
-        return cls(
-            plan,
-            curve.token_hit_ratio_at(capacity_blocks),
-            curve.token_hit_ratio_at(together if is_read else capacity_blocks),
-            max(0, missed - capacity_blocks) * file_bytes,
-            is_estimate=True,
-        )
 
     @property
     def note(self) -> str:
@@ -173,6 +150,19 @@ class DiskAdvice:
             f" that reads {plan.read_bytes_per_s / MIB:,.0f} MiB/s and the model prefills"
             f" {plan.prefill_tokens_per_s:,.0f} tokens/s."
         )
+
+
+def estimated_disk(
+    curve: Curve, plan: DiskPlan, capacity_blocks: int, block_tokens: int, block_bytes: int
+) -> DiskAdvice:
+    """Bounds for a disk beside memory of `capacity_blocks`. A disk that is too slow is not read."""
+    file_bytes = block_bytes + HEAD_BYTES
+    is_read = file_bytes / plan.read_bytes_per_s <= SURE * block_tokens / plan.prefill_tokens_per_s
+    together = capacity_blocks + plan.budget_bytes // file_bytes
+    missed = round((1 - curve.block_hit_ratio_at(together)) * curve.block_refs)
+    alone = curve.token_hit_ratio_at(capacity_blocks)
+    found = curve.token_hit_ratio_at(together) if is_read else alone
+    return DiskAdvice(plan, alone, found, max(0, missed - capacity_blocks) * file_bytes, is_estimate=True)
 
 
 # Budgets and policies
@@ -278,7 +268,7 @@ def best_policy(
 ) -> BestPolicy | None:
     """The best online policy among the rows of a trace, as `simulate --json` writes them; None: no row fits.
 
-    It is that at the largest simulated capacity within the user's `capacity_blocks`, else at the smallest one.
+    Policies are compared at the largest simulated capacity within the user's `capacity_blocks`, else at the smallest.
     """
     rows = [row for row in rows if trace in (None, row["trace"]) and row["token_hit_ratio"] is not None]
     capacities = sorted({row["capacity_blocks"] for row in rows if row["capacity_blocks"] is not None})
@@ -301,7 +291,7 @@ def best_policy(
 
 
 def lru_text(advice: Advice) -> str:
-    """What LRU saves, which is known before any policy is simulated."""
+    """What LRU saves, known before any simulation."""
     found = _budget_cells(advice)
     aligned = [
         [text.rjust(width) if number else text.ljust(width) for text in texts]

@@ -1,21 +1,20 @@
 """LRU's hit ratio at every capacity from one pass over a trace: Mattson's stack distances, exact or sampled.
 
 LRU on a tree whose leaves go first is a stack algorithm: a cache of C blocks holds the C blocks used last. A request
-uses its blocks deepest first, so a prefix counts as newer than its continuations. What a request finds is decided when
-it arrives: a block is a hit in every cache of at least
+uses its blocks deepest first, so a prefix counts as newer than its continuations. Hits are decided when a request
+arrives: a block is a hit in every cache of at least
 
     need = 1 + distinct blocks used since its own last use, up to the arrival of the request
 
-blocks. This is exact for any capacity, since blocks of a request that do not fit are its deepest ones. Do not count
-distances while the request uses its blocks: each block would be pushed down by its own continuation.
+blocks. This is exact for any capacity, since blocks of a request that do not fit are its deepest ones. (Counted later,
+a block's own continuation would push it down.)
 
-All blocks are counted at once. With `previous[y]` the place of the use before use y of the same block, or -1, and S the
-place where the request's uses begin:
+With `previous[y]` the place of the use before use y of the same block, or -1, and S the place of a request's first use:
 
     distinct blocks used in (q, S)  =  S - q - 1 - #{y < S: previous[y] > q}
 
-The last term asks for many (S, q) how many of the first S values are above q. A wavelet matrix answers all of them in
-one sweep over the bits. O(n log n) time in NumPy and O(n) memory for n block references.
+A wavelet matrix counts the last term for all (S, q) in one sweep over the bits. O(n log n) time in NumPy and O(n)
+memory for n block references.
 
 Sampling is SHARDS (Waldspurger et al., FAST 2015): keep the blocks whose hash is below a rate R, measure distances
 among them, divide by R. The difference between the sampled and the expected number of references counts as distance 0
@@ -26,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -101,11 +101,11 @@ class Curve:
 
     @property
     def infinite_block_hit_ratio(self) -> float:
-        return float(self.block_hit_ratio[-1]) if len(self.block_hit_ratio) else 0.0
+        return self.block_hit_ratio_at(np.inf)
 
     @property
     def infinite_token_hit_ratio(self) -> float:
-        return float(self.token_hit_ratio[-1]) if len(self.token_hit_ratio) else 0.0
+        return self.token_hit_ratio_at(np.inf)
 
     def capacity_for(self, share: float) -> int:
         """The smallest capacity with this share of the tokens that an infinite cache finds; 0 if that finds none."""
@@ -138,19 +138,23 @@ class CurveRow:
 def lru_curve(trace: Trace, *, sample_rate: float = 1.0, seed: int = 0) -> Curve:
     """The curve of a trace, from a share of its blocks that `seed` picks; 1 is exact.
 
-    Raises:
-        ValueError: the trace or the sample is empty, or `sample_rate` is not in (0, 1].
+    ValueError: the trace or the sample is empty, or `sample_rate` is not in (0, 1].
     """
     if not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate is {sample_rate:g}; wanted more than 0 and at most 1.")
     references = references_of(trace)
     if not len(references):
         raise ValueError(f"{trace.source}: no request to make a curve of.")
-    return _exact(references) if sample_rate == 1 else _sampled(references, sample_rate, seed)
+    unique, prompt_tokens = int(references.blocks.max()) + 1, int(references.tokens.sum())
+    if sample_rate < 1:
+        found = _sampled(references, sample_rate, _hashed(references.blocks, seed), unique)
+    else:
+        capacities, blocks, tokens = _steps(needed_blocks(references), references.tokens)
+        found = capacities, blocks / len(references), tokens / prompt_tokens, None
+    return Curve(*found, len(references), unique, prompt_tokens, sample_rate)
 
 
 def references_of(trace: Trace) -> References:
-    """All block references of a trace."""
     lengths = np.fromiter((len(request.keys) for request in trace.requests), np.int64, len(trace.requests))
     keys = np.concatenate([request.keys for request in trace.requests]) if len(lengths) else np.empty(0, np.int64)
     ends = np.cumsum(lengths)
@@ -183,18 +187,10 @@ def needed_blocks(references: References) -> Ints:
     return needs
 
 
-def _exact(references: References) -> Curve:
-    needs = needed_blocks(references)
-    capacities, blocks, tokens = _steps(needs, references.tokens)
-    prompt_tokens = int(references.tokens.sum())
-    unique = int(references.blocks.max()) + 1
-    return Curve(
-        capacities, blocks / len(references), tokens / prompt_tokens, None, len(references), unique, prompt_tokens
-    )
-
-
-def _sampled(references: References, rate: float, seed: int) -> Curve:
-    hashes, unique = _hashed(references.blocks, seed), int(references.blocks.max()) + 1
+def _sampled(
+    references: References, rate: float, hashes: Floats, unique: int
+) -> tuple[Ints, Floats, Floats, Floats | None]:
+    """Capacities, block and token hit ratios, and errors, from the blocks whose hash is below `rate`."""
     if not (hashes < rate).any():
         raise ValueError(f"a sample of {rate:g} has none of the {unique:,} blocks; wanted a larger one.")
     capacities, block_ratios, token_ratios = _estimate(references, hashes < rate, rate)
@@ -204,20 +200,25 @@ def _sampled(references: References, rate: float, seed: int) -> Curve:
         curves = [_estimate(references, part, rate / PARTS) for part in parts]
         ratios = np.stack([_steps_at(curve[0], curve[1], capacities) for curve in curves])
         errors = ratios.std(axis=0, ddof=1) / np.sqrt(PARTS)
-    prompt_tokens = int(references.tokens.sum())
-    return Curve(capacities, block_ratios, token_ratios, errors, len(references), unique, prompt_tokens, rate)
+    return capacities, block_ratios, token_ratios, errors
 
 
 def _estimate(references: References, chosen: npt.NDArray[np.bool_], rate: float) -> tuple[Ints, Floats, Floats]:
     """Capacities and ratios from the references of some blocks, which are `rate` of all blocks."""
-    sample = _only(references, chosen)
+    before = np.concatenate(([0], np.cumsum(chosen)))
+    sample = References(
+        references.blocks[chosen],
+        references.tokens[chosen],
+        before[references.first[chosen]],
+        before[references.last[chosen]],
+    )
     needs = needed_blocks(sample)
     reused = needs != _NEVER
     needs[reused] = np.maximum(1, np.rint(needs[reused] / rate)).astype(np.int64)
     # The curve's first step is at capacity 1, however few blocks the sample has.
     capacities, blocks, tokens = _steps(np.append(needs, 1), np.append(sample.tokens, 0))
     blocks = blocks - 1
-    # References that the sample lacks, or has too many, count as those of the hottest blocks: hits at any capacity.
+    # Missing or surplus references of the sample count as hits at any capacity, like those of the hottest blocks.
     expected_refs = rate * len(references)
     expected_tokens = rate * float(references.tokens.sum())
     block_ratio = (blocks + (expected_refs - len(sample))) / expected_refs
@@ -225,18 +226,8 @@ def _estimate(references: References, chosen: npt.NDArray[np.bool_], rate: float
     return capacities, np.clip(block_ratio, 0, 1), np.clip(token_ratio, 0, 1)
 
 
-def _only(references: References, chosen: npt.NDArray[np.bool_]) -> References:
-    before = np.concatenate(([0], np.cumsum(chosen)))
-    return References(
-        references.blocks[chosen],
-        references.tokens[chosen],
-        before[references.first[chosen]],
-        before[references.last[chosen]],
-    )
-
-
 def _steps(needs: Ints, tokens: Ints) -> tuple[Ints, Ints, Ints]:
-    """Capacities in ascending order with the block and token hits of each."""
+    """Ascending capacities, and the block and token hits of each."""
     reused = needs != _NEVER
     capacities, index = np.unique(needs[reused], return_inverse=True)
     hits = np.bincount(index, minlength=len(capacities))
@@ -258,8 +249,8 @@ def _count_above(values: Ints, lengths: Ints, bounds: Ints) -> Ints:
     """For each query, how many of the first `lengths` values are above its bound.
 
     A wavelet matrix, built level by level from the highest bit and never stored. At each level a query's candidates are
-    one run [low, high) of the values. The run goes on among the values that have the bound's bit; if that bit is 0,
-    the values with a 1 are above the bound and are counted.
+    one run [low, high) of the values. If the bound's bit is 0, the candidates with a 1 are above the bound and are
+    counted. The candidates with the bound's bit go on to the next level.
     """
     # -1, the mark of a first use, becomes 0.
     values, bounds = values + 1, bounds + 1
@@ -311,14 +302,12 @@ def _steps_at(capacities: Ints, ratios: Floats, wanted: Ints | Sequence[int]) ->
 
 def capacities_of(curve: Curve) -> list[int]:
     """Round capacities, 1, 2 and 5 times the powers of ten, up to the first one with room for all blocks."""
-    capacities = []
-    power = 1
-    while True:
-        for factor in (1, 2, 5):
-            capacities.append(factor * power)
-            if factor * power >= curve.unique_blocks:
-                return capacities
-        power *= 10
+    capacities = [1]
+    for factor in cycle((2, 2.5, 2)):
+        if capacities[-1] >= curve.unique_blocks:
+            break
+        capacities.append(int(capacities[-1] * factor))
+    return capacities
 
 
 def points_of(curve: Curve) -> list[int]:

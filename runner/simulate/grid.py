@@ -3,9 +3,8 @@
     SimulationJob      a policy at a capacity
     ReplicaJob         a router before a number of replicas
 
-A job is small and a trace is large: a worker gets the traces once. Rows come in the order of the jobs and are the same
-wherever they were computed, except for `seconds`. If a job fails or the user interrupts, the rows that have finished
-come before the exception.
+A worker gets the traces once, since they are large. Rows come in the order of the jobs and are the same everywhere,
+except for `seconds`. If a job fails or the user interrupts, the finished rows come before the exception.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class AnyJob(Protocol[R_co]):
     def trace(self) -> int: ...
 
     def run(self, trace: Trace, on_progress: OnProgress | None = None) -> R_co:
-        """Run it. PolicyError: the policy is the user's and failed."""
+        """Run it. PolicyError: a policy of the user failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,6 @@ class SimulationJob:
         return simulate(trace, self.policy, *self.budget(trace), on_progress, self.disk)
 
     def budget(self, trace: Trace) -> tuple[int, BlockSizes]:
-        """The budget in bytes, and the sizes of blocks."""
         sizes = BlockSizes.of(self.model, trace.block_tokens)
         if self.capacity_blocks is not None:
             return self.capacity_blocks * sizes.span_bytes, sizes
@@ -116,7 +114,7 @@ def run_locally(
             yield from in_order(futures, report_progress)
         finally:
             stop.set()
-            # It waits: a worker that starts later would miss the locks that go with this call.
+            # Wait: a worker that starts after this function returns would miss `context`'s locks.
             pool.shutdown(cancel_futures=True)
 
 
@@ -125,7 +123,7 @@ def run_on_ray(
 ) -> Iterator[R]:
     """Yield a row per job from a Ray cluster at `address`; "auto" finds one or starts one here.
 
-    The cluster needs no file except the module of a user's own policy. ConnectionError: no cluster answers.
+    The cluster needs the module of a user's own policy. ConnectionError: no cluster answers.
     """
     import ray
 
@@ -164,7 +162,7 @@ def in_order(futures: Sequence[Future[R]], report_progress: Callable[[], None] =
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C. Processes that start meanwhile ignore it for good: this process stops them."""
+    """Delay Ctrl-C. Processes that start meanwhile always ignore it; this process stops them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -212,8 +210,8 @@ def _connect(ray: Any, address: str) -> None:
     if ray.is_initialized():
         return
     try:
-        # Ray's own "auto" also finds a private cluster of another process, which refuses everyone after 20 seconds.
-        # Without an address Ray joins the cluster that `ray start` has started.
+        # "auto" also finds a private cluster of another process, which refuses all others after 20 seconds. Without
+        # an address Ray joins the cluster of `ray start`.
         ray.init(address=None if address == "auto" else address, log_to_driver=False)
     except (RuntimeError, ValueError) as error:
         raise ConnectionError(str(error)) from error

@@ -1,13 +1,12 @@
-"""Replicas: a trace, by its arrival times, through a router and several caches, each with a queue before it.
+"""Replicas: send a trace, at its arrival times, through a router to several caches, each with a queue.
 
     arrival ──► Dispatcher.choose ──► queue ──► cache ──► reading + prefill ──► first token ──► decoding ──► end
                  ▲ what is stored there                    tokens left x s/token                 tokens x s/token
                  └───────────────────────────────────────────────────────────────────────────────────────┘
 
-The caches are the deployed ones, in sizes, and so is the router (`runner/routing`). A replica serves one request after
-the other. It tells the router at once what it has evicted; otherwise the router may be wrong about its contents. Behind
-the replicas there may be a shared tier: the deployed one over a store of sizes. Each replica reads it as fast as its
-own link; writing takes no time.
+The router (`runner/routing`) and the caches, in sizes, are the deployed ones. A replica serves one request after the
+other, and tells the router at once what it has evicted. Behind the replicas there may be a shared tier: the deployed
+one over a store of sizes. Each replica reads it at the speed of its own link; writing takes no time.
 
   RS1  Each request is served once, by one replica, in the order of arrival there.
   RS2  No decision depends on the future: the router knows neither the lengths nor the ends of replies.
@@ -46,7 +45,7 @@ class Setup:
 
 @dataclass(slots=True)
 class Served:
-    """What a request took: the tokens that were prefilled, and the times of its first and its last token."""
+    """One request: the tokens that it prefilled, and the times of its first and its last token."""
 
     left_tokens: int
     prefill_s: float
@@ -69,7 +68,7 @@ class SimulatedReplica:
 class Replicas:
     """A trace on its way through a router, the setup's or another one.
 
-    `served` has what each request took and `went` its replica, by the request's number.
+    By the request's number, `served` has its times and `went` its replica.
     """
 
     def __init__(self, trace: Trace, setup: Setup, router: Router | None = None) -> None:
@@ -105,7 +104,7 @@ class Replicas:
             on_progress(len(self.trace.requests) % PROGRESS_REQUESTS)
 
     def ask(self, request: TraceRequest) -> Ask:
-        """A request as the router sees it: a key of the trace stands for a whole prefix, as a digest does."""
+        """A request as the router sees it. A key of the trace stands for a whole prefix, so it serves as a digest."""
         whole = request.tokens // self.trace.block_tokens
         return Ask(request.keys[self._stride - 1 : whole : self._stride].tolist(), request.tokens, request.session)
 
@@ -124,7 +123,7 @@ class Replicas:
             self._begin(replica, now_s)
 
     def _report_losses(self, replica: SimulatedReplica, request: TraceRequest, ask: Ask) -> None:
-        """Tell the router which of this request's prefixes the replica has evicted and does not expect either."""
+        """Tell the router which prefixes of this request the replica has evicted, except those of waiting requests."""
         expected = self.dispatcher.directory.matched_blocks(replica.name, ask.digests)
         if expected:
             stored = stored_keys(replica.simulation.cache, request.keys) // self._stride
@@ -132,7 +131,7 @@ class Replicas:
             self.dispatcher.tell(replica.name, removed=gone)
 
     def _advance(self, now_s: float) -> None:
-        """End the requests that end by now, and begin those that waited for them."""
+        """End the requests that end by now, and begin the next one of each queue."""
         while self._ends and self._ends[0][0] <= now_s:
             end_s, index, name = heapq.heappop(self._ends)
             served, replica = self.served[index], self._by_name[name]
@@ -165,7 +164,6 @@ class Replicas:
         return 0.0 if self.machine is None else self.machine.read_s
 
     def shared_use(self) -> TierUse | None:
-        """What the shared tier did so far."""
         if self.machine is None:
             return None
         hit_tokens = sum(replica.simulation.disk_hit_tokens for replica in self.replicas)

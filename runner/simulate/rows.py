@@ -1,7 +1,7 @@
-"""What simulations come to: rows, their columns, tables, footnotes and pictures. This file never imports MLX.
+"""Results of simulations: rows, their columns, tables, footnotes and pictures. This file never imports MLX.
 
-A row is one simulation, and the JSON of a row is its fields. A `Column` says how a field is shown to people; `cells`
-and `filled` make text and tables from any columns and rows. A ratio's name says what it counts.
+A row is one simulation; its fields are its JSON. A `Column` shows a field to people; `cells` and `filled` make text and
+tables from any columns and rows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class DiskUse(TierUse):
-    """What a disk did; `decisions` counts reads and the reasons against one, as `CacheStats.store_decisions` does."""
+    """What a disk did; `decisions` counts reads, and reasons not to read, as `CacheStats.store_decisions`."""
 
     decisions: dict[str, int]
 
@@ -134,7 +134,7 @@ def infinite_token_ratio(trace: Trace) -> float:
     hit_tokens = 0
     for request in trace.requests:
         keys = request.keys.tolist()
-        # A key stands for a whole prefix, so the keys seen before come first.
+        # A key stands for a whole prefix, so known keys come first.
         hit_tokens += min(sum(key in seen for key in keys) * trace.block_tokens, request.tokens)
         seen.update(keys)
     return hit_tokens / trace.prompt_tokens if trace.requests else 0.0
@@ -176,7 +176,7 @@ class Column:
 
 
 def cells(columns: Iterable[Column], rows: Iterable[Any]) -> list[list[str]]:
-    """The columns as text, each with its title first; optional ones without any value are left out."""
+    """The columns as text, each with its title first, without optional columns that have no value."""
     rows = list(rows)
     found = [(column, [column.of(row) for row in rows]) for column in columns]
     return [
@@ -189,7 +189,7 @@ def cells(columns: Iterable[Column], rows: Iterable[Any]) -> list[list[str]]:
 def filled(
     shown: Table, columns: Iterable[Column], rows: Iterable[Any], *, names: Sequence[str] = (), is_narrow: bool = False
 ) -> Table:
-    """Fill an empty table, with `names` left-aligned; in a narrow one titles and traces wrap, figures do not."""
+    """Fill an empty table, with `names` left-aligned. In a narrow table titles and traces wrap; figures do not."""
     found = cells(columns, rows)
     for title, *texts in found:
         words = [*title.split(), *(texts if title != "trace" else ())]
@@ -293,7 +293,6 @@ SHARED_NOTE = (
 
 
 def policy_notes(traces: Sequence[Trace], rows: Sequence[SimulationRow]) -> list[str]:
-    """The footnotes of `policies_table`."""
     notes = [_trace_note(each, f"{each.block_refs:,} block references", infinite_ratio(each)) for each in traces]
     notes.append(POLICY_COUNTS)
     disk = rows[0].disk if rows else None
@@ -309,7 +308,6 @@ def policy_notes(traces: Sequence[Trace], rows: Sequence[SimulationRow]) -> list
 
 
 def replica_notes(traces: Sequence[Trace], rows: Sequence[ReplicaRow], speeds: Speeds) -> list[str]:
-    """The footnotes of `replicas_table`."""
     infinite = {row.trace: row.infinite_token_hit_ratio for row in rows}
     notes = [_trace_note(each, f"{each.prompt_tokens:,} prompt tokens", infinite.get(each.name)) for each in traces]
     notes.append(
@@ -403,10 +401,7 @@ RATIO_LABEL = "block hit ratio: blocks found / blocks asked for"
 
 
 def policies_picture(rows: Sequence[SimulationRow], infinite: Mapping[str, float], file_format: str = "png") -> bytes:
-    """Block hit ratio over capacity, a panel per trace, and dotted that of a cache without limit, by trace.
-
-    Policies with equal digits share a line.
-    """
+    """Block hit ratio over capacity, a panel per trace; dotted: a cache without limit. Equal policies share a line."""
     traces = list(dict.fromkeys(row.trace for row in rows))
     figure = new_figure(PANEL_INCHES[0], PANEL_INCHES[1] * len(traces))
     panels = figure.subplots(len(traces), 1, squeeze=False)
@@ -423,7 +418,7 @@ def _draw_panel(
     for policy in dict.fromkeys(row.policy for row in rows):
         points = sorted((_capacity(row), f"{row.block_hit_ratio:.4f}") for row in rows if row.policy == policy)
         lines.setdefault(tuple(points), []).append(policy)
-    # Sorted by the right edge: the legend reads as the lines lie.
+    # Sorted by the right edge, as in the legend.
     for line, policies in sorted(lines.items(), key=lambda each: each[0][-1], reverse=True):
         styled = next((policy for policy in policies if policy in OFFLINE_LINES), policies[0])
         ratios = [float(ratio) for _, ratio in line]

@@ -1,14 +1,14 @@
 """Simulate a trace, or grow a tree from conversations, with the PrefixCache of a server and sizes for layer state.
 
-A key of the tree stands for a block of the trace. Blocks with different histories stay apart and a leaf loses its tail
-block by block, so a compressed edge behaves like a chain of nodes of one block each. Ticks are the trace's
-milliseconds; requests that arrive together get ticks one apart.
+A key of the tree stands for a block of the trace. A leaf loses its tail block by block, and blocks with different
+histories are not joined, so an edge behaves like a chain of nodes of one block each. Ticks are the trace's
+milliseconds; requests that arrive together get successive ticks.
 
     pure span models    the matched blocks are the hits; the rest is evaluated at once
-    models with points  checkpoints are taken as a session takes them; a request prefills from the last one on
+    models with points  checkpoints are taken as in a session; a request prefills from the last one on
 
-With a disk, the deployed tier reads and writes, and a store of sizes answers (see `Machine`). The same trace and
-arguments give the same figures. Nothing here is thread-safe.
+With a disk, the deployed tier uses a store of sizes (see `Machine`). The same trace and arguments give the same
+figures. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Future:
         self._following.reverse()
 
     def arrive(self, index: int) -> None:
-        """Request `index` comes now: from now on its keys wait for the next request that uses them."""
+        """Request `index` comes now: its keys wait for the request after it that uses them."""
         self._next.update(zip(self._requests[index].keys.tolist(), self._following[index], strict=True))
 
     def next_use(self, entry: Entry) -> float:
@@ -102,12 +102,12 @@ class Future:
 
 
 class Machine(SizedModel):
-    """A model and a disk of given speeds, in sizes, which move one clock. Writing takes no time.
+    """A model and a disk of given speeds, in sizes, with one clock. Writing takes no time.
 
         prefill    tokens / (tokens/s) ──►  clock  ◄── bytes / (bytes/s)    reading
 
-    The deployed `Rates` measure both by this clock, and the deployed cache decides what is read. Several caches may
-    take `disk`, one at a time. A key stands for `block_tokens`.
+    The deployed `Rates` measure both by this clock, and the deployed cache decides what to read. Several caches may use
+    `disk`, one at a time. A key stands for `block_tokens`.
     """
 
     def __init__(self, plan: DiskPlan, block_tokens: int) -> None:
@@ -139,12 +139,9 @@ class Machine(SizedModel):
 
 
 class Simulation:
-    """A trace on its way through one cache, with a tier below memory or a machine that several caches share.
+    """A trace on its way through one cache, with a disk or a machine that several caches share.
 
-    An offline policy is given by its name.
-
-    Raises:
-        ValueError: the policy bypasses the cache, and there is a disk or the sizes have checkpoints.
+    An offline policy is given by its name. ValueError: the policy bypasses the cache, with a disk or checkpoints.
     """
 
     def __init__(
@@ -220,7 +217,6 @@ class Simulation:
         self.prompt_tokens += request.tokens
 
     def disk_use(self) -> DiskUse | None:
-        """What the disk did so far."""
         if self.machine is None:
             return None
         use = self.machine.use(self.disk_hit_tokens, self.prompt_tokens)
@@ -234,18 +230,18 @@ class Simulation:
         return 0 if self.machine is None else self.cache.stats.brought_tokens
 
     def _evaluate(self, session: Session, count: int) -> int:
-        """Bring the session to the end of its prompt; returns the blocks that needed no prefill."""
+        """Evaluate the rest of the prompt; returns the number of blocks that needed no prefill."""
         if self.layout.has_points:
             session.prefill(self._model)
             session.step(self._model, session.prompt[-1:])
             return session.cached_tokens
-        # A live cache makes room for the whole prompt at `begin`, and policies that age depend on that order.
+        # A live cache makes room for the whole prompt at `begin`; policies that age depend on that order.
         self.cache.make_room((count - session.matched_tokens) * self.layout.token_bytes)
         if self.machine is not None:
             session.prefill(self._model)  # moves the clock; ends before the key that was added
             return session.cached_tokens
         session.caches[0].advance(count - session.cached_tokens)
-        # A fully stored prompt evaluates its last block again for logits; that block is a hit all the same.
+        # The last block of a fully stored prompt is evaluated again for logits; it counts as a hit.
         return session.matched_tokens
 
     def _serve_bypassing(self, keys: Keys) -> int:
@@ -311,9 +307,8 @@ def grow_tree(
     policy: str = "lru",
     skip_bad: bool = False,
 ) -> tuple[PrefixCache, list[str]]:
-    """Serve conversations as a replay does with recorded replies, by sizes.
+    """Serve conversations in sizes, with recorded replies. Returns the cache, and a line for each request left out.
 
-    Returns the cache, and a line for each request that was left out.
     ScriptError: the template refuses a conversation and `skip_bad` is off.
     """
     layout = SizedLayout(sizes.token_bytes, sizes.state_bytes, sizes.windows, GROW_TOKENS)

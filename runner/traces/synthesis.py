@@ -1,4 +1,4 @@
-"""Synthetic traffic of many users, for when there is no trace. The same parameters and seed give the same trace.
+"""Synthetic traffic of many users, instead of a recorded trace. Equal parameters and seeds give equal traces.
 
     applications    each has its own system prompt, tool list included; a new conversation picks one by Zipf's law
     conversations   begin as a Poisson process; each has a geometric number of user turns
@@ -80,7 +80,7 @@ def synthesize(parameters: Synth, *, seed: int = 0, name: str = "synth") -> Trac
 
 
 class _Text:
-    """A growing prompt as block keys. A block is identified by the block before it and the pieces of text in it."""
+    """A growing prompt as block keys. The block before a block and the pieces of text in it identify the block."""
 
     def __init__(self, numbers: dict[object, int], block_tokens: int) -> None:
         self._numbers = numbers
@@ -124,12 +124,7 @@ class _Application:
 
 @dataclass
 class _Conversation:
-    """One user's conversation.
-
-    Attributes:
-        text: the prompt of the next request.
-        beginnings: for each of the user's messages so far, the text and the turn before it.
-    """
+    """One user's conversation: the prompt of the next request, and the text and the turn before each user message."""
 
     name: str
     application: _Application
@@ -141,10 +136,7 @@ class _Conversation:
 
 
 class _Traffic:
-    """All conversations on one time axis.
-
-    The agenda holds (time, order, conversation); None stands for the beginning of the next conversation.
-    """
+    """All conversations on one time axis, as (time, order, conversation); None: the next conversation begins."""
 
     def __init__(self, parameters: Synth, draw: random.Random) -> None:
         self._parameters, self._pace = parameters, parameters.pace()
@@ -153,12 +145,10 @@ class _Traffic:
         self._pieces = count()
         self._order = count()
         self._applications = [self._application() for _ in range(parameters.applications)]
-        ranks = range(1, parameters.applications + 1)
-        self._weights = [rank**-parameters.zipf for rank in ranks]
+        self._weights = [rank**-parameters.zipf for rank in range(1, parameters.applications + 1)]
         self._agenda: list[tuple[float, int, _Conversation | None]] = []
 
     def requests(self) -> Iterator[TraceRequest]:
-        """The requests in order of time."""
         made, failed = 0, 0
         self._plan(0.0, None)
         while made < self._parameters.requests:
@@ -231,7 +221,7 @@ class _Traffic:
         text.append(next(self._pieces), self._clipped(length))
 
     def _clipped(self, length: int) -> int:
-        """A piece's length, cut beyond the context, where nobody asks for it."""
+        """A piece's length, at most one token more than the context."""
         return min(length, self._parameters.context_tokens + 1)
 
     def _plan(self, at_s: float, conversation: _Conversation | None) -> None:

@@ -1,23 +1,23 @@
-"""A trace: who asked for which prefix, when. Readers return it, the simulator and the curves take it. No MLX.
+"""A trace: which prefixes were asked for, by whom and when. Readers make it; simulator and curves use it. No MLX.
 
-A prompt is a list of blocks of `block_tokens` tokens; the last one may be partly filled. A block is known by its key.
+A prompt is a list of blocks of `block_tokens` tokens; the last one may be partly filled. A key identifies a block.
 
 Invariants of a `Trace` that a reader returns:
 
   TR1  len(keys) == ceil(tokens / block_tokens), and both are at least 1.
-  TR2  Equal keys mean equal prefixes: a key always stands at one position, behind the same keys.
+  TR2  Equal keys mean equal prefixes: a key always has one position, after the same keys.
   TR3  `time_ms` never decreases; requests that arrived at the same time keep the order of the file.
   TR4  Keys are 0 or more; files that were joined share none.
 
-`TurnInference` finds conversations in a trace that does not name them, from the prompts before a request only. A prompt
-that begins with all full blocks of an earlier prompt continues that conversation. Two rules keep a shared system prompt
-from counting as a conversation:
+`TurnInference` finds the conversations in a trace without names, from earlier prompts only. A prompt that begins with
+all full blocks of an earlier prompt continues its conversation. Because of two rules, a shared system prompt is no
+conversation:
 
   TT1  A block is continued only from the request that used it first, or from a request that continues that one.
   TT2  A prompt that was continued in `MOST_BRANCHES` different ways is a shared beginning: a later request that begins
-       with it starts a conversation. Earlier requests keep their numbers.
+       with it starts a conversation. Numbers of earlier requests do not change.
 
-A prompt shorter than a block counts as a first turn. O(blocks) per request.
+A prompt shorter than a block is a first turn. O(blocks) per request.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class Pace:
-    """Arrival times for data without any: conversations begin as a Poisson process, and people and tools take time.
+    """Arrival times for data without them. Conversations begin as a Poisson process.
 
-    `think_s` and `tool_s` are means of exponential times: from a reply to a person's next message, and of a tool.
+    `think_s` and `tool_s` are means of exponential times: from a reply to the user's next message, and for a tool.
     """
 
     sessions_per_hour: float = 30.0
@@ -111,7 +111,7 @@ class Pace:
 
 @dataclass(slots=True)
 class _End:
-    """The last full block of a prompt: whose turn ended there, and in how many ways it was continued."""
+    """The last full block of a prompt: the turn that ended there, and in how many ways it was continued."""
 
     conversation: int
     turn: int
@@ -237,7 +237,7 @@ def join_traces(traces: Sequence[Trace], *, name: str = "") -> Trace:
     )
 
 
-# What readers share: lines, fields, and what is bad in them
+# What readers share: lines and fields; a wrong field raises TraceError
 
 #: Larger whole numbers are not exact as floats.
 MOST_EXACT = 1 << 53
@@ -246,7 +246,7 @@ MOST_BLOCK_TOKENS = 1 << 31
 
 @dataclass
 class Reading:
-    """The arguments of `read_trace` for readers of every format, and the bad lines that they left out."""
+    """The arguments of `read_trace`, for readers of any format, and the bad lines that they left out."""
 
     skip_bad: bool = False
     seed: int = 0
@@ -288,12 +288,10 @@ def _parse(content: bytes, where: str) -> dict[str, Any] | TraceError:
 
 
 def unreadable(path: Path, error: OSError) -> TraceError:
-    """The error for a file that cannot be read."""
     return TraceError(f"{path}: cannot be read ({error.strerror}); wanted a trace.")
 
 
 def whole_number(record: dict[str, Any], name: str, where: str, *, at_least: int = 0, at_most: int = MOST_EXACT) -> int:
-    """A field with a whole number. TraceError: another value."""
     value = record.get(name)
     if type(value) is not int or value < at_least:
         raise TraceError(f"{where}: {name} is {shown(value)}; wanted a whole number, {at_least} or more.")
@@ -303,7 +301,6 @@ def whole_number(record: dict[str, Any], name: str, where: str, *, at_least: int
 
 
 def seconds(record: dict[str, Any], name: str, where: str) -> float:
-    """A field with seconds. TraceError: another value."""
     value = record.get(name)
     # NaN fails every comparison.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
@@ -312,7 +309,6 @@ def seconds(record: dict[str, Any], name: str, where: str) -> float:
 
 
 def hash_ids(record: dict[str, Any], where: str) -> list[int]:
-    """The field `hash_ids`. TraceError: not a list of whole numbers."""
     ids = record.get("hash_ids")
     if not isinstance(ids, list) or not all(type(block_id) is int for block_id in ids):
         raise TraceError(f"{where}: hash_ids is {shown(ids)}; wanted a list of whole numbers.")

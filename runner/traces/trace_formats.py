@@ -63,8 +63,8 @@ def _require_known_prefix(table: KeyTable, ids: Sequence[int], where: str) -> No
 
 # Compact: what PrefixCache(trace=FILE) records; radixcache/observe/trace.py describes the format
 #
-# A file has several parts if the cache was restarted or a write failed, each behind a header. The times of a part
-# continue from the end of the part before it. Requests are written when they end, and sorted here by their arrival.
+# After a restart or a failed write a file has one more part, with a header. The times of a part continue from the end
+# of the part before it. Requests are written when they end; the reader sorts them by arrival.
 
 
 def is_compact_header(record: dict[str, Any]) -> bool:
@@ -97,7 +97,7 @@ def compact_bytes(trace: Trace) -> bytes:
 
 
 class _CompactReader:
-    """The state between lines: all requests so far, and of the part whether it has a header, its start and blocks."""
+    """All requests so far, and of the present part its header, its start and the blocks of its requests."""
 
     def __init__(self, path: Path, reading: Reading) -> None:
         self._path = path
@@ -113,7 +113,6 @@ class _CompactReader:
         self._digests: dict[int, list[bytes]] = {}
 
     def trace(self) -> Trace:
-        """Read all lines."""
         for (where, record), (_, following) in pairwise(chain(read_lines(self._path), [("", None)])):
             ends_part = following is None or (isinstance(following, dict) and is_compact_header(following))
             try:
@@ -193,7 +192,7 @@ class _CompactReader:
         return TraceRequest(self._table.keys(ids), tokens, output_tokens, time_ms, session, turn, kind)
 
     def _shared(self, record: dict[str, Any], where: str) -> list[bytes]:
-        """The first blocks, which an earlier request of the part has too."""
+        """The first blocks, shared with an earlier request of the part."""
         after = record.get("after")
         if after is None:
             return []
@@ -292,13 +291,12 @@ def _mooncake_request(
 
 # Coding agent: a JSON file per session, with block ids of its own
 #
-# A session's `t` counts seconds from its start. The files do not say when sessions begin. Here they begin as a seeded
-# Poisson process, in the order of the files, so the timing between sessions is synthetic. Two traps of the format:
+# A session's `t` counts seconds from its start. The files do not say when sessions begin: here they begin as a seeded
+# Poisson process, in the order of the files, so the time between sessions is synthetic. Two rules of the format:
 #
 #   CA1  Only full blocks are hashed. The rest of a prompt becomes a last block that no other request shares.
-#   CA2  `t` of a sub-agent is when it reported back. Its own requests count from when it was sent off, `duration_ms`
-#        earlier. (Then agents that were sent off together start within 0.02 s of one another and of the request that
-#        sent them. With `t` as the start they would outlive the wait for them.)
+#   CA2  `t` of a sub-agent is the end of its work. Its own requests count from its start, `duration_ms` earlier. (Then
+#        sub-agents of one request start within 0.02 s of one another and of that request.)
 
 
 def read_coding_agent(paths: Sequence[Path], reading: Reading) -> list[Trace]:
@@ -334,8 +332,6 @@ class _Agent:
 
 
 class _Session:
-    """One file."""
-
     def __init__(self, path: Path, reading: Reading) -> None:
         self._reading = reading
         self._table = KeyTable()
@@ -345,7 +341,7 @@ class _Session:
         self._main = _Agent(session_id if isinstance(session_id, str) else path.stem, "main", 0.0, records, str(path))
 
     def requests(self) -> list[TraceRequest]:
-        """All requests, those of sub-agents too, by time from the session's start."""
+        """All requests, those of sub-agents included, by time from the session's start."""
         return sorted(self._requests_of(self._main), key=lambda request: request.time_ms)
 
     def _requests_of(self, agent: _Agent) -> Iterator[TraceRequest]:

@@ -1,7 +1,7 @@
 """Read a trace in any known format; a folder is the files below it.
 
-The beginning of a file tells its format, and `READERS` has the reader of each. To add a format, add a line there and
-one in `_format_of`. Conversations have no block hashes: `read_conversation_trace` makes blocks of a tokenizer's tokens.
+The beginning of a file shows its format. To add a format, add a line to `READERS` and one to `_format_of`.
+Conversations have no block hashes: `read_conversation_trace` makes blocks of a tokenizer's tokens.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def read_trace(
 
 
 def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Trace]:
-    """One trace of all conversations, in the order of the files; each reply that is due is a request.
+    """One trace of all conversations, in the order of the files, with a request for each reply and made-up arrivals.
 
-    Arrivals are made up. A reply that was not recorded is missing in later prompts, too.
+    A reply that was not recorded is also missing in later prompts.
     """
     if reading.tokenizer is None:
         raise TraceError(
@@ -132,7 +132,7 @@ def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Tra
 def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Any, int, bool]]:
     """The requests of a conversation: tokens of the prompt, length of the reply, and whether it calls a tool.
 
-    The length is that of the recorded text and calls, without the template's additions; 0 if there is no reply.
+    The length counts the recorded text and calls, without the template's additions; 0 if there is no reply.
     """
     from radixcache.chat import chat_tokens  # needs MLX, which no other format does
 
