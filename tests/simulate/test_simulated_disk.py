@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from policies import POLICIES
 from radixcache.stores.sized_store import HEAD_BYTES
 from runner.simulate import advice
-from runner.simulate.advice import DiskAdvice, advice_of
+from runner.simulate.advice import advice_of, estimated_disk
 from runner.simulate.curve import lru_curve
 from runner.simulate.rows import DiskPlan, DiskUse, SimulationRow, infinite_ratio
 from runner.simulate.simulator import BlockSizes, Simulation, simulate
@@ -237,7 +237,7 @@ def test_the_curve_bounds_what_a_simulation_with_a_disk_finds() -> None:
     for disk_blocks in (10, 100, 1000):
         plan = replace(FAST, budget_bytes=disk_blocks * FILE_BYTES)
         row, disk = run(trace, memory_blocks, plan)
-        found = DiskAdvice.estimated(curve, plan, memory_blocks, BLOCK_TOKENS, BLOCK_BYTES)
+        found = estimated_disk(curve, plan, memory_blocks, BLOCK_TOKENS, BLOCK_BYTES)
         assert found.alone == pytest.approx(alone)
         assert found.alone < row.token_hit_ratio <= found.token_hit_ratio < row.token_hit_ratio + 0.04, disk_blocks
         assert disk.written_bytes / 2 < found.written_bytes <= disk.written_bytes, disk_blocks
@@ -246,7 +246,7 @@ def test_the_curve_bounds_what_a_simulation_with_a_disk_finds() -> None:
 def test_a_disk_that_is_slower_than_prefill_brings_nothing_by_the_curve_either() -> None:
     curve = lru_curve(made(TURNS))
     slow = replace(FAST, read_bytes_per_s=2 * FILE_BYTES)  # as fast as prefill, and files are not read for that
-    found = DiskAdvice.estimated(curve, slow, 3, BLOCK_TOKENS, BLOCK_BYTES)
+    found = estimated_disk(curve, slow, 3, BLOCK_TOKENS, BLOCK_BYTES)
     assert found.token_hit_ratio == found.alone == curve.token_hit_ratio_at(3)
 
 
